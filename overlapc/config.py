@@ -1,0 +1,160 @@
+"""Every knob of overlapc in one place: its type, default, variable and meaning.
+
+The same names work three ways, nearest first:
+
+    torch.compile(model, backend="overlapc", options={"memory_budget": "70GiB"})
+    torch.compile(model, backend="overlapc", options=overlapc.Config(memory_budget="70GiB"))
+    OVERLAPC_MEMORY_BUDGET=70GiB torchrun train.py
+
+Variables are read when a graph is compiled, never at import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from overlapc.errors import ConfigError, unknown_name
+from overlapc.units import parse_bytes
+
+
+def _bool(text: Any) -> bool:
+    if isinstance(text, bool):
+        return text
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    word = str(text).strip().lower()
+    if word not in words:
+        raise ConfigError(f"{text!r} is neither on nor off; write 1 or 0")
+    return words[word]
+
+
+def _seconds(text: Any) -> float:
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{text!r} is not a number of seconds") from None
+    if not value > 0:
+        raise ConfigError(f"{text!r} is not a positive number of seconds")
+    return value
+
+
+def _optional_bytes(text: Any) -> int | None:
+    return None if text is None or text == "" else parse_bytes(text)
+
+
+def _fraction(text: Any) -> float:
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{text!r} is not a number") from None
+    if value < 0:
+        raise ConfigError(f"{text!r} is negative")
+    return value
+
+
+def _names(text: Any) -> tuple[str | Callable[..., Any], ...] | None:
+    """`"a,b"`, `"none"`, a list of names and callables, or None for the default pipeline."""
+    if text is None:
+        return None
+    if isinstance(text, str):
+        return () if text.strip() == "none" else tuple(part.strip() for part in text.split(",") if part.strip())
+    return tuple(text)
+
+
+def _words(text: Any) -> frozenset[str]:
+    if not text:
+        return frozenset()
+    if isinstance(text, str):
+        return frozenset(part.strip() for part in text.split(",") if part.strip())
+    return frozenset(text)
+
+
+def _path(text: Any) -> Path:
+    return Path(text).expanduser()
+
+
+def _knob(default: Any, read: Callable[[Any], Any], meaning: str) -> Any:
+    return field(default=default, metadata={"read": read, "help": meaning})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of one compilation. Unknown names and unusable values raise ConfigError.
+
+    A field that is not given takes its `OVERLAPC_<NAME>` variable, then the default shown here.
+    """
+
+    memory_budget: int | str | None = _knob(
+        None, _optional_bytes, "most memory a step may use at its peak, e.g. 70GiB (default: no limit)"
+    )
+    peak_increase: float = _knob(
+        0.0, _fraction, "how far passes may raise the incoming peak without a memory_budget, as a fraction"
+    )
+    passes: tuple[str | Callable[..., Any], ...] | str | None = _knob(
+        None, _names, "passes in this order, 'none' for none (default: passes/pipeline.py)"
+    )
+    profile: str | None = _knob(
+        None, lambda text: text, "device profile for estimates: a name or a JSON file (default: this machine's)"
+    )
+    rank_timeout: float = _knob(300.0, _seconds, "seconds to wait for other ranks while compiling")
+    rank_check: bool = _knob(True, _bool, "compare graphs and collective orders between ranks")
+    fusion: bool = _knob(True, _bool, "fuse generated kernels")
+    native: bool = _knob(True, _bool, "generate kernels; off runs every op as an extern call (for bisection)")
+    verify: bool = _knob(True, _bool, "check the schedule after every pass")
+    dump: frozenset[str] | str = _knob(
+        frozenset(), _words, "stages to write as text: fx, ir, fusion, passes, program, kernels, all"
+    )
+    dump_dir: Path | str = _knob(Path("overlapc_dump"), _path, "folder that dumps go to")
+    cache_dir: Path | str = _knob(
+        Path(platformdirs.user_cache_dir("overlapc")), _path, "compiled kernels and measurements"
+    )
+
+    def __post_init__(self) -> None:
+        for knob in dataclasses.fields(self):
+            object.__setattr__(self, knob.name, _read(knob, getattr(self, knob.name), knob.name))
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | Config | None = None) -> Config:
+        """What `options` says, then variables, then defaults."""
+        if isinstance(options, cls):
+            return options
+        given = dict(options or {})
+        known = {knob.name: knob for knob in dataclasses.fields(cls)}
+        for name in given:
+            if name not in known:
+                raise ConfigError(unknown_name("option", name, known))
+        for name in known:
+            variable = variable_of(name)
+            if name not in given and variable in os.environ:
+                given[name] = _read(known[name], os.environ[variable], variable)
+        return cls(**given)
+
+    def wants_dump(self, stage: str) -> bool:
+        """Whether `stage` is to be written as text."""
+        return stage in self.dump or "all" in self.dump
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of an option: `rank_timeout` -> `OVERLAPC_RANK_TIMEOUT`."""
+    return "OVERLAPC_" + name.upper()
+
+
+def describe() -> list[tuple[str, str, str, str]]:
+    """(option, variable, default, meaning) of every knob, for help texts and docs."""
+    return [
+        (knob.name, variable_of(knob.name), str(knob.default), knob.metadata["help"])
+        for knob in dataclasses.fields(Config)
+    ]
+
+
+def _read(knob: dataclasses.Field[Any], value: Any, shown_as: str) -> Any:
+    try:
+        return knob.metadata["read"](value)
+    except ConfigError as error:
+        raise ConfigError(f"{shown_as}: {error}") from None

@@ -1,0 +1,47 @@
+"""Errors a user can meet. Each says what broke, where, and what to do next."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class OverlapcError(RuntimeError):
+    """Base of every error that overlapc raises on purpose."""
+
+
+class ConfigError(OverlapcError, ValueError):
+    """An option, environment variable or command line value that cannot be used."""
+
+
+class CompileError(OverlapcError):
+    """A graph that could not be compiled; names the FX node and the user's source line."""
+
+
+class ToolchainError(OverlapcError):
+    """A compiler (g++, triton) is missing or refused generated code."""
+
+
+class ScheduleError(OverlapcError):
+    """A schedule that breaks a rule (order, completeness, memory, collective order)."""
+
+
+class RanksDisagree(OverlapcError):
+    """Ranks compiled different graphs or orders, or a rank did not show up in time."""
+
+
+class MemoryBudgetError(OverlapcError):
+    """No schedule fits the memory budget that the user set."""
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> Sequence[str]:
+    """The names closest to `name`, best first; empty when nothing is close."""
+    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """`no pass named 'sink_wait'; nearest: sink_waits`, or all known names when none is near."""
+    known = sorted(known)
+    near = nearest(name, known)
+    offer = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(known)}"
+    return f"no {kind} named {name!r}; {offer}"

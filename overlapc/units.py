@@ -1,0 +1,54 @@
+"""Bytes and times as people write them. Stored values are always bytes and nanoseconds."""
+
+from __future__ import annotations
+
+import re
+
+from overlapc.errors import ConfigError
+
+_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
+_NUMBER = re.compile(r"^\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-zµ]*)\s*$")
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """`"70GiB"` -> bytes; a plain number is already bytes. ConfigError on anything else."""
+    return round(_parse(text, _BYTES, "B", "a size", "70GiB"))
+
+
+def parse_ns(text: str | int | float) -> float:
+    """`"1180us"` -> nanoseconds; a plain number is already nanoseconds. ConfigError on anything else."""
+    return _parse(text, _NS, "ns", "a time", "250us")
+
+
+def _parse(text: str | int | float, units: dict[str, float] | dict[str, int], plain: str, what: str, like: str) -> float:
+    if isinstance(text, (int, float)):
+        return float(text)
+    match = _NUMBER.match(text)
+    if match is None or (match[2] or plain) not in units:
+        raise ConfigError(f"{text!r} is not {what}; write it like {like!r} (units: {', '.join(units)})")
+    return float(match[1]) * units[match[2] or plain]
+
+
+def format_bytes(size_bytes: int | float) -> str:
+    """The shortest text that parses back to exactly `size_bytes`: `512MiB`, `1.5GiB`, `100B`."""
+    size = int(size_bytes)
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        scale = _BYTES[unit]
+        if size >= scale and (size * 1000) % scale == 0:
+            return f"{size / scale:g}{unit}" if parse_bytes(f"{size / scale:g}{unit}") == size else f"{size}B"
+    return f"{size}B"
+
+
+def human_bytes(size_bytes: int | float) -> str:
+    """Rounded for people to read: `8.79GiB`. Does not parse back exactly."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if abs(size_bytes) >= _BYTES[unit]:
+            return f"{size_bytes / _BYTES[unit]:.3g}{unit}"
+    return f"{size_bytes:.0f}B"
+
+
+def format_ns(time_ns: float) -> str:
+    """The shortest text that parses back to exactly `time_ns`, in microseconds where that is exact."""
+    text = f"{time_ns / 1e3:g}us"
+    return text if time_ns >= 1e3 and parse_ns(text) == time_ns else f"{time_ns!r}ns".replace(".0ns", "ns")
