@@ -27,7 +27,16 @@ from overlapc.units import parse_bytes
 def _bool(text: Any) -> bool:
     if isinstance(text, bool):
         return text
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    words = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
     word = str(text).strip().lower()
     if word not in words:
         raise ConfigError(f"{text!r} is neither on nor off; write 1 or 0")
@@ -100,7 +109,9 @@ class Config:
         None, _names, "passes in this order, 'none' for none (default: passes/pipeline.py)"
     )
     profile: str | None = _knob(
-        None, lambda text: text, "device profile for estimates: a name or a JSON file (default: this machine's)"
+        None,
+        lambda text: text,
+        "device profile for estimates: a name or a JSON file (default: this machine's)",
     )
     rank_timeout: float = _knob(300.0, _seconds, "seconds to wait for other ranks while compiling")
     rank_check: bool = _knob(True, _bool, "compare graphs and collective orders between ranks")

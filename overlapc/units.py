@@ -6,7 +6,16 @@ import re
 
 from overlapc.errors import ConfigError
 
-_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_BYTES = {
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
 _NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
 _NUMBER = re.compile(r"^\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-zµ]*)\s*$")
 
@@ -21,7 +30,9 @@ def parse_ns(text: str | int | float) -> float:
     return _parse(text, _NS, "ns", "a time", "250us")
 
 
-def _parse(text: str | int | float, units: dict[str, float] | dict[str, int], plain: str, what: str, like: str) -> float:
+def _parse(
+    text: str | int | float, units: dict[str, float] | dict[str, int], plain: str, what: str, like: str
+) -> float:
     if isinstance(text, (int, float)):
         return float(text)
     match = _NUMBER.match(text)

@@ -1,0 +1,72 @@
+"""What every kernel generator takes and gives: the interface a device plugs into.
+
+A generator turns a loop `Body` into source text and, later, many sources of a graph at once into callables. To add a
+device, write a `Generator` and `register` it under torch's device type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import sympy
+
+from overlapc.errors import unknown_name
+from overlapc.ir.body import Body
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSource:
+    """Generated code of one kernel.
+
+    Buffers are renamed by first use inside the text, so equal kernels of different layers have equal text and are
+    compiled once. A launch passes one tensor per entry of `buffers`, then one int per entry of `sizes`.
+    """
+
+    name: str  # a readable prefix and a hash of the text: `fused_mul_rsqrt_3f2a91c0`
+    text: str
+    buffers: tuple[str, ...]  # names used in the body, in argument order
+    sizes: tuple[sympy.Symbol, ...] = ()
+    comment: str = field(default="", compare=False)  # provenance; not part of the identity
+    launch: Any = field(default=None, compare=False)  # the generator's own launch facts (grid, block sizes, …)
+
+
+Launcher = Callable[..., None]
+
+
+class Generator(Protocol):
+    """One per device type."""
+
+    device_type: str
+
+    def refuse(self, body: Body) -> str | None:
+        """Why this body cannot be generated (`"no scan on cpu"`), or None if it can."""
+
+    def generate(
+        self, body: Body, hint: str, comment: str = "", size_hints: Mapping[str, int] | None = None
+    ) -> KernelSource:
+        """Source for `body`. `hint` is a readable name part; `size_hints` gives sizes of symbols for heuristics."""
+
+    def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
+        """Compiles what is not in the cache; returns a launcher per `KernelSource.name`. ToolchainError on failure."""
+
+
+_generators: dict[str, Generator] = {}
+
+
+def register(generator: Generator) -> None:
+    """Makes `generator` the one for its device type, replacing an earlier one."""
+    _generators[generator.device_type] = generator
+
+
+def generator_for(device_type: str) -> Generator:
+    """The registered generator; KeyError naming the known device types when there is none."""
+    if device_type not in _generators:
+        raise KeyError(unknown_name("kernel generator for device", device_type, _generators))
+    return _generators[device_type]
+
+
+def has_generator(device_type: str) -> bool:
+    return device_type in _generators

@@ -1,0 +1,435 @@
+"""Loop bodies: what one iteration of a kernel computes, as a hash-consed DAG of typed values.
+
+A value is made once: building an equal one again returns the same object, so equality is identity, shared work
+is shared by construction, and a rewrite is a function from value to value.
+
+Dtypes: a value's `dtype` is what the kernel computes in. float16 and bfloat16 are memory formats: a `Load` of them
+yields float32, a `Store` to them rounds, and `Cast` to one of them rounds through it and yields float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import sympy
+import torch
+
+from overlapc.ir.indexing import Ranges, free_symbols, loop_symbol, numel, simplify, substitute
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a kernel computes on elements stored as `dtype`."""
+    return torch.float32 if dtype in _LOW_PRECISION else dtype
+
+
+_made: WeakValueDictionary[tuple[Any, ...], Value]
+
+
+class _Interned(type):
+    """Returns the one existing value for equal arguments."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        value = super().__call__(*args, **kwargs)
+        return _made.setdefault(value._key(), value)
+
+
+class Value(metaclass=_Interned):
+    """Base of all values; compares and hashes by identity."""
+
+    __slots__ = ("__weakref__",)
+    dtype: torch.dtype
+
+    def _key(self) -> tuple[Any, ...]:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return (type(self), *(getattr(self, field.name) for field in fields))
+
+    def operands(self) -> tuple[Value, ...]:
+        """The values this one is computed from."""
+        return ()
+
+    def indices(self) -> tuple[sympy.Expr, ...]:
+        """The index expressions this value contains itself."""
+        return ()
+
+
+_made = WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load(Value):
+    """Read `buffer[index]`, stored as `memory_dtype`.
+
+    Where `mask` (bool) is false nothing is read and the value is 0. `indirect` binds symbols of `index` to integer
+    values of this body, as in `table[4096*i0 + p1]` with i0 loaded from memory; they are already in bounds.
+    """
+
+    buffer: str
+    index: sympy.Expr
+    memory_dtype: torch.dtype
+    mask: Value | None = None
+    indirect: tuple[tuple[sympy.Symbol, Value], ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return compute_dtype(self.memory_dtype)
+
+    def operands(self) -> tuple[Value, ...]:
+        bound = tuple(value for _, value in self.indirect)
+        return bound if self.mask is None else (*bound, self.mask)
+
+    def indices(self) -> tuple[sympy.Expr, ...]:
+        return (self.index,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant(Value):
+    """A number (or bool) of `dtype`."""
+
+    number: float | int | bool
+    dtype: torch.dtype
+
+    def _key(self) -> tuple[Any, ...]:
+        # repr tells 0.0 from -0.0 and 1 from 1.0 and True, which compare equal.
+        return (Constant, repr(self.number), self.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Index(Value):
+    """An index expression as a number, for `arange`, masks and positions."""
+
+    expr: sympy.Expr
+    dtype: torch.dtype = torch.int64
+
+    def indices(self) -> tuple[sympy.Expr, ...]:
+        return (self.expr,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op(Value):
+    """An element-wise operation; `name` is one of `OPERATIONS`, arguments have one dtype unless it says otherwise."""
+
+    name: str
+    args: tuple[Value, ...]
+    dtype: torch.dtype
+
+    def operands(self) -> tuple[Value, ...]:
+        return self.args
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cast(Value):
+    """`arg` converted to `to` as `tensor.to` does; to a low-precision float it rounds and yields float32."""
+
+    arg: Value
+    to: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return compute_dtype(self.to)
+
+    def operands(self) -> tuple[Value, ...]:
+        return (self.arg,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduce(Value):
+    """`arg` reduced over all reduction loops of the kernel; the same for every iteration of them.
+
+    `kind` is one of `REDUCTIONS`. argmax/argmin yield the int64 position in the flattened reduction space,
+    the first on ties, a NaN before all numbers.
+    """
+
+    kind: str
+    arg: Value
+    dtype: torch.dtype
+
+    def operands(self) -> tuple[Value, ...]:
+        return (self.arg,)
+
+
+# Number of arguments of every operation. Floats follow IEEE and C's math.h, NaN included; integers wrap.
+OPERATIONS: Mapping[str, int] = {
+    **dict.fromkeys(
+        "neg abs sign signbit reciprocal sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan "
+        "sinh cosh tanh asinh acosh atanh erf erfc lgamma sigmoid relu floor ceil trunc round isnan isinf "
+        "logical_not bitwise_not".split(),
+        1,
+    ),
+    # maximum/minimum propagate NaN; remainder has the divisor's sign (Python), fmod the dividend's (C);
+    # floor_div rounds down, trunc_div toward zero, both exact for integers; `div` is for floats only.
+    **dict.fromkeys(
+        "add sub mul div floor_div trunc_div remainder fmod pow atan2 hypot copysign nextafter maximum minimum "
+        "eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor "
+        "shift_left shift_right".split(),
+        2,
+    ),
+    "where": 3,  # condition (bool), value if true, value if false
+}
+COMPARISONS = frozenset("eq ne lt le gt ge isnan isinf signbit logical_not logical_and logical_or logical_xor".split())
+REDUCTIONS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
+
+
+def op(name: str, *args: Value, dtype: torch.dtype | None = None) -> Op:
+    """`Op` with its dtype derived: bool for comparisons, the last argument's otherwise."""
+    assert OPERATIONS[name] == len(args), f"{name} takes {OPERATIONS[name]} arguments, got {len(args)}"
+    if dtype is None:
+        dtype = torch.bool if name in COMPARISONS else args[-1].dtype
+    return Op(name, args, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Write `value` to `buffer[index]`, rounded to the buffer's dtype.
+
+    `mode` "add" adds atomically to what is there (several iterations may hit one element).
+    """
+
+    buffer: str
+    index: sympy.Expr
+    value: Value
+    memory_dtype: torch.dtype
+    mode: str = "set"  # or "add"
+    mask: Value | None = None
+    indirect: tuple[tuple[sympy.Symbol, Value], ...] = ()
+
+    def operands(self) -> tuple[Value, ...]:
+        bound = tuple(value for _, value in self.indirect)
+        return (self.value, *bound) if self.mask is None else (self.value, *bound, self.mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop over 0 … size-1."""
+
+    symbol: sympy.Symbol
+    size: sympy.Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A kernel: parallel loops, reduction loops inside them, and what is stored.
+
+    Values and stores that use no reduction symbol (a `Reduce` hides those of its argument) run once per iteration
+    of the parallel loops; all others once per iteration of all loops. Iterations are independent, except that a
+    `Reduce` needs all iterations of the reduction loops first. Loops are named p0, p1, … and r0, r1, … in order,
+    outermost first, so that equal kernels compare and hash equal.
+    """
+
+    loops: tuple[Loop, ...]
+    reduction: tuple[Loop, ...]
+    stores: tuple[Store, ...]
+
+    def values(self) -> list[Value]:
+        """Every value once, operands before users."""
+        return topological(value for store in self.stores for value in store.operands())
+
+    def loads(self) -> list[Load]:
+        return [value for value in self.values() if isinstance(value, Load)]
+
+    def ranges(self) -> Ranges:
+        return ranges_of((*self.loops, *self.reduction))
+
+    def numel(self) -> sympy.Expr:
+        """Iterations of the parallel loops."""
+        return numel(loop.size for loop in self.loops)
+
+    def reduction_numel(self) -> sympy.Expr:
+        """Iterations of the reduction loops; 1 without any."""
+        return numel(loop.size for loop in self.reduction)
+
+    def size_symbols(self) -> list[sympy.Symbol]:
+        """Symbols that are neither loops nor indirect: the sizes a launch must pass, by name."""
+        exprs = [loop.size for loop in (*self.loops, *self.reduction)]
+        bound: set[sympy.Symbol] = {loop.symbol for loop in (*self.loops, *self.reduction)}
+        for value in self.values():
+            exprs.extend(value.indices())
+            if isinstance(value, Load):
+                bound.update(symbol for symbol, _ in value.indirect)
+        for store in self.stores:
+            exprs.append(store.index)
+            bound.update(symbol for symbol, _ in store.indirect)
+        return sorted(free_symbols(exprs) - bound, key=str)
+
+    def __str__(self) -> str:
+        from overlapc.ir.printer import print_body
+
+        return print_body(self)
+
+
+def ranges_of(loops: Iterable[Loop]) -> Ranges:
+    return tuple((loop.symbol, sympy.S.Zero, loop.size - 1) for loop in loops)
+
+
+def topological(roots: Iterable[Value]) -> list[Value]:
+    """Every value reachable from `roots` once, operands before users. Not recursive: fused bodies are deep."""
+    order: list[Value] = []
+    done: set[Value] = set()
+    stack: list[tuple[Value, Iterator[Value]]] = []
+    for root in roots:
+        if root in done:
+            continue
+        done.add(root)
+        stack.append((root, iter(root.operands())))
+        while stack:
+            value, rest = stack[-1]
+            for operand in rest:
+                if operand not in done:
+                    done.add(operand)
+                    stack.append((operand, iter(operand.operands())))
+                    break
+            else:
+                order.append(value)
+                stack.pop()
+    return order
+
+
+def rebuild(value: Value, operands: tuple[Value, ...], index: Callable[[sympy.Expr], sympy.Expr]) -> Value:
+    """`value` over other operands (in the order of `operands()`) and with each index expression mapped."""
+    if isinstance(value, Load):
+        bound = tuple((symbol, new) for (symbol, _), new in zip(value.indirect, operands, strict=False))
+        mask = operands[-1] if value.mask is not None else None
+        return Load(value.buffer, index(value.index), value.memory_dtype, mask, bound)
+    if isinstance(value, Op):
+        return Op(value.name, operands, value.dtype)
+    if isinstance(value, Cast):
+        return Cast(operands[0], value.to)
+    if isinstance(value, Reduce):
+        return Reduce(value.kind, operands[0], value.dtype)
+    if isinstance(value, Index):
+        return Index(index(value.expr), value.dtype)
+    return value
+
+
+def rewrite_values(
+    roots: Iterable[Value],
+    index: Callable[[sympy.Expr], sympy.Expr] = lambda expr: expr,
+    replace: Callable[[Value], Value | None] = lambda value: None,
+) -> dict[Value, Value]:
+    """Maps every value under `roots`: operands first, then `index` on its expressions, then `replace`.
+
+    `replace` sees the rebuilt value and may return another for it.
+    """
+    new: dict[Value, Value] = {}
+    for value in topological(roots):
+        built = rebuild(value, tuple(new[operand] for operand in value.operands()), index)
+        other = replace(built)
+        new[value] = built if other is None else other
+    return new
+
+
+def rewrite(
+    body: Body,
+    loops: tuple[Loop, ...],
+    reduction: tuple[Loop, ...],
+    index: Callable[[sympy.Expr], sympy.Expr] = lambda expr: expr,
+    replace: Callable[[Value], Value | None] = lambda value: None,
+) -> Body:
+    """`body` over other loops, with every index expression and value mapped."""
+    new = rewrite_values((value for store in body.stores for value in store.operands()), index, replace)
+    stores = tuple(
+        dataclasses.replace(
+            store,
+            index=index(store.index),
+            value=new[store.value],
+            mask=None if store.mask is None else new[store.mask],
+            indirect=tuple((symbol, new[value]) for symbol, value in store.indirect),
+        )
+        for store in body.stores
+    )
+    return Body(loops, reduction, stores)
+
+
+def with_loops(
+    body: Body,
+    replacement: Mapping[sympy.Symbol, sympy.Expr],
+    loops: tuple[Loop, ...],
+    reduction: tuple[Loop, ...],
+) -> Body:
+    """`body` with each old loop symbol written in terms of new loops."""
+    ranges = ranges_of((*loops, *reduction))
+    return rewrite(body, loops, reduction, lambda expr: simplify(substitute(expr, replacement), ranges))
+
+
+def canonical(body: Body) -> Body:
+    """Loops of size 1 dropped, neighbours merged where every index allows it, loops renamed p0… and r0…."""
+    loops, reduction = list(body.loops), list(body.reduction)
+    replacement: dict[sympy.Symbol, sympy.Expr] = {}
+    for group in (loops, reduction):
+        for loop in [loop for loop in group if loop.size == 1]:
+            replacement[loop.symbol] = sympy.S.Zero
+            group.remove(loop)
+    if not reduction and body.reduction:
+        reduction = [body.reduction[-1]]  # a reduction over one element keeps its loop, so it stays a reduction
+        replacement.pop(body.reduction[-1].symbol, None)
+    if replacement:
+        body = with_loops(body, replacement, tuple(loops), tuple(reduction))
+    exprs = {expr for value in body.values() for expr in value.indices()} | {store.index for store in body.stores}
+    for group in (loops, reduction):
+        at = 0
+        while at + 1 < len(group):
+            merged = _merge(group[at], group[at + 1], exprs)
+            if merged is None:
+                at += 1
+                continue
+            outer, inner = group[at], group[at + 1]
+            loop, exprs = merged
+            group[at : at + 2] = [loop]
+            drop = {outer.symbol: sympy.S.Zero}
+            body = rewrite(body, tuple(loops), tuple(reduction), lambda expr, drop=drop: substitute(expr, drop))
+            del inner
+    renamed: dict[sympy.Symbol, sympy.Expr] = {}
+    named: list[tuple[Loop, ...]] = []
+    for prefix, group in (("p", loops), ("r", reduction)):
+        named.append(tuple(Loop(loop_symbol(prefix, at), loop.size) for at, loop in enumerate(group)))
+        renamed.update((old.symbol, new.symbol) for old, new in zip(group, named[-1], strict=True))
+    if all(old == new for old, new in renamed.items()):
+        return Body(named[0], named[1], body.stores)
+    return rewrite(body, named[0], named[1], lambda expr: substitute(expr, renamed))
+
+
+def _merge(outer: Loop, inner: Loop, exprs: set[sympy.Expr]) -> tuple[Loop, set[sympy.Expr]] | None:
+    """One loop for two, when every expression depends on `outer * inner.size + inner` only."""
+    merged = set()
+    for expr in exprs:
+        symbols = expr.free_symbols
+        if outer.symbol not in symbols and inner.symbol not in symbols:
+            merged.add(expr)
+            continue
+        dropped = substitute(expr, {outer.symbol: sympy.S.Zero})
+        back = substitute(dropped, {inner.symbol: outer.symbol * inner.size + inner.symbol})
+        if sympy.expand(back) != sympy.expand(expr):
+            return None
+        merged.add(dropped)
+    return Loop(inner.symbol, sympy.expand(outer.size * inner.size)), merged
+
+
+def depends_on(roots: Iterable[Value], symbols: Iterable[sympy.Symbol]) -> dict[Value, bool]:
+    """For every value under `roots`: whether it varies with `symbols`; a `Reduce` never does."""
+    wanted = set(symbols)
+    varies: dict[Value, bool] = {}
+    for value in topological(roots):
+        varies[value] = not isinstance(value, Reduce) and (
+            any(varies[operand] for operand in value.operands())
+            or any(not wanted.isdisjoint(expr.free_symbols) for expr in value.indices())
+        )
+    return varies
+
+
+def reduction_depth(roots: Iterable[Value]) -> dict[Value, int]:
+    """For every value: how many reductions must be finished one after another before it is known."""
+    depth: dict[Value, int] = {}
+    for value in topological(roots):
+        below = max((depth[operand] for operand in value.operands()), default=0)
+        depth[value] = below + 1 if isinstance(value, Reduce) else below
+    return depth
+
+
+def as_number(value: Value) -> float | int | bool | None:
+    """The number of a `Constant`, else None."""
+    return cast(Constant, value).number if isinstance(value, Constant) else None

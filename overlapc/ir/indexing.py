@@ -1,0 +1,232 @@
+"""Index expressions: sympy integers over loop symbols and sizes, and what is known about their ranges.
+
+An index counts elements of a flat buffer. `FloorDiv` and `ModularIndexing` are torch's own sympy functions
+(`ModularIndexing(base, divisor, modulus)` is `(base // divisor) % modulus`). Everything here is exact for
+symbolic sizes; where nothing can be proved the expression stays as it is, which is slower, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+
+import sympy
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+Bounds = tuple[sympy.Expr, sympy.Expr]  # lowest and highest value, both reached at most
+Ranges = tuple[tuple[sympy.Symbol, sympy.Expr, sympy.Expr], ...]  # symbol, lowest, highest: hashable Bounds
+
+
+@lru_cache(None)
+def loop_symbol(prefix: str, position: int) -> sympy.Symbol:
+    """`p0`, `p1`, … for parallel loops, `r0`, … for reduction loops, `i0`, … for indices loaded from memory."""
+    return sympy.Symbol(f"{prefix}{position}", integer=True, nonnegative=prefix != "i")
+
+
+def at_most(low: sympy.Expr, high: sympy.Expr) -> bool:
+    """Whether `low <= high` can be proved (sizes are positive integers)."""
+    if low == high:
+        return True
+    difference = high - low
+    if difference.is_Integer:
+        return bool(difference >= 0)
+    return bool(sympy.expand(difference).is_nonnegative)
+
+
+def is_one(size: sympy.Expr) -> bool:
+    return bool(size == 1)
+
+
+@lru_cache(200_000)
+def bounds(expr: sympy.Expr, ranges: Ranges) -> Bounds | None:
+    """Interval of `expr`; None when a part has no known range."""
+    if expr.is_Integer:
+        return expr, expr
+    if expr.is_Symbol:
+        for symbol, low, high in ranges:
+            if symbol == expr:
+                return low, high
+        # A size: a constant of the kernel, its own bound.
+        return (expr, expr) if expr.is_nonnegative else None
+    if isinstance(expr, sympy.Add):
+        low, high = sympy.S.Zero, sympy.S.Zero
+        for term in expr.args:
+            part = bounds(term, ranges)
+            if part is None:
+                return None
+            low, high = low + part[0], high + part[1]
+        return low, high
+    if isinstance(expr, sympy.Mul):
+        low, high = sympy.S.One, sympy.S.One
+        for factor in expr.args:
+            part = bounds(factor, ranges)
+            if part is None:
+                return None
+            if not at_most(sympy.S.Zero, part[0]):
+                if part[0] != part[1] or not at_most(part[1], sympy.S.Zero):
+                    return None
+                low, high = high * part[0], low * part[0]  # a negative constant turns the interval around
+            elif at_most(sympy.S.Zero, low):
+                low, high = low * part[0], high * part[1]
+            elif at_most(high, sympy.S.Zero):
+                low, high = low * part[1], high * part[0]
+            else:
+                return None
+        return low, high
+    if isinstance(expr, FloorDiv):
+        base, divisor = expr.args
+        part = bounds(base, ranges)
+        if part is None or not at_most(sympy.S.One, divisor):
+            return None
+        return FloorDiv(part[0], divisor), FloorDiv(part[1], divisor)
+    if isinstance(expr, ModularIndexing):
+        return sympy.S.Zero, expr.args[2] - 1
+    return None
+
+
+def _divide(term: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr | None:
+    """`term / divisor` where that is an integer for every value of the symbols; else None."""
+    if divisor.is_Integer:
+        coefficient, rest = term.as_coeff_Mul()
+        if coefficient.is_Integer and coefficient % divisor == 0:
+            return coefficient // divisor * rest
+        return None
+    quotient = sympy.cancel(term / divisor)
+    return quotient if quotient.is_integer and not sympy.fraction(quotient)[1].free_symbols else None
+
+
+def _split(expr: sympy.Expr, divisor: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
+    """`expr == quotient * divisor + rest` with as many whole terms as possible in the quotient."""
+    quotient, rest = [], []
+    for term in sympy.Add.make_args(expr):
+        whole = _divide(term, divisor)
+        if whole is not None:
+            quotient.append(whole)
+        elif term.is_Integer and divisor.is_Integer and term > divisor:
+            quotient.append(term // divisor)
+            rest.append(term % divisor)
+        else:
+            rest.append(term)
+    return sympy.Add(*quotient), sympy.Add(*rest)
+
+
+def _floor_div(base: sympy.Expr, divisor: sympy.Expr, ranges: Ranges) -> sympy.Expr:
+    if divisor == 1:
+        return base
+    quotient, rest = _split(sympy.expand(base), divisor)
+    if rest == 0:
+        return quotient
+    part = bounds(rest, ranges)
+    if part is not None and at_most(sympy.S.Zero, part[0]) and at_most(part[1], divisor - 1):
+        return quotient
+    if isinstance(rest, FloorDiv):
+        return quotient + _floor_div(rest.args[0], rest.args[1] * divisor, ranges)
+    shared = _common_factor(rest, divisor)
+    return quotient + FloorDiv(_divide_all(rest, shared), divisor // shared)
+
+
+def _modular(base: sympy.Expr, divisor: sympy.Expr, modulus: sympy.Expr, ranges: Ranges) -> sympy.Expr:
+    quotient = _floor_div(base, divisor, ranges)
+    _, rest = _split(sympy.expand(quotient), modulus)
+    part = bounds(rest, ranges)
+    if part is not None and at_most(sympy.S.Zero, part[0]) and at_most(part[1], modulus - 1):
+        return rest
+    if isinstance(rest, FloorDiv):
+        return ModularIndexing(rest.args[0], rest.args[1], modulus)
+    if isinstance(rest, ModularIndexing) and _divide(rest.args[2], modulus) is not None:
+        return ModularIndexing(rest.args[0], rest.args[1], modulus)
+    shared = _common_factor(rest, modulus)
+    if shared != 1:
+        return shared * ModularIndexing(_divide_all(rest, shared), sympy.S.One, modulus // shared)
+    return ModularIndexing(rest, sympy.S.One, modulus)
+
+
+def _common_factor(expr: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr:
+    """Largest integer that divides every term of `expr` and `divisor`."""
+    if not divisor.is_Integer:
+        return sympy.S.One
+    shared = divisor
+    for term in sympy.Add.make_args(expr):
+        coefficient = term.as_coeff_Mul()[0]
+        if not coefficient.is_Integer:
+            return sympy.S.One
+        shared = sympy.igcd(shared, coefficient)
+    return sympy.Integer(shared)
+
+
+def _divide_all(expr: sympy.Expr, factor: sympy.Expr) -> sympy.Expr:
+    if factor == 1:
+        return expr
+    return sympy.Add(*(term / factor for term in sympy.Add.make_args(expr)))
+
+
+@lru_cache(200_000)
+def simplify(expr: sympy.Expr, ranges: Ranges) -> sympy.Expr:
+    """`expr` with divisions and remainders resolved where the ranges of its symbols allow it."""
+    if not expr.has(FloorDiv, ModularIndexing):
+        return expr if expr.is_Atom else sympy.expand(expr)
+    if isinstance(expr, FloorDiv):
+        return _floor_div(simplify(expr.args[0], ranges), simplify(expr.args[1], ranges), ranges)
+    if isinstance(expr, ModularIndexing):
+        base, divisor, modulus = (simplify(part, ranges) for part in expr.args)
+        return _modular(base, divisor, modulus, ranges)
+    if expr.is_Atom:
+        return expr
+    return sympy.expand(expr.func(*(simplify(part, ranges) for part in expr.args)))
+
+
+@lru_cache(200_000)
+def _replace(expr: sympy.Expr, pairs: tuple[tuple[sympy.Symbol, sympy.Expr], ...]) -> sympy.Expr:
+    return expr.xreplace(dict(pairs))
+
+
+def substitute(expr: sympy.Expr, replacement: Mapping[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
+    """All symbols replaced at once; not simplified."""
+    pairs = tuple((symbol, replacement[symbol]) for symbol in _symbols(expr) if symbol in replacement)
+    return _replace(expr, pairs) if pairs else expr
+
+
+@lru_cache(200_000)
+def _symbols(expr: sympy.Expr) -> tuple[sympy.Symbol, ...]:
+    return tuple(sorted(expr.free_symbols, key=str))
+
+
+def free_symbols(exprs: Iterable[sympy.Expr]) -> set[sympy.Symbol]:
+    found: set[sympy.Symbol] = set()
+    for expr in exprs:
+        found.update(_symbols(expr))
+    return found
+
+
+def flat_index(position: Sequence[sympy.Expr], stride: Sequence[sympy.Expr], offset: sympy.Expr) -> sympy.Expr:
+    """Element number of `position` in a strided layout."""
+    return sympy.Add(offset, *(at * step for at, step in zip(position, stride, strict=True)))
+
+
+def position_in(
+    index: sympy.Expr, size: Sequence[sympy.Expr], stride: Sequence[sympy.Expr], ranges: Ranges
+) -> list[sympy.Expr]:
+    """The position whose `flat_index` is `index`, for a dense layout (each element has one position)."""
+    return [
+        sympy.S.Zero if is_one(extent) else simplify(ModularIndexing(index, step, extent), ranges)
+        for extent, step in zip(size, stride, strict=True)
+    ]
+
+
+def is_dense(size: Sequence[sympy.Expr], stride: Sequence[sympy.Expr]) -> bool:
+    """Whether the layout covers its elements once and without gaps, in any order of dims."""
+    expected = sympy.S.One
+    dims = [(step, extent) for extent, step in zip(size, stride, strict=True) if not is_one(extent)]
+    while dims:
+        for at, (step, extent) in enumerate(dims):
+            if step == expected:
+                expected = sympy.expand(expected * extent)
+                del dims[at]
+                break
+        else:
+            return False
+    return True
+
+
+def numel(size: Iterable[sympy.Expr]) -> sympy.Expr:
+    return sympy.expand(sympy.Mul(*size))

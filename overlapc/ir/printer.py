@@ -1,0 +1,71 @@
+"""Loop bodies as text, for dumps, tests and generated comments."""
+
+from __future__ import annotations
+
+import torch
+
+from overlapc.ir.body import Body, Cast, Constant, Index, Load, Op, Reduce, Store, Value, depends_on
+
+_SHORT = {
+    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "bool",
+    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
+}  # fmt: skip
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`f32`, `bf16`, `i64`; other dtypes by torch's own name."""
+    return _SHORT.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def print_body(body: Body) -> str:
+    """One line per loop, value and store; stores that run once per parallel iteration are marked `outer`.
+
+    ::
+
+        for p0 < 512, reduce r0 < 4096
+          %0 = load x[4096*p0 + r0]: bf16
+          %1 = mul %0, %0: f32
+          %2 = reduce sum %1: f32
+          outer store y[p0]: f32 = %2
+    """
+    heads = [f"for {loop.symbol} < {loop.size}" for loop in body.loops]
+    heads += [f"reduce {loop.symbol} < {loop.size}" for loop in body.reduction]
+    lines = [", ".join(heads) or "once"]
+    names: dict[Value, str] = {}
+    values = body.values()
+    for value in values:
+        if isinstance(value, Constant):
+            names[value] = f"{value.number!r}"
+            continue
+        names[value] = f"%{len(lines) - 1}"
+        lines.append(f"  {names[value]} = {_value(value, names)}")
+    varies = depends_on(values, (loop.symbol for loop in body.reduction))
+    for store in body.stores:
+        lines.append(f"  {_store(store, names, body, varies)}")
+    return "\n".join(lines)
+
+
+def _value(value: Value, names: dict[Value, str]) -> str:
+    kind = dtype_name(value.dtype)
+    if isinstance(value, Load):
+        text = f"load {value.buffer}[{value.index}]: {dtype_name(value.memory_dtype)}"
+        text += "".join(f", {symbol}={names[bound]}" for symbol, bound in value.indirect)
+        return text + (f", if {names[value.mask]}" if value.mask is not None else "")
+    if isinstance(value, Index):
+        return f"index {value.expr}: {kind}"
+    if isinstance(value, Cast):
+        return f"cast {names[value.arg]}: {dtype_name(value.to)}"
+    if isinstance(value, Reduce):
+        return f"reduce {value.kind} {names[value.arg]}: {kind}"
+    assert isinstance(value, Op)
+    return f"{value.name} {', '.join(names[arg] for arg in value.args)}: {kind}"
+
+
+def _store(store: Store, names: dict[Value, str], body: Body, varies: dict[Value, bool]) -> str:
+    symbols = {loop.symbol for loop in body.reduction}
+    inner = bool(symbols & store.index.free_symbols) or any(varies[value] for value in store.operands())
+    text = "" if inner or not body.reduction else "outer "
+    text += "store" if store.mode == "set" else f"store {store.mode}"
+    text += f" {store.buffer}[{store.index}]: {dtype_name(store.memory_dtype)} = {names[store.value]}"
+    text += "".join(f", {symbol}={names[bound]}" for symbol, bound in store.indirect)
+    return text + (f", if {names[store.mask]}" if store.mask is not None else "")
