@@ -1,0 +1,140 @@
+"""Parameter gathers in a graph: find each with all that belongs to it, and merge equal ones."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from overlapc.fx.labels import ParamLabel, label_of
+
+aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+# One tensor in, the same numbers out: what lies between a shard and its gather, and between a gathered
+# parameter and the op that computes with it. None of them is worth keeping a copy of the parameter for.
+_CARRIERS: frozenset[Any] = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.as_strided.default,
+        aten.constant_pad_nd.default,
+        aten._to_copy.default,
+        aten.clone.default,
+        torch.ops.prims.convert_element_type.default,
+        operator.getitem,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """One gather of a sharded parameter in a graph."""
+
+    label: ParamLabel
+    before: tuple[fx.Node, ...]  # casts, pads and views from the placeholder on, in order
+    start: fx.Node
+    wait: fx.Node
+    after: tuple[fx.Node, ...]  # views and casts of the gathered tensor
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return (*self.before, self.start, self.wait, *self.after)
+
+
+def parameter_gathers(graph: fx.Graph) -> Iterator[Gather]:
+    """Every gather that `fully_shard` labelled, in graph order."""
+    for start in graph.find_nodes(op="call_function", target=_c10d.all_gather_into_tensor.default, sort=True):
+        label = label_of(start)
+        wait = next((user for user in start.users if user.target is _c10d.wait_tensor.default), None)
+        if label is None or wait is None:
+            continue
+        before: list[fx.Node] = []
+        node = start.args[0]
+        while isinstance(node, fx.Node) and node.target in _CARRIERS:
+            before.append(node)
+            node = node.args[0]
+        yield Gather(label, tuple(reversed(before)), start, wait, _carried(wait))
+
+
+def _carried(root: fx.Node) -> tuple[fx.Node, ...]:
+    """All views and casts of `root`, and of those, as far as they hold nothing but `root`."""
+    found: dict[fx.Node, None] = {}
+    pending = list(root.users)
+    while pending:
+        node = pending.pop()
+        if node not in found and node.target in _CARRIERS and len(node.all_input_nodes) == 1:
+            found[node] = None
+            pending.extend(node.users)
+    return tuple(found)
+
+
+def merge_unshards(graph_module: fx.GraphModule) -> int:
+    """Merge equal parameter reads in Dynamo's graph, before AOTAutograd; returns how many went.
+
+    A parameter that is read twice is then gathered once, and its gradients are added up before they are reduced
+    instead of after. Regions of a checkpoint are graphs of their own and are merged each by itself.
+    """
+    merged = 0
+    for module in graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            merged += _merge(module.graph, lambda node: getattr(node.target, "overlapc_pure", False))
+    return merged
+
+
+def merge_gathers(graph: fx.Graph) -> int:
+    """Merge equal gathers in an ATen graph, with equal casts and pads before them; returns how many nodes went."""
+    wanted: set[fx.Node] = set()
+    for start in graph.nodes:
+        if start.target in (
+            _c10d.all_gather_into_tensor.default,
+            _c10d.all_gather_into_tensor_coalesced.default,
+        ):
+            wanted.add(start)
+            wanted.update(user for user in start.users if user.target in (_c10d.wait_tensor.default, operator.getitem))
+            pending = list(start.all_input_nodes)
+            while pending:
+                node = pending.pop()
+                if node.target in _CARRIERS and node not in wanted:
+                    wanted.add(node)
+                    pending.extend(node.all_input_nodes)
+    for node in tuple(wanted):  # waits on the parts of a coalesced gather
+        if node.target is operator.getitem:
+            wanted.update(user for user in node.users if user.target is _c10d.wait_tensor.default)
+    return _merge(graph, wanted.__contains__)
+
+
+def _merge(graph: fx.Graph, may: Callable[[fx.Node], bool]) -> int:
+    """Replace each node that `may` allows by an earlier one with the same target and arguments."""
+    first: dict[Any, fx.Node] = {}
+    merged = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not may(node):
+            continue
+        leaves, tree = pytree.tree_flatten((node.args, node.kwargs))
+        key = (node.target, tuple((type(leaf), leaf) for leaf in leaves), str(tree))
+        earlier = first.setdefault(key, node)
+        if earlier is not node:
+            node.replace_all_uses_with(earlier)
+            graph.erase_node(node)
+            merged += 1
+    return merged

@@ -1,0 +1,54 @@
+"""What a node of the graph knows about the sharded parameter it serves.
+
+`overlapc.fully_shard` writes one label on every node that gathers a parameter or reduces its gradient. It
+travels as `node.meta["custom"]["overlapc"]` (`torch.fx.traceback.annotate`), because that is the one piece of
+metadata that Dynamo, AOTAutograd's joint tracing, CSE and the partitioner all carry along unchanged. On the way
+AOTAutograd overwrites a backward node's entry with the one of its forward node, so forward and backward share
+one label, and a node's own op says which of the two it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+from torch.fx import traceback
+
+KEY = "overlapc"  # under node.meta["custom"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamLabel:
+    """The sharded parameter a node belongs to, in plain values, equal on all ranks but for `post_*`."""
+
+    group: str  # path of the module given to fully_shard, seen from the outermost one; "" for that one itself
+    param: str  # the parameter's name in the outermost module's state_dict
+    axis: str  # mesh axis that parameters are sharded over (gather and reduce-scatter)
+    replicate_axis: str = ""  # HSDP: mesh axis that the scattered gradient is all-reduced over
+    reshard: bool = True  # gather again in backward instead of keeping the gathered parameter
+    post_size: int = 0  # reshard_after_forward=int: ranks that keep the parameter between forward and backward
+    post_group: str = ""  # their process group's name, which differs between ranks
+    post_rank: int = 0  # this rank in that group
+
+    def as_annotation(self) -> dict[str, dict[str, Any]]:
+        """What `torch.fx.traceback.annotate` takes; plain values only, as torch may log it as JSON."""
+        return {KEY: dataclasses.asdict(self)}
+
+
+def annotate(label: ParamLabel) -> AbstractContextManager[Any]:
+    """Label every node traced inside; free when nothing is being traced."""
+    if traceback.has_preserved_node_meta():
+        return traceback.annotate(label.as_annotation())
+    return nullcontext()
+
+
+def label_of(node: fx.Node) -> ParamLabel | None:
+    """The label on `node`, or None."""
+    custom = node.meta.get("custom")
+    if not isinstance(custom, Mapping) or KEY not in custom:
+        return None
+    return ParamLabel(**custom[KEY])

@@ -1,0 +1,123 @@
+"""Split the joint graph into forward and backward, with a policy for parameter gathers.
+
+    partition_fn = overlapc.fx.partition.partition      # for aot_autograd
+
+torch's min-cut decides what is saved and what is recomputed; this says what it may not decide:
+
+- The gather of a group that reshards after forward is always recomputed, with its casts and views: the gathered
+  parameter is never saved. Of a group that does not, it is never recomputed, not even inside a checkpoint.
+- `reshard_after_forward=int`: this rank's part of the gathered parameter is saved, and backward gathers that over
+  the smaller group.
+- Other collectives are recomputed only under the user's checkpointing, matmuls likewise (torch's own rules).
+
+Recomputed gathers come to lie before their first use: torch orders backward by what each gradient needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import CheckpointPolicy
+
+from overlapc.fx.collectives import canonicalize
+from overlapc.fx.gathers import Gather, parameter_gathers
+
+aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+
+def partition(
+    joint_module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """(forward, backward) of `joint_module`, whose collectives are made canonical first.
+
+    `options` are those of torch's partitioners (`static_lifetime_input_indices`), passed through.
+    """
+    canonicalize(joint_module)
+    joint_module.graph.eliminate_dead_code()  # reads that nothing computes with would count as uses
+    regathered: dict[str, str] = {}  # name of the backward gather's wait -> of the forward one's
+    for gather in list(parameter_gathers(joint_module.graph)):
+        if gather.label.post_size:
+            regathered.update(_gather_from_part(gather))
+        elif gather.label.reshard:
+            _mark(gather, CheckpointPolicy.MUST_RECOMPUTE)
+        else:
+            _mark(gather, None)
+            gather.wait.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    forward, backward = min_cut_rematerialization_partition(
+        joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
+    )
+    if regathered:
+        _skip_regather(forward, regathered)
+    return forward, backward
+
+
+def _mark(gather: Gather, policy: CheckpointPolicy | None) -> None:
+    """Set `policy` on the whole chain in place of what a surrounding checkpoint says.
+
+    The checkpoint's id goes too: torch saves values that cross from one checkpoint into a later one, which
+    would save a gathered parameter that two of them share.
+    """
+    for node in gather.nodes:
+        node.meta.pop("ac_graph_id", None)
+        node.meta.pop("recompute", None)
+        if policy is not None:
+            node.meta["recompute"] = policy
+
+
+def _gather_from_part(gather: Gather) -> dict[str, str]:
+    """Put save-part, gather-part behind a gather, for all of its users.
+
+        w = wait(all_gather(shard))  ->  w = ...; part = clone(w[this rank's rows]); w2 = wait(all_gather(part))
+
+    Forward, where w is at hand, reads w again afterwards (`_skip_regather`).
+    """
+    label, wait = gather.label, gather.wait
+    graph = wait.graph
+    rows = wait.meta["val"].shape[0] // label.post_size
+    users = tuple(wait.users)
+
+    after: fx.Node = wait
+
+    def add(target: Any, *args: Any) -> fx.Node:
+        nonlocal after
+        with graph.inserting_after(after):
+            after = graph.call_function(target, args)
+        after.meta = {key: value for key, value in wait.meta.items() if key not in ("recompute", "ac_graph_id")}
+        values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
+        with wait.meta["val"].fake_mode:
+            after.meta["val"] = target(*values)
+        after.meta.pop("tensor_meta", None)
+        return after
+
+    rows_of_rank = add(aten.slice.Tensor, wait, 0, label.post_rank * rows, (label.post_rank + 1) * rows)
+    part = add(aten.clone.default, rows_of_rank)  # its own memory, or the slice would keep the whole alive
+    start = add(_c10d.all_gather_into_tensor.default, part, label.post_size, label.post_group)
+    again = add(_c10d.wait_tensor.default, start)
+    for user in users:
+        user.replace_input_with(wait, again)
+    _mark(Gather(label, gather.before, gather.start, wait, (rows_of_rank,)), None)
+    part.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    _mark(Gather(label, (), start, again, gather.after), CheckpointPolicy.MUST_RECOMPUTE)
+    return {again.name: wait.name}
+
+
+def _skip_regather(forward: fx.GraphModule, regathered: dict[str, str]) -> None:
+    """Let forward use the parameter it has just gathered from all ranks."""
+    by_name = {node.name: node for node in forward.graph.nodes}
+    for again_name, wait_name in regathered.items():
+        again = by_name.get(again_name)
+        if again is None:
+            continue
+        again.replace_all_uses_with(by_name[wait_name])
+        start = again.args[0]
+        assert isinstance(start, fx.Node)
+        forward.graph.erase_node(again)
+        forward.graph.erase_node(start)
+    forward.recompile()
+
+
+__all__ = ["partition"]

@@ -1,0 +1,84 @@
+"""The one place that knows how torch 2.11, 2.12 and 2.13 differ, and which private names we lean on."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+# Names without a public spelling in any supported version; imported here only, so that a move is one edit.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+from overlapc.errors import ConfigError
+
+FIRST = (2, 11)  # oldest version tested
+BEYOND = (2, 14)  # first version not tested
+
+
+def check_torch_version(version: str | None = None) -> tuple[int, int]:
+    """(major, minor) of torch, or ConfigError when overlapc was not tested with it."""
+    text = torch.__version__ if version is None else version
+    match = re.match(r"(\d+)\.(\d+)", text)
+    found = (int(match[1]), int(match[2])) if match else None
+    if found is None or not FIRST <= found < BEYOND:
+        low, high = ".".join(map(str, FIRST)), ".".join(map(str, BEYOND))
+        raise ConfigError(f"torch {text} is not supported: overlapc needs torch>={low},<{high}")
+    return found
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that `mesh` was sliced from, or itself."""
+    return mesh._get_root_mesh()
+
+
+def in_backward() -> bool:
+    """Whether this thread runs the autograd engine, as when an eager checkpoint repeats its forward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_opaque_input(value: Any) -> bool:
+    """Whether a placeholder's `meta["val"]` is neither tensor nor number.
+
+    torch 2.13 passes the DeviceMesh of a DTensor input to the graph as an input of its own, which the graph
+    only hands back with the gradient; torch 2.11 keeps it outside.
+    """
+    return not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+
+
+def group_name_of(group: Any) -> str | None:
+    """The name of the process group that a collective was given, in whatever form the graph holds it.
+
+    torch 2.11 gives a string; 2.13 may give a ProcessGroup, or a node that takes one from a mesh input.
+    """
+    if isinstance(group, fx.Node):
+        group = group.meta.get("val")
+    group = getattr(group, "real_obj", group)  # FakeScriptObject
+    if group is None or isinstance(group, str):
+        return group
+    return group.group_name
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A number to plan with for a size that may be symbolic.
+
+    Sizes that depend on data have no hint; torch's partitioner takes 4096 for them, and so do we.
+    """
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 4096
+
+
+__all__ = [
+    "BEYOND",
+    "FIRST",
+    "StridedShard",
+    "check_torch_version",
+    "group_name_of",
+    "in_backward",
+    "is_opaque_input",
+    "root_mesh",
+    "size_hint",
+]

@@ -1,0 +1,195 @@
+"""Gather a sharded parameter and reduce its gradient, as differentiable functional collectives.
+
+The collectives are plain `_c10d_functional` ops, so that in a compiled graph each is a node the scheduler can
+move. For even shards on dim 0 the gathered output is the parameter and the full gradient is the scatter's input:
+besides casts there is no copy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from overlapc.errors import ConfigError
+from overlapc.fx.labels import ParamLabel, annotate
+
+_ops = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One mesh axis as collectives see it."""
+
+    name: str  # equal on all ranks
+    group: str  # this rank's process group, by torch's name for it
+    size: int  # ranks
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """How the gathered tensor is a DTensor again on the tensor-parallel mesh."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size  # global
+    stride: tuple[int, ...]  # global
+
+
+class ShardGroup:
+    """The parameters of one `fully_shard` call: what they have in common."""
+
+    def __init__(self, reshard_after_forward: bool | int | None, axis: Axis, replicate: Axis | None) -> None:
+        self.path = ""  # of the module, seen from the outermost fully_shard; outer calls refresh it
+        self.reshard_after_forward = reshard_after_forward
+        self.axis = axis
+        self.replicate = replicate
+        self.post: tuple[Axis, int] | None = None  # reshard_after_forward=int: the smaller axis, our rank on it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardGroup:
+        return self  # process groups cannot be copied; a copied module shards the same way
+
+    @property
+    def reshard(self) -> bool:
+        """Whether backward gathers again. Like FSDP2, None means yes, but not for the outermost module."""
+        if self.reshard_after_forward is None:
+            return self.path != ""
+        return bool(self.reshard_after_forward)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedParam:
+    """One parameter's way from its shard to the gathered tensor and back. Sizes are of dim 0."""
+
+    name: str  # seen from the group's module
+    group: ShardGroup
+    ndim: int
+    rows: int  # of the gathered tensor
+    chunk_rows: int  # of the largest shard, which all ranks send
+    local_rows: int  # of this rank's shard
+    dtype: torch.dtype  # of the shard, and of its gradient
+    param_dtype: torch.dtype | None  # of the gathered tensor, when it differs from dtype
+    reduce_dtype: torch.dtype | None  # gradients are reduced in it, when it differs from the computed one
+    reduce_op: str  # "avg" or "sum"
+    divide_before: float  # gradients are divided by this before they are reduced (1.0: not at all)
+    divide_after: float  # and by this after
+    tensor_parallel: TensorParallel | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
+        return self
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks pad. The same on all ranks, so that their graphs have the same nodes."""
+        return self.rows != self.chunk_rows * self.group.axis.size
+
+    @property
+    def label(self) -> ParamLabel:
+        group = self.group
+        post, post_rank = group.post or (None, 0)
+        return ParamLabel(
+            group=group.path,
+            param=f"{group.path}.{self.name}" if group.path else self.name,
+            axis=group.axis.name,
+            replicate_axis=group.replicate.name if group.replicate else "",
+            reshard=group.reshard,
+            post_size=post.size if post else 0,
+            post_group=post.group if post else "",
+            post_rank=post_rank,
+        )
+
+
+# Compiled code names a parameter by a short key instead of holding its ShardedParam: Dynamo then guards on one
+# string a parameter rather than on every field of the description.
+_params: weakref.WeakValueDictionary[str, ShardedParam] = weakref.WeakValueDictionary()
+_keys = itertools.count()
+
+
+def register(param: ShardedParam) -> str:
+    """A key for `unshard`; valid while the caller keeps `param` alive."""
+    key = f"{param.name}#{next(_keys)}"
+    _params[key] = param
+    return key
+
+
+@torch.compiler.allow_in_graph
+def unshard(param: DTensor, key: str) -> Tensor:
+    """The gathered parameter: a plain tensor, or a DTensor on the tensor-parallel mesh.
+
+    `param` is the sharded parameter that `key` was registered for. Gradients flow back reduced and sharded.
+    One node in Dynamo's graph, traced through by AOTAutograd.
+    """
+    sharded = _params[key]
+    if not isinstance(param, DTensor):
+        raise ConfigError(
+            f"parameter {sharded.label.param} was replaced by a plain tensor; load DTensors, or copy into it"
+        )
+    full: Tensor = _Unshard.apply(param.to_local(), key)
+    tp = sharded.tensor_parallel
+    if tp is None:
+        return full
+    return DTensor.from_local(full, tp.mesh, tp.placements, run_check=False, shape=tp.shape, stride=tp.stride)
+
+
+unshard.overlapc_pure = True  # calls with equal arguments may be merged (overlapc.fx.gathers)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, key: str) -> Tensor:
+        ctx.key = key
+        sharded = _params[key]
+        with annotate(sharded.label):
+            return _gather(shard, sharded)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        sharded = _params[ctx.key]
+        with annotate(sharded.label):
+            return _reduce(grad, sharded), None
+
+
+def _gather(shard: Tensor, param: ShardedParam) -> Tensor:
+    """The local shard, cast first so that the gather moves few bytes, then gathered."""
+    axis = param.group.axis
+    full = shard if param.param_dtype is None else shard.to(param.param_dtype)
+    if param.uneven:
+        full = _pad(full, param.chunk_rows)
+    if axis.size > 1:
+        full = _ops.wait_tensor(_ops.all_gather_into_tensor(full.contiguous(), axis.size, axis.group))
+    if param.uneven:
+        full = full.narrow(0, 0, param.rows)
+    return full.view_as(full) if full is shard else full
+
+
+def _reduce(grad: Tensor, param: ShardedParam) -> Tensor:
+    """The gradient of the gathered parameter, averaged over data-parallel ranks, this rank's rows of it."""
+    axis, replicate = param.group.axis, param.group.replicate
+    if param.reduce_dtype is not None:
+        grad = grad.to(param.reduce_dtype)
+    if param.divide_before != 1:
+        grad = grad / param.divide_before
+    if param.uneven:
+        grad = _pad(grad, param.chunk_rows * axis.size)
+    if axis.size > 1:
+        grad = _ops.wait_tensor(_ops.reduce_scatter_tensor(grad.contiguous(), param.reduce_op, axis.size, axis.group))
+    if replicate is not None and replicate.size > 1:
+        grad = _ops.wait_tensor(_ops.all_reduce(grad, param.reduce_op, replicate.group))
+    if param.divide_after != 1:
+        grad = grad / param.divide_after
+    if param.uneven:
+        grad = grad.narrow(0, 0, param.local_rows)
+    return grad.to(param.dtype)
+
+
+def _pad(tensor: Tensor, rows: int) -> Tensor:
+    """Zeros below, up to `rows`; stays a node where nothing is missing, for graphs to be alike on all ranks."""
+    sides = [0] * (2 * (tensor.ndim - 1)) + [0, rows - tensor.shape[0]]
+    return torch.ops.aten.constant_pad_nd(tensor, sides)
