@@ -17,7 +17,7 @@ _BYTES = {
     "GB": 10**9,
 }
 _NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
-_NUMBER = re.compile(r"^\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-zµ]*)\s*$")
+_NUMBER = re.compile(r"^\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*([A-Za-zµ]*)\s*$")
 
 
 def parse_bytes(text: str | int | float) -> int:

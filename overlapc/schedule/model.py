@@ -5,10 +5,13 @@ The one type that estimators and passes know. It is immutable: a move returns a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
+
+from overlapc.errors import ScheduleError, unknown_name
 
 
 class Kind(Enum):
@@ -42,7 +45,7 @@ class Comm:
     collective: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "unknown"
     bytes: int
     group: str  # the queue: a name equal on all ranks, such as the mesh axis "dp"
-    size: int  # ranks in the group
+    size: int  # ranks in the group; 0 when not known
     dtype: str = ""
     ranks: tuple[int, ...] = ()  # this rank's group in global ranks, when known
 
@@ -101,12 +104,194 @@ class Node:
     payload: Any = field(default=None, compare=False, repr=False)  # codegen's own; never looked into here
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
-    """Nodes in execution order over buffers. `outputs` are never freed."""
+    """Nodes in execution order over buffers. `outputs` are never freed.
+
+    Questions about names raise ScheduleError for a name the schedule does not have. Lookups are built
+    once per schedule, in one pass, when the first question is asked. A pass that makes many moves works
+    on `order.Order` and makes one Schedule at the end.
+    """
 
     name: str
     nodes: tuple[Node, ...]
     buffers: Mapping[str, Buffer]
     outputs: tuple[str, ...] = ()
     budget_bytes: int | None = None
+    # The schedule this one was reordered from: its order says which access of a buffer, and which
+    # collective of a group, comes first. See dependencies.of.
+    moved_from: Schedule | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        from overlapc.schedule import text  # text builds schedules: the other way round at import
+
+        return text.print_schedule(self)
+
+    @cached_property
+    def _index(self) -> _Index:
+        return _Index.of(self)
+
+    def node(self, name: str) -> Node:
+        """The node of that name."""
+        return self.nodes[self.position(name)]
+
+    def position(self, name: str) -> int:
+        """Where in the order the node of that name is."""
+        try:
+            return self._index.position[name]
+        except KeyError:
+            raise ScheduleError(unknown_name("node", name, self._index.position)) from None
+
+    def producer(self, buffer: str) -> Node | None:
+        """The node that defines `buffer`; None for an input."""
+        at = self._index.producer.get(buffer)
+        if at is None and buffer not in self.buffers:
+            raise ScheduleError(unknown_name("buffer", buffer, self.buffers))
+        return None if at is None else self.nodes[at]
+
+    def readers(self, buffer: str) -> tuple[Node, ...]:
+        """Nodes that read exactly this name (not its aliases), in order."""
+        return tuple(self.nodes[at] for at in self._index.readers.get(buffer, ()))
+
+    def root(self, buffer: str) -> str:
+        """The name of the storage behind `buffer`: `alias_of` followed to its end."""
+        try:
+            return self._index.root[buffer]
+        except KeyError:
+            raise ScheduleError(unknown_name("buffer", buffer, self.buffers)) from None
+
+    def starts(self) -> tuple[Node, ...]:
+        """Every START, in order."""
+        return tuple(node for node in self.nodes if node.kind is Kind.START)
+
+    def waits(self) -> tuple[Node, ...]:
+        """Every WAIT, in order."""
+        return tuple(node for node in self.nodes if node.kind is Kind.WAIT)
+
+    def start_of(self, wait: Node | str) -> Node:
+        """The START that `wait` waits for. ScheduleError when it waits for none."""
+        name = wait if isinstance(wait, str) else wait.name
+        at = self._index.start_of.get(self.position(name))
+        if at is None:
+            raise ScheduleError(f"{name} waits for nothing: none of its reads is written by a start")
+        return self.nodes[at]
+
+    def wait_of(self, start: Node | str) -> Node | None:
+        """The first WAIT for `start`; None when it is never waited for."""
+        name = start if isinstance(start, str) else start.name
+        at = self._index.wait_of.get(self.position(name))
+        return None if at is None else self.nodes[at]
+
+    def first_reader(self, node: Node | str) -> Node | None:
+        """The first node that reads something `node` writes, by that name; None when nobody does."""
+        node = self.node(node if isinstance(node, str) else node.name)
+        at = [self._index.readers[name][0] for name in node.writes if name in self._index.readers]
+        return self.nodes[min(at)] if at else None
+
+    def replace_order(self, order: Iterable[str]) -> Schedule:
+        """The same nodes in another order, given by name; self when that is the order already.
+
+        Dependences stay those of the order it came from, so a broken order can be told from a new graph.
+        """
+        nodes = tuple(self.node(name) for name in order)
+        if len(nodes) != len(self.nodes) or len({node.name for node in nodes}) != len(nodes):
+            raise ScheduleError(f"{self.name}: an order of {len(nodes)} names for {len(self.nodes)} nodes")
+        if all(new is old for new, old in zip(nodes, self.nodes, strict=True)):
+            return self
+        return replace(self, nodes=nodes, moved_from=self.moved_from or self)
+
+    def move(self, node: Node | str, *, before: Node | str | None = None, after: Node | str | None = None) -> Schedule:
+        """`node` moved to right before or right after another; self when it is there already.
+
+        Costs a copy of the order. Does not check dependences: `verify` does.
+        """
+        if (before is None) == (after is None):
+            raise ScheduleError("move takes one of before= and after=")
+        there = before if before is not None else after
+        moving = self.node(node if isinstance(node, str) else node.name)
+        anchor = self.position(there if isinstance(there, str) else there.name)  # type: ignore[union-attr]
+        at = self.position(moving.name)
+        if anchor == at:
+            return self
+        rest = list(self.nodes)
+        rest.insert(anchor if before is not None else anchor + 1, moving)
+        del rest[at if at < anchor else at + 1]
+        return self.replace_order(node.name for node in rest)
+
+    def with_estimates(self, estimates: Mapping[str, Estimate | None]) -> Schedule:
+        """The same order with `estimate` set on the nodes named; the others keep theirs."""
+        nodes = tuple(
+            replace(node, estimate=estimates[node.name]) if node.name in estimates else node for node in self.nodes
+        )
+        return replace(self, nodes=nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """Positions in `Schedule.nodes` by name: every lookup of a schedule, built in one pass."""
+
+    position: dict[str, int]
+    producer: dict[str, int]
+    readers: dict[str, list[int]]
+    root: dict[str, str]
+    start_of: dict[int, int]
+    wait_of: dict[int, int]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> _Index:
+        position: dict[str, int] = {}
+        producer: dict[str, int] = {}
+        readers: dict[str, list[int]] = {}
+        for at, node in enumerate(schedule.nodes):
+            if node.name in position:
+                raise ScheduleError(f"{schedule.name}: two nodes are named {node.name}")
+            position[node.name] = at
+            for name in node.writes:
+                if name in producer:
+                    raise ScheduleError(f"{node.name} and {schedule.nodes[producer[name]].name} both define {name}")
+                producer[name] = at
+            for name in dict.fromkeys(node.reads):
+                readers.setdefault(name, []).append(at)
+        start_of: dict[int, int] = {}
+        wait_of: dict[int, int] = {}
+        for at, node in enumerate(schedule.nodes):
+            if node.kind is not Kind.WAIT:
+                continue
+            found = _started_by(schedule, producer, node)
+            if found is not None:
+                start_of[at] = found
+                wait_of.setdefault(found, at)
+        return cls(position, producer, readers, _roots(schedule.buffers), start_of, wait_of)
+
+
+def _started_by(schedule: Schedule, producer: dict[str, int], wait: Node) -> int | None:
+    """The START whose output `wait` reads, directly or through views."""
+    for read in wait.reads:
+        name: str | None = read
+        while name is not None:
+            at = producer.get(name)
+            if at is not None and schedule.nodes[at].kind is Kind.START:
+                return at
+            buffer = schedule.buffers.get(name)
+            name = buffer.alias_of if buffer is not None else None
+    return None
+
+
+def _roots(buffers: Mapping[str, Buffer]) -> dict[str, str]:
+    roots: dict[str, str] = {}
+    for name in buffers:
+        chain: list[str] = []
+        while name not in roots:
+            if name not in buffers:
+                raise ScheduleError(f"{chain[-1]} is an alias of {name}, which is not a buffer of the schedule")
+            if len(chain) > len(buffers):
+                raise ScheduleError(f"{name} is an alias of itself: {' -> '.join(chain[:8])} ...")
+            alias_of = buffers[name].alias_of
+            if alias_of is None:
+                roots[name] = name
+            else:
+                chain.append(name)
+                name = alias_of
+        for alias in chain:
+            roots[alias] = roots[name]
+    return roots

@@ -1,0 +1,168 @@
+"""What has to come before what, as arrays over positions in `Schedule.nodes`.
+
+Edges come from
+- data: a reader follows the node that defines what it reads;
+- mutation: an access of a storage follows the last one that overwrote it, and overwriting follows every
+  earlier access of any alias. A start's accesses last until its wait, so the edge leaves from the wait;
+- `after`: ordering-only edges that a node asks for;
+- collectives: starts of one process group keep their order; a COMM node is a barrier, which no start and
+  no wait crosses.
+
+Which of two accesses (or collectives) is the earlier one is said by the order the schedule was first built
+in: `replace_order` remembers it in `moved_from`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from overlapc.errors import ScheduleError, unknown_name
+from overlapc.schedule.model import Kind, Node, Schedule
+
+
+class Why(Enum):
+    """What an edge stands for; a smaller value wins where two nodes have several edges."""
+
+    DATA = 0
+    MUTATION = 1
+    AFTER = 2
+    COLLECTIVE_ORDER = 3
+    BARRIER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Dependencies:
+    """Edges between positions. `why[before, after]` names the strongest reason of an edge."""
+
+    preds: Sequence[Sequence[int]]
+    succs: Sequence[Sequence[int]]
+    why: dict[tuple[int, int], Why]
+
+    def edges(self) -> Iterator[tuple[int, int, Why]]:
+        """(before, after, why) of every edge."""
+        for (before, after), why in self.why.items():
+            yield before, after, why
+
+
+def of(schedule: Schedule) -> Dependencies:
+    """The dependences of a schedule, positions counted in its present order. Cached on the schedule.
+
+    O(nodes + edges). ScheduleError when `after` names a node that does not exist.
+    """
+    cached: Dependencies | None = schedule.__dict__.get("_dependencies")
+    if cached is None:
+        base = schedule.moved_from
+        cached = _build(schedule) if base is None else _renumber(of(base), base, schedule)
+        schedule.__dict__["_dependencies"] = cached  # like cached_property: a fact about an immutable value
+    return cached
+
+
+def accesses(schedule: Schedule, node: Node) -> dict[str, bool]:
+    """Roots of the storages a node touches -> whether it overwrites what was in them before."""
+    touched = {schedule.root(name): False for name in (*node.reads, *node.writes)}
+    for name in node.mutates:
+        touched[schedule.root(name)] = True
+    return touched
+
+
+def _build(schedule: Schedule) -> Dependencies:
+    why: dict[tuple[int, int], Why] = {}
+
+    def edge(before: int, after: int, reason: Why) -> None:
+        if before != after:
+            known = why.get((before, after))
+            if known is None or reason.value < known.value:
+                why[before, after] = reason
+
+    for before, after, reason in (
+        *_data(schedule),
+        *_mutations(schedule),
+        *_after(schedule),
+        *_collective_order(schedule),
+    ):
+        edge(before, after, reason)
+    return _arrays(len(schedule.nodes), why)
+
+
+def _renumber(base: Dependencies, old: Schedule, new: Schedule) -> Dependencies:
+    to = [new.position(node.name) for node in old.nodes]
+    return _arrays(len(to), {(to[before], to[after]): why for (before, after), why in base.why.items()})
+
+
+def _arrays(count: int, why: dict[tuple[int, int], Why]) -> Dependencies:
+    preds: list[list[int]] = [[] for _ in range(count)]
+    succs: list[list[int]] = [[] for _ in range(count)]
+    for before, after in why:
+        preds[after].append(before)
+        succs[before].append(after)
+    return Dependencies(preds, succs, why)
+
+
+_Edge = tuple[int, int, Why]
+
+
+def _data(schedule: Schedule) -> Iterator[_Edge]:
+    for at, node in enumerate(schedule.nodes):
+        for name in (*node.reads, *node.mutates):
+            producer = schedule.producer(name)
+            if producer is not None:
+                yield schedule.position(producer.name), at, Why.DATA
+
+
+def _mutations(schedule: Schedule) -> Iterator[_Edge]:
+    """Only storages that something overwrites need more than data edges."""
+    overwritten = {schedule.root(name) for node in schedule.nodes for name in node.mutates}
+    if not overwritten:
+        return
+    readers: dict[str, list[int]] = {root: [] for root in overwritten}
+    writer: dict[str, int] = {}
+    for at, node in enumerate(schedule.nodes):
+        wait = schedule.wait_of(node) if node.kind is Kind.START else None
+        done = at if wait is None else schedule.position(wait.name)  # in flight until then
+        for root, overwrites in accesses(schedule, node).items():
+            if root not in overwritten:
+                continue
+            if root in writer and writer[root] != done:  # a start's own wait is not held back by it
+                yield writer[root], at, Why.MUTATION
+            if overwrites:
+                for reader in readers[root]:
+                    if reader != done:
+                        yield reader, at, Why.MUTATION
+                readers[root] = []
+                writer[root] = done
+            else:
+                readers[root].append(done)
+
+
+def _after(schedule: Schedule) -> Iterator[_Edge]:
+    names = {node.name for node in schedule.nodes}
+    for at, node in enumerate(schedule.nodes):
+        for name in node.after:
+            if name not in names:
+                raise ScheduleError(f"{node.name} comes after {name}: {unknown_name('node', name, names)}")
+            yield schedule.position(name), at, Why.AFTER
+
+
+def _collective_order(schedule: Schedule) -> Iterator[_Edge]:
+    last_of_group: dict[str, int] = {}
+    barrier: int | None = None
+    since_barrier: list[int] = []
+    for at, node in enumerate(schedule.nodes):
+        if node.kind is Kind.COMM:
+            for earlier in since_barrier:
+                yield earlier, at, Why.BARRIER
+            if barrier is not None:
+                yield barrier, at, Why.BARRIER
+            barrier, since_barrier = at, []
+            last_of_group.clear()
+        elif node.kind in (Kind.START, Kind.WAIT):
+            if barrier is not None:
+                yield barrier, at, Why.BARRIER
+            since_barrier.append(at)
+            if node.kind is Kind.START and node.comm is not None:
+                group = node.comm.group
+                if group in last_of_group:
+                    yield last_of_group[group], at, Why.COLLECTIVE_ORDER
+                last_of_group[group] = at

@@ -1,0 +1,215 @@
+"""Rules that every schedule keeps: one small function a rule, run after every stage and pass.
+
+A rule yields the problems it finds; `verify` raises ScheduleError for the first one, with the lines of the
+schedule around it. Every rule is linear in nodes and edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from overlapc.errors import ScheduleError
+from overlapc.schedule import dependencies
+from overlapc.schedule.dependencies import Why
+from overlapc.schedule.memory import analyze
+from overlapc.schedule.model import Kind, Schedule
+from overlapc.units import human_bytes
+
+HINT = "hint: OVERLAPC_DUMP=passes writes the schedule before and after every pass"
+_SHOWN = 6  # lines of the schedule that an error shows
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong at a position, and up to which position to show the order; None shows no lines."""
+
+    message: str
+    at: int | None = None
+    until: int | None = None
+
+
+def verify(
+    schedule: Schedule,
+    where: str,
+    *,
+    reference: Schedule | None = None,
+    may_reorder_collectives: bool = False,
+    limit_bytes: int | None = None,
+) -> None:
+    """Raise ScheduleError if a rule is broken.
+
+    where: the stage or pass to name. reference: what the schedule was made from; nodes and the order of
+    collectives are compared with it. limit_bytes: the peak that the schedule claims to stay within.
+    """
+    for problem in problems(
+        schedule, reference=reference, may_reorder_collectives=may_reorder_collectives, limit_bytes=limit_bytes
+    ):
+        lines = _lines(schedule, problem)
+        raise ScheduleError("\n".join([f"{where}: {problem.message}", *lines, HINT]))
+
+
+def problems(
+    schedule: Schedule,
+    *,
+    reference: Schedule | None = None,
+    may_reorder_collectives: bool = False,
+    limit_bytes: int | None = None,
+) -> Iterator[Problem]:
+    """Everything that `verify` would complain about, worst first."""
+    yield from reads_are_defined(schedule)
+    if reference is not None:
+        yield from is_complete(schedule, reference)
+    yield from starts_are_waited_once(schedule)
+    yield from results_are_waited_for(schedule)
+    yield from is_topological(schedule)
+    if reference is not None and not may_reorder_collectives:
+        yield from keeps_collective_order(schedule, reference)
+    if limit_bytes is not None:
+        yield from fits(schedule, limit_bytes)
+
+
+def reads_are_defined(schedule: Schedule) -> Iterator[Problem]:
+    """Every name is a buffer, inputs and earlier writes are all that is read, outputs exist."""
+    for at, node in enumerate(schedule.nodes):
+        for name in (*node.reads, *node.writes, *node.mutates):
+            if name not in schedule.buffers:
+                yield Problem(f"{node.name} uses {name}, which is not a buffer of the schedule", at)
+                return
+        for name in node.reads:
+            producer = schedule.producer(name)
+            if producer is None:
+                if not schedule.buffers[name].is_input:
+                    yield Problem(f"{node.name} reads {name}, which is neither an input nor written by a node", at)
+            elif schedule.position(producer.name) >= at:
+                yield Problem(_too_early(schedule, at, name), at, schedule.position(producer.name))
+        for name in node.mutates:
+            if not any(schedule.root(made) == schedule.root(name) for made in node.writes):
+                yield Problem(f"{node.name} overwrites {name} and defines no alias of it", at)
+    for name in schedule.outputs:
+        if name not in schedule.buffers:
+            yield Problem(f"the output {name} is not a buffer of the schedule")
+
+
+def is_complete(schedule: Schedule, reference: Schedule) -> Iterator[Problem]:
+    """No node was lost, added or doubled."""
+    had, has = {node.name for node in reference.nodes}, {node.name for node in schedule.nodes}
+    for node in reference.nodes:
+        if node.name not in has:
+            yield Problem(f"{node.name} is missing")
+    for at, node in enumerate(schedule.nodes):
+        if node.name not in had:
+            yield Problem(f"{node.name} is new", at)
+
+
+def starts_are_waited_once(schedule: Schedule) -> Iterator[Problem]:
+    """Every WAIT has its START, and no START has two WAITs."""
+    waited: dict[str, str] = {}
+    for at, node in enumerate(schedule.nodes):
+        if node.kind is not Kind.WAIT:
+            continue
+        try:
+            start = schedule.start_of(node).name
+        except ScheduleError as error:
+            yield Problem(str(error), at)
+            continue
+        if start in waited:
+            yield Problem(f"{node.name} waits for {start}, which {waited[start]} already waits for", at)
+        waited[start] = node.name
+
+
+def results_are_waited_for(schedule: Schedule) -> Iterator[Problem]:
+    """Only waits and views touch what a START writes; everything else reads the wait's result."""
+    for at, node in enumerate(schedule.nodes):
+        if node.kind in (Kind.WAIT, Kind.VIEW):
+            continue
+        for name in node.reads:
+            start = _in_flight(schedule, name)
+            if start is not None and start != node.name:
+                yield Problem(f"{node.name} reads {name}, the result of {start}, and not its wait's", at)
+
+
+def is_topological(schedule: Schedule) -> Iterator[Problem]:
+    """Every dependence points forward."""
+    for before, after, why in dependencies.of(schedule).edges():
+        if before >= after:
+            early, late = schedule.nodes[after], schedule.nodes[before]
+            reason = {
+                Why.DATA: f"{early.name} stands before {late.name}, whose result it uses",
+                Why.MUTATION: f"{early.name} stands before {late.name}; one overwrites what the other uses",
+                Why.AFTER: f"{early.name} stands before {late.name}, which it has to come after",
+                Why.COLLECTIVE_ORDER: f"{early.name} was raised over {late.name} of the same process group",
+                Why.BARRIER: f"{early.name} and {late.name} crossed: one is a barrier for communication",
+            }[why]
+            yield Problem(reason, after, before)
+
+
+def keeps_collective_order(schedule: Schedule, reference: Schedule) -> Iterator[Problem]:
+    """Starts of each process group stand in the order of the reference."""
+    wanted = collective_order(reference)
+    for group, names in collective_order(schedule).items():
+        for found, expected in zip(names, wanted.get(group, ()), strict=False):
+            if found != expected:
+                yield Problem(f"{found} starts where {expected} did on {group}", schedule.position(found))
+                break
+
+
+def fits(schedule: Schedule, limit_bytes: int) -> Iterator[Problem]:
+    """The exact peak is within the limit."""
+    profile = analyze(schedule)
+    if profile.peak_bytes > limit_bytes:
+        yield Problem(
+            f"needs {human_bytes(profile.peak_bytes)} at its peak, and claimed {human_bytes(limit_bytes)}",
+            profile.peak_at,
+        )
+
+
+def collective_order(schedule: Schedule) -> dict[str, tuple[str, ...]]:
+    """Process group -> its starts and synchronous collectives by name, in the order they are issued."""
+    order: dict[str, list[str]] = {}
+    for node in schedule.nodes:
+        if node.kind in (Kind.START, Kind.COMM) and node.comm is not None:
+            order.setdefault(node.comm.group, []).append(node.name)
+    return {group: tuple(names) for group, names in order.items()}
+
+
+def _too_early(schedule: Schedule, at: int, name: str) -> str:
+    node, producer = schedule.nodes[at], schedule.producer(name)
+    assert producer is not None
+    if producer.kind is Kind.WAIT:
+        return f"{node.name} reads {name} before it is waited for"
+    return f"{node.name} reads {name} before {producer.name} defines it"
+
+
+def _in_flight(schedule: Schedule, name: str) -> str | None:
+    """The START behind a name, unless a wait's result or another node's lies between."""
+    while True:
+        producer = schedule.producer(name)
+        if producer is None:
+            return None
+        if producer.kind is Kind.START:
+            return producer.name
+        alias_of = schedule.buffers[name].alias_of
+        if producer.kind is not Kind.VIEW or alias_of is None:
+            return None
+        name = alias_of
+
+
+def _lines(schedule: Schedule, problem: Problem) -> list[str]:
+    """The statement at fault marked with `>`, with the lines up to `until` or a few around it."""
+    if problem.at is None:
+        return []
+    last = problem.until if problem.until is not None else problem.at
+    low = max(0, min(problem.at, last) - 1)
+    shown = [at for at in range(low, min(len(schedule.nodes), max(problem.at, last) + 2))]
+    if len(shown) > _SHOWN:  # the two ends of a long stretch
+        shown = [*shown[: _SHOWN // 2], -1, *shown[-(_SHOWN // 2) :]]
+    return ["   ..." if at < 0 else f"{' > ' if at == problem.at else '   '}{brief(schedule, at)}" for at in shown]
+
+
+def brief(schedule: Schedule, at: int) -> str:
+    """One node in its short form: `%y = kernel(%h, %w0)`."""
+    node = schedule.nodes[at]
+    names = ", ".join(node.writes) or node.name
+    group = f" @{node.comm.group}" if node.comm is not None else ""
+    return f"{names} = {node.op}({', '.join(node.reads)}){group}"
