@@ -1,0 +1,52 @@
+"""Reports: what was compiled, what hides, what does not, and why.
+
+`overlapc.report(step)` is this package, called: the report of every graph this process compiled so far.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from overlapc.report.record import (
+    CollectiveRow,
+    GraphRecord,
+    NothingCompiled,
+    PassRow,
+    Plan,
+    Report,
+    Span,
+    StepRecord,
+    load,
+    report_of_process,
+)
+
+__all__ = [
+    "CollectiveRow",
+    "GraphRecord",
+    "NothingCompiled",
+    "PassRow",
+    "Plan",
+    "Report",
+    "Span",
+    "StepRecord",
+    "load",
+    "report_of_process",
+]
+
+
+class _CallablePackage(ModuleType):
+    """Lets users write `overlapc.report(step)` though the renderers live in `overlapc.report.*`."""
+
+    def __call__(self, compiled: Any = None) -> Report:
+        """The report of this process. With `compiled`, NothingCompiled unless a graph exists by now."""
+        report = report_of_process()
+        if compiled is not None and not report.steps[0].graphs:
+            raise NothingCompiled(
+                "nothing was compiled with backend='overlapc' in this process yet; run one step before the report"
+            )
+        return report
+
+
+sys.modules[__name__].__class__ = _CallablePackage

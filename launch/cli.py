@@ -1,0 +1,238 @@
+"""The `overlapc` command."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from tabulate import tabulate
+
+from overlapc.config import Config, describe, variable_of
+from overlapc.errors import ConfigError, OverlapcError, ToolchainError
+from overlapc.launch.torchrun import JobFailed, check_world, run_ranks
+
+# typer carries its own click in new versions and needs click's in old ones; both put this class here.
+_UsageProblem: Any = typer.BadParameter.__mro__[2]
+
+_USAGE, _FAILED, _INTERRUPTED = 2, 1, 130
+
+app = typer.Typer(
+    help="Hides FSDP/TP communication behind compute: a torch.compile backend, and tools around it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Passes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,B", help="passes in this order, or 'none' (default: passes/pipeline.py)", show_default=False
+    ),
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        "-o",
+        metavar="NAME=VALUE",
+        help="any option of `overlapc options`, e.g. memory_budget=70GiB; may be given several times",
+        show_default=False,
+    ),
+]
+
+
+@app.command(epilog="example: overlapc demo --nproc 4 --tp 2 --steps 20")
+def demo(
+    nproc: Annotated[int, typer.Option(metavar="N", help="processes on this host, one a GPU")] = 2,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="gloo with C++ kernels, or NCCL with Triton")] = "cpu",
+    dtype: Annotated[str, typer.Option(metavar="fp32|bf16", help="of compute; gradients reduce in fp32")] = "fp32",
+    tp: Annotated[int, typer.Option(metavar="N", help="tensor- and sequence-parallel ranks; divides --nproc")] = 1,
+    hsdp: Annotated[int, typer.Option(metavar="N", help="copies of the sharded parameters; divides --nproc")] = 1,
+    steps: Annotated[int, typer.Option(metavar="N", help="training steps of each of the two runs")] = 12,
+    batch: Annotated[int, typer.Option(metavar="N", help="rows per data-parallel rank")] = 4,
+    seq: Annotated[int, typer.Option(metavar="N", help="tokens (bytes) per row")] = 256,
+    model: Annotated[str, typer.Option(metavar="tiny|demo|8b", help="shape; 8b has 8 layers of Llama-8B")] = "demo",
+    no_reshard: Annotated[
+        bool, typer.Option("--no-reshard", help="keep parameters gathered between forward and backward")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="folder of this run (default: runs/<date-time>)", show_default=False),
+    ] = None,
+    passes: Passes = None,
+    option: Options = None,
+) -> None:
+    """Train a small Llama on real text with overlapc, then with eager FSDP2, and compare.
+
+    Prints both losses, step times and the overlap table; writes report.html, trace.json and schedule.txt
+    of every rank. Exit code 1 when fp32 losses differ by more than 1e-5.
+    """
+    variables = _variables(passes, option)
+    _check_torch()
+    from overlapc.launch.demo import DemoConfig
+
+    cfg = DemoConfig(nproc, device, dtype, tp, hsdp, steps, batch, seq, not no_reshard, model)
+    cfg.check()
+    if device == "cpu":
+        _check_compiler()
+    run_dir = _writable(out or Path("runs") / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+    command = ("-m", "overlapc.launch.demo", json.dumps(dataclasses.asdict(cfg)))
+    run_ranks(command, nproc, run_dir, variables)
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False},
+    epilog="example: overlapc run --nproc 8 --passes none train.py --steps 20",
+)
+def run(
+    script: Annotated[str, typer.Argument(help="a Python script; what follows it are its own arguments")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="...", show_default=False)] = None,
+    nproc: Annotated[int, typer.Option(metavar="N", help="processes on this host, one a GPU")] = 1,
+    passes: Passes = None,
+    option: Options = None,
+    report: Annotated[
+        Path, typer.Option(metavar="FILE", help="record of every rank's collectives, for `overlapc report`")
+    ] = Path("overlap.json"),
+) -> None:
+    """Run a training script on N ranks under torchrun's elastic launcher and collect its report."""
+    variables = _variables(passes, option)
+    _check_torch()
+    check_world(nproc, "cpu")
+    if not Path(script).is_file():
+        raise ConfigError(f"no script {script!r}")
+    from overlapc.report import record
+
+    run_dir = _writable(report.parent / f".{report.name}.ranks")
+    try:
+        run_ranks((script, *(arguments or ())), nproc, run_dir, variables)
+        collected = record.gather(run_dir)
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
+    if not collected.steps:
+        print(f"overlapc: {script} compiled nothing with backend='overlapc'; no report", file=sys.stderr)
+        return
+    collected.save(report)
+    print(f"\n{collected}\n\nwritten to {report}; a page of it: overlapc report {report} --save report.html")
+
+
+@app.command(epilog="example: overlapc report overlap.json --save report.html")
+def report(
+    file: Annotated[Path, typer.Argument(help="a record: overlap.json, or record.json of a run folder")],
+    save: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="write this form: report.html, trace.json, schedule.txt; may repeat",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Show a saved record as a table, or save it in another form."""
+    from overlapc.report import record
+
+    loaded = record.load(file)
+    for target in save or ():
+        print(f"written to {loaded.save(target)}")
+    if not save:
+        print(loaded)
+
+
+@app.command()
+def options() -> None:
+    """List every option: its variable, default and meaning."""
+    print(tabulate(describe(), ("option", "variable", "default", "meaning"), maxcolwidths=[None, None, 28, 60]))
+
+
+@app.command("version")
+def show_version() -> None:
+    """Versions of overlapc and of what it builds on."""
+    compiler = os.environ.get("CXX", "g++")
+    rows = [(name, _version_of(name)) for name in ("overlapc", "torch", "triton", "sympy")]
+    rows += [("python", sys.version.split()[0]), ("C++ compiler", shutil.which(compiler) or "none")]
+    print(tabulate(rows, tablefmt="plain", disable_numparse=True))
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _variables(passes: str | None, given: Sequence[str] | None) -> dict[str, str]:
+    """OVERLAPC_ variables for the ranks; ConfigError for what a Config would not take."""
+    values: dict[str, str] = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--option {text}: write it as NAME=VALUE")
+        values[name.strip()] = value
+    if passes is not None:
+        values["passes"] = passes
+    config = Config.of(values)
+    _check_passes(config)
+    return {variable_of(name): value for name, value in values.items()}
+
+
+def _check_passes(config: Config) -> None:
+    from overlapc.passes.base import find_pass
+
+    for name in config.passes or ():
+        find_pass(name)
+
+
+def _check_torch() -> None:
+    from overlapc.fx.versions import check_torch_version
+
+    check_torch_version()
+
+
+def _check_compiler() -> None:
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise ToolchainError(f"no C++ compiler {compiler!r} found; install g++ or set CXX to one")
+
+
+def _writable(folder: Path) -> Path:
+    probe = folder / f".probe{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write to folder {folder}: {error.strerror}") from None
+    return folder.resolve()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; the exit code is 0, 1 (a job failed), 2 (bad input) or 130 (Ctrl-C)."""
+    try:
+        code = app(args=arguments, prog_name="overlapc", standalone_mode=False)
+    except _UsageProblem as problem:
+        return _say(" ".join(problem.format_message().split()), problem.exit_code)
+    except JobFailed as failed:
+        return _say(str(failed), failed.exit_code)
+    except OverlapcError as error:
+        return _say(str(error), _USAGE if isinstance(error, (ConfigError, ToolchainError)) else _FAILED)
+    except (KeyboardInterrupt, typer.Abort):
+        return _say("interrupted; every rank has ended", _INTERRUPTED)
+    return code if isinstance(code, int) else 0
+
+
+def _say(message: str, code: int) -> int:
+    print(f"overlapc: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

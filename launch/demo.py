@@ -1,0 +1,244 @@
+"""The demo job: a byte-level Llama on real text, with overlapc and then with eager FSDP2, side by side.
+
+`overlapc demo` starts `work` on every rank. Both runs begin with the same weights and see the same data;
+in fp32 their losses must agree at every step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from tqdm import tqdm
+
+import overlapc
+import overlapc.report
+from overlapc.errors import ConfigError, OverlapcError
+from overlapc.launch import corpus
+from overlapc.launch.llama import Llama, LlamaConfig, check_tensor_parallel, tensor_parallel
+from overlapc.launch.torchrun import RUN_DIR, check_world, rank_dir
+
+FP32_TOLERANCE = 1e-5  # relative, between the two losses of a step
+_WARM_UP = 2  # steps left out of the step time: the first compiles, the second still fills caches
+
+MODELS: dict[str, Callable[[], LlamaConfig]] = {
+    "demo": LlamaConfig,
+    "tiny": LlamaConfig.tiny,
+    "8b": LlamaConfig.llama_8b,
+}
+
+
+class LossesDiffer(OverlapcError):
+    """The compiled run computes something else than the eager one."""
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """What `overlapc demo` can vary. `batch` is rows per data-parallel rank, `seq` tokens per row."""
+
+    nproc: int = 2
+    device: str = "cpu"
+    dtype: str = "fp32"
+    tp: int = 1
+    hsdp: int = 1
+    steps: int = 12
+    batch: int = 4
+    seq: int = 256
+    reshard: bool = True
+    model: str = "demo"
+    lr: float = 1e-3
+    seed: int = 0
+
+    def check(self) -> None:
+        """ConfigError for anything that cannot run; called before any process starts."""
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"--device {self.device}: cpu or cuda")
+        if self.dtype not in ("fp32", "bf16"):
+            raise ConfigError(f"--dtype {self.dtype}: fp32 or bf16")
+        if self.model not in MODELS:
+            raise ConfigError(f"--model {self.model}: one of {', '.join(MODELS)}")
+        for name in ("steps", "batch", "seq"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} {getattr(self, name)}: at least 1")
+        check_world(self.nproc, self.device, tp=self.tp, hsdp=self.hsdp)
+        shape = self.shape()
+        check_tensor_parallel(shape, self.tp)
+        if self.seq % self.tp:
+            raise ConfigError(f"--seq {self.seq} does not divide among --tp {self.tp} ranks")
+
+    def shape(self) -> LlamaConfig:
+        """The model, with room for `seq` positions."""
+        return dataclasses.replace(MODELS[self.model](), max_seq=self.seq)
+
+    @property
+    def reference(self) -> str:
+        """What the compiled run is compared with."""
+        return "eager FSDP2" if self.sharded else "eager"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are sharded over data-parallel ranks (not when there is only the tensor axis)."""
+        return self.tp < self.nproc or self.tp == 1
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of the parameters, besides tensor parallelism."""
+        return self.nproc // (self.tp * self.hsdp)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: the global loss of each step, and how long each step took."""
+
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def first_seconds(self) -> float:
+        """The first step, which compiles."""
+        return self.seconds[0]
+
+    @property
+    def step_seconds(self) -> float:
+        """The median step after warm-up."""
+        return statistics.median(self.seconds[_WARM_UP:] or self.seconds[-1:])
+
+
+def work(cfg: DemoConfig, run_dir: Path) -> None:
+    """What each rank does. LossesDiffer when fp32 losses are further apart than FP32_TOLERANCE."""
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    device = torch.device("cpu")
+    if cfg.device == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    mesh = init_device_mesh(cfg.device, (cfg.hsdp, cfg.shards, cfg.tp), mesh_dim_names=("replicate", "dp", "tp"))
+    try:
+        ours = train("overlapc", cfg, mesh, device)
+        report = overlapc.report.report_of_process()
+        for name in ("report.html", "trace.json", "schedule.txt", "record.json"):
+            report.save(rank_dir(run_dir, rank) / name)
+        eager = train(cfg.reference, cfg, mesh, device)
+        if rank == 0:
+            print(f"\n{report}\n\n{compare(ours, eager, cfg.reference)}\n\nwritten to {run_dir}", flush=True)
+        if cfg.dtype == "fp32":
+            check_losses(ours, eager)
+    finally:
+        dist.destroy_process_group()
+
+
+def train(system: str, cfg: DemoConfig, mesh: DeviceMesh, device: torch.device) -> Run:
+    """`cfg.steps` steps of AdamW from the seed's weights, compiled if `system` is "overlapc"."""
+    with torch.device(device):
+        model = Llama(cfg.shape())
+    model.reset_parameters(cfg.seed)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if cfg.tp > 1:
+        tensor_parallel(model, mesh["tp"])
+    shard(system, model, cfg, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr)
+    step: Callable[[Tensor, Tensor], Tensor] = model
+    if system == "overlapc":
+        step = torch.compile(model, backend="overlapc", fullgraph=True)
+    # Data-parallel ranks count along both axes; tensor-parallel ones see the same rows.
+    part = mesh.get_local_rank("replicate") * cfg.shards + mesh.get_local_rank("dp")
+    data = corpus.batches(cfg.steps, cfg.batch, cfg.seq, part, cfg.hsdp * cfg.shards, cfg.seed)
+    losses, seconds = [], []
+    label = f"{system}, {parameters / 1e6:.1f}M parameters"
+    bar = tqdm(data, label, cfg.steps, disable=dist.get_rank() != 0, unit="step", file=sys.stderr)
+    for tokens, targets in bar:
+        began = time.perf_counter()
+        loss = step(tokens.to(device), targets.to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(global_mean(loss))  # waits for the device, so that the time below is the step's
+        seconds.append(time.perf_counter() - began)
+        bar.set_postfix(loss=f"{losses[-1]:.4f}")
+    return Run(tuple(losses), tuple(seconds))
+
+
+def shard(system: str, model: Llama, cfg: DemoConfig, mesh: DeviceMesh) -> None:
+    """Shards each block, then the rest, over the data-parallel axes; in place."""
+    policy = MixedPrecisionPolicy()
+    if cfg.dtype == "bf16":
+        # The rotary tables are inputs of the blocks and must keep their fp32.
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    if not cfg.sharded:
+        if cfg.dtype == "bf16":
+            model.to(torch.bfloat16)
+        return
+    axes = mesh["dp"] if cfg.hsdp == 1 else mesh["replicate", "dp"]
+    fully_shard: Callable[..., nn.Module] = overlapc.fully_shard
+    if system != "overlapc":
+        from torch.distributed.fsdp import fully_shard  # type: ignore[no-redef]
+    settings: dict[str, Any] = {"mesh": axes, "mp_policy": policy, "reshard_after_forward": cfg.reshard}
+    for layer in model.layers:
+        fully_shard(layer, **settings)
+    fully_shard(model, **settings)
+
+
+def global_mean(loss: Tensor) -> float:
+    """The mean of every rank's loss."""
+    total = loss.detach().float().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def relative(ours: float, eager: float) -> float:
+    """How far `ours` is from `eager`; infinite when either is not a number."""
+    distance = abs(ours - eager) / max(abs(eager), 1e-30)
+    return distance if math.isfinite(distance) else math.inf
+
+
+def compare(ours: Run, eager: Run, reference: str) -> str:
+    """Both runs side by side, for the terminal."""
+    rows = [
+        (number, f"{mine:.6f}", f"{theirs:.6f}", f"{relative(mine, theirs):.1e}")
+        for number, (mine, theirs) in enumerate(zip(ours.losses, eager.losses, strict=True))
+    ]
+    losses = tabulate(
+        rows, ("step", "overlapc loss", f"{reference} loss", "relative difference"), disable_numparse=True
+    )
+    times = tabulate(
+        [
+            ("first step (compiles)", f"{ours.first_seconds:.2f} s", f"{eager.first_seconds:.2f} s"),
+            ("later steps, median", f"{ours.step_seconds * 1e3:.1f} ms", f"{eager.step_seconds * 1e3:.1f} ms"),
+        ],
+        ("", "overlapc", reference),
+        disable_numparse=True,
+    )
+    return f"{losses}\n\n{times}"
+
+
+def check_losses(ours: Run, eager: Run) -> None:
+    """LossesDiffer names the first step that is further off than FP32_TOLERANCE."""
+    for number, (mine, theirs) in enumerate(zip(ours.losses, eager.losses, strict=True)):
+        if relative(mine, theirs) > FP32_TOLERANCE:
+            raise LossesDiffer(
+                f"step {number}: loss {mine!r} with overlapc, {theirs!r} eager: "
+                f"{relative(mine, theirs):.1e} apart, {FP32_TOLERANCE:.0e} is allowed"
+            )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Entry of each rank: one argument, the DemoConfig as JSON."""
+    work(DemoConfig(**json.loads(arguments[0])), Path(os.environ[RUN_DIR]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,168 @@
+"""Runs a command on N ranks of this host with torch's elastic launcher, and says once what went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from overlapc.errors import ConfigError, OverlapcError
+
+RUN_DIR = "OVERLAPC_RUN_DIR"  # where each rank leaves its record and, if it fails, its error
+
+
+class JobFailed(OverlapcError):
+    """A rank failed. `exit_code` is what the command should exit with."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class RankError:
+    """What the excepthook of a rank wrote down (launch/worker.py)."""
+
+    rank: int
+    at_ns: int  # wall clock, to find the first
+    message: str
+    traceback: str  # empty for errors that overlapc raised on purpose
+    exit_code: int
+
+    def write(self, run_dir: Path) -> None:
+        """Leaves this error where the launching process looks for it."""
+        target = rank_dir(run_dir, self.rank) / "error.json"
+        target.write_text(json.dumps({slot: getattr(self, slot) for slot in self.__dataclass_fields__}))
+
+    @classmethod
+    def read(cls, path: Path) -> RankError:
+        """The error in an `error.json`."""
+        return cls(**json.loads(path.read_text()))
+
+
+def rank_dir(run_dir: Path, rank: int) -> Path:
+    """`run_dir/rank3`, made if need be."""
+    folder = run_dir / f"rank{rank}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def run_ranks(command: Sequence[str], nproc: int, run_dir: Path, variables: Mapping[str, str] | None = None) -> None:
+    """Runs `command` (a script and its arguments, or `-m module ...`) on `nproc` ranks and waits for them.
+
+    Every rank inherits this process's output. JobFailed names the rank that failed first, with its
+    message, and its traceback when the error was not one of ours; KeyboardInterrupt after Ctrl-C, with
+    every rank ended.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    threads = str(max(1, cpus() // nproc))
+    settings = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), RUN_DIR: str(run_dir)}
+    for stale in run_dir.glob("rank*/error.json"):
+        stale.unlink()
+    with _variables({**settings, **(variables or {})}), _quiet_launcher():
+        try:
+            elastic_launch(config, sys.executable)("-u", "-m", "overlapc.launch.worker", *command)
+        except ChildFailedError as failed:
+            codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+            raise _first_error(run_dir, codes) from None
+        except SignalException as stopped:
+            if stopped.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise JobFailed(f"stopped by {stopped.sigval.name}", 128 + stopped.sigval) from None
+
+
+def cpus() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _first_error(run_dir: Path, exit_codes: Mapping[int, int]) -> JobFailed:
+    errors = [RankError.read(path) for path in run_dir.glob("rank*/error.json")]
+    if errors:
+        first = min(errors, key=lambda error: error.at_ns)
+        same = sorted(error.rank for error in errors if error.message == first.message)
+        where = f"rank {first.rank}" if len(same) == 1 else f"ranks {_spans(same)}"
+        trace = f"\n{first.traceback.rstrip()}" if first.traceback else ""
+        return JobFailed(f"{where}: {first.message}{trace}", first.exit_code)
+    rank, code = min(exit_codes.items(), default=(0, 1))
+    how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return JobFailed(f"rank {rank} {how}", 1 if code < 0 else code)
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """`[0, 1, 2, 5]` -> `0-2, 5`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+
+
+@contextlib.contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """The launcher logs a failure in its own words too; ours says it once."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def check_world(nproc: int, device: str, **axes: int) -> None:
+    """ConfigError unless `nproc` ranks exist on this machine and divide into the mesh `axes`."""
+    if nproc < 1:
+        raise ConfigError(f"--nproc {nproc}: a job needs at least 1 process")
+    for name, size in axes.items():
+        if size < 1:
+            raise ConfigError(f"--{name} {size}: a mesh axis has at least 1 rank")
+    product = 1
+    for size in axes.values():
+        product *= size
+    if nproc % product:
+        asked = " x ".join(f"--{name} {size}" for name, size in axes.items() if size > 1)
+        raise ConfigError(f"--nproc {nproc} does not divide into {asked}; use a multiple of {product}")
+    if device == "cuda":
+        import torch
+
+        have = torch.cuda.device_count()
+        if nproc > have:
+            raise ConfigError(f"--nproc {nproc}: this machine has {have} CUDA device(s); one process needs one")

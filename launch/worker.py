@@ -1,0 +1,85 @@
+"""What one rank runs: the user's script, with its errors and its record left in the run folder.
+
+python -m overlapc.launch.worker script.py --steps 20
+python -m overlapc.launch.worker -m package.module --steps 20
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from overlapc.errors import ConfigError, OverlapcError, ToolchainError
+from overlapc.launch.torchrun import RUN_DIR, RankError, rank_dir
+
+_Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], None]
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    """Entry of `python -m overlapc.launch.worker`."""
+    run_dir = Path(os.environ[RUN_DIR])
+    rank = int(os.environ.get("RANK", "0"))
+    _die_with_parent()
+    sys.excepthook = _recorder(run_dir, rank)
+    command = sys.argv[1:]
+    try:
+        if command[0] == "-m":
+            sys.argv = command[1:]
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = command
+            sys.path[0] = str(Path(command[0]).resolve().parent)
+            runpy.run_path(command[0], run_name="__main__")
+    finally:
+        _save_record(run_dir, rank)
+
+
+def _save_record(run_dir: Path, rank: int) -> None:
+    if "overlapc.report.record" not in sys.modules:
+        return  # nothing was compiled with our backend
+    from overlapc.report import record
+
+    report = record.report_of_process()
+    if report.steps[0].graphs:
+        report.save(rank_dir(run_dir, rank) / "record.json")
+
+
+def _recorder(run_dir: Path, rank: int) -> _Hook:
+    def record_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ours = our_error(error)
+        text = "".join(traceback.format_exception(kind, error, trace))
+        message = str(ours) if ours else f"{kind.__name__}: {error}".splitlines()[0]
+        code = 2 if isinstance(ours, (ConfigError, ToolchainError)) else 1
+        RankError(rank, time.time_ns(), message, "" if ours else text, code).write(run_dir)
+
+    return record_error
+
+
+def our_error(error: BaseException | None) -> OverlapcError | None:
+    """The overlapc error behind `error`: Dynamo wraps what a backend raises."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, OverlapcError):
+            return error
+        seen.add(id(error))
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return None
+
+
+def _die_with_parent() -> None:
+    """Ends this rank when the launcher is killed so hard that it cannot end it itself (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()
