@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from overlapc.fx.versions import in_backward
-from overlapc.parallel.gather import ShardedParam, ShardGroup, register, unshard
+from overlapc.parallel.gather import ShardedParam, ShardGroup, unshard
 
 
 class _Forward(threading.local):
@@ -66,7 +66,7 @@ def manage(module: nn.Module, params: dict[str, ShardedParam]) -> None:
     if not params:
         return
     module.__dict__["_overlapc_params"] = {**managed(module), **params}
-    keys = {name: register(param) for name, param in params.items()}
+    keys = {name: param.key for name, param in params.items()}
     module.__dict__["_overlapc_keys"] = {**module.__dict__.get("_overlapc_keys", {}), **keys}
     _set_class(module, params, group=False)
 

@@ -11,6 +11,7 @@ dim 0, under the same names in `state_dict()`; reading one inside forward gives 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Collection, Iterator
 from typing import TypeVar
 
@@ -28,6 +29,7 @@ from overlapc.parallel.access import group_of, make_group, manage, managed
 from overlapc.parallel.gather import Axis, ShardedParam, ShardGroup, TensorParallel
 
 _Module = TypeVar("_Module", bound=nn.Module)
+_post_meshes: weakref.WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 def fully_shard(
@@ -137,8 +139,12 @@ def _post_forward(mesh: DeviceMesh, group: ShardGroup) -> tuple[Axis, int] | Non
     if count in (1, group.axis.size):
         group.reshard_after_forward = count > 1
         return None
-    ranks = mesh.mesh.view(-1, count)
-    small = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(f"{group.axis.name}_outer", f"{group.axis.name}_post"))
+    meshes = _post_meshes.setdefault(mesh, {})  # groups are costly, and one queue is meant to serve all
+    if count not in meshes:
+        ranks = mesh.mesh.view(-1, count)
+        names = (f"{group.axis.name}_outer", f"{group.axis.name}_post")
+        meshes[count] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+    small = meshes[count]
     return Axis(f"{group.axis.name}_post", small.get_group(1).group_name, count), small.get_local_rank(1)
 
 

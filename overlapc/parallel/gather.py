@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,6 +64,12 @@ class ShardGroup:
         return bool(self.reshard_after_forward)
 
 
+# Compiled code names a parameter by a short key instead of holding its ShardedParam: Dynamo then guards on one
+# string a parameter rather than on every field of the description.
+_params: weakref.WeakValueDictionary[str, ShardedParam] = weakref.WeakValueDictionary()
+_count = itertools.count()
+
+
 @dataclass(frozen=True, eq=False)
 class ShardedParam:
     """One parameter's way from its shard to the gathered tensor and back. Sizes are of dim 0."""
@@ -81,6 +87,11 @@ class ShardedParam:
     divide_before: float  # gradients are divided by this before they are reduced (1.0: not at all)
     divide_after: float  # and by this after
     tensor_parallel: TensorParallel | None
+    key: str = field(init=False)  # for `unshard`; valid as long as this object lives
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", f"{self.name}#{next(_count)}")
+        _params[self.key] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
         return self
@@ -106,25 +117,12 @@ class ShardedParam:
         )
 
 
-# Compiled code names a parameter by a short key instead of holding its ShardedParam: Dynamo then guards on one
-# string a parameter rather than on every field of the description.
-_params: weakref.WeakValueDictionary[str, ShardedParam] = weakref.WeakValueDictionary()
-_keys = itertools.count()
-
-
-def register(param: ShardedParam) -> str:
-    """A key for `unshard`; valid while the caller keeps `param` alive."""
-    key = f"{param.name}#{next(_keys)}"
-    _params[key] = param
-    return key
-
-
 @torch.compiler.allow_in_graph
 def unshard(param: DTensor, key: str) -> Tensor:
     """The gathered parameter: a plain tensor, or a DTensor on the tensor-parallel mesh.
 
-    `param` is the sharded parameter that `key` was registered for. Gradients flow back reduced and sharded.
-    One node in Dynamo's graph, traced through by AOTAutograd.
+    `param` is the sharded parameter that the ShardedParam with this key describes. Gradients flow back reduced
+    and sharded. One node in Dynamo's graph, traced through by AOTAutograd.
     """
     sharded = _params[key]
     if not isinstance(param, DTensor):

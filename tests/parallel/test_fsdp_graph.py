@@ -1,0 +1,259 @@
+"""What `fully_shard` puts into the graph, on torch's fake process group: no process but this one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from overlapc.errors import ConfigError
+from overlapc.fx.collectives import find_collectives
+from overlapc.fx.labels import label_of
+from overlapc.parallel import FSDPModule, MixedPrecisionPolicy, fully_shard
+from tests.parallel.tiny import Recorder, Tiny, batch, ops
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def mesh_1d() -> DeviceMesh:
+    return init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+
+
+def shard(model: Tiny, mesh: DeviceMesh | None = None, **how) -> Tiny:
+    mesh = mesh or mesh_1d()
+    for layer in model.layers:
+        fully_shard(layer, mesh, **how)
+    return fully_shard(model, mesh, **how)
+
+
+def compiled(model: nn.Module, vocab: int = 24) -> Recorder:
+    recorder = Recorder()
+    step = torch.compile(model, backend=recorder, fullgraph=True)
+    step(*batch(2, vocab=vocab)).backward()
+    assert len(recorder.forward) == len(recorder.backward) == 1
+    return recorder
+
+
+def gathers(graph_module) -> list[str]:
+    return [
+        label_of(node).param
+        for node in graph_module.graph.nodes
+        if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default
+    ]
+
+
+LAYER = ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight"]
+BLOCKS = [f"layers.{index}.{name}" for index in range(2) for name in LAYER]
+ROOT = ["embed.weight", "norm.weight", "norm.bias", "head.weight"]
+# Biases and what only shifts are not needed to compute gradients, and so never gathered in backward.
+USED_IN_BACKWARD = [
+    f"layers.{index}.{name}" for index in range(2) for name in ("norm.weight", "up.weight", "down.weight")
+]
+
+
+@pytest.mark.parametrize("ac", ["", "inside", "around"])
+def test_gathers_again_in_backward_where_a_group_reshards(ac):
+    recorder = compiled(shard(Tiny(ac=ac)))
+    assert sorted(gathers(recorder.forward[0])) == sorted(BLOCKS + ROOT)
+    again = gathers(recorder.backward[0])
+    assert len(again) == len(set(again)), "a parameter is gathered twice in backward"
+    assert set(USED_IN_BACKWARD) <= set(again)
+    assert all(name.startswith("layers.") for name in again), "the root keeps its parameters, like FSDP2"
+    # activation checkpointing computes silu(up(x)) again, and with it needs up.bias
+    assert ("layers.0.up.bias" in again) == bool(ac)
+
+
+@pytest.mark.parametrize("ac", ["", "inside", "around"])
+def test_gathers_only_in_forward_where_no_group_reshards(ac):
+    recorder = compiled(shard(Tiny(ac=ac), reshard_after_forward=False))
+    assert sorted(gathers(recorder.forward[0])) == sorted(BLOCKS + ROOT)
+    assert gathers(recorder.backward[0]) == []
+
+
+def test_a_root_alone_keeps_its_parameters_unless_told_otherwise():
+    assert gathers(compiled(fully_shard(Tiny(), mesh_1d())).backward[0]) == []
+    torch._dynamo.reset()
+    told = compiled(fully_shard(Tiny(), mesh_1d(), reshard_after_forward=True))
+    assert "head.weight" in gathers(told.backward[0])
+
+
+def test_forward_never_saves_a_gathered_parameter_that_is_resharded():
+    forward = compiled(shard(Tiny(), reshard_after_forward=True, param_dtype=torch.bfloat16)).forward[0]
+    saved = set(forward.graph.output_node().all_input_nodes)
+    gathered = {node for node in forward.graph.nodes if node.op == "call_function" and label_of(node) is not None}
+    while gathered:
+        assert not gathered & saved
+        gathered = {
+            user
+            for node in gathered
+            for user in node.users
+            if getattr(user.target, "is_view", False) and len(user.all_input_nodes) == 1
+        }
+
+
+def test_recomputed_gathers_stand_right_before_their_first_use():
+    backward = compiled(shard(Tiny(layers=4))).backward[0]
+    order = [label_of(node).group for node in backward.graph.nodes if "all_gather" in str(node.target)]
+    assert [group for i, group in enumerate(order) if i == 0 or order[i - 1] != group] == [
+        f"layers.{index}" for index in (3, 2, 1, 0)
+    ]
+    position = {node: index for index, node in enumerate(backward.graph.nodes)}
+    scatter_of_last = min(
+        position[node]
+        for node in backward.graph.nodes
+        if "reduce_scatter" in str(node.target) and label_of(node).group == "layers.3"
+    )
+    gather_of_first = min(
+        position[node]
+        for node in backward.graph.nodes
+        if "all_gather" in str(node.target) and label_of(node).group == "layers.0"
+    )
+    assert scatter_of_last < gather_of_first
+
+
+def test_even_shards_move_without_copies():
+    recorder = compiled(shard(Tiny()))
+    for module in (recorder.forward[0], recorder.backward[0]):
+        copies = {"cat", "split", "split_with_sizes", "constant_pad_nd", "clone", "copy_", "slice"}
+        assert not copies & set(ops(module))
+    for node in recorder.forward[0].graph.nodes:
+        if "all_gather" in str(node.target):
+            assert node.args[0].op == "placeholder"
+
+
+def test_every_collective_is_labelled_and_sized():
+    recorder = compiled(shard(Tiny(), param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    gather = {each.label.param: each for each in find_collectives(recorder.forward[0].graph)}
+    up = gather["layers.1.up.weight"]
+    assert (up.comm.collective, up.comm.bytes, up.comm.group, up.comm.size) == ("all_gather", 8 * 16 * 2, "dp", 4)
+    assert (up.comm.dtype, up.comm.ranks, up.label.group) == ("bfloat16", (0, 1, 2, 3), "layers.1")
+    assert len(up.waits) == 1
+    scatter = {
+        each.label.param: each
+        for each in find_collectives(recorder.backward[0].graph)
+        if each.comm.collective == "reduce_scatter"
+    }
+    assert sorted(scatter) == sorted(BLOCKS + ROOT)
+    assert scatter["layers.1.up.weight"].comm.bytes == 8 * 16 * 4
+    assert scatter["layers.1.up.weight"].comm.dtype == "float32"
+
+
+def test_a_tied_parameter_is_gathered_and_reduced_once():
+    model = shard(Tiny(tied=True))
+    assert model.head._parameters["weight"] is model.embed._parameters["weight"]
+    recorder = compiled(model)
+    assert gathers(recorder.forward[0]).count("embed.weight") == 1
+    assert ops(recorder.backward[0]).count("reduce_scatter_tensor") == len(BLOCKS) + 3
+
+
+def test_a_parameter_tied_across_groups_stays_tied():
+    mesh, model = mesh_1d(), Tiny(tied=True)
+    fully_shard(model.embed, mesh)
+    fully_shard(model, mesh)
+    assert model.head._parameters["weight"] is model.embed._parameters["weight"]
+    assert gathers(compiled(model).forward[0]).count("embed.weight") == 1
+
+
+def test_uneven_shards_pad_alike_on_all_ranks():
+    model = shard(Tiny(vocab=22))  # 22 rows on 4 ranks: 6, 6, 6, 4
+    assert model.embed.weight.shape == (22, 8)
+    assert model.embed.weight.to_local().shape == (6, 8)
+    recorder = compiled(model, vocab=22)
+    assert ops(recorder.forward[0]).count("constant_pad_nd") == 2  # embed and head
+    assert model.embed.weight.grad.shape == (22, 8)
+
+
+def test_reshard_to_fewer_ranks_gathers_over_them_in_backward_only():
+    recorder = compiled(shard(Tiny(), reshard_after_forward=2))
+    forward = find_collectives(recorder.forward[0].graph)
+    backward = [c for c in find_collectives(recorder.backward[0].graph) if c.comm.collective == "all_gather"]
+    assert {(c.comm.group, c.comm.size) for c in forward} == {("dp", 4)}
+    assert {(c.comm.group, c.comm.size, c.comm.ranks) for c in backward} == {("dp_post", 2, (0, 1))}
+    assert set(USED_IN_BACKWARD) <= {c.label.param for c in backward}
+
+
+def test_hsdp_reduces_the_scattered_gradient_over_the_replicas():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard(Tiny(), mesh)
+    assert model.head.weight.placements == (Replicate(), Shard(0))
+    reductions = find_collectives(compiled(model).backward[0].graph)
+    head = [c for c in reductions if c.label.param == "head.weight"]
+    assert [(c.comm.collective, c.comm.group, c.comm.bytes) for c in head] == [
+        ("reduce_scatter", "shard", 24 * 8 * 4),
+        ("all_reduce", "replicate", 24 * 8 * 4 // 2),
+    ]
+
+
+def test_state_dict_keeps_names_and_holds_shards():
+    plain = Tiny()
+    state = shard(copy.deepcopy(plain)).state_dict()
+    assert list(state) == list(plain.state_dict())
+    for name, value in state.items():
+        assert isinstance(value, DTensor), name
+        assert value.placements == (Shard(0),)
+        assert torch.equal(value.to_local(), plain.state_dict()[name].chunk(4)[1])
+
+
+def test_parameters_are_sharded_outside_of_forward_and_can_be_initialized_there():
+    with torch.device("meta"):
+        model = Tiny()
+    shard(model).to_empty(device="cpu")
+    assert isinstance(model.layers[0].up, nn.Linear)
+    assert isinstance(model.layers[0], FSDPModule)
+    assert model.layers[0].up.weight.to_local().shape == (4, 8)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+    assert model.layers[1].up._parameters["weight"].to_local().eq(0.5).all()
+
+
+def test_ignored_parameters_stay_as_they_are():
+    model = Tiny()
+    kept = model.head.weight
+    fully_shard(model, mesh_1d(), ignored_params={kept})
+    assert model.head.weight is kept
+    assert "head.weight" not in gathers(compiled(model).forward[0])
+
+
+def test_frozen_parameters_are_gathered_but_not_reduced():
+    model = Tiny()
+    model.head.weight.requires_grad_(False)
+    recorder = compiled(shard(model))
+    assert "head.weight" in gathers(recorder.forward[0])
+    assert model.head.weight.grad is None
+    assert ops(recorder.backward[0]).count("reduce_scatter_tensor") == len(BLOCKS) + 3
+
+
+def test_options_that_cannot_be_used_are_refused_with_a_reason():
+    mesh = mesh_1d()
+    with pytest.raises(ConfigError, match="does not divide the 4 ranks"):
+        fully_shard(nn.Linear(4, 4), mesh, reshard_after_forward=3)
+    with pytest.raises(ConfigError, match="no forward"):
+        fully_shard(nn.ModuleList([nn.Linear(4, 4)]), mesh)
+    with pytest.raises(ConfigError, match="already sharded"):
+        fully_shard(fully_shard(nn.Linear(4, 4), mesh), mesh)
+    with pytest.raises(ConfigError, match="has 3 axes"):
+        fully_shard(nn.Linear(4, 4), init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c")))
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16)
+    with pytest.raises(ConfigError, match="give one"):
+        fully_shard(nn.Linear(4, 4), mesh, mp_policy=policy, param_dtype=torch.bfloat16)
+    scalar = nn.Module()
+    scalar.weight = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ConfigError, match="is a scalar"):
+        fully_shard(scalar, mesh)

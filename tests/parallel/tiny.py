@@ -1,0 +1,93 @@
+"""A small transformer-like model, and compilers that only record, for tests of sharding and partitioning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from overlapc.fx.gathers import merge_unshards
+from overlapc.fx.partition import partition
+
+VOCAB = 24
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, hidden: int, ac: str = "") -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim, bias=False)
+        self.ac = ac
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        h = checkpoint(self.mlp, h, use_reentrant=False) if self.ac == "inside" else self.mlp(h)
+        return x + h
+
+
+class Tiny(nn.Module):
+    """Embedding, blocks, head; `forward` returns the mean cross-entropy."""
+
+    def __init__(
+        self, dim: int = 8, hidden: int = 16, layers: int = 2, tied: bool = False, ac: str = "", vocab: int = VOCAB
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(Block(dim, hidden, ac) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.ac = ac
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        h = self.embed(tokens)
+        for layer in self.layers:
+            h = checkpoint(layer, h, use_reentrant=False) if self.ac == "around" else layer(h)
+        logits = self.head(self.norm(h))
+        return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+@dataclass
+class Recorder:
+    """A backend that runs the graphs as they are and keeps them."""
+
+    partition_fn: Callable[..., Any] = partition
+    forward: list[fx.GraphModule] = field(default_factory=list)
+    backward: list[fx.GraphModule] = field(default_factory=list)
+
+    def __call__(self, graph_module: fx.GraphModule, inputs: list[Any]) -> Any:
+        from functorch.compile import make_boxed_func
+
+        def keep(where: list[fx.GraphModule]) -> Callable[..., Any]:
+            def compiler(module: fx.GraphModule, _inputs: list[Any]) -> Any:
+                where.append(module)
+                return make_boxed_func(module.forward)
+
+            return compiler
+
+        merge_unshards(graph_module)
+        return aot_autograd(
+            fw_compiler=keep(self.forward), bw_compiler=keep(self.backward), partition_fn=self.partition_fn
+        )(graph_module, inputs)
+
+
+def ops(graph_module: fx.GraphModule) -> list[str]:
+    """Names of the ops called, in order: `all_gather_into_tensor`, `mm`, ..."""
+    return [node.target._opname for node in graph_module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+
+
+def batch(count: int, length: int = 5, vocab: int = VOCAB) -> tuple[Tensor, Tensor]:
+    """(tokens, targets), the same on all ranks."""
+    generator = torch.Generator().manual_seed(7)
+    return tuple(torch.randint(vocab, (count, length), generator=generator) for _ in range(2))  # type: ignore
