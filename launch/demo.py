@@ -21,17 +21,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
-import overlapc
-import overlapc.report
+from overlapc import parallel
 from overlapc.errors import ConfigError, OverlapcError
 from overlapc.launch import corpus
 from overlapc.launch.llama import Llama, LlamaConfig, check_tensor_parallel, tensor_parallel
 from overlapc.launch.torchrun import RUN_DIR, check_world, rank_dir
+from overlapc.report import report_of_process
 
 FP32_TOLERANCE = 1e-5  # relative, between the two losses of a step
 _WARM_UP = 2  # steps left out of the step time: the first compiles, the second still fills caches
@@ -129,7 +130,7 @@ def work(cfg: DemoConfig, run_dir: Path) -> None:
     mesh = init_device_mesh(cfg.device, (cfg.hsdp, cfg.shards, cfg.tp), mesh_dim_names=("replicate", "dp", "tp"))
     try:
         ours = train("overlapc", cfg, mesh, device)
-        report = overlapc.report.report_of_process()
+        report = report_of_process()
         for name in ("report.html", "trace.json", "schedule.txt", "record.json"):
             report.save(rank_dir(run_dir, rank) / name)
         eager = train(cfg.reference, cfg, mesh, device)
@@ -183,9 +184,7 @@ def shard(system: str, model: Llama, cfg: DemoConfig, mesh: DeviceMesh) -> None:
             model.to(torch.bfloat16)
         return
     axes = mesh["dp"] if cfg.hsdp == 1 else mesh["replicate", "dp"]
-    fully_shard: Callable[..., nn.Module] = overlapc.fully_shard
-    if system != "overlapc":
-        from torch.distributed.fsdp import fully_shard  # type: ignore[no-redef]
+    fully_shard = parallel.fully_shard if system == "overlapc" else fsdp.fully_shard
     settings: dict[str, Any] = {"mesh": axes, "mp_policy": policy, "reshard_after_forward": cfg.reshard}
     for layer in model.layers:
         fully_shard(layer, **settings)

@@ -101,20 +101,25 @@ def has_gpu() -> bool:
 def make_venv(venv: Path) -> str:
     """The python of `venv`, which is made if it is missing or was left half made."""
     python = str(venv / "bin" / "python")
-    works = (
-        subprocess.run([python, "-m", "pip", "--version"], capture_output=True, text=True) if venv.exists() else None
-    )
-    if works is None or works.returncode != 0:
+    if pip_version(python) is None:
         print(f"install: making {venv}", flush=True)
         made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], capture_output=True, text=True)
-        if made.returncode != 0:
-            reason = (made.stdout + made.stderr).strip().splitlines()[:1]
-            raise CannotInstall(f"python -m venv failed ({' '.join(reason)}); on Debian: apt-get install python3-venv")
-        works = subprocess.run([python, "-m", "pip", "--version"], capture_output=True, text=True, check=True)
-    found = re.match(r"pip (\d+)\.(\d+)", works.stdout)
-    if found is None or (int(found[1]), int(found[2])) < OLDEST_PIP:
+        if made.returncode != 0 or pip_version(python) is None:
+            reason = " ".join((made.stdout + made.stderr).strip().splitlines()[:1])
+            raise CannotInstall(f"python -m venv failed ({reason}); on Debian: apt-get install python3-venv")
+    if (pip_version(python) or OLDEST_PIP) < OLDEST_PIP:
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--upgrade", "pip"], check=True)
     return python
+
+
+def pip_version(python: str) -> tuple[int, int] | None:
+    """The version of pip that `python` runs; None when it runs none."""
+    try:
+        asked = subprocess.run([python, "-m", "pip", "--version"], capture_output=True, text=True)
+    except OSError:  # no such file, or an empty one
+        return None
+    found = re.match(r"pip (\d+)\.(\d+)", asked.stdout)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 class Pip:

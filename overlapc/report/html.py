@@ -46,7 +46,7 @@ def render(report: Report) -> str:
     """The whole page."""
     return _template().render(
         steps=report.steps,
-        headers=[header.replace("\n", " ") for header in text.HEADERS],
+        headers=text.HEADERS,
         timelines=timelines,
         cells=text.collective_cells,
         total=text.total_cells,

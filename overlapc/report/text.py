@@ -10,20 +10,8 @@ from tabulate import tabulate
 from overlapc.report.record import CollectiveRow, GraphRecord, Report, StepRecord
 from overlapc.units import human_bytes
 
-HEADERS = (
-    "collective",
-    "group",
-    "size",
-    "time µs",
-    "by",
-    "hidden µs\nbefore",
-    "hidden µs\nafter",
-    "exposed µs\nbefore",
-    "exposed µs\nafter",
-    "moves",
-    "limited by",
-)
-_ALIGN = ("left", "left", "right", "right", "left", "right", "right", "right", "right", "right", "left")
+HEADERS = ("collective", "group", "size", "time µs", "by", "hidden µs", "exposed µs", "moves", "limited by")
+_ALIGN = ("left", "left", "right", "right", "left", "right", "right", "right", "left")
 _NAMES_SHOWN = 8
 
 
@@ -60,10 +48,8 @@ def collective_cells(row: CollectiveRow) -> tuple[str, ...]:
         human_bytes(row.bytes),
         "unknown" if row.estimate_ns is None else us(row.estimate_ns),
         row.source,
-        us(row.hidden_before_ns),
-        us(row.hidden_after_ns),
-        us(row.exposed_before_ns),
-        us(row.exposed_after_ns),
+        change(row.hidden_before_ns, row.hidden_after_ns),
+        change(row.exposed_before_ns, row.exposed_after_ns),
         str(row.moves),
         row.limit,
     )
@@ -77,10 +63,8 @@ def total_cells(rows: tuple[CollectiveRow, ...]) -> tuple[str, ...]:
         human_bytes(sum(row.bytes for row in rows)),
         us(sum(row.estimate_ns or 0.0 for row in rows)),
         "",
-        us(sum(row.hidden_before_ns for row in rows)),
-        us(sum(row.hidden_after_ns for row in rows)),
-        us(sum(row.exposed_before_ns for row in rows)),
-        us(sum(row.exposed_after_ns for row in rows)),
+        change(sum(row.hidden_before_ns for row in rows), sum(row.hidden_after_ns for row in rows)),
+        change(sum(row.exposed_before_ns for row in rows), sum(row.exposed_after_ns for row in rows)),
         str(sum(row.moves for row in rows)),
         "",
     )
@@ -89,7 +73,7 @@ def total_cells(rows: tuple[CollectiveRow, ...]) -> tuple[str, ...]:
 def facts(graph: GraphRecord) -> Iterator[str]:
     """The lines below a table: step time, bound, memory, kernels, fallbacks, what is unknown."""
     after, bound = graph.after.step_ns, graph.lower_bound_ns
-    yield f"step time    {ms(graph.before.step_ns)} -> {ms(after)}; no order can beat {ms(bound)} (gap {gap(after, bound)})"
+    yield f"step time    {ms(graph.before.step_ns)} -> {ms(after)}; {bound_text(after, bound)}"
     budget = "no budget" if graph.budget_bytes is None else f"budget {human_bytes(graph.budget_bytes)}"
     yield f"peak memory  {human_bytes(graph.incoming_peak_bytes)} -> {human_bytes(graph.peak_bytes)} ({budget})"
     yield f"kernels      {graph.kernels} generated, {graph.externs} library calls, {fallback_text(graph)}"
@@ -122,7 +106,7 @@ def totals_text(step: StepRecord) -> str:
     return "\n".join(
         [
             "all graphs",
-            f"step time    {ms(before)} -> {ms(after)}; no order can beat {ms(bound)} (gap {gap(after, bound)})",
+            f"step time    {ms(before)} -> {ms(after)}; {bound_text(after, bound)}",
             f"exposed      {ms(exposed_before)} -> {ms(exposed_after)} of communication",
             f"peak memory  {human_bytes(max(graph.peak_bytes for graph in step.graphs))}",
             f"kernels      {sum(graph.kernels for graph in step.graphs)} generated, {fallbacks.total()} fallbacks",
@@ -148,14 +132,20 @@ def us(time_ns: float) -> str:
     return f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"
 
 
+def change(before_ns: float, after_ns: float) -> str:
+    """A time before and after the passes."""
+    return f"{us(before_ns)} -> {us(after_ns)}"
+
+
 def ms(time_ns: float) -> str:
     """Milliseconds to read."""
     return f"{time_ns / 1e6:.3f} ms"
 
 
-def gap(time_ns: float, bound_ns: float) -> str:
-    """How far a time is over the lower bound, in percent."""
-    return f"{100 * (time_ns / bound_ns - 1):.1f}%" if bound_ns > 0 else "0.0%"
+def bound_text(time_ns: float, bound_ns: float) -> str:
+    """The lower bound, and how far a time is over it."""
+    over = 100 * (time_ns / bound_ns - 1) if bound_ns > 0 else 0.0
+    return f"no order can beat {ms(bound_ns)} (gap {over:.1f}%)"
 
 
 def _some(names: tuple[str, ...]) -> str:
