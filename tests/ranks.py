@@ -13,6 +13,7 @@ Whatever happens, the launcher and all ranks are gone when the call returns.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib.util
 import inspect
 import os
@@ -109,6 +110,8 @@ def _launch(out: Path, nproc: int, timeout_s: float, max_restarts: int, env: dic
     command += ["--monitor-interval=0.1", str(Path(__file__).resolve()), str(out)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env}
+    # Otherwise restarted ranks may read gloo addresses that the ended ones left in the shared store (torch 2.13).
+    given["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     log = out / "log"
     with log.open("wb") as sink:
         launcher = subprocess.Popen(command, stdout=sink, stderr=sink, env=given, start_new_session=True)
@@ -140,6 +143,7 @@ def _worker(out: Path) -> None:
     (out / f"pid.{pid}").touch()
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     job = pickle.loads((out / "job").read_bytes())
+    faulthandler.dump_traceback_later(0.9 * job["timeout_s"])  # where it hangs, if it does
     import torch.distributed as dist
 
     spec = importlib.util.spec_from_file_location(f"ranks_{Path(job['file']).stem}", job["file"])
