@@ -1,0 +1,92 @@
+"""Generated Triton kernels through Triton's interpreter, on CPU tensors: slow, and needs no GPU.
+
+The interpreter lacks libdevice, rounds bfloat16 wrongly and runs custom reductions element by element; for these
+torch's CPU functions stand in. All else, the prelude's compositions included, is the source that runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+_UNARY = (
+    "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc lgamma "
+    "trunc"
+).split()
+_BINARY = "pow atan2 hypot copysign nextafter fmod".split()
+
+
+def load_module(path: Path, name: str) -> ModuleType:
+    """A generated module whose kernels run in the interpreter."""
+    module = _execute(path, name)
+    module.ops = _prelude()  # type: ignore[attr-defined]
+    module.range = _range  # type: ignore[attr-defined]
+    return module
+
+
+def _execute(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True  # read by @triton.jit
+        spec.loader.exec_module(module)
+    return module
+
+
+@lru_cache(None)
+def _prelude() -> ModuleType:
+    module = _execute(Path(__file__).with_name("triton_prelude.py"), "overlapc.runtime._interpreted_prelude")
+    stand_ins: dict[str, Callable[..., Any]] = {name: _elementwise(getattr(torch, name)) for name in _UNARY + _BINARY}
+    stand_ins["rint"] = _elementwise(torch.round)
+    module.libdevice = SimpleNamespace(**stand_ins)  # type: ignore[attr-defined]
+    replacements: dict[str, Any] = {
+        "range": _range,
+        "to_bf16": _to_bf16,
+        "reduce_sum": _reduction(lambda data: data.sum(1, keepdims=True, dtype=data.dtype)),
+        "reduce_prod": _reduction(lambda data: data.prod(1, keepdims=True, dtype=data.dtype)),
+        "reduce_max": _reduction(lambda data: data.max(1, keepdims=True)),
+        "reduce_min": _reduction(lambda data: data.min(1, keepdims=True)),
+    }
+    vars(module).update(replacements)
+    return module
+
+
+def _tensor(data: np.ndarray, dtype: Any, block: bool) -> tl.tensor:
+    return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)) if block else dtype)
+
+
+def _elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., tl.tensor]:
+    def call(*args: tl.tensor) -> tl.tensor:
+        arrays = [torch.from_numpy(np.array(arg.handle.data)) for arg in args]
+        block = any(arg.type.is_block() for arg in args)
+        return _tensor(function(*arrays).numpy(), args[0].dtype.scalar, block)
+
+    return call
+
+
+def _reduction(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[tl.tensor], tl.tensor]:
+    return lambda v: _tensor(function(v.handle.data), v.dtype.scalar, True)
+
+
+def _to_bf16(x: tl.tensor) -> tl.tensor:
+    rounded = torch.from_numpy(np.array(x.handle.data)).to(torch.bfloat16)
+    return _tensor(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16, x.type.is_block())
+
+
+def _range(*bounds: Any) -> range:
+    """`range` over the interpreter's scalars, whose own __index__ fails with NumPy 2.4 and later."""
+    return builtins.range(
+        *(int(at.handle.data.reshape(-1)[0]) if isinstance(at, tl.tensor) else int(at) for at in bounds)
+    )

@@ -1,0 +1,215 @@
+"""Device functions that generated Triton kernels call as `ops.…`: torch's semantics where Triton has no single op.
+
+Reductions take a tile `[x, r]` and reduce axis 1, keeping it. Nothing here uses `triton.language.standard`, so that
+the same source also runs in Triton's interpreter (see triton_interpreter.py).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+
+@triton.jit
+def maximum(a, b):
+    """The larger one; NaN if either is (floats), as torch.maximum."""
+    if a.dtype.is_floating():
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        return tl.maximum(a, b)
+
+
+@triton.jit
+def minimum(a, b):
+    """The smaller one; NaN if either is (floats), as torch.minimum."""
+    if a.dtype.is_floating():
+        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        return tl.minimum(a, b)
+
+
+@triton.jit
+def _add(a, b):
+    return a + b
+
+
+@triton.jit
+def _multiply(a, b):
+    return a * b
+
+
+@triton.jit
+def _first_largest(a, i, b, j):
+    a_wins = (a > b) | ((a != a) & (b == b))
+    same = (a == b) | ((a != a) & (b != b))
+    keep = a_wins | (same & (i < j))
+    return tl.where(keep, a, b), tl.where(keep, i, j)
+
+
+@triton.jit
+def _first_smallest(a, i, b, j):
+    a_wins = (a < b) | ((a != a) & (b == b))
+    same = (a == b) | ((a != a) & (b != b))
+    keep = a_wins | (same & (i < j))
+    return tl.where(keep, a, b), tl.where(keep, i, j)
+
+
+@triton.jit
+def reduce_sum(v):
+    return tl.reduce(v, 1, _add, keep_dims=True)
+
+
+@triton.jit
+def reduce_prod(v):
+    return tl.reduce(v, 1, _multiply, keep_dims=True)
+
+
+@triton.jit
+def reduce_max(v):
+    return tl.reduce(v, 1, maximum, keep_dims=True)
+
+
+@triton.jit
+def reduce_min(v):
+    return tl.reduce(v, 1, minimum, keep_dims=True)
+
+
+@triton.jit
+def reduce_argmax(v, i):
+    """(largest, its position): the first on ties, a NaN before all numbers."""
+    return tl.reduce((v, i), 1, _first_largest, keep_dims=True)
+
+
+@triton.jit
+def reduce_argmin(v, i):
+    """(smallest, its position): the first on ties, a NaN before all numbers."""
+    return tl.reduce((v, i), 1, _first_smallest, keep_dims=True)
+
+
+@triton.jit
+def online_value(peak, v):
+    """exp(-|peak - v|), the one factor an online softmax step needs; 1 where both are equal (infinities too)."""
+    return tl.where(peak == v, 1.0, libdevice.exp(-tl.abs(peak - v)))
+
+
+@triton.jit
+def online_total(peak, total, v):
+    """The running sum of exp(v - peak) once `v` has joined it, relative to the new peak max(peak, v)."""
+    factor = online_value(peak, v)
+    return tl.where(v > peak, total * factor + 1.0, total + factor)
+
+
+@triton.jit
+def online_rescale(peak, total, top):
+    """Lane totals relative to `top`; all -inf gives NaN, as exp(-inf - -inf) does in eager."""
+    return total * libdevice.exp(peak - top)
+
+
+@triton.jit
+def to_bf16(x):
+    """Rounded to nearest even."""
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def to_fp16(x):
+    """Rounded to nearest even."""
+    return x.to(tl.float16)
+
+
+@triton.jit
+def divide(a, b):
+    """IEEE division; Triton's `/` is 2 ulp off in fp32."""
+    if a.dtype == tl.float32:
+        return tl.div_rn(a, b)
+    else:
+        return a / b
+
+
+@triton.jit
+def sqrt(x):
+    if x.dtype == tl.float32:
+        return tl.sqrt_rn(x)
+    else:
+        return tl.sqrt(x)
+
+
+@triton.jit
+def sigmoid(x):
+    return divide(tl.full([], 1.0, x.dtype), libdevice.exp(-x) + 1.0)
+
+
+@triton.jit
+def sign(x):
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+@triton.jit
+def signbit(x):
+    if x.dtype == tl.float32:
+        return x.to(tl.int32, bitcast=True) < 0
+    elif x.dtype == tl.float64:
+        return x.to(tl.int64, bitcast=True) < 0
+    else:
+        return x < 0
+
+
+@triton.jit
+def remainder(a, b):
+    """a - floor(a / b) * b, with the divisor's sign (Python's %)."""
+    if a.dtype.is_floating():
+        rest = libdevice.fmod(a, b)
+    else:
+        rest = a % b  # the dividend's sign, as in C
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+
+
+@triton.jit
+def floor_div(a, b):
+    """a // b rounded down; floats by way of the exact remainder, as torch does."""
+    if a.dtype.is_floating():
+        rest = libdevice.fmod(a, b)
+        whole = divide(a - rest, b)
+        whole = tl.where((rest != 0) & ((rest < 0) != (b < 0)), whole - 1.0, whole)
+        down = tl.floor(whole)
+        down = tl.where(whole - down > 0.5, down + 1.0, down)
+        ratio = divide(a, b)
+        down = tl.where(whole == 0, libdevice.copysign(tl.full([], 0.0, a.dtype), ratio), down)
+        return tl.where(b == 0, ratio, down)
+    else:
+        rest = a % b
+        whole = a // b  # toward zero
+        return tl.where((rest != 0) & ((rest < 0) != (b < 0)), whole - 1, whole)
+
+
+@triton.jit
+def integer_power(a, b):
+    """a ** b for integers, wrapping; a negative exponent gives 0 but for a = ±1."""
+    one = tl.full([], 1, a.dtype)
+    result = tl.where(b == b, one, one)
+    base = a + tl.where(b == b, one, one) - one
+    left = b + tl.where(a == a, one, one) - one
+    for _ in range(63):
+        result = tl.where((left & 1) != 0, result * base, result)
+        base = base * base
+        left = left >> 1
+    if a.dtype.is_int_signed():
+        odd = (b & 1) != 0
+        negative = tl.where(a == 1, one, tl.where(a == -1, tl.where(odd, -one, one), one - one))
+        result = tl.where(b < 0, negative, result)
+    return result
+
+
+@triton.jit
+def shift_left(a, b, BITS: tl.constexpr):
+    """a << b; 0 where b is negative or at least the width."""
+    out_of_range = (b < 0) | (b >= BITS)
+    return tl.where(out_of_range, tl.full([], 0, a.dtype), a << tl.where(out_of_range, tl.full([], 0, b.dtype), b))
+
+
+@triton.jit
+def shift_right(a, b, LAST: tl.constexpr):
+    """a >> b; as by LAST places (all bits but the sign) where b is negative or larger."""
+    last = tl.full([], LAST, b.dtype)
+    return a >> tl.where((b < 0) | (b > last), last, b)
