@@ -84,7 +84,7 @@ def bounds(expr: sympy.Expr, ranges: Ranges) -> Bounds | None:
     return None
 
 
-def _divide(term: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr | None:
+def exact_quotient(term: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr | None:
     """`term / divisor` where that is an integer for every value of the symbols; else None."""
     if divisor.is_Integer:
         coefficient, rest = term.as_coeff_Mul()
@@ -99,7 +99,7 @@ def _split(expr: sympy.Expr, divisor: sympy.Expr) -> tuple[sympy.Expr, sympy.Exp
     """`expr == quotient * divisor + rest` with as many whole terms as possible in the quotient."""
     quotient, rest = [], []
     for term in sympy.Add.make_args(expr):
-        whole = _divide(term, divisor)
+        whole = exact_quotient(term, divisor)
         if whole is not None:
             quotient.append(whole)
         elif term.is_Integer and divisor.is_Integer and term > divisor:
@@ -133,7 +133,7 @@ def _modular(base: sympy.Expr, divisor: sympy.Expr, modulus: sympy.Expr, ranges:
         return rest
     if isinstance(rest, FloorDiv):
         return ModularIndexing(rest.args[0], rest.args[1], modulus)
-    if isinstance(rest, ModularIndexing) and _divide(rest.args[2], modulus) is not None:
+    if isinstance(rest, ModularIndexing) and exact_quotient(rest.args[2], modulus) is not None:
         return ModularIndexing(rest.args[0], rest.args[1], modulus)
     shared = _common_factor(rest, modulus)
     if shared != 1:

@@ -1,0 +1,78 @@
+"""Fused ops -> `Schedule`: every op a node, every buffer with its bytes at the traced sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from overlapc.fusion.deps import output_buffers, reads_of
+from overlapc.fusion.work import work_of
+from overlapc.ir.ops import Extern, IROp, Loops, LoweredGraph, Start, Wait, buffers_written
+from overlapc.schedule.model import Buffer, Kind, Node, Origin, Schedule
+
+
+def to_schedule(
+    ops: list[IROp], graph: LoweredGraph, freeable: Collection[str] = (), budget_bytes: int | None = None
+) -> Schedule:
+    """`ops` in their order as a schedule; each node's payload is its op.
+
+    `freeable` names inputs whose memory is ours to free after their last use (saved activations).
+    """
+    buffers: dict[str, Buffer] = {}
+    for name in (*graph.inputs, *graph.constants):
+        buffers[name] = Buffer(name, _bytes(name, graph), is_input=True, freeable=name in freeable)
+    nodes = []
+    for op in ops:
+        for name in buffers_written(op):
+            alias = graph.aliases.get(name)
+            buffers[name] = Buffer(name, 0 if alias else _bytes(name, graph), alias_of=alias)
+        nodes.append(_node(op, graph))
+    outputs = tuple(sorted(output_buffers(graph) & buffers.keys()))
+    return Schedule(graph.name, tuple(nodes), buffers, outputs, budget_bytes)
+
+
+def _bytes(name: str, graph: LoweredGraph) -> int:
+    view = graph.views.get(name)
+    return graph.hint(view.layout.storage_bytes()) if view is not None else 0
+
+
+def _node(op: IROp, graph: LoweredGraph) -> Node:
+    kind, name, comm = _kind(op)
+    mutates: tuple[str, ...] = ()
+    call = op.call if isinstance(op, Start) else op
+    if isinstance(call, Extern):
+        mutates = tuple(graph.aliases[view.buffer] for view in call.mutates)
+    return Node(
+        name=op.name,
+        kind=kind,
+        op=name,
+        reads=tuple(sorted(reads_of(op, graph))),
+        writes=tuple(buffers_written(op)),
+        mutates=mutates,
+        work=work_of(op, graph) if kind in (Kind.KERNEL, Kind.EXTERN) else None,
+        comm=comm,
+        origin=Origin(op.origin.fx, op.origin.source, op.origin.module),
+        payload=op,
+    )
+
+
+def _kind(op: IROp) -> tuple[Kind, str, Any]:
+    if isinstance(op, Loops):
+        return Kind.KERNEL, "kernel", None
+    if isinstance(op, Wait):
+        return Kind.WAIT, "wait", None
+    if isinstance(op, Start):
+        return Kind.START, op.comm.collective, op.comm
+    if op.comm is not None:
+        return Kind.COMM, op.comm.collective, op.comm
+    return Kind.EXTERN, op_name(op.target), None
+
+
+def op_name(target: Any) -> str:
+    """`mm`, `_softmax`, `mylib.attention`: an op as people call it."""
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, name = target._schema.name.split("::")
+        return name if namespace == "aten" else f"{namespace}.{name}"
+    return getattr(target, "__name__", str(target))

@@ -1,0 +1,188 @@
+"""Element-wise kernels put into their readers, where that moves no more bytes.
+
+    t[p0] = x[p0] + 1;  y[p0] = t[p0] * 2        ->   y[p0] = (x[p0] + 1) * 2
+
+Works through any view between the two: the reader's index into `t` is turned into the position that `t`'s kernel
+would have been at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+
+import sympy
+
+from overlapc.fusion.deps import output_buffers
+from overlapc.ir.body import (
+    Body,
+    Index,
+    Load,
+    Op,
+    Store,
+    Value,
+    canonical,
+    op,
+    rewrite,
+    rewrite_values,
+)
+from overlapc.ir.indexing import Ranges, position_in, simplify, substitute
+from overlapc.ir.ops import IROp, Loops, LoweredGraph, buffers_read
+from overlapc.lowering.graph import constant
+
+LARGEST_BODY = 256  # values of a kernel after inlining; keeps source readable and registers bounded
+MOST_RECOMPUTED = 16  # values of a producer that several readers may each compute again
+# Cheap enough to compute once more per iteration instead of reading the result from memory.
+CHEAP = frozenset(
+    "neg abs add sub mul maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor logical_not where "
+    "bitwise_and bitwise_or bitwise_xor bitwise_not".split()
+)
+
+
+def inline(ops: list[IROp], graph: LoweredGraph) -> list[IROp]:
+    """`ops` with element-wise kernels moved into their readers; those nobody reads any more are gone."""
+    ops = list(ops)
+    kept = output_buffers(graph) | {graph.root(name) for name in output_buffers(graph)}
+    users: defaultdict[str, list[int]] = defaultdict(list)
+    for position, op_ in enumerate(ops):
+        for name in buffers_read(op_):
+            users[name].append(position)
+            if not isinstance(op_, Loops):
+                kept.add(name)
+    kept |= set(graph.aliases.values())
+    alive = [True] * len(ops)
+    for position, producer in enumerate(ops):
+        if not isinstance(producer, Loops) or len(producer.outputs) != 1:
+            continue
+        buffer = producer.outputs[0].buffer
+        readers = [at for at in users[buffer] if alive[at]]
+        if buffer in kept or not readers or not is_elementwise(producer.body):
+            continue
+        consumers = [ops[at] for at in readers]
+        if not all(
+            isinstance(consumer, Loops) and consumer.device == producer.device for consumer in consumers
+        ) or not _pays(producer, [consumer for consumer in consumers if isinstance(consumer, Loops)], graph):
+            continue
+        inlined = [inline_into(producer, consumer) for consumer in consumers if isinstance(consumer, Loops)]
+        if any(body is None for body in inlined):
+            continue
+        for at, consumer, body in zip(readers, consumers, inlined, strict=True):
+            assert isinstance(consumer, Loops)
+            assert body is not None
+            ops[at] = dataclasses.replace(consumer, body=body, origin=producer.origin.joined(consumer.origin))
+        alive[position] = False
+        for name in buffers_read(producer):
+            users[name] = sorted({*(at for at in users[name] if at != position), *readers})
+    return [op_ for op_, lives in zip(ops, alive, strict=True) if lives]
+
+
+def is_elementwise(body: Body) -> bool:
+    return not body.reduction and len(body.stores) == 1 and body.stores[0].mode == "set" and body.stores[0].mask is None
+
+
+def _pays(producer: Loops, consumers: list[Loops], graph: LoweredGraph) -> bool:
+    body = producer.body
+    buffer = producer.outputs[0].buffer
+    values = body.values()
+    loads = body.loads()
+    if not loads:
+        return len(values) <= MOST_RECOMPUTED  # made from positions and constants alone
+    cheap = all(value.name in CHEAP for value in values if isinstance(value, Op))
+    iterations = graph.hint(body.numel())
+    for consumer in consumers:
+        if len(values) + len(consumer.body.values()) > LARGEST_BODY:
+            return False
+        indices = {load.index for load in consumer.body.loads() if load.buffer == buffer}
+        if len(indices) > 2 or (len(indices) == 2 and len(values) > MOST_RECOMPUTED):
+            return False
+        amplified = graph.hint(consumer.body.numel() * consumer.body.reduction_numel()) > iterations
+        if amplified and not cheap:
+            return False
+    if len(consumers) == 1:
+        return True
+    if len(values) > MOST_RECOMPUTED or not cheap:
+        return False
+    itemsize = producer.outputs[0].dtype.itemsize
+    read_bytes = sum(
+        min(graph.hint(graph.views[load.buffer].layout.storage_bytes()), iterations * load.memory_dtype.itemsize)
+        for load in {(load.buffer): load for load in loads}.values()
+    )
+    # Read by each consumer, against written once and read by each consumer.
+    return read_bytes * len(consumers) <= (len(consumers) + 1) * iterations * itemsize
+
+
+def loop_strides(body: Body) -> list[sympy.Expr] | None:
+    """The step of the one store's index per loop; None unless the index is linear from 0."""
+    store = body.stores[0]
+    rest = store.index
+    strides = []
+    for loop in body.loops:
+        step = store.index.coeff(loop.symbol)
+        strides.append(step)
+        rest = rest - step * loop.symbol
+    return strides if sympy.expand(rest) == 0 else None
+
+
+def inline_into(producer: Loops, consumer: Loops) -> Body | None:
+    """The consumer's body without loads of the producer's buffer; None where an index cannot be carried over."""
+    store = producer.body.stores[0]
+    strides = loop_strides(producer.body)
+    if strides is None or store.indirect:
+        return None
+    ranges = consumer.body.ranges()
+    produced = producer.body.values()
+    impossible = False
+
+    def replace(value: Value) -> Value | None:
+        nonlocal impossible
+        if not isinstance(value, Load) or value.buffer != store.buffer:
+            return None
+        if value.indirect and any(isinstance(part, Load | Index) for part in produced):
+            impossible = True
+            return None
+        return value_at(producer.body, store, strides, value, ranges)
+
+    body = rewrite(consumer.body, consumer.body.loops, consumer.body.reduction, replace=replace)
+    return None if impossible else canonical(body)
+
+
+def value_at(body: Body, store: Store, strides: list[sympy.Expr], load: Load, ranges: Ranges) -> Value:
+    """What `body` would have stored where `load` reads."""
+    if load.mask is not None:
+        ranges = ranges_under(load.mask, ranges)
+    sizes = [loop.size for loop in body.loops]
+    position = position_in(load.index, sizes, strides, ranges)
+    replacement = {loop.symbol: at for loop, at in zip(body.loops, position, strict=True)}
+
+    def masked(value: Value) -> Value | None:
+        if load.mask is None or not isinstance(value, Load):
+            return None
+        mask = load.mask if value.mask is None else op("logical_and", load.mask, value.mask)
+        return dataclasses.replace(value, mask=mask)
+
+    new = rewrite_values([store.value], lambda expr: simplify(substitute(expr, replacement), ranges), masked)
+    value = new[store.value]
+    if load.mask is None or isinstance(value, Load):
+        return value
+    return op("where", load.mask, value, constant(0, value.dtype))
+
+
+def ranges_under(mask: Value, ranges: Ranges) -> Ranges:
+    """`ranges` narrowed by what `mask` says about single loop symbols."""
+    limits = {symbol: [low, high] for symbol, low, high in ranges}
+    pending = [mask]
+    while pending:
+        condition = pending.pop()
+        if not isinstance(condition, Op):
+            continue
+        if condition.name == "logical_and":
+            pending.extend(condition.args)
+        elif condition.name in ("lt", "ge") and all(isinstance(arg, Index) for arg in condition.args):
+            left, right = (arg.expr for arg in condition.args if isinstance(arg, Index))
+            if left in limits and right.is_Integer:
+                low, high = limits[left]
+                if condition.name == "lt":
+                    limits[left][1] = sympy.Min(high, right - 1)
+                else:
+                    limits[left][0] = sympy.Max(low, right)
+    return tuple((symbol, low, high) for symbol, (low, high) in limits.items())

@@ -1,0 +1,201 @@
+"""Two loop bodies as one: common loops, and reads of what the other stores replaced by the value itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sympy
+
+from overlapc.ir.body import Body, Load, Loop, Store, Value, canonical, op, rewrite, with_loops
+from overlapc.ir.indexing import exact_quotient, is_one, loop_symbol, numel
+from overlapc.lowering.graph import constant
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why two kernels stay apart, in words that a report can print."""
+
+    reason: str
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def merge(first: Body, second: Body) -> Body | Refusal:
+    """A kernel that does `first`, then `second`; stores of both are kept.
+
+    Legal when both run over the same iterations and every read by `second` of what `first` stores is at the very
+    index of that store. Loads of other buffers do not matter.
+    """
+    aligned = align(first, second)
+    if isinstance(aligned, Refusal):
+        return aligned
+    first, second = aligned
+    stored = {store.buffer: store for store in first.stores}
+    clash: list[str] = []
+
+    def replace(value: Value) -> Value | None:
+        if not isinstance(value, Load) or value.buffer not in stored:
+            return None
+        store = stored[value.buffer]
+        if value.indirect or store.indirect or store.mode != "set" or store.mask is not None:
+            clash.append(f"{value.buffer} is read or written through indices from memory")
+        elif value.index != store.index:
+            clash.append(f"{value.buffer} is written at [{store.index}] but read at [{value.index}]")
+        elif value.mask is not None:
+            return op("where", value.mask, store.value, constant(0, store.value.dtype))
+        else:
+            return store.value
+        return None
+
+    second = rewrite(second, second.loops, second.reduction, replace=replace)
+    if clash:
+        return Refusal(clash[0])
+    overwritten = {store.buffer for store in second.stores} & {load.buffer for load in first.loads()}
+    if overwritten:
+        return Refusal(f"{min(overwritten)} is read by the first and overwritten by the second")
+    return Body(first.loops, first.reduction, first.stores + second.stores)
+
+
+def align(first: Body, second: Body) -> tuple[Body, Body] | Refusal:
+    """Both bodies over the same loops."""
+    if first.loops == second.loops and first.reduction == second.reduction:
+        return first, second
+    if first.reduction and second.reduction:
+        outer = refine(_sizes(first.loops), _sizes(second.loops))
+        inner = refine(_sizes(first.reduction), _sizes(second.reduction))
+        if outer is None or inner is None:
+            return Refusal("their reductions run over different ranges")
+        return (
+            _over(first, outer, inner, 0),
+            _over(second, outer, inner, 1),
+        )
+    if not first.reduction and not second.reduction:
+        outer = refine(_sizes(first.loops), _sizes(second.loops))
+        if outer is None:
+            return Refusal("their loops run over different ranges")
+        nothing = Refined((), ((), ()))
+        return _over(first, outer, nothing, 0), _over(second, outer, nothing, 1)
+    if second.reduction:
+        swapped = align(second, first)
+        return swapped if isinstance(swapped, Refusal) else (swapped[1], swapped[0])
+    return _align_elementwise(first, second)
+
+
+def _align_elementwise(reducing: Body, plain: Body) -> tuple[Body, Body] | Refusal:
+    """`plain` has no reduction: it joins once per row (outer) or once per element of the rows (inner)."""
+    outer = refine(_sizes(reducing.loops), _sizes(plain.loops))
+    if outer is not None:
+        inner = refine(_sizes(reducing.reduction), _sizes(reducing.reduction))
+        assert inner is not None
+        return _over(reducing, outer, inner, 0), _over(plain, outer, Refined(inner.sizes, (inner.parts[0], ())), 1)
+    both = _sizes(reducing.loops) + _sizes(reducing.reduction)
+    refined = refine(both, _sizes(plain.loops))
+    if refined is None:
+        return Refusal("one's loops are neither the rows nor the elements of the other's reduction")
+    rows = len(reducing.loops)
+    border = sum(len(part) for part in refined.parts[0][:rows])
+    loops = _loops("p", refined.sizes[:border])
+    reduction = _loops("r", refined.sizes[border:])
+    symbols = [loop.symbol for loop in (*loops, *reduction)]
+    return (
+        with_loops(
+            reducing, _replacement((*reducing.loops, *reducing.reduction), refined, 0, symbols), loops, reduction
+        ),
+        with_loops(plain, _replacement(plain.loops, refined, 1, symbols), loops, reduction),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Refined:
+    """Loop sizes that both of two loop nests can be written in.
+
+    `parts[k][i]` are the positions in `sizes`, outermost first, that make up loop i of nest k.
+    """
+
+    sizes: tuple[sympy.Expr, ...]
+    parts: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
+
+
+def refine(a: Sequence[sympy.Expr], b: Sequence[sympy.Expr]) -> Refined | None:
+    """The coarsest common splitting of two nests over the same flat range; None when there is none."""
+    sizes: list[sympy.Expr] = []
+    owners: tuple[list[list[int]], list[list[int]]] = ([[] for _ in a], [[] for _ in b])
+    i, j = len(a) - 1, len(b) - 1
+    left = a[i] if i >= 0 else sympy.S.One
+    right = b[j] if j >= 0 else sympy.S.One
+    while True:
+        while is_one(left) and i >= 0:
+            i -= 1
+            left = a[i] if i >= 0 else sympy.S.One
+        while is_one(right) and j >= 0:
+            j -= 1
+            right = b[j] if j >= 0 else sympy.S.One
+        if i < 0 and j < 0:
+            break
+        if i < 0 or j < 0:
+            return None
+        if left == right:
+            piece, left, right = left, sympy.S.One, sympy.S.One
+            owners[0][i].append(len(sizes))
+            owners[1][j].append(len(sizes))
+        elif (quotient := exact_quotient(left, right)) is not None:
+            piece, left, right = right, quotient, sympy.S.One
+            owners[0][i].append(len(sizes))
+            owners[1][j].append(len(sizes))
+        elif (quotient := exact_quotient(right, left)) is not None:
+            piece, right, left = left, quotient, sympy.S.One
+            owners[0][i].append(len(sizes))
+            owners[1][j].append(len(sizes))
+        else:
+            return None
+        sizes.append(piece)
+    last = len(sizes) - 1  # found from the innermost outwards: turn round
+    parts = tuple(tuple(tuple(last - at for at in reversed(part)) for part in owner) for owner in owners)
+    return Refined(tuple(reversed(sizes)), (parts[0], parts[1]))
+
+
+def _sizes(loops: Sequence[Loop]) -> tuple[sympy.Expr, ...]:
+    return tuple(loop.size for loop in loops)
+
+
+def _loops(prefix: str, sizes: Sequence[sympy.Expr]) -> tuple[Loop, ...]:
+    return tuple(Loop(loop_symbol(prefix, at), size) for at, size in enumerate(sizes))
+
+
+def _over(body: Body, outer: Refined, inner: Refined, which: int) -> Body:
+    loops, reduction = _loops("p", outer.sizes), _loops("r", inner.sizes)
+    replacement = _replacement(body.loops, outer, which, [loop.symbol for loop in loops])
+    replacement.update(_replacement(body.reduction, inner, which, [loop.symbol for loop in reduction]))
+    return with_loops(body, replacement, loops, reduction)
+
+
+def _replacement(
+    loops: Sequence[Loop], refined: Refined, which: int, symbols: Sequence[sympy.Symbol]
+) -> dict[sympy.Symbol, sympy.Expr]:
+    """Each old loop symbol as the flat position over its parts."""
+    replacement: dict[sympy.Symbol, sympy.Expr] = {}
+    for loop, part in zip(loops, refined.parts[which], strict=False):
+        expr = sympy.S.Zero
+        for at in part:
+            expr = expr * refined.sizes[at] + symbols[at]
+        replacement[loop.symbol] = sympy.expand(expr)
+    return replacement
+
+
+def same_space(first: Body, second: Body) -> bool:
+    """A quick test that `align` could work out, on element counts alone."""
+    a, b = first.numel(), second.numel()
+    if first.reduction and second.reduction:
+        return a == b and first.reduction_numel() == second.reduction_numel()
+    if not first.reduction and not second.reduction:
+        return a == b
+    rows, plain, length = (a, b, first.reduction_numel()) if first.reduction else (b, a, second.reduction_numel())
+    return plain == rows or plain == numel((rows, length))
+
+
+def without_stores(body: Body, buffers: set[str]) -> Body:
+    """`body` without its stores to `buffers`: nobody outside the kernel reads them."""
+    kept: tuple[Store, ...] = tuple(store for store in body.stores if store.buffer not in buffers)
+    return canonical(Body(body.loops, body.reduction, kept))

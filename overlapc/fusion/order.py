@@ -1,0 +1,72 @@
+"""A dependence graph over groups of ops that stays in a legal order while groups merge.
+
+Merging two groups needs to know whether a path leads from one to the other around the edge between them. Every group
+has a position in one topological order, so only groups that stand between the two need to be looked at, and they
+are the only ones that move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class MergingOrder:
+    """Groups are numbered by their first op; a merged group keeps the smaller number."""
+
+    def __init__(self, before: Sequence[Iterable[int]]) -> None:
+        """`before[i]` are the ops that op i needs; ops stand in a legal order already."""
+        self.before: list[set[int]] = [set(needed) for needed in before]
+        self.after: list[set[int]] = [set() for _ in before]
+        for group, needed in enumerate(self.before):
+            for earlier in needed:
+                self.after[earlier].add(group)
+        self.position = list(range(len(before)))
+        self.slots: list[int | None] = list(range(len(before)))
+
+    def between(self, first: int, second: int) -> set[int]:
+        """Groups that stand between two groups and need the first one (itself not among them)."""
+        limit = self.position[second]
+        found: set[int] = set()
+        stack = [group for group in self.after[first] if self.position[group] < limit]
+        while stack:
+            group = stack.pop()
+            if group in found:
+                continue
+            found.add(group)
+            stack.extend(later for later in self.after[group] if self.position[later] < limit and later not in found)
+        return found
+
+    def merge(self, first: int, second: int) -> int | None:
+        """One group out of two, `first` standing earlier; None when something between them keeps them apart."""
+        assert self.position[first] < self.position[second]
+        dependents = self.between(first, second)
+        if any(group in self.before[second] for group in dependents):
+            return None
+        keep, gone = (first, second) if first < second else (second, first)
+        start, end = self.position[first], self.position[second]
+        here = [group for group in self.slots[start : end + 1] if group is not None and group not in (first, second)]
+        # What needs the first now comes after both; all else stays before. Order within each part is kept.
+        earlier = [group for group in here if group not in dependents]
+        later = [group for group in here if group in dependents]
+        arranged: list[int | None] = [*earlier, keep, *later]
+        arranged += [None] * (end + 1 - start - len(arranged))
+        for at, group in enumerate(arranged, start):
+            self.slots[at] = group
+            if group is not None:
+                self.position[group] = at
+        self._join(keep, gone)
+        return keep
+
+    def _join(self, keep: int, gone: int) -> None:
+        for neighbours, reverse in ((self.before, self.after), (self.after, self.before)):
+            for other in neighbours[gone]:
+                reverse[other].discard(gone)
+                if other != keep:
+                    neighbours[keep].add(other)
+                    reverse[other].add(keep)
+            neighbours[keep].discard(gone)
+            neighbours[gone] = set()
+
+    def order(self) -> list[int]:
+        """All groups that are left, in a legal order."""
+        return [group for group in self.slots if group is not None]

@@ -1,0 +1,122 @@
+"""How much an op computes and moves: what the estimators price."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from overlapc.ir.body import Load, Op, Reduce
+from overlapc.ir.ops import Extern, IROp, Loops, LoweredGraph, View, buffers_written, tree_map, views_read
+from overlapc.schedule.model import Work
+
+aten = torch.ops.aten
+
+
+def work_of(op: IROp, graph: LoweredGraph) -> Work:
+    """FLOPs and bytes of one op at the traced sizes; bytes count each buffer once, by what is accessed."""
+    if isinstance(op, Loops):
+        return _loops_work(op, graph)
+    read: dict[str, int] = {}
+    for view in views_read(op):
+        if isinstance(view, View):
+            read[view.buffer] = max(read.get(view.buffer, 0), _view_bytes(view, graph))
+    written = sum(_view_bytes(view, graph) for view in op.outputs if isinstance(view, View))
+    flops, dtype = 0, ""
+    if isinstance(op, Extern):
+        written += sum(_view_bytes(view, graph) for view in op.mutates)
+        flops = extern_flops(op, graph)
+        first = next((view for view in views_read(op) if isinstance(view, View)), None)
+        dtype = str(first.dtype).removeprefix("torch.") if first is not None else ""
+    return Work(flops, sum(read.values()), written, dtype)
+
+
+def _view_bytes(view: View, graph: LoweredGraph) -> int:
+    """Bytes of distinct elements: an expanded dim (stride 0) is read once."""
+    count = 1
+    for extent, step in zip(view.layout.size, view.layout.stride, strict=True):
+        count *= 1 if step == 0 else graph.hint(extent)
+    return count * view.dtype.itemsize
+
+
+def _loops_work(op: Loops, graph: LoweredGraph) -> Work:
+    iterations = graph.hint(op.body.numel() * op.body.reduction_numel())
+    read: dict[str, int] = {}
+    values = op.body.values()
+    for load in values:
+        if isinstance(load, Load):
+            whole = graph.hint(graph.views[load.buffer].layout.storage_bytes())
+            touched = iterations * load.memory_dtype.itemsize
+            read[load.buffer] = min(whole, read.get(load.buffer, 0) + touched)
+    written = 0
+    for name in buffers_written(op):
+        written += graph.hint(graph.views[name].layout.storage_bytes())
+    # One operation a value and iteration: element-wise kernels are bound by memory, so a rough count will do.
+    flops = iterations * sum(isinstance(value, Op | Reduce) for value in values)
+    return Work(flops, sum(read.values()), written, "float32")
+
+
+def extern_flops(op: Extern, graph: LoweredGraph) -> int:
+    """FLOPs of a library call by torch's own formulas, ours for attention; 0 where neither knows the op."""
+    own = _ATTENTION.get(op.target)
+    if own is not None:
+        return own([_shape(view, graph) for view in op.args[: _ATTENTION_TENSORS[op.target]]])
+    formula: Callable[..., Any] | None = flop_registry.get(getattr(op.target, "overloadpacket", op.target))
+    if formula is None:
+        return 0
+
+    def shape(leaf: Any) -> Any:
+        return torch.Size(_shape(leaf, graph)) if isinstance(leaf, View) else leaf
+
+    args = [_plain(arg, graph) if not isinstance(arg, View) else shape(arg) for arg in op.args]
+    kwargs = {name: _plain(arg, graph) for name, arg in op.kwargs.items()}
+    return int(formula(*args, **kwargs, out_val=tree_map(shape, op.result)))
+
+
+def _shape(view: Any, graph: LoweredGraph) -> tuple[int, ...]:
+    return tuple(graph.hint(extent) for extent in view.size)
+
+
+def _plain(tree: Any, graph: LoweredGraph) -> Any:
+    def leaf(value: Any) -> Any:
+        if isinstance(value, View):
+            return torch.Size(_shape(value, graph))
+        return graph.hint(value) if hasattr(value, "free_symbols") else value
+
+    return tree_map(leaf, tree)
+
+
+def _attention_forward(shapes: list[tuple[int, ...]]) -> int:
+    """Two matmuls over [batch, heads, queries, keys]; grouped-query attention shares keys between heads."""
+    query, key, value = shapes
+    batch, heads, rows, width = query
+    return 2 * batch * heads * rows * key[-2] * (width + value[-1])
+
+
+def _attention_backward(shapes: list[tuple[int, ...]]) -> int:
+    """Five matmuls of the forward's sizes: scores again, and the gradients of values, scores, queries and keys."""
+    _, query, key, value = shapes[:4]
+    batch, heads, rows, width = query
+    return 2 * batch * heads * rows * key[-2] * (3 * width + 2 * value[-1])
+
+
+_FORWARD = [
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+_BACKWARD = [
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+]
+# torch's formulas assert that queries and keys have equally many heads, which grouped-query attention breaks.
+_ATTENTION: dict[Any, Callable[[list[tuple[int, ...]]], int]] = {
+    **dict.fromkeys(_FORWARD, _attention_forward),
+    **dict.fromkeys(_BACKWARD, _attention_backward),
+}
+_ATTENTION_TENSORS = {**dict.fromkeys(_FORWARD, 3), **dict.fromkeys(_BACKWARD, 4)}

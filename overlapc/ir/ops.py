@@ -1,0 +1,252 @@
+"""Ops: what a lowered graph is made of. Each becomes one node of a schedule, alone or fused with others.
+
+A *buffer* is a name for memory; a *view* is a buffer seen through a layout. Layouts are those of eager PyTorch (the
+fake tensors of the FX graph), so a view op never becomes an op: it is another layout over the same buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.utils import _pytree as pytree
+
+from overlapc.ir.body import Body
+from overlapc.ir.indexing import flat_index, is_dense, is_one
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A strided tensor's description; sizes, strides and offset count elements and may be symbolic."""
+
+    device: torch.device
+    dtype: torch.dtype
+    size: tuple[sympy.Expr, ...]
+    stride: tuple[sympy.Expr, ...]
+    offset: sympy.Expr = sympy.S.Zero
+
+    def at(self, position: tuple[sympy.Expr, ...]) -> sympy.Expr:
+        """Element number of `position` in the buffer."""
+        return flat_index(position, self.stride, self.offset)
+
+    def is_dense(self) -> bool:
+        """Whether the elements fill their span of memory exactly once, in any order of dims."""
+        return is_dense(self.size, self.stride)
+
+    def storage_numel(self) -> sympy.Expr:
+        """Elements from the start of the buffer to the last one that is reachable; 0 for an empty tensor."""
+        if any(extent == 0 for extent in self.size):
+            return sympy.S.Zero
+        last = sympy.Add(*((extent - 1) * step for extent, step in zip(self.size, self.stride, strict=True)))
+        return sympy.expand(self.offset + last + 1)
+
+    def storage_bytes(self) -> sympy.Expr:
+        return self.storage_numel() * self.dtype.itemsize
+
+    def dim_order(self) -> list[int]:
+        """Dims from the outermost in memory to the innermost; dims of size 1 where they stand."""
+
+        def key(dim: int) -> tuple[int, int]:
+            step = self.stride[dim]
+            return (-(int(step) if step.is_Integer else _rank(step)), dim)
+
+        real = [dim for dim, extent in enumerate(self.size) if not is_one(extent)]
+        return sorted(real, key=key) if all(self.stride[dim] != 0 for dim in real) else real
+
+
+def _rank(stride: sympy.Expr) -> int:
+    """A number that orders symbolic strides as any large enough sizes would."""
+    return int(stride.subs(dict.fromkeys(stride.free_symbols, 4099)))
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor: a buffer and the layout it is seen through."""
+
+    buffer: str
+    layout: Layout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
+
+    @property
+    def size(self) -> tuple[sympy.Expr, ...]:
+        return self.layout.size
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A run-time value that is no strided tensor: a number, a size (`expr` names it), a module, a sparse tensor."""
+
+    buffer: str
+    expr: sympy.Expr | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """FX nodes and user code that an op comes from."""
+
+    fx: tuple[str, ...] = ()
+    source: str = ""  # "file:line: code" of the innermost user frame
+    module: str = ""  # path of the nn.Module, such as "layers.3.mlp"
+
+    def joined(self, other: Provenance) -> Provenance:
+        """Both, this one's place first."""
+        return Provenance(self.fx + other.fx, self.source or other.source, self.module or other.module)
+
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """A generated kernel: `body` writes `outputs` (name and layout each) on `device`."""
+
+    name: str
+    device: torch.device
+    body: Body
+    outputs: tuple[View, ...]
+    origin: Provenance = field(default_factory=Provenance, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Extern:
+    """A call of `target` as it stands: library kernels, fallbacks and everything we do not generate.
+
+    `args` and `kwargs` hold views, handles, sympy sizes and Python values. `result` mirrors what the call returns,
+    with a view for each tensor and a handle for everything else.
+    """
+
+    name: str
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result: Any
+    mutates: tuple[View, ...] = ()  # as they are called after the mutation
+    out: bool = False  # the call takes its one result as `out=`
+    fallback: bool = False  # generated code was possible in principle; counted and reported
+    pure: bool = True  # may be dropped when nobody reads it
+    comm: Any = (
+        None  # set on communication that waits for itself, or that is unknown: a barrier for other communication
+    )
+    origin: Provenance = field(default_factory=Provenance, compare=False)
+
+    @property
+    def outputs(self) -> tuple[View | Handle, ...]:
+        """What the call defines; arguments that it returns are not among them."""
+        given = {view.buffer for view in views_read(self)} | {view.buffer for view in self.mutates}
+        leaves = (leaf for leaf in tree_leaves(self.result) if isinstance(leaf, View | Handle))
+        return tuple(leaf for leaf in leaves if leaf.buffer not in given)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Puts a collective in flight. `call` launches it; its outputs may be read only after their `Wait`."""
+
+    name: str
+    call: Extern
+    comm: Any  # overlapc.schedule.model.Comm, opaque here
+    origin: Provenance = field(default_factory=Provenance, compare=False)
+
+    @property
+    def outputs(self) -> tuple[View | Handle, ...]:
+        return self.call.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Blocks until `source` has arrived; `result` is another name for the same memory."""
+
+    name: str
+    source: View
+    result: View
+    origin: Provenance = field(default_factory=Provenance, compare=False)
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return (self.result,)
+
+
+IROp = Loops | Extern | Start | Wait
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    return pytree.tree_leaves(tree)
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    return pytree.tree_map(function, tree)
+
+
+def views_read(op: IROp) -> Iterator[View | Handle]:
+    """What an extern, start or wait is given; a kernel's reads are the loads of its body."""
+    if isinstance(op, Wait):
+        yield op.source
+    elif isinstance(op, Start):
+        yield from views_read(op.call)
+    elif isinstance(op, Extern):
+        yield from (leaf for leaf in tree_leaves((op.args, dict(op.kwargs))) if isinstance(leaf, View | Handle))
+
+
+def buffers_read(op: IROp) -> set[str]:
+    """Names of all buffers whose contents the op needs."""
+    if isinstance(op, Loops):
+        return {load.buffer for load in op.body.loads()}
+    return {view.buffer for view in views_read(op)}
+
+
+def buffers_written(op: IROp) -> list[str]:
+    """Names that the op defines, mutated buffers' new names included."""
+    mutated = [view.buffer for view in op.mutates] if isinstance(op, Extern) else []
+    return [view.buffer for view in op.outputs] + mutated
+
+
+@dataclass(slots=True)
+class LoweredGraph:
+    """All ops of one FX graph, in order, and what surrounds them."""
+
+    name: str
+    inputs: tuple[str, ...]  # argument names in call order; views in `views`, or sympy expressions in `scalars`
+    views: dict[str, View]  # every buffer's own full view, inputs and constants included
+    scalars: dict[str, sympy.Expr]  # symbolic arguments
+    constants: dict[str, Any]  # tensors and modules that the graph carries along
+    aliases: dict[str, str]  # buffer -> the one whose memory it shares
+    sources: dict[str, str]  # symbol known only at run time -> the buffer that brings it
+    ops: list[IROp]
+    outputs: tuple[Any, ...]  # views, sympy expressions, None or Python values
+    size_hints: dict[str, int]  # value of each symbol when the graph was traced
+
+    def root(self, buffer: str) -> str:
+        """The buffer that owns the memory."""
+        while buffer in self.aliases:
+            buffer = self.aliases[buffer]
+        return buffer
+
+    def hint(self, expr: sympy.Expr) -> int:
+        """`expr` with the traced sizes put in; an unbacked size counts as 1 (its bytes are unknown)."""
+        if expr.is_Integer:
+            return int(expr)
+        known = {symbol: self.size_hints.get(str(symbol), 1) for symbol in expr.free_symbols}
+        return int(expr.subs(known))
+
+    def __str__(self) -> str:
+        lines = [f"graph {self.name}({', '.join(self.inputs)})"]
+        for op in self.ops:
+            lines.append(describe(op))
+            if isinstance(op, Loops):
+                lines.extend("    " + line for line in str(op.body).splitlines())
+        return "\n".join(lines)
+
+
+def describe(op: IROp) -> str:
+    """One line: `mm: extern aten.mm.default(primals_1, view) -> mm f32[64, 64]`."""
+    outputs = ", ".join(buffers_written(op)) or "nothing"
+    reads = ", ".join(sorted(buffers_read(op)))
+    if isinstance(op, Loops):
+        kind = "loops"
+    elif isinstance(op, Extern):
+        kind = f"extern {op.target}"
+    else:
+        kind = f"start {op.call.target}" if isinstance(op, Start) else "wait"
+    return f"{op.name}: {kind}({reads}) -> {outputs}"

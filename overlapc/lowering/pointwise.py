@@ -1,0 +1,379 @@
+"""Element-wise ops: arithmetic, comparisons, casts, activations' building blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import sympy
+import torch
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
+
+from overlapc.ir.body import Cast, Constant, Value, op
+from overlapc.ir.ops import View
+from overlapc.lowering.graph import Context, cast, constant
+from overlapc.lowering.table import Impossible, lowers
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+DEFAULT = PROMOTION.DEFAULT
+TO_FLOAT = PROMOTION.INT_TO_FLOAT
+TO_BOOL = PROMOTION.ALWAYS_BOOL
+
+# aten name -> (operation, promotion). Overloads are found by name: every one that exists is registered.
+UNARY = {
+    **dict.fromkeys("neg abs sign floor ceil trunc".split(), DEFAULT),
+    **dict.fromkeys(
+        "reciprocal sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh "
+        "asinh acosh atanh erf erfc lgamma sigmoid".split(),
+        TO_FLOAT,
+    ),
+    **dict.fromkeys("isnan isinf signbit logical_not".split(), TO_BOOL),
+}
+BINARY = {
+    **dict.fromkeys(
+        "mul maximum minimum remainder fmod bitwise_and bitwise_or bitwise_xor copysign hypot".split(), DEFAULT
+    ),
+    **dict.fromkeys("atan2".split(), TO_FLOAT),
+    **dict.fromkeys("eq ne lt le gt ge logical_and logical_or logical_xor".split(), TO_BOOL),
+}
+# What arithmetic on bools means in torch.
+ON_BOOL = {
+    "add": "logical_or",
+    "mul": "logical_and",
+    "maximum": "logical_or",
+    "minimum": "logical_and",
+    "bitwise_and": "logical_and",
+    "bitwise_or": "logical_or",
+    "bitwise_xor": "logical_xor",
+    "bitwise_not": "logical_not",
+}
+ROUND_ON_FLOAT_ONLY = frozenset(("floor", "ceil", "trunc", "round"))
+SIGN_BITS = frozenset(("signbit", "isnan", "isinf"))
+
+
+def compute(name: str, kind: PROMOTION, context: Context, *args: Any) -> View:
+    """One IR operation over `args`, promoted as torch does."""
+    dtype = context.promoted(kind, *args)
+    if kind is TO_BOOL:  # compared in the arguments' common dtype
+        dtype = context.promoted(DEFAULT, *args)
+    if dtype.is_complex:
+        raise Impossible("complex numbers")
+    return context.pointwise(lambda *values: apply(name, dtype, *values), *args)
+
+
+def apply(name: str, dtype: torch.dtype, *values: Value) -> Value:
+    """`name` on values converted to `dtype`, with torch's meaning for bools and integers."""
+    if dtype == torch.bool:
+        name = ON_BOOL.get(name, name)
+    if not dtype.is_floating_point:
+        if name in ROUND_ON_FLOAT_ONLY:
+            return cast(values[0], dtype)
+        if name in ("isnan", "isinf"):
+            return constant(False, torch.bool)
+    if name in ("logical_not", "logical_and", "logical_or", "logical_xor"):
+        return op(name, *(truth(value) for value in values))
+    return op(name, *(cast(value, dtype) for value in values))
+
+
+def truth(value: Value) -> Value:
+    """`value != 0` as bool."""
+    return value if value.dtype == torch.bool else op("ne", value, constant(0, value.dtype))
+
+
+def _overloads(name: str) -> list[Any]:
+    packet = getattr(aten, name)
+    wanted = ("default", "Tensor", "Scalar", "Scalar_Tensor", "Tensor_Scalar", "self")
+    return [getattr(packet, overload) for overload in packet.overloads() if overload in wanted]
+
+
+def _register(name: str, kind: PROMOTION) -> None:
+    for overload in _overloads(name):
+        lowers(overload)(lambda context, *args, **kwargs: _plain(name, kind, context, args, kwargs))
+
+
+def _plain(name: str, kind: PROMOTION, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> View:
+    if kwargs:
+        raise Impossible(f"keyword arguments {', '.join(kwargs)}")
+    return compute(name, kind, context, *args)
+
+
+for _name, _kind in {**UNARY, **BINARY}.items():
+    _register(_name, _kind)
+
+
+@lowers(aten.bitwise_not.default)
+def bitwise_not(context: Context, x: View) -> View:
+    return compute("bitwise_not", DEFAULT, context, x)
+
+
+@lowers(aten.round.default)
+def round_(context: Context, x: View) -> View:
+    return compute("round", DEFAULT, context, x)
+
+
+@lowers(aten.relu.default)
+def relu(context: Context, x: View) -> View:
+    # maximum(x, 0) keeps NaN, as relu does.
+    return context.pointwise(lambda value: apply("maximum", x.dtype, value, constant(0, value.dtype)), x)
+
+
+@lowers(aten.add.Tensor, aten.add.Scalar)
+def add(context: Context, x: Any, y: Any, alpha: Any = 1) -> View:
+    return _scaled_sum(context, "add", x, y, alpha)
+
+
+@lowers(aten.sub.Tensor, aten.sub.Scalar)
+def sub(context: Context, x: Any, y: Any, alpha: Any = 1) -> View:
+    return _scaled_sum(context, "sub", x, y, alpha)
+
+
+@lowers(aten.rsub.Tensor, aten.rsub.Scalar)
+def rsub(context: Context, x: Any, y: Any, alpha: Any = 1) -> View:
+    return _scaled_sum(context, "sub", y, x, alpha)
+
+
+def _scaled_sum(context: Context, name: str, x: Any, y: Any, alpha: Any) -> View:
+    dtype = context.promoted(DEFAULT, x, y)
+    if dtype.is_complex:
+        raise Impossible("complex numbers")
+
+    def value(a: Value, b: Value) -> Value:
+        if alpha != 1:
+            b = apply("mul", dtype, cast(b, dtype), context.scalar(alpha))
+        return apply(name, dtype, a, b)
+
+    return context.pointwise(value, x, y)
+
+
+@lowers(aten.div.Tensor, aten.div.Scalar)
+def div(context: Context, x: Any, y: Any) -> View:
+    return compute("div", TO_FLOAT, context, x, y)
+
+
+@lowers(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def div_mode(context: Context, x: Any, y: Any, rounding_mode: str | None = None) -> View:
+    if rounding_mode is None:
+        return div(context, x, y)
+    return compute("floor_div" if rounding_mode == "floor" else "trunc_div", DEFAULT, context, x, y)
+
+
+@lowers(aten.floor_divide.default, aten.floor_divide.Scalar)
+def floor_divide(context: Context, x: Any, y: Any) -> View:
+    return compute("floor_div", DEFAULT, context, x, y)
+
+
+@lowers(aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar)
+def power(context: Context, base: Any, exponent: Any) -> View:
+    dtype = context.promoted(DEFAULT, base, exponent)
+
+    def value(x: Value, y: Value) -> Value:
+        x, y = cast(x, dtype), cast(y, dtype)
+        number = y.number if isinstance(y, Constant) else None
+        if number in (2, 3):  # what eager does for these exponents, bit by bit
+            square = op("mul", x, x)
+            return square if number == 2 else op("mul", square, x)
+        if number == 1:
+            return x
+        if number == 0.5:
+            return op("sqrt", x)
+        if number == -0.5:
+            return op("rsqrt", x)
+        if number == -1 and dtype.is_floating_point:
+            return op("reciprocal", x)
+        return op("pow", x, y)
+
+    return context.pointwise(value, base, exponent)
+
+
+@lowers(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+def where(context: Context, condition: View, x: Any, y: Any) -> View:
+    dtype = context.promoted(PROMOTION.NO_OPMATH, x, y)
+    return context.pointwise(lambda c, a, b: op("where", truth(c), cast(a, dtype), cast(b, dtype)), condition, x, y)
+
+
+@lowers(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def masked_fill(context: Context, x: View, mask: View, value: Any) -> View:
+    return context.pointwise(lambda a, m, v: op("where", truth(m), cast(v, x.dtype), cast(a, x.dtype)), x, mask, value)
+
+
+@lowers(aten.clamp.default, aten.clamp.Tensor)
+def clamp(context: Context, x: View, minimum: Any = None, maximum: Any = None) -> View:
+    limits = [limit for limit in (minimum, maximum) if limit is not None]
+    dtype = context.promoted(DEFAULT, x, *limits)
+
+    def value(a: Value, *bounds: Value) -> Value:
+        given = iter(bounds)
+        a = cast(a, dtype)
+        if minimum is not None:
+            a = apply("maximum", dtype, a, next(given))
+        if maximum is not None:
+            a = apply("minimum", dtype, a, next(given))
+        return a
+
+    return context.pointwise(value, x, *limits)
+
+
+@lowers(aten.clamp_min.default, aten.clamp_min.Tensor)
+def clamp_min(context: Context, x: View, minimum: Any) -> View:
+    return clamp(context, x, minimum)
+
+
+@lowers(aten.clamp_max.default, aten.clamp_max.Tensor)
+def clamp_max(context: Context, x: View, maximum: Any) -> View:
+    return clamp(context, x, None, maximum)
+
+
+@lowers(aten.addcmul.default)
+def addcmul(context: Context, x: View, a: View, b: View, value: Any = 1) -> View:
+    return _addc(context, "mul", x, a, b, value)
+
+
+@lowers(aten.addcdiv.default)
+def addcdiv(context: Context, x: View, a: View, b: View, value: Any = 1) -> View:
+    return _addc(context, "div", x, a, b, value)
+
+
+def _addc(context: Context, name: str, x: View, a: View, b: View, value: Any) -> View:
+    dtype = context.promoted(DEFAULT, x, a, b)
+    if name == "div" and not dtype.is_floating_point:
+        raise Impossible("integer division")
+
+    def compute_(base: Value, first: Value, second: Value) -> Value:
+        # Eager scales the first factor, then combines.
+        first = cast(first, dtype)
+        if value != 1:
+            first = apply("mul", dtype, first, context.scalar(value))
+        return apply("add", dtype, base, apply(name, dtype, first, second))
+
+    return context.pointwise(compute_, x, a, b)
+
+
+@lowers(aten.lerp.Scalar, aten.lerp.Tensor)
+def lerp(context: Context, start: View, end: View, weight: Any) -> View:
+    dtype = context.promoted(DEFAULT, start, end)
+
+    def value(a: Value, b: Value, w: Value) -> Value:
+        a, b, w = cast(a, dtype), cast(b, dtype), cast(w, dtype)
+        gap = op("sub", b, a)
+        near = op("add", a, op("mul", w, gap))
+        far = op("sub", b, op("mul", gap, op("sub", constant(1, w.dtype), w)))
+        return op("where", op("lt", op("abs", w), constant(0.5, w.dtype)), near, far)
+
+    return context.pointwise(value, start, end, weight)
+
+
+@lowers(aten.silu.default)
+def silu(context: Context, x: View) -> View:
+    dtype = context.promoted(TO_FLOAT, x)
+    return context.pointwise(lambda a: op("mul", cast(a, dtype), op("sigmoid", cast(a, dtype))), x)
+
+
+@lowers(aten.gelu.default)
+def gelu(context: Context, x: View, approximate: str = "none") -> View:
+    dtype = context.promoted(DEFAULT, x)
+
+    def value(a: Value) -> Value:
+        a = cast(a, dtype)
+
+        def number(x: float) -> Value:
+            return constant(x, a.dtype)
+
+        half = op("mul", a, number(0.5))
+        if approximate == "none":
+            return op("mul", half, op("add", number(1), op("erf", op("mul", a, number(math.sqrt(0.5))))))
+        cube = op("mul", op("mul", a, a), a)
+        inner = op("mul", number(math.sqrt(2 / math.pi)), op("add", a, op("mul", number(0.044715), cube)))
+        return op("mul", half, op("add", number(1), op("tanh", inner)))
+
+    return context.pointwise(value, x)
+
+
+@lowers(aten._to_copy.default)
+def to_copy(
+    context: Context,
+    x: View,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    layout: Any = None,
+    pin_memory: Any = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> View:
+    if layout not in (None, torch.strided) or pin_memory:
+        raise Impossible("another tensor layout or pinned memory")
+    return context.pointwise(lambda value: convert(value, dtype or x.dtype), x)
+
+
+@lowers(prims.convert_element_type.default)
+def convert_element_type(context: Context, x: View, dtype: torch.dtype) -> View:
+    return context.pointwise(lambda value: convert(value, dtype), x)
+
+
+def convert(value: Value, dtype: torch.dtype) -> Value:
+    """A cast the user asked for: rounds to low precision, unlike intermediate results."""
+    if dtype in (torch.float16, torch.bfloat16) or value.dtype != dtype:
+        return truth(value) if dtype == torch.bool else Cast(value, dtype)
+    return value
+
+
+@lowers(aten.clone.default, aten.alias_copy.default, aten.lift_fresh_copy.default)
+def clone(context: Context, x: View, memory_format: Any = None) -> View:
+    return context.pointwise(lambda value: value, x)
+
+
+@lowers(aten.copy.default)
+def copy(context: Context, destination: View, source: View, non_blocking: bool = False) -> View:
+    return context.pointwise(lambda value: convert(value, destination.dtype), source)
+
+
+@lowers(aten.full.default, aten.full_like.default, aten.scalar_tensor.default, aten.new_full.default)
+def full(context: Context, *args: Any, **kwargs: Any) -> View:
+    number = kwargs["fill_value"] if "fill_value" in kwargs else args[-1]
+    return fill(context, number)
+
+
+@lowers(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+def zeros(context: Context, *args: Any, **kwargs: Any) -> View:
+    return fill(context, 0)
+
+
+@lowers(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
+def ones(context: Context, *args: Any, **kwargs: Any) -> View:
+    return fill(context, 1)
+
+
+def fill(context: Context, number: Any) -> View:
+    dtype = context.value_of().dtype
+    if isinstance(number, sympy.Expr | int | float | bool):
+        return context.pointwise(lambda: cast(context.scalar(number), dtype))
+    raise Impossible(f"a {type(number).__name__} fill value")
+
+
+@lowers(aten.fill.Scalar)
+def fill_scalar(context: Context, x: View, number: Any) -> View:
+    return fill(context, number)
+
+
+@lowers(aten.arange.start_step)
+def arange(context: Context, start: Any, end: Any, step: Any = 1, **kwargs: Any) -> View:
+    dtype = context.value_of().dtype
+    if dtype.is_floating_point or not all(isinstance(x, int | sympy.Expr) for x in (start, step)):
+        raise Impossible("a floating-point range")  # eager computes it in double; leave its rounding to it
+    return _iota(context, start, step, dtype)
+
+
+@lowers(prims.iota.default)
+def iota(context: Context, length: Any, start: Any, step: Any, dtype: torch.dtype, **kwargs: Any) -> View:
+    return _iota(context, start, step, dtype)
+
+
+def _iota(context: Context, start: Any, step: Any, dtype: torch.dtype) -> View:
+    from overlapc.ir.body import Body, Index
+
+    def body(out: View) -> Body:
+        loops, position = context.loops_over(out.layout)
+        return Body(loops, (), (context.store(out, position, Index(start + step * position[0])),))
+
+    return context.loops(body)

@@ -1,0 +1,270 @@
+"""Reductions, and ops that are one reduction deep or more: softmax, variance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+
+from overlapc.ir.body import Body, Loop, Reduce, Value, compute_dtype, op
+from overlapc.ir.indexing import loop_symbol, numel
+from overlapc.ir.ops import View
+from overlapc.lowering.graph import Context, cast, constant
+from overlapc.lowering.pointwise import truth
+from overlapc.lowering.table import Impossible, lowers
+
+aten = torch.ops.aten
+
+
+def normalized(dims: Any, rank: int) -> tuple[int, ...]:
+    """Dims as sorted non-negative ints; None or empty means all."""
+    if dims is None or (isinstance(dims, Sequence) and not dims):
+        return tuple(range(rank))
+    given = dims if isinstance(dims, Sequence) else (dims,)
+    return tuple(sorted(int(dim) % max(rank, 1) for dim in given)) if rank else ()
+
+
+def reduction_loops(
+    context: Context, x: View, dims: tuple[int, ...]
+) -> tuple[tuple[Loop, ...], tuple[Loop, ...], list[sympy.Expr]]:
+    """Parallel loops over the kept dims, reduction loops over `dims`, and the position in `x`.
+
+    Both in memory order of `x`, so that neighbours merge.
+    """
+    position: list[sympy.Expr] = [sympy.S.Zero] * len(x.size)
+    parallel: list[Loop] = []
+    inner: list[Loop] = []
+    for dim in x.layout.dim_order():
+        group, prefix = (inner, "r") if dim in dims else (parallel, "p")
+        symbol = loop_symbol(prefix, len(group))
+        position[dim] = symbol
+        group.append(Loop(symbol, x.size[dim]))
+    if not inner:
+        inner.append(Loop(loop_symbol("r", 0), sympy.S.One))
+    return tuple(parallel), tuple(inner), position
+
+
+def reduce(
+    context: Context,
+    x: View,
+    dims: Any,
+    finish: Callable[[Value], Value],
+    keepdim: bool = False,
+) -> View:
+    """One output element per kept position: `finish` gets the element and returns the reduced value."""
+    which = normalized(dims, len(x.size))
+
+    def body(out: View) -> Body:
+        parallel, inner, position = reduction_loops(context, x, which)
+        value = finish(context.element(x, position))
+        kept = [at if dim not in which else sympy.S.Zero for dim, at in enumerate(position)]
+        if not keepdim:
+            kept = [at for dim, at in enumerate(position) if dim not in which]
+        return Body(parallel, inner, (context.store(out, kept, value),))
+
+    return context.loops(body)
+
+
+def nonempty(x: View, dims: Any, what: str) -> None:
+    if any(x.size[dim] == 0 for dim in normalized(dims, len(x.size))):
+        raise Impossible(f"{what} of nothing")
+
+
+@lowers(aten.sum.dim_IntList, aten.sum.default)
+def sum_(context: Context, x: View, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> View:
+    out = context.value_of().dtype
+    return reduce(context, x, dim, lambda value: Reduce("sum", cast(value, out), compute_dtype(out)), keepdim)
+
+
+@lowers(aten.mean.dim, aten.mean.default)
+def mean(context: Context, x: View, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> View:
+    out = compute_dtype(context.value_of().dtype)
+    count = numel(x.size[at] for at in normalized(dim, len(x.size)))
+
+    def finish(value: Value) -> Value:
+        return op("div", Reduce("sum", cast(value, out), out), cast(context.scalar(count), out))
+
+    return reduce(context, x, dim, finish, keepdim)
+
+
+@lowers(aten.prod.dim_int, aten.prod.default)
+def prod(context: Context, x: View, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> View:
+    out = context.value_of().dtype
+    return reduce(context, x, dim, lambda value: Reduce("prod", cast(value, out), compute_dtype(out)), keepdim)
+
+
+@lowers(aten.amax.default, aten.max.default)
+def amax(context: Context, x: View, dim: Any = None, keepdim: bool = False) -> View:
+    nonempty(x, dim, "a maximum")
+    return reduce(context, x, dim, lambda value: Reduce("max", value, value.dtype), keepdim)
+
+
+@lowers(aten.amin.default, aten.min.default)
+def amin(context: Context, x: View, dim: Any = None, keepdim: bool = False) -> View:
+    nonempty(x, dim, "a minimum")
+    return reduce(context, x, dim, lambda value: Reduce("min", value, value.dtype), keepdim)
+
+
+@lowers(aten.any.dim, aten.any.dims, aten.any.default)
+def any_(context: Context, x: View, dim: Any = None, keepdim: bool = False) -> View:
+    return _truth(context, "any", x, dim, keepdim)
+
+
+@lowers(aten.all.dim, aten.all.dims, aten.all.default)
+def all_(context: Context, x: View, dim: Any = None, keepdim: bool = False) -> View:
+    return _truth(context, "all", x, dim, keepdim)
+
+
+def _truth(context: Context, kind: str, x: View, dim: Any, keepdim: bool) -> View:
+    def finish(value: Value) -> Value:
+        return cast(Reduce(kind, truth(value), torch.bool), context.value_of().dtype)
+
+    return reduce(context, x, dim, finish, keepdim)
+
+
+@lowers(aten.argmax.default)
+def argmax(context: Context, x: View, dim: Any = None, keepdim: bool = False) -> View:
+    return _arg(context, "argmax", x, dim, keepdim)
+
+
+@lowers(aten.argmin.default)
+def argmin(context: Context, x: View, dim: Any = None, keepdim: bool = False) -> View:
+    return _arg(context, "argmin", x, dim, keepdim)
+
+
+def _arg(context: Context, kind: str, x: View, dim: Any, keepdim: bool) -> View:
+    nonempty(x, dim, f"{kind}")
+    if dim is None and x.layout.dim_order() != [at for at, extent in enumerate(x.size) if extent != 1]:
+        raise Impossible("a flat position in a permuted tensor")  # our loops run in memory order
+    return reduce(context, x, dim, lambda value: Reduce(kind, value, torch.int64), keepdim)
+
+
+def rowwise(context: Context, x: View, dims: tuple[int, ...], finish: Callable[[Value], Value]) -> View:
+    """An output of x's shape; `finish` may reduce over `dims` as often as it likes."""
+
+    def body(out: View) -> Body:
+        parallel, inner, position = reduction_loops(context, x, dims)
+        return Body(parallel, inner, (context.store(out, position, finish(context.element(x, position))),))
+
+    return context.loops(body)
+
+
+@lowers(aten._softmax.default)
+def softmax(context: Context, x: View, dim: int, half_to_float: bool) -> View:
+    def finish(value: Value) -> Value:
+        exponential = op("exp", _below_max(value))
+        return op("div", exponential, Reduce("sum", exponential, value.dtype))
+
+    return _softmax_like(context, x, dim, finish)
+
+
+@lowers(aten._log_softmax.default)
+def log_softmax(context: Context, x: View, dim: int, half_to_float: bool) -> View:
+    def finish(value: Value) -> Value:
+        shifted = _below_max(value)
+        return op("sub", shifted, op("log", Reduce("sum", op("exp", shifted), value.dtype)))
+
+    return _softmax_like(context, x, dim, finish)
+
+
+def _below_max(value: Value) -> Value:
+    return op("sub", value, Reduce("max", value, value.dtype))
+
+
+def _softmax_like(context: Context, x: View, dim: int, finish: Callable[[Value], Value]) -> View:
+    if not x.size:
+        raise Impossible("a softmax of a single number")
+    dims = (dim % len(x.size),)
+    if any(extent == 0 for extent in x.size):
+        raise Impossible("a softmax of nothing")
+    return rowwise(context, x, dims, finish)
+
+
+@lowers(aten._softmax_backward_data.default)
+def softmax_backward(context: Context, grad: View, output: View, dim: int, input_dtype: torch.dtype) -> View:
+    return _softmax_gradient(
+        context,
+        grad,
+        output,
+        dim,
+        lambda g, y: op("mul", y, op("sub", g, Reduce("sum", op("mul", g, y), g.dtype))),
+    )
+
+
+@lowers(aten._log_softmax_backward_data.default)
+def log_softmax_backward(context: Context, grad: View, output: View, dim: int, input_dtype: torch.dtype) -> View:
+    return _softmax_gradient(
+        context,
+        grad,
+        output,
+        dim,
+        lambda g, y: op("sub", g, op("mul", op("exp", y), Reduce("sum", g, g.dtype))),
+    )
+
+
+def _softmax_gradient(
+    context: Context, grad: View, output: View, dim: int, finish: Callable[[Value, Value], Value]
+) -> View:
+    if not grad.size or any(extent == 0 for extent in grad.size):
+        raise Impossible("a softmax of nothing")
+
+    def body(out: View) -> Body:
+        parallel, inner, position = reduction_loops(context, output, (dim % len(grad.size),))
+        dtype = compute_dtype(grad.dtype)
+        value = finish(cast(context.element(grad, position), dtype), cast(context.element(output, position), dtype))
+        return Body(parallel, inner, (context.store(out, position, value),))
+
+    return context.loops(body)
+
+
+@lowers(aten.var.correction)
+def var(context: Context, x: View, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> View:
+    return reduce(context, x, dim, lambda value: variance(context, x, dim, value, correction), keepdim)
+
+
+@lowers(aten.var_mean.correction)
+def var_mean(context: Context, x: View, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    which = normalized(dim, len(x.size))
+    outputs = context.value_of()
+    results = []
+    for at, kind in enumerate(("var", "mean")):
+
+        def body(out: View, kind: str = kind) -> Body:
+            parallel, inner, position = reduction_loops(context, x, which)
+            value = context.element(x, position)
+            if kind == "var":
+                value = variance(context, x, dim, value, correction)
+            else:
+                value = average(context, x, which, value)
+            kept = [p for d, p in enumerate(position) if keepdim or d not in which]
+            kept = [sympy.S.Zero if keepdim and d in which else p for d, p in enumerate(kept)] if keepdim else kept
+            return Body(parallel, inner, (context.store(out, kept, value),))
+
+        layout = context.layout(outputs[at], offset=sympy.S.Zero)
+        results.append(context.loops(body, layout, context.name_for(at)))
+    return tuple(results)
+
+
+def average(context: Context, x: View, dims: tuple[int, ...], value: Value) -> Value:
+    count = numel(x.size[at] for at in dims)
+    return op("div", Reduce("sum", value, value.dtype), cast(context.scalar(count), value.dtype))
+
+
+def variance(context: Context, x: View, dim: Any, value: Value, correction: Any) -> Value:
+    """Two passes: the mean first, then squared distances from it; as accurate as Welford's and vectorizable."""
+    dims = normalized(dim, len(x.size))
+    if x.dtype.is_complex or not x.dtype.is_floating_point:
+        raise Impossible("a variance of numbers that are not real floats")
+    distance = op("sub", value, average(context, x, dims, value))
+    total = Reduce("sum", op("mul", distance, distance), value.dtype)
+    count = numel(x.size[at] for at in dims)
+    less = 1 if correction is None else correction
+    if not isinstance(less, int):
+        raise Impossible("a fractional correction")
+    divisor = sympy.Max(0, count - less) if count.is_Integer else count - less
+    return op("div", total, cast(context.scalar(divisor), value.dtype))
+
+
+__all__ = ["average", "constant", "reduce", "rowwise", "variance"]

@@ -1,0 +1,63 @@
+"""ATen op -> lowering function. One file a family of ops; each registers with `lowers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from overlapc.errors import OverlapcError
+
+aten = torch.ops.aten
+
+
+class Impossible(OverlapcError):
+    """Raised by a lowering function for a case it does not cover; the op then runs as an extern call."""
+
+
+Rule = Callable[..., Any]
+_rules: dict[Any, Rule] = {}
+
+# Library kernels we call on purpose: not fallbacks.
+LIBRARY_CALLS: set[Any] = {
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten.convolution.default,
+    aten.convolution_backward.default,
+}
+
+# Calls with an `out=` form: their result lands in memory that we plan.
+OUT_VARIANTS: set[Any] = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
+
+
+def lowers(*targets: Any) -> Callable[[Rule], Rule]:
+    """Registers a function as the lowering of these ops. It gets the context and the op's own arguments, tensors as
+    views and sizes as sympy expressions, and returns views in the op's own structure, or raises Impossible."""
+
+    def register(rule: Rule) -> Rule:
+        for target in targets:
+            assert target not in _rules, f"{target} is lowered twice"
+            _rules[target] = rule
+        return rule
+
+    return register
+
+
+def lowering_of(target: Any) -> Rule | None:
+    return _rules.get(target)
+
+
+def lowered_ops() -> list[str]:
+    """Names of all ops that have a lowering, sorted."""
+    return sorted(str(target) for target in _rules)
