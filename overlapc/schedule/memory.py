@@ -55,10 +55,10 @@ def lifetimes(schedule: Schedule) -> Lifetimes:
     """Storages of a schedule and who touches them. O(names read and written)."""
     produced = {schedule.root(name) for node in schedule.nodes for name in node.writes}
     inputs = [
-        buffer for name, buffer in schedule.buffers.items() if schedule.root(name) == name and name not in produced
-    ] + [
-        schedule.buffers[name] for name in produced if schedule.buffers[name].is_input
-    ]  # fmt: skip
+        buffer
+        for name, buffer in schedule.buffers.items()
+        if schedule.root(name) == name and (buffer.is_input or name not in produced)
+    ]
     outputs = {schedule.root(name) for name in schedule.outputs}
     immortal = outputs | {buffer.name for buffer in inputs if not buffer.freeable}
     ids: dict[str, int] = {}

@@ -123,9 +123,9 @@ class Schedule:
     moved_from: Schedule | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
-        from overlapc.schedule import text  # text builds schedules: the other way round at import
+        from overlapc.schedule.text import print_schedule  # which imports this module
 
-        return text.print_schedule(self)
+        return print_schedule(self)
 
     @cached_property
     def _index(self) -> _Index:
@@ -181,6 +181,11 @@ class Schedule:
         name = start if isinstance(start, str) else start.name
         at = self._index.wait_of.get(self.position(name))
         return None if at is None else self.nodes[at]
+
+    @property
+    def started(self) -> Mapping[int, int]:
+        """Position of each WAIT -> position of its START."""
+        return self._index.start_of
 
     def first_reader(self, node: Node | str) -> Node | None:
         """The first node that reads something `node` writes, by that name; None when nobody does."""

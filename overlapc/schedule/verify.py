@@ -201,7 +201,7 @@ def _lines(schedule: Schedule, problem: Problem) -> list[str]:
         return []
     last = problem.until if problem.until is not None else problem.at
     low = max(0, min(problem.at, last) - 1)
-    shown = [at for at in range(low, min(len(schedule.nodes), max(problem.at, last) + 2))]
+    shown = list(range(low, min(len(schedule.nodes), max(problem.at, last) + 2)))
     if len(shown) > _SHOWN:  # the two ends of a long stretch
         shown = [*shown[: _SHOWN // 2], -1, *shown[-(_SHOWN // 2) :]]
     return ["   ..." if at < 0 else f"{' > ' if at == problem.at else '   '}{brief(schedule, at)}" for at in shown]

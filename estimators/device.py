@@ -1,0 +1,153 @@
+"""`DeviceProfile`: what a machine can do, as data with the origin of every number.
+
+Profiles are JSON files in `estimators/profiles/` (or anywhere: a path loads too). Every quantity is an
+object `{"value": ..., "origin": "..."}`; the origin says on which machine it was measured, or that it was
+not. Rates are per second, times in nanoseconds, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from overlapc.errors import ConfigError, unknown_name
+
+PROFILES = Path(__file__).parent / "profiles"
+_DTYPES = {
+    "float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16",
+    "float64": "fp64", "double": "fp64", "tfloat32": "tf32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What ring and tree collectives see of a connection between ranks."""
+
+    bytes_per_s: float  # one rank's bus bandwidth
+    step_ns: float  # one step of a ring or tree
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Measured times of one collective on a group of `ranks` within one host."""
+
+    collective: str
+    ranks: int
+    points: tuple[tuple[int, float], ...]  # (bytes by the collective's definition, ns), ascending
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """How much longer compute takes beside a running collective: 1.29 is 29% longer. At least 1."""
+
+    matmul: float = 1.0  # compute-bound work
+    memory: float = 1.0  # memory-bound kernels
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """What estimators and the simulator know about a machine."""
+
+    name: str
+    flops_per_s: Mapping[str, float] = field(default_factory=dict)  # by dtype; "vector" for generated kernels
+    memory_bytes_per_s: float | None = None  # read + written
+    kernel_floor_ns: float = 0.0  # the shortest a launched node takes on the device
+    launch_ns: float = 0.0  # host time to launch one node
+    synchronous: bool = False  # compute runs on the launching thread, which so cannot run ahead
+    collective_floor_ns: float = 0.0  # launch and synchronization of one collective
+    ranks_per_host: int = 1
+    host_link: Link | None = None  # between ranks of one host
+    network_link: Link | None = None  # one rank's way to other hosts
+    tables: tuple[Table, ...] = ()
+    slowdowns: Mapping[str, Slowdown] = field(default_factory=dict)  # by collective; "other" for the rest
+    collective_slowdown: float = 1.0  # how much longer a collective takes beside compute; at least 1
+    origins: Mapping[str, str] = field(default_factory=dict)  # field -> where its number comes from
+
+    def slowdown(self, collective: str) -> Slowdown:
+        """Of compute, beside this collective."""
+        return self.slowdowns.get(collective) or self.slowdowns.get("other") or Slowdown()
+
+    def rate(self, dtype: str) -> float | None:
+        """FLOP/s in a dtype, by short or torch name; None when the profile has no number for it."""
+        dtype = dtype.removeprefix("torch.")
+        return self.flops_per_s.get(_DTYPES.get(dtype, dtype))
+
+    def table(self, collective: str, ranks: int) -> Table | None:
+        """Measured times of a collective on that many ranks of one host."""
+        return next((t for t in self.tables if t.collective == collective and t.ranks == ranks), None)
+
+
+IDEAL = DeviceProfile("ideal")  # launches cost nothing, nothing disturbs anything: for tests and text schedules
+
+
+def load_profile(name_or_path: str | Path) -> DeviceProfile:
+    """A profile by name (`h200-nvlink`) or JSON file. ConfigError when it cannot be used."""
+    path = Path(name_or_path)
+    if path.suffix != ".json":
+        path = PROFILES / f"{name_or_path}.json"
+        if not path.is_file():
+            known = [found.stem for found in PROFILES.glob("*.json")]
+            raise ConfigError(unknown_name("device profile", str(name_or_path), known))
+    try:
+        return profile_from_json(json.loads(path.read_text()))
+    except OSError as error:
+        raise ConfigError(f"device profile {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"device profile {path} is not in the expected form: {error!r}") from None
+
+
+def profile_from_json(data: Mapping[str, Any]) -> DeviceProfile:
+    """The profile that the object of a profile file describes. KeyError, TypeError or ValueError if it is none."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {"": str(data.get("origin", ""))}
+    for key, entry in data["quantities"].items():
+        values[key], origins[key] = entry["value"], entry["origin"]
+    flops = {}
+    for key in [key for key in values if key.startswith("flops_per_s.")]:
+        flops[key.partition(".")[2]] = float(values.pop(key))
+    for key in ("host_link", "network_link"):
+        if key in values:
+            values[key] = Link(float(values[key]["bytes_per_s"]), float(values[key]["step_ns"]))
+    tables = []
+    for entry in data.get("tables", ()):
+        points = sorted((int(size), float(ns)) for size, ns in entry["points"])
+        tables.append(Table(entry["collective"], int(entry["ranks"]), tuple(points)))
+    slowdowns = {
+        name: Slowdown(max(1.0, float(entry["matmul"])), max(1.0, float(entry["memory"])))
+        for name, entry in values.pop("slowdowns", {}).items()
+    }
+    return DeviceProfile(
+        name=str(data["name"]), flops_per_s=flops, tables=tuple(tables), slowdowns=slowdowns, origins=origins, **values
+    )
+
+
+def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
+    """What `profile_from_json` reads back to an equal profile."""
+    values: dict[str, Any] = {f"flops_per_s.{dtype}": rate for dtype, rate in profile.flops_per_s.items()}
+    for key in (
+        "memory_bytes_per_s", "kernel_floor_ns", "launch_ns", "synchronous", "collective_floor_ns",
+        "ranks_per_host", "collective_slowdown",
+    ):  # fmt: skip
+        values[key] = getattr(profile, key)
+    for key in ("host_link", "network_link"):
+        link = getattr(profile, key)
+        if link is not None:
+            values[key] = {"bytes_per_s": link.bytes_per_s, "step_ns": link.step_ns}
+    if profile.slowdowns:
+        values["slowdowns"] = {
+            name: {"matmul": each.matmul, "memory": each.memory} for name, each in profile.slowdowns.items()
+        }
+    return {
+        "name": profile.name,
+        "origin": profile.origins.get("", ""),
+        "quantities": {
+            key: {"value": value, "origin": profile.origins.get(key, "not stated")} for key, value in values.items()
+        },
+        "tables": [
+            {"collective": table.collective, "ranks": table.ranks, "points": [list(point) for point in table.points]}
+            for table in profile.tables
+        ],
+    }
