@@ -48,7 +48,9 @@ def _execute(path: Path, name: str) -> ModuleType:
 @lru_cache(None)
 def _prelude() -> ModuleType:
     module = _execute(Path(__file__).with_name("triton_prelude.py"), "overlapc.runtime._interpreted_prelude")
-    stand_ins: dict[str, Callable[..., Any]] = {name: _elementwise(getattr(torch, name)) for name in _UNARY + _BINARY}
+    stand_ins: dict[str, Callable[..., Any]] = {
+        name: _elementwise(getattr(torch, name)) for name in _UNARY + _BINARY
+    }
     stand_ins["rint"] = _elementwise(torch.round)
     module.libdevice = SimpleNamespace(**stand_ins)  # type: ignore[attr-defined]
     replacements: dict[str, Any] = {

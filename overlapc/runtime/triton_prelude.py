@@ -16,8 +16,7 @@ def maximum(a, b):
     """The larger one; NaN if either is (floats), as torch.maximum."""
     if a.dtype.is_floating():
         return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    else:
-        return tl.maximum(a, b)
+    return tl.maximum(a, b)
 
 
 @triton.jit
@@ -25,8 +24,7 @@ def minimum(a, b):
     """The smaller one; NaN if either is (floats), as torch.minimum."""
     if a.dtype.is_floating():
         return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    else:
-        return tl.minimum(a, b)
+    return tl.minimum(a, b)
 
 
 @triton.jit
@@ -123,16 +121,14 @@ def divide(a, b):
     """IEEE division; Triton's `/` is 2 ulp off in fp32."""
     if a.dtype == tl.float32:
         return tl.div_rn(a, b)
-    else:
-        return a / b
+    return a / b
 
 
 @triton.jit
 def sqrt(x):
     if x.dtype == tl.float32:
         return tl.sqrt_rn(x)
-    else:
-        return tl.sqrt(x)
+    return tl.sqrt(x)
 
 
 @triton.jit
@@ -149,10 +145,9 @@ def sign(x):
 def signbit(x):
     if x.dtype == tl.float32:
         return x.to(tl.int32, bitcast=True) < 0
-    elif x.dtype == tl.float64:
+    if x.dtype == tl.float64:
         return x.to(tl.int64, bitcast=True) < 0
-    else:
-        return x < 0
+    return x < 0
 
 
 @triton.jit
@@ -177,10 +172,9 @@ def floor_div(a, b):
         ratio = divide(a, b)
         down = tl.where(whole == 0, libdevice.copysign(tl.full([], 0.0, a.dtype), ratio), down)
         return tl.where(b == 0, ratio, down)
-    else:
-        rest = a % b
-        whole = a // b  # toward zero
-        return tl.where((rest != 0) & ((rest < 0) != (b < 0)), whole - 1, whole)
+    rest = a % b
+    whole = a // b  # toward zero
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), whole - 1, whole)
 
 
 @triton.jit
@@ -205,7 +199,9 @@ def integer_power(a, b):
 def shift_left(a, b, BITS: tl.constexpr):
     """a << b; 0 where b is negative or at least the width."""
     out_of_range = (b < 0) | (b >= BITS)
-    return tl.where(out_of_range, tl.full([], 0, a.dtype), a << tl.where(out_of_range, tl.full([], 0, b.dtype), b))
+    return tl.where(
+        out_of_range, tl.full([], 0, a.dtype), a << tl.where(out_of_range, tl.full([], 0, b.dtype), b)
+    )
 
 
 @triton.jit

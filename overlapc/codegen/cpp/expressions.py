@@ -1,0 +1,252 @@
+"""Values and index expressions of a loop body as C++ expressions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import sympy
+import torch
+from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, ModularIndexing, PythonMod
+
+from overlapc.ir.body import Op, Value, as_number
+
+# What a value is computed in.
+C_TYPE: Mapping[torch.dtype, str] = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.int64: "int64_t",
+    torch.int32: "int32_t",
+    torch.int16: "int16_t",
+    torch.int8: "int8_t",
+    torch.uint8: "uint8_t",
+    torch.bool: "bool",
+}
+# What an element is in memory. A bool is a byte there: reading 2 from a `bool` would be undefined.
+MEMORY_TYPE: Mapping[torch.dtype, str] = {
+    **C_TYPE,
+    torch.bool: "uint8_t",
+    torch.bfloat16: "uint16_t",
+    torch.float16: "uint16_t",
+}
+_FORMAT = {torch.bfloat16: "bf16", torch.float16: "f16"}
+_FLOAT_MAX = 3.4028234663852886e38
+
+
+def index_text(expr: sympy.Expr) -> str:
+    """C++ for an index expression; every symbol in it is an int64_t. NotImplementedError naming what it lacks."""
+    if expr.is_Integer:
+        return str(expr) if abs(int(expr)) < 2**31 else f"INT64_C({expr})"
+    if expr.is_Symbol:
+        return str(expr)
+    if isinstance(expr, sympy.Add):
+        text = ""
+        for term in expr.as_ordered_terms():
+            negative = term.as_coeff_Mul()[0].is_negative
+            part = index_text(-term if negative else term)
+            text += (" - " if negative else " + ") + part if text else ("-" if negative else "") + part
+        return text
+    if isinstance(expr, sympy.Mul):
+        return " * ".join(_factor(factor) for factor in expr.args)
+    if isinstance(expr, sympy.Pow) and expr.args[1].is_Integer and expr.args[1] > 0:
+        return " * ".join([_factor(expr.args[0])] * int(expr.args[1]))
+    if isinstance(expr, FloorDiv):
+        return _divide(expr.args[0], expr.args[1])
+    if isinstance(expr, ModularIndexing):
+        base, divisor, modulus = expr.args
+        quotient = index_text(base) if divisor == 1 else _divide(base, divisor)
+        if base.is_nonnegative and modulus.is_nonnegative:
+            return f"({quotient}) % {_factor(modulus)}"
+        return f"floor_mod({quotient}, {index_text(modulus)})"
+    if isinstance(expr, (Mod, PythonMod)):
+        return f"floor_mod({index_text(expr.args[0])}, {index_text(expr.args[1])})"
+    if isinstance(expr, (Max, Min, sympy.Max, sympy.Min)):
+        name = "at_least" if isinstance(expr, (Max, sympy.Max)) else "at_most"
+        text = index_text(expr.args[0])
+        for arg in expr.args[1:]:
+            text = f"{name}({text}, {index_text(arg)})"
+        return text
+    raise NotImplementedError(f"{type(expr).__name__} in the index {expr}")
+
+
+def _factor(expr: sympy.Expr) -> str:
+    text = index_text(expr)
+    return text if expr.is_Symbol or (expr.is_Integer and not expr.is_negative) else f"({text})"
+
+
+def _divide(base: sympy.Expr, divisor: sympy.Expr) -> str:
+    if base.is_nonnegative and divisor.is_nonnegative:
+        return f"({index_text(base)}) / {_factor(divisor)}"
+    return f"floor_div<int64_t>({index_text(base)}, {index_text(divisor)})"
+
+
+def constant_text(number: float | int | bool, dtype: torch.dtype) -> str:
+    """A literal of exactly the type that computes `dtype`."""
+    if dtype == torch.bool:
+        return "true" if number else "false"
+    if dtype.is_floating_point:
+        value = float(number)
+        if math.isnan(value):
+            return "NAN" if dtype == torch.float32 else "(double)NAN"
+        if math.isinf(value) or (dtype == torch.float32 and abs(value) > _FLOAT_MAX * (1 + 2.0**-25)):
+            text = "INFINITY" if dtype == torch.float32 else "(double)INFINITY"
+            return text if value > 0 else f"-{text}"
+        return repr(value) + ("f" if dtype == torch.float32 else "")
+    value = int(number)
+    if dtype == torch.int32 and value > -(2**31):
+        return str(value)
+    if value == -(2**63):
+        return "INT64_MIN"
+    return f"{C_TYPE[dtype]}({f'INT64_C({value})' if abs(value) >= 2**31 else value})"
+
+
+def load_text(place: str, memory_dtype: torch.dtype) -> str:
+    """The value stored at `place`, such as `in0[i]`."""
+    if memory_dtype in _FORMAT:
+        return f"load_{_FORMAT[memory_dtype]}({place})"
+    return f"{place} != 0" if memory_dtype == torch.bool else place
+
+
+def cast_text(value: str, source: torch.dtype, to: torch.dtype) -> str:
+    """`value` of dtype `source` as the C++ type that computes `to`."""
+    if to in _FORMAT:
+        return f"round_{_FORMAT[to]}({_convert(value, source, torch.float32)})"
+    return _convert(value, source, to)
+
+
+def store_text(value: str, source: torch.dtype, memory_dtype: torch.dtype) -> str:
+    """`value` of dtype `source` as an element of memory."""
+    if memory_dtype in _FORMAT:
+        return f"store_{_FORMAT[memory_dtype]}({_convert(value, source, torch.float32)})"
+    if memory_dtype == torch.bool:
+        return f"uint8_t({_convert(value, source, torch.bool)})"
+    return _convert(value, source, memory_dtype)
+
+
+def _convert(value: str, source: torch.dtype, to: torch.dtype) -> str:
+    if source == to:
+        return value
+    if to == torch.bool:
+        return f"({value} != 0)"
+    if source.is_floating_point and to in (torch.uint8, torch.int8, torch.int16):
+        return f"{C_TYPE[to]}(int32_t({value}))"  # out of range: the low bits, as eager does
+    return f"{C_TYPE[to]}({value})"
+
+
+_INFIX = {
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+}
+_BITWISE = {"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}
+_LOGICAL = {"logical_and": "&", "logical_or": "|", "logical_xor": "^"}  # not && and ||, which branch
+_PRELUDE = {
+    "abs": "absolute", "sign": "sign", "signbit": "sign_bit", "relu": "relu", "sigmoid": "sigmoid",
+    "floor_div": "floor_div", "trunc_div": "trunc_div", "remainder": "remainder_", "fmod": "fmod_",
+    "pow": "power", "maximum": "maximum", "minimum": "minimum",
+    "shift_left": "shift_left", "shift_right": "shift_right",
+}  # fmt: skip
+# Named as in C's math.h, with an f for float.
+_MATH = frozenset(
+    "sqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc "
+    "lgamma floor ceil trunc atan2 hypot copysign nextafter".split()
+)
+_ROUNDING = frozenset({"floor", "ceil", "trunc", "round"})
+# What an operation costs, in additions; decides from how much work on threads are worth waking.
+HEAVY = dict.fromkeys(_MATH | {"sigmoid", "pow"}, 10) | dict.fromkeys(
+    ("floor", "ceil", "trunc", "sqrt", "copysign"), 1
+)
+# No vector version exists: the loop around it runs one element at a time.
+SCALAR_ONLY = frozenset({"lgamma", "nextafter"})
+
+
+def operation_text(op: Op, args: list[str]) -> str:
+    """C++ for an element-wise operation on arguments that are names or literals."""
+    dtype = op.args[-1].dtype
+    kind = C_TYPE[dtype]
+    text = _operation(op, args, dtype, kind)
+    computed = torch.bool if op.name in _YIELDS_BOOL else dtype
+    return text if computed == op.dtype else _convert(f"({text})", computed, op.dtype)
+
+
+_YIELDS_BOOL = frozenset("eq ne lt le gt ge isnan isinf signbit logical_not".split()) | _LOGICAL.keys()
+
+
+def _operation(op: Op, args: list[str], dtype: torch.dtype, kind: str) -> str:
+    name = op.name
+    suffix = "f" if dtype == torch.float32 else ""
+    if name == "where":
+        return f"{args[0]} ? {args[1]} : {args[2]}"
+    if name in _INFIX:
+        text = f"{args[0]} {_INFIX[name]} {args[1]}"
+        narrow = name in ("add", "sub", "mul") and kind not in ("float", "double", "int32_t", "int64_t")
+        return f"{kind}({text})" if narrow else text  # C computes small integers as int
+    if name in _BITWISE:
+        return f"{kind}({args[0]} {_BITWISE[name]} {args[1]})"
+    if name in _LOGICAL:
+        sides = (
+            arg if value.dtype == torch.bool else f"({arg} != 0)"
+            for arg, value in zip(args, op.args, strict=True)
+        )
+        return f"bool({f' {_LOGICAL[name]} '.join(sides)})"
+    if name == "div":
+        return f"{args[0]} / {args[1]}"
+    if name == "neg":
+        return f"-{args[0]}" if dtype.is_floating_point else f"{kind}(0 - {args[0]})"
+    if name == "reciprocal":
+        return f"{constant_text(1, dtype)} / {args[0]}"
+    if name == "rsqrt":
+        return f"{constant_text(1, dtype)} / sqrt{suffix}({args[0]})"
+    if name == "logical_not":
+        return f"!{args[0]}"
+    if name == "bitwise_not":
+        return f"!{args[0]}" if dtype == torch.bool else f"{kind}(~{args[0]})"
+    if name == "isnan":
+        return f"{args[0]} != {args[0]}"
+    if name == "isinf":
+        return (
+            f"absolute({args[0]}) == {constant_text(math.inf, dtype)}" if dtype.is_floating_point else "false"
+        )
+    if name in _ROUNDING and not dtype.is_floating_point:
+        return args[0]
+    if name == "round":
+        return f"nearbyint{suffix}({args[0]})"  # halves to even
+    if name == "pow":
+        special = _POWERS.get(as_number(op.args[1]) if dtype.is_floating_point else None)
+        if special is not None:
+            return special(args[0], kind)
+    if name in _PRELUDE:
+        return (
+            f"{_PRELUDE[name]}<{kind}>({', '.join(args)})"
+            if _templated(name, dtype)
+            else (f"{_PRELUDE[name]}({', '.join(args)})")
+        )
+    assert name in _MATH, f"no C++ for operation {name}"
+    return f"{name}{suffix}({', '.join(args)})"
+
+
+def _templated(name: str, dtype: torch.dtype) -> bool:
+    """Whether the type must be said: small integer literals and conversions would deduce `int`."""
+    return not dtype.is_floating_point
+
+
+# Exponents that eager special-cases, with the same roundings.
+_POWERS: Mapping[float | int | bool | None, Callable[[str, str], str]] = {
+    2: lambda x, kind: f"{x} * {x}",
+    3: lambda x, kind: f"{x} * {x} * {x}",
+    -1: lambda x, kind: f"{kind}(1) / {x}",
+    -2: lambda x, kind: f"{kind}(1) / ({x} * {x})",
+    0.5: lambda x, kind: f"sqrt{'f' if kind == 'float' else ''}({x})",
+    -0.5: lambda x, kind: f"{kind}(1) / sqrt{'f' if kind == 'float' else ''}({x})",
+}
+
+
+def weight(value: Value) -> int:
+    """Rough cost of computing `value` once, in additions."""
+    return HEAVY.get(value.name, 1) if isinstance(value, Op) else 1

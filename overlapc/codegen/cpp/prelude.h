@@ -1,0 +1,223 @@
+// What every generated kernel starts with: element-wise functions with torch's meaning, written so that a compiler
+// can vectorize loops over them. No C++ library headers: they would cost more to parse than a kernel to compile.
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+// glibc has vector versions of its math functions (libmvec). Its header announces them under -ffast-math only, which
+// would break NaN and infinity; so they are announced here. clang finds them through -fveclib.
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
+#define VECTORIZED_1(name)                                                                      \
+  extern "C" __attribute__((simd("notinbranch"), const)) double name(double) noexcept;          \
+  extern "C" __attribute__((simd("notinbranch"), const)) float name##f(float) noexcept;
+#define VECTORIZED_2(name)                                                                      \
+  extern "C" __attribute__((simd("notinbranch"), const)) double name(double, double) noexcept;  \
+  extern "C" __attribute__((simd("notinbranch"), const)) float name##f(float, float) noexcept;
+#if __GLIBC_PREREQ(2, 22)
+VECTORIZED_1(exp)
+VECTORIZED_1(log)
+VECTORIZED_1(sin)
+VECTORIZED_1(cos)
+VECTORIZED_2(pow)
+#endif
+#if __GLIBC_PREREQ(2, 35)
+VECTORIZED_1(exp2)
+VECTORIZED_1(expm1)
+VECTORIZED_1(log2)
+VECTORIZED_1(log10)
+VECTORIZED_1(log1p)
+VECTORIZED_1(tan)
+VECTORIZED_1(asin)
+VECTORIZED_1(acos)
+VECTORIZED_1(atan)
+VECTORIZED_1(sinh)
+VECTORIZED_1(cosh)
+VECTORIZED_1(tanh)
+VECTORIZED_1(asinh)
+VECTORIZED_1(acosh)
+VECTORIZED_1(atanh)
+VECTORIZED_1(erf)
+VECTORIZED_1(erfc)
+VECTORIZED_2(atan2)
+VECTORIZED_2(hypot)
+#endif
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+template <class To, class From>
+INLINE To bits(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bits() keeps the size");
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+// ---- memory formats; branch-free integer code, because compilers do not vectorize 16-bit float types everywhere
+
+INLINE float load_bf16(uint16_t x) { return bits<float>(uint32_t(x) << 16); }
+
+INLINE uint16_t store_bf16(float x) {  // to nearest, ties to even
+  const uint32_t u = bits<uint32_t>(x);
+  const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return uint16_t(x != x ? 0x7fc0u : rounded);
+}
+
+INLINE float load_f16(uint16_t x) {
+  const uint32_t magnitude = uint32_t(x & 0x7fffu) << 13;
+  const float scaled = bits<float>(magnitude) * 0x1p112f;  // exact, subnormals included
+  const uint32_t special = magnitude | 0x7f800000u;
+  const uint32_t sign = uint32_t(x & 0x8000u) << 16;
+  return bits<float>(((x & 0x7c00u) == 0x7c00u ? special : bits<uint32_t>(scaled)) | sign);
+}
+
+INLINE uint16_t store_f16(float x) {  // to nearest, ties to even
+  const uint32_t u = bits<uint32_t>(x) & 0x7fffffffu;
+  const uint32_t sign = (bits<uint32_t>(x) >> 16) & 0x8000u;
+  const uint32_t normal = (u + 0xc8000fffu + ((u >> 13) & 1u)) >> 13;
+  // Adding 0.5 lines the last bit of a float up with the last bit of a subnormal half: the adder rounds for us.
+  const uint32_t subnormal = bits<uint32_t>(bits<float>(u) + 0.5f) - 0x3f000000u;
+  uint32_t half = u < 0x38800000u ? subnormal : normal;
+  half = u >= 0x477ff000u ? 0x7c00u : half;
+  half = u > 0x7f800000u ? 0x7e00u : half;
+  return uint16_t(half | sign);
+}
+
+INLINE float round_bf16(float x) { return load_bf16(store_bf16(x)); }
+INLINE float round_f16(float x) { return load_f16(store_f16(x)); }
+
+// ---- integers as torch has them: they wrap, and dividing by zero yields -1 (eager raises; a kernel cannot)
+
+template <class T> struct unsigned_of;
+template <> struct unsigned_of<int8_t> { using type = uint8_t; };
+template <> struct unsigned_of<uint8_t> { using type = uint8_t; };
+template <> struct unsigned_of<int16_t> { using type = uint16_t; };
+template <> struct unsigned_of<int32_t> { using type = uint32_t; };
+template <> struct unsigned_of<int64_t> { using type = uint64_t; };
+
+template <class T>
+INLINE T trunc_div(T a, T b) {
+  return b == 0 ? T(-1) : b == T(-1) && T(-1) < T(0) ? T(0 - a) : T(a / b);  // lowest / -1 would trap
+}
+INLINE float trunc_div(float a, float b) { return truncf(a / b); }
+INLINE double trunc_div(double a, double b) { return trunc(a / b); }
+
+template <class T>
+INLINE T fmod_(T a, T b) {
+  return b == 0 || (b == T(-1) && T(-1) < T(0)) ? T(0) : T(a % b);
+}
+INLINE float fmod_(float a, float b) { return fmodf(a, b); }
+INLINE double fmod_(double a, double b) { return fmod(a, b); }
+
+template <class T>
+INLINE T floor_div(T a, T b) {
+  const T q = trunc_div(a, b);
+  return b != 0 && fmod_(a, b) != 0 && (a < 0) != (b < 0) ? T(q - 1) : q;
+}
+template <class T>
+INLINE T float_floor_div(T a, T b) {
+  if (b == 0) return a / b;
+  T rest = fmod_(a, b);
+  T q = (a - rest) / b;  // a whole number but for one rounding
+  if (rest != 0 && (b < 0) != (rest < 0)) q -= T(1);
+  if (q == 0) return T(copysign(0.0, double(a / b)));
+  T low = T(floor(double(q)));
+  return q - low > T(0.5) ? low + T(1) : low;
+}
+INLINE float floor_div(float a, float b) { return float_floor_div(a, b); }
+INLINE double floor_div(double a, double b) { return float_floor_div(a, b); }
+
+template <class T>
+INLINE T remainder_(T a, T b) {  // the divisor's sign, as in Python
+  const T rest = fmod_(a, b);
+  return rest != 0 && (rest < 0) != (b < 0) ? T(rest + b) : rest;
+}
+
+template <class T>
+INLINE T power(T base, T exponent) {
+  if (exponent < 0) return base == 1 ? T(1) : base == T(-1) ? T(exponent % 2 == 0 ? 1 : -1) : T(0);
+  typename unsigned_of<T>::type result = 1, factor = base;
+  for (; exponent != 0; exponent = T(exponent >> 1), factor *= factor)
+    if (exponent & 1) result *= factor;
+  return T(result);
+}
+INLINE float power(float a, float b) { return powf(a, b); }
+INLINE double power(double a, double b) { return pow(a, b); }
+
+template <class T>
+INLINE T shift_left(T a, T by) {  // 0 when all bits leave, as in eager
+  using U = typename unsigned_of<T>::type;
+  return U(by) < 8 * sizeof(T) ? T(U(a) << U(by)) : T(0);
+}
+template <class T>
+INLINE T shift_right(T a, T by) {  // all sign when all bits leave
+  using U = typename unsigned_of<T>::type;
+  return U(by) < 8 * sizeof(T) ? T(a >> by) : T(a < 0 ? -1 : 0);
+}
+
+// ---- functions of one or two numbers
+
+template <class T>
+INLINE T absolute(T x) { return x < 0 ? T(0 - x) : x; }
+INLINE float absolute(float x) { return fabsf(x); }
+INLINE double absolute(double x) { return fabs(x); }
+
+template <class T>
+INLINE T sign(T x) { return T((x > 0) - (x < 0)); }
+
+template <class T>
+INLINE T maximum(T a, T b) { return (a > b) | (a != a) ? a : b; }  // NaN if either is
+template <class T>
+INLINE T minimum(T a, T b) { return (a < b) | (a != a) ? a : b; }
+
+template <class T>
+INLINE T relu(T x) { return x < 0 ? T(0) : x; }
+
+INLINE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+INLINE double sigmoid(double x) { return 1.0 / (1.0 + exp(-x)); }
+
+INLINE bool sign_bit(float x) { return int32_t(bits<uint32_t>(x)) < 0; }
+INLINE bool sign_bit(double x) { return int64_t(bits<uint64_t>(x)) < 0; }
+template <class T>
+INLINE bool sign_bit(T x) { return x < 0; }
+
+// ---- reductions
+
+// Integers in the order of floats, NaN beyond every number: compilers vectorize an integer max, a NaN-aware one not.
+// -0.0 comes before 0.0.
+INLINE int32_t ordered(float x, int32_t of_nan) {
+  const int32_t u = bits<int32_t>(x);
+  return x != x ? of_nan : u ^ ((u >> 31) & 0x7fffffff);
+}
+INLINE int64_t ordered(double x, int64_t of_nan) {
+  const int64_t u = bits<int64_t>(x);
+  return x != x ? of_nan : u ^ ((u >> 63) & INT64_MAX);
+}
+INLINE float from_ordered(int32_t key) {
+  return key == INT32_MAX || key == INT32_MIN ? NAN : bits<float>(key ^ ((key >> 31) & 0x7fffffff));
+}
+INLINE double from_ordered(int64_t key) {
+  return key == INT64_MAX || key == INT64_MIN ? (double)NAN : bits<double>(key ^ ((key >> 63) & INT64_MAX));
+}
+
+// Whether (x, at) is the better argmax: NaN first, then the larger, then the earlier.
+template <class T>
+INLINE bool before_max(T x, int64_t at, T best, int64_t best_at) {
+  const bool nan = x != x, best_nan = best != best;
+  return nan != best_nan ? nan : (x > best) | ((x == best) | nan) & (at < best_at);
+}
+template <class T>
+INLINE bool before_min(T x, int64_t at, T best, int64_t best_at) {
+  const bool nan = x != x, best_nan = best != best;
+  return nan != best_nan ? nan : (x < best) | ((x == best) | nan) & (at < best_at);
+}
+
+// ---- index arithmetic (the printer uses / and % where both sides are known to be positive)
+
+INLINE int64_t floor_mod(int64_t a, int64_t b) {
+  const int64_t rest = a % b;
+  return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
+

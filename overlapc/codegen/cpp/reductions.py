@@ -1,0 +1,204 @@
+"""How each kind of reduction accumulates in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from overlapc.codegen.cpp.expressions import C_TYPE, constant_text
+from overlapc.ir.body import Reduce
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A C++ variable, or an array of them with one for each column."""
+
+    kind: str
+    name: str
+    identity: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulator:
+    """Lines that accumulate one `Reduce`; in a tile of columns every variable is indexed by `lane`."""
+
+    reduce: Reduce
+    number: int
+    totals: tuple[Variable, ...]  # kept across the whole reduction
+    partial: (
+        str | None
+    )  # declaration of the sum over one block, "float s7": a short sum, folded into a double total
+    fold: str  # adds the partial to the total
+    clause: str | None  # of `#pragma omp simd reduction(...)`; None when the loop must run in order
+    result: str  # the value, from the totals
+    add: Callable[[str, str], list[str]]  # (value, flat position) -> lines
+    combine: Callable[[list[str]], str]  # other totals -> a line
+
+
+_LIMITS = {
+    torch.int64: ("INT64_MIN", "INT64_MAX"),
+    torch.int32: ("INT32_MIN", "INT32_MAX"),
+    torch.int16: ("int16_t(INT16_MIN)", "int16_t(INT16_MAX)"),
+    torch.int8: ("int8_t(INT8_MIN)", "int8_t(INT8_MAX)"),
+    torch.uint8: ("uint8_t(0)", "uint8_t(UINT8_MAX)"),
+    torch.bool: ("false", "true"),
+}
+
+
+def accumulator(reduce: Reduce, number: int, columns: bool) -> Accumulator:
+    """The lines for `reduce`; `columns` when there is one result for each lane of a tile."""
+    lane = "[lane]" if columns else ""
+    kind, dtype = reduce.kind, reduce.arg.dtype
+    if kind in ("argmax", "argmin"):
+        return _position(reduce, number, lane)
+    if dtype == torch.bool and reduce.dtype == torch.bool:
+        kind = {"sum": "any", "max": "any", "prod": "all", "min": "all"}.get(kind, kind)
+    if kind in ("any", "all"):
+        return _logical(reduce, number, lane, kind)
+    if kind in ("max", "min"):
+        if dtype.is_floating_point and not columns:
+            return _ordered(reduce, number)
+        return _extreme(reduce, number, lane)
+    return _arithmetic(reduce, number, lane)
+
+
+def _arithmetic(reduce: Reduce, number: int, lane: str) -> Accumulator:
+    sign = "+" if reduce.kind == "sum" else "*"
+    kind = C_TYPE[reduce.dtype]
+    name = f"t{number}"
+    start = "0" if reduce.kind == "sum" else "1"
+
+    def combine(other: list[str]) -> str:
+        return f"{name}{lane} {sign}= {other[0]};"
+
+    if reduce.kind == "sum" and reduce.dtype.is_floating_point:
+        # Lanes sum a block; blocks add up in double: as exact as pairwise summation, whatever the length.
+        part = f"s{number}"
+        return Accumulator(
+            reduce,
+            number,
+            (Variable("double", name, start),),
+            f"{kind} {part}",
+            f"{name}{lane} += {part}{lane};",
+            f"+: {part}",
+            f"{kind}({name}{lane})",
+            lambda value, at: [f"{part}{lane} += {value};"],
+            combine,
+        )
+    return Accumulator(
+        reduce,
+        number,
+        (Variable(kind, name, start),),
+        None,
+        "",
+        f"{sign}: {name}",
+        f"{name}{lane}",
+        lambda value, at: [f"{name}{lane} {sign}= {value};"],
+        combine,
+    )
+
+
+def _logical(reduce: Reduce, number: int, lane: str, kind: str) -> Accumulator:
+    sign, start = ("|", "false") if kind == "any" else ("&", "true")
+    name = f"t{number}"
+
+    def combine(other: list[str]) -> str:
+        return f"{name}{lane} {sign}= {other[0]};"
+
+    return Accumulator(
+        reduce,
+        number,
+        (Variable("bool", name, start),),
+        None,
+        "",
+        f"{sign}: {name}",
+        f"{name}{lane}",
+        lambda value, at: [f"{name}{lane} {sign}= ({value}) != 0;"],
+        combine,
+    )
+
+
+def _identity(reduce: Reduce, larger: bool) -> str:
+    dtype = reduce.arg.dtype
+    if dtype.is_floating_point:
+        return constant_text(float("-inf") if larger else float("inf"), dtype)
+    return _LIMITS[dtype][0 if larger else 1]
+
+
+def _extreme(reduce: Reduce, number: int, lane: str) -> Accumulator:
+    """max or min of integers, or of floats a column each: compare and blend, which vectorizes."""
+    name, kind = f"t{number}", C_TYPE[reduce.arg.dtype]
+    function = "maximum" if reduce.kind == "max" else "minimum"
+
+    def combine(other: list[str]) -> str:
+        return f"{name}{lane} = {function}<{kind}>({name}{lane}, {other[0]});"
+
+    sign = ">" if reduce.kind == "max" else "<"
+
+    def add(value: str, at: str) -> list[str]:
+        if lane:
+            return [combine([value])]
+        return [f"{name} = {value} {sign} {name} ? {value} : {name};"]
+
+    return Accumulator(
+        reduce,
+        number,
+        (Variable(kind, name, _identity(reduce, reduce.kind == "max")),),
+        None,
+        "",
+        f"{reduce.kind}: {name}",
+        f"{name}{lane}",
+        add,
+        combine,
+    )
+
+
+def _ordered(reduce: Reduce, number: int) -> Accumulator:
+    """max or min of floats along a row, on integers of the same order: see `ordered` in prelude.h."""
+    name = f"t{number}"
+    bits = 32 if reduce.arg.dtype == torch.float32 else 64
+    of_nan = f"INT{bits}_MAX" if reduce.kind == "max" else f"INT{bits}_MIN"
+    sign = ">" if reduce.kind == "max" else "<"
+    key = f"k{number}"
+
+    def combine(other: list[str]) -> str:
+        return f"{name} = {other[0]} {sign} {name} ? {other[0]} : {name};"
+
+    return Accumulator(
+        reduce,
+        number,
+        (Variable(f"int{bits}_t", name, f"ordered({_identity(reduce, reduce.kind == 'max')}, {of_nan})"),),
+        None,
+        "",
+        f"{reduce.kind}: {name}",
+        f"from_ordered({name})",
+        lambda value, at: [f"const int{bits}_t {key} = ordered({value}, {of_nan});", combine([key])],
+        combine,
+    )
+
+
+def _position(reduce: Reduce, number: int, lane: str) -> Accumulator:
+    value_name, at_name = f"t{number}", f"at{number}"
+    kind = C_TYPE[reduce.arg.dtype]
+    better = "before_max" if reduce.kind == "argmax" else "before_min"
+
+    def replace(value: str, at: str) -> str:
+        condition = f"{better}<{kind}>({value}, {at}, {value_name}{lane}, {at_name}{lane})"
+        return f"if ({condition}) {{ {value_name}{lane} = {value}; {at_name}{lane} = {at}; }}"
+
+    return Accumulator(
+        reduce,
+        number,
+        (
+            Variable(kind, value_name, _identity(reduce, reduce.kind == "argmax")),
+            Variable("int64_t", at_name, "INT64_MAX"),
+        ),
+        None,
+        "",
+        None,
+        f"{at_name}{lane}",
+        lambda value, at: [replace(value, at)],
+        lambda other: replace(other[0], other[1]),
+    )

@@ -1,0 +1,112 @@
+"""Compiled kernels on disk, by the hash of everything they are made from.
+
+Safe for many ranks of one host at once: an entry is built under a file lock, written beside its place and renamed
+into it. What is found is checked against a SHA-256 that was written last, so a torn or damaged file is built again,
+never loaded. Nothing in it is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from overlapc.errors import ConfigError, ToolchainError
+from overlapc.runtime.counters import count
+
+# A compile takes seconds; a lock held for this long means a stuck process, which the user should hear about.
+LOCK_TIMEOUT_S = 600.0
+
+
+def content_key(*parts: str | bytes) -> str:
+    """Hash of all that a build depends on: source, flags, compiler, CPU … 40 hex digits."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little"))  # so that ("ab", "c") and ("a", "bc") differ
+        digest.update(data)
+    return digest.hexdigest()[:40]
+
+
+class KernelCache:
+    """Files under `root/kernels`, each with a `.sha256` beside it that vouches for it."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root) / "kernels"
+        self._seen: set[Path] = set()  # checked by this process already
+
+    def path(self, key: str, suffix: str) -> Path:
+        """Where the entry lies once it is built; 256 folders keep listings short."""
+        return self.root / key[:2] / f"{key}{suffix}"
+
+    def get_or_build(self, key: str, suffix: str, build: Callable[[Path], None]) -> Path:
+        """The entry's file, built by `build(temporary_path)` unless a whole one is there.
+
+        Of many processes that ask at once, one builds and the others wait for it. What `build` raises goes to the
+        caller and leaves no entry. ConfigError when the folder cannot be written, ToolchainError when another
+        process holds the lock for ten minutes.
+        """
+        path = self.path(key, suffix)
+        if self._whole(path):
+            count("kernel_cache_hits")
+            return path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{path}.lock", timeout=LOCK_TIMEOUT_S):
+                if self._whole(path):
+                    count("kernel_cache_hits")
+                    return path
+                self._build(path, suffix, build)
+        except Timeout:
+            raise ToolchainError(
+                f"another process has been building {path.name} for {LOCK_TIMEOUT_S:.0f} s; "
+                f"if none is running, delete {path}.lock"
+            ) from None
+        except (PermissionError, NotADirectoryError, FileExistsError) as error:
+            raise ConfigError(
+                f"cannot write compiled kernels to {self.root}: {error.strerror}; set OVERLAPC_CACHE_DIR"
+            ) from error
+        return path
+
+    def _build(self, path: Path, suffix: str, build: Callable[[Path], None]) -> None:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
+            temporary = Path(folder) / f"new{suffix}"
+            build(temporary)
+            count("kernel_compiles")
+            vouch = Path(folder) / "sha256"
+            vouch.write_text(_sha256(temporary))
+            # The old voucher goes first: a crash between the two renames must not leave one for another file.
+            _voucher(path).unlink(missing_ok=True)
+            os.replace(temporary, path)
+            os.replace(vouch, _voucher(path))
+        self._seen.add(path)
+
+    def _whole(self, path: Path) -> bool:
+        if path in self._seen:
+            return True
+        try:
+            whole = _voucher(path).read_text() == _sha256(path)
+        except (FileNotFoundError, UnicodeDecodeError):
+            return False
+        if whole:
+            self._seen.add(path)
+        return whole
+
+    def keep_text(self, name: str, lines: Iterable[str]) -> Path:
+        """Writes a source or log for people to read, beside the kernels; returns where."""
+        path = self.root / "failed" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(lines))
+        return path
+
+
+def _voucher(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

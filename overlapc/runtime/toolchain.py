@@ -1,0 +1,122 @@
+"""The C++ compiler: which one, with which flags, and its errors in one readable piece."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from overlapc.errors import ToolchainError
+
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+    # NaN, infinities and signed zeros stay right, so no -ffast-math; these two only say that nobody reads errno or
+    # the floating point flags, without which floor, round and every libm call stay scalar.
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    # One rounding for each operation, as in eager, and the same in a vector and in the tail after it.
+    "-ffp-contract=off",
+    "-fwrapv",  # integers wrap
+    "-fno-strict-aliasing",  # views of another dtype
+    "-w",  # generated code has unused names; users cannot do anything about warnings in it
+)
+# Peeling iterations until a store is aligned would send other elements through the scalar code (and its math
+# functions) from call to call: results would depend on where the allocator put a tensor.
+_GCC_FLAGS = ("--param", "vect-max-peeling-for-alignment=0")
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A C++ compiler, as a command prefix and what identifies its output."""
+
+    command: tuple[str, ...]
+    flags: tuple[str, ...]
+    libraries: tuple[str, ...]
+    identity: str  # version and target CPU: part of every cache key
+
+    def build(self, source: Path, library: Path) -> subprocess.CompletedProcess[str]:
+        """Compiles one file to a shared library; the caller looks at `returncode` and `stderr`."""
+        return subprocess.run(self.command_line(source, library), capture_output=True, text=True)
+
+    def command_line(self, source: Path, library: Path) -> list[str]:
+        return [*self.command, *self.flags, "-o", str(library), str(source), *self.libraries]
+
+
+def find_compiler() -> Compiler:
+    """The compiler named by CXX, else g++, else clang++. ToolchainError naming what was tried."""
+    return _compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
+
+
+@lru_cache(None)
+def _compiler(wanted: str, path: str) -> Compiler:
+    candidates = [shlex.split(wanted)] if wanted.strip() else [["g++"], ["clang++"]]
+    for command in candidates:
+        found = shutil.which(command[0], path=path)
+        if found is not None:
+            return _describe((found, *command[1:]))
+    tried = ", ".join(command[0] for command in candidates)
+    raise ToolchainError(
+        f"no C++ compiler found (tried {tried}); install g++ (apt-get install g++), or set CXX, "
+        "or compile with options={'native': False}"
+    )
+
+
+def _describe(command: tuple[str, ...]) -> Compiler:
+    try:
+        version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+        target = subprocess.run(
+            [*command, "-march=native", "-E", "-dM", "-x", "c++", os.devnull],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ToolchainError(f"{shlex.join(command)} does not run as a C++ compiler: {error}") from None
+    if version.returncode:
+        raise ToolchainError(
+            f"{shlex.join(command)} does not run as a C++ compiler: {version.stderr.strip()}"
+        )
+    is_clang = "clang" in version.stdout.lower()
+    flags = [*_FLAGS, "-march=native" if target.returncode == 0 else ""]
+    if not is_clang:
+        flags.extend(_GCC_FLAGS)
+    elif _has_libmvec():
+        flags.append("-fveclib=libmvec")
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":  # what torch's own kernels use here
+        flags.append("-mprefer-vector-width=512")
+    libraries = [_openmp_library(), *(["-lmvec"] if _has_libmvec() else []), "-lm"]
+    identity = "\n".join(
+        (version.stdout, target.stdout, torch.__version__)
+    )  # the macros name every CPU feature
+    return Compiler(command, tuple(filter(None, flags)), tuple(filter(None, libraries)), identity)
+
+
+def _has_libmvec() -> bool:
+    return platform.machine() == "x86_64" and platform.libc_ver()[0] == "glibc"
+
+
+def _openmp_library() -> str:
+    """torch's own OpenMP runtime, so that there is one pool of threads; "" where the compiler's is the same."""
+    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    bundled += sorted(Path(torch.__file__).parent.parent.glob("torch.libs/libgomp*.so*"))
+    return str(bundled[0]) if bundled else ""
+
+
+def compile_error(command: list[str], stderr: str, source: Path) -> ToolchainError:
+    """The error a user sees when generated code does not compile."""
+    lines = [line for line in stderr.splitlines() if "error" in line.lower()] or stderr.splitlines()
+    shown = "\n".join(f"   {line}" for line in lines[:5]) or "   (the compiler printed nothing)"
+    return ToolchainError(
+        f"the C++ compiler refused a kernel; source: {source}\n{shown}\ncommand: {shlex.join(command)}"
+    )
