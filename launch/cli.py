@@ -185,10 +185,11 @@ def _variables(passes: str | None, given: Sequence[str] | None) -> dict[str, str
 
 
 def _check_passes(config: Config) -> None:
-    from overlapc.passes.base import find_pass
+    if config.passes:
+        from overlapc.passes.base import find_pass
 
-    for name in config.passes or ():
-        find_pass(name)
+        for name in config.passes:
+            find_pass(name)
 
 
 def _check_torch() -> None:
@@ -225,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OverlapcError as error:
         return _say(str(error), _USAGE if isinstance(error, (ConfigError, ToolchainError)) else _FAILED)
     except (KeyboardInterrupt, typer.Abort):
-        return _say("interrupted; every rank has ended", _INTERRUPTED)
+        return _say("interrupted", _INTERRUPTED)
     return code if isinstance(code, int) else 0
 
 

@@ -58,8 +58,8 @@ def run_ranks(command: Sequence[str], nproc: int, run_dir: Path, variables: Mapp
     """Runs `command` (a script and its arguments, or `-m module ...`) on `nproc` ranks and waits for them.
 
     Every rank inherits this process's output. JobFailed names the rank that failed first, with its
-    message, and its traceback when the error was not one of ours; KeyboardInterrupt after Ctrl-C, with
-    every rank ended.
+    message, and its traceback when the error was not one of ours; after Ctrl-C it says that, and every
+    rank has ended.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -87,9 +87,8 @@ def run_ranks(command: Sequence[str], nproc: int, run_dir: Path, variables: Mapp
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             raise _first_error(run_dir, codes) from None
         except SignalException as stopped:
-            if stopped.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise JobFailed(f"stopped by {stopped.sigval.name}", 128 + stopped.sigval) from None
+            how = "interrupted" if stopped.sigval == signal.SIGINT else f"stopped by {stopped.sigval.name}"
+            raise JobFailed(f"{how}; every rank has ended", 128 + stopped.sigval) from None
 
 
 def cpus() -> int:
@@ -105,7 +104,8 @@ def _first_error(run_dir: Path, exit_codes: Mapping[int, int]) -> JobFailed:
         where = f"rank {first.rank}" if len(same) == 1 else f"ranks {_spans(same)}"
         trace = f"\n{first.traceback.rstrip()}" if first.traceback else ""
         return JobFailed(f"{where}: {first.message}{trace}", first.exit_code)
-    rank, code = min(exit_codes.items(), default=(0, 1))
+    # Ranks that the launcher ended because of the first failure died of SIGTERM: look at them last.
+    rank, code = min(exit_codes.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[0]), default=(0, 1))
     how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     return JobFailed(f"rank {rank} {how}", 1 if code < 0 else code)
 
@@ -137,14 +137,17 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_launcher() -> Iterator[None]:
-    """The launcher logs a failure in its own words too; ours says it once."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """The launcher logs failures and signals in its own words too; ours says each once."""
+    prefix = "torch.distributed.elastic"
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(prefix)]
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}  # each has a level of its own
+    for logger in levels:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def check_world(nproc: int, device: str, **axes: int) -> None:

@@ -17,6 +17,7 @@ _WIDTH = 1100.0  # of the timeline, in SVG units
 _LEFT = 90.0  # room for the lanes' names
 _LANE_HEIGHT = 26
 _THINNEST = 0.6  # spans narrower than this merge with their neighbours, so that 20,000 nodes stay readable
+_MERGED = 4.0  # how wide such a merged bar may get
 _TICKS = 8
 
 
@@ -113,7 +114,9 @@ def _bars(spans: list[Span], y: int, scale: float) -> Iterator[Bar]:
         if width <= 0:
             continue
         if width < _THINNEST:
-            if merged and (span.kind != merged[0].kind or (span.start_ns - merged[-1].end_ns) * scale > _THINNEST):
+            first = merged[0] if merged else span
+            apart = (span.start_ns - merged[-1].end_ns) * scale if merged else 0.0
+            if span.kind != first.kind or apart > _THINNEST or (span.end_ns - first.start_ns) * scale > _MERGED:
                 yield from flush()
             merged.append(span)
             continue

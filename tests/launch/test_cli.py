@@ -1,0 +1,163 @@
+"""The command line: each mistake is one line on stderr and exit code 2, before any process starts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import overlapc.config
+from overlapc.launch import cli
+from overlapc.report import record
+from tests.report.sample import REPORT
+
+SCHEDULE = """\
+schedule step
+%p0 = input : 1MiB
+%p1 = input : 1MiB
+ag0 = all_gather(%p0) @dp(2) : 2MiB  100us [table x]
+%w0 = wait(ag0)
+mm0 = extern:mm(%w0) : 1MiB  80us [roofline]
+ag1 = all_gather(%p1) @dp(2) : 2MiB  100us [table x]
+%w1 = wait(ag1)
+mm1 = extern:mm(%w1, mm0) : 1MiB  80us [roofline]
+return mm1
+"""
+
+
+@pytest.fixture
+def command(capsys, monkeypatch, tmp_path):
+    """Runs the command in an empty folder; gives (exit code, stdout, stderr). Starting ranks is a failure."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "run_ranks", lambda *_: pytest.fail("ranks were started"))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main(arguments)
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("demo", "--nproc", "0"), "--nproc 0: a job needs at least 1 process"),
+        (("run", "--nproc", "0", "x.py"), "--nproc 0: a job needs at least 1 process"),
+        (("demo", "--nproc", "3", "--tp", "2"), "--nproc 3 does not divide into --tp 2; use a multiple of 2"),
+        (("demo", "--nproc", "9999", "--device", "cuda"), "--nproc 9999: this machine has"),
+        (("demo", "--nproc", "3", "--tp", "3"), "--tp 3 does not divide the key-value heads of this model (4)"),
+        (("demo", "--tp", "2", "--seq", "33"), "--seq 33 does not divide among --tp 2 ranks"),
+        (("demo", "--device", "tpu"), "--device tpu: cpu or cuda"),
+        (("demo", "--dtype", "fp8"), "--dtype fp8: fp32 or bf16"),
+        (("demo", "--model", "70b"), "--model 70b: one of demo, tiny, 8b"),
+        (("demo", "--steps", "0"), "--steps 0: at least 1"),
+        (("demo", "--nproc", "two"), "'two' is not a valid int"),
+        (("demo", "--nprocs", "2"), "--nproc"),
+        (("demo", "-o", "memory_budgt=1GiB"), "no option named 'memory_budgt'; nearest: memory_budget"),
+        (("demo", "-o", "memory_budget=lots"), "memory_budget: 'lots' is not a size"),
+        (("demo", "-o", "memory_budget"), "--option memory_budget: write it as NAME=VALUE"),
+        (("demo", "--passes", "sink_wait"), "no pass named 'sink_wait'; nearest: sink_waits"),
+        (("run", "--passes", "sink_wait", "x.py"), "no pass named 'sink_wait'; nearest: sink_waits"),
+        (("run", "missing.py"), "no script 'missing.py'"),
+        (("report", "missing.json"), "cannot read missing.json: No such file or directory"),
+        (("plan", "missing.txt"), "cannot read missing.txt: No such file or directory"),
+        (("frobnicate",), "frobnicate"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(command, arguments, message):
+    code, out, error = command(*arguments)
+    assert (code, out) == (2, "")
+    assert error.startswith("overlapc: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_no_compiler(command, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    code, _, error = command("demo")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "no C++ compiler 'no-such-compiler' found; install g++ or set CXX" in error
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.14.0+cpu"])
+def test_torch_out_of_range(command, monkeypatch, version):
+    monkeypatch.setattr("torch.__version__", version)
+    code, _, error = command("demo")
+    assert (code, error.count("\n")) == (2, 1)
+    assert f"torch {version} is not supported: overlapc needs torch>=2.11,<2.14" in error
+
+
+def test_an_unwritable_output_folder(command, tmp_path):
+    (tmp_path / "file").touch()
+    code, _, error = command("demo", "--out", "file/run")
+    assert (code, error) == (2, "overlapc: cannot write to folder file/run: Not a directory\n")
+
+
+def test_a_variable_that_cannot_be_used_is_found_before_ranks_start(command, monkeypatch):
+    monkeypatch.setenv("OVERLAPC_RANK_TIMEOUT", "soon")
+    code, _, error = command("demo")
+    assert (code, error) == (2, "overlapc: OVERLAPC_RANK_TIMEOUT: 'soon' is not a number of seconds\n")
+
+
+def test_options_lists_every_knob_with_its_variable(command):
+    code, out, _ = command("options")
+    assert code == 0
+    for name, variable, _, _ in overlapc.config.describe():
+        assert name in out
+        assert variable in out
+
+
+def test_version_names_what_it_builds_on(command):
+    code, out, _ = command("version")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["overlapc", "torch", "triton", "sympy", "python", "C++"]
+
+
+@pytest.mark.parametrize("name", ["demo", "run", "report", "plan"])
+def test_help_gives_one_command_to_copy(command, name):
+    code, out, _ = command(name, "--help")
+    assert code == 0
+    assert f"example: overlapc {name}" in " ".join(out.split())
+
+
+def test_report_shows_and_saves(command, tmp_path):
+    REPORT.save(tmp_path / "overlap.json")
+    assert command("report", "overlap.json") == (0, f"{REPORT}\n", "")
+    code, out, _ = command("report", "overlap.json", "--save", "report.html", "--save", "trace.json")
+    assert (code, out) == (0, "written to report.html\nwritten to trace.json\n")
+    assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
+
+
+def test_plan_runs_passes_on_a_schedule_text_and_shows_what_they_gained(command, tmp_path):
+    (tmp_path / "step.txt").write_text(SCHEDULE)
+    code, out, error = command("plan", "step.txt", "--save", "plan.json", "--write", "planned.txt")
+    assert (code, error) == (0, "")
+    assert "ag1 all_gather" in out
+    graph = record.load(tmp_path / "plan.json").steps[0].graphs[0]
+    assert graph.before.step_ns == 360_000.0
+    assert graph.after.step_ns < graph.before.step_ns
+    planned = (tmp_path / "planned.txt").read_text()
+    assert planned.index("ag1") < planned.index("mm0")
+
+
+def test_plan_without_passes_leaves_the_order(command, tmp_path):
+    (tmp_path / "step.txt").write_text(SCHEDULE)
+    code, out, _ = command("plan", "step.txt", "--passes", "none")
+    assert code == 0
+    assert "0.360 ms -> 0.360 ms" in out
+
+
+def test_plan_takes_a_file_of_several_schedules(command, tmp_path):
+    (tmp_path / "step.txt").write_text(SCHEDULE + "\n" + SCHEDULE.replace("schedule step", "schedule again"))
+    code, out, _ = command("plan", "step.txt")
+    assert code == 0
+    assert "graph step\n" in out
+    assert "graph again\n" in out
+
+
+def test_plan_names_the_line_that_it_cannot_read(command, tmp_path):
+    (tmp_path / "step.txt").write_text(SCHEDULE + "\n" + "schedule again\nag0 = = wait(ag0)\n")
+    code, _, error = command("plan", "step.txt")
+    assert code == 2
+    assert "line 13" in error

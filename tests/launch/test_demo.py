@@ -1,0 +1,76 @@
+"""The demo, whole: real ranks, the compiled run beside the eager one, and the files it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from overlapc.launch.demo import DemoConfig, LossesDiffer, Run, check_losses, compare, relative
+from overlapc.report import record
+
+TIMEOUT_S = 280
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_train_alike_compiled_and_eager(tmp_path):
+    command = [sys.executable, "-m", "overlapc.launch.cli", "demo", "--model", "tiny", "--steps", "3"]
+    command += ["--batch", "2", "--seq", "32", "--out", str(tmp_path / "run")]
+    environment = {**os.environ, "OVERLAPC_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "relative difference" in done.stdout
+    assert "3/3" in done.stderr  # the progress bar
+    for rank in (0, 1):
+        folder = tmp_path / "run" / f"rank{rank}"
+        report = record.load(folder / "record.json")
+        assert (report.steps[0].rank, report.steps[0].world_size) == (rank, 2)
+        forward, backward = report.steps[0].graphs
+        # Two layers and the root; the gradients of all of them are scattered.
+        assert {row.op for row in forward.collectives} == {"all_gather"}
+        assert "reduce_scatter" in {row.op for row in backward.collectives}
+        for graph in (forward, backward):
+            assert graph.kernels > 0
+            assert graph.after.step_ns <= graph.before.step_ns
+            assert graph.lower_bound_ns <= graph.after.step_ns * (1 + 1e-9)
+        page = (folder / "report.html").read_text()
+        for row in (*forward.collectives, *backward.collectives):
+            assert row.name in page
+            assert row.name in done.stdout or rank == 1
+        assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+        assert (folder / "schedule.txt").read_text().count("schedule ") >= 2
+
+
+def test_losses_that_differ_name_the_step():
+    eager = Run((5.0, 4.0, 3.0), (1.0, 0.1, 0.1))
+    check_losses(Run((5.0, 4.0 * (1 + 5e-6), 3.0), eager.seconds), eager)
+    with pytest.raises(LossesDiffer, match=r"step 1: loss 4.1 with overlapc, 4.0 eager"):
+        check_losses(Run((5.0, 4.1, 3.0), eager.seconds), eager)
+    with pytest.raises(LossesDiffer, match="step 2"):
+        check_losses(Run((5.0, 4.0, float("nan")), eager.seconds), eager)
+    assert relative(float("nan"), float("nan")) == float("inf")
+
+
+def test_the_comparison_leaves_compilation_out_of_the_step_time():
+    run = Run((2.0,) * 5, (60.0, 1.0, 0.2, 0.3, 0.1))
+    shown = compare(run, run, "eager FSDP2")
+    assert "60.00 s" in shown
+    assert "200.0 ms" in shown
+
+
+@pytest.mark.parametrize(
+    ("cfg", "sharded", "shards", "reference"),
+    [
+        (DemoConfig(), True, 2, "eager FSDP2"),
+        (DemoConfig(nproc=1), True, 1, "eager FSDP2"),
+        (DemoConfig(tp=2), False, 1, "eager"),
+        (DemoConfig(nproc=4, tp=2), True, 2, "eager FSDP2"),
+        (DemoConfig(nproc=4, hsdp=2), True, 2, "eager FSDP2"),
+    ],
+)
+def test_what_is_sharded_over_what(cfg, sharded, shards, reference):
+    cfg.check()
+    assert (cfg.sharded, cfg.shards, cfg.reference) == (sharded, shards, reference)

@@ -1,0 +1,210 @@
+"""Real ranks: what they get, how their errors reach the user, and that none is left behind.
+
+Each command runs in a process of its own with a timeout; the scripts import no torch, so a launch is short.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from overlapc.errors import CompileError, ConfigError
+from overlapc.launch import torchrun, worker
+from overlapc.launch.torchrun import check_world
+
+TIMEOUT_S = 120
+
+SCRIPT = """
+import json, os, sys, time
+from pathlib import Path
+from overlapc.errors import ConfigError, RanksDisagree
+
+out, what = Path(sys.argv[1]), sys.argv[2]
+rank = int(os.environ["RANK"])
+if what == "show":
+    names = ("WORLD_SIZE", "OMP_NUM_THREADS", "OVERLAPC_PASSES", "OVERLAPC_MEMORY_BUDGET")
+    seen = {"argv": sys.argv[2:], "path": sys.path[0], "pid": os.getpid()} | {name: os.environ.get(name) for name in names}
+    (out / f"{rank}.json").write_text(json.dumps(seen))
+if what == "config":
+    raise ConfigError("rank_timeout: 'x' is not a number of seconds")
+if what == "disagree":
+    try:
+        raise RanksDisagree("rank 1 compiled another graph")
+    except RanksDisagree as error:
+        raise RuntimeError("a framework's own words") from error
+if what == "crash":
+    if rank == 1:
+        {}["missing"]
+    time.sleep(60)
+if what == "kill":
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    time.sleep(60)
+if what == "sleep":
+    (out / f"{rank}.pid").write_text(str(os.getpid()))
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "job" / "script.py"
+    path.parent.mkdir()
+    path.write_text(SCRIPT)
+    return path
+
+
+def command(script: Path, *arguments: str, options: tuple[str, ...] = ()) -> list[str]:
+    report = ("--report", str(script.parent / "overlap.json"))
+    return [
+        sys.executable,
+        "-m",
+        "overlapc.launch.cli",
+        "run",
+        "--nproc",
+        "2",
+        *report,
+        *options,
+        str(script),
+        *arguments,
+    ]
+
+
+def run(script: Path, what: str, *options: str) -> subprocess.CompletedProcess[str]:
+    full = command(script, str(script.parent), what, "--steps", "20", options=options)
+    return subprocess.run(full, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def test_ranks_get_arguments_variables_and_a_share_of_the_cores(script):
+    done = run(script, "show", "-o", "memory_budget=1GiB", "--passes", "none")
+    assert done.returncode == 0, done.stderr
+    seen = [json.loads((script.parent / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for rank in seen:
+        assert rank["argv"] == ["show", "--steps", "20"]
+        assert rank["path"] == str(script.parent)
+        assert rank["WORLD_SIZE"] == "2"
+        assert (rank["OVERLAPC_PASSES"], rank["OVERLAPC_MEMORY_BUDGET"]) == ("none", "1GiB")
+        assert int(rank["OMP_NUM_THREADS"]) == max(1, torchrun.cpus() // 2)
+    assert seen[0]["pid"] != seen[1]["pid"]
+    assert "compiled nothing with backend='overlapc'" in done.stderr
+    assert sorted(path.name for path in script.parent.iterdir()) == ["0.json", "1.json", "script.py"]
+
+
+def test_bad_input_on_every_rank_is_one_line_and_exit_code_2(script):
+    done = run(script, "config")
+    assert done.returncode == 2
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].endswith(": rank_timeout: 'x' is not a number of seconds")
+    assert lines[0].startswith("overlapc: rank")
+
+
+def test_our_error_inside_a_frameworks_error_is_shown_without_traceback(script):
+    done = run(script, "disagree")
+    assert done.returncode == 1
+    assert "rank 1 compiled another graph" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "a framework's own words" not in done.stderr
+
+
+def test_any_other_error_keeps_the_traceback_of_the_first_rank_that_failed(script):
+    done = run(script, "crash")
+    assert done.returncode == 1
+    assert "overlapc: rank 1: KeyError: 'missing'" in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert '{}["missing"]' in done.stderr
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal(script):
+    done = run(script, "kill")
+    assert done.returncode == 1
+    assert done.stderr.strip() == "overlapc: rank 1 died of SIGKILL"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_behind(script, how):
+    """After Ctrl-C, and also when the launcher is killed outright."""
+    full = command(script, str(script.parent), "sleep")
+    process = subprocess.Popen(full, stderr=subprocess.PIPE, text=True)
+    pids = [_read_pid(script.parent / f"{rank}.pid") for rank in (0, 1)]
+    process.send_signal(how)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    if how is signal.SIGINT:
+        assert process.returncode == 130
+        assert errors.strip() == "overlapc: interrupted; every rank has ended"
+    deadline = time.monotonic() + 20
+    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in pids if _alive(pid)] == []
+
+
+def _read_pid(path: Path) -> int:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline, f"{path.name} never came"
+        time.sleep(0.05)
+    return int(path.read_text())
+
+
+def _alive(pid: int) -> bool:
+    """Running; a zombie whose new parent does not collect it is not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_ranks_are_listed_in_spans():
+    assert torchrun._spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_the_first_error_by_time_is_the_one_shown(tmp_path):
+    torchrun.RankError(0, 200, "connection closed by peer", "Traceback of 0", 1).write(tmp_path)
+    torchrun.RankError(1, 100, "ValueError: bad", "Traceback of 1", 1).write(tmp_path)
+    failed = torchrun._first_error(tmp_path, {0: 1, 1: 1})
+    assert str(failed) == "rank 1: ValueError: bad\nTraceback of 1"
+
+
+def test_our_error_is_found_behind_dynamos():
+    class BackendCompilerFailed(Exception):
+        inner_exception = CompileError("no lowering")
+
+    assert str(worker.our_error(BackendCompilerFailed())) == "no lowering"
+    try:
+        try:
+            raise ConfigError("handled")
+        except ConfigError:
+            raise ValueError("the real one")  # noqa: B904 - exactly the case: context, not cause
+    except ValueError as error:
+        assert worker.our_error(error) is None
+
+
+@pytest.mark.parametrize(
+    ("nproc", "axes", "message"),
+    [
+        (0, {}, "--nproc 0: a job needs at least 1 process"),
+        (3, {"tp": 2}, "--nproc 3 does not divide into --tp 2; use a multiple of 2"),
+        (2, {"tp": 2, "hsdp": 2}, "--nproc 2 does not divide into --tp 2 x --hsdp 2; use a multiple of 4"),
+        (2, {"tp": 0}, "--tp 0: a mesh axis has at least 1 rank"),
+    ],
+)
+def test_worlds_that_a_mesh_cannot_hold(nproc, axes, message):
+    with pytest.raises(ConfigError) as caught:
+        check_world(nproc, "cpu", **axes)
+    assert str(caught.value) == message
+
+
+def test_more_processes_than_gpus():
+    import torch
+
+    have = torch.cuda.device_count()
+    with pytest.raises(ConfigError, match=rf"--nproc {have + 1}: this machine has {have} CUDA device"):
+        check_world(have + 1, "cuda")

@@ -1,0 +1,71 @@
+"""A record goes through JSON unchanged and saves in every form, or says why not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import overlapc.report
+from overlapc.errors import ConfigError
+from overlapc.report import record
+from overlapc.report.record import Report, StepRecord
+from tests.report.sample import FORWARD, REPORT
+
+
+def test_json_round_trip(tmp_path):
+    assert record.load(REPORT.save(tmp_path / "record.json")) == REPORT
+
+
+def test_the_suffix_picks_the_form(tmp_path):
+    page = REPORT.save(tmp_path / "deep" / "report.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "traceEvents" in json.loads(REPORT.save(tmp_path / "trace.json").read_text())
+    assert "steps" in json.loads(REPORT.save(tmp_path / "overlap.json").read_text())
+    assert REPORT.save(tmp_path / "schedule.txt").read_text().startswith("schedule forward")
+    assert REPORT.save(tmp_path / "table.txt").read_text() == f"{REPORT}\n"
+    assert not list(tmp_path.glob(".*"))  # what was being written is gone
+
+
+def test_an_unknown_suffix_names_the_forms(tmp_path):
+    with pytest.raises(ConfigError, match=r"report.pdf: a report saves as .html, trace.json"):
+        REPORT.save(tmp_path / "report.pdf")
+
+
+def test_an_unwritable_place_is_a_clear_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot write .*report.html: \w+"):
+        REPORT.save(tmp_path / "file" / "report.html")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "holds no JSON"), ("[]", "not a record of this version"), ('{"overlapc_record": 0}', "of this version")],
+)
+def test_what_is_no_record_is_refused(tmp_path, text, message):
+    (tmp_path / "record.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        record.load(tmp_path / "record.json")
+
+
+def test_a_missing_record_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read .*: No such file"):
+        record.load(tmp_path / "none.json")
+
+
+def test_gather_sorts_ranks_by_number(tmp_path):
+    for rank in (10, 2, 0):
+        Report((StepRecord(rank, 11, (FORWARD,)),)).save(tmp_path / f"rank{rank}" / "record.json")
+    assert [step.rank for step in record.gather(tmp_path).steps] == [0, 2, 10]
+
+
+def test_the_package_is_callable_and_gives_what_was_added(monkeypatch):
+    monkeypatch.setattr(record, "_graphs", [])
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(overlapc.report.NothingCompiled, match="run one step before the report"):
+        overlapc.report(object())
+    record.add(FORWARD)
+    assert overlapc.report(object()) == Report((StepRecord(3, 4, (FORWARD,)),))
+    record.clear()
+    assert overlapc.report().steps[0].graphs == ()
