@@ -1,0 +1,80 @@
+"""How fast schedules are: parse, dependences, liveness, simulation, bound and the default passes.
+
+    python benchmarks/schedule_speed.py [NODES ...]      (default: 2000 20000; ms on one core)
+
+The schedule is an FSDP-like step: layers of kernels with a gather and its wait in front, then the same
+backwards with a reduce-scatter and its wait behind.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from overlapc.estimators.device import load_profile
+from overlapc.estimators.timeline import simulate
+from overlapc.passes.base import Context, run_pipeline
+from overlapc.schedule import dependencies
+from overlapc.schedule.memory import analyze
+from overlapc.schedule.model import Schedule
+from overlapc.schedule.text import parse
+
+KERNELS = 8  # a layer and direction; with two gathers, a scatter and three waits this makes 22 nodes a layer
+
+
+def fsdp_step(nodes: int) -> str:
+    """A step of about `nodes` nodes as text."""
+    layers = max(1, nodes // (2 * KERNELS + 6))
+    lines = ["schedule fsdp", "h = input : 64MiB"]
+    last = "h"
+    for layer in range(layers):
+        lines += [f"p{layer} = input : 64MiB", f"ag{layer} = all_gather(p{layer}) @dp(4) : 256MiB 800us"]
+        lines.append(f"w{layer} = wait(ag{layer})")
+        for k in range(KERNELS):
+            lines.append(f"f{layer}_{k} = extern({last}, w{layer}) flops=1000 : 16MiB 150us")
+            last = f"f{layer}_{k}"
+    for layer in reversed(range(layers)):
+        lines += [f"bg{layer} = all_gather(p{layer}) @dp(4) : 256MiB 800us", f"bw{layer} = wait(bg{layer})"]
+        for k in reversed(range(KERNELS)):
+            lines.append(f"b{layer}_{k} = extern({last}, f{layer}_{k}, bw{layer}) flops=1000 : 16MiB 250us")
+            last = f"b{layer}_{k}"
+        lines.append(f"g{layer} = extern({last}) flops=1000 : 512MiB 200us")
+        lines += [f"rs{layer} = reduce_scatter(g{layer}) @dp(4) : 128MiB 1400us", f"s{layer} = wait(rs{layer})"]
+    lines.append("return " + ", ".join(f"s{layer}" for layer in range(layers)))
+    return "\n".join(lines)
+
+
+def timed(what: str, call: Callable[[], Any]) -> Any:
+    """The result of `call`; prints how long it took."""
+    begin = time.perf_counter()
+    result = call()
+    print(f"  {what:<24} {(time.perf_counter() - begin) * 1e3:9.1f} ms", flush=True)
+    return result
+
+
+def main(sizes: list[int]) -> None:
+    """Time every stage for schedules of each size."""
+    profile = load_profile("h200-nvlink")
+    for size in sizes:
+        text = fsdp_step(size)
+        schedule: Schedule = timed("parse", lambda text=text: parse(text))
+        print(f"{len(schedule.nodes)} nodes")
+        timed("print", lambda schedule=schedule: str(schedule))
+        timed("dependences", lambda schedule=schedule: dependencies.of(schedule))
+        timed("liveness", lambda schedule=schedule: analyze(schedule))
+        before = timed("simulate", lambda schedule=schedule: simulate(schedule, profile))
+        timed("lower bound", lambda before=before: before.lower_bound_ns)
+        result = timed("default passes", lambda schedule=schedule: run_pipeline(schedule, Context(profile=profile)))
+        print(
+            f"  step {before.step_ns / 1e6:.1f} -> {result.after.step_ns / 1e6:.1f} ms,"
+            f" bound {result.after.lower_bound_ns / 1e6:.1f};"
+            f" exposed {before.exposed_ns / 1e6:.1f} -> {result.after.exposed_ns / 1e6:.1f};"
+            f" peak {analyze(schedule).peak_bytes / 2**30:.1f} ->"
+            f" {analyze(result.schedule).peak_bytes / 2**30:.1f} GiB"
+        )
+
+
+if __name__ == "__main__":
+    main([int(size) for size in sys.argv[1:]] or [2000, 20000])

@@ -1,0 +1,245 @@
+"""Passes: how they are named, what they are given, what they report, and the runner.
+
+A pass is a function `(Schedule, Context) -> (Schedule, PassReport)`. One that changes nothing returns the
+schedule itself. Ours never make simulated time worse and never exceed `Context.limit_bytes`: what did not
+pay is undone and says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from overlapc.errors import ConfigError, MemoryBudgetError, unknown_name
+from overlapc.estimators.device import IDEAL, DeviceProfile
+from overlapc.estimators.timeline import Timeline, simulate
+from overlapc.passes.reasons import Reason
+from overlapc.schedule.memory import analyze
+from overlapc.schedule.model import Node, Schedule
+from overlapc.schedule.verify import verify
+from overlapc.units import human_bytes
+
+_PASSES: dict[str, Pass] = {}
+_ROUNDING = 1e-9  # relative: sums of the same times in another order differ by this much
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a pass may ask: limits and the machine that the simulator replays on.
+
+    budget_bytes: the most a schedule may use at its peak; None takes the schedule's own budget, or else
+    `peak_increase` over the peak that came in. incoming_peak_bytes: that peak, set by the runner so that
+    the passes of a pipeline share one allowance. dump: called with a stem such as `01_sink_waits.after` and
+    the schedule's text.
+    """
+
+    profile: DeviceProfile = IDEAL
+    budget_bytes: int | None = None
+    peak_increase: float = 0.25
+    passes: Sequence[str | Pass] | None = None  # None for pipeline.ORDER
+    verify: bool = True
+    dump: Callable[[str, str], None] | None = None
+    incoming_peak_bytes: int | None = None
+
+    def limit_bytes(self, schedule: Schedule) -> int:
+        """The most memory that a pass may let `schedule` use at its peak."""
+        budget = self.budget_bytes if self.budget_bytes is not None else schedule.budget_bytes
+        if budget is not None:
+            return budget
+        peak = self.incoming_peak_bytes
+        if peak is None:
+            peak = analyze(schedule).peak_bytes
+        return int(peak * (1 + self.peak_increase))
+
+
+@dataclass
+class PassReport:
+    """What a pass did and why. `moves` counts positions, earlier or later."""
+
+    name: str
+    reasons: dict[str, str] = field(default_factory=dict)  # node -> why it stopped there
+    limits: dict[str, Reason] = field(default_factory=dict)  # the same as one of the named reasons
+    moves: dict[str, int] = field(default_factory=dict)
+    moved_with: dict[str, tuple[str, ...]] = field(default_factory=dict)  # node -> those that moved with it
+    seconds: float = 0.0  # filled in by the runner
+    changed: bool = False  # likewise
+
+    def because(self, node: Node | str, reason: Reason | str, about: str = "") -> None:
+        """Note why `node` is where it is; the last reason stands."""
+        name = node if isinstance(node, str) else node.name
+        if isinstance(reason, Reason):
+            self.limits[name] = reason
+            self.reasons[name] = reason.about(about)
+        else:
+            self.limits.pop(name, None)
+            self.reasons[name] = reason
+
+    def moved(self, node: Node | str, positions: int, others: Sequence[str] = ()) -> None:
+        """Count a move of `node` by that many positions, together with `others`."""
+        name = node if isinstance(node, str) else node.name
+        if positions:
+            self.moves[name] = self.moves.get(name, 0) + abs(positions)
+        if others:
+            self.moved_with[name] = tuple(dict.fromkeys((*self.moved_with.get(name, ()), *others)))
+
+
+Pass = Callable[[Schedule, Context], tuple[Schedule, PassReport]]
+
+
+@dataclass(frozen=True)
+class CollectiveRecord:
+    """One collective before and after the passes, for reports. Times in ns, bytes by its definition."""
+
+    name: str
+    op: str
+    group: str
+    size: int  # ranks
+    bytes: int
+    estimate_ns: float | None  # None: nobody could estimate it
+    source: str
+    exposed_before_ns: float
+    hidden_before_ns: float
+    exposed_after_ns: float
+    hidden_after_ns: float
+    moves: int  # positions that its start and its wait moved
+    moved_with: tuple[str, ...]
+    limit: str  # the limiting factor in words
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out of a pipeline."""
+
+    schedule: Schedule
+    reports: tuple[PassReport, ...]
+    before: Timeline
+    after: Timeline
+    collectives: tuple[CollectiveRecord, ...]
+
+
+def register_pass(name: str) -> Callable[[Pass], Pass]:
+    """Make a pass known by name, for `passes=` in the options."""
+
+    def register(function: Pass) -> Pass:
+        if name in _PASSES:
+            raise ConfigError(f"a pass named {name!r} is registered already")
+        _PASSES[name] = function
+        return function
+
+    return register
+
+
+def select(passes: Sequence[str | Pass] | None) -> tuple[tuple[str, Pass], ...]:
+    """(name, pass) for names and callables; None for the default order. ConfigError for an unknown name."""
+    from overlapc.passes.pipeline import ORDER  # which imports, and so registers, every pass of ours
+
+    chosen: list[tuple[str, Pass]] = []
+    for each in ORDER if passes is None else passes:
+        if not isinstance(each, str):
+            chosen.append((getattr(each, "__name__", type(each).__name__), each))
+        elif each in _PASSES:
+            chosen.append((each, _PASSES[each]))
+        else:
+            raise ConfigError(unknown_name("pass", each, _PASSES))
+    return tuple(chosen)
+
+
+def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
+    """Select, time, run, verify and dump each pass, and say what became of every collective.
+
+    MemoryBudgetError when a budget was set and the order that came in exceeds it already: it holds each
+    buffer for the shortest time of all orders that the passes can reach, so none of them fits.
+    """
+    passes = select(ctx.passes)
+    incoming = analyze(schedule)
+    budget = ctx.budget_bytes if ctx.budget_bytes is not None else schedule.budget_bytes
+    if budget is not None and incoming.peak_bytes > budget:
+        at = "" if incoming.peak_at is None else f" at {schedule.nodes[incoming.peak_at].name}"
+        raise MemoryBudgetError(
+            f"{schedule.name}: memory_budget is {human_bytes(budget)}, and the graph needs"
+            f" {human_bytes(incoming.peak_bytes)}{at} before any pass adds to it\n"
+            f"hint: raise memory_budget, shard more, or checkpoint activations"
+        )
+    ctx = dataclasses.replace(ctx, incoming_peak_bytes=incoming.peak_bytes)
+    before = simulate(schedule, ctx.profile)
+    reports: list[PassReport] = []
+    current = schedule
+    for number, (name, each) in enumerate(passes, 1):
+        if ctx.dump is not None:
+            ctx.dump(f"{number:02}_{name}.before", str(current))
+        begin = time.perf_counter()
+        moved, report = each(current, ctx)
+        report.seconds = time.perf_counter() - begin
+        report.changed = moved is not current
+        if ctx.verify and report.changed:
+            verify(moved, name, reference=current, limit_bytes=ctx.limit_bytes(schedule))
+        if ctx.dump is not None:
+            ctx.dump(f"{number:02}_{name}.after", str(moved))
+        current = moved
+        reports.append(report)
+    after = before if current is schedule else simulate(current, ctx.profile)
+    return Result(current, tuple(reports), before, after, _records(reports, before, after))
+
+
+def keep_if_better(
+    schedule: Schedule, moved: Schedule, ctx: Context, report: PassReport
+) -> tuple[Schedule, PassReport]:
+    """`moved`, unless it simulates slower than `schedule` or exceeds the limit: then nothing was done."""
+    if moved is schedule:
+        return schedule, report
+    if analyze(moved).peak_bytes > ctx.limit_bytes(schedule):
+        why = Reason.MEMORY
+    elif simulate(moved, ctx.profile).step_ns > simulate(schedule, ctx.profile).step_ns * (1 + _ROUNDING):
+        why = Reason.SLOWER
+    else:
+        return moved, report
+    undone = PassReport(report.name)
+    for name in report.moves:
+        undone.because(name, why)
+    return schedule, undone
+
+
+def _records(reports: Sequence[PassReport], before: Timeline, after: Timeline) -> tuple[CollectiveRecord, ...]:
+    records = []
+    schedule = after.schedule
+    for node in schedule.nodes:
+        if node.name not in after.collectives:
+            continue
+        wait = schedule.wait_of(node)
+        names = [node.name] if wait is None else [node.name, wait.name]
+        comm, was, now = node.comm, before.collectives[node.name], after.collectives[node.name]
+        records.append(
+            CollectiveRecord(
+                name=node.name,
+                op=node.op if comm is None else comm.collective,
+                group="" if comm is None else comm.group,
+                size=0 if comm is None else comm.size,
+                bytes=0 if comm is None else comm.bytes,
+                estimate_ns=None if node.estimate is None else node.estimate.ns,
+                source="unknown" if node.estimate is None else node.estimate.source,
+                exposed_before_ns=was.exposed_ns,
+                hidden_before_ns=was.hidden_ns,
+                exposed_after_ns=now.exposed_ns,
+                hidden_after_ns=now.hidden_ns,
+                moves=sum(report.moves.get(name, 0) for report in reports for name in names),
+                moved_with=tuple(
+                    dict.fromkeys(other for report in reports for other in report.moved_with.get(node.name, ()))
+                ),
+                limit=_limit(reports, node, wait, hidden=node.estimate is not None and now.exposed_ns <= 0),
+            )
+        )
+    return tuple(records)
+
+
+def _limit(reports: Sequence[PassReport], node: Node, wait: Node | None, *, hidden: bool) -> str:
+    """What keeps a collective from being hidden: its start's last reason, then its wait's."""
+    if hidden:
+        return Reason.HIDDEN.about()
+    parts = []
+    for part in (node, wait):
+        said = [report.reasons[part.name] for report in reports if part is not None and part.name in report.reasons]
+        if part is not None and said and said[-1] != Reason.HIDDEN.about():
+            parts.append(f"{'start' if part is node else 'wait'}: {said[-1]}")
+    return "; ".join(parts) or ("no pass looked at it" if node.estimate is not None else "no estimate")

@@ -1,0 +1,85 @@
+"""Start every collective as soon as its dependences and its group's order allow.
+
+    %h = kernel(%x); ag0 = all_gather(%p0) @dp; %w0 = wait(ag0); %y = kernel(%h, %w0)
+ -> ag0 = all_gather(%p0) @dp; %h = kernel(%x); %w0 = wait(ag0); %y = kernel(%h, %w0)
+
+Views that a collective needs move with it. Keeps: data dependences, and the order of collectives on each
+process group. Takes as much memory as that takes, so it is undone when the limit is exceeded; raise_under_memory
+raises only as far as pays and fits.
+"""
+
+from __future__ import annotations
+
+from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
+from overlapc.passes.reasons import Reason
+from overlapc.schedule import dependencies
+from overlapc.schedule.dependencies import Dependencies, Why
+from overlapc.schedule.model import Kind, Schedule
+
+
+@register_pass("raise_collectives")
+def raise_collectives(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
+    """Linear: every node is placed once, starts and the views they need as soon as nothing holds them back."""
+    report = PassReport("raise_collectives")
+    deps = dependencies.of(schedule)
+    eager = _eager(schedule, deps)
+    missing = [len(preds) for preds in deps.preds]
+    placed: list[int] = []
+    done = [False] * len(schedule.nodes)
+
+    def place(first: int) -> None:
+        ready = [first]
+        while ready:
+            at = ready.pop()
+            done[at] = True
+            placed.append(at)
+            freed = []
+            for after in deps.succs[at]:
+                missing[after] -= 1
+                if not missing[after] and after in eager:
+                    freed.append(after)
+            ready.extend(sorted(freed, reverse=True))
+
+    for at in sorted(at for at in eager if not missing[at]):
+        if not done[at]:
+            place(at)
+    for at in range(len(schedule.nodes)):
+        if not done[at]:
+            place(at)
+    moved = schedule.replace_order(schedule.nodes[at].name for at in placed)
+    position = {at: new for new, at in enumerate(placed)}
+    for start in schedule.starts():
+        at = schedule.position(start.name)
+        report.moved(start, max(0, at - position[at]))
+        _explain(report, schedule, deps, at, position)
+    return keep_if_better(schedule, moved, ctx, report)
+
+
+def _eager(schedule: Schedule, deps: Dependencies) -> set[int]:
+    """Starts, and the views that lead to nothing but a start's arguments."""
+    eager: set[int] = set()
+    for at in range(len(schedule.nodes) - 1, -1, -1):
+        kind = schedule.nodes[at].kind
+        if kind is Kind.START or (kind is Kind.VIEW and any(after in eager for after in deps.succs[at])):
+            eager.add(at)
+    return eager
+
+
+def _explain(report: PassReport, schedule: Schedule, deps: Dependencies, at: int, position: dict[int, int]) -> None:
+    """The last of the nodes that it has to follow is what limits it."""
+    if not deps.preds[at]:
+        report.because(schedule.nodes[at], Reason.SCHEDULE_START)
+        return
+    last = max(deps.preds[at], key=position.__getitem__)
+    report.because(schedule.nodes[at], reason_of(deps.why[last, at]), schedule.nodes[last].name)
+
+
+def reason_of(why: Why) -> Reason:
+    """The limiting factor that an edge to an earlier node stands for."""
+    return {
+        Why.DATA: Reason.DATA,
+        Why.MUTATION: Reason.ORDER_EDGE,
+        Why.AFTER: Reason.ORDER_EDGE,
+        Why.COLLECTIVE_ORDER: Reason.COLLECTIVE_ORDER,
+        Why.BARRIER: Reason.BARRIER,
+    }[why]

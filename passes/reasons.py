@@ -1,0 +1,26 @@
+"""Why a collective stopped where it did: the small set of reasons that reports use."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Reason(Enum):
+    """A limiting factor; `{}` is the node it is about."""
+
+    HIDDEN = "hidden"  # nothing left to gain
+    DATA = "data dependence on {}"
+    ORDER_EDGE = "has to come after {}"  # an `after` or mutation edge
+    MEMORY = "peak memory"
+    COLLECTIVE_ORDER = "collective order: {} is first"
+    BARRIER = "{} is a barrier"
+    QUEUE = "queue busy with {}"  # its process group could not begin it any sooner
+    SCHEDULE_START = "start of schedule"
+    SCHEDULE_END = "end of schedule"
+    WOULD_EXPOSE = "would expose {}"
+    READER = "{} reads it"
+    SLOWER = "simulates slower"  # the pass as a whole did not pay and was undone
+
+    def about(self, node: str = "") -> str:
+        """The reason in words: `data dependence on mm3`."""
+        return self.value.format(node) if "{}" in self.value else self.value

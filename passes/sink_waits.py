@@ -1,0 +1,168 @@
+"""Move every wait down to just before the first node that reads its result.
+
+    ag0 = all_gather(%p0) @dp; %w0 = wait(ag0); %h = kernel(%x); %y = kernel(%h, %w0)
+ -> ag0 = all_gather(%p0) @dp; %h = kernel(%x); %w0 = wait(ag0); %y = kernel(%h, %w0)
+
+Views of the result sink with it, and so do cheap kernels on it (the scaling of a scattered gradient) while
+the collective is still exposed. A wait that sinks keeps in memory what its collective reads: it may take the
+memory limit to hide its collective, but no more than the incoming peak once that is hidden.
+
+Keeps: data dependences, the order of starts, the memory limit.
+"""
+
+from __future__ import annotations
+
+from overlapc.estimators.timeline import simulate
+from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
+from overlapc.passes.queues import CARRIED_SHARE, COMPUTE, Queues
+from overlapc.passes.raise_collectives import reason_of
+from overlapc.passes.reasons import Reason
+from overlapc.schedule import dependencies
+from overlapc.schedule.dependencies import Why
+from overlapc.schedule.memory import analyze, lifetimes
+from overlapc.schedule.model import Kind, Schedule
+
+
+@register_pass("sink_waits")
+def sink_waits(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
+    """One walk over the order that holds waits back until something asks for them."""
+    sink = _Sink(schedule, ctx)
+    placed = sink.run()
+    report = sink.report
+    moved = schedule.replace_order(schedule.nodes[at].name for at in placed)
+    position = {at: new for new, at in enumerate(placed)}
+    for wait in schedule.waits():
+        at = schedule.position(wait.name)
+        report.moved(wait, max(0, position[at] - at))
+    return keep_if_better(schedule, moved, ctx, report)
+
+
+class _Sink:
+    """The walk: nodes placed so far, those held back, the clock and the live bytes."""
+
+    def __init__(self, schedule: Schedule, ctx: Context) -> None:
+        self.schedule = schedule
+        self.report = PassReport("sink_waits")
+        self.deps = dependencies.of(schedule)
+        self.queues = Queues(schedule, simulate(schedule, ctx.profile))
+        self.limit = ctx.limit_bytes(schedule)
+        self.usual = min(analyze(schedule).peak_bytes, self.limit)
+        self.life = lifetimes(schedule)
+        self.left = [0] * len(self.life.roots)  # storage -> nodes that still touch it
+        for storages in self.life.touches:
+            for storage in storages:
+                self.left[storage] += 1
+        self.live = self.life.base_bytes
+        self.now = 0.0
+        self.placed: list[int] = []
+        self.held: dict[int, None] = {}  # waits and what sinks with them, in their old order
+        self.waits: dict[int, None] = {}  # the waits among them
+        self.reserved = 0  # bytes that the held nodes will allocate
+
+    def run(self) -> list[int]:
+        """The new order, as positions in the old one."""
+        for at, node in enumerate(self.schedule.nodes):
+            needs = [before for before in self.deps.preds[at] if before in self.held]
+            if node.kind is Kind.WAIT or (needs and self._sinks_along(at, needs)):
+                self._hold(at)
+            else:
+                if needs:
+                    self._release(needs, at)
+                self._make_room(at)
+                self._place(at)
+        for at in self.waits:
+            self.report.because(self.schedule.nodes[at], Reason.SCHEDULE_END)
+        for at in tuple(self.held):
+            self._place(at)
+        return self.placed
+
+    def _hold(self, at: int) -> None:
+        self.held[at] = None
+        if self.schedule.nodes[at].kind is Kind.WAIT:
+            self.waits[at] = None
+        self.reserved += self.life.allocates[at] + self.life.scratch[at]
+
+    def _place(self, at: int) -> None:
+        if at in self.held:
+            del self.held[at]
+            self.waits.pop(at, None)
+            self.reserved -= self.life.allocates[at] + self.life.scratch[at]
+        self.placed.append(at)
+        self.now = self.queues.step(at, self.now)
+        self.live += self.life.allocates[at]
+        for storage in self.life.touches[at]:
+            self.left[storage] -= 1
+            if not self.left[storage]:
+                self.live -= self.life.bytes[storage]
+
+    def _release(self, wanted: list[int], reader: int) -> None:
+        """Place held nodes and what they need, because `reader` comes now."""
+        closure = self._with_needs(wanted)
+        for at in closure:
+            if at in self.waits:
+                why = self.deps.why.get((at, reader), Why.DATA)
+                reason = Reason.READER if why is Why.DATA else reason_of(why)
+                self.report.because(self.schedule.nodes[at], reason, self.schedule.nodes[reader].name)
+        for at in closure:
+            self._place(at)
+
+    def _with_needs(self, wanted: list[int]) -> list[int]:
+        found: set[int] = set()
+        stack = list(wanted)
+        while stack:
+            at = stack.pop()
+            if at not in found:
+                found.add(at)
+                stack.extend(before for before in self.deps.preds[at] if before in self.held)
+        return sorted(found)
+
+    def _sinks_along(self, at: int, needs: list[int]) -> bool:
+        """Whether a node that needs held ones is worth holding too."""
+        kind = self.schedule.nodes[at].kind
+        if kind in (Kind.VIEW, Kind.NOOP):
+            return True
+        if kind not in COMPUTE or not self.queues.known[at]:
+            return False
+        exposed = [wait for wait in self._with_needs(needs) if wait in self.waits and not self._hidden(wait)]
+        if not exposed:
+            return False
+        longest = max(self.queues.collective_ns[self.queues.start_of[wait]] for wait in exposed)
+        fits = self.live + self.reserved + self.life.allocates[at] + self.life.scratch[at] <= self.limit
+        return fits and self.queues.compute_ns[at] <= CARRIED_SHARE * longest
+
+    def _hidden(self, wait: int) -> bool:
+        start = self.queues.start_of.get(wait)
+        return start is None or (self.queues.known[start] and self.queues.end_ns[start] <= self.now)
+
+    def _make_room(self, at: int) -> None:
+        """Place waits whose collectives hold memory that `at` needs: the hidden ones first, oldest first."""
+        during = self.live + self.reserved + self.life.allocates[at] + self.life.scratch[at]
+        if during <= self.usual:
+            return
+        for wait in tuple(self.waits):
+            if wait in self.waits and self._hidden(wait):
+                during -= self._give_up(wait)
+                if during <= self.usual:
+                    return
+        for wait in tuple(self.waits):
+            if during <= self.limit:
+                return
+            if wait in self.waits:
+                during -= self._give_up(wait)
+        # Kernels that sank along hold no wait any more, but still have memory to allocate.
+        if self.held and self.live + self.reserved + self.life.allocates[at] + self.life.scratch[at] > self.limit:
+            for held in tuple(self.held):
+                if held in self.waits:
+                    self.report.because(self.schedule.nodes[held], Reason.MEMORY)
+                self._place(held)
+
+    def _give_up(self, wait: int) -> int:
+        """Place a wait if that frees something; how many bytes it did."""
+        if not any(self.left[storage] == 1 for storage in self.life.touches[wait]):
+            return 0
+        before = self.live + self.reserved
+        for at in self._with_needs([wait]):
+            if at in self.waits:
+                self.report.because(self.schedule.nodes[at], Reason.MEMORY)
+            self._place(at)
+        return before - self.live - self.reserved
