@@ -117,7 +117,7 @@ def describe(node: fx.Node, names: GroupNames) -> Comm:
         moved = _tensors(node.meta.get("val"))
     if not moved and kind != "unknown":
         raise CompileError(f"{node.name}: {node.target} has no tensor metadata to size it by")
-    ranks = ranks_of(group) if group else ()
+    ranks = names.ranks(group) if group else ()
     return Comm(
         collective=kind,
         bytes=sum(size_hint(tensor.numel()) * tensor.element_size() for tensor in moved),
@@ -168,6 +168,7 @@ class GroupNames:
                     axis = f"{label.axis}_post"
                 axis_of.setdefault(group, axis)
         self._names: dict[str, str] = {}
+        self._ranks = {group: ranks_of(group) for group in order}
         taken: dict[str, int] = {}
         for group in order:
             name = axis_of.get(group) or _described(group)
@@ -178,8 +179,12 @@ class GroupNames:
             self._names[group] = name
 
     def __getitem__(self, group: str) -> str:
-        """KeyError for a group that the graph does not use."""
+        """The name of a group, by torch's name for it; KeyError for one that the graph does not use."""
         return self._names[group]
+
+    def ranks(self, group: str) -> tuple[int, ...]:
+        """Global ranks of a group; KeyError likewise."""
+        return self._ranks[group]
 
 
 def _described(group: str) -> str:
@@ -284,11 +289,12 @@ def _one_wait_each(graph: fx.Graph) -> int:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             changed += 1
+    for start in list(graph.nodes):
+        if is_asynchronous(start):
+            changed += sum(_wait_once(graph, output) for output in _outputs(start))
     first_wait: dict[fx.Node, fx.Node] = {}  # of an input, which may be read without waiting, too
     for node in list(graph.nodes):
-        if is_asynchronous(node):
-            changed += sum(_wait_once(graph, output) for output in _outputs(node))
-        elif is_wait(node) and node.args[0].op == "placeholder":
+        if is_wait(node) and node.args[0].op == "placeholder":
             first = first_wait.setdefault(node.args[0], node)
             if first is not node:
                 node.replace_all_uses_with(first)

@@ -75,6 +75,11 @@ def fully_shard(
                 continue
             if id(param) not in sharded:
                 path = f"{owner_path}.{name}" if owner_path else name
+                if isinstance(owner, nn.RNNBase):
+                    raise ConfigError(
+                        f"fully_shard: {path} belongs to a {type(owner).__name__}, which reads its weights from a "
+                        "list of its own and would miss the gathered ones; pass them as ignored_params"
+                    )
                 # A parameter tied to one in another group belongs to the group that came first.
                 earlier = getattr(param, "_overlapc_sharded", None)
                 sharded[id(param)] = earlier or _shard(path, param, mesh, group, policy, device)

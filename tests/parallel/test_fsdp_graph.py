@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from overlapc.errors import ConfigError
 from overlapc.fx.collectives import find_collectives
@@ -257,3 +261,66 @@ def test_options_that_cannot_be_used_are_refused_with_a_reason():
     scalar.weight = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ConfigError, match="is a scalar"):
         fully_shard(scalar, mesh)
+    with pytest.raises(ConfigError, match="belongs to a LSTM"):
+        fully_shard(nn.LSTM(4, 4), mesh)
+    two_meshes = nn.Linear(4, 4)
+    other = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    parallelize_module(two_meshes, other, ColwiseParallel())
+    with pytest.raises(ConfigError, match="slice both from one"):
+        fully_shard(two_meshes, mesh)
+
+
+def test_three_axes_are_placed_like_fsdp2_places_them():
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    placed = []
+    for apply in (fully_shard, fsdp2.fully_shard):
+        model = Tiny(layers=1)
+        parallelize_module(model.layers[0], mesh["tp"], plan)
+        apply(model, mesh=mesh["replicate", "shard"])
+        placed.append({name: (p.placements, p.device_mesh.shape) for name, p in model.named_parameters()})
+    assert placed[0] == placed[1]
+    assert placed[0]["layers.0.up.weight"][1] == (2, 1, 2)
+
+
+def test_selective_checkpointing_is_honoured():
+    def keep_matmuls(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Two(nn.Module):
+        def __init__(self, policy):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+            self.policy = policy
+
+        def inner(self, x):
+            return torch.sin(self.b(torch.cos(self.a(x))))
+
+        def forward(self, x, _):
+            how = {"context_fn": partial(create_selective_checkpoint_contexts, self.policy)} if self.policy else {}
+            return checkpoint(self.inner, x.float().sum() + torch.ones(4, 8), use_reentrant=False, **how).sum()
+
+    everything = compiled(fully_shard(Two(None), mesh_1d(), reshard_after_forward=True)).backward[0]
+    torch._dynamo.reset()
+    selected = compiled(fully_shard(Two(keep_matmuls), mesh_1d(), reshard_after_forward=True)).backward[0]
+    # b's input gradient and two weight gradients; a full checkpoint repeats both forward matmuls
+    assert ops(everything).count("mm") == 3 + 2
+    assert ops(selected).count("mm") == 3
+    assert gathers(selected) == ["b.weight"]
+
+
+def test_reading_a_parameter_in_two_checkpoints_gathers_it_once_each_way():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x, _):
+            x = x.float().sum() + torch.ones(4, 8)
+            for _ in range(2):
+                x = checkpoint(lambda h: torch.cos(self.a(h)), x, use_reentrant=False)
+            return x.sum()
+
+    recorder = compiled(fully_shard(Shared(), mesh_1d(), reshard_after_forward=True))
+    assert gathers(recorder.forward[0]) == ["a.weight"]
+    assert gathers(recorder.backward[0]) == ["a.weight"]

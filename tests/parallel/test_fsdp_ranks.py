@@ -114,7 +114,8 @@ def _two_ranks() -> dict[str, Any]:
     case("keep", {"reshard_after_forward": False})
     case("tied", {}, tied=True)
     case("uneven", {}, vocab=23, hidden=17)
-    case("checkpoint", {"reshard_after_forward": True}, ac="around", tied=True)
+    case("checkpoint around", {"reshard_after_forward": True}, ac="around", tied=True)
+    case("checkpoint inside", {}, ac="inside")
 
     tp_model = model_of()
     tp = copy.deepcopy(tp_model)
@@ -191,7 +192,9 @@ def check(seen: dict[str, float]) -> None:
         assert seen[what] < 1e-5, what
 
 
-@pytest.mark.parametrize("case", ["reshard", "keep", "tied", "uneven", "checkpoint", "tensor parallel"])
+@pytest.mark.parametrize(
+    "case", ["reshard", "keep", "tied", "uneven", "checkpoint around", "checkpoint inside", "tensor parallel"]
+)
 def test_two_ranks_match_one_process(two, case):
     for seen in two:
         check(seen[case])

@@ -1,0 +1,177 @@
+"""Collectives of an ATen graph, before and after they are made canonical."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from overlapc.fx.collectives import canonicalize, find_collectives, group_of, is_asynchronous, is_collective, is_wait
+
+c10d = torch.ops._c10d_functional
+wait = c10d.wait_tensor
+SHAPE = (8, 4)
+
+
+def trace(function: Callable[..., object], count: int = 1) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*(torch.ones(SHAPE) for _ in range(count)))
+
+
+def names(module: fx.GraphModule) -> list[str]:
+    return [
+        "getitem" if node.target is operator.getitem else node.target._opname
+        for node in module.graph.nodes
+        if node.op == "call_function"
+    ]
+
+
+def test_a_canonical_graph_is_left_alone(world):
+    module = trace(lambda x: wait(c10d.all_gather_into_tensor(x, 4, world)) + 1)
+    assert canonicalize(module) == 0
+
+
+def test_extra_waits_of_one_start_go(world):
+    def twice(x: Tensor) -> Tensor:
+        y = c10d.all_reduce(x, "sum", world)
+        return wait(y) + wait(wait(y))
+
+    module = trace(twice)
+    canonicalize(module)
+    assert names(module) == ["all_reduce", "wait_tensor", "add"]
+
+
+def test_every_reader_reads_through_the_wait(world):
+    def raw(x: Tensor) -> Tensor:
+        y = c10d.all_reduce(x, "sum", world)
+        z = y * 2
+        return wait(y.view(4, 8)) + z.view(4, 8)
+
+    module = trace(raw)
+    canonicalize(module)
+    assert names(module) == ["all_reduce", "wait_tensor", "mul", "view", "view", "add"]
+    (start,) = (node for node in module.graph.nodes if is_asynchronous(node))
+    assert all(is_wait(user) for user in start.users)
+
+
+def test_a_wait_for_what_is_not_in_flight_goes_but_one_for_an_input_stays(world):
+    module = trace(lambda x: wait(wait(x) + 1) * wait(x))
+    canonicalize(module)
+    assert names(module) == ["wait_tensor", "add", "mul"]
+
+
+def test_coalesced_forms_wait_once_an_output(world):
+    def several(x: Tensor, y: Tensor) -> Tensor:
+        a, b = c10d.all_gather_into_tensor_coalesced([x, y], 4, world)
+        return wait(a) + wait(b) + wait(a)
+
+    module = trace(several, 2)
+    canonicalize(module)
+    (collective,) = find_collectives(module.graph)
+    assert names(module).count("wait_tensor") == 2
+    assert [each.args[0].args[1] for each in collective.waits] == [0, 1]
+    assert collective.comm.bytes == 2 * 4 * 8 * 4 * 4
+
+
+def test_equal_gathers_are_one_with_their_casts(world):
+    def twice(x: Tensor) -> Tensor:
+        a, b = (wait(c10d.all_gather_into_tensor(x.to(torch.bfloat16), 4, world)) for _ in range(2))
+        return a + b
+
+    module = trace(twice)
+    canonicalize(module)
+    assert names(module) == ["_to_copy", "all_gather_into_tensor", "wait_tensor", "add"]
+
+
+def test_gathers_of_different_things_stay_two(world):
+    def both(x: Tensor) -> Tensor:
+        a = wait(c10d.all_gather_into_tensor(x.to(torch.bfloat16), 4, world))
+        return a + wait(c10d.all_gather_into_tensor(x.to(torch.float16), 4, world))
+
+    module = trace(both)
+    canonicalize(module)
+    assert names(module).count("all_gather_into_tensor") == 2
+
+
+def test_a_collective_that_nobody_reads_goes(world):
+    def unread(x: Tensor) -> Tensor:
+        wait(c10d.all_gather_into_tensor(x, 4, world))
+        return x + 1
+
+    module = trace(unread)
+    canonicalize(module)
+    assert names(module) == ["add"]
+
+
+def test_autograd_forms_become_plain_ones(world):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.ops._c10d_functional_autograd.all_gather_into_tensor.default, (x, 4, world))
+    graph.output(graph.call_function(wait.default, (y,)))
+    module = fx.GraphModule({}, graph)
+    assert canonicalize(module) == 1
+    assert names(module) == ["all_gather_into_tensor", "wait_tensor"]
+
+
+@pytest.mark.parametrize(
+    ("launch", "kind", "elements"),
+    [
+        (lambda x, g: c10d.all_gather_into_tensor(x, 4, g), "all_gather", 4 * 32),
+        (lambda x, g: c10d.reduce_scatter_tensor(x, "sum", 4, g), "reduce_scatter", 32),
+        (lambda x, g: c10d.all_reduce(x, "avg", g), "all_reduce", 32),
+        (lambda x, g: c10d.all_to_all_single(x, [2, 2, 2, 2], [2, 2, 2, 2], g), "all_to_all", 32),
+        (lambda x, g: c10d.broadcast(x, 0, g), "broadcast", 32),
+    ],
+)
+def test_bytes_follow_each_collective_s_own_definition(world, launch, kind, elements):
+    module = trace(lambda x: wait(launch(x, world)))
+    canonicalize(module)
+    (collective,) = find_collectives(module.graph)
+    comm = collective.comm
+    assert (comm.collective, comm.bytes, comm.dtype) == (kind, 4 * elements, "float32")
+    assert (comm.group, comm.size, comm.ranks) == ("world", 4, (0, 1, 2, 3))
+    assert not collective.synchronous
+
+
+def test_what_waits_for_itself_or_is_unknown_is_a_barrier(world):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(SHAPE, device="meta")
+    exchanged = graph.call_function(torch.ops._dtensor.shard_dim_alltoall.default, (x, 0, 1, world))
+    exchanged.meta["val"] = torch.empty((2, 16), device="meta")
+    sent = graph.call_function(c10d.isend.default, (x, 1, 0, world))
+    graph.output((exchanged, sent))
+    module = fx.GraphModule({}, graph)
+    canonicalize(module)
+    first, second = find_collectives(graph)
+    assert first.synchronous
+    assert (first.comm.collective, first.comm.bytes) == ("all_to_all", 128)
+    assert second.synchronous
+    assert second.comm.collective == "unknown"
+
+
+def test_groups_are_called_by_axis_or_shape_and_never_share_a_name(world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "ep"))
+    groups = [mesh.get_group("dp"), mesh.get_group("tp"), other.get_group("tp"), torch.distributed.new_group([0, 3])]
+
+    def all_of_them(x: Tensor) -> Tensor:
+        for group in groups:
+            x = wait(c10d.all_reduce(x, "sum", group.group_name))
+        return wait(c10d.all_reduce(x, "sum", world))
+
+    found = find_collectives(trace(all_of_them).graph)
+    assert [each.comm.group for each in found] == ["dp", "tp", "tp.2x2", "2x3", "world"]
+    assert [each.comm.ranks for each in found[:2]] == [(0, 2), (0, 1)]
+
+
+def test_nodes_that_are_no_collectives(world):
+    module = trace(lambda x: wait(c10d.all_reduce(x, "sum", world)) + 1)
+    reduce, waiting, add = (node for node in module.graph.nodes if node.op == "call_function")
+    assert [is_collective(node) for node in (reduce, waiting, add)] == [True, False, False]
+    assert group_of(reduce) == world
+    assert group_of(add) is None

@@ -1,0 +1,64 @@
+"""What the partitioner saves and repeats, apart from sharded parameters (tests/parallel/test_fsdp_graph.py)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import checkpoint
+
+from tests.parallel.tiny import Recorder, ops
+
+
+class Gathering(nn.Module):
+    """Two matmuls around a gather of activations, which is nobody's parameter."""
+
+    def __init__(self, group: str, ac: bool = False) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.group, self.ac = group, ac
+
+    def inner(self, x: Tensor) -> Tensor:
+        h = torch.ops._c10d_functional_autograd.all_gather_into_tensor(torch.sin(self.a(x)), 4, self.group)
+        return torch.cos(self.b(torch.ops._c10d_functional.wait_tensor(h))).sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) if self.ac else self.inner(x)
+
+
+def graphs(model: nn.Module, *inputs: Tensor, **how) -> tuple[list[str], list[str]]:
+    torch._dynamo.reset()
+    recorder = Recorder(**how)
+    torch.compile(model, backend=recorder, fullgraph=True)(*inputs).backward()
+    return ops(recorder.forward[0]), ops(recorder.backward[0])
+
+
+def test_other_collectives_and_matmuls_are_not_repeated(world):
+    forward, backward = graphs(Gathering(world), torch.ones(2, 4))
+    assert forward.count("all_gather_into_tensor") == 1
+    assert "all_gather_into_tensor" not in backward
+    assert backward.count("mm") == 3  # gradients of b, of its input, of a
+
+
+def test_under_the_user_s_checkpoint_they_are(world):
+    _, backward = graphs(Gathering(world, ac=True), torch.ones(2, 4))
+    assert backward.count("all_gather_into_tensor") == 1
+    assert backward.count("mm") == 3 + 2
+
+
+def test_without_collectives_it_is_torch_s_own_partition():
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1), nn.Flatten(0))
+    loss = nn.Sequential(model, nn.Softmax(0))
+    wrapped = Summed(loss)
+    ours = graphs(wrapped, torch.ones(4, 4))
+    theirs = graphs(wrapped, torch.ones(4, 4), partition_fn=min_cut_rematerialization_partition)
+    assert ours == theirs
+
+
+class Summed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).square().sum()

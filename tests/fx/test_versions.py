@@ -1,0 +1,33 @@
+"""Version checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlapc.errors import ConfigError
+from overlapc.fx.versions import check_torch_version, is_opaque_input
+
+
+def test_this_torch_is_supported():
+    assert check_torch_version() == tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+@pytest.mark.parametrize(
+    ("version", "pair"), [("2.11.0+cu130", (2, 11)), ("2.13.2", (2, 13)), ("2.12.0a0+git1", (2, 12))]
+)
+def test_versions_in_range(version, pair):
+    assert check_torch_version(version) == pair
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.14.0", "3.0.0", "1.13.1", "nightly"])
+def test_versions_out_of_range_say_what_is_needed(version):
+    with pytest.raises(ConfigError) as error:
+        check_torch_version(version)
+    assert str(error.value) == f"torch {version} is not supported: overlapc needs torch>=2.11,<2.14"
+
+
+def test_tensors_and_sizes_are_not_opaque():
+    assert not is_opaque_input(torch.ones(1))
+    assert not is_opaque_input(3)
+    assert is_opaque_input(object())
