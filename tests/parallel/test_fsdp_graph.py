@@ -244,6 +244,52 @@ def test_frozen_parameters_are_gathered_but_not_reduced():
     assert ops(recorder.backward[0]).count("reduce_scatter_tensor") == len(BLOCKS) + 3
 
 
+def test_steps_with_an_optimizer_compile_once():
+    model, recorder = shard(Tiny()), Recorder()
+    step = torch.compile(model, backend=recorder, fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        step(*batch(2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(recorder.forward) == len(recorder.backward) == 1
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_floating_inputs_are_cast_to_the_parameters_dtype(compile_it):
+    def output_of(**policy):
+        linear = fully_shard(
+            nn.Linear(4, 4), mesh_1d(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, **policy)
+        )
+        run = torch.compile(linear, backend="aot_eager", fullgraph=True) if compile_it else linear
+        return run(torch.ones(4, 4))
+
+    assert output_of().dtype == torch.bfloat16
+    assert output_of(output_dtype=torch.float32).dtype == torch.float32
+    with pytest.raises((RuntimeError, torch._dynamo.exc.TorchRuntimeError), match=r"same dtype|Float"):
+        output_of(cast_forward_inputs=False)
+
+
+def test_parameters_in_lists_and_of_other_modules_are_gathered():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scales = nn.ParameterList([nn.Parameter(torch.ones(8)) for _ in range(2)])
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x, _):
+            x = x.float().sum() + torch.ones(4, 8)
+            return (x * self.scales[0] @ self.inner.weight * self.scales[1]).sum()
+
+    forward = compiled(fully_shard(Odd(), mesh_1d())).forward[0]
+    assert sorted(gathers(forward)) == ["inner.weight", "scales.0", "scales.1"]
+
+
+def test_a_copied_module_is_sharded_alike():
+    model = copy.deepcopy(shard(Tiny()))
+    assert sorted(gathers(compiled(model).forward[0])) == sorted(BLOCKS + ROOT)
+
+
 def test_options_that_cannot_be_used_are_refused_with_a_reason():
     mesh = mesh_1d()
     with pytest.raises(ConfigError, match="does not divide the 4 ranks"):
