@@ -41,7 +41,7 @@ def fsdp_step(nodes: int) -> str:
             lines.append(f"b{layer}_{k} = extern({last}, f{layer}_{k}, bw{layer}) flops=1000 : 16MiB 250us")
             last = f"b{layer}_{k}"
         lines.append(f"g{layer} = extern({last}) flops=1000 : 512MiB 200us")
-        lines += [f"rs{layer} = reduce_scatter(g{layer}) @dp(4) : 128MiB 1400us", f"s{layer} = wait(rs{layer})"]
+        lines += [f"rs{layer} = reduce_scatter(g{layer}) @dp_reduce(4) : 128MiB 1400us", f"s{layer} = wait(rs{layer})"]
     lines.append("return " + ", ".join(f"s{layer}" for layer in range(layers)))
     return "\n".join(lines)
 

@@ -15,6 +15,7 @@ Keeps: data dependences, the order of collectives on each process group, the mem
 
 from __future__ import annotations
 
+import heapq
 import math
 
 from overlapc.estimators.timeline import Timeline, simulate
@@ -114,17 +115,22 @@ class _Round:
         """Compute that has to run before this start, as a clock: what its dependences alone allow."""
         if self.queues.kinds[start] is Kind.COMM:
             return self.busy[start]
-        earliest, stack, seen = 0.0, [start], {start}
-        while stack:
-            for before in self.deps.preds[stack.pop()]:
-                if before in seen or before == self.queues.previous.get(start):
-                    continue
-                seen.add(before)
-                if self._is_cheap(before, start):
-                    stack.append(before)
-                else:
-                    earliest = max(earliest, self.busy[before + 1])
-        return earliest
+        room_ns = CARRIED_SHARE * self.queues.collective_ns[start]
+        later = [-before for before in self.deps.preds[start]]  # a heap: the lowest of them first
+        heapq.heapify(later)
+        seen = set(later)
+        while later:
+            before = -heapq.heappop(later)
+            if before == self.queues.previous.get(start):
+                continue
+            room_ns -= self.queues.compute_ns[before]
+            if room_ns < 0 or not self._is_cheap(before, start):
+                return self.busy[before + 1]
+            for further in self.deps.preds[before]:
+                if -further not in seen:
+                    seen.add(-further)
+                    heapq.heappush(later, -further)
+        return 0.0
 
     def _is_cheap(self, node: int, start: int) -> bool:
         """Whether a node that `start` needs may move up with it."""

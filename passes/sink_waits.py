@@ -58,13 +58,15 @@ class _Sink:
         self.held: dict[int, None] = {}  # waits and what sinks with them, in their old order
         self.waits: dict[int, None] = {}  # the waits among them
         self.reserved = 0  # bytes that the held nodes will allocate
+        self.behind: dict[int, frozenset[int]] = {}  # held node -> the waits that it is held for
+        self.along_ns: dict[int, float] = {}  # held node -> compute between those waits and its end
 
     def run(self) -> list[int]:
         """The new order, as positions in the old one."""
         for at, node in enumerate(self.schedule.nodes):
             needs = [before for before in self.deps.preds[at] if before in self.held]
             if node.kind is Kind.WAIT or (needs and self._sinks_along(at, needs)):
-                self._hold(at)
+                self._hold(at, needs)
             else:
                 if needs:
                     self._release(needs, at)
@@ -76,8 +78,12 @@ class _Sink:
             self._place(at)
         return self.placed
 
-    def _hold(self, at: int) -> None:
+    def _hold(self, at: int, needs: list[int]) -> None:
         self.held[at] = None
+        self.behind[at] = frozenset().union(*(self.behind[before] for before in needs))
+        if self.schedule.nodes[at].kind is Kind.WAIT:
+            self.behind[at] |= {at}
+        self.along_ns[at] = self._along_ns(at, needs)
         if self.schedule.nodes[at].kind is Kind.WAIT:
             self.waits[at] = None
         self.reserved += self.life.allocates[at] + self.life.scratch[at]
@@ -123,12 +129,16 @@ class _Sink:
             return True
         if kind not in COMPUTE or not self.queues.known[at]:
             return False
-        exposed = [wait for wait in self._with_needs(needs) if wait in self.waits and not self._hidden(wait)]
+        waits = {wait for before in needs for wait in self.behind[before] if wait in self.waits}
+        exposed = [wait for wait in waits if not self._hidden(wait)]
         if not exposed:
             return False
         longest = max(self.queues.collective_ns[self.queues.start_of[wait]] for wait in exposed)
         fits = self.live + self.reserved + self.life.allocates[at] + self.life.scratch[at] <= self.limit
-        return fits and self.queues.compute_ns[at] <= CARRIED_SHARE * longest
+        return fits and self._along_ns(at, needs) <= CARRIED_SHARE * longest
+
+    def _along_ns(self, at: int, needs: list[int]) -> float:
+        return self.queues.compute_ns[at] + max((self.along_ns[before] for before in needs), default=0.0)
 
     def _hidden(self, wait: int) -> bool:
         start = self.queues.start_of.get(wait)
