@@ -37,7 +37,8 @@ def load_module(path: Path, name: str) -> ModuleType:
 
 def _execute(path: Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True  # read by @triton.jit
@@ -48,9 +49,7 @@ def _execute(path: Path, name: str) -> ModuleType:
 @lru_cache(None)
 def _prelude() -> ModuleType:
     module = _execute(Path(__file__).with_name("triton_prelude.py"), "overlapc.runtime._interpreted_prelude")
-    stand_ins: dict[str, Callable[..., Any]] = {
-        name: _elementwise(getattr(torch, name)) for name in _UNARY + _BINARY
-    }
+    stand_ins: dict[str, Callable[..., Any]] = {name: _elementwise(getattr(torch, name)) for name in _UNARY + _BINARY}
     stand_ins["rint"] = _elementwise(torch.round)
     module.libdevice = SimpleNamespace(**stand_ins)  # type: ignore[attr-defined]
     replacements: dict[str, Any] = {

@@ -199,9 +199,7 @@ def integer_power(a, b):
 def shift_left(a, b, BITS: tl.constexpr):
     """a << b; 0 where b is negative or at least the width."""
     out_of_range = (b < 0) | (b >= BITS)
-    return tl.where(
-        out_of_range, tl.full([], 0, a.dtype), a << tl.where(out_of_range, tl.full([], 0, b.dtype), b)
-    )
+    return tl.where(out_of_range, tl.full([], 0, a.dtype), a << tl.where(out_of_range, tl.full([], 0, b.dtype), b))
 
 
 @triton.jit

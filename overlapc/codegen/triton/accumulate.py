@@ -1,0 +1,189 @@
+"""How a kernel accumulates its reductions: tile by tile, lane-wise, then once over the lanes.
+
+An accumulation has one or two states. `update` folds a tile into lane states `[x, r]`; `reduced` turns lane states
+into `[x, 1]`. Reduced states of several programs, side by side, are lane states again: that is all a split needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from overlapc.codegen.triton.expressions import COMPUTE, neutral
+from overlapc.ir.body import Op, Reduce, Value, topological
+
+_PRELUDE_NAME = {"any": "max", "all": "min"}
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One lane-wise variable of an accumulation."""
+
+    name: str
+    dtype: torch.dtype
+    neutral: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """sum, prod, max, min, any, all: one state. any/all run on int32."""
+
+    reduce: Reduce
+    states: tuple[State, ...]
+
+    @property
+    def provides(self) -> tuple[Reduce, ...]:
+        return (self.reduce,)
+
+    def update(self, states: Sequence[str], value: str, position: str) -> list[str]:
+        """New states, given the current ones."""
+        (state,) = states
+        kind = self.reduce.kind
+        if kind in ("sum", "prod"):
+            return [f"{state} {'+' if kind == 'sum' else '*'} {value}"]
+        return [f"ops.{'maximum' if kind in ('max', 'any') else 'minimum'}({state}, {value})"]
+
+    def start(self, value: str, position: str) -> list[str]:
+        """States after the first tile."""
+        return [value]
+
+    def reduced(self, states: Sequence[str], targets: Sequence[str]) -> list[str]:
+        """Statements that reduce lane states into `targets`."""
+        kind = _PRELUDE_NAME.get(self.reduce.kind, self.reduce.kind)
+        return [f"{targets[0]} = ops.reduce_{kind}({states[0]})"]
+
+    def results(self, reduced: Sequence[str]) -> list[str]:
+        """Values of `provides`, from reduced states."""
+        return [f"{reduced[0]} != 0" if self.reduce.dtype is torch.bool else reduced[0]]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """argmax, argmin: the best value and where it was seen first."""
+
+    reduce: Reduce
+    states: tuple[State, ...]
+
+    @property
+    def provides(self) -> tuple[Reduce, ...]:
+        return (self.reduce,)
+
+    def start(self, value: str, position: str) -> list[str]:
+        return [value, position]
+
+    def update(self, states: Sequence[str], value: str, position: str) -> list[str]:
+        best, at = states
+        sign = ">" if self.reduce.kind == "argmax" else "<"
+        # Positions grow from tile to tile, so a tie keeps the earlier one.
+        first_nan = f"(({value} != {value}) & ({best} == {best}))"
+        wins = f"({value} {sign} {best}) | {first_nan} | ({at} == {self.states[1].neutral})"
+        return [f"tl.where({wins}, {value}, {best})", f"tl.where({wins}, {position}, {at})"]
+
+    def reduced(self, states: Sequence[str], targets: Sequence[str]) -> list[str]:
+        return [f"{targets[0]}, {targets[1]} = ops.reduce_{self.reduce.kind}({states[0]}, {states[1]})"]
+
+    def results(self, reduced: Sequence[str]) -> list[str]:
+        return [f"{reduced[1]}.to({COMPUTE[self.reduce.dtype]})"]
+
+
+@dataclass(frozen=True, slots=True)
+class Online:
+    """max(x) and sum(exp(x - max(x))) in one pass: the running maximum and the sum relative to it."""
+
+    peak: Reduce
+    total: Reduce
+    states: tuple[State, ...]
+
+    @property
+    def reduce(self) -> Reduce:
+        """The reduction whose argument is accumulated."""
+        return self.peak
+
+    @property
+    def provides(self) -> tuple[Reduce, ...]:
+        return (self.peak, self.total)
+
+    def update(self, states: Sequence[str], value: str, position: str) -> list[str]:
+        peak, total = states
+        return [f"ops.maximum({peak}, {value})", f"ops.online_total({peak}, {total}, {value})"]
+
+    def reduced(self, states: Sequence[str], targets: Sequence[str]) -> list[str]:
+        peak, total = states
+        return [
+            f"{targets[0]} = ops.reduce_max({peak})",
+            f"{targets[1]} = ops.reduce_sum(ops.online_rescale({peak}, {total}, {targets[0]}))",
+        ]
+
+    def results(self, reduced: Sequence[str]) -> list[str]:
+        return list(reduced)
+
+
+Accumulation = Plain | Position | Online
+
+
+def accumulations(roots: Sequence[Value], online: bool, position_dtype: torch.dtype) -> list[list[Accumulation]]:
+    """The reductions under `roots` by depth: those of entry d need only results of entries before d.
+
+    With `online`, a maximum and the sum of exponentials relative to it become one accumulation.
+    """
+    values = topological(roots)
+    reduces = [value for value in values if isinstance(value, Reduce)]
+    partner = _online_partners(reduces) if online else {}
+    depth: dict[Value, int] = {}
+    levels: list[list[Accumulation]] = []
+    joined = {total: peak for peak, total in partner.items()}
+    for value in values:
+        if not isinstance(value, Reduce):
+            depth[value] = max((depth[operand] for operand in value.operands()), default=0)
+            continue
+        if value in joined:
+            depth[value] = depth[joined[value]]
+            continue
+        depth[value] = depth[value.arg] + 1
+        while len(levels) < depth[value]:
+            levels.append([])
+        number = sum(len(level) for level in levels)
+        levels[depth[value] - 1].append(_accumulation(value, partner.get(value), number, position_dtype))
+    return levels
+
+
+def _online_partners(reduces: Sequence[Reduce]) -> dict[Reduce, Reduce]:
+    """max(x) -> sum(exp(x - max(x)))."""
+    found: dict[Reduce, Reduce] = {}
+    for total in reduces:
+        exp = total.arg
+        if total.kind != "sum" or not isinstance(exp, Op) or exp.name != "exp" or not isinstance(exp.args[0], Op):
+            continue
+        difference = exp.args[0]
+        if difference.name != "sub":
+            continue
+        x, peak = difference.args
+        is_peak = isinstance(peak, Reduce) and peak.kind == "max" and peak.arg is x
+        if is_peak and peak not in found and peak.dtype == total.dtype and total.dtype.is_floating_point:
+            assert isinstance(peak, Reduce)
+            found[peak] = total
+    return found
+
+
+def _accumulation(value: Reduce, total: Reduce | None, number: int, position_dtype: torch.dtype) -> Accumulation:
+    if total is not None:
+        peak = State(f"peak{number}", value.dtype, neutral("max", value.dtype))
+        return Online(value, total, (peak, State(f"total{number}", total.dtype, "0.0")))
+    if value.kind in ("argmax", "argmin"):
+        dtype = torch.int32 if value.arg.dtype is torch.bool else value.arg.dtype
+        last = str(torch.iinfo(position_dtype).max)
+        return Position(
+            value,
+            (
+                State(f"{value.kind[3:]}{number}", dtype, neutral(value.kind, dtype)),
+                State(f"at{number}", position_dtype, last),
+            ),
+        )
+    # A bool maximum or minimum is any or all.
+    dtype = torch.int32 if value.dtype is torch.bool or value.kind in ("any", "all") else value.dtype
+    start = neutral({"max": "any", "min": "all"}.get(value.kind, value.kind), dtype)
+    if value.dtype is not torch.bool:
+        start = neutral(value.kind, dtype)
+    return Plain(value, (State(f"{value.kind}{number}", dtype, start),))

@@ -1,0 +1,200 @@
+"""Which loops form a tile's axes, and how large tiles are.
+
+Forms of a kernel:
+
+    flat        pointwise; all loops flattened into one axis x
+    tiled       pointwise; two loops as axes y and x, for bodies that read along one and write along the other
+    persistent  reduction whose row fits a tile [x, r]: everything is read once
+    looped      reduction in tiles [x, r] over r, one pass a reduction depth
+    split       looped, with r divided among programs: too few rows to fill the device
+
+Sizes that are symbols enter with their hints; any size stays correct, hints only choose speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+
+from overlapc.ir.body import Body, Load, Loop, Reduce, Store
+from overlapc.ir.indexing import free_symbols
+
+MULTIPROCESSORS = 132  # of an H100/H200 SXM; other devices only get less fitting block sizes
+_PERSISTENT_LIMIT = 16384  # elements of a row; 16 a thread at 32 warps
+_DEFAULT_HINT = 4096  # for a size nobody knows
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Loops by axis (outermost first) and block sizes in elements (powers of two)."""
+
+    form: str
+    x: tuple[Loop, ...]
+    xblock: int
+    num_warps: int
+    r: tuple[Loop, ...] = ()
+    rblock: int = 1
+    y: tuple[Loop, ...] = ()
+    yblock: int = 1
+    grid: tuple[Loop, ...] = ()  # loops that are one value in a whole program
+    splits: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One load or store: how far apart neighbours along each loop are, in elements."""
+
+    strides: Mapping[sympy.Symbol, int]
+    bytes: int  # touched by the whole kernel
+    is_store: bool
+
+
+def choose(body: Body, hints: Mapping[sympy.Symbol, int]) -> Tiling:
+    """Axes and block sizes for `body`."""
+    sizes = {loop.symbol: hint_of(loop.size, hints) for loop in (*body.loops, *body.reduction)}
+    accesses = [_access(item, sizes, hints) for item in accesses_of(body)]
+    if body.reduction:
+        return _reduction(body, sizes, accesses, hints)
+    return _pointwise(body, sizes, accesses)
+
+
+def accesses_of(body: Body) -> list[Load | Store]:
+    """Everything that touches memory, loads first."""
+    return [*body.loads(), *body.stores]
+
+
+def hint_of(size: sympy.Expr, hints: Mapping[sympy.Symbol, int]) -> int:
+    """`size` as a number, with hints for its symbols."""
+    if size.is_Integer:
+        return int(size)
+    known = {symbol: sympy.Integer(hints.get(symbol, _DEFAULT_HINT)) for symbol in size.free_symbols}
+    return int(size.subs(known))
+
+
+def _access(item: Load | Store, sizes: Mapping[sympy.Symbol, int], hints: Mapping[sympy.Symbol, int]) -> Access:
+    symbols = item.index.free_symbols
+    indirect = {symbol for symbol, _ in item.indirect}
+    origin = {
+        symbol: sympy.Integer(0 if symbol in sizes or symbol in indirect else hints.get(symbol, _DEFAULT_HINT))
+        for symbol in symbols
+    }
+    base = item.index.xreplace(origin)
+    strides = {
+        symbol: int(item.index.xreplace({**origin, symbol: sympy.S.One}) - base)
+        for symbol in symbols
+        if symbol in sizes
+    }
+    touched = item.memory_dtype.itemsize
+    for symbol in strides:
+        touched *= sizes[symbol]
+    return Access(strides, touched, isinstance(item, Store))
+
+
+def _contiguous_bytes(accesses: Sequence[Access], sizes: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, int]:
+    """For every loop, bytes of accesses in which its neighbours are neighbours in memory."""
+    votes = dict.fromkeys(sizes, 0)
+    for access in accesses:
+        for symbol, stride in access.strides.items():
+            if abs(stride) == 1 and sizes[symbol] > 1:
+                votes[symbol] += access.bytes + (access.bytes // 8 if access.is_store else 0)
+    return votes
+
+
+def _last(loops: Sequence[Loop], symbol: sympy.Symbol) -> tuple[Loop, ...]:
+    """`loops` with the one of `symbol` innermost."""
+    return tuple(sorted(loops, key=lambda loop: loop.symbol == symbol))
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _clamp(low: int, number: int, high: int) -> int:
+    return max(low, min(number, high))
+
+
+def _pointwise(body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence[Access]) -> Tiling:
+    total = 1
+    for size in sizes.values():
+        total *= size
+    votes = _contiguous_bytes(accesses, sizes)
+    ranked = sorted(votes, key=lambda symbol: -votes[symbol])
+    if len(ranked) >= 2:
+        first, second = ranked[0], ranked[1]
+        if 4 * votes[second] >= votes[first] > 0 and min(sizes[first], sizes[second]) >= 16:
+            by_symbol = {loop.symbol: loop for loop in body.loops}
+            xblock = min(64, power_of_two(sizes[first]))
+            yblock = min(64, power_of_two(sizes[second]))
+            rest = tuple(loop for loop in body.loops if loop.symbol not in (first, second))
+            return Tiling(
+                "tiled", (by_symbol[first],), xblock, _clamp(1, xblock * yblock // 512, 8),
+                y=(by_symbol[second],), yblock=yblock, grid=rest,
+            )  # fmt: skip
+    loops = body.loops
+    if ranked and votes[ranked[0]] > 0 and loops[-1].symbol != ranked[0] and not votes[loops[-1].symbol]:
+        loops = _last(loops, ranked[0])
+    # Eight elements a thread: 16 bytes a load in two-byte formats. Smaller blocks when few would fill the device.
+    xblock = _clamp(128, power_of_two(total // (4 * MULTIPROCESSORS) + 1), 1024)
+    xblock = min(xblock, max(32, power_of_two(total)))
+    return Tiling("flat", loops, xblock, _clamp(1, xblock // 256, 4))
+
+
+def _reduction(
+    body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence[Access], hints: Mapping[sympy.Symbol, int]
+) -> Tiling:
+    reduced = {loop.symbol for loop in body.reduction}
+    inner = [access for access in accesses if reduced & set(access.strides)]
+    votes = _contiguous_bytes(inner, sizes)
+    rows, length = 1, 1
+    for symbol, size in sizes.items():
+        if symbol in reduced:
+            length *= size
+        else:
+            rows *= size
+    x, r = body.loops, body.reduction
+    best = max(votes, key=lambda symbol: votes[symbol]) if votes else None
+    columns = best is not None and votes[best] > 0 and best not in reduced
+    if columns:
+        assert best is not None
+        x = _last(x, best)
+    positions = any(isinstance(value, Reduce) and value.kind in ("argmax", "argmin") for value in body.values())
+    if not columns and best in reduced and not positions:
+        r = _last(r, best)
+
+    static = not free_symbols(loop.size for loop in body.reduction)
+    streams = len({value.buffer for value in body.loads() if reduced & value.index.free_symbols})
+    row_limit = _PERSISTENT_LIMIT // (1 if streams <= 2 else 2 if streams <= 4 else 4)  # registers
+    if columns:
+        width = 64 if all(load.memory_dtype.itemsize <= 2 for load in body.loads()) else 32
+        xblock = min(width, power_of_two(rows))
+        rblock = _clamp(1, power_of_two(length), 4096 // xblock if length * xblock <= 4096 else 2048 // xblock)
+        fits = static and length <= rblock
+    elif static and length <= row_limit:
+        rblock = power_of_two(length)
+        wanted = max(1, 2048 // rblock)
+        xblock = _clamp(1, min(wanted, power_of_two(max(1, rows // (2 * MULTIPROCESSORS)))), 64)
+        fits = True
+    else:
+        xblock, fits = 1, False
+        rblock = _clamp(64, power_of_two(length), 4096 if streams <= 2 else 2048)
+    tile = xblock * rblock
+    num_warps = _clamp(1, tile // (256 if columns or not fits else 512), 8 if tile <= 8192 else 16)
+    programs = -(-rows // xblock)
+    splits = 1
+    if not fits and programs < MULTIPROCESSORS:
+        wanted = min(4 * MULTIPROCESSORS // programs, length // (4 * rblock), 512)
+        splits = 1 << max(0, wanted.bit_length() - 1) if wanted >= 2 else 1
+    form = "persistent" if fits else "split" if splits > 1 else "looped"
+    return Tiling(form, x, xblock, num_warps, r=r, rblock=rblock, splits=splits)
+
+
+def memory_dtypes(body: Body) -> dict[str, torch.dtype]:
+    """The dtype of every buffer; the first one when a buffer is read as several (see `TritonGenerator.refuse`)."""
+    found: dict[str, torch.dtype] = {}
+    for item in accesses_of(body):
+        found.setdefault(item.buffer, item.memory_dtype)
+    return found

@@ -1,0 +1,371 @@
+"""Loads generated Triton kernels and launches them at low cost for the host.
+
+A kernel is compiled once per variant: which pointers are aligned to 16 bytes, which sizes are multiples of 16, and
+how wide indices must be. A launch then calls the compiled kernel directly, past Triton's own per-call inspection of
+arguments. Without a GPU the same modules run in Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import sympy
+import torch
+from torch.utils._sympy.printers import PythonPrinter
+
+from overlapc.errors import ToolchainError
+from overlapc.runtime.cache import KernelCache, content_key
+from overlapc.runtime.counters import count
+
+if TYPE_CHECKING:
+    from triton.backends.compiler import GPUTarget
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One `@triton.jit` function of a kernel; stages run in order on one stream and take the same arguments."""
+
+    function: str
+    programs: sympy.Expr  # grid size, from the kernel's size symbols
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to launch a generated kernel."""
+
+    stages: tuple[Stage, ...]
+    pointers: tuple[str, ...]  # Triton types of the buffers, in order: "*bf16"
+    scratch: tuple[tuple[torch.dtype, sympy.Expr], ...]  # dtype and elements of buffers between stages
+    constants: tuple[tuple[str, int], ...]  # block sizes; also the defaults in the source
+    index_bounds: tuple[sympy.Expr, ...] | None  # largest indices; beyond int32 the launch passes INDEX=tl.int64
+
+    def identity(self) -> str:
+        """What tells two kernels of equal text apart."""
+        stages = [(stage.function, str(stage.programs), stage.num_warps) for stage in self.stages]
+        return repr((stages, self.pointers, [(str(dtype), str(size)) for dtype, size in self.scratch], self.constants))
+
+    @property
+    def scratch_bytes(self) -> sympy.Expr:
+        """Memory that a launch allocates for itself."""
+        return sympy.Add(*(dtype.itemsize * elements for dtype, elements in self.scratch))
+
+
+class Source(Protocol):
+    """What is needed of a `KernelSource`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def comment(self) -> str: ...
+    @property
+    def buffers(self) -> tuple[str, ...]: ...
+    @property
+    def sizes(self) -> tuple[sympy.Symbol, ...]: ...
+    @property
+    def launch(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a compiled kernel may assume of its arguments; bit i is about pointer or size i."""
+
+    aligned: int  # pointers that are multiples of 16 bytes
+    divisible: int  # sizes that are multiples of 16
+    wide: bool  # indices need int64
+
+
+_SCRATCH_POINTER = {torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64"}
+_SCRATCH_POINTER |= {torch.int8: "*i8", torch.int16: "*i16", torch.uint8: "*u8"}
+_INT32_LIMIT = 2**31 - 2**20
+
+
+def load_kernels(sources: Sequence[Source], cache_dir: Path) -> Mapping[str, Callable[..., None]]:
+    """A launcher per source name, for the current CUDA device or Triton's interpreter; compiles what is missing.
+
+    A launcher takes one tensor per buffer, then one int per size. ToolchainError names the kernel and the file with
+    its source when Triton is missing or refuses it.
+    """
+    triton = _triton()
+    paths = {source.name: write_module(source, cache_dir) for source in sources}
+    if triton.knobs.runtime.interpret:
+        from overlapc.runtime import triton_interpreter
+
+        return {
+            source.name: InterpretedLauncher(source, triton_interpreter.load_module(paths[source.name], source.name))
+            for source in sources
+        }
+    if not torch.cuda.is_available():
+        raise ToolchainError(
+            "Triton kernels need a CUDA device, and none is visible; TRITON_INTERPRET=1 runs them on CPU tensors"
+        )
+    launchers = {source.name: CudaLauncher(source, _module(paths[source.name]), cache_dir) for source in sources}
+    device = torch.cuda.current_device()
+
+    def prepare(launcher: CudaLauncher) -> None:
+        torch.cuda.set_device(device)  # a thread starts on device 0
+        launcher.prepare()
+
+    with _triton_cache(cache_dir), ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(prepare, launchers.values()))
+    for launcher in launchers.values():
+        launcher.ready(device)
+    return launchers
+
+
+def compile_source(source: Source, cache_dir: Path, capability: int = 90) -> list[Any]:
+    """Compiled kernels (`.asm["cubin"]`, `.metadata`) of every stage for an NVIDIA architecture; needs no GPU."""
+    _triton()
+    from triton.backends.compiler import GPUTarget
+
+    module = _module(write_module(source, cache_dir))
+    variant = _usual_variant(source)
+    target = GPUTarget("cuda", capability, 32)
+    with _triton_cache(cache_dir):
+        return [
+            _compile(source, getattr(module, stage.function), stage, variant, target)
+            for stage in _launch(source).stages
+        ]
+
+
+def write_module(source: Source, cache_dir: Path) -> Path:
+    """The file with a source's text, headed by where it came from."""
+    # One line whatever the comment: Triton's own cache hashes the line a function starts at.
+    heading = " | ".join(line.strip() for line in source.comment.splitlines() if line.strip())
+    text = f"# {heading or source.name}\n{source.text}"
+    key = content_key("triton", source.name, source.text)
+    return KernelCache(cache_dir).get_or_build(key, ".py", lambda path: _write(path, text))
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _launch(source: Source) -> Launch:
+    launch = source.launch
+    assert isinstance(launch, Launch)
+    return launch
+
+
+def _triton() -> ModuleType:
+    try:
+        import triton
+    except ImportError as error:
+        raise ToolchainError(f"CUDA kernels need Triton ({error}); pip install 'triton>=3.6'") from error
+    with triton.knobs.runtime.scope():
+        # Compiled kernels import this copy of the prelude; the interpreter makes its own.
+        triton.knobs.runtime.interpret = False
+        importlib.import_module("overlapc.runtime.triton_prelude")
+    return triton
+
+
+def _module(path: Path) -> ModuleType:
+    name = f"overlapc_kernel_{path.stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        triton = _triton()
+        with triton.knobs.runtime.scope():
+            triton.knobs.runtime.interpret = False
+            spec.loader.exec_module(module)
+        sys.modules[name] = module
+    return sys.modules[name]
+
+
+@contextmanager
+def _triton_cache(cache_dir: Path) -> Iterator[None]:
+    """Triton keeps its files under our cache folder meanwhile; its writes are atomic."""
+    triton = _triton()
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(Path(cache_dir) / "triton")
+        yield
+
+
+def _usual_variant(source: Source) -> Variant:
+    """Aligned pointers, sizes nobody promised anything about."""
+    pointers = len(source.buffers) + len(_launch(source).scratch)
+    return Variant((1 << pointers) - 1, 0, False)
+
+
+# What depends on Triton's version
+
+
+def _compile(source: Source, function: Any, stage: Stage, variant: Variant, target: GPUTarget) -> Any:
+    """`function` compiled for a variant (Triton 3.6: `ASTSource` by parameter names, attributes by position)."""
+    import triton.language as tl
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as triton_compile
+    from triton.compiler.errors import CompilationError
+
+    launch = _launch(source)
+    pointers = [*launch.pointers, *(_SCRATCH_POINTER[dtype] for dtype, _ in launch.scratch)]
+    kinds = [*pointers, *("i64" for _ in source.sizes)]
+    signature = dict(zip(function.arg_names, kinds, strict=False))
+    constants: dict[str, Any] = dict(launch.constants)
+    if launch.index_bounds is not None:
+        constants["INDEX"] = tl.int64 if variant.wide else tl.int32
+    signature.update(dict.fromkeys(constants, "constexpr"))
+    multiples = [at for at in range(len(pointers)) if variant.aligned >> at & 1]
+    multiples += [len(pointers) + at for at in range(len(source.sizes)) if variant.divisible >> at & 1]
+    attributes = {(at,): [["tt.divisibility", 16]] for at in multiples}
+    try:
+        compiled = triton_compile(
+            ASTSource(function, signature, constants, attributes),
+            target=target,
+            options={"num_warps": stage.num_warps},
+        )
+    except CompilationError as error:
+        first = next((line for line in str(error).splitlines()[::-1] if line.strip()), "unknown error")
+        raise ToolchainError(
+            f"Triton refused {stage.function} of {source.name}: {first}\n"
+            f"  source: {function.fn.__code__.co_filename}\nhint: native=False runs the graph without generated kernels"
+        ) from error
+    count("triton_kernels_loaded")
+    return compiled
+
+
+def _runner(compiled: Any, constants: int) -> Callable[..., None]:
+    """`run(programs, stream, *arguments)` for a compiled kernel (Triton 3.6's launcher signature)."""
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    # A constexpr still takes a place in the launcher's argument list, which it ignores.
+    ignored = (None,) * constants
+
+    def launch(programs: int, stream: int, *arguments: int) -> None:
+        run(programs, 1, 1, stream, function, packed, None, None, None, *arguments, *ignored)
+
+    return launch
+
+
+# Launchers
+
+
+def host_function(expr: sympy.Expr, sizes: Sequence[sympy.Symbol]) -> Callable[..., int]:
+    """`expr` as a Python function of the sizes, in order."""
+    if expr.is_Integer:
+        number = int(expr)
+        return lambda *_: number
+    text = f"lambda {', '.join(str(size) for size in sizes)}: {PythonPrinter().doprint(expr)}"
+    return eval(text, {"math": __import__("math")})
+
+
+class CudaLauncher:
+    """Launches one kernel on the current device and stream; `launcher(*tensors, *sizes)`."""
+
+    def __init__(self, source: Source, module: ModuleType, cache_dir: Path) -> None:
+        launch = _launch(source)
+        self._source = source
+        self._launch = launch
+        self._cache_dir = cache_dir
+        self._functions = [getattr(module, stage.function) for stage in launch.stages]
+        self._programs = [host_function(stage.programs, source.sizes) for stage in launch.stages]
+        self._scratch = [(dtype, host_function(size, source.sizes)) for dtype, size in launch.scratch]
+        self._bounds = [host_function(bound, source.sizes) for bound in launch.index_bounds or ()]
+        self._constants = len(launch.constants) + (launch.index_bounds is not None)
+        self._buffers = len(source.buffers)
+        self._static = [int(stage.programs) for stage in launch.stages] if not source.sizes else None
+        self._compiled: dict[Variant, list[Any]] = {}
+        self._runs: dict[tuple[int, Variant], list[Callable[..., None]]] = {}
+        self._usual = _usual_variant(source)
+        self._fast: dict[int, list[Callable[..., None]]] = {}  # device -> runs of the usual variant
+
+    def prepare(self, variant: Variant | None = None) -> None:
+        """Compiles a variant (the usual one by default); does not load it onto a device."""
+        from triton.runtime.driver import driver
+
+        variant = variant or self._usual
+        if variant not in self._compiled:
+            target = driver.active.get_current_target()
+            self._compiled[variant] = [
+                _compile(self._source, function, stage, variant, target)
+                for function, stage in zip(self._functions, self._launch.stages, strict=True)
+            ]
+
+    def ready(self, device: int) -> None:
+        """Loads the usual variant onto a device."""
+        self._fast[device] = self._load(device, self._usual)
+
+    def __call__(self, *arguments: Any) -> None:
+        device = torch._C._cuda_getDevice()
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        count_of_buffers = self._buffers
+        pointers = [tensor.data_ptr() for tensor in arguments[:count_of_buffers]]
+        if self._static is not None and not self._scratch and device in self._fast:
+            every = 0
+            for pointer in pointers:
+                every |= pointer
+            if not every & 15:
+                for run, programs in zip(self._fast[device], self._static, strict=True):
+                    run(programs, stream, *pointers)
+                return
+        self._launch_general(device, stream, pointers, arguments[count_of_buffers:])
+
+    def _launch_general(self, device: int, stream: int, pointers: list[int], sizes: tuple[int, ...]) -> None:
+        """Sizes, scratch memory, or pointers that are not aligned."""
+        scratch = [
+            torch.empty(elements(*sizes), dtype=dtype, device=f"cuda:{device}") for dtype, elements in self._scratch
+        ]
+        pointers = [*pointers, *(tensor.data_ptr() for tensor in scratch)]
+        aligned = sum(1 << at for at, pointer in enumerate(pointers) if not pointer & 15)
+        divisible = sum(1 << at for at, size in enumerate(sizes) if not size & 15)
+        wide = any(bound(*sizes) >= _INT32_LIMIT for bound in self._bounds)
+        variant = Variant(aligned, divisible, wide)
+        runs = self._runs.get((device, variant))
+        if runs is None:
+            runs = self._load(device, variant)
+        for run, programs in zip(runs, self._programs, strict=True):
+            number = programs(*sizes)
+            if number > 0:
+                run(number, stream, *pointers, *sizes)
+        # The allocator hands scratch to later work of this stream only, so freeing it here is safe.
+
+    def _load(self, device: int, variant: Variant) -> list[Callable[..., None]]:
+        with _triton_cache(self._cache_dir):
+            self.prepare(variant)
+            runs = [_runner(compiled, self._constants) for compiled in self._compiled[variant]]
+        self._runs[device, variant] = runs
+        return runs
+
+
+class InterpretedLauncher:
+    """Runs one kernel in Triton's interpreter, on CPU tensors."""
+
+    def __init__(self, source: Source, module: ModuleType) -> None:
+        self._source = source
+        self._launch = _launch(source)
+        self._functions = [getattr(module, stage.function) for stage in self._launch.stages]
+
+    def __call__(self, *arguments: Any) -> None:
+        import numpy as np
+        import triton.language as tl
+
+        buffers = len(self._source.buffers)
+        tensors = [_as_bytes(tensor) for tensor in arguments[:buffers]]
+        sizes = arguments[buffers:]
+        scratch = [
+            torch.empty(host_function(elements, self._source.sizes)(*sizes), dtype=dtype)
+            for dtype, elements in self._launch.scratch
+        ]
+        extra: dict[str, Any] = {}
+        if self._launch.index_bounds is not None:
+            extra["INDEX"] = tl.int32
+        for function, stage in zip(self._functions, self._launch.stages, strict=True):
+            programs = host_function(stage.programs, self._source.sizes)(*sizes)
+            with np.errstate(all="ignore"):  # masked lanes compute on nothing
+                function[(programs,)](*tensors, *scratch, *sizes, **extra)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
