@@ -17,12 +17,13 @@ import typer
 from tabulate import tabulate
 
 from overlapc.config import Config, describe, variable_of
-from overlapc.errors import ConfigError, OverlapcError, ToolchainError
+from overlapc.errors import ConfigError, OverlapcError, ScheduleError, ToolchainError
 from overlapc.launch.torchrun import JobFailed, check_world, run_ranks
 
 # typer carries its own click in new versions and needs click's in old ones; both put this class here.
 _UsageProblem: Any = typer.BadParameter.__mro__[2]
 
+_BAD_INPUT = (ConfigError, ToolchainError, ScheduleError)  # the last from a schedule text that a user wrote
 _USAGE, _FAILED, _INTERRUPTED = 2, 1, 130
 
 app = typer.Typer(
@@ -84,7 +85,9 @@ def demo(
     cfg = DemoConfig(nproc, device, dtype, tp, hsdp, steps, batch, seq, not no_reshard, model)
     cfg.check()
     if device == "cpu":
-        _check_compiler()
+        from overlapc.runtime.toolchain import find_compiler
+
+        find_compiler()
     run_dir = _writable(out or Path("runs") / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
     command = ("-m", "overlapc.launch.demo", json.dumps(dataclasses.asdict(cfg)))
     run_ranks(command, nproc, run_dir, variables)
@@ -125,6 +128,38 @@ def run(
     print(f"\n{collected}\n\nwritten to {report}; a page of it: overlapc report {report} --save report.html")
 
 
+@app.command(epilog="example: overlapc plan schedule.txt --passes sink_waits -o memory_budget=12GiB")
+def plan(
+    file: Annotated[Path, typer.Argument(help="one or more schedules in text form, such as a run's schedule.txt")],
+    passes: Passes = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="estimates nodes that have no time, e.g. h200-nvlink",
+            show_default=False,
+        ),
+    ] = None,
+    option: Options = None,
+    save: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="schedule.txt, report.html, trace.json, record.json; may repeat", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Run the passes on schedules in text form and show what they gain. Needs no GPU and no ranks."""
+    values = _values(passes, option)
+    if profile is not None:
+        values["profile"] = profile
+    from overlapc.launch.plan import plan_text
+
+    report = plan_text(_read(file), Config.of(values))
+    print(report)
+    for target in save or ():
+        print(f"written to {report.save(target)}")
+
+
 @app.command(epilog="example: overlapc report overlap.json --save report.html")
 def report(
     file: Annotated[Path, typer.Argument(help="a record: overlap.json, or record.json of a run folder")],
@@ -156,9 +191,14 @@ def options() -> None:
 @app.command("version")
 def show_version() -> None:
     """Versions of overlapc and of what it builds on."""
-    compiler = os.environ.get("CXX", "g++")
+    from overlapc.runtime.toolchain import find_compiler
+
+    try:
+        compiler = " ".join(find_compiler().command)
+    except ToolchainError:
+        compiler = "none"
     rows = [(name, _version_of(name)) for name in ("overlapc", "torch", "triton", "sympy")]
-    rows += [("python", sys.version.split()[0]), ("C++ compiler", shutil.which(compiler) or "none")]
+    rows += [("python", sys.version.split()[0]), ("C++ compiler", compiler)]
     print(tabulate(rows, tablefmt="plain", disable_numparse=True))
 
 
@@ -170,7 +210,17 @@ def _version_of(package: str) -> str:
 
 
 def _variables(passes: str | None, given: Sequence[str] | None) -> dict[str, str]:
-    """OVERLAPC_ variables for the ranks; ConfigError for what a Config would not take."""
+    """OVERLAPC_ variables for the ranks; ConfigError for what a compilation would refuse."""
+    values = _values(passes, given)
+    config = Config.of(values)
+    if config.passes:
+        from overlapc.passes.base import select
+
+        select(config.passes)
+    return {variable_of(name): value for name, value in values.items()}
+
+
+def _values(passes: str | None, given: Sequence[str] | None) -> dict[str, str]:
     values: dict[str, str] = {}
     for text in given or ():
         name, equals, value = text.partition("=")
@@ -179,29 +229,20 @@ def _variables(passes: str | None, given: Sequence[str] | None) -> dict[str, str
         values[name.strip()] = value
     if passes is not None:
         values["passes"] = passes
-    config = Config.of(values)
-    _check_passes(config)
-    return {variable_of(name): value for name, value in values.items()}
+    return values
 
 
-def _check_passes(config: Config) -> None:
-    if config.passes:
-        from overlapc.passes.base import find_pass
-
-        for name in config.passes:
-            find_pass(name)
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
 
 
 def _check_torch() -> None:
     from overlapc.fx.versions import check_torch_version
 
     check_torch_version()
-
-
-def _check_compiler() -> None:
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        raise ToolchainError(f"no C++ compiler {compiler!r} found; install g++ or set CXX to one")
 
 
 def _writable(folder: Path) -> Path:
@@ -224,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except JobFailed as failed:
         return _say(str(failed), failed.exit_code)
     except OverlapcError as error:
-        return _say(str(error), _USAGE if isinstance(error, (ConfigError, ToolchainError)) else _FAILED)
+        return _say(str(error), _USAGE if isinstance(error, _BAD_INPUT) else _FAILED)
     except (KeyboardInterrupt, typer.Abort):
         return _say("interrupted", _INTERRUPTED)
     return code if isinstance(code, int) else 0

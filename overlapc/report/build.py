@@ -3,13 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from overlapc.estimators.timeline import Timeline
-from overlapc.report.record import Plan, Span
+from overlapc.passes.base import CollectiveRecord, Result
+from overlapc.report.record import CollectiveRow, GraphRecord, PassRow, Plan, Span
 from overlapc.schedule.memory import analyze
-from overlapc.schedule.model import Kind, Node, Origin, Schedule
-from overlapc.schedule.text import print_schedule
+from overlapc.schedule.model import Kind, Origin, Schedule
+
+
+def graph_record(
+    result: Result,
+    *,
+    name: str | None = None,
+    fallbacks: Mapping[str, int] | None = None,
+    compile_seconds: float = 0.0,
+    budget_bytes: int | None = None,
+) -> GraphRecord:
+    """The record of one compiled graph, as plain data.
+
+    name: the schedule's own unless given. fallbacks: eager calls by op, for want of a lowering.
+    budget_bytes: the limit that was planned for, if not the schedule's own.
+    """
+    final = result.schedule
+    return GraphRecord(
+        name=name or final.name,
+        schedule=str(final),
+        before=plan_of(result.before),
+        after=plan_of(result.after),
+        lower_bound_ns=result.after.lower_bound_ns,
+        peak_bytes=analyze(final).peak_bytes,
+        incoming_peak_bytes=analyze(result.before.schedule).peak_bytes,
+        budget_bytes=budget_bytes if budget_bytes is not None else final.budget_bytes,
+        collectives=tuple(_row(row, final) for row in result.collectives),
+        memory=memory_of(result.after),
+        passes=tuple(PassRow(report.name, report.seconds, dict(report.reasons)) for report in result.reports),
+        kernels=_count(final, Kind.KERNEL),
+        externs=_count(final, Kind.EXTERN),
+        fallbacks=dict(fallbacks or {}),
+        unknown=result.after.unknown,
+        compile_seconds=compile_seconds,
+    )
+
+
+def _count(schedule: Schedule, kind: Kind) -> int:
+    return sum(node.kind is kind for node in schedule.nodes)
+
+
+def _row(row: CollectiveRecord, schedule: Schedule) -> CollectiveRow:
+    return CollectiveRow(
+        name=row.name,
+        op=row.op,
+        group=row.group,
+        ranks=row.size,
+        bytes=row.bytes,
+        estimate_ns=row.estimate_ns,
+        source=row.source,
+        hidden_before_ns=row.hidden_before_ns,
+        exposed_before_ns=row.exposed_before_ns,
+        hidden_after_ns=row.hidden_after_ns,
+        exposed_after_ns=row.exposed_after_ns,
+        moves=row.moves,
+        limit=row.limit,
+        origin=shown_origin(schedule.node(row.name).origin),
+    )
 
 
 def plan_of(timeline: Timeline) -> Plan:

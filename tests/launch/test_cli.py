@@ -52,7 +52,7 @@ def command(capsys, monkeypatch, tmp_path):
         (("demo", "--dtype", "fp8"), "--dtype fp8: fp32 or bf16"),
         (("demo", "--model", "70b"), "--model 70b: one of demo, tiny, 8b"),
         (("demo", "--steps", "0"), "--steps 0: at least 1"),
-        (("demo", "--nproc", "two"), "'two' is not a valid int"),
+        (("demo", "--nproc", "two"), "Invalid value for '--nproc'"),
         (("demo", "--nprocs", "2"), "--nproc"),
         (("demo", "-o", "memory_budgt=1GiB"), "no option named 'memory_budgt'; nearest: memory_budget"),
         (("demo", "-o", "memory_budget=lots"), "memory_budget: 'lots' is not a size"),
@@ -77,7 +77,7 @@ def test_no_compiler(command, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     code, _, error = command("demo")
     assert (code, error.count("\n")) == (2, 1)
-    assert "no C++ compiler 'no-such-compiler' found; install g++ or set CXX" in error
+    assert error.startswith("overlapc: no C++ compiler found (tried no-such-compiler); install g++")
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.14.0+cpu"])
@@ -131,13 +131,14 @@ def test_report_shows_and_saves(command, tmp_path):
 
 def test_plan_runs_passes_on_a_schedule_text_and_shows_what_they_gained(command, tmp_path):
     (tmp_path / "step.txt").write_text(SCHEDULE)
-    code, out, error = command("plan", "step.txt", "--save", "plan.json", "--write", "planned.txt")
+    saves = ("--save", "plan.json", "--save", "schedule.txt")
+    code, out, error = command("plan", "step.txt", "-o", "peak_increase=1", *saves)
     assert (code, error) == (0, "")
     assert "ag1 all_gather" in out
     graph = record.load(tmp_path / "plan.json").steps[0].graphs[0]
     assert graph.before.step_ns == 360_000.0
     assert graph.after.step_ns < graph.before.step_ns
-    planned = (tmp_path / "planned.txt").read_text()
+    planned = (tmp_path / "schedule.txt").read_text()
     assert planned.index("ag1") < planned.index("mm0")
 
 
@@ -146,6 +147,29 @@ def test_plan_without_passes_leaves_the_order(command, tmp_path):
     code, out, _ = command("plan", "step.txt", "--passes", "none")
     assert code == 0
     assert "0.360 ms -> 0.360 ms" in out
+
+
+def test_plan_keeps_to_the_memory_it_is_given(command, tmp_path):
+    (tmp_path / "step.txt").write_text(SCHEDULE)
+    code, out, _ = command("plan", "step.txt", "-o", "peak_increase=0")
+    assert code == 0
+    assert "0.360 ms -> 0.360 ms" in out
+    assert "peak memory" in out.partition("ag1 all_gather")[2].splitlines()[0]
+    code, _, error = command("plan", "step.txt", "-o", "memory_budget=1MiB")
+    assert code == 1
+    assert "memory_budget is 1MiB" in error
+
+
+def test_plan_estimates_with_a_profile_and_says_who_did(command, tmp_path):
+    bare = SCHEDULE.replace("100us [table x]", "").replace("80us [roofline]", "")
+    (tmp_path / "step.txt").write_text(bare)
+    _, out, _ = command("plan", "step.txt")
+    assert "unknown      ag0, mm0, ag1, mm1: nobody could estimate these" in out
+    _, out, _ = command("plan", "step.txt", "--profile", "h200-nvlink")
+    assert "h200-nvlink" in out.partition("ag1 all_gather")[2].splitlines()[0]
+    assert "unknown      mm0, mm1:" in out
+    code, _, error = command("plan", "step.txt", "--profile", "h200")
+    assert (code, error) == (2, "overlapc: no device profile named 'h200'; nearest: h200-nvlink\n")
 
 
 def test_plan_takes_a_file_of_several_schedules(command, tmp_path):

@@ -30,7 +30,8 @@ out, what = Path(sys.argv[1]), sys.argv[2]
 rank = int(os.environ["RANK"])
 if what == "show":
     names = ("WORLD_SIZE", "OMP_NUM_THREADS", "OVERLAPC_PASSES", "OVERLAPC_MEMORY_BUDGET")
-    seen = {"argv": sys.argv[2:], "path": sys.path[0], "pid": os.getpid()} | {name: os.environ.get(name) for name in names}
+    seen = {name: os.environ.get(name) for name in names}
+    seen |= {"argv": sys.argv[2:], "path": sys.path[0], "pid": os.getpid()}
     (out / f"{rank}.json").write_text(json.dumps(seen))
 if what == "config":
     raise ConfigError("rank_timeout: 'x' is not a number of seconds")
@@ -178,13 +179,12 @@ def test_our_error_is_found_behind_dynamos():
         inner_exception = CompileError("no lowering")
 
     assert str(worker.our_error(BackendCompilerFailed())) == "no lowering"
-    try:
-        try:
-            raise ConfigError("handled")
-        except ConfigError:
-            raise ValueError("the real one")  # noqa: B904 - exactly the case: context, not cause
-    except ValueError as error:
-        assert worker.our_error(error) is None
+
+
+def test_an_error_of_ours_that_was_handled_does_not_hide_a_later_one():
+    later = ValueError("the real one")
+    later.__context__ = ConfigError("handled")  # as `raise` inside an `except` leaves it
+    assert worker.our_error(later) is None
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_what_is_no_record_is_refused(tmp_path, text, message):
 
 
 def test_a_missing_record_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot read .*: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read .*: No such file"):
         record.load(tmp_path / "none.json")
 
 

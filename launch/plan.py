@@ -1,0 +1,58 @@
+"""`overlapc plan`: passes on a schedule text, with no GPU and no ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from overlapc.config import Config
+from overlapc.errors import ConfigError
+from overlapc.estimators.base import FirstKnown, estimate_schedule
+from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
+from overlapc.estimators.device import IDEAL, load_profile
+from overlapc.estimators.roofline import Roofline
+from overlapc.passes.base import Context, run_pipeline
+from overlapc.report.build import graph_record
+from overlapc.report.record import Report, StepRecord
+from overlapc.schedule.text import parse
+from overlapc.schedule.verify import verify
+
+_HEADER = re.compile(r"^[ \t]*schedule[ \t]", re.MULTILINE)
+
+
+def plan_text(text: str, config: Config) -> Report:
+    """Every schedule in `text` through the passes of `config`, as the report of one rank.
+
+    Times in the text stand; nodes without one are estimated from `config.profile`, if one is named, and
+    are unknown otherwise. ScheduleError for text that cannot be read or breaks a rule, ConfigError for text
+    without any schedule.
+    """
+    profile = IDEAL if config.profile is None else load_profile(config.profile)
+    chain = FirstKnown((MeasuredCollectives(profile), Roofline(profile), AnalyticCollectives(profile)))
+    assert not isinstance(config.memory_budget, str)  # Config has read it
+    assert not isinstance(config.passes, str)
+    context = Context(
+        profile=profile,
+        budget_bytes=config.memory_budget,
+        peak_increase=config.peak_increase,
+        passes=config.passes,
+        verify=config.verify,
+    )
+    graphs = []
+    for part in parts(text):
+        schedule = parse(part)
+        verify(schedule, schedule.name)
+        result = run_pipeline(estimate_schedule(schedule, chain).schedule, context)
+        graphs.append(graph_record(result, budget_bytes=context.budget_bytes))
+    return Report((StepRecord(graphs=tuple(graphs)),))
+
+
+def parts(text: str) -> Iterator[str]:
+    """One text a schedule, each behind as many empty lines as came before it, so that errors count right."""
+    starts = [match.start() for match in _HEADER.finditer(text)] or [0]
+    if not text.strip():
+        raise ConfigError("no schedule in this file: it is empty")
+    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+        before = text[:start] if start != starts[0] else ""
+        lead = "\n" * before.count("\n")
+        yield lead + text[start if before else 0 : end]
