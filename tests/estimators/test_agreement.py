@@ -286,15 +286,17 @@ def test_a_store_that_is_gone_is_an_error_with_a_cause() -> None:
         party.compilation("f", 3).agree_on_graph(LINES)
 
 
-def test_a_thousand_ranks_agree_in_little_work_each() -> None:
-    """One TCP store and a client each, as in a real job; processor time is counted per rank."""
-    count = 1000
+@pytest.mark.parametrize(("kind", "count"), [("hash", 1000), ("tcp", 8)])
+def test_many_ranks_agree_in_little_work_each(kind: str, count: int) -> None:
+    """Processor time is counted per rank. Over TCP every rank has a connection of its own, as in a real job."""
     lines = LINES * 20
     values = {f"n{i}": float(i) for i in range(200)}
-    host = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=60), wait_for_workers=False)
+    wait = timedelta(seconds=60)
+    host = dist.TCPStore("127.0.0.1", 0, 1, True, wait, wait_for_workers=False) if kind == "tcp" else None
+    shared = dist.HashStore()
 
     def one(rank: int) -> tuple[float, dict[str, float]]:
-        store = dist.TCPStore("127.0.0.1", host.port, 1, False, timedelta(seconds=60), wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", host.port, 1, False, wait, wait_for_workers=False) if host else shared
         began = time.thread_time()
         with Party(store, rank, range(count)).compilation("forward", 60) as ranks:
             ranks.agree_on_graph(lines)
