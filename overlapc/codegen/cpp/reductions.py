@@ -29,7 +29,7 @@ class Accumulator:
     totals: tuple[Variable, ...]  # kept across the whole reduction
     partial: (
         str | None
-    )  # declaration of the sum over one block, "float s7": a short sum, folded into a double total
+    )  # declaration of the sum over one block, "float sum7": a short sum, folded into a double total
     fold: str  # adds the partial to the total
     clause: str | None  # of `#pragma omp simd reduction(...)`; None when the loop must run in order
     result: str  # the value, from the totals
@@ -67,7 +67,7 @@ def accumulator(reduce: Reduce, number: int, columns: bool) -> Accumulator:
 def _arithmetic(reduce: Reduce, number: int, lane: str) -> Accumulator:
     sign = "+" if reduce.kind == "sum" else "*"
     kind = C_TYPE[reduce.dtype]
-    name = f"t{number}"
+    name = f"total{number}"
     start = "0" if reduce.kind == "sum" else "1"
 
     def combine(other: list[str]) -> str:
@@ -75,7 +75,7 @@ def _arithmetic(reduce: Reduce, number: int, lane: str) -> Accumulator:
 
     if reduce.kind == "sum" and reduce.dtype.is_floating_point:
         # Lanes sum a block; blocks add up in double: as exact as pairwise summation, whatever the length.
-        part = f"s{number}"
+        part = f"sum{number}"
         return Accumulator(
             reduce,
             number,
@@ -102,7 +102,7 @@ def _arithmetic(reduce: Reduce, number: int, lane: str) -> Accumulator:
 
 def _logical(reduce: Reduce, number: int, lane: str, kind: str) -> Accumulator:
     sign, start = ("|", "false") if kind == "any" else ("&", "true")
-    name = f"t{number}"
+    name = f"total{number}"
 
     def combine(other: list[str]) -> str:
         return f"{name}{lane} {sign}= {other[0]};"
@@ -129,7 +129,7 @@ def _identity(reduce: Reduce, larger: bool) -> str:
 
 def _extreme(reduce: Reduce, number: int, lane: str) -> Accumulator:
     """max or min of integers, or of floats a column each: compare and blend, which vectorizes."""
-    name, kind = f"t{number}", C_TYPE[reduce.arg.dtype]
+    name, kind = f"total{number}", C_TYPE[reduce.arg.dtype]
     function = "maximum" if reduce.kind == "max" else "minimum"
 
     def combine(other: list[str]) -> str:
@@ -157,11 +157,11 @@ def _extreme(reduce: Reduce, number: int, lane: str) -> Accumulator:
 
 def _ordered(reduce: Reduce, number: int) -> Accumulator:
     """max or min of floats along a row, on integers of the same order: see `ordered` in prelude.h."""
-    name = f"t{number}"
+    name = f"total{number}"
     bits = 32 if reduce.arg.dtype == torch.float32 else 64
     of_nan = f"INT{bits}_MAX" if reduce.kind == "max" else f"INT{bits}_MIN"
     sign = ">" if reduce.kind == "max" else "<"
-    key = f"k{number}"
+    key = f"key{number}"
 
     def combine(other: list[str]) -> str:
         return f"{name} = {other[0]} {sign} {name} ? {other[0]} : {name};"
@@ -180,7 +180,7 @@ def _ordered(reduce: Reduce, number: int) -> Accumulator:
 
 
 def _position(reduce: Reduce, number: int, lane: str) -> Accumulator:
-    value_name, at_name = f"t{number}", f"at{number}"
+    value_name, at_name = f"total{number}", f"at{number}"
     kind = C_TYPE[reduce.arg.dtype]
     better = "before_max" if reduce.kind == "argmax" else "before_min"
 
