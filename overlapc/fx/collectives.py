@@ -43,7 +43,8 @@ _KINDS = {
     "broadcast": "broadcast",
     "shard_dim_alltoall": "all_to_all",
 }
-_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+# Of the last three we know no op; all of them communicate.
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
 _NOT_COMMUNICATION = ("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group")
 
 
@@ -112,9 +113,10 @@ def describe(node: fx.Node, names: GroupNames) -> Comm:
     """What `node` moves, by its collective's own definition: a gather its output, a scatter its input."""
     kind = kind_of(node)
     group = group_of(node)
-    moved = _tensors(node.meta.get("val")) if kind == "all_gather" else _tensors(node.args[0])
-    if kind == "all_to_all":
+    if kind in ("all_gather", "all_to_all"):
         moved = _tensors(node.meta.get("val"))
+    else:
+        moved = _tensors(node.args if kind == "unknown" else node.args[0])
     if not moved and kind != "unknown":
         raise CompileError(f"{node.name}: {node.target} has no tensor metadata to size it by")
     ranks = names.ranks(group) if group else ()

@@ -137,21 +137,36 @@ def test_bytes_follow_each_collective_s_own_definition(world, launch, kind, elem
     assert not collective.synchronous
 
 
-def test_what_waits_for_itself_or_is_unknown_is_a_barrier(world):
+def barriers(world: str, *launches: tuple) -> list:
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(SHAPE, device="meta")
-    exchanged = graph.call_function(torch.ops._dtensor.shard_dim_alltoall.default, (x, 0, 1, world))
-    exchanged.meta["val"] = torch.empty((2, 16), device="meta")
-    sent = graph.call_function(c10d.isend.default, (x, 1, 0, world))
-    graph.output((exchanged, sent))
+    nodes = [graph.call_function(op, (x, *args)) for op, *args in launches]
+    for node in nodes:
+        node.meta["val"] = torch.empty((2, 16), device="meta")
+    graph.output(tuple(nodes))
     module = fx.GraphModule({}, graph)
-    canonicalize(module)
-    first, second = find_collectives(graph)
-    assert first.synchronous
-    assert (first.comm.collective, first.comm.bytes) == ("all_to_all", 128)
-    assert second.synchronous
-    assert second.comm.collective == "unknown"
+    assert canonicalize(module) == 0
+    found = find_collectives(graph)
+    assert all(each.synchronous for each in found)
+    return [(each.comm.collective, each.comm.bytes, each.comm.group) for each in found]
+
+
+def test_what_waits_for_itself_is_a_barrier(world):
+    assert barriers(
+        world, (torch.ops._dtensor.shard_dim_alltoall.default, 0, 1, world), (c10d.all_reduce_.default, "sum", world)
+    ) == [("all_to_all", 128, "world"), ("all_reduce", 128, "world")]
+
+
+def test_communication_that_we_do_not_know_is_a_barrier(world):
+    assert barriers(world, (torch.ops.c10d.monitored_barrier_.default, None, [], 0, False)) == [
+        ("unknown", 128, "unknown")
+    ]
+
+
+@pytest.mark.skipif(not hasattr(c10d, "isend"), reason="torch 2.11 has no functional point-to-point ops")
+def test_point_to_point_is_a_barrier(world):
+    assert barriers(world, (c10d.isend.default, 1, 0, world)) == [("unknown", 128, "world")]
 
 
 def test_groups_are_called_by_axis_or_shape_and_never_share_a_name(world):
