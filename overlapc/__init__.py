@@ -1,0 +1,66 @@
+"""overlapc: a `torch.compile` backend that hides FSDP/TP communication behind compute.
+
+    model = overlapc.fully_shard(model, mesh, param_dtype=torch.bfloat16)
+    step = torch.compile(model, backend="overlapc", options={"memory_budget": "70GiB"})
+    print(overlapc.report(step))
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from overlapc import report
+    from overlapc.config import Config
+    from overlapc.errors import (
+        CompileError,
+        ConfigError,
+        MemoryBudgetError,
+        OverlapcError,
+        RanksDisagree,
+        ScheduleError,
+        ToolchainError,
+    )
+    from overlapc.parallel import fully_shard
+
+__version__ = "0.1.0"
+
+# Imported when first used: `import overlapc` costs nothing, and the command line answers before torch is there.
+_HOMES = {
+    "Config": "overlapc.config",
+    "fully_shard": "overlapc.parallel",
+    **dict.fromkeys(
+        (
+            "CompileError",
+            "ConfigError",
+            "MemoryBudgetError",
+            "OverlapcError",
+            "RanksDisagree",
+            "ScheduleError",
+            "ToolchainError",
+        ),
+        "overlapc.errors",
+    ),
+}
+__all__ = [
+    "CompileError",
+    "Config",
+    "ConfigError",
+    "MemoryBudgetError",
+    "OverlapcError",
+    "RanksDisagree",
+    "ScheduleError",
+    "ToolchainError",
+    "__version__",
+    "fully_shard",
+    "report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "report":
+        return importlib.import_module("overlapc.report")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'overlapc' has no attribute {name!r}")

@@ -1,0 +1,298 @@
+"""The `torch.compile` backend: from an FX graph to a scheduled callable, stage by stage."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import ShortenTraceback
+from torch.fx import GraphModule, Node
+
+from overlapc import dump
+from overlapc.codegen import kernel as codegen
+from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.program import build_program
+from overlapc.codegen.python import PythonWrapper
+from overlapc.config import Config
+from overlapc.errors import CompileError, OverlapcError
+from overlapc.estimators.agreement import Compilation, party
+from overlapc.estimators.base import FirstKnown, estimate_schedule
+from overlapc.estimators.canonical import canonical_lines
+from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
+from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.roofline import Roofline
+from overlapc.fusion import fuse_ops
+from overlapc.fusion.build import op_name, to_schedule
+from overlapc.fx.collectives import GroupNames, canonicalize, find_collectives
+from overlapc.fx.decompositions import decompositions
+from overlapc.fx.partition import partition
+from overlapc.fx.versions import check_torch_version
+from overlapc.ir.ops import Extern, Loops, LoweredGraph, Start
+from overlapc.lowering import Communication, lower
+from overlapc.passes.base import Context, Result, run_pipeline, select
+from overlapc.report import record
+from overlapc.report.build import graph_record
+from overlapc.runtime.counters import count
+from overlapc.schedule.model import Estimate, Kind, Schedule
+
+_numbers = itertools.count()
+
+
+def overlapc(
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | Config | None = None
+) -> Callable[..., Any]:
+    """What `torch.compile(backend="overlapc", options=…)` calls for every graph that Dynamo captures.
+
+    Raises ConfigError for options it cannot use, CompileError with the FX node and the user's line for a graph it
+    cannot compile, RanksDisagree when ranks compile different graphs.
+    """
+    try:
+        check_torch_version()
+        config = Config.of(options)
+        select(config.passes)  # an unknown pass is an error now, not after the first graph was lowered
+        number = next(_numbers)
+        compiler = aot_autograd(
+            fw_compiler=partial(compile_graph, config=config, name=f"forward_{number}"),
+            bw_compiler=partial(compile_graph, config=config, name=f"backward_{number}"),
+            inference_compiler=partial(compile_graph, config=config, name=f"inference_{number}"),
+            decompositions=decompositions(),
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )
+        return compiler(gm, example_inputs)
+    except OverlapcError as error:
+        raise _direct(error) from error.__cause__
+
+
+def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str) -> Callable[..., Any]:
+    """One graph of ATen ops and functional collectives: the whole way, as the list of its stages."""
+    began = time.perf_counter()
+    dumps = dump.Dumps(config, name)
+    canonicalize(gm)
+    dumps.write("fx", "graph", lambda: gm.print_readable(print_output=False))
+    communication = _communication(gm)
+    with _together(gm, communication, config, name) as talks:
+        if talks is not None:
+            names = GroupNames(gm.graph)
+            talks.agree_on_graph(canonical_lines(gm.graph, names.__getitem__))
+        lowered = lower(gm, name, partial(_generates, config), communication.get)
+        dumps.write("ir", "lowered", lambda: str(lowered))
+        ops, fusion = fuse_ops(lowered, enabled=config.fusion)
+        dumps.write("fusion", "decisions", lambda: str(fusion))
+        schedule = to_schedule(ops, lowered, _freeable(gm, name), config.memory_budget)  # type: ignore[arg-type]
+        profile = _profile(config, lowered)
+        schedule = _estimated(schedule, profile, talks)
+        result = run_pipeline(schedule, _context(config, profile, dumps))
+        if talks is not None:
+            talks.agree_on_order(collective_lines(result.schedule))
+    sources = generate_kernels(result.schedule, lowered)
+    launchers = load_kernels(sources, result.schedule, config)
+    program = build_program(result.schedule, lowered, sources)
+    dumps.write("program", "program", lambda: str(program))
+    dumps.write("kernels", "kernels", lambda: "\n\n".join(source.text for source in program.kernels()))
+    wrapper = PythonWrapper(program)
+    dumps.write("program", "wrapper", lambda: wrapper.source, suffix="py")
+    call = wrapper.bind(launchers)
+    call._boxed_call = True  # type: ignore[attr-defined]
+    _report(result, time.perf_counter() - began)
+    return call
+
+
+# --- communication and agreement
+
+
+def _communication(gm: GraphModule) -> dict[Node, Communication]:
+    return {
+        found.start: Communication(found.comm, asynchronous=not found.synchronous)
+        for found in find_collectives(gm.graph)
+    }
+
+
+@dataclass
+class _together:
+    """The talks with the ranks that compile this graph too; None when it does not communicate."""
+
+    gm: GraphModule
+    communication: Mapping[Node, Communication]
+    config: Config
+    name: str
+
+    def __enter__(self) -> Compilation | None:
+        self.talks: Compilation | None = None
+        if self.config.rank_check and self.communication and dist.is_initialized():
+            groups = {found.comm.ranks for found in self.communication.values() if found.comm.ranks}
+            ranks = spanned_ranks(dist.get_rank(), groups, dist.get_world_size())
+            label = self.name.split("_")[0]
+            self.talks = party(ranks).compilation(label, self.config.rank_timeout).__enter__()
+        return self.talks
+
+    def __exit__(self, *error: Any) -> None:
+        if self.talks is not None:
+            self.talks.__exit__(*error)
+
+
+def spanned_ranks(rank: int, groups: set[tuple[int, ...]], world_size: int) -> tuple[int, ...]:
+    """The ranks that compile a graph which communicates over `groups`, the same on all of them.
+
+    On a device mesh every rank sees its own row and its own column; together they span the same grid. Where they
+    do not (groups that lie on no grid), all ranks of the job.
+    """
+    span = {rank}
+    for group in groups:
+        span = {at + other - rank for at in span for other in group}
+    if min(span) < 0 or max(span) >= world_size:
+        return tuple(range(world_size))
+    return tuple(sorted(span))
+
+
+def collective_lines(schedule: Schedule) -> list[str]:
+    """One line per launch in execution order, equal on all ranks when the orders are."""
+    return [
+        f"{node.comm.collective} {node.name} @{node.comm.group}({node.comm.size}) {node.comm.bytes}B"
+        for node in schedule.nodes
+        if node.kind in (Kind.START, Kind.COMM) and node.comm is not None
+    ]
+
+
+# --- lowering and estimates
+
+
+def _generates(config: Config, device: torch.device) -> bool:
+    if not config.native:
+        return False
+    _import_generator(device.type)
+    return codegen.has_generator(device.type)
+
+
+def _import_generator(device_type: str) -> None:
+    """Generators of ours register when they are imported; others are registered by who brings them."""
+    if device_type == "cpu":
+        import overlapc.codegen.cpp
+    elif device_type == "cuda":
+        import overlapc.codegen.triton  # noqa: F401
+
+
+def _freeable(gm: GraphModule, name: str) -> set[str]:
+    """Inputs that nobody but the graph holds: what forward saved for backward, less parameters and inputs."""
+    if not name.startswith("backward"):
+        return set()
+    names = {node.name for node in gm.graph.nodes if node.op == "placeholder"}
+    return {each for each in names if not each.startswith(("primals_", "tangents_"))}
+
+
+def _profile(config: Config, graph: LoweredGraph) -> DeviceProfile:
+    from overlapc.estimators.calibrate import profile_here
+    from overlapc.estimators.device import load_profile
+
+    if config.profile is not None:
+        return load_profile(config.profile)
+    devices = {view.layout.device.type for view in graph.views.values()}
+    return profile_here("cuda" if "cuda" in devices else "cpu", config.cache_dir)  # type: ignore[arg-type]
+
+
+def _estimated(schedule: Schedule, profile: DeviceProfile, talks: Compilation | None) -> Schedule:
+    """`schedule` with estimates that are the same on every rank: the median of what each would say."""
+    chain = FirstKnown((MeasuredCollectives(profile), AnalyticCollectives(profile), Roofline(profile)))
+    schedule = estimate_schedule(schedule, chain).schedule
+    if talks is not None:
+        known = {node.name: node.estimate for node in schedule.nodes if node.estimate is not None}
+        agreed = talks.agree_on_medians({name: estimate.ns for name, estimate in known.items()})
+        schedule = schedule.with_estimates({name: Estimate(agreed[name], known[name].source) for name in known})
+    return schedule
+
+
+def _context(config: Config, profile: DeviceProfile, dumps: dump.Dumps) -> Context:
+    return Context(
+        profile=profile,
+        peak_increase=config.peak_increase,
+        passes=config.passes,  # type: ignore[arg-type]
+        verify=config.verify,
+        dump=dumps.writer("passes"),
+    )
+
+
+# --- kernels
+
+
+def generate_kernels(schedule: Schedule, graph: LoweredGraph) -> dict[str, KernelSource]:
+    """Source of every generated kernel, by the name of its op."""
+    sources = {}
+    for node in schedule.nodes:
+        op = node.payload
+        if not isinstance(op, Loops):
+            continue
+        generator = codegen.generator_for(op.device.type)
+        reason = generator.refuse(op.body)
+        if reason is not None:
+            raise CompileError(
+                f"cannot generate a kernel for {' '.join(op.origin.fx)}: {reason}\n   at {op.origin.source}\n"
+                'hint: options={"native": False} runs every op as it stands; please report this graph'
+            )
+        comment = f"{' '.join(op.origin.fx)} | {op.origin.source}"
+        sources[op.name] = generator.generate(op.body, _hint(op), comment, graph.size_hints)
+    return sources
+
+
+def _hint(op: Loops) -> str:
+    """`mul_rsqrt_sum`: the distinct ops in it, as a readable part of the kernel's name."""
+    names = dict.fromkeys(re.sub(r"_?\d+$", "", name).strip("_") for name in op.origin.fx)
+    return "_".join(list(names)[:6])
+
+
+def load_kernels(sources: Mapping[str, KernelSource], schedule: Schedule, config: Config) -> dict[str, Any]:
+    """Launchers of all kernels by kernel name; equal kernels are compiled once."""
+    by_device: dict[str, dict[str, KernelSource]] = {}
+    for node in schedule.nodes:
+        if isinstance(node.payload, Loops):
+            source = sources[node.payload.name]
+            by_device.setdefault(node.payload.device.type, {})[source.name] = source
+    launchers: dict[str, Any] = {}
+    for device_type, kernels in by_device.items():
+        generator = codegen.generator_for(device_type)
+        launchers.update(generator.load(list(kernels.values()), config.cache_dir))  # type: ignore[arg-type]
+    return launchers
+
+
+# --- report
+
+
+def _report(result: Result, seconds: float) -> None:
+    kinds = Counter(node.kind for node in result.schedule.nodes)
+    fallbacks: Counter[str] = Counter()
+    for node in result.schedule.nodes:
+        op = node.payload.call if isinstance(node.payload, Start) else node.payload
+        if isinstance(op, Extern) and op.fallback:
+            fallbacks[op_name(op.target)] += 1
+    count("graphs")
+    count("kernels", kinds[Kind.KERNEL])
+    count("externs", kinds[Kind.EXTERN] - sum(fallbacks.values()))
+    count("collectives", kinds[Kind.START] + kinds[Kind.COMM])
+    count("fallbacks", sum(fallbacks.values()))
+    for name, times in fallbacks.items():
+        count(f"fallback {name}", times)
+    record.add(
+        graph_record(
+            result,
+            fallbacks=dict(fallbacks),
+            compile_seconds=seconds,
+        )
+    )
+
+
+def _direct(error: OverlapcError) -> OverlapcError:
+    """`error` in a class that Dynamo hands to the user as it is, and that is still caught by its own name."""
+    kind = type(error)
+    if isinstance(error, ShortenTraceback):
+        return error
+    direct = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
+    made: OverlapcError = direct(str(error), first_useful_frame=None)
+    return made

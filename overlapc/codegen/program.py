@@ -1,0 +1,312 @@
+"""The final schedule as a flat list of instructions; wrappers are printers of it.
+
+Memory is decided here: what a kernel writes in place, which freed buffer the next allocation takes over, and where
+everything is freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from overlapc.codegen.kernel import KernelSource
+from overlapc.ir.body import Body, Reduce, reduction_depth
+from overlapc.ir.ops import Extern, Handle, IROp, Layout, Loops, LoweredGraph, Start, View, Wait, tree_leaves
+from overlapc.schedule.memory import analyze
+from overlapc.schedule.model import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class BindSize:
+    """`symbol` is the size (or stride) of an argument or result: `s0 = primals_2.size(0)`."""
+
+    symbol: sympy.Symbol
+    variable: str
+    dim: int | None = None  # None: the variable itself is the number
+    stride: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CheckInput:
+    """The argument has the traced layout; a wrong one is an error, never a wrong number."""
+
+    variable: str
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Fresh memory for a buffer."""
+
+    variable: str
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOver:
+    """A dying buffer's memory under a new name and layout of equal bytes."""
+
+    variable: str
+    source: str
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A generated kernel on its arguments."""
+
+    kernel: KernelSource
+    op: Loops
+    variables: tuple[str, ...]  # one per `kernel.buffers`
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An extern call, or the start of a collective. `results` assigns parts of what it returns to variables."""
+
+    op: Extern
+    results: tuple[tuple[str, tuple[int, ...]], ...]  # variable, path into the returned structure
+    starts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WaitFor:
+    """Blocks the compute stream until the collective that fills `variable` is done."""
+
+    variable: str
+    op: Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Variables that nobody uses any more."""
+
+    variables: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """Views, sizes and plain values, as the graph returns them."""
+
+    values: tuple[Any, ...]
+
+
+Instruction = BindSize | CheckInput | Allocate | TakeOver | Launch | Call | WaitFor | Free | Return
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a wrapper prints. `variables` gives each buffer's variable, `layouts` that variable's own layout."""
+
+    name: str
+    inputs: tuple[str, ...]
+    instructions: tuple[Instruction, ...]
+    variables: Mapping[str, str]
+    layouts: Mapping[str, Layout]
+    constants: Mapping[str, Any]
+    device: torch.device | None  # the device that kernels run on
+
+    def kernels(self) -> list[KernelSource]:
+        """Every kernel once, in order of first launch."""
+        launched = (item.kernel for item in self.instructions if isinstance(item, Launch))
+        return list({kernel.name: kernel for kernel in launched}.values())
+
+    def __str__(self) -> str:
+        return "\n".join(str(item) for item in self.instructions)
+
+
+def build_program(schedule: Schedule, graph: LoweredGraph, kernels: Mapping[str, KernelSource]) -> Program:
+    """Instructions for `schedule`; `kernels` holds the source of every `Loops` op by its name."""
+    return _Builder(schedule, graph, kernels).build()
+
+
+class _Builder:
+    def __init__(self, schedule: Schedule, graph: LoweredGraph, kernels: Mapping[str, KernelSource]) -> None:
+        self.schedule = schedule
+        self.graph = graph
+        self.kernels = kernels
+        self.instructions: list[Instruction] = []
+        self.layouts: dict[str, Layout] = {}
+        self.planned: set[str] = set()  # roots whose memory we allocated ourselves
+        self.spare: dict[tuple[torch.device, sympy.Expr], str] = {}  # freed just now, not yet given back
+        self.bound: set[str] = set()
+        self.taken: dict[str, str] = {}  # root -> the output that took over its memory
+
+    def build(self) -> Program:
+        self._bind_inputs()
+        profile = analyze(self.schedule)
+        for node, frees in zip(self.schedule.nodes, profile.frees, strict=True):
+            op: IROp = node.payload
+            dying = {self.graph.root(name) for name in frees}
+            if isinstance(op, Loops):
+                self._launch(op, dying)
+            elif isinstance(op, Wait):
+                self.instructions.append(WaitFor(self._variable(op.source.buffer), op))
+            else:
+                self._call(op.call if isinstance(op, Start) else op, isinstance(op, Start))
+            self._free(dying)
+        self._give_back()
+        self.instructions.append(Return(self.graph.outputs))
+        names = [*self.graph.inputs, *self.graph.constants, *(n for node in self.schedule.nodes for n in node.writes)]
+        device = next((node.payload.device for node in self.schedule.nodes if isinstance(node.payload, Loops)), None)
+        return Program(
+            self.graph.name,
+            self.graph.inputs,
+            tuple(self.instructions),
+            {name: self._variable(name) for name in names},
+            self.layouts,
+            self.graph.constants,
+            device or self._any_device(),
+        )
+
+    def _any_device(self) -> torch.device | None:
+        devices = {view.layout.device for view in self.graph.views.values()}
+        return next((device for device in sorted(devices, key=str) if device.type != "cpu"), None)
+
+    def _variable(self, buffer: str) -> str:
+        """Waits and mutations give a buffer a new name; it stays the same Python object."""
+        return self.graph.root(buffer)
+
+    # --- arguments
+
+    def _bind_inputs(self) -> None:
+        for name, expr in self.graph.scalars.items():
+            if expr.is_Symbol:
+                self._bind(BindSize(expr, name))
+        for name in (*self.graph.inputs, *self.graph.constants):
+            view = self.graph.views.get(name)
+            if view is None:
+                continue
+            self.layouts[name] = view.layout
+            if name in self.graph.constants:
+                continue
+            for stride, exprs in ((False, view.layout.size), (True, view.layout.stride)):
+                for dim, expr in enumerate(exprs):
+                    if expr.is_Symbol:
+                        self._bind(BindSize(expr, name, dim, stride))
+        for name in self.graph.inputs:
+            view = self.graph.views.get(name)
+            if view is not None:
+                self.instructions.append(CheckInput(name, view.layout))
+
+    def _bind(self, binding: BindSize) -> None:
+        if str(binding.symbol) not in self.bound:
+            self.bound.add(str(binding.symbol))
+            self.instructions.append(binding)
+
+    # --- ops
+
+    def _launch(self, op: Loops, dying: set[str]) -> None:
+        for view in op.outputs:
+            self._place(view, op, dying)
+        kernel = self.kernels[op.name]
+        self._give_back()
+        roots = [self._variable(name) for name in kernel.buffers]
+        self.instructions.append(Launch(kernel, op, tuple(self.taken.get(root, root) for root in roots)))
+
+    def _place(self, view: View, op: Loops, dying: set[str]) -> None:
+        """Memory for a kernel's output: an argument's that dies here, one freed just now, or new."""
+        self.planned.add(view.buffer)
+        self.layouts[view.buffer] = view.layout
+        size = view.layout.storage_bytes()
+        for root in sorted(dying & self.planned):
+            if (
+                self.layouts[root].storage_bytes() == size
+                and self.layouts[root].device == view.layout.device
+                and self._may_overwrite(op.body, root, view.buffer)
+            ):
+                dying.discard(root)
+                self.taken[root] = view.buffer
+                self.instructions.append(TakeOver(view.buffer, root, view.layout))
+                return
+        spare = self.spare.pop((view.layout.device, size), None)
+        if spare is not None:
+            self.instructions.append(TakeOver(view.buffer, spare, view.layout))
+        else:
+            self.instructions.append(Allocate(view.buffer, view.layout))
+
+    def _may_overwrite(self, body: Body, read: str, written: str) -> bool:
+        """Whether each iteration has read its element of `read` before it stores to `written`, and none needs it
+        later: the same index everywhere, one dtype size, and no pass over the reduction after the store."""
+        names = {load.buffer for load in body.loads() if self.graph.root(load.buffer) == read}
+        loads = [load for load in body.loads() if load.buffer in names]
+        stores = [store for store in body.stores if store.buffer == written]
+        if len(stores) != 1 or stores[0].mode != "set" or stores[0].mask is not None or not loads:
+            return False
+        store = stores[0]
+        if any(
+            load.index != store.index
+            or load.indirect
+            or load.mask is not None
+            or load.memory_dtype.itemsize != store.memory_dtype.itemsize
+            for load in loads
+        ):
+            return False
+        if not any(isinstance(value, Reduce) for value in body.values()):
+            return True
+        # With reductions there are several passes; only the last one may overwrite what earlier ones read.
+        inner = {loop.symbol for loop in body.reduction} & store.index.free_symbols
+        depth = reduction_depth([store.value for store in body.stores])
+        return bool(inner) and depth[store.value] == max(depth.values())
+
+    def _call(self, op: Extern, starts: bool) -> None:
+        if op.out and isinstance(op.result, View):
+            view = op.result
+            self.planned.add(view.buffer)
+            self.layouts[view.buffer] = view.layout
+            spare = self.spare.pop((view.layout.device, view.layout.storage_bytes()), None)
+            if spare is not None:
+                self.instructions.append(TakeOver(view.buffer, spare, view.layout))
+            else:
+                self.instructions.append(Allocate(view.buffer, view.layout))
+        self._give_back()
+        given = {view.buffer for view in op.mutates} | {leaf.buffer for leaf in _leaves((op.args, dict(op.kwargs)))}
+        results = [(leaf, path) for leaf, path in _paths(op.result, ()) if leaf.buffer not in given]
+        self.instructions.append(Call(op, tuple((leaf.buffer, path) for leaf, path in results), starts))
+        for leaf, _ in results:
+            if isinstance(leaf, Handle):
+                if leaf.expr is not None and leaf.expr.is_Symbol:
+                    self._bind(BindSize(leaf.expr, leaf.buffer))
+                continue
+            self.layouts[leaf.buffer] = leaf.layout
+            for dim, expr in enumerate(leaf.layout.size):
+                if expr.is_Symbol:
+                    self._bind(BindSize(expr, leaf.buffer, dim))
+
+    # --- memory
+
+    def _free(self, dying: set[str]) -> None:
+        """Buffers that die here: planned ones may be taken over by the very next allocation of their size.
+
+        Holding them any longer would raise the peak over what the schedule was planned with.
+        """
+        gone = []
+        for root in sorted(dying):
+            key = (self.layouts[root].device, self.layouts[root].storage_bytes()) if root in self.planned else None
+            if key is not None and key not in self.spare:
+                self.spare[key] = root
+            elif root in self.layouts or root in self.graph.inputs:
+                gone.append(root)
+        if gone:
+            self.instructions.append(Free(tuple(gone)))
+
+    def _give_back(self) -> None:
+        if self.spare:
+            self.instructions.append(Free(tuple(self.spare.values())))
+            self.spare = {}
+
+
+def _leaves(tree: Any) -> list[View | Handle]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, View | Handle)]
+
+
+def _paths(tree: Any, path: tuple[int, ...]) -> list[tuple[View | Handle, tuple[int, ...]]]:
+    if isinstance(tree, View | Handle):
+        return [(tree, path)]
+    if isinstance(tree, tuple | list):
+        return [found for at, item in enumerate(tree) for found in _paths(item, (*path, at))]
+    return []

@@ -1,0 +1,209 @@
+"""`Program` -> Python source of one function `call(args)`, and the callable."""
+
+from __future__ import annotations
+
+import linecache
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.printers import PythonPrinter
+
+from overlapc.codegen.kernel import Launcher
+from overlapc.codegen.program import (
+    Allocate,
+    BindSize,
+    Call,
+    CheckInput,
+    Free,
+    Instruction,
+    Launch,
+    Program,
+    Return,
+    TakeOver,
+    WaitFor,
+)
+from overlapc.ir.ops import Handle, Layout, Provenance, View
+from overlapc.runtime import support
+
+_sizes = PythonPrinter()
+
+
+class PythonWrapper:
+    """Prints a program; `source` is the module text, `bind` makes it callable."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.objects: dict[str, Any] = {"torch": torch, "rt": support, **program.constants}
+        self.names: dict[int, str] = {}
+        self.header: list[str] = []
+        body = [line for item in program.instructions for line in self._print(item)]
+        self.source = "\n".join([*self._head(), *(f"    {line}" for line in body), ""])
+
+    def bind(self, launchers: Mapping[str, Launcher]) -> Callable[[list[Any]], tuple[Any, ...]]:
+        """The function, with kernels bound. It takes one list of arguments, which it empties (boxed)."""
+        filename = f"<overlapc {self.program.name}>"
+        # Registered so that tracebacks and debuggers show the generated lines.
+        linecache.cache[filename] = (len(self.source), None, self.source.splitlines(keepends=True), filename)
+        space = {**self.objects, **launchers}
+        exec(compile(self.source, filename, "exec"), space)
+        call: Callable[[list[Any]], tuple[Any, ...]] = space["call"]
+        return call
+
+    def _head(self) -> list[str]:
+        lines = [f"# overlapc: {self.program.name}", *self.header, "", "", "def call(args):"]
+        if self.program.inputs:
+            trailing = "," if len(self.program.inputs) == 1 else ""
+            lines.append(f"    {', '.join(self.program.inputs)}{trailing} = args")
+        return [*lines, "    args.clear()"]
+
+    # --- instructions
+
+    def _print(self, item: Instruction) -> list[str]:
+        if isinstance(item, BindSize):
+            return [f"{item.symbol} = {self._bound(item)}"]
+        if isinstance(item, CheckInput):
+            size, stride = self._shape(item.layout.size), self._shape(item.layout.stride)
+            return [f"rt.check({item.variable!r}, {item.variable}, {size}, {stride})"]
+        if isinstance(item, Allocate):
+            return [f"{item.variable} = {self._empty(item.layout)}"]
+        if isinstance(item, TakeOver):
+            size, stride = self._shape(item.layout.size), self._shape(item.layout.stride)
+            taken = f"rt.take_over({item.source}, {size}, {stride}, {item.layout.dtype})"
+            return [f"{item.variable} = {taken}; del {item.source}"]
+        if isinstance(item, Launch):
+            sizes = [str(symbol) for symbol in item.kernel.sizes]
+            call = f"{item.kernel.name}({', '.join([*item.variables, *sizes])})"
+            return [f"# {_origin(item.op.origin)}", call]
+        if isinstance(item, WaitFor):
+            return [f"{self._target(torch.ops._c10d_functional.wait_tensor.default)}({item.variable})"]
+        if isinstance(item, Free):
+            return [f"del {', '.join(item.variables)}"]
+        if isinstance(item, Call):
+            return [f"# {_origin(item.op.origin)}", *self._call(item)]
+        assert isinstance(item, Return)
+        values = [self.value(value) for value in item.values]
+        return [f"return ({', '.join(values)}{',' if len(values) == 1 else ''})"]
+
+    def _bound(self, item: BindSize) -> str:
+        if item.dim is None:
+            return item.variable
+        return f"{item.variable}.{'stride' if item.stride else 'size'}({item.dim})"
+
+    def _call(self, item: Call) -> list[str]:
+        op = item.op
+        args = [self.value(arg) for arg in op.args]
+        args += [f"{name}={self.value(arg)}" for name, arg in op.kwargs.items()]
+        if op.out and isinstance(op.result, View):
+            target = self._target(op.target.overloadpacket.out)  # type: ignore[attr-defined]
+            return [f"{target}({', '.join([*args, f'out={op.result.buffer}'])})"]
+        called = f"{self._target(op.target)}({', '.join(args)})"
+        if not item.results:
+            return [called]
+        if len(item.results) == 1 and item.results[0][1] == ():
+            lines = [f"{item.results[0][0]} = {called}"]
+        else:
+            lines = [f"returned = {called}"]
+            lines += [f"{name} = returned{''.join(f'[{at}]' for at in path)}" for name, path in item.results]
+            lines.append("del returned")
+        if not item.starts:
+            lines += [self._relayout(view) for view in op.outputs if isinstance(view, View)]
+        return lines
+
+    def _relayout(self, view: View) -> str:
+        size, stride = view.layout.size, view.layout.stride
+        # Sizes that only the result itself tells are read off it.
+        known = [f"{view.buffer}.size({at})" if e.is_Symbol else self._size(e) for at, e in enumerate(size)]
+        shape = f"({', '.join(known)}{',' if len(known) == 1 else ''})"
+        if any(symbol in step.free_symbols for step in stride for symbol in _symbols(size)):
+            return f"{view.buffer} = {view.buffer}.contiguous()" if _contiguous(view.layout) else f"{view.buffer}"
+        return f"{view.buffer} = rt.as_expected({view.buffer}, {shape}, {self._shape(stride)})"
+
+    # --- values
+
+    def value(self, value: Any) -> str:
+        """An argument or result as an expression."""
+        if isinstance(value, View):
+            return self._view(value)
+        if isinstance(value, Handle):
+            return value.buffer
+        if isinstance(value, sympy.Expr):
+            return self._size(value)
+        if isinstance(value, tuple | list):
+            inner = ", ".join(self.value(item) for item in value)
+            if isinstance(value, list):
+                return f"[{inner}]"
+            return f"({inner}{',' if len(value) == 1 else ''})"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key!r}: {self.value(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"float({str(value)!r})"
+        if isinstance(value, torch.device):
+            return f"torch.device({str(value)!r})"
+        if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.layout):
+            return repr(value)
+        if isinstance(value, torch.memory_format):
+            return str(value)
+        return self._object(value, "object")
+
+    def _view(self, view: View) -> str:
+        variable = self.program.variables[view.buffer]
+        own = self.program.layouts[variable]
+        if (own.size, own.stride) == (view.layout.size, view.layout.stride) and view.layout.offset == 0:
+            return variable
+        size, stride = self._shape(view.layout.size), self._shape(view.layout.stride)
+        offset = "" if view.layout.offset == 0 else f", {self._size(view.layout.offset)}"
+        return f"rt.view({variable}, {size}, {stride}{offset})"
+
+    def _empty(self, layout: Layout) -> str:
+        device = self._object(layout.device, str(layout.device).replace(":", ""))
+        return (
+            f"rt.empty({self._shape(layout.size)}, {self._shape(layout.stride)}, dtype={layout.dtype}, device={device})"
+        )
+
+    def _shape(self, sizes: tuple[sympy.Expr, ...]) -> str:
+        return f"({', '.join(self._size(size) for size in sizes)}{',' if len(sizes) == 1 else ''})"
+
+    def _size(self, expr: sympy.Expr) -> str:
+        return str(_sizes.doprint(expr))
+
+    def _target(self, target: Any) -> str:
+        if isinstance(target, torch._ops.OpOverload):
+            path = str(target)  # "aten.mm.default"
+            name = path.replace(".", "_").replace("::", "_")
+            if id(target) not in self.names:
+                self.names[id(target)] = name
+                self.objects[name] = target
+                self.header.append(f"{name} = torch.ops.{path}")
+            return name
+        return self._object(target, getattr(target, "__name__", "target"))
+
+    def _object(self, value: Any, hint: str) -> str:
+        if id(value) not in self.names:
+            hint = "".join(c if c.isalnum() else "_" for c in hint)
+            name = f"{hint}_{len(self.objects)}"
+            self.names[id(value)] = name
+            self.objects[name] = value
+            self.header.append(f"# {name}: {str(value).splitlines()[0][:100]}")
+        return self.names[id(value)]
+
+
+def _symbols(exprs: tuple[sympy.Expr, ...]) -> set[sympy.Symbol]:
+    return {symbol for expr in exprs for symbol in expr.free_symbols}
+
+
+def _contiguous(layout: Layout) -> bool:
+    expected = sympy.S.One
+    for extent, step in zip(reversed(layout.size), reversed(layout.stride), strict=True):
+        if sympy.expand(step - expected) != 0:
+            return False
+        expected = expected * extent
+    return True
+
+
+def _origin(origin: Provenance) -> str:
+    shown = " ".join(origin.fx[:8]) + (" …" if len(origin.fx) > 8 else "")
+    where = f" | {origin.module}" if origin.module else ""
+    return f"{shown}{where}" + (f" | {origin.source}" if origin.source else "")

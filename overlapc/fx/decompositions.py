@@ -1,0 +1,64 @@
+"""Which ATen ops AOTAutograd breaks into smaller ones for us.
+
+torch's core set, less what is better lowered whole (softmax, variance), called as a library kernel (attention), or
+kept as the one call that it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._decomp import core_aten_decompositions, get_decompositions
+
+aten = torch.ops.aten
+
+# Lowered whole (overlapc/lowering) or library kernels: their decompositions move more bytes.
+KEPT = (
+    aten._softmax,
+    aten._log_softmax,
+    aten._softmax_backward_data,
+    aten._log_softmax_backward_data,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+    aten.embedding_dense_backward,  # its index_put with accumulation is one call too, and less exact in bfloat16
+    aten.gelu,
+    aten.silu,
+    aten.lerp,
+    aten.addcmul,
+    aten.addcdiv,
+    aten.addmm,
+    aten.baddbmm,
+    aten.masked_fill,
+    aten.var,
+    aten.var_mean,
+    aten.index_put,
+    aten.clamp_min,
+    aten.clamp_max,
+)
+# Not in the core set, but made of parts that fuse.
+BROKEN_UP = (
+    aten.native_layer_norm,
+    aten.native_layer_norm_backward,
+    aten.native_group_norm,
+    aten.native_group_norm_backward,
+    aten.nll_loss_forward,
+    aten.nll_loss_backward,
+    aten.gelu_backward,
+    aten.silu_backward,
+    aten.native_dropout_backward,
+)
+
+
+@lru_cache(None)
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Op -> decomposition, for `aot_autograd(decompositions=…)`."""
+    kept = {getattr(packet, overload) for packet in KEPT for overload in packet.overloads()}
+    table = {**core_aten_decompositions(), **get_decompositions(BROKEN_UP)}
+    return {target: rule for target, rule in table.items() if target not in kept}

@@ -1,0 +1,70 @@
+"""What a generated wrapper calls besides kernels and torch ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlapc.errors import OverlapcError
+
+empty = torch.empty_strided
+
+
+class LayoutError(OverlapcError):
+    """An argument came with a layout that the graph was not compiled for."""
+
+
+def check(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence[int]) -> None:
+    """LayoutError unless `tensor` has this size and, in dims longer than 1, these strides."""
+    if tensor.shape == tuple(size) and (tensor.stride() == tuple(stride) or _same_steps(tensor, stride)):
+        return
+    raise LayoutError(
+        f"{name} has size {tuple(tensor.shape)} and stride {tensor.stride()}, "
+        f"but was compiled for size {tuple(size)} and stride {tuple(stride)}\n"
+        "hint: torch._dynamo.reset() compiles again; if it comes back, please report it"
+    )
+
+
+def _same_steps(tensor: Tensor, stride: Sequence[int]) -> bool:
+    # A dim of size 1 has no step, and an empty tensor none at all.
+    pairs = zip(tensor.shape, tensor.stride(), stride, strict=True)
+    return tensor.numel() == 0 or all(extent == 1 or have == want for extent, have, want in pairs)
+
+
+def view(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:
+    """`tensor`'s memory through another layout; `offset` counts from its first element."""
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+def take_over(tensor: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The whole memory of a dead buffer of equal bytes, as a new one."""
+    if tensor.dtype != dtype:
+        flat = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+        tensor = flat.view(dtype)
+    return torch.as_strided(tensor, size, stride, 0)
+
+
+def as_expected(tensor: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """`tensor`, copied into the traced strides if the op returned others: generated code relies on them."""
+    if tensor.stride() == tuple(stride) or _same_steps(tensor, stride):
+        return tensor
+    laid_out = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
+    return laid_out.copy_(tensor)
+
+
+def owned(target: Callable[..., Any]) -> Callable[..., Any]:
+    """`target`, with results that share memory with nothing: for view ops that no layout describes."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        def copy(result: Any) -> Any:
+            if isinstance(result, Tensor) and result.layout == torch.strided:
+                return result.clone().resolve_conj().resolve_neg()
+            return result
+
+        return torch.utils._pytree.tree_map(copy, target(*args, **kwargs))
+
+    call.__name__ = f"owned_{getattr(target, '__name__', 'call')}"
+    return call
