@@ -21,7 +21,8 @@ def graph_record(
 ) -> GraphRecord:
     """The record of one compiled graph, as plain data.
 
-    name: the schedule's own unless given. fallbacks: eager calls by op, for want of a lowering.
+    name: the schedule's own unless given. fallbacks: eager calls by op, for want of a lowering; they are no
+    library calls that we chose, and not counted as such.
     budget_bytes: the limit that was planned for, if not the schedule's own.
     """
     final = result.schedule
@@ -38,7 +39,7 @@ def graph_record(
         memory=memory_of(result.after),
         passes=tuple(PassRow(report.name, report.seconds, dict(report.reasons)) for report in result.reports),
         kernels=_count(final, Kind.KERNEL),
-        externs=_count(final, Kind.EXTERN),
+        externs=max(0, _count(final, Kind.EXTERN) - sum((fallbacks or {}).values())),
         fallbacks=dict(fallbacks or {}),
         unknown=result.after.unknown,
         compile_seconds=compile_seconds,
