@@ -100,8 +100,14 @@ def online_total(peak, total, v):
 
 @triton.jit
 def online_rescale(peak, total, top):
-    """Lane totals relative to `top`; all -inf gives NaN, as exp(-inf - -inf) does in eager."""
-    return total * libdevice.exp(peak - top)
+    """Lane totals relative to `top`, the largest peak; a lane at the top keeps its own, infinite or not."""
+    return tl.where(peak == top, total, total * libdevice.exp(peak - top))
+
+
+@triton.jit
+def online_finish(peak, total):
+    """The sum of exp(v - peak): NaN where the peak is infinite, as exp(-inf - -inf) is in eager."""
+    return total + (peak - peak)
 
 
 @triton.jit

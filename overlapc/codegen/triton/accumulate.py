@@ -117,7 +117,7 @@ class Online:
         ]
 
     def results(self, reduced: Sequence[str]) -> list[str]:
-        return list(reduced)
+        return [reduced[0], f"ops.online_finish({reduced[0]}, {reduced[1]})"]
 
 
 Accumulation = Plain | Position | Online

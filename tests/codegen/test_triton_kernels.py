@@ -1,0 +1,33 @@
+"""Typical bodies through Triton's interpreter, in every form a kernel takes, against eager torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import triton
+
+from overlapc.codegen.triton import TritonGenerator
+from tests.codegen.triton_cases import Case, small, variants
+
+CASES = small()
+
+
+@pytest.fixture
+def interpreter():
+    """Kernels loaded in the test run in the interpreter, as with TRITON_INTERPRET=1."""
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        yield
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_numbers_equal_eager_in_every_form(case: Case, interpreter: None, tmp_path: Path):
+    generator = TritonGenerator()
+    assert generator.refuse(case.body) is None
+    sources = {form: generator.generate(case.body, case.name, tiling=tiling) for form, tiling in variants(case.body)}
+    launchers = generator.load(list(sources.values()), tmp_path)
+    wrong = {form: case.run(launchers[source.name], source, "cpu") for form, source in sources.items()}
+    assert not any(wrong.values()), {
+        form: (problems, sources[form].text) for form, problems in wrong.items() if problems
+    }
