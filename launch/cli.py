@@ -185,7 +185,17 @@ def report(
 @app.command()
 def options() -> None:
     """List every option: its variable, default and meaning."""
-    print(tabulate(describe(), ("option", "variable", "default", "meaning"), maxcolwidths=[None, None, 28, 60]))
+    print(tabulate(option_rows(), ("option", "variable", "default", "meaning"), maxcolwidths=[None, None, 28, 60]))
+
+
+def option_rows() -> list[tuple[str, str, str, str]]:
+    """`config.describe()` for people: `-` for a default that is nothing, `~` for the home folder."""
+    plain = {"None": "-", "frozenset()": "-", "True": "on", "False": "off"}
+    home = str(Path.home())
+    return [
+        (name, variable, plain.get(default, default.replace(home, "~")), meaning)
+        for name, variable, default, meaning in describe()
+    ]
 
 
 @app.command("version")

@@ -57,7 +57,8 @@ def _recorder(run_dir: Path, rank: int) -> _Hook:
     def record_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ours = our_error(error)
         text = "".join(traceback.format_exception(kind, error, trace))
-        message = str(ours) if ours else f"{kind.__name__}: {error}".splitlines()[0]
+        inner = getattr(error, "inner_exception", error)  # what Dynamo wraps when a backend fails
+        message = str(ours) if ours else f"{type(inner).__name__}: {inner}".splitlines()[0]
         code = 2 if isinstance(ours, (ConfigError, ToolchainError)) else 1
         RankError(rank, time.time_ns(), message, "" if ours else text, code).write(run_dir)
 
