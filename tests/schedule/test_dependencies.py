@@ -1,0 +1,72 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlapc.schedule import dependencies
+from overlapc.schedule.dependencies import Why
+from overlapc.schedule.text import parse
+from tests.graphs import reordered, schedules
+
+
+def edges(text):
+    schedule = parse(text)
+    return {
+        (schedule.nodes[before].name, schedule.nodes[after].name): why
+        for before, after, why in dependencies.of(schedule).edges()
+    }
+
+
+def test_readers_follow_producers():
+    assert edges("a = kernel(x); b = kernel(a, x)") == {("a", "b"): Why.DATA}
+
+
+def test_overwriting_follows_earlier_readers_of_any_alias():
+    found = edges("v = view(x); r = kernel(v); m = kernel(x) mutates=x : =x; s = kernel(m)")
+    assert found["r", "m"] is Why.MUTATION
+    assert found["v", "m"] is Why.MUTATION
+    assert found["m", "s"] is Why.DATA
+
+
+def test_a_later_reader_of_an_alias_follows_the_overwriting():
+    found = edges("v = view(x); m = kernel(x) mutates=x : =x; s = kernel(v)")
+    assert found["m", "s"] is Why.MUTATION
+
+
+def test_a_buffer_in_flight_is_overwritten_after_its_wait():
+    found = edges("s = reduce_scatter(x) @dp; w = wait(s); m = kernel(x) mutates=x : =x")
+    assert found["w", "m"] is Why.MUTATION
+
+
+def test_a_collective_in_place_is_done_at_its_wait():
+    found = edges("r = kernel(x); s = all_reduce(x) @dp mutates=x : =x; w = wait(s); late = kernel(x)")
+    assert found["r", "s"] is Why.MUTATION
+    assert found["w", "late"] is Why.MUTATION
+
+
+def test_starts_of_a_group_keep_their_order():
+    found = edges("a = all_gather(x) @dp; t = all_gather(x) @tp; b = all_gather(x) @dp")
+    assert found == {("a", "b"): Why.COLLECTIVE_ORDER}
+
+
+def test_nothing_that_communicates_crosses_unknown_communication():
+    found = edges("a = all_gather(x) @dp; c = comm:send(y) @pp; w = wait(a); b = all_gather(x) @dp; k = kernel(x)")
+    assert found["a", "c"] is Why.BARRIER
+    assert found["c", "w"] is Why.BARRIER
+    assert found["c", "b"] is Why.BARRIER
+    assert not any("k" in edge for edge in found)
+
+
+def test_weak_edges():
+    assert edges("a = kernel(x); b = kernel(x) after=a") == {("a", "b"): Why.AFTER}
+
+
+@given(schedules(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_moving_nodes_does_not_change_what_depends_on_what(schedule, data):
+    def named(each):
+        return {
+            (each.nodes[before].name, each.nodes[after].name, why)
+            for before, after, why in dependencies.of(each).edges()
+        }
+
+    moved = data.draw(reordered(schedule))
+    assert named(moved) == named(schedule)

@@ -1,0 +1,85 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlapc.schedule import dependencies
+from overlapc.schedule.memory import MemoryTimeline, analyze
+from overlapc.schedule.text import parse
+from tests.graphs import schedules
+
+
+def live(text):
+    return analyze(parse(text)).during_bytes
+
+
+def frees(text):
+    return analyze(parse(text)).frees
+
+
+def test_a_buffer_lives_from_its_producer_to_its_last_reader():
+    text = "a = kernel() : 5B; b = kernel(a) : 3B; c = kernel(b) : 1B; return c"
+    assert live(text) == (5, 8, 4)
+    assert frees(text) == ((), ("a",), ("b",))
+
+
+def test_views_take_nothing_and_keep_their_storage():
+    text = "a = kernel() : 5B; v = view(a); b = kernel() : 1B; c = kernel(v)"
+    assert live(text) == (5, 5, 6, 5)
+    assert frees(text) == ((), (), ("b",), ("a", "c"))
+
+
+def test_overwriting_is_a_rename():
+    text = "a = kernel() : 5B; m = kernel(a) mutates=a : =a; c = kernel(m) : 1B; return c"
+    assert live(text) == (5, 5, 6)
+    assert frees(text)[-1] == ("a",)
+
+
+def test_inputs_live_unless_they_may_be_freed():
+    assert live("x = input : 4B; a = kernel(x) : 1B; b = kernel(a)") == (5, 5)
+    assert live("x = input freeable : 4B; a = kernel(x) : 1B; b = kernel(a)") == (5, 1)
+
+
+def test_what_is_in_flight_lives_until_its_wait():
+    text = "g = kernel() : 8B; rs = reduce_scatter(g) @dp : 2B; k = kernel() : 1B; w = wait(rs); return w"
+    assert live(text) == (8, 10, 11, 10)
+    assert frees(text) == ((), (), ("k",), ("g",))
+
+
+def test_a_start_that_nobody_waits_for_keeps_its_memory():
+    assert frees("g = kernel() : 8B; rs = reduce_scatter(g) @dp : 2B; k = kernel()") == ((), (), ("k",))
+
+
+def test_scratch_lives_while_its_node_runs():
+    assert live("a = kernel() scratch=7B : 1B; b = kernel(a) : 2B") == (8, 3)
+
+
+def test_outputs_are_never_freed_and_the_peak_has_a_place():
+    profile = analyze(parse("a = kernel() : 5B; b = kernel(a) : 9B; c = kernel() : 1B; return a"))
+    assert (profile.peak_bytes, profile.peak_at) == (14, 1)
+    assert profile.frees == ((), ("b",), ("c",))
+
+
+@given(schedules(), st.data())
+@settings(max_examples=200, deadline=None)
+def test_moves_give_what_recomputing_gives(schedule, data):
+    """After every legal move of a block, live bytes and peak are those of a fresh analysis."""
+    timeline = MemoryTimeline(schedule)
+    deps = dependencies.of(schedule)
+    count = len(schedule.nodes)
+    for _ in range(data.draw(st.integers(1, 6))):
+        low = data.draw(st.integers(0, count - 1))
+        high = data.draw(st.integers(low + 1, count))
+        to = data.draw(st.integers(0, count - (high - low)))
+        order = timeline.order[:low] + timeline.order[high:]
+        order[to:to] = timeline.order[low:high]
+        at = {node: position for position, node in enumerate(order)}
+        if any(at[before] > at[after] for before, after in deps.why):
+            continue
+        first, last = min(low, to), max(high, to + high - low)
+        promised = timeline.try_window(first, order[first:last])
+        timeline.move(low, high, to)
+        assert timeline.order == order
+        fresh = analyze(schedule.replace_order(schedule.nodes[node].name for node in order))
+        assert tuple(timeline.during_bytes) == fresh.during_bytes
+        assert timeline.peak_bytes == fresh.peak_bytes
+        assert promised == max(fresh.during_bytes[first:last])
+        assert [timeline.position[node] for node in order] == list(range(count))

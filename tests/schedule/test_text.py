@@ -1,0 +1,108 @@
+import pytest
+from hypothesis import given, settings
+
+from overlapc.errors import ScheduleError
+from overlapc.schedule.model import Buffer, Comm, Estimate, Kind, Node, Origin, Schedule, Work
+from overlapc.schedule.text import parse
+from tests.graphs import schedules
+
+EVERYTHING = Schedule(
+    "a step",
+    (
+        Node(
+            "op0", Kind.START, "all_gather_into_tensor", ("shard",), ("full",), after=("op1",),
+            comm=Comm("all_gather", 4096, "dp:1", 8, "bf16", (0, 1, 2, 8)),
+            estimate=Estimate(1180.5, "table h200-nvlink"),
+        ),
+        Node(
+            "op1", Kind.EXTERN, "aten::mm", ("x", "v"), ("y", "x2"), ("x",), work=Work(7, 8, 9, "bf16"),
+            scratch_bytes=3,
+        ),
+        Node("assert0", Kind.NOOP, "assert finite", ("y",)),
+        Node("op2", Kind.WAIT, "wait", ("full",), ("w",), estimate=Estimate(0.0, "free")),
+        Node("op3", Kind.WAIT, "wait", ("full",), ("w2",)),
+        Node("op4", Kind.COMM, "unknown", ("w",), ("z",), comm=Comm("unknown", 5, "tp", 0)),
+        Node("op5", Kind.VIEW, "slice", ("z", "y"), ("z0",), work=Work()),
+    ),
+    {
+        buffer.name: buffer
+        for buffer in (
+            Buffer("shard", 512, is_input=True, freeable=True), Buffer("x", 3 * 2**20 + 1, is_input=True),
+            Buffer("v", 0, "x", is_input=True), Buffer("full", 4096), Buffer("y", 0), Buffer("x2", 0, "v"),
+            Buffer("w", 0, "full"), Buffer("w2", 7), Buffer("z", 0), Buffer("z0", 0, "y"), Buffer("unused", 1),
+        )
+    },
+    ("y", "w"),
+    12 * 2**30,
+)  # fmt: skip
+
+
+def test_everything_that_equality_covers_survives_the_text():
+    assert parse(str(EVERYTHING)) == EVERYTHING
+
+
+@given(schedules())
+@settings(max_examples=100, deadline=None)
+def test_random_schedules_survive_the_text(schedule):
+    assert parse(str(schedule)) == schedule
+
+
+def test_the_form_of_the_design_document():
+    schedule = parse("""
+        schedule llama_fwd  budget=12.0GiB
+        %p0    = input                      : 64MiB
+        ag0    = all_gather(%p0) @dp        : 512MiB  1180us
+        %w0    = wait(ag0)
+        mm0    = kernel(%x, %w0)            : 96MiB   640us
+    """)
+    assert schedule.budget_bytes == 12 * 2**30
+    assert schedule.node("ag0").comm == Comm("all_gather", 512 * 2**20, "dp", 0)
+    assert schedule.node("mm0").estimate == Estimate(640e3, "given")
+    assert schedule.buffers["%x"] == Buffer("%x", 0, is_input=True)
+    assert schedule.root("%w0") == "ag0"
+
+
+def test_a_reduction_moves_what_it_reads():
+    schedule = parse("g = input : 4KiB; rs = reduce_scatter(g) @dp(4) : 1KiB; ar = all_reduce(g) @dp(4) : 4KiB")
+    assert schedule.node("rs").comm.bytes == 4096
+    assert schedule.node("ar").comm.bytes == 4096
+
+
+def test_origins_print_as_comments():
+    node = Node("y", Kind.KERNEL, "kernel", (), ("y",), origin=Origin(("mm_3",), "model.py:31: x @ w", "layers.0"))
+    text = str(Schedule("s", (node,), {"y": Buffer("y", 0)}))
+    assert text.splitlines()[1].endswith("# mm_3 | layers.0 | model.py:31: x @ w")
+    assert parse(text).nodes == (node,)
+
+
+def test_a_longer_name_moves_no_other_line():
+    short, long = (str(parse(f"a = kernel(x); {name} = kernel(a)")) for name in ("b", "bcd"))
+    assert short.splitlines()[:3] == long.splitlines()[:3]
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "column"),
+    [
+        ("a = mm(b)", "line 1: 'mm' is not a collective or a kind of node; write kernel:mm or extern:mm", 4),
+        ("a = kernel(b", "line 1: expected ')' after the reads", 12),
+        ("x = kernel(a)\na = kernel(b) : 3Mi", "line 2: '3Mi' is not a time", 16),
+        ("a = kernel(b) aftr=c", "line 1: no key named 'aftr'; nearest: after", 14),
+        ("a = kernel(b); a = kernel(c)", "line 1: a is defined a second time", 28),
+        ("a = kernle:x(b)", "line 1: no kind of node named 'kernle'; nearest: kernel", 4),
+        ("a ? b", "line 1: cannot read '?'", 2),
+        ("a = kernel(b) dtype=bf16", "line 1: dtype= needs a group: write @dp before it", 24),
+    ],
+)
+def test_errors_point_at_the_place(text, message, column):
+    with pytest.raises(ScheduleError) as error:
+        parse(text)
+    first, line, caret = str(error.value).splitlines()
+    assert first.startswith(message)
+    assert line[3:] in text.splitlines()
+    assert caret == "   " + " " * column + "^"
+
+
+def test_what_the_format_cannot_say_is_refused():
+    node = Node("y", Kind.KERNEL, "kernel", (), ("y",), estimate=Estimate(1.0, "a]b"))
+    with pytest.raises(ScheduleError, match="may not hold"):
+        str(Schedule("s", (node,), {"y": Buffer("y", 0)}))
