@@ -269,25 +269,28 @@ def _drop_identity_views(graph: fx.Graph) -> int:
     return changed
 
 
-def _in_flight(node: Any) -> bool:
-    """Whether a wait on `node` has something to wait for. An input may have been launched before the graph."""
-    if not isinstance(node, fx.Node):
-        return False
-    if node.target is operator.getitem:
-        node = node.args[0]
-    return isinstance(node, fx.Node) and (node.op == "placeholder" or is_collective(node))
+def _launch_of(value: Any) -> Any:
+    """The launch whose result `value` is, when it is a part of a coalesced one; else `value`."""
+    return value.args[0] if isinstance(value, fx.Node) and value.target is operator.getitem else value
+
+
+def _settled(node: fx.Node) -> bool:
+    """Whether nothing can be in flight behind `node`: it was waited for, or computed. Unsure of anything else:
+    inputs may have been launched before the graph, and custom ops may launch."""
+    return is_wait(node) or _op(node)[0] in ("aten", "prims")
 
 
 def _one_wait_each(graph: fx.Graph) -> int:
     changed = 0
     for node in list(graph.nodes):
-        if is_wait(node):
-            source = node.args[0]
-            while isinstance(source, fx.Node) and source.target in _VIEWS:
-                source = source.args[0]
-            if source is node.args[0] and _in_flight(source):
-                continue
-            # Waits for a wait, for a view of something in flight (whose own wait is added below), or for nothing.
+        if not is_wait(node):
+            continue
+        source = node.args[0]
+        while source.target in _VIEWS:
+            source = source.args[0]
+        # The wait of a viewed launch is added below, before the view.
+        launch = _launch_of(source)
+        if _settled(launch) or (source is not node.args[0] and is_asynchronous(launch)):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             changed += 1

@@ -45,8 +45,7 @@ def partition(
         elif gather.label.reshard:
             _mark(gather, CheckpointPolicy.MUST_RECOMPUTE)
         else:
-            _mark(gather, None)
-            gather.wait.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            _mark(gather, None)  # torch saves what untagged collectives give
     forward, backward = min_cut_rematerialization_partition(
         joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
     )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as fsdp2
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -285,6 +286,25 @@ def test_parameters_in_lists_and_of_other_modules_are_gathered():
     assert sorted(gathers(forward)) == ["inner.weight", "scales.0", "scales.1"]
 
 
+def test_dynamic_batches_compile_once_and_sizes_are_known_by_their_hint():
+    class Gathered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(all_reduce(x, "sum", mesh.get_group())).sum()
+
+    mesh, recorder = mesh_1d(), Recorder()
+    step = torch.compile(fully_shard(Gathered(), mesh), backend=recorder, fullgraph=True, dynamic=True)
+    for rows in (6, 10):
+        step(torch.ones(rows, 8)).backward()
+    (forward,) = recorder.forward
+    assert {c.comm.collective: c.comm.bytes for c in find_collectives(forward.graph) if c.label is None} == {
+        "all_reduce": 6 * 8 * 4
+    }
+
+
 def test_a_copied_module_is_sharded_alike():
     model = copy.deepcopy(shard(Tiny()))
     assert sorted(gathers(compiled(model).forward[0])) == sorted(BLOCKS + ROOT)
@@ -364,7 +384,7 @@ def test_reading_a_parameter_in_two_checkpoints_gathers_it_once_each_way():
         def forward(self, x, _):
             x = x.float().sum() + torch.ones(4, 8)
             for _ in range(2):
-                x = checkpoint(lambda h: torch.cos(self.a(h)), x, use_reentrant=False)
+                x = checkpoint(lambda h: torch.cos(h @ self.a.weight), x, use_reentrant=False)
             return x.sum()
 
     recorder = compiled(fully_shard(Shared(), mesh_1d(), reshard_after_forward=True))
