@@ -24,7 +24,7 @@ _UNARY = (
     "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc lgamma "
     "trunc"
 ).split()
-_BINARY = "pow atan2 hypot copysign nextafter fmod".split()
+_BINARY = "pow atan2 hypot copysign nextafter".split()
 
 
 def load_module(path: Path, name: str) -> ModuleType:
@@ -51,6 +51,8 @@ def _prelude() -> ModuleType:
     module = _execute(Path(__file__).with_name("triton_prelude.py"), "overlapc.runtime._interpreted_prelude")
     stand_ins: dict[str, Callable[..., Any]] = {name: _elementwise(getattr(torch, name)) for name in _UNARY + _BINARY}
     stand_ins["rint"] = _elementwise(torch.round)
+    # torch's vectorized fmod on CPU is NaN for large quotients.
+    stand_ins["fmod"] = _elementwise(lambda a, b: torch.from_numpy(np.asarray(np.fmod(a.numpy(), b.numpy()))))
     module.libdevice = SimpleNamespace(**stand_ins)  # type: ignore[attr-defined]
     replacements: dict[str, Any] = {
         "range": _range,

@@ -228,13 +228,20 @@ def _compile(source: Source, function: Any, stage: Stage, variant: Variant, targ
             options={"num_warps": stage.num_warps},
         )
     except CompilationError as error:
-        first = next((line for line in str(error).splitlines()[::-1] if line.strip()), "unknown error")
         raise ToolchainError(
-            f"Triton refused {stage.function} of {source.name}: {first}\n"
+            f"Triton refused {stage.function} of {source.name}: {_root_cause(error)}\n"
             f"  source: {function.fn.__code__.co_filename}\nhint: native=False runs the graph without generated kernels"
         ) from error
     count("triton_kernels_loaded")
     return compiled
+
+
+def _root_cause(error: BaseException) -> str:
+    """Last line of the innermost error: Triton wraps one around it per call of a helper."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
+    return lines[-1] if lines else type(error).__name__
 
 
 def _runner(compiled: Any, constants: int) -> Callable[..., None]:

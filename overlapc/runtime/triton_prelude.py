@@ -4,6 +4,8 @@ Reductions take a tile `[x, r]` and reduce axis 1, keeping it. Nothing here uses
 the same source also runs in Triton's interpreter (see triton_interpreter.py).
 """
 
+# ruff: noqa: RET505 - Triton drops the branch not taken, but would compile what follows an `if` without `else`.
+
 from __future__ import annotations
 
 import triton
@@ -16,7 +18,8 @@ def maximum(a, b):
     """The larger one; NaN if either is (floats), as torch.maximum."""
     if a.dtype.is_floating():
         return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    return tl.maximum(a, b)
+    else:
+        return tl.maximum(a, b)
 
 
 @triton.jit
@@ -24,7 +27,8 @@ def minimum(a, b):
     """The smaller one; NaN if either is (floats), as torch.minimum."""
     if a.dtype.is_floating():
         return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    return tl.minimum(a, b)
+    else:
+        return tl.minimum(a, b)
 
 
 @triton.jit
@@ -127,14 +131,16 @@ def divide(a, b):
     """IEEE division; Triton's `/` is 2 ulp off in fp32."""
     if a.dtype == tl.float32:
         return tl.div_rn(a, b)
-    return a / b
+    else:
+        return a / b
 
 
 @triton.jit
 def sqrt(x):
     if x.dtype == tl.float32:
         return tl.sqrt_rn(x)
-    return tl.sqrt(x)
+    else:
+        return tl.sqrt(x)
 
 
 @triton.jit
@@ -151,9 +157,10 @@ def sign(x):
 def signbit(x):
     if x.dtype == tl.float32:
         return x.to(tl.int32, bitcast=True) < 0
-    if x.dtype == tl.float64:
+    elif x.dtype == tl.float64:
         return x.to(tl.int64, bitcast=True) < 0
-    return x < 0
+    else:
+        return x < 0
 
 
 @triton.jit
@@ -178,9 +185,10 @@ def floor_div(a, b):
         ratio = divide(a, b)
         down = tl.where(whole == 0, libdevice.copysign(tl.full([], 0.0, a.dtype), ratio), down)
         return tl.where(b == 0, ratio, down)
-    rest = a % b
-    whole = a // b  # toward zero
-    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), whole - 1, whole)
+    else:
+        rest = a % b
+        whole = a // b  # toward zero
+        return tl.where((rest != 0) & ((rest < 0) != (b < 0)), whole - 1, whole)
 
 
 @triton.jit

@@ -243,7 +243,7 @@ def _on_integers(name: str, first: str, args: Sequence[str], dtype: torch.dtype)
         "isnan": f"{first} != {first}",
         "isinf": f"{first} != {first}",
         "logical_not": f"{first} == 0",
-        "bitwise_not": f"~{first}",
+        "bitwise_not": f"~{first}" if dtype.is_signed else f"{first} ^ tl.full([], 255, tl.uint8)",
         "trunc_div": f"{first} // {args[-1]}",
         "fmod": f"{first} % {args[-1]}",
     }[name]

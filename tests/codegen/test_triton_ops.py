@@ -1,0 +1,28 @@
+"""Every operation and conversion in Triton's interpreter, over special values, against eager torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import triton
+
+from overlapc.codegen.triton import TritonGenerator
+from overlapc.ir.body import OPERATIONS
+from tests.codegen.triton_cases import Case
+from tests.codegen.triton_ops import BINARY, UNARY, all_cases
+
+
+def test_the_tables_cover_the_ir():
+    assert set(UNARY) | set(BINARY) | {"where"} == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+def test_operations_equal_eager(case: Case, tmp_path: Path):
+    generator = TritonGenerator()
+    assert generator.refuse(case.body) is None
+    source = generator.generate(case.body, case.name)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        problems = case.run(generator.load([source], tmp_path)[source.name], source, "cpu")
+    assert not problems, "\n".join(problems)

@@ -1,0 +1,228 @@
+"""Every operation of the loop IR over special values, one kernel a dtype and arity, for the interpreter and a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from overlapc.ir.body import Body, Cast, Constant, Load, Store, Value, op
+from tests.codegen.triton_cases import Case, Tensors, loop, p0
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+DTYPES = (*FLOATS, *INTEGERS, torch.bool)
+
+
+def _numpy(function: Callable[..., Any], eager: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch's vectorized fmod on CPU is NaN for large quotients; NumPy's is exact."""
+    return lambda a, b: torch.from_numpy(function(a.numpy(), b.numpy())) if a.device.type == "cpu" else eager(a, b)
+
+
+UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": F.relu,
+    **{
+        name: getattr(torch, name)
+        for name in (
+            "neg abs sign signbit reciprocal sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan "
+            "sinh cosh tanh asinh acosh atanh erf erfc lgamma sigmoid floor ceil trunc round isnan isinf logical_not "
+            "bitwise_not"
+        ).split()
+    },
+}
+BINARY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "floor_div": lambda a, b: torch.div(a, b, rounding_mode="floor"),
+    "trunc_div": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+    "fmod": _numpy(np.fmod, torch.fmod),
+    "remainder": _numpy(np.remainder, torch.remainder),
+    "shift_left": torch.bitwise_left_shift,
+    "shift_right": torch.bitwise_right_shift,
+    **{
+        name: getattr(torch, name)
+        for name in (
+            "add sub mul div pow atan2 hypot copysign nextafter maximum minimum eq ne lt le gt ge "
+            "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor"
+        ).split()
+    },
+}
+_INTEGER_ONLY = set("bitwise_not bitwise_and bitwise_or bitwise_xor shift_left shift_right".split())
+_ANY = set(
+    "neg abs sign signbit relu floor ceil trunc round isnan isinf logical_not add sub mul floor_div trunc_div "
+    "remainder fmod pow maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor".split()
+)
+_BOOL = set(
+    "logical_not bitwise_not isnan isinf add mul eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and "
+    "bitwise_or bitwise_xor maximum minimum".split()
+)
+# Correctly rounded on IEEE hardware, or exact by nature: no tolerance (torch's own sqrt on CPU is off by one).
+EXACT = set(
+    "neg abs sign signbit reciprocal relu floor ceil trunc round isnan isinf logical_not bitwise_not add sub mul "
+    "div floor_div trunc_div remainder fmod copysign nextafter maximum minimum eq ne lt le gt ge logical_and "
+    "logical_or logical_xor bitwise_and bitwise_or bitwise_xor shift_left shift_right".split()
+)
+
+
+def names_of(dtype: torch.dtype, arity: int) -> list[str]:
+    """Operations of `arity` that torch has for `dtype`."""
+    table = UNARY if arity == 1 else BINARY
+    if dtype is torch.bool:
+        return [name for name in table if name in _BOOL]
+    if not dtype.is_floating_point:
+        return [name for name in table if name in _ANY | _INTEGER_ONLY]
+    without = _INTEGER_ONLY | ({"nextafter"} if dtype.itemsize == 2 else set())  # float32's neighbour is not theirs
+    return [name for name in table if name not in without]
+
+
+def operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """All pairs of special values, then ordinary ones."""
+    generator = torch.Generator().manual_seed(0)
+    if dtype is torch.bool:
+        special = torch.tensor([False, True])
+        more = torch.rand(2, 60, generator=generator) < 0.5
+    elif dtype.is_floating_point:
+        info = torch.finfo(dtype)
+        numbers = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 3.0, -3.0, 1e-3, 88.0, -88.0, 1000.0, info.max]
+        numbers += [info.min, info.tiny, math.inf, -math.inf, math.nan, 7.25, -0.7]
+        special = torch.tensor(numbers, dtype=dtype)
+        more = torch.randn(2, 200, generator=generator).mul_(4).to(dtype)
+    else:
+        info = torch.iinfo(dtype)
+        numbers = {0, 1, 2, 3, 7, 63, 64, info.max, info.max - 1} | ({-1, -2, -7, -64} if info.min else set())
+        special = torch.tensor(sorted(numbers), dtype=torch.int64).to(dtype)
+        low, high = max(info.min, -1000), min(info.max, 1000)
+        more = torch.randint(low, high, (2, 100), generator=generator).to(dtype)
+    left, right = torch.cartesian_prod(special, special).unbind(1)
+    return torch.cat([left, more[0]]), torch.cat([right, more[1]])
+
+
+def elementwise(dtype: torch.dtype, arity: int) -> Case:
+    """Every operation of `arity` on the same operands."""
+    names = names_of(dtype, arity)
+    left, right = operands(dtype)
+    if not dtype.is_floating_point:
+        usable = (right != 0) & ((left != torch.iinfo(dtype).min) if dtype is not torch.bool else True)
+        if dtype is not torch.bool and arity == 2:
+            left, right = left[usable], right[usable]  # division by zero and overflowing division are undefined
+    count = left.numel()
+    loads = (Load("a", p0, dtype), Load("b", p0, dtype))[:arity]
+    stores, tensors = [], {"a": left, "b": right}
+    for name in names:
+        value = op(name, *loads)
+        memory = torch.bool if value.dtype is torch.bool else dtype
+        stores.append(Store(name, p0, value, memory))
+        tensors[name] = torch.zeros(count, dtype=memory)
+    if arity == 1:
+        del tensors["b"]
+    body = Body((loop(p0, count),), (), tuple(stores))
+
+    def expected(t: Tensors) -> Tensors:
+        args = [
+            t[name].float() if dtype.itemsize == 2 and dtype.is_floating_point else t[name] for name in "ab"[:arity]
+        ]
+        table = UNARY if arity == 1 else BINARY
+        return {name: table[name](*args) if name in table else args[0] for name in names}
+
+    return _Elementwise(f"{'unary' if arity == 1 else 'binary'}_{str(dtype)[6:]}", body, tensors, expected)
+
+
+class _Elementwise(Case):
+    """Compares each element with its own tolerance: functions are off by units in the last place."""
+
+    def run(self, launcher, source, device):
+        tensors = {name: tensor.to(device).clone() for name, tensor in self.tensors.items()}
+        expected = self.expected({name: tensor.to(device) for name, tensor in self.tensors.items()})
+        launcher(*(tensors[buffer] for buffer in source.buffers))
+        inputs = [tensors[name] for name in ("a", "b") if name in tensors]
+        return [
+            f"{name}: {problem}"
+            for name, want in expected.items()
+            if (problem := _elements_off(tensors[name], want.to(tensors[name].dtype), name in EXACT, inputs))
+        ]
+
+
+# Three units in the last place of what is computed in, one of a lower precision it is rounded to.
+_RELATIVE = {torch.float32: 4e-7, torch.float64: 1e-15, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+
+
+def _elements_off(got: torch.Tensor, want: torch.Tensor, exact: bool, inputs: list[torch.Tensor]) -> str:
+    if not got.dtype.is_floating_point:
+        wrong = got != want
+    else:
+        same = (got == want) | (got.isnan() & want.isnan())
+        if not exact:
+            info = torch.finfo(got.dtype)
+            # Results too small to be normal may be flushed to zero.
+            near = (got.double() - want.double()).abs() <= _RELATIVE[got.dtype] * want.double().abs() + info.tiny
+            same |= near
+        wrong = ~same
+    if not wrong.any():
+        return ""
+    at = int(wrong.nonzero()[0])
+    shown = ", ".join(str(tensor[at].item()) for tensor in inputs)
+    return f"{int(wrong.sum())} of {wrong.numel()} differ; f({shown}) = {got[at].item()!r}, want {want[at].item()!r}"
+
+
+def casts(source: torch.dtype) -> Case:
+    """`source` converted to every dtype, by Cast and then a store, where torch defines the result."""
+    if source is torch.bool:
+        x = torch.tensor([False, True])
+    elif source.is_floating_point:
+        x = torch.tensor([0.0, -0.0, 1.5, 2.5, -1.5, 100.0, 3.14159, 0.1, -0.3, 60000.0]).to(source)
+    else:
+        x = torch.tensor([0, 1, 2, 100, torch.iinfo(source).max, 127]).to(source)
+    stores, tensors, wide = [], {"x": x}, x
+    value = Load("x", p0, source)
+    targets = [to for to in DTYPES if not (source.is_floating_point and not to.is_floating_point and to.itemsize < 4)]
+    for to in targets:
+        name = f"to_{str(to)[6:]}"
+        stores.append(Store(name, p0, Cast(value, to), to))
+        tensors[name] = torch.zeros(wide.numel(), dtype=to)
+
+    def expected(t: Tensors) -> Tensors:
+        return {f"to_{str(to)[6:]}": t["x"].to(to) for to in targets}
+
+    body = Body((loop(p0, wide.numel()),), (), tuple(stores))
+    return Case(f"casts_{str(source)[6:]}", body, tensors, expected, tolerance=0.0)
+
+
+def where_and_constants() -> Case:
+    """`where`, constants that are not finite, and a bool made from a comparison and stored."""
+    x = Load("x", p0, torch.float32)
+    positive = op("gt", x, Constant(0.0, torch.float32))
+    parts: dict[str, tuple[Value, torch.dtype]] = {
+        "y": (op("where", positive, x, Constant(-math.inf, torch.float32)), torch.float32),
+        "z": (op("where", positive, Constant(math.nan, torch.float32), Constant(-0.0, torch.float32)), torch.float32),
+        "wide": (op("add", Cast(x, torch.float64), Constant(0.1, torch.float64)), torch.float64),
+        "huge": (op("add", Cast(x, torch.int64), Constant(2**40 + 1, torch.int64)), torch.int64),
+        "flag": (op("logical_and", positive, Constant(True, torch.bool)), torch.bool),
+        "constant": (Constant(2.5, torch.float32), torch.bfloat16),
+    }
+    stores = tuple(Store(name, p0, value, dtype) for name, (value, dtype) in parts.items())
+    tensors = {name: torch.zeros(6, dtype=dtype) for name, (_, dtype) in parts.items()}
+    tensors["x"] = torch.tensor([1.0, -1.0, 0.0, math.nan, math.inf, 3.25])
+    tensors["x"][3:5] = torch.tensor([2.0, 7.0])
+
+    def expected(t: Tensors) -> Tensors:
+        x_ = t["x"]
+        return {
+            "y": torch.where(x_ > 0, x_, -math.inf),
+            "z": torch.where(x_ > 0, math.nan, -0.0),
+            "wide": x_.double() + 0.1,
+            "huge": x_.long() + 2**40 + 1,
+            "flag": x_ > 0,
+            "constant": torch.full_like(x_, 2.5),
+        }
+
+    return Case("where_and_constants", Body((loop(p0, 6),), (), stores), tensors, expected, tolerance=0.0)
+
+
+def all_cases() -> list[Case]:
+    return [
+        *(elementwise(dtype, arity) for dtype in DTYPES for arity in (1, 2)),
+        *(casts(dtype) for dtype in DTYPES),
+        where_and_constants(),
+    ]
