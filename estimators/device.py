@@ -131,7 +131,9 @@ def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
         "memory_bytes_per_s", "kernel_floor_ns", "launch_ns", "synchronous", "collective_floor_ns",
         "ranks_per_host", "collective_slowdown",
     ):  # fmt: skip
-        values[key] = getattr(profile, key)
+        value = getattr(profile, key)
+        if key in profile.origins or value != getattr(IDEAL, key):
+            values[key] = value
     for key in ("host_link", "network_link"):
         link = getattr(profile, key)
         if link is not None:

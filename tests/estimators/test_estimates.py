@@ -1,0 +1,157 @@
+import json
+
+import pytest
+
+from overlapc.errors import ConfigError
+from overlapc.estimators import calibrate
+from overlapc.estimators.base import FREE, FirstKnown, estimate_schedule
+from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives, interpolate
+from overlapc.estimators.device import (
+    PROFILES,
+    DeviceProfile,
+    Link,
+    Table,
+    load_profile,
+    profile_from_json,
+    profile_to_json,
+)
+from overlapc.estimators.roofline import Roofline
+from overlapc.schedule.model import Comm, Estimate, Kind, Node, Work
+from overlapc.schedule.text import parse
+
+MIB = 2**20
+H200 = load_profile("h200-nvlink")
+
+
+def collective(kind, size_bytes, ranks=4, members=()):
+    return Node("c", Kind.START, kind, comm=Comm(kind, size_bytes, "dp", ranks, "bf16", members))
+
+
+def kernel(work, kind=Kind.EXTERN):
+    return Node("k", kind, "k", work=work)
+
+
+def test_the_slower_of_arithmetic_and_memory():
+    roofline = Roofline(DeviceProfile("d", {"bf16": 1e12, "vector": 1e11}, 1e9))
+    assert roofline.estimate(kernel(Work(10**9, 500, 500, "bf16"))) == Estimate(1e6, "roofline d")
+    assert roofline.estimate(kernel(Work(10**9, 3 * 10**6, 10**6, "torch.bfloat16"))).ns == 4e6
+    assert roofline.estimate(kernel(Work(10**9, 0, 0, "bf16"), Kind.KERNEL)).ns == 1e7  # not on tensor cores
+
+
+def test_unknown_work_is_not_free():
+    roofline = Roofline(DeviceProfile("d", {"bf16": 1e12}, 1e9, kernel_floor_ns=5.0))
+    assert roofline.estimate(kernel(None)) is None
+    assert roofline.estimate(kernel(Work(5, 0, 0, "int4"))) is None
+    assert Roofline(DeviceProfile("d")).estimate(kernel(Work(0, 1))) is None
+    assert roofline.estimate(kernel(Work())).ns == 5.0
+
+
+def test_matmuls_of_the_measured_machine():
+    """8192x4096x14336 in bf16 ran at 712 TFLOP/s."""
+    flops = 2 * 8192 * 4096 * 14336
+    assert Roofline(H200).estimate(kernel(Work(flops, dtype="bf16"))).ns == pytest.approx(flops / 712e12 * 1e9)
+
+
+def test_tables_come_first_and_interpolate():
+    chain = FirstKnown((MeasuredCollectives(H200), AnalyticCollectives(H200)))
+    assert chain.estimate(collective("all_gather", 256 * MIB)) == Estimate(698e3, "table h200-nvlink")
+    assert chain.estimate(collective("all_gather", 160 * MIB)).ns == pytest.approx((226e3 + 698e3) / 2)
+    assert chain.estimate(collective("all_gather", 256 * MIB, ranks=8)).source == "analytic h200-nvlink"
+    assert chain.estimate(collective("all_gather", 256 * MIB, members=(0, 8, 16, 24))).source.startswith("analytic")
+
+
+def test_interpolation_at_its_ends():
+    table = Table("all_gather", 2, ((10, 5.0), (20, 7.0), (40, 17.0)))
+    assert [interpolate(table, size) for size in (1, 10, 15, 30, 60)] == [5.0, 5.0, 6.0, 12.0, 27.0]
+    assert interpolate(Table("all_gather", 2, ((10, 5.0),)), 20) == 10.0
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_the_analytic_model_is_near_what_was_measured(kind):  # from 256 MiB on
+    for size_bytes, measured in H200.table(kind, 4).points[4:]:
+        assert AnalyticCollectives(H200).estimate(collective(kind, size_bytes)).ns == pytest.approx(measured, rel=0.25)
+
+
+def test_bytes_by_each_collectives_own_definition():
+    profile = DeviceProfile("d", host_link=Link(1e9, 0.0), ranks_per_host=8)
+    ns = {
+        kind: AnalyticCollectives(profile).estimate(collective(kind, 4000)).ns
+        for kind in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast")
+    }
+    assert ns == {
+        "all_gather": 3000, "reduce_scatter": 3000, "all_to_all": 3000, "all_reduce": 6000, "broadcast": 4000,
+    }  # fmt: skip
+
+
+def test_links_come_from_the_groups_ranks():
+    def ns(members):
+        return AnalyticCollectives(H200).estimate(collective("all_gather", 1024 * MIB, len(members), members)).ns
+
+    one_host, one_a_host = ns((0, 1, 2, 3)), ns((0, 8, 16, 24))
+    assert one_a_host > 5 * one_host
+    assert ns((0, 1, 2, 3, 8, 9, 10, 11)) < one_a_host  # four cards a host
+    unknown = AnalyticCollectives(H200).estimate(collective("all_gather", 1024 * MIB, 16)).ns
+    assert unknown == ns(tuple(range(16)))
+
+
+def test_what_moves_how_is_unknown_stays_unknown():
+    assert AnalyticCollectives(H200).estimate(collective("unknown", 5)) is None
+    assert AnalyticCollectives(H200).estimate(collective("all_gather", 5, ranks=0)) is None
+    assert AnalyticCollectives(DeviceProfile("d")).estimate(collective("all_gather", 5)) is None
+    assert AnalyticCollectives(H200).estimate(kernel(Work())) is None
+
+
+def test_a_tree_wins_for_small_all_reduces_of_many():
+    profile = DeviceProfile("d", host_link=Link(1e12, 1000.0), ranks_per_host=1024)
+    assert AnalyticCollectives(profile).estimate(collective("all_reduce", 8, 256)).ns == pytest.approx(16000, rel=1e-3)
+
+
+def test_a_schedule_is_estimated_and_the_unknown_listed():
+    schedule = parse("""
+        g = all_gather(p) @dp(4) : 256MiB; w = wait(g); k = kernel(w) read=4KiB : 4KiB
+        m = extern(k); given = kernel(k) flops=1 : 1B 77ns
+    """)
+    chain = FirstKnown((Roofline(H200), MeasuredCollectives(H200)))
+    done = estimate_schedule(schedule, chain)
+    assert done.unknown == ("m",)
+    assert done.schedule.node("m").estimate is None
+    assert done.schedule.node("w").estimate == FREE
+    assert done.schedule.node("g").estimate.source == "table h200-nvlink"
+    assert done.schedule.node("given").estimate.ns == 77
+    assert estimate_schedule(schedule, chain, keep=False).schedule.node("given").estimate.ns == H200.kernel_floor_ns
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in PROFILES.glob("*.json")))
+def test_profiles_load_name_their_origins_and_come_back(name):
+    profile = load_profile(name)
+    assert profile.name == name
+    data = json.loads((PROFILES / f"{name}.json").read_text())
+    assert all(entry["origin"] for entry in data["quantities"].values())
+    assert profile_from_json(profile_to_json(profile)) == profile
+
+
+def test_profiles_that_cannot_be_used(tmp_path):
+    with pytest.raises(ConfigError, match="no device profile named 'h200'; nearest: h200-nvlink"):
+        load_profile("h200")
+    with pytest.raises(ConfigError, match="No such file"):
+        load_profile(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text('{"name": "x", "quantities": {"launch": {"value": 1, "origin": "o"}}}')
+    with pytest.raises(ConfigError, match="not in the expected form"):
+        load_profile(tmp_path / "bad.json")
+
+
+def test_this_machine_is_measured_once_and_kept(tmp_path):
+    profile = calibrate.profile_for("cpu", tmp_path)
+    assert profile.memory_bytes_per_s > 1e8
+    assert profile.rate("torch.float32") > 1e8
+    assert profile.origins[""].startswith("measured: 2 processes")
+    (kept,) = tmp_path.glob("profile-cpu-gloo-*.json")
+    stamp = kept.stat().st_mtime_ns
+    assert calibrate.profile_for("cpu", tmp_path) == profile
+    assert kept.stat().st_mtime_ns == stamp
+    assert calibrate.profile_for("cuda", tmp_path) == H200
+
+
+def test_without_a_place_to_keep_it_the_default_is_used(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert calibrate.profile_for("cpu", tmp_path / "file" / "cache") == load_profile("cpu-gloo")

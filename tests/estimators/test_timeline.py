@@ -1,0 +1,123 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlapc.estimators.device import IDEAL, DeviceProfile, Slowdown, load_profile
+from overlapc.estimators.timeline import simulate
+from overlapc.schedule.text import parse
+from tests.graphs import reordered, schedules
+
+SLOW = DeviceProfile("slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.25)
+
+
+def test_a_wait_right_behind_its_start_exposes_all_of_it():
+    timeline = simulate(parse("a = kernel(x) : 0B 10ns; g = all_gather(p) @dp : 0B 30ns; w = wait(g); b = kernel(w)"))
+    assert timeline.step_ns == 40
+    assert timeline.span("g") == (10, 40)
+    assert timeline.span("w") == (10, 40)
+    assert (timeline.collectives["g"].exposed_ns, timeline.collectives["g"].hidden_ns) == (30, 0)
+
+
+def test_compute_hides_what_runs_beside_it():
+    timeline = simulate(parse("g = all_gather(p) @dp : 0B 30ns; a = kernel(x) : 0B 20ns; w = wait(g)"))
+    assert timeline.step_ns == 30
+    assert (timeline.collectives["g"].exposed_ns, timeline.collectives["g"].hidden_ns) == (10, 20)
+
+
+def test_one_kernel_covers_its_own_duration_once():
+    """Two collectives in flight, one kernel: it hides 20 ns of the first and nothing of the second."""
+    timeline = simulate(
+        parse("g = all_gather(p) @dp : 0B 30ns; h = all_gather(q) @dp : 0B 30ns; a = kernel(x) : 0B 20ns;"
+              "w = wait(h); v = wait(g)")
+    )  # fmt: skip
+    assert timeline.step_ns == 60
+    # The stream stands at h's wait while g still runs: that part is g's.
+    assert {name: each.exposed_ns for name, each in timeline.collectives.items()} == {"g": 10, "h": 30}
+
+
+def test_groups_have_queues_of_their_own():
+    timeline = simulate(
+        parse("g = all_gather(p) @dp : 0B 30ns; h = all_gather(q) @tp : 0B 30ns; w = wait(h); v = wait(g)")
+    )
+    assert timeline.step_ns == 30
+    assert timeline.exposed_ns == 30
+
+
+def test_a_collective_begins_after_the_compute_launched_before_it():
+    timeline = simulate(parse("a = kernel(x) : 0B 10ns; g = all_gather(p) @dp : 0B 5ns; w = wait(g)"))
+    assert timeline.span("g") == (10, 15)
+
+
+def test_synchronous_communication_is_exposed():
+    timeline = simulate(
+        parse("g = all_gather(p) @dp : 0B 30ns; c = comm:send(x) @dp : 0B 7ns; a = kernel(x) : 0B 5ns; w = wait(g)")
+    )
+    assert timeline.step_ns == 42
+    assert (timeline.collectives["g"].exposed_ns, timeline.collectives["c"].exposed_ns) == (30, 7)
+
+
+def test_a_start_that_nobody_waits_for_ends_with_the_step():
+    timeline = simulate(parse("g = all_gather(p) @dp : 0B 30ns; a = kernel(x) : 0B 10ns"))
+    assert timeline.step_ns == 30
+    assert timeline.collectives["g"].exposed_ns == 20
+
+
+def test_contention_slows_both_sides():
+    """30 ns of gather take 37.5 beside compute; in them the kernel gets 18.75 of its 20 ns done."""
+    text = "g = all_gather(p) @dp : 0B 30ns; a = {}(x) {} : 0B 20ns; w = wait(g)"
+    memory = simulate(parse(text.format("kernel", "")), SLOW)
+    assert memory.span("g") == (0, 37.5)
+    assert memory.step_ns == pytest.approx(37.5 + 1.25)
+    matmul = simulate(parse(text.format("extern", "flops=9")), SLOW)
+    assert matmul.span("a") == (0, 30)  # 20 ns at 1.5; the gather then has 6 ns left, undisturbed
+    assert matmul.step_ns == pytest.approx(36)
+    assert matmul.compute_ns == 30
+
+
+def test_launches_bound_a_step_of_tiny_kernels():
+    profile = DeviceProfile("slow host", launch_ns=10)
+    text = "a = kernel(x) : 0B 1ns; b = kernel(a) : 0B 1ns; c = kernel(b) : 0B 1ns"
+    timeline = simulate(parse(text), profile)
+    assert (timeline.step_ns, timeline.launch_idle_ns) == (31, 28)
+    assert timeline.lower_bound_ns == 31
+
+
+def test_a_host_that_computes_cannot_run_ahead():
+    text = "a = kernel(x) : 0B 100ns; b = kernel(a) : 0B 100ns"
+    assert simulate(parse(text), DeviceProfile("gpu", launch_ns=10)).step_ns == 210
+    assert simulate(parse(text), DeviceProfile("cpu", launch_ns=10, synchronous=True)).step_ns == 220
+
+
+def test_what_nobody_estimated_is_listed():
+    timeline = simulate(parse("g = all_gather(p) @dp; a = kernel(x); v = view(a); w = wait(g)"))
+    assert timeline.unknown == ("g", "a")
+
+
+def test_the_bound_sees_what_no_order_can_hide():
+    """The last scatter follows all compute, and the first gather precedes it."""
+    text = """
+        g = all_gather(p) @dp : 0B 30ns; w = wait(g); a = kernel(w) : 0B 100ns
+        s = reduce_scatter(a) @dp : 0B 40ns; v = wait(s)
+    """
+    assert simulate(parse(text)).lower_bound_ns == 170
+    queue = "\n".join(f"g{n} = all_gather(p) @dp : 0B 50ns; w{n} = wait(g{n})" for n in range(4)) + "\n"
+    assert simulate(parse(queue + "y = kernel(w0, w1, w2, w3) : 0B 7ns")).lower_bound_ns == 207
+
+
+@given(schedules(), st.data())
+@settings(max_examples=200, deadline=None)
+def test_no_order_beats_the_bound_and_all_time_is_accounted_for(schedule, data):
+    moved = data.draw(reordered(schedule))
+    host = DeviceProfile("host", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.25, launch_ns=3.0)
+    cpu = DeviceProfile("cpu", launch_ns=3.0, synchronous=True)
+    for profile in (IDEAL, SLOW, host, cpu, load_profile("h200-nvlink")):
+        bound = simulate(schedule, profile).lower_bound_ns
+        timeline = simulate(moved, profile)
+        assert timeline.lower_bound_ns == pytest.approx(bound)
+        assert timeline.step_ns >= bound * (1 - 1e-9)
+        spent = timeline.compute_ns + timeline.exposed_ns + timeline.launch_idle_ns
+        assert timeline.step_ns == pytest.approx(spent)
+        for each in timeline.collectives.values():
+            assert -1e-6 <= each.exposed_ns <= each.end_ns - each.start_ns + 1e-6
+        for start, end in zip(timeline.start_ns, timeline.end_ns, strict=True):
+            assert 0 <= start <= end <= timeline.step_ns + 1e-6

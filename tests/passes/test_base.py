@@ -1,0 +1,124 @@
+import pytest
+from hypothesis import given, settings
+
+from overlapc.errors import ConfigError, MemoryBudgetError, ScheduleError
+from overlapc.estimators.device import load_profile
+from overlapc.passes.base import Context, PassReport, register_pass, run_pipeline, select
+from overlapc.passes.pipeline import ORDER
+from overlapc.schedule.text import parse
+from tests.graphs import check_kept, order_of, peak, schedules
+
+STEP = """
+    schedule step
+    p0 = input : 10B; p1 = input : 10B; x = input : 100B
+    ag0 = all_gather(p0) @dp(2) : 20B 50us [table]; w0 = wait(ag0); f0 = extern(x, w0) : 5B 100us
+    ag1 = all_gather(p1) @dp(2) : 20B 50us [table]; w1 = wait(ag1); f1 = extern(f0, w1) : 5B 100us
+    g1 = extern(f1) : 20B 100us; rs1 = reduce_scatter(g1) @dp(2) : 10B 60us; s1 = wait(rs1)
+    g0 = extern(f1, f0) : 20B 100us; rs0 = reduce_scatter(g0) @dp(2) : 10B 60us; s0 = wait(rs0)
+    return s1, s0
+"""
+
+
+def reversing(schedule, ctx):
+    """A user's pass that is wrong."""
+    return schedule.replace_order(reversed(order_of(schedule))), PassReport("reversing")
+
+
+def renaming(schedule, ctx):
+    report = PassReport("mine")
+    report.because("ag0", "I said so")
+    return schedule, report
+
+
+def test_the_default_pipeline_hides_what_can_be_hidden():
+    result = run_pipeline(parse(STEP), Context())
+    assert [report.name for report in result.reports] == list(ORDER)
+    assert result.before.exposed_ns == 220e3
+    records = {record.name: record for record in result.collectives}
+    # Hidden: the second gather and the first scatter. Nothing runs beside the first and the last.
+    assert {name: record.exposed_after_ns for name, record in records.items()} == {
+        "ag0": 50e3, "ag1": 0.0, "rs1": 0.0, "rs0": 60e3,
+    }  # fmt: skip
+    assert records["ag1"].limit == "hidden"
+    assert records["ag0"].limit == "start: start of schedule; wait: f0 reads it"
+    assert records["rs0"].limit == "start: data dependence on g0; wait: end of schedule"
+    gather = records["ag1"]
+    assert (gather.op, gather.group, gather.size, gather.bytes) == ("all_gather", "dp", 2, 20)
+    assert (gather.estimate_ns, gather.source) == (50e3, "table")
+    assert (gather.exposed_before_ns, gather.hidden_before_ns, gather.hidden_after_ns) == (50e3, 0.0, 50e3)
+    assert gather.moves == sum(report.moves.get(name, 0) for report in result.reports for name in ("ag1", "w1")) > 0
+    assert result.after.step_ns == result.after.lower_bound_ns
+
+
+def test_none_runs_no_pass():
+    schedule = parse(STEP)
+    result = run_pipeline(schedule, Context(passes=()))
+    assert result.schedule is schedule
+    assert result.after is result.before
+    assert {record.limit for record in result.collectives} == {"no pass looked at it"}
+
+
+def test_a_collective_that_nobody_can_estimate_is_never_called_hidden():
+    result = run_pipeline(parse("a = all_gather(p) @dp; w = wait(a); y = kernel(w) : 0B 5us"), Context(passes=()))
+    assert result.after.unknown == ("a",)
+    assert (result.collectives[0].estimate_ns, result.collectives[0].limit) == (None, "no estimate")
+
+
+def test_callables_run_in_their_place():
+    result = run_pipeline(parse(STEP), Context(passes=(renaming, "sink_waits")))
+    assert [report.name for report in result.reports] == ["mine", "sink_waits"]
+    assert result.reports[0].reasons == {"ag0": "I said so"}
+
+
+def test_a_broken_pass_is_caught_and_named():
+    with pytest.raises(ScheduleError, match=r"^reversing: "):
+        run_pipeline(parse(STEP), Context(passes=(reversing,)))
+    run_pipeline(parse("a = kernel(x); b = kernel(x)"), Context(passes=(reversing,)))
+
+
+def test_unknown_names_offer_their_neighbours():
+    with pytest.raises(ConfigError, match="no pass named 'sink_wait'; nearest: sink_waits"):
+        select(("sink_wait",))
+
+
+def test_names_are_registered_once():
+    with pytest.raises(ConfigError, match="registered already"):
+        register_pass("sink_waits")(renaming)
+
+
+def test_a_budget_that_nothing_fits():
+    with pytest.raises(MemoryBudgetError, match="memory_budget is 30B, and the graph needs"):
+        run_pipeline(parse(STEP), Context(budget_bytes=30))
+    with pytest.raises(MemoryBudgetError):
+        run_pipeline(parse("schedule s budget=1B\n a = kernel() : 2B"), Context())
+
+
+def test_a_schedules_own_budget_limits_the_passes():
+    schedule = parse(STEP)
+    tight = run_pipeline(parse(STEP.replace("schedule step", f"schedule step budget={peak(schedule)}B")), Context())
+    assert peak(tight.schedule) <= peak(schedule)
+    assert tight.after.exposed_ns > run_pipeline(schedule, Context()).after.exposed_ns
+
+
+def test_the_passes_of_a_pipeline_share_one_allowance():
+    schedule = parse(STEP)
+    result = run_pipeline(schedule, Context(peak_increase=0.1, passes=("raise_under_memory", "sink_waits") * 3))
+    assert peak(result.schedule) <= 1.1 * peak(schedule)
+
+
+def test_dumps_before_and_after_every_pass():
+    seen = {}
+    result = run_pipeline(parse(STEP), Context(dump=seen.__setitem__))
+    assert list(seen) == [
+        "01_raise_under_memory.before", "01_raise_under_memory.after", "02_sink_waits.before", "02_sink_waits.after",
+    ]  # fmt: skip
+    assert parse(seen["02_sink_waits.after"]) == result.schedule
+
+
+@given(schedules(most_nodes=24))
+@settings(max_examples=100, deadline=None)
+def test_the_pipeline_keeps_what_every_pass_keeps(schedule):
+    for ctx in (Context(), Context(profile=load_profile("h200-nvlink"))):
+        result = run_pipeline(schedule, ctx)
+        check_kept(schedule, result.schedule, ctx)
+        assert len(result.collectives) == len(result.after.collectives)

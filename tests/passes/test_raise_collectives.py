@@ -1,0 +1,56 @@
+from hypothesis import given, settings
+
+from overlapc.passes.base import Context
+from overlapc.passes.raise_collectives import raise_collectives
+from overlapc.schedule.text import parse
+from tests.graphs import check_kept, check_pass, schedules
+
+
+def test_a_start_moves_to_the_beginning():
+    check_pass(
+        raise_collectives,
+        before="h = kernel(x); v = view(p); ag0 = all_gather(v) @dp; w0 = wait(ag0); y = kernel(h, w0)",
+        after="v = view(p); ag0 = all_gather(v) @dp; h = kernel(x); w0 = wait(ag0); y = kernel(h, w0)",
+        reasons={"ag0": "data dependence on v"},
+    )
+
+
+def test_each_reason():
+    report = check_pass(
+        raise_collectives,
+        before="""
+            h = kernel(x); a = all_gather(p) @dp; b = all_gather(q) @dp; rs = reduce_scatter(h) @tp
+            k = kernel(x); s = all_gather(p) @ep after=k; c = comm:send(x) @pp; m = kernel(x); t = all_gather(q) @dp
+            wa = wait(a); wb = wait(b); ws = wait(s); wr = wait(rs); wt = wait(t)
+        """,
+        after="""
+            a = all_gather(p) @dp; b = all_gather(q) @dp; h = kernel(x); rs = reduce_scatter(h) @tp
+            k = kernel(x); s = all_gather(p) @ep; c = comm:send(x) @pp; t = all_gather(q) @dp; m = kernel(x)
+            wa = wait(a); wb = wait(b); ws = wait(s); wr = wait(rs); wt = wait(t)
+        """,
+    )
+    assert report.reasons == {
+        "a": "start of schedule",
+        "b": "collective order: a is first",
+        "rs": "data dependence on h",
+        "s": "has to come after k",
+        "t": "c is a barrier",
+    }
+
+
+def test_nothing_to_raise_leaves_the_schedule_itself():
+    schedule = parse("ag0 = all_gather(p) @dp; w0 = wait(ag0); y = kernel(w0)")
+    assert raise_collectives(schedule, Context())[0] is schedule
+
+
+def test_more_memory_than_the_limit_undoes_it():
+    text = "h = kernel() : 8B; k = kernel() : 1B; ag0 = all_gather(p) @dp : 4B; w0 = wait(ag0); y = kernel(w0)"
+    check_pass(raise_collectives, text, text, {"ag0": "peak memory"}, Context(budget_bytes=11))
+
+
+@given(schedules())
+@settings(max_examples=200, deadline=None)
+def test_random_schedules_keep_what_every_pass_keeps(schedule):
+    for ctx in (Context(), Context(peak_increase=0.0)):
+        moved, _ = raise_collectives(schedule, ctx)
+        check_kept(schedule, moved, ctx)

@@ -1,0 +1,170 @@
+from hypothesis import given, settings
+
+from overlapc.estimators.device import DeviceProfile, Slowdown
+from overlapc.estimators.timeline import simulate
+from overlapc.passes.base import Context
+from overlapc.passes.raise_under_memory import raise_under_memory
+from overlapc.schedule.text import parse
+from tests.graphs import check_kept, check_pass, schedules
+
+
+def test_a_start_moves_up_until_it_is_hidden():
+    check_pass(
+        raise_under_memory,
+        before="""
+            a = kernel(x) : 0B 100us; b = kernel(a) : 0B 100us
+            ag = all_gather(p) @dp : 0B 80us; w = wait(ag); y = kernel(b, w) : 0B 1us
+        """,
+        after="a = kernel(x); ag = all_gather(p) @dp; b = kernel(a); w = wait(ag); y = kernel(b, w)",
+        reasons={"ag": "hidden"},
+    )
+
+
+def test_a_start_that_is_hidden_stays():
+    text = "ag = all_gather(p) @dp : 0B 80us; a = kernel(x) : 0B 100us; w = wait(ag); y = kernel(a, w)"
+    schedule = parse("first = kernel(x) : 0B 9us;" + text)
+    moved, report = raise_under_memory(schedule, Context())
+    assert moved is schedule
+    assert report.reasons == {"ag": "hidden"}
+
+
+def test_the_start_of_the_schedule_stops_a_start():
+    check_pass(
+        raise_under_memory,
+        before="a = kernel(x) : 0B 10us; ag = all_gather(p) @dp : 0B 80us; w = wait(ag); y = kernel(a, w)",
+        after="ag = all_gather(p) @dp; a = kernel(x); w = wait(ag); y = kernel(a, w)",
+        reasons={"ag": "start of schedule"},
+    )
+
+
+def test_a_data_dependence_stops_a_start():
+    check_pass(
+        raise_under_memory,
+        before="a = kernel(x) : 0B 50us; b = kernel(x) : 0B 10us; rs = reduce_scatter(a) @dp : 0B 80us; w = wait(rs)",
+        after="a = kernel(x); rs = reduce_scatter(a) @dp; b = kernel(x); w = wait(rs)",
+        reasons={"rs": "data dependence on a"},
+    )
+
+
+def test_cheap_nodes_that_a_start_needs_move_with_it():
+    report = check_pass(
+        raise_under_memory,
+        before="""
+            h = kernel(x) : 0B 100us; c = kernel(p) : 0B 5us; v = view(c)
+            ag = all_gather(v) @dp : 0B 80us; w = wait(ag); y = kernel(h, w)
+        """,
+        after="c = kernel(p); v = view(c); ag = all_gather(v) @dp; h = kernel(x); w = wait(ag); y = kernel(h, w)",
+        reasons={"ag": "hidden"},
+    )
+    assert report.moved_with == {"ag": ("c", "v")}
+
+
+def test_memory_stops_a_start():
+    text = "a = kernel() : 4B 50us; {} b = kernel(a) : 8B 50us; {} y = kernel(b, w) : 1B 1us"
+    gather = "ag = all_gather(p) @dp : 6B 80us;"
+    before = text.format("", gather + "w = wait(ag);")
+    check_pass(raise_under_memory, before, before, {"ag": "peak memory"}, Context(budget_bytes=17))
+    report = check_pass(
+        raise_under_memory,
+        before,
+        gather + text.format("", "w = wait(ag);"),
+        {"ag": "hidden"},
+        Context(budget_bytes=18),
+    )
+    assert report.moves == {"ag": 2}
+
+
+def test_the_order_of_the_group_stops_a_start():
+    check_pass(
+        raise_under_memory,
+        before="""
+            a = kernel(x) : 0B 10us; ag0 = all_gather(p) @dp : 0B 9us; b = kernel(a) : 0B 5us
+            ag1 = all_gather(q) @dp : 0B 20us; w1 = wait(ag1); c = kernel(w1, b) : 0B 50us; w0 = wait(ag0)
+        """,
+        after="""
+            ag0 = all_gather(p) @dp; ag1 = all_gather(q) @dp; a = kernel(x); b = kernel(a)
+            w1 = wait(ag1); c = kernel(w1, b); w0 = wait(ag0)
+        """,
+        reasons={"ag1": "queue busy with ag0"},
+    )
+
+
+def test_no_use_in_starting_while_the_queue_is_busy():
+    check_pass(
+        raise_under_memory,
+        before="""
+            ag0 = all_gather(p) @dp : 0B 100us; a = kernel(x) : 0B 60us; b = kernel(a) : 0B 60us
+            w0 = wait(ag0); ag1 = all_gather(q) @dp : 0B 100us; w1 = wait(ag1); y = kernel(w0, w1, b)
+        """,
+        after="""
+            ag0 = all_gather(p) @dp; a = kernel(x); ag1 = all_gather(q) @dp; b = kernel(a)
+            w0 = wait(ag0); w1 = wait(ag1); y = kernel(w0, w1, b)
+        """,
+        reasons={"ag1": "queue busy with ag0"},
+    )
+
+
+def test_an_early_gather_makes_room_for_the_next():
+    """Alone, ag0 would begin under `b`; ag1 behind it then had no room left to hide in."""
+    moved, report = raise_under_memory(
+        parse("""
+            a = kernel(x) : 0B 50us; b = kernel(a) : 0B 50us; ag0 = all_gather(p) @dp : 0B 50us; w0 = wait(ag0)
+            c = kernel(b, w0) : 0B 1us; ag1 = all_gather(q) @dp : 0B 50us; w1 = wait(ag1); y = kernel(w1, c)
+        """),
+        Context(),
+    )
+    assert simulate(moved).exposed_ns == 0
+    assert report.reasons == {"ag0": "hidden", "ag1": "hidden"}
+
+
+def test_unknown_communication_stops_a_start():
+    check_pass(
+        raise_under_memory,
+        before="c = comm:send(x) @pp; a = kernel(x) : 0B 5us; ag = all_gather(p) @dp : 0B 9us; w = wait(ag)",
+        after="c = comm:send(x) @pp; ag = all_gather(p) @dp; a = kernel(x); w = wait(ag)",
+        reasons={"ag": "c is a barrier"},
+    )
+
+
+def test_a_weak_edge_stops_a_start():
+    check_pass(
+        raise_under_memory,
+        before="k = kernel(x) : 0B 5us; a = kernel(x) : 0B 5us; ag = all_gather(p) @dp after=k : 0B 9us; w = wait(ag)",
+        after="k = kernel(x); ag = all_gather(p) @dp after=k; a = kernel(x); w = wait(ag)",
+        reasons={"ag": "has to come after k"},
+    )
+
+
+def test_work_that_covers_another_collective_is_not_taken_away():
+    """ag needs the cast c, which is all that covers t: raising both over t would expose it."""
+    report = check_pass(
+        raise_under_memory,
+        before="""
+            t = all_gather(q) @tp : 0B 20us; c = kernel(p) : 0B 20us
+            ag = all_gather(c) @dp : 0B 100us; u = wait(t); w = wait(ag); y = kernel(a, u, w)
+        """,
+        after="""
+            t = all_gather(q) @tp; c = kernel(p); ag = all_gather(c) @dp; u = wait(t); w = wait(ag); y = kernel(a, u, w)
+        """,
+    )
+    assert report.reasons["ag"] == "would expose t"
+
+
+def test_a_start_without_an_estimate_moves_as_far_as_it_may():
+    check_pass(
+        raise_under_memory,
+        before="a = kernel(x) : 0B 5us; b = kernel(a) : 0B 5us; ag = all_gather(p) @dp; w = wait(ag); y = kernel(w)",
+        after="ag = all_gather(p) @dp; a = kernel(x); b = kernel(a); w = wait(ag); y = kernel(w)",
+        reasons={"ag": "start of schedule"},
+    )
+
+
+@given(schedules())
+@settings(max_examples=200, deadline=None)
+def test_random_schedules_keep_what_every_pass_keeps(schedule):
+    slow = DeviceProfile(
+        "slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.5, launch_ns=2.0, synchronous=True
+    )
+    for ctx in (Context(), Context(peak_increase=0.0), Context(profile=slow)):
+        moved, _ = raise_under_memory(schedule, ctx)
+        check_kept(schedule, moved, ctx)

@@ -1,0 +1,125 @@
+from hypothesis import given, settings
+
+from overlapc.estimators.device import DeviceProfile, Slowdown
+from overlapc.passes.base import Context
+from overlapc.passes.reasons import Reason
+from overlapc.passes.sink_waits import sink_waits
+from overlapc.schedule.text import parse
+from tests.graphs import check_kept, check_pass, schedules
+
+
+def test_wait_moves_to_its_first_reader():
+    check_pass(
+        sink_waits,
+        before="ag0 = all_gather(%p0) @dp; %w0 = wait(ag0); %h = kernel(%x); %y = kernel(%h, %w0)",
+        after="ag0 = all_gather(%p0) @dp; %h = kernel(%x); %w0 = wait(ag0); %y = kernel(%h, %w0)",
+        reasons={"%w0": "%y reads it"},
+    )
+
+
+def test_a_wait_already_in_place_leaves_the_schedule_itself():
+    schedule = parse("ag0 = all_gather(%p0) @dp; %w0 = wait(ag0); %y = kernel(%w0)")
+    assert sink_waits(schedule, Context())[0] is schedule
+
+
+def test_views_of_the_result_sink_with_it():
+    check_pass(
+        sink_waits,
+        before="ag0 = all_gather(p) @dp; w = wait(ag0); v = view(w); h = kernel(x); y = kernel(h, v)",
+        after="ag0 = all_gather(p) @dp; h = kernel(x); w = wait(ag0); v = view(w); y = kernel(h, v)",
+        reasons={"w": "y reads it"},
+    )
+
+
+def test_a_wait_that_only_the_caller_needs_sinks_to_the_end():
+    check_pass(
+        sink_waits,
+        before="rs = reduce_scatter(g) @dp; w = wait(rs); h = kernel(x); return w",
+        after="rs = reduce_scatter(g) @dp; h = kernel(x); w = wait(rs); return w",
+        reasons={"w": "end of schedule"},
+    )
+
+
+def test_cheap_work_on_the_result_sinks_with_an_exposed_wait():
+    """The scaling of a scattered gradient does not hold its wait up; a matmul's worth of work does."""
+    text = "rs = reduce_scatter(g) @dp : 1B 100ns; w = wait(rs); {scale}; h = kernel(x) : 0B 90ns; return s"
+    check_pass(
+        sink_waits,
+        before=text.format(scale="s = kernel(w) : 1B 5ns"),
+        after="rs = reduce_scatter(g) @dp; h = kernel(x); w = wait(rs); s = kernel(w)",
+        reasons={"w": "end of schedule"},
+        ctx=Context(peak_increase=1.0),
+    )
+    costly = text.format(scale="s = kernel(w) : 1B 50ns")
+    check_pass(sink_waits, before=costly, after=costly, reasons={"w": "s reads it"})
+
+
+GRADIENTS = """
+    g0 = kernel() : 8B 50ns; rs0 = reduce_scatter(g0) @dp : 2B 50ns; w0 = wait(rs0)
+    g1 = kernel() : 8B 50ns; rs1 = reduce_scatter(g1) @dp : 2B 50ns; w1 = wait(rs1)
+    return w0, w1
+"""
+
+
+def test_an_exposed_wait_takes_memory_up_to_the_limit():
+    check_pass(
+        sink_waits,
+        before=GRADIENTS,
+        after="g0 = kernel(); rs0 = reduce_scatter(g0) @dp; g1 = kernel(); w0 = wait(rs0)\n"
+        "rs1 = reduce_scatter(g1) @dp; w1 = wait(rs1)",
+        reasons={"w0": "peak memory", "w1": "end of schedule"},
+        ctx=Context(budget_bytes=18),
+    )
+
+
+def test_memory_stops_a_wait():
+    check_pass(sink_waits, GRADIENTS, GRADIENTS, {"w0": "peak memory"}, Context(budget_bytes=17))
+
+
+def test_a_hidden_wait_takes_no_more_than_the_usual_peak():
+    text = """
+        g0 = kernel() : 8B 50ns; rs0 = reduce_scatter(g0) @dp : 2B 50ns; {}
+        k1 = kernel() : 1B 60ns; {}; k2 = kernel(k1) : 8B 60ns; {}; return w0
+    """
+    wait = "w0 = wait(rs0)"
+    check_pass(
+        sink_waits,
+        text.format(wait, "", ""),
+        text.format("", wait, ""),
+        {"w0": "peak memory"},
+        Context(peak_increase=5),
+    )
+    check_pass(  # the same with room below the incoming peak
+        sink_waits,
+        "x = input : 1B; big = kernel() : 90B;" + text.format(wait, "", ""),
+        "x = input : 1B; big = kernel() : 90B;" + text.format("", "", wait),
+        {"w0": "end of schedule"},
+    )
+
+
+def test_an_overwriting_of_what_is_in_flight_stops_a_wait():
+    text = "rs = reduce_scatter(g) @dp; {} h = kernel(x); {} m = kernel(g) mutates=g : =g; return w"
+    wait = "w = wait(rs);"
+    check_pass(sink_waits, text.format(wait, ""), text.format("", wait), {"w": "has to come after m"})
+
+
+def test_unknown_communication_stops_a_wait():
+    text = "a = all_gather(p) @dp; {} h = kernel(x); {} c = comm:send(x) @pp; return w"
+    wait = "w = wait(a);"
+    check_pass(sink_waits, text.format(wait, ""), text.format("", wait), {"w": "c is a barrier"})
+
+
+def test_what_does_not_pay_is_undone():
+    """Overlapped, the gather takes 20 ns in which the kernel gets 7 ns done: 113 ns and not 110."""
+    profile = DeviceProfile("slow", slowdowns={"other": Slowdown(3.0, 3.0)}, collective_slowdown=2.0)
+    text = "a = all_gather(p) @dp : 1B 10ns; w = wait(a); h = kernel(x) : 1B 100ns; y = kernel(h, w) : 1B"
+    check_pass(sink_waits, text, text, {"w": "simulates slower"}, Context(profile=profile))
+
+
+@given(schedules())
+@settings(max_examples=200, deadline=None)
+def test_random_schedules_keep_what_every_pass_keeps(schedule):
+    for ctx in (Context(), Context(peak_increase=0.0), Context(profile=DeviceProfile("d", launch_ns=3.0))):
+        moved, report = sink_waits(schedule, ctx)
+        check_kept(schedule, moved, ctx)
+        assert set(report.limits.values()) <= set(Reason)
