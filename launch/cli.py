@@ -183,8 +183,14 @@ def report(
 
 
 @app.command()
-def options() -> None:
+def options(
+    markdown: Annotated[bool, typer.Option("--markdown", help="as the rows of README.md's table")] = False,
+) -> None:
     """List every option: its variable, default and meaning."""
+    if markdown:
+        for name, variable, default, meaning in option_rows():
+            print(f"| `{name}` | `{variable}` | {default} | {meaning} |")
+        return
     print(tabulate(option_rows(), ("option", "variable", "default", "meaning"), maxcolwidths=[None, None, 28, 60]))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from tabulate import tabulate
@@ -10,8 +9,8 @@ from tabulate import tabulate
 from overlapc.report.record import CollectiveRow, GraphRecord, Report, StepRecord
 from overlapc.units import human_bytes
 
-HEADERS = ("collective", "group", "size", "time µs", "by", "hidden µs", "exposed µs", "moves", "limited by")
-_ALIGN = ("left", "left", "right", "right", "left", "right", "right", "right", "left")
+HEADERS = ("collective", "of", "group", "size", "time µs", "by", "hidden µs", "exposed µs", "moves", "limited by")
+_ALIGN = ("left", "left", "left", "right", "right", "left", "right", "right", "right", "left")
 _NAMES_SHOWN = 8
 
 
@@ -43,7 +42,8 @@ def graph_text(graph: GraphRecord) -> str:
 def collective_cells(row: CollectiveRow) -> tuple[str, ...]:
     """The cells of one collective, in the order of HEADERS."""
     return (
-        f"{row.name} {row.op}",
+        row.name if row.name.startswith(row.op) else f"{row.name} {row.op}",
+        _short(row.origin),
         f"@{row.group}({row.ranks})",
         human_bytes(row.bytes),
         "unknown" if row.estimate_ns is None else us(row.estimate_ns),
@@ -59,6 +59,7 @@ def total_cells(rows: tuple[CollectiveRow, ...]) -> tuple[str, ...]:
     """The last line of the table: sums over all collectives of a graph."""
     return (
         f"all {len(rows)}",
+        "",
         "",
         human_bytes(sum(row.bytes for row in rows)),
         us(sum(row.estimate_ns or 0.0 for row in rows)),
@@ -92,7 +93,8 @@ def fallback_text(graph: GraphRecord) -> str:
     if not graph.fallbacks:
         return "no fallbacks"
     ops = [f"{op} {count}" for op, count in sorted(graph.fallbacks.items(), key=lambda item: (-item[1], item[0]))]
-    return f"{sum(graph.fallbacks.values())} fallbacks ({_some(tuple(ops))})"
+    count = sum(graph.fallbacks.values())
+    return f"{count} fallback{'s' if count > 1 else ''} ({_some(tuple(ops))})"
 
 
 def totals_text(step: StepRecord) -> str:
@@ -102,14 +104,15 @@ def totals_text(step: StepRecord) -> str:
     bound = sum(graph.lower_bound_ns for graph in step.graphs)
     exposed_before = sum(graph.exposed_before_ns for graph in step.graphs)
     exposed_after = sum(graph.exposed_after_ns for graph in step.graphs)
-    fallbacks = sum((Counter(graph.fallbacks) for graph in step.graphs), Counter[str]())
+    kernels = sum(graph.kernels for graph in step.graphs)
+    fallbacks = sum(sum(graph.fallbacks.values()) for graph in step.graphs)
     return "\n".join(
         [
             "all graphs",
             f"step time    {ms(before)} -> {ms(after)}; {bound_text(after, bound)}",
             f"exposed      {ms(exposed_before)} -> {ms(exposed_after)} of communication",
             f"peak memory  {human_bytes(max(graph.peak_bytes for graph in step.graphs))}",
-            f"kernels      {sum(graph.kernels for graph in step.graphs)} generated, {fallbacks.total()} fallbacks",
+            f"kernels      {kernels} generated; eager fallbacks: {fallbacks}",
         ]
     )
 
@@ -146,6 +149,11 @@ def bound_text(time_ns: float, bound_ns: float) -> str:
     """The lower bound, and how far a time is over it."""
     over = 100 * (time_ns / bound_ns - 1) if bound_ns > 0 else 0.0
     return f"no order can beat {ms(bound_ns)} (gap {over:.1f}%)"
+
+
+def _short(origin: str, most: int = 36) -> str:
+    """The end of a long origin: the last parts of a module path say most."""
+    return origin if len(origin) <= most else f"...{origin[3 - most :]}"
 
 
 def _some(names: tuple[str, ...]) -> str:

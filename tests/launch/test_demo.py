@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +43,21 @@ def test_two_ranks_train_alike_compiled_and_eager(tmp_path):
             assert row.name in done.stdout or rank == 1
         assert json.loads((folder / "trace.json").read_text())["traceEvents"]
         assert (folder / "schedule.txt").read_text().count("schedule ") >= 2
+
+
+@pytest.mark.timeout(300)
+def test_a_script_runs_on_ranks_and_every_rank_is_in_the_report(tmp_path):
+    script = Path(__file__).resolve().parents[2] / "examples" / "train_fsdp.py"
+    command = [sys.executable, "-m", "overlapc.launch.cli", "run", "--nproc", "2", "--passes", "sink_waits"]
+    command += ["--report", str(tmp_path / "overlap.json"), str(script), "--steps", "1"]
+    environment = {**os.environ, "OVERLAPC_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "loss of rank 0: 5.5" in done.stdout  # ln 256
+    report = record.load(tmp_path / "overlap.json")
+    assert [(step.rank, step.world_size, len(step.graphs)) for step in report.steps] == [(0, 2, 2), (1, 2, 2)]
+    assert [row.name for row in report.steps[0].graphs[0].passes] == ["sink_waits"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_losses_that_differ_name_the_step():

@@ -12,6 +12,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_options_table_is_the_configuration():
+    """`overlapc options --markdown` prints the rows to paste."""
     rows = dict(re.findall(r"^\| `(\w+)` (\| `OVERLAPC_\w+` \| .* \|)$", README, re.MULTILINE))
     assert list(rows) == [name for name, *_ in option_rows()]
     for name, variable, default, meaning in option_rows():
