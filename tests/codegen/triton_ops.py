@@ -153,12 +153,10 @@ def _elements_off(got: torch.Tensor, want: torch.Tensor, exact: bool, inputs: li
         wrong = got != want
     else:
         same = (got == want) | (got.isnan() & want.isnan())
-        if not exact:
-            info = torch.finfo(got.dtype)
-            # Results too small to be normal may be flushed to zero.
-            near = (got.double() - want.double()).abs() <= _RELATIVE[got.dtype] * want.double().abs() + info.tiny
-            same |= near
-        wrong = ~same
+        relative = 0.0 if exact else _RELATIVE[got.dtype]
+        # Results too small to be normal may be flushed to zero.
+        allowed = relative * want.double().abs() + torch.finfo(got.dtype).tiny
+        wrong = ~(same | ((got.double() - want.double()).abs() <= allowed))
     if not wrong.any():
         return ""
     at = int(wrong.nonzero()[0])

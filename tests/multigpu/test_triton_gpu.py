@@ -1,0 +1,138 @@
+"""The tables of operations and bodies on a real GPU against eager torch there, and what a launch costs the host.
+
+All kernels are compiled in one call, in parallel; a failure names the form, the output, the first wrong element and
+keeps the source in the message.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from overlapc.codegen.triton import TritonGenerator
+from tests.codegen.triton_cases import Case, large, noise, small, swiglu, symbolic, variants
+from tests.codegen.triton_ops import all_cases
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+OPERATIONS = all_cases()
+SMALL = [(case, form, tiling) for case in small() for form, tiling in variants(case.body)]
+
+
+@pytest.fixture(scope="module")
+def large_cases() -> list[Case]:
+    """Made on demand: these are gigabytes that a run without a GPU should not touch."""
+    return large()
+
+
+def _check(named: list[tuple[str, Case, object]], cache_dir: Path) -> None:
+    generator = TritonGenerator()
+    sources = [generator.generate(case.body, case.name, tiling=tiling) for _, case, tiling in named]  # type: ignore[arg-type]
+    launchers = generator.load(list({source.name: source for source in sources}.values()), cache_dir)
+    reports = []
+    for (name, case, _), source in zip(named, sources, strict=True):
+        problems = case.run(launchers[source.name], source, "cuda")
+        torch.cuda.synchronize()  # a fault belongs to this kernel, not to a later one
+        if problems:
+            reports.append("\n".join([f"{name}:", *problems, source.text]))
+    assert not reports, f"{len(reports)} of {len(named)} kernels are wrong\n" + "\n\n".join(reports)
+
+
+def test_operations_equal_eager(tmp_path: Path):
+    _check([(case.name, case, None) for case in OPERATIONS], tmp_path)
+
+
+def test_every_form_of_every_body_equals_eager(tmp_path: Path):
+    _check([(f"{case.name}, {form}", case, tiling) for case, form, tiling in SMALL], tmp_path)
+
+
+def test_training_sizes_equal_eager(large_cases: list[Case], tmp_path: Path):
+    _check([(case.name, case, None) for case in large_cases], tmp_path)
+
+
+def test_unaligned_pointers(tmp_path: Path):
+    generator = TritonGenerator()
+    case = swiglu(1000)
+    source = generator.generate(case.body, case.name)
+    launcher = generator.load([source], tmp_path)[source.name]
+    tensors = {name: torch.randn(1001, device="cuda").bfloat16()[1:] for name in source.buffers}
+    expected = torch.nn.functional.silu(tensors["gate"].float()) * tensors["up"].float()
+    launcher(*(tensors[buffer] for buffer in source.buffers))
+    torch.testing.assert_close(tensors["y"], expected.bfloat16())
+
+
+def test_one_kernel_serves_many_sizes(tmp_path: Path):
+    generator = TritonGenerator()
+    sources = {}
+    for width in (1, 7, 64, 1000, 100_003):
+        case = symbolic(5, width)
+        source = generator.generate(case.body, case.name, size_hints={"s0": 1000})
+        launcher = sources.setdefault(source.name, None) or generator.load([source], tmp_path)[source.name]
+        sources[source.name] = launcher
+        assert not case.run(launcher, source, "cuda"), width
+    assert len(sources) == 1
+
+
+def test_more_elements_than_int32(tmp_path: Path):
+    count = 2**31 + 4096
+    case = swiglu(16)  # for its formula; the tensors are made on the device
+    generator = TritonGenerator()
+    big = swiglu_body(count)
+    source = generator.generate(big, "big_swiglu")
+    if torch.cuda.mem_get_info()[0] < 8 * count:
+        pytest.skip("needs 16 GiB of free device memory")
+    gate = torch.full((count,), 2.0, dtype=torch.bfloat16, device="cuda")
+    gate[-1] = 1.0
+    y = torch.zeros_like(gate)
+    tensors = {"gate": gate, "up": gate, "y": y}
+    generator.load([source], tmp_path)[source.name](*(tensors[buffer] for buffer in source.buffers))
+    last = case.expected({"gate": gate[-2:], "up": gate[-2:]})["y"].bfloat16()
+    torch.testing.assert_close(y[-2:], last)
+
+
+def swiglu_body(count: int):
+    """`swiglu` over `count` elements, without making its tensors on the host."""
+    import sympy
+
+    from overlapc.ir.body import Body, Loop
+    from tests.codegen.triton_cases import p0
+
+    return Body((Loop(p0, sympy.Integer(count)),), (), swiglu(16).body.stores)
+
+
+def test_launches_follow_the_current_stream_and_cuda_graphs(tmp_path: Path):
+    generator = TritonGenerator()
+    case = swiglu(4096)
+    source = generator.generate(case.body, case.name)
+    launcher = generator.load([source], tmp_path)[source.name]
+    tensors = {name: tensor.cuda() for name, tensor in case.tensors.items()}
+    arguments = [tensors[buffer] for buffer in source.buffers]
+    launcher(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launcher(*arguments)
+    tensors["gate"].copy_(noise(4096, seed=9))
+    tensors["y"].zero_()
+    graph.replay()
+    torch.testing.assert_close(tensors["y"], case.expected(tensors)["y"].bfloat16())
+
+
+def test_a_launch_costs_the_host_a_few_microseconds(tmp_path: Path):
+    generator = TritonGenerator()
+    case = swiglu(1024)
+    source = generator.generate(case.body, case.name)
+    launcher = generator.load([source], tmp_path)[source.name]
+    tensors = {name: tensor.cuda() for name, tensor in case.tensors.items()}
+    arguments = [tensors[buffer] for buffer in source.buffers]
+    best_us = float("inf")
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):  # fewer than the queue holds, so that the host never waits for the device
+            launcher(*arguments)
+        best_us = min(best_us, (time.perf_counter() - start) / 200 * 1e6)
+    print(f"host time of a launch: {best_us:.1f} us")
+    assert best_us < 20
