@@ -190,13 +190,13 @@ def _freeable(gm: GraphModule, name: str) -> set[str]:
 
 
 def _profile(config: Config, graph: LoweredGraph) -> DeviceProfile:
-    from overlapc.estimators.calibrate import profile_here
+    from overlapc.estimators.calibrate import profile_for
     from overlapc.estimators.device import load_profile
 
     if config.profile is not None:
         return load_profile(config.profile)
     devices = {view.layout.device.type for view in graph.views.values()}
-    return profile_here("cuda" if "cuda" in devices else "cpu", config.cache_dir)  # type: ignore[arg-type]
+    return profile_for("cuda" if "cuda" in devices else "cpu", config.cache_dir)  # type: ignore[arg-type]
 
 
 def _estimated(schedule: Schedule, profile: DeviceProfile, talks: Compilation | None) -> Schedule:

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from overlapc.errors import ConfigError, unknown_name
 from overlapc.units import parse_bytes
 
@@ -124,9 +122,7 @@ class Config:
         frozenset(), _words, "stages to write as text: fx, ir, fusion, passes, program, kernels, all"
     )
     dump_dir: Path | str = _knob(Path("overlapc_dump"), _path, "folder that dumps go to")
-    cache_dir: Path | str = _knob(
-        Path(platformdirs.user_cache_dir("overlapc")), _path, "compiled kernels and measurements"
-    )
+    cache_dir: Path | str = _knob(Path("~/.cache/overlapc"), _path, "compiled kernels and measurements")
 
     def __post_init__(self) -> None:
         for knob in dataclasses.fields(self):
