@@ -35,6 +35,7 @@ from overlapc.codegen.cpp.expressions import (
     load_text,
     operation_text,
     store_text,
+    weight,
 )
 from overlapc.codegen.cpp.plan import (
     BLOCK,
@@ -66,6 +67,8 @@ from overlapc.ir.indexing import numel
 from overlapc.runtime.cpp_launch import CppKernel, load_kernels
 
 _HINT_CHARACTERS = 60
+_DEAR = 10  # additions: exp and its like
+_ROW_BYTES = 64 * 1024  # on each thread's stack, and still in the nearest caches
 
 
 class CppGenerator:
@@ -192,7 +195,8 @@ class _Function:
         self.inner_stores = [store for store in body.stores if self._is_inner(store)]
         self.outer_stores = [store for store in body.stores if not self._is_inner(store)]
         self.memory_dtype: dict[str, torch.dtype] = {}
-        for access in (*body.stores, *body.loads()):
+        accesses: list[Load | Store] = [*body.stores, *body.loads()]
+        for access in accesses:
             self.memory_dtype.setdefault(access.buffer, access.memory_dtype)
 
     def _is_inner(self, store: Store) -> bool:
@@ -480,10 +484,16 @@ class _Function:
     def _pass(self, reduces: Sequence[Reduce], known: dict[Value, str]) -> None:
         """One sweep over the reduction loops that computes `reduces`."""
         columns = self.plan.columns
+        vector = self.plan.vector
+        assert vector is not None
         accumulators = [accumulator(reduce, self.number[reduce], columns) for reduce in reduces]
         if self.plan.split is None:
             self._totals(accumulators)
-            self._sweep(accumulators, known, None)
+            kept = self._worth_keeping(reduces, known)
+            for value in kept:
+                self.line(f"{C_TYPE[value.dtype]} row{self.number[value]}[{vector.size}];")
+            self._sweep(accumulators, known, None, kept)
+            known.update((value, f"row{self.number[value]}[{vector.symbol}]") for value in kept)
         else:
             self._split_pass(accumulators, known, self.plan.split)
         for part in accumulators:
@@ -495,6 +505,22 @@ class _Function:
             else:
                 self.line(f"const {C_TYPE[part.reduce.dtype]} {name} = {part.result};")
                 known[part.reduce] = name
+
+    def _worth_keeping(self, reduces: Sequence[Reduce], known: Mapping[Value, str]) -> list[Value]:
+        """Values of this pass that a later one needs again and that are dearer to compute than to keep in a row."""
+        plan = self.plan
+        if plan.columns or plan.reduction or plan.vector is None or not plan.vector.size.is_Integer:
+            return []
+        after = dict(known) | dict.fromkeys(reduces, "")
+        roots: list[Value] = [
+            value for value in self.values if isinstance(value, Reduce) and value not in after
+        ]
+        roots += [value for store in self.inner_stores for value in store.operands()]
+        later = set(self.needed(roots, after))
+        now = self.needed([reduce.arg for reduce in reduces], known)
+        kept = [value for value in now if value in later and self.varies[value] and weight(value) >= _DEAR]
+        size_bytes = sum(value.dtype.itemsize for value in kept) * int(plan.vector.size)
+        return kept if size_bytes <= _ROW_BYTES else []
 
     def _over_lanes(self, lines: Iterable[str]) -> None:
         self.line("for (int64_t lane = 0; lane < lanes; ++lane) {")
@@ -563,14 +589,23 @@ class _Function:
         )
 
     def _sweep(
-        self, accumulators: Sequence[Accumulator], known: Mapping[Value, str], split: Loop | None
+        self,
+        accumulators: Sequence[Accumulator],
+        known: Mapping[Value, str],
+        split: Loop | None,
+        kept: Sequence[Value] = (),
     ) -> None:
         plan = self.plan
+        vector = plan.vector
+        assert vector is not None
         roots = [part.reduce.arg for part in accumulators]
 
         def accumulate(names: Mapping[Value, str]) -> Iterable[str]:
             positions = self._flat_position()
-            return [text for part in accumulators for text in part.add(names[part.reduce.arg], positions)]
+            lines = [text for part in accumulators for text in part.add(names[part.reduce.arg], positions)]
+            return lines + [
+                f"row{self.number[value]}[{vector.symbol}] = {names[value]};" for value in kept
+            ]
 
         partials = [part for part in accumulators if part.partial is not None]
         loops = [_plain(loop, *self._range(loop, split)) for loop in plan.reduction]
@@ -578,8 +613,6 @@ class _Function:
             self._sweep_columns(partials, loops, split)
             loops.append(self._lane_loop())
         else:
-            vector = plan.vector
-            assert vector is not None
             begin, end = self._range(vector, split)
             if split == vector or _longer_than(vector, BLOCK):
                 block = _blocks(vector, BLOCK, begin, end)

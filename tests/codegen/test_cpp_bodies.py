@@ -1,0 +1,562 @@
+"""Bodies as fusion makes them, in C++: several reductions deep, strided, masked, indirect, in place, of any size."""
+
+from __future__ import annotations
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+from overlapc.codegen.cpp import CppGenerator
+from overlapc.codegen.kernel import generator_for
+from overlapc.ir.body import Body, Cast, Constant, Index, Load, Reduce, Store, Value, op
+from tests.codegen.cpp_kernels import Kernels, i0, loop, p0, p1, p2, r0, r1, s0, s1
+
+F32, F64, BF16, I64, BOOL = torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool
+ZERO = sympy.S.Zero
+
+
+def number(value: float) -> Constant:
+    return Constant(value, F32)
+
+
+def total(value: Value) -> Reduce:
+    return Reduce("sum", value, F32)
+
+
+def rms_norm(rows, columns, dtype: torch.dtype = F32) -> Body:
+    x, w = Load("x", columns * p0 + r0, dtype), Load("w", r0, F32)
+    count = Cast(Index(sympy.sympify(columns)), F32)
+    scale = op("rsqrt", op("add", op("div", total(op("mul", x, x)), count), number(1e-5)))
+    stores = (
+        Store("y", columns * p0 + r0, op("mul", op("mul", x, scale), w), dtype),
+        Store("scale", p0, scale, F32),
+    )
+    return Body((loop(p0, rows),), (loop(r0, columns),), stores)
+
+
+def softmax(rows, columns, down: bool = False) -> Body:
+    """Softmax of each row, or `down` of each column."""
+    index = columns * r0 + p0 if down else columns * p0 + r0
+    x = Load("x", index, F32)
+    top = Reduce("max", x, F32)
+    e = op("exp", op("sub", x, top))
+    stores = (Store("y", index, op("div", e, total(e)), F32), Store("top", p0, top, F32))
+    loops = (columns, rows) if down else (rows, columns)
+    return Body((loop(p0, loops[0]),), (loop(r0, loops[1]),), stores)
+
+
+def layer_norm_backward_of_weights(rows, columns) -> Body:
+    """Column sums of g and of g * normalized x, where the statistics vary with the rows."""
+    g, x = Load("g", columns * r0 + p0, F32), Load("x", columns * r0 + p0, F32)
+    normalized = op("mul", op("sub", x, Load("mean", r0, F32)), Load("rstd", r0, F32))
+    stores = (Store("dw", p0, total(op("mul", g, normalized)), F32), Store("db", p0, total(g), F32))
+    return Body((loop(p0, columns),), (loop(r0, rows),), stores)
+
+
+def variance_in_three_passes() -> Body:
+    """mean, then variance about it, then the largest normalized value: reductions three deep, over two loops."""
+    x = Load("x", 60 * p0 + 10 * r0 + r1, F32)
+    mean = op("mul", total(x), number(1 / 60))
+    centred = op("sub", x, mean)
+    variance = op("mul", total(op("mul", centred, centred)), number(1 / 60))
+    normalized = op("div", centred, op("sqrt", variance))
+    stores = (Store("largest", p0, Reduce("max", normalized, F32), F32), Store("variance", p0, variance, F32))
+    return Body((loop(p0, 9),), (loop(r0, 6), loop(r1, 10)), stores)
+
+
+def permuted_reduction() -> Body:
+    """Sum over dims 0 and 2 of a (6, 20, 10) tensor, and the position of its maximum in that order."""
+    x = Load("x", 200 * r0 + 10 * p0 + r1, F32)
+    stores = (
+        Store("s", p0, total(x), F32),
+        Store("at", p0, Reduce("argmax", x, I64), I64),
+    )
+    return Body((loop(p0, 20),), (loop(r0, 6), loop(r1, 10)), stores)
+
+
+def reordered_argmax() -> Body:
+    """argmax in an order of dims that is not memory's: loops are exchanged, positions are not."""
+    x = Load("x", 50 * r1 + r0, F32)
+    return Body((), (loop(r0, 50), loop(r1, 40)), (Store("at", ZERO, Reduce("argmax", x, I64), I64),))
+
+
+def swiglu() -> Body:
+    a, b = Load("a", p0, BF16), Load("b", p0, BF16)
+    gated = Cast(op("mul", a, op("sigmoid", a)), BF16)
+    return Body((loop(p0, s0),), (), (Store("y", p0, op("mul", gated, b), BF16),))
+
+
+def rotary() -> Body:
+    """cat of two halves with masked loads, as RoPE makes it: y = cat(-x[32:], x[:32]) * sin + x * cos."""
+    at = 64 * p0 + p1
+    lower = op("lt", Index(p1), Constant(32, I64))
+    rotated = op(
+        "where",
+        lower,
+        op("neg", Load("x", at + 32, F32, lower)),
+        Load("x", at - 32, F32, op("logical_not", lower)),
+    )
+    position = ModularIndexing(p0, sympy.S.One, sympy.Integer(7))
+    sin, cos = Load("sin", 64 * position + p1, F32), Load("cos", 64 * position + p1, F32)
+    value = op("add", op("mul", rotated, sin), op("mul", Load("x", at, F32), cos))
+    return Body((loop(p0, 35), loop(p1, 64)), (), (Store("y", at, value, F32),))
+
+
+def transposed(rows: int, columns: int) -> Body:
+    x = Load("x", columns * p1 + p0, F32)
+    return Body((loop(p0, columns), loop(p1, rows)), (), (Store("y", rows * p0 + p1, x, F32),))
+
+
+def heads_first() -> Body:
+    """(batch, sequence, head, dim) to (batch, head, sequence, dim), plus a bias that is broadcast."""
+    x = Load("x", 5 * 3 * 8 * p0 + 3 * 8 * p2 + 8 * p1 + r0, F32)
+    y = Store("y", 3 * 5 * 8 * p0 + 5 * 8 * p1 + 8 * p2 + r0, op("add", x, Load("b", r0, F32)), F32)
+    return Body((loop(p0, 2), loop(p1, 3), loop(p2, 5), loop(r0, 8)), (), (y,))
+
+
+def flattened() -> Body:
+    """Floor division and remainder in an index: y[i] = x[i // 13, (i // 3) % 4]."""
+    x = Load("x", 4 * FloorDiv(p0, 13) + ModularIndexing(p0, sympy.Integer(3), sympy.Integer(4)), F32)
+    return Body((loop(p0, 130),), (), (Store("y", p0, x, F32),))
+
+
+def shifted() -> Body:
+    """An index that is negative where the mask is off, and floor division of a negative number."""
+    inside = op("ge", Index(p0), Constant(3, I64))
+    halved = Index(FloorDiv(p0 - 5, 2))
+    stores = (Store("y", p0, Load("x", p0 - 3, F32, inside), F32), Store("half", p0, halved, I64))
+    return Body((loop(p0, 11),), (), stores)
+
+
+def embedding() -> Body:
+    token = Load("t", p0, I64)
+    row = Load("table", 48 * i0 + p1, BF16, None, ((i0, token),))
+    return Body((loop(p0, s0), loop(p1, 48)), (), (Store("y", 48 * p0 + p1, row, BF16),))
+
+
+def scatter_add(columns: int, dtype: torch.dtype) -> Body:
+    g = Load("g", columns * p0 + p1, dtype)
+    store = Store("d", columns * i0 + p1, g, dtype, "add", None, ((i0, Load("t", p0, torch.int32)),))
+    return Body((loop(p0, s0), loop(p1, columns)), (), (store,))
+
+
+def histogram() -> Body:
+    """Every iteration may hit the same element, so nothing may run at once; masked."""
+    bucket = Load("t", p0, I64)
+    keep = op("ne", bucket, Constant(2, I64))
+    store = Store("d", i0, Constant(1, I64), I64, "add", keep, ((i0, bucket),))
+    return Body((loop(p0, s0),), (), (store,))
+
+
+def cross_entropy(rows, columns) -> Body:
+    x = Load("x", columns * p0 + r0, F32)
+    top = Reduce("max", x, F32)
+    log_sum = op("add", op("log", total(op("exp", op("sub", x, top)))), top)
+    chosen = Load("x", columns * p0 + i0, F32, None, ((i0, Load("t", p0, I64)),))
+    return Body(
+        (loop(p0, rows),), (loop(r0, columns),), (Store("loss", p0, op("sub", log_sum, chosen), F32),)
+    )
+
+
+def in_place_update() -> Body:
+    """SGD with momentum: two buffers that are read and written at the same index."""
+    p, m, g = Load("p", p0, F32), Load("m", p0, F32), Load("g", p0, BF16)
+    momentum = op("add", op("mul", m, number(0.9)), g)
+    stores = (
+        Store("m", p0, momentum, F32),
+        Store("p", p0, op("sub", p, op("mul", momentum, number(0.1))), F32),
+    )
+    return Body((loop(p0, s0),), (), stores)
+
+
+def no_loops() -> Body:
+    return Body((), (), (Store("y", ZERO, op("add", Load("x", ZERO, F32), number(1.0)), F32),))
+
+
+def strided_slice() -> Body:
+    """y = x[:, ::2] of a (10, 30) matrix."""
+    return Body(
+        (loop(p0, 10), loop(p1, 15)), (), (Store("y", 15 * p0 + p1, Load("x", 30 * p0 + 2 * p1, F32), F32),)
+    )
+
+
+def norm_of_all() -> Body:
+    """Clip by the norm: a reduction over everything, used again for everything."""
+    x = Load("x", r0, F32)
+    norm = op("sqrt", total(op("mul", x, x)))
+    stores = (Store("y", r0, op("div", x, norm), F32), Store("norm", ZERO, norm, F32))
+    return Body((), (loop(r0, 200_000),), stores)
+
+
+def few_wide_columns() -> Body:
+    """Two outputs for a million inputs: the passes over rows run on threads."""
+    x = Load("x", 20 * r0 + p0, F32)
+    return Body(
+        (loop(p0, 20),),
+        (loop(r0, 30_000),),
+        (Store("s", p0, total(x), F32), Store("m", p0, Reduce("max", x, F32), F32)),
+    )
+
+
+def view_of_another_dtype() -> Body:
+    """The same memory as int32 and as float32."""
+    stores = (
+        Store("bits", p0, Load("x", p0, torch.int32), torch.int32),
+        Store("y", p0, Load("x", p0, F32), F32),
+    )
+    return Body((loop(p0, 100),), (), stores)
+
+
+BODIES = {
+    "rms_norm": rms_norm(33, 500),
+    "rms_norm_bf16": rms_norm(64, 4096, BF16),
+    "rms_norm_symbolic": rms_norm(s0, s1),
+    "softmax": softmax(40, 1000),
+    "softmax_symbolic": softmax(s0, s1),
+    "softmax_down": softmax(70, 300, down=True),
+    "softmax_down_symbolic": softmax(s0, s1, down=True),
+    "softmax_one_row": softmax(1, 100_000),
+    "weights": layer_norm_backward_of_weights(1000, 300),
+    "three_passes": variance_in_three_passes(),
+    "permuted": permuted_reduction(),
+    "reordered_argmax": reordered_argmax(),
+    "swiglu": swiglu(),
+    "rotary": rotary(),
+    "transposed": transposed(300, 200),
+    "transposed_small": transposed(5, 3),
+    "heads_first": heads_first(),
+    "flattened": flattened(),
+    "shifted": shifted(),
+    "embedding": embedding(),
+    "scatter_add": scatter_add(200, F32),
+    "scatter_add_bf16": scatter_add(8, BF16),
+    "histogram": histogram(),
+    "cross_entropy": cross_entropy(50, 3000),
+    "in_place": in_place_update(),
+    "no_loops": no_loops(),
+    "strided": strided_slice(),
+    "norm_of_all": norm_of_all(),
+    "few_wide_columns": few_wide_columns(),
+    "view": view_of_another_dtype(),
+}
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    return Kernels(BODIES, tmp_path_factory.mktemp("cache"))
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, rtol: float = 2e-6, atol: float = 2e-6) -> None:
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "dtype"),
+    [("rms_norm", 33, 500, F32), ("rms_norm_bf16", 64, 4096, BF16)]
+    + [("rms_norm_symbolic", *size, F32) for size in [(1, 1), (7, 17), (17, 1000), (2, 5000), (0, 4)]],
+)
+def test_rms_norm(kernels: Kernels, name: str, rows: int, columns: int, dtype: torch.dtype):
+    x, w = torch.randn(rows, columns).to(dtype), torch.randn(columns)
+    y, scale = torch.empty_like(x), torch.empty(rows)
+    kernels.run(name, {"x": x, "w": w, "y": y, "scale": scale}, s0=rows, s1=columns)
+    expected = torch.rsqrt(x.double().pow(2).mean(1) + 1e-5)
+    close(scale, expected.float())
+    error = 2e-6 if dtype == F32 else 8e-3
+    close(y.double(), (x.double() * expected[:, None] * w).to(dtype).double(), error, error)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"),
+    [("softmax", 40, 1000), ("softmax_one_row", 1, 100_000)]
+    + [("softmax_symbolic", *size) for size in [(1, 1), (3, 17), (5, 5000)]],
+)
+def test_softmax_of_rows(kernels: Kernels, name: str, rows: int, columns: int):
+    x = torch.randn(rows, columns) * 5
+    x[0, 0] = 1e30 if columns > 17 else 1.0
+    y, top = torch.empty_like(x), torch.empty(rows)
+    kernels.run(name, {"x": x, "y": y, "top": top}, s0=rows, s1=columns)
+    close(y, x.double().softmax(1).float(), atol=1e-9)
+    assert torch.equal(top, x.amax(1))
+
+
+def test_a_row_with_nan_becomes_nan_and_others_do_not(kernels: Kernels):
+    x = torch.randn(40, 1000)
+    x[3, 500] = torch.nan
+    y, top = torch.empty_like(x), torch.empty(40)
+    kernels.run("softmax", {"x": x, "y": y, "top": top})
+    assert y[3].isnan().all()
+    assert not y[4].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"),
+    [("softmax_down", 70, 300)]
+    + [("softmax_down_symbolic", *size) for size in [(1, 1), (17, 3), (1000, 200)]],
+)
+def test_softmax_of_columns(kernels: Kernels, name: str, rows: int, columns: int):
+    x = torch.randn(rows, columns) * 5
+    y, top = torch.empty_like(x), torch.empty(columns)
+    kernels.run(name, {"x": x, "y": y, "top": top}, s0=rows, s1=columns)
+    close(y, x.double().softmax(0).float(), atol=1e-9)
+    assert torch.equal(top, x.amax(0))
+
+
+def test_column_sums_of_two_values(kernels: Kernels):
+    g, x, mean, rstd = torch.randn(1000, 300), torch.randn(1000, 300), torch.randn(1000), torch.rand(1000)
+    tensors = {"g": g, "x": x, "mean": mean, "rstd": rstd, "dw": torch.empty(300), "db": torch.empty(300)}
+    kernels.run("weights", tensors)
+    normalized = (x.double() - mean[:, None]) * rstd[:, None]
+    close(tensors["dw"], (g * normalized).sum(0).float(), atol=2e-5)
+    close(tensors["db"], g.double().sum(0).float(), atol=2e-5)
+
+
+def test_reductions_three_deep_over_two_loops(kernels: Kernels):
+    x = torch.randn(9, 60)
+    tensors = {"x": x, "largest": torch.empty(9), "variance": torch.empty(9)}
+    kernels.run("three_passes", tensors)
+    variance, mean = torch.var_mean(x.double(), 1, correction=0)
+    close(tensors["variance"], variance.float())
+    close(tensors["largest"], ((x - mean[:, None]) / variance.sqrt()[:, None]).amax(1).float())
+
+
+def test_reduction_loops_around_a_parallel_one(kernels: Kernels):
+    x = torch.randn(6, 20, 10)
+    tensors = {"x": x, "s": torch.empty(20), "at": torch.empty(20, dtype=I64)}
+    kernels.run("permuted", tensors)
+    close(tensors["s"], x.double().sum((0, 2)).float(), atol=1e-5)
+    assert torch.equal(tensors["at"], x.permute(1, 0, 2).reshape(20, 60).argmax(1))
+
+
+def test_positions_count_in_the_order_of_the_body(kernels: Kernels):
+    x = torch.zeros(40, 50)
+    x[30, 2] = x[3, 40] = 1.0  # equal: (2, 30) comes first in the body's order, (3, 40) in memory
+    at = torch.empty(1, dtype=I64)
+    kernels.run("reordered_argmax", {"x": x, "at": at})
+    assert at.item() == 2 * 40 + 30
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 17, 1000, 100_003])
+def test_swiglu_rounds_between_its_operations(kernels: Kernels, size: int):
+    a, b = torch.randn(2, size).to(BF16)
+    y = torch.empty(size, dtype=BF16)
+    kernels.run("swiglu", {"a": a, "b": b, "y": y}, s0=size)
+    close(y.float(), (F.silu(a) * b).float(), 8e-3, 1e-6)
+
+
+def test_rotary_embedding_with_masked_halves(kernels: Kernels):
+    x, sin, cos, y = torch.randn(35, 64), torch.randn(7, 64), torch.randn(7, 64), torch.empty(35, 64)
+    kernels.run("rotary", {"x": x, "sin": sin, "cos": cos, "y": y})
+    rotated = torch.cat([-x[:, 32:], x[:, :32]], 1)
+    close(y, rotated * sin.repeat(5, 1) + x * cos.repeat(5, 1))
+
+
+@pytest.mark.parametrize(("name", "rows", "columns"), [("transposed", 300, 200), ("transposed_small", 5, 3)])
+def test_transpose(kernels: Kernels, name: str, rows: int, columns: int):
+    x, y = torch.randn(rows, columns), torch.empty(columns, rows)
+    kernels.run(name, {"x": x, "y": y})
+    assert torch.equal(y, x.t())
+
+
+def test_permuted_dims_with_a_broadcast(kernels: Kernels):
+    x, b, y = torch.randn(2, 5, 3, 8), torch.randn(8), torch.empty(2, 3, 5, 8)
+    kernels.run("heads_first", {"x": x, "b": b, "y": y})
+    assert torch.equal(y, x.transpose(1, 2) + b)
+
+
+def test_divisions_in_an_index(kernels: Kernels):
+    x, y = torch.randn(10, 4), torch.empty(130)
+    kernels.run("flattened", {"x": x, "y": y})
+    at = torch.arange(130)
+    assert torch.equal(y, x[at // 13, at // 3 % 4])
+
+
+def test_masked_loads_out_of_bounds_and_negative_floor_division(kernels: Kernels):
+    x, y, half = torch.randn(8), torch.empty(11), torch.empty(11, dtype=I64)
+    kernels.run("shifted", {"x": x, "y": y, "half": half})
+    assert torch.equal(y, torch.cat([torch.zeros(3), x]))
+    assert torch.equal(half, torch.arange(11).sub(5).div(2, rounding_mode="floor"))
+
+
+def test_embedding(kernels: Kernels):
+    table, t = torch.randn(90, 48).to(BF16), torch.randint(0, 90, (77,))
+    y = torch.empty(77, 48, dtype=BF16)
+    kernels.run("embedding", {"table": table, "t": t, "y": y}, s0=77)
+    assert torch.equal(y, table[t])
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "dtype"), [("scatter_add", 200, F32), ("scatter_add_bf16", 8, BF16)]
+)
+def test_scatter_add_is_the_sequential_sum(kernels: Kernels, name: str, columns: int, dtype: torch.dtype):
+    t = torch.randint(0, 5, (400,), dtype=torch.int32)
+    g = torch.randn(400, columns).to(dtype)
+    d = torch.zeros(5, columns, dtype=dtype)
+    expected = d.clone()
+    for row, token in enumerate(t.tolist()):
+        expected[token] += g[row]
+    kernels.run(name, {"g": g, "t": t, "d": d}, s0=400)
+    assert torch.equal(d, expected)
+
+
+def test_histogram_with_a_mask(kernels: Kernels):
+    t, d = torch.randint(0, 6, (100_000,)), torch.zeros(6, dtype=I64)
+    kernels.run("histogram", {"t": t, "d": d}, s0=100_000)
+    expected = torch.bincount(t, minlength=6)
+    expected[2] = 0
+    assert torch.equal(d, expected)
+
+
+def test_cross_entropy(kernels: Kernels):
+    x, t, loss = torch.randn(50, 3000) * 3, torch.randint(0, 3000, (50,)), torch.empty(50)
+    kernels.run("cross_entropy", {"x": x, "t": t, "loss": loss})
+    close(loss, F.cross_entropy(x.double(), t, reduction="none").float())
+
+
+@pytest.mark.parametrize("size", [1, 17, 100_003])
+def test_buffers_that_are_read_and_written(kernels: Kernels, size: int):
+    p, m, g = torch.randn(size), torch.randn(size), torch.randn(size).to(BF16)
+    expected_m = m * 0.9 + g
+    expected_p = p - expected_m * 0.1
+    kernels.run("in_place", {"p": p, "m": m, "g": g}, s0=size)
+    assert torch.equal(m, expected_m)
+    assert torch.equal(p, expected_p)
+
+
+def test_an_output_may_be_the_memory_of_an_input(kernels: Kernels):
+    x, w, scale = torch.randn(33, 500), torch.randn(500), torch.empty(33)
+    y = torch.empty_like(x)
+    kernels.run("rms_norm", {"x": x, "w": w, "y": y, "scale": scale})
+    kernels.run("rms_norm", {"x": x, "w": w, "y": x, "scale": scale})
+    assert torch.equal(x, y)
+
+
+def test_a_body_without_loops(kernels: Kernels):
+    x, y = torch.tensor(2.5), torch.empty(())
+    kernels.run("no_loops", {"x": x, "y": y})
+    assert y.item() == 3.5
+
+
+def test_strided_slice(kernels: Kernels):
+    x, y = torch.randn(10, 30), torch.empty(10, 15)
+    kernels.run("strided", {"x": x, "y": y})
+    assert torch.equal(y, x[:, ::2])
+
+
+def test_reading_memory_as_another_dtype(kernels: Kernels):
+    x, y, bits = torch.randn(100), torch.empty(100), torch.empty(100, dtype=torch.int32)
+    kernels.run("view", {"x": x, "y": y, "bits": bits})
+    assert torch.equal(y, x)
+    assert torch.equal(bits, x.view(torch.int32))
+
+
+def test_sums_of_long_rows_are_as_exact_as_pairwise_ones(kernels: Kernels):
+    x = torch.rand(200_000) + 0.5
+    y, norm = torch.empty_like(x), torch.empty(1)
+    kernels.run("norm_of_all", {"x": x, "y": y, "norm": norm})
+    exact = x.double().norm()
+    assert abs(norm.item() - exact) / exact < 1.2e-7
+    close(y, (x / exact).float())
+
+
+@pytest.mark.parametrize(
+    "name", ["norm_of_all", "few_wide_columns", "softmax", "softmax_down", "swiglu", "scatter_add"]
+)
+def test_results_do_not_depend_on_the_number_of_threads(kernels: Kernels, name: str):
+    torch.manual_seed(0)
+    inputs = {
+        "norm_of_all": {"x": torch.randn(200_000)},
+        "few_wide_columns": {"x": torch.randn(30_000, 20)},
+        "softmax": {"x": torch.randn(40, 1000)},
+        "softmax_down": {"x": torch.randn(70, 300)},
+        "swiglu": {"a": torch.randn(100_003).to(BF16), "b": torch.randn(100_003).to(BF16)},
+        "scatter_add": {"g": torch.randn(400, 200), "t": torch.randint(0, 5, (400,), dtype=torch.int32)},
+    }[name]
+    shapes = {
+        "y": next(iter(inputs.values())).shape,
+        "d": (5, 200),
+        "top": (1000,),
+        "norm": (1,),
+        "s": (20,),
+        "m": (20,),
+    }
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            outputs = {
+                store.buffer: torch.zeros(shapes[store.buffer], dtype=store.memory_dtype)
+                for store in BODIES[name].stores
+            }
+            kernels.run(name, {**inputs, **outputs}, s0=len(next(iter(inputs.values()))))
+            results.append(outputs)
+    finally:
+        torch.set_num_threads(before)
+    assert "omp parallel" in kernels.sources[name].text
+    for other in results[1:]:
+        for buffer, tensor in other.items():
+            assert torch.equal(tensor, results[0][buffer]), buffer
+
+
+def test_results_do_not_depend_on_alignment(kernels: Kernels):
+    memory = torch.randn(4 + 1003).to(BF16)
+    results = []
+    for offset in range(4):
+        a = torch.empty(1003 + offset, dtype=BF16)[offset:].copy_(memory[:1003])
+        y = torch.empty(1003 + offset, dtype=BF16)[offset:]
+        kernels.run("swiglu", {"a": a, "b": a, "y": y}, s0=1003)
+        results.append(y.clone())
+    assert all(torch.equal(results[0], y) for y in results)
+
+
+def test_equal_bodies_of_other_buffers_are_one_kernel():
+    generator = CppGenerator()
+    body = rms_norm(33, 500)
+    renamed = Body(
+        body.loops,
+        body.reduction,
+        (
+            Store("out", 500 * p0 + r0, rename(body.stores[0].value), F32),
+            Store("stats", p0, rename(body.stores[1].value), F32),
+        ),
+    )
+    first, second = (
+        generator.generate(body, "norm", "layer 0"),
+        generator.generate(renamed, "norm", "layer 1"),
+    )
+    assert (first.name, first.text) == (second.name, second.text)
+    assert first.buffers == ("y", "scale", "x", "w")
+    assert second.buffers == ("out", "stats", "x_1", "w_1")
+
+
+def rename(value: Value) -> Value:
+    from overlapc.ir.body import rewrite_values
+
+    return rewrite_values(
+        [value],
+        replace=lambda new: (
+            Load(new.buffer + "_1", new.index, new.memory_dtype) if isinstance(new, Load) else None
+        ),
+    )[value]
+
+
+def test_a_hint_becomes_part_of_an_identifier():
+    name = CppGenerator().generate(no_loops(), "fused mul/add <lambda>").name
+    assert name.startswith("fused_mul_add_lambda_")
+    assert name.isidentifier()
+
+
+def test_what_cannot_be_generated_is_refused_with_a_reason():
+    complex_load = Body(
+        (loop(p0, 4),), (), (Store("y", p0, Load("x", p0, torch.complex64), torch.complex64),)
+    )
+    assert CppGenerator().refuse(complex_load) == "no torch.complex64 on cpu"
+    wild = Load("x", sympy.floor(p0 / 2), F32)
+    assert "floor" in (CppGenerator().refuse(Body((loop(p0, 4),), (), (Store("y", p0, wild, F32),))) or "")
+    assert CppGenerator().refuse(swiglu()) is None
+
+
+def test_the_generator_is_registered_for_cpu():
+    assert isinstance(generator_for("cpu"), CppGenerator)
