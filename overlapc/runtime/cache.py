@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from overlapc.errors import ConfigError, ToolchainError
 from overlapc.runtime.counters import count
@@ -54,23 +54,32 @@ class KernelCache:
         if self._whole(path):
             count("kernel_cache_hits")
             return path
+        lock = self._lock(path)
+        try:
+            if not self._whole(path):  # nobody built it while we waited
+                self._build(path, suffix, build)
+            else:
+                count("kernel_cache_hits")
+        finally:
+            lock.release()
+        return path
+
+    def _lock(self, path: Path) -> BaseFileLock:
+        """The entry's lock, held; the system drops it when a process dies."""
+        lock = FileLock(f"{path}.lock", timeout=LOCK_TIMEOUT_S)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{path}.lock", timeout=LOCK_TIMEOUT_S):
-                if self._whole(path):
-                    count("kernel_cache_hits")
-                    return path
-                self._build(path, suffix, build)
+            lock.acquire()
         except Timeout:
             raise ToolchainError(
                 f"another process has been building {path.name} for {LOCK_TIMEOUT_S:.0f} s; "
                 f"if none is running, delete {path}.lock"
             ) from None
-        except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        except OSError as error:
             raise ConfigError(
                 f"cannot write compiled kernels to {self.root}: {error.strerror}; set OVERLAPC_CACHE_DIR"
             ) from error
-        return path
+        return lock
 
     def _build(self, path: Path, suffix: str, build: Callable[[Path], None]) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
@@ -86,11 +95,11 @@ class KernelCache:
         self._seen.add(path)
 
     def _whole(self, path: Path) -> bool:
-        if path in self._seen:
+        if path in self._seen and path.exists():  # users delete caches under running jobs
             return True
         try:
             whole = _voucher(path).read_text() == _sha256(path)
-        except (FileNotFoundError, UnicodeDecodeError):
+        except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
             return False
         if whole:
             self._seen.add(path)

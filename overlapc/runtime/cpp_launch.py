@@ -77,7 +77,7 @@ def load_kernels(kernels: Sequence[CppKernel], cache_dir: Path) -> dict[str, Cpp
 
 def build_library(kernel: CppKernel, cache: KernelCache, compiler: Compiler) -> Path:
     """The kernel's shared library, from the cache or compiled now."""
-    key = content_key(kernel.text, *compiler.flags, *compiler.libraries, compiler.identity)
+    key = content_key(kernel.text, *compiler.command, *compiler.flags, *compiler.libraries, compiler.identity)
 
     def build(library: Path) -> None:
         comment = "".join(f"// {line}\n" for line in kernel.comment.splitlines())

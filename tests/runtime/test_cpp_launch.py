@@ -1,0 +1,135 @@
+"""From C++ text to a callable: the compiler, its errors, and what is compiled when."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from overlapc.errors import ToolchainError
+from overlapc.runtime.counters import counted
+from overlapc.runtime.cpp_launch import CppKernel, load_kernels
+from overlapc.runtime.toolchain import find_compiler
+
+DOUBLE = """
+extern "C" void {name}(float* out0, const float* in0, long n, long threads) {{
+  #pragma omp parallel for num_threads(threads)
+  for (long i = 0; i < n; ++i) out0[i] = {factor} * in0[i];
+}}
+"""
+
+
+def kernel(factor: int = 2, comment: str = "") -> CppKernel:
+    name = f"times_{factor}"
+    return CppKernel(name, DOUBLE.format(name=name, factor=factor), tensors=2, sizes=1, comment=comment)
+
+
+def test_kernels_of_a_graph_are_compiled_once_each_and_then_found(tmp_path: Path):
+    compiles = counted("kernel_compiles")
+    launchers = load_kernels([kernel(2), kernel(3), kernel(2)], tmp_path)
+    x, y = torch.arange(5.0), torch.empty(5)
+    for factor in (2, 3):
+        launchers[f"times_{factor}"](y, x, 5)
+        assert torch.equal(y, factor * x)
+    assert counted("kernel_compiles") - compiles == 2
+    load_kernels([kernel(3), kernel(4)], tmp_path)  # another graph shares one of them
+    assert counted("kernel_compiles") - compiles == 3
+
+
+def test_provenance_is_not_part_of_a_kernel(tmp_path: Path):
+    load_kernels([kernel(comment="layer 0")], tmp_path)
+    compiles = counted("kernel_compiles")
+    load_kernels([kernel(comment="layer 1")], tmp_path)
+    assert counted("kernel_compiles") == compiles
+
+
+RANK = """
+import sys
+from pathlib import Path
+import torch
+from overlapc.runtime.counters import counted
+from tests.runtime.test_cpp_launch import kernel, load_kernels
+launchers = load_kernels([kernel(factor) for factor in (5, 6, 7)], Path(sys.argv[1]))
+y = torch.empty(3)
+launchers["times_7"](y, torch.ones(3), 3)
+print(counted("kernel_compiles"), y.tolist())
+"""
+
+
+def test_ranks_that_start_together_compile_each_kernel_once(tmp_path: Path):
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", RANK, str(tmp_path)]
+    ranks = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    compiles = 0
+    try:
+        for rank in ranks:
+            stdout, stderr = rank.communicate(timeout=120)
+            assert rank.returncode == 0, stderr
+            count, values = stdout.split(" ", 1)
+            compiles += int(count)
+            assert values.strip() == "[7.0, 7.0, 7.0]"
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert compiles == 3
+
+
+def test_one_openmp_runtime_is_loaded(tmp_path: Path):
+    """torch's own: a second one would bring a second pool of threads."""
+    load_kernels([kernel(8)], tmp_path)
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("needs /proc")
+    loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "gomp" in line}
+    assert len(loaded) == 1, loaded
+
+
+def test_no_compiler_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(
+        ToolchainError, match=r"no C\+\+ compiler found \(tried g\+\+, clang\+\+\); install g\+\+"
+    ):
+        find_compiler()
+
+
+def test_cxx_names_the_compiler(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ToolchainError, match="tried no-such-compiler"):
+        find_compiler()
+    monkeypatch.setenv("CXX", "g++ -DEXTRA")
+    assert find_compiler().command[1:] == ("-DEXTRA",)
+
+
+def test_a_program_that_is_no_compiler_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(ToolchainError, match="false does not run as a C"):
+        find_compiler()
+
+
+def test_a_refused_source_is_kept_and_shown(tmp_path: Path):
+    broken = CppKernel("broken", 'extern "C" void broken(long threads) { wrong(); }\n', 0, 0, "from layer 7")
+    with pytest.raises(ToolchainError) as caught:
+        load_kernels([broken], tmp_path)
+    message = str(caught.value)
+    assert "'wrong' was not declared" in message.replace("‘", "'").replace("’", "'")
+    assert "command: " in message
+    kept = tmp_path / "kernels" / "failed" / "broken.cpp"
+    assert str(kept) in message
+    assert kept.read_text().startswith("// from layer 7\n")
+
+
+def test_another_compiler_or_flag_is_another_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    load_kernels([kernel(9)], tmp_path)
+    compiles = counted("kernel_compiles")
+    monkeypatch.setenv("CXX", "g++ -fno-inline")
+    load_kernels([kernel(9)], tmp_path)
+    assert counted("kernel_compiles") == compiles + 1
