@@ -4,7 +4,8 @@
 
 - every collective is a `_c10d_functional` op whose result is read only through one `wait_tensor` (one an output
   for the coalesced, list-valued forms),
-- nothing waits for what is not in flight, and equal gathers exist once,
+- nothing waits for what is not in flight, equal gathers exist once, and gradients of one parameter are added up
+  before they are reduced,
 - `_dtensor.shard_dim_alltoall`, in-place forms and point-to-point ops stay as they are: they wait for themselves,
   or we do not know (`Collective.waits` is empty and the scheduler takes them as barriers).
 
@@ -25,7 +26,7 @@ from torch import Tensor, fx
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from overlapc.errors import CompileError
-from overlapc.fx.gathers import merge_gathers
+from overlapc.fx.gathers import merge_gathers, merge_reductions
 from overlapc.fx.labels import ParamLabel, label_of
 from overlapc.fx.versions import group_name_of, size_hint
 from overlapc.schedule.model import Comm
@@ -92,6 +93,7 @@ def canonicalize(graph_module: fx.GraphModule) -> int:
     changed = _plain_ops(graph) + _drop_identity_views(graph)
     changed += _one_wait_each(graph)
     changed += merge_gathers(graph)
+    changed += merge_reductions(graph)
     changed += _drop_unread(graph)
     if changed:
         graph.lint()

@@ -1,4 +1,7 @@
-"""Parameter gathers in a graph: find each with all that belongs to it, and merge equal ones."""
+"""Sharded parameters in a graph: find each gather with all that belongs to it; merge what is done twice.
+
+A parameter that forward reads twice is gathered twice as traced, and each read reduces its own gradient.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,14 @@ _CARRIERS: frozenset[Any] = frozenset(
     }
 )
 
+# What `fully_shard` does to a gradient: f(x + y) == f(x) + f(y) for each of them.
+_LINEAR: frozenset[Any] = _CARRIERS - {operator.getitem} | {
+    _c10d.reduce_scatter_tensor.default,
+    _c10d.all_reduce.default,
+    _c10d.wait_tensor.default,
+    aten.div.Tensor,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Gather:
@@ -88,19 +99,6 @@ def _carried(root: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
-def merge_unshards(graph_module: fx.GraphModule) -> int:
-    """Merge equal parameter reads in Dynamo's graph, before AOTAutograd; returns how many went.
-
-    A parameter that is read twice is then gathered once, and its gradients are added up before they are reduced
-    instead of after. Regions of a checkpoint are graphs of their own and are merged each by itself.
-    """
-    merged = 0
-    for module in graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            merged += _merge(module.graph, lambda node: getattr(node.target, "overlapc_pure", False))
-    return merged
-
-
 def merge_gathers(graph: fx.Graph) -> int:
     """Merge equal gathers in an ATen graph, with equal casts and pads before them; returns how many nodes went."""
     wanted: set[fx.Node] = set()
@@ -121,6 +119,66 @@ def merge_gathers(graph: fx.Graph) -> int:
         if node.target is operator.getitem:
             wanted.update(user for user in node.users if user.target is _c10d.wait_tensor.default)
     return _merge(graph, wanted.__contains__)
+
+
+def merge_reductions(graph: fx.Graph) -> int:
+    """Reduce the sum of a parameter's gradients in place of each one; returns how many reductions went.
+
+        a = reduce(x); b = reduce(y); s = add(a, b)  ->  t = add(x, y); s = reduce(t)
+
+    `reduce` is the whole labelled chain: cast, pad, scatter, wait, all-reduce, division, slice, cast.
+    """
+    merged = 0
+    for add in graph.find_nodes(op="call_function", target=aten.add.Tensor, sort=True):
+        if len(add.args) != 2 or add.kwargs or not all(isinstance(arg, fx.Node) for arg in add.args):
+            continue
+        pairs = _equal_chains(*add.args)
+        if not any(node.target is _c10d.reduce_scatter_tensor.default for node, _ in pairs):
+            continue
+        early, late = pairs[-1]
+        if late < early:
+            pairs = [(second, first) for first, second in pairs]
+            early, late = late, early
+        # The later chain stays, where both gradients are at hand.
+        gradients = (early.all_input_nodes[0], late.all_input_nodes[0])
+        with graph.inserting_before(late):
+            total = graph.call_function(aten.add.Tensor, gradients)
+        total.meta = {**late.meta, "val": gradients[1].meta["val"]}
+        total.meta.pop("tensor_meta", None)
+        late.replace_input_with(gradients[1], total)
+        add.replace_all_uses_with(pairs[0][1])
+        graph.erase_node(add)
+        for gone, _ in pairs:
+            graph.erase_node(gone)
+        merged += 1
+    return merged
+
+
+def _equal_chains(first: fx.Node, second: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """How far up from two nodes the same is done to two gradients of one parameter: pairs, from the end up."""
+    pairs: list[tuple[fx.Node, fx.Node]] = []
+    label = label_of(first)
+    while (
+        label is not None
+        and first is not second
+        and label_of(first) == label == label_of(second)
+        and first.target is second.target
+        and first.target in _LINEAR
+        and first.kwargs == second.kwargs
+        and first.args[1:] == second.args[1:]
+        and all(len(node.users) == 1 and len(node.all_input_nodes) == 1 for node in (first, second))
+        and _same_shape(first.all_input_nodes[0], second.all_input_nodes[0])
+    ):
+        pairs.append((first, second))
+        first, second = first.all_input_nodes[0], second.all_input_nodes[0]
+    return pairs
+
+
+def _same_shape(first: fx.Node, second: fx.Node) -> bool:
+    one, other = first.meta.get("val"), second.meta.get("val")
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _merge(graph: fx.Graph, may: Callable[[fx.Node], bool]) -> int:

@@ -53,6 +53,10 @@ def fully_shard(
         Outside of a compiled graph gathered parameters are always kept.
     ignored_params: left alone: neither sharded nor reduced.
 
+    Compile the outermost module. Compiled block by block, each block is compiled anew (its parameters have names of
+    their own in the graph), which Dynamo stops after `torch._dynamo.config.recompile_limit` blocks. Functions that
+    Dynamo is told to skip (`torch.compiler.disable`) see sharded parameters when called from compiled code.
+
     Raises ConfigError for a mesh, module, parameter or option that cannot be used.
     """
     if group_of(module) is not None:

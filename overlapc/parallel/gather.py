@@ -136,9 +136,6 @@ def unshard(param: DTensor, key: str) -> Tensor:
     return DTensor.from_local(full, tp.mesh, tp.placements, run_check=False, shape=tp.shape, stride=tp.stride)
 
 
-unshard.overlapc_pure = True  # calls with equal arguments may be merged (overlapc.fx.gathers)
-
-
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, key: str) -> Tensor:

@@ -160,9 +160,9 @@ def test_every_collective_is_labelled_and_sized():
 
 
 def test_a_tied_parameter_is_gathered_and_reduced_once():
-    model = shard(Tiny(tied=True))
+    model = shard(Tiny(tied=True, vocab=22), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)  # with pads, casts
     assert model.head._parameters["weight"] is model.embed._parameters["weight"]
-    recorder = compiled(model)
+    recorder = compiled(model, vocab=22)
     assert gathers(recorder.forward[0]).count("embed.weight") == 1
     assert ops(recorder.backward[0]).count("reduce_scatter_tensor") == len(BLOCKS) + 3
 
@@ -375,7 +375,7 @@ def test_selective_checkpointing_is_honoured():
     assert gathers(selected) == ["b.weight"]
 
 
-def test_reading_a_parameter_in_two_checkpoints_gathers_it_once_each_way():
+def test_reading_a_parameter_in_two_checkpoints_gathers_and_reduces_it_once():
     class Shared(nn.Module):
         def __init__(self):
             super().__init__()
@@ -390,3 +390,4 @@ def test_reading_a_parameter_in_two_checkpoints_gathers_it_once_each_way():
     recorder = compiled(fully_shard(Shared(), mesh_1d(), reshard_after_forward=True))
     assert gathers(recorder.forward[0]) == ["a.weight"]
     assert gathers(recorder.backward[0]) == ["a.weight"]
+    assert ops(recorder.backward[0]).count("reduce_scatter_tensor") == 1

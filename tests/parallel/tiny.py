@@ -12,7 +12,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from overlapc.fx.gathers import merge_unshards
 from overlapc.fx.partition import partition
 
 VOCAB = 24
@@ -63,6 +62,7 @@ class Recorder:
     """A backend that runs the graphs as they are and keeps them."""
 
     partition_fn: Callable[..., Any] = partition
+    decompositions: dict[Any, Callable[..., Any]] | None = None
     forward: list[fx.GraphModule] = field(default_factory=list)
     backward: list[fx.GraphModule] = field(default_factory=list)
 
@@ -76,9 +76,11 @@ class Recorder:
 
             return compiler
 
-        merge_unshards(graph_module)
         return aot_autograd(
-            fw_compiler=keep(self.forward), bw_compiler=keep(self.backward), partition_fn=self.partition_fn
+            fw_compiler=keep(self.forward),
+            bw_compiler=keep(self.backward),
+            partition_fn=self.partition_fn,
+            decompositions=self.decompositions,
         )(graph_module, inputs)
 
 
