@@ -48,6 +48,7 @@ class Launch:
     scratch: tuple[tuple[torch.dtype, sympy.Expr], ...]  # dtype and elements of buffers between stages
     constants: tuple[tuple[str, int], ...]  # block sizes; also the defaults in the source
     index_bounds: tuple[sympy.Expr, ...] | None  # largest indices; beyond int32 the launch passes INDEX=tl.int64
+    hints: tuple[int, ...] = ()  # likely values of the sizes, in order: which variant to compile ahead
 
     def identity(self) -> str:
         """What tells two kernels of equal text apart."""
@@ -110,17 +111,20 @@ def load_kernels(sources: Sequence[Source], cache_dir: Path) -> Mapping[str, Cal
         raise ToolchainError(
             "Triton kernels need a CUDA device, and none is visible; TRITON_INTERPRET=1 runs them on CPU tensors"
         )
-    launchers = {source.name: CudaLauncher(source, _module(paths[source.name]), cache_dir) for source in sources}
+    from triton.runtime.driver import driver
+
     device = torch.cuda.current_device()
+    target = driver.active.get_current_target()
+    launchers = {
+        source.name: CudaLauncher(source, _module(paths[source.name]), cache_dir, target) for source in sources
+    }
 
     def prepare(launcher: CudaLauncher) -> None:
         torch.cuda.set_device(device)  # a thread starts on device 0
-        launcher.prepare()
+        launcher.prepare(device)
 
     with _triton_cache(cache_dir), ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
         list(pool.map(prepare, launchers.values()))
-    for launcher in launchers.values():
-        launcher.ready(device)
     return launchers
 
 
@@ -195,9 +199,18 @@ def _triton_cache(cache_dir: Path) -> Iterator[None]:
 
 
 def _usual_variant(source: Source) -> Variant:
-    """Aligned pointers, sizes nobody promised anything about."""
-    pointers = len(source.buffers) + len(_launch(source).scratch)
-    return Variant((1 << pointers) - 1, 0, False)
+    """Aligned pointers and sizes as hinted: what a launch will most likely need."""
+    launch = _launch(source)
+    hints = launch.hints or (1,) * len(source.sizes)
+    bounds = [host_function(bound, source.sizes) for bound in launch.index_bounds or ()]
+    return _variant(0, len(source.buffers) + len(launch.scratch), hints, bounds)
+
+
+def _variant(misaligned: int, pointers: int, sizes: Sequence[int], bounds: Sequence[Callable[..., int]]) -> Variant:
+    """`misaligned` has bit i set where pointer i is not a multiple of 16 bytes."""
+    divisible = sum(1 << at for at, size in enumerate(sizes) if not size & 15)
+    wide = any(bound(*sizes) >= _INT32_LIMIT for bound in bounds)
+    return Variant(((1 << pointers) - 1) & ~misaligned, divisible, wide)
 
 
 # What depends on Triton's version
@@ -245,13 +258,28 @@ def _root_cause(error: BaseException) -> str:
 
 
 def _runner(compiled: Any, constants: int) -> Callable[..., None]:
-    """`run(programs, stream, *arguments)` for a compiled kernel (Triton 3.6's launcher signature)."""
-    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    # A constexpr still takes a place in the launcher's argument list, which it ignores.
-    ignored = (None,) * constants
+    """`run(programs, stream, *arguments)` for a compiled kernel, loaded onto the current device.
 
-    def launch(programs: int, stream: int, *arguments: int) -> None:
-        run(programs, 1, 1, stream, function, packed, None, None, None, *arguments, *ignored)
+    Triton 3.6: `compiled.run(x, y, z, stream, function, packed metadata, launch metadata, two hooks, *arguments)`, in
+    which a constexpr still takes a place that is ignored. Where it needs no scratch memory of its own, that only
+    forwards to its extension module's `launch`, which we then call without the detour.
+    """
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    ignored = (None,) * constants
+    plain = not getattr(run, "global_scratch_size", 1) and not getattr(run, "profile_scratch_size", 1)
+    if plain and hasattr(run, "launch") and hasattr(run, "launch_pdl"):
+        direct, cooperative, dependent = run.launch, run.launch_cooperative_grid, run.launch_pdl
+
+        def launch(programs: int, stream: int, *arguments: int) -> None:
+            direct(
+                programs, 1, 1, stream, function, cooperative, dependent, None, None, packed, None, None, None,
+                *arguments, *ignored,
+            )  # fmt: skip
+
+    else:
+
+        def launch(programs: int, stream: int, *arguments: int) -> None:
+            run(programs, 1, 1, stream, function, packed, None, None, None, *arguments, *ignored)
 
     return launch
 
@@ -271,77 +299,73 @@ def host_function(expr: sympy.Expr, sizes: Sequence[sympy.Symbol]) -> Callable[.
 class CudaLauncher:
     """Launches one kernel on the current device and stream; `launcher(*tensors, *sizes)`."""
 
-    def __init__(self, source: Source, module: ModuleType, cache_dir: Path) -> None:
+    def __init__(self, source: Source, module: ModuleType, cache_dir: Path, target: GPUTarget) -> None:
         launch = _launch(source)
         self._source = source
-        self._launch = launch
         self._cache_dir = cache_dir
+        self._target = target  # every device of a job is taken to be of one kind
         self._functions = [getattr(module, stage.function) for stage in launch.stages]
         self._programs = [host_function(stage.programs, source.sizes) for stage in launch.stages]
         self._scratch = [(dtype, host_function(size, source.sizes)) for dtype, size in launch.scratch]
         self._bounds = [host_function(bound, source.sizes) for bound in launch.index_bounds or ()]
         self._constants = len(launch.constants) + (launch.index_bounds is not None)
         self._buffers = len(source.buffers)
-        self._static = [int(stage.programs) for stage in launch.stages] if not source.sizes else None
+        self._usual = _usual_variant(source)
         self._compiled: dict[Variant, list[Any]] = {}
         self._runs: dict[tuple[int, Variant], list[Callable[..., None]]] = {}
-        self._usual = _usual_variant(source)
-        self._fast: dict[int, list[Callable[..., None]]] = {}  # device -> runs of the usual variant
+        # Neither sizes nor scratch: for these a launch is a check of alignment and one call a stage.
+        self._simple = not source.sizes and not launch.scratch
+        self._ready: dict[int, list[tuple[Callable[..., None], int]]] = {}
 
-    def prepare(self, variant: Variant | None = None) -> None:
-        """Compiles a variant (the usual one by default); does not load it onto a device."""
-        from triton.runtime.driver import driver
-
-        variant = variant or self._usual
-        if variant not in self._compiled:
-            target = driver.active.get_current_target()
-            self._compiled[variant] = [
-                _compile(self._source, function, stage, variant, target)
-                for function, stage in zip(self._functions, self._launch.stages, strict=True)
+    def prepare(self, device: int) -> None:
+        """Compiles the usual variant and loads it onto the current device, whose number is `device`."""
+        runs = self._load(device, self._usual)
+        if self._simple:
+            self._ready[device] = [
+                (run, programs()) for run, programs in zip(runs, self._programs, strict=True) if programs() > 0
             ]
-
-    def ready(self, device: int) -> None:
-        """Loads the usual variant onto a device."""
-        self._fast[device] = self._load(device, self._usual)
 
     def __call__(self, *arguments: Any) -> None:
         device = torch._C._cuda_getDevice()
         stream = torch._C._cuda_getCurrentRawStream(device)
-        count_of_buffers = self._buffers
-        pointers = [tensor.data_ptr() for tensor in arguments[:count_of_buffers]]
-        if self._static is not None and not self._scratch and device in self._fast:
+        pointers = [tensor.data_ptr() for tensor in arguments[: self._buffers]]
+        ready = self._ready.get(device)
+        if ready is not None:
             every = 0
             for pointer in pointers:
                 every |= pointer
             if not every & 15:
-                for run, programs in zip(self._fast[device], self._static, strict=True):
+                for run, programs in ready:
                     run(programs, stream, *pointers)
                 return
-        self._launch_general(device, stream, pointers, arguments[count_of_buffers:])
+        self._launch_any(device, stream, pointers, arguments[self._buffers :])
 
-    def _launch_general(self, device: int, stream: int, pointers: list[int], sizes: tuple[int, ...]) -> None:
-        """Sizes, scratch memory, or pointers that are not aligned."""
+    def _launch_any(self, device: int, stream: int, pointers: list[int], sizes: tuple[int, ...]) -> None:
+        """With sizes, scratch memory, pointers that are not aligned, or on a device for the first time."""
         scratch = [
             torch.empty(elements(*sizes), dtype=dtype, device=f"cuda:{device}") for dtype, elements in self._scratch
         ]
         pointers = [*pointers, *(tensor.data_ptr() for tensor in scratch)]
-        aligned = sum(1 << at for at, pointer in enumerate(pointers) if not pointer & 15)
-        divisible = sum(1 << at for at, size in enumerate(sizes) if not size & 15)
-        wide = any(bound(*sizes) >= _INT32_LIMIT for bound in self._bounds)
-        variant = Variant(aligned, divisible, wide)
-        runs = self._runs.get((device, variant))
-        if runs is None:
-            runs = self._load(device, variant)
-        for run, programs in zip(runs, self._programs, strict=True):
-            number = programs(*sizes)
-            if number > 0:
-                run(number, stream, *pointers, *sizes)
-        # The allocator hands scratch to later work of this stream only, so freeing it here is safe.
+        misaligned = sum(1 << at for at, pointer in enumerate(pointers) if pointer & 15)
+        variant = _variant(misaligned, len(pointers), sizes, self._bounds)
+        runs = self._runs.get((device, variant)) or self._load_under_cache(device, variant)
+        for run, count_of in zip(runs, self._programs, strict=True):
+            programs = count_of(*sizes)
+            if programs > 0:
+                run(programs, stream, *pointers, *sizes)
+        # The allocator gives freed scratch only to later work of the same stream, so it may go out of scope here.
+
+    def _load_under_cache(self, device: int, variant: Variant) -> list[Callable[..., None]]:
+        with _triton_cache(self._cache_dir):
+            return self._load(device, variant)
 
     def _load(self, device: int, variant: Variant) -> list[Callable[..., None]]:
-        with _triton_cache(self._cache_dir):
-            self.prepare(variant)
-            runs = [_runner(compiled, self._constants) for compiled in self._compiled[variant]]
+        if variant not in self._compiled:
+            stages = zip(self._functions, _launch(self._source).stages, strict=True)
+            self._compiled[variant] = [
+                _compile(self._source, function, stage, variant, self._target) for function, stage in stages
+            ]
+        runs = [_runner(compiled, self._constants) for compiled in self._compiled[variant]]
         self._runs[device, variant] = runs
         return runs
 

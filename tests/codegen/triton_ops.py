@@ -20,7 +20,14 @@ DTYPES = (*FLOATS, *INTEGERS, torch.bool)
 
 def _numpy(function: Callable[..., Any], eager: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """torch's vectorized fmod on CPU is NaN for large quotients; NumPy's is exact."""
-    return lambda a, b: torch.from_numpy(function(a.numpy(), b.numpy())) if a.device.type == "cpu" else eager(a, b)
+
+    def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if a.device.type != "cpu":
+            return eager(a, b)
+        with np.errstate(invalid="ignore"):
+            return torch.from_numpy(function(a.numpy(), b.numpy()))
+
+    return call
 
 
 UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -79,10 +79,10 @@ class TritonGenerator:
         tiling: Tiling | None = None,
     ) -> KernelSource:
         """Source for `body`; `tiling` overrides the heuristic choice of axes and block sizes."""
-        if tiling is None:
-            hints = {symbol: (size_hints or {}).get(str(symbol), 4096) for symbol in body.size_symbols()}
-            tiling = tilings.choose(body, hints)
-        return _Kernel(body, tiling, re.sub(r"\W+", "_", hint).strip("_") or "kernel").source(comment)
+        known = size_hints or {}
+        hints = {symbol: known.get(str(symbol), tilings.DEFAULT_HINT) for symbol in body.size_symbols()}
+        name = re.sub(r"\W+", "_", hint).strip("_") or "kernel"
+        return _Kernel(body, tiling or tilings.choose(body, hints), name).source(comment, tuple(hints.values()))
 
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
         """Launchers for the current CUDA device, or for Triton's interpreter when TRITON_INTERPRET=1."""
@@ -180,7 +180,7 @@ class _Kernel:
 
     # The whole source
 
-    def source(self, comment: str) -> KernelSource:
+    def source(self, comment: str, hints: tuple[int, ...]) -> KernelSource:
         """Every stage as a function, and how to launch them."""
         inner, outer = self._stores()
         constants = {f"{axis.upper()}BLOCK": self.block[axis] for axis in self.tile_axes}
@@ -228,6 +228,7 @@ class _Kernel:
             scratch=tuple((item.dtype, sympy.expand(item.elements)) for item in scratch),
             constants=tuple(constants.items()),
             index_bounds=self.index_bounds if self.index_dtype == "INDEX" else None,
+            hints=hints,
         )
         digest = hashlib.sha256(repr((text, launch.identity())).encode()).hexdigest()[:12]
         return KernelSource(f"{self.name}_{digest}", text, tuple(self.arguments), self.sizes, comment, launch)
@@ -264,6 +265,7 @@ class _Stage:
         self.symbols: dict[sympy.Symbol, str] = {}  # loops of whole-function axes
         self.masks: dict[str, str] = {}
         self.count = 0
+        self.rereads = False  # whether a later pass reads what this one does
 
     # The three kinds of stage
 
@@ -280,7 +282,8 @@ class _Stage:
             self._stores(self.top, self.names, inner, ("x", "r"))
             self._stores(self.top, self.names, outer, ("x",))
         else:
-            for level in kernel.levels:
+            for depth, level in enumerate(kernel.levels):
+                self.rereads = bool(inner) or depth + 1 < len(kernel.levels)
                 self._reduce_loop(level, "0", kernel.size_text(kernel.numel["r"]))
                 self._finish_level(level)
             if inner:
@@ -296,6 +299,7 @@ class _Stage:
             self._combine(level)
         first, last = self._share()
         level = kernel.levels[depth]
+        self.rereads = depth + 1 < len(kernel.levels)
         self._reduce_loop(level, first, last)
         for accumulation in level:
             targets = [f"{state.name}_part" for state in accumulation.states]
@@ -518,6 +522,7 @@ class _Stage:
     def _loop_over_r(self, stores: Sequence[Store], first: str, last: str) -> None:
         roots = [value for store in stores for value in store.operands()]
         self._compute_outer(roots)
+        self.rereads = False
         scope = self._open_loop(first, last)
         self._stores(scope, dict(self.names), stores, ("x", "r"))
         self._close_loop()
@@ -625,10 +630,19 @@ class _Stage:
         arguments = self._mask_argument(self._axes_of(load), None if load.mask is None else names[load.mask])
         if load.mask is not None:
             arguments += ", other=0.0" if load.memory_dtype.is_floating_point else ", other=0"
+        arguments += self._eviction(load)
         text = f"tl.load({pointer}{arguments})"
         if load.memory_dtype is torch.bool:
             return f"{text} != 0"
         return converted_name(text, load.memory_dtype, load.dtype)
+
+    def _eviction(self, load: Load) -> str:
+        """What the cache should do with a load in a loop over r: keep what is read again, drop what is not."""
+        axes = self._axes_of(load)
+        if self.kernel.tiling.form not in ("looped", "split") or "r" not in axes or load.indirect:
+            return ""
+        again = self.rereads or ("x" not in axes and self.kernel.numel["x"] != 1)
+        return f', eviction_policy="evict_{"last" if again else "first"}"'
 
     def _mask_argument(self, axes: Iterable[str], condition: str | None = None) -> str:
         """`, mask` for an access that covers `axes`: axes that may reach past their end, and a condition."""

@@ -24,7 +24,7 @@ from overlapc.ir.indexing import free_symbols
 
 MULTIPROCESSORS = 132  # of an H100/H200 SXM; other devices only get less fitting block sizes
 _PERSISTENT_LIMIT = 16384  # elements of a row; 16 a thread at 32 warps
-_DEFAULT_HINT = 4096  # for a size nobody knows
+DEFAULT_HINT = 4096  # for a size nobody knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def hint_of(size: sympy.Expr, hints: Mapping[sympy.Symbol, int]) -> int:
     """`size` as a number, with hints for its symbols."""
     if size.is_Integer:
         return int(size)
-    known = {symbol: sympy.Integer(hints.get(symbol, _DEFAULT_HINT)) for symbol in size.free_symbols}
+    known = {symbol: sympy.Integer(hints.get(symbol, DEFAULT_HINT)) for symbol in size.free_symbols}
     return int(size.subs(known))
 
 
@@ -78,7 +78,7 @@ def _access(item: Load | Store, sizes: Mapping[sympy.Symbol, int], hints: Mappin
     symbols = item.index.free_symbols
     indirect = {symbol for symbol, _ in item.indirect}
     origin = {
-        symbol: sympy.Integer(0 if symbol in sizes or symbol in indirect else hints.get(symbol, _DEFAULT_HINT))
+        symbol: sympy.Integer(0 if symbol in sizes or symbol in indirect else hints.get(symbol, DEFAULT_HINT))
         for symbol in symbols
     }
     base = item.index.xreplace(origin)
@@ -171,7 +171,7 @@ def _reduction(
     if columns:
         width = 64 if all(load.memory_dtype.itemsize <= 2 for load in body.loads()) else 32
         xblock = min(width, power_of_two(rows))
-        rblock = _clamp(1, power_of_two(length), 4096 // xblock if length * xblock <= 4096 else 2048 // xblock)
+        rblock = _clamp(1, power_of_two(length), 4096 // xblock)
         fits = static and length <= rblock
     elif static and length <= row_limit:
         rblock = power_of_two(length)
@@ -182,11 +182,11 @@ def _reduction(
         xblock, fits = 1, False
         rblock = _clamp(64, power_of_two(length), 4096 if streams <= 2 else 2048)
     tile = xblock * rblock
-    num_warps = _clamp(1, tile // (256 if columns or not fits else 512), 8 if tile <= 8192 else 16)
+    num_warps = _clamp(1, tile // 512, 16)  # 16 elements a thread: two loads of 16 bytes in flight in two-byte formats
     programs = -(-rows // xblock)
     splits = 1
-    if not fits and programs < MULTIPROCESSORS:
-        wanted = min(4 * MULTIPROCESSORS // programs, length // (4 * rblock), 512)
+    if not fits and programs < 2 * MULTIPROCESSORS:
+        wanted = min((8 if columns else 4) * MULTIPROCESSORS // programs, length // (4 * rblock), 512)
         splits = 1 << max(0, wanted.bit_length() - 1) if wanted >= 2 else 1
     form = "persistent" if fits else "split" if splits > 1 else "looped"
     return Tiling(form, x, xblock, num_warps, r=r, rblock=rblock, splits=splits)
