@@ -24,8 +24,8 @@ from overlapc.schedule.text import parse
 KERNELS = 8  # a layer and direction; with two gathers, a scatter and three waits this makes 22 nodes a layer
 
 
-def fsdp_step(nodes: int) -> str:
-    """A step of about `nodes` nodes as text."""
+def fsdp_step(nodes: int, reduce_group: str = "dp") -> str:
+    """A step of about `nodes` nodes as text; scatters run on the queue of `reduce_group`."""
     layers = max(1, nodes // (2 * KERNELS + 6))
     lines = ["schedule fsdp", "h = input : 64MiB"]
     last = "h"
@@ -41,7 +41,10 @@ def fsdp_step(nodes: int) -> str:
             lines.append(f"b{layer}_{k} = extern({last}, f{layer}_{k}, bw{layer}) flops=1000 : 16MiB 250us")
             last = f"b{layer}_{k}"
         lines.append(f"g{layer} = extern({last}) flops=1000 : 512MiB 200us")
-        lines += [f"rs{layer} = reduce_scatter(g{layer}) @dp_reduce(4) : 128MiB 1400us", f"s{layer} = wait(rs{layer})"]
+        lines += [
+            f"rs{layer} = reduce_scatter(g{layer}) @{reduce_group}(4) : 128MiB 1400us",
+            f"s{layer} = wait(rs{layer})",
+        ]
     lines.append("return " + ", ".join(f"s{layer}" for layer in range(layers)))
     return "\n".join(lines)
 
@@ -66,7 +69,10 @@ def main(sizes: list[int]) -> None:
         timed("liveness", lambda schedule=schedule: analyze(schedule))
         before = timed("simulate", lambda schedule=schedule: simulate(schedule, profile))
         timed("lower bound", lambda before=before: before.lower_bound_ns)
-        result = timed("default passes", lambda schedule=schedule: run_pipeline(schedule, Context(profile=profile)))
+        result = timed(
+            "default passes",
+            lambda schedule=schedule: run_pipeline(schedule, Context(profile=profile, reorder_collectives=True)),
+        )
         print(
             f"  step {before.step_ns / 1e6:.1f} -> {result.after.step_ns / 1e6:.1f} ms,"
             f" bound {result.after.lower_bound_ns / 1e6:.1f};"

@@ -1,11 +1,11 @@
 """A step time that no order of a schedule's nodes can beat.
 
 Every node has a *head*, the least time that must pass before it can begin, and a *tail*, the least that
-must pass after it ends, both along its dependences (orders among collectives and mutations included: no pass
-may undo them). Each resource (the compute stream, each queue) runs one node at a time, so a step takes at
-least as long as the best preemptive schedule of its nodes between their heads and tails, which Jackson's
-rule finds (run the ready node with the longest tail) in O(n log n). Launches cost host time one after the
-other, and nothing is slowed by anything else.
+must pass after it ends, both along its dependences (mutations and barriers included, which no pass may
+undo, but not the order among collectives, which a pass may be allowed to change). Each resource (the compute
+stream, each queue) runs one node at a time, so a step takes at least as long as the best preemptive schedule
+of its nodes between their heads and tails, which Jackson's rule finds (run the ready node with the longest
+tail) in O(n log n). Launches cost host time one after the other, and nothing is slowed by anything else.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from overlapc.estimators.device import DeviceProfile
 from overlapc.schedule import dependencies
+from overlapc.schedule.dependencies import Why
 from overlapc.schedule.model import Kind, Schedule
 
 _LAUNCHED = (Kind.KERNEL, Kind.EXTERN, Kind.START, Kind.COMM)
@@ -34,10 +35,11 @@ def lower_bound_ns(schedule: Schedule, profile: DeviceProfile) -> float:
     for at in range(count):
         node = schedule.nodes[at]
         launch = profile.launch_ns if node.kind in _LAUNCHED else 0.0
-        head[at] = max(
-            (head[p] + (duration[p] if not is_start[p] or waits_for.get(at) == p else 0.0) for p in deps.preds[at]),
-            default=0.0,
-        )
+        for p in deps.preds[at]:
+            if not is_start[p] or waits_for.get(at) == p:
+                head[at] = max(head[at], head[p] + duration[p])
+            elif deps.why[p, at] is not Why.COLLECTIVE_ORDER:
+                head[at] = max(head[at], head[p])
         head[at] = max(head[at], launch)
     for at in range(count - 1, -1, -1):
         for p in deps.preds[at]:

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def _worker(rank: int, folder: str) -> None:
     for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
         a, b = torch.rand(512, 512).to(dtype), torch.rand(512, 512).to(dtype)
         dist.barrier()
-        values[f"flops_per_s.{name}"] = 2 * 512**3 / _seconds(lambda a=a, b=b: a @ b)
+        values[f"flops_per_s.{name}"] = 2 * 512**3 / _seconds(partial(torch.matmul, a, b))
     values["flops_per_s.vector"] = values["flops_per_s.fp32"] / 4
     source = torch.rand(2**23)  # 32 MiB: past the caches of most CPUs
     target = torch.empty_like(source)
@@ -180,9 +181,9 @@ def _tables() -> dict[str, list[tuple[int, float]]]:
     for size in _SIZES:
         whole, shard = torch.zeros(size // 4), torch.zeros(size // 4 // RANKS)
         calls: dict[str, Callable[[], Any]] = {
-            "all_gather": lambda whole=whole, shard=shard: dist.all_gather_into_tensor(whole, shard),
-            "reduce_scatter": lambda whole=whole, shard=shard: dist.reduce_scatter_tensor(shard, whole),
-            "all_reduce": lambda whole=whole: dist.all_reduce(whole),
+            "all_gather": partial(dist.all_gather_into_tensor, whole, shard),
+            "reduce_scatter": partial(dist.reduce_scatter_tensor, shard, whole),
+            "all_reduce": partial(dist.all_reduce, whole),
         }
         for name, call in calls.items():
             dist.barrier()

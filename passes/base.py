@@ -39,6 +39,7 @@ class Context:
     budget_bytes: int | None = None
     peak_increase: float = 0.25
     passes: Sequence[str | Pass] | None = None  # None for pipeline.ORDER
+    reorder_collectives: bool = False  # let a start pass independent ones of its group, where that pays
     verify: bool = True
     dump: Callable[[str, str], None] | None = None
     incoming_peak_bytes: int | None = None
@@ -174,7 +175,13 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
         report.seconds = time.perf_counter() - begin
         report.changed = moved is not current
         if ctx.verify and report.changed:
-            verify(moved, name, reference=current, limit_bytes=ctx.limit_bytes(schedule))
+            verify(
+                moved,
+                name,
+                reference=current,
+                may_reorder_collectives=ctx.reorder_collectives,
+                limit_bytes=ctx.limit_bytes(schedule),
+            )
         if ctx.dump is not None:
             ctx.dump(f"{number:02}_{name}.after", str(moved))
         current = moved

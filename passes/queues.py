@@ -50,6 +50,17 @@ class Queues:
         previous = self.previous.get(collective)
         return -math.inf if previous is None else self.end_ns[previous]
 
+    def swap(self, first: int, second: int) -> None:
+        """Let `second`, which follows `first` on their queue, go ahead of it."""
+        before, behind = self.previous.pop(first, None), self.next.pop(second, None)
+        for one, other in ((before, second), (second, first), (first, behind)):
+            if one is not None and other is not None:
+                self.next[one], self.previous[other] = other, one
+        if before is None:
+            self.previous.pop(second, None)
+        if behind is None:
+            self.next.pop(first, None)
+
     def step(self, node: int, now_ns: float) -> float:
         """The compute stream's clock after `node`, which it reaches at `now_ns`; notes a collective's end."""
         kind = self.kinds[node]

@@ -10,7 +10,11 @@ gathers behind it. What a start needs and is cheap (views, casts) moves with it 
 
 A start without an estimate is never known to be hidden: it moves up as far as the other reasons allow.
 
-Keeps: data dependences, the order of collectives on each process group, the memory limit.
+Where `Context.reorder_collectives` allows it, a start also passes an earlier, independent one of its group if that
+exposes less in all: in an FSDP backward every gather stands behind the scatter of the layer before, and can
+only be prefetched past it. Ranks have to agree on the final order then, as they do when it is compared.
+
+Keeps: data dependences, the memory limit, and otherwise the order of collectives on each process group.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from overlapc.passes.queues import CARRIED_SHARE, COMPUTE, Queues
 from overlapc.passes.raise_collectives import reason_of
 from overlapc.passes.reasons import Reason
 from overlapc.schedule import dependencies
+from overlapc.schedule.dependencies import Why
 from overlapc.schedule.memory import MemoryTimeline
 from overlapc.schedule.model import Kind, Schedule
 
@@ -40,7 +45,7 @@ def raise_under_memory(schedule: Schedule, ctx: Context) -> tuple[Schedule, Pass
     limit = ctx.limit_bytes(schedule)
     current, timeline = schedule, simulate(schedule, ctx.profile)
     for _ in range(ROUNDS):
-        moved, said = _Round(current, timeline, limit).run()
+        moved, said = _Round(current, timeline, limit, ctx.reorder_collectives).run()
         if moved is current:
             _merge(report, said)
             break
@@ -66,8 +71,9 @@ def _merge(report: PassReport, said: PassReport) -> None:
 class _Round:
     """One walk over the collectives. Nodes are positions in the order that the round began with."""
 
-    def __init__(self, schedule: Schedule, timeline: Timeline, limit_bytes: int) -> None:
+    def __init__(self, schedule: Schedule, timeline: Timeline, limit_bytes: int, reorder: bool) -> None:
         self.schedule = schedule
+        self.reorder = reorder
         self.limit = limit_bytes
         self.deps = dependencies.of(schedule)
         self.queues = Queues(schedule, timeline)
@@ -89,7 +95,8 @@ class _Round:
             changed |= self._raise(start)
         if not changed:
             return self.schedule, self.report
-        return self.schedule.replace_order(self.schedule.nodes[at].name for at in self.memory.order), self.report
+        names = [self.schedule.nodes[at].name for at in self.memory.order]
+        return self.schedule.replace_order(names, reorder_collectives=self.reorder), self.report
 
     # When each collective has to begin
 
@@ -99,33 +106,43 @@ class _Round:
         From the last to the first: it has to end before its wait, and before the next on its queue has to begin,
         unless that one cannot begin so soon anyhow.
         """
-        queues, deadline = self.queues, {}
-        for at in range(len(queues.kinds) - 1, -1, -1):
-            if queues.kinds[at] is Kind.COMM:
+        deadline: dict[int, float] = {}
+        for at in range(len(self.queues.kinds) - 1, -1, -1):
+            if self.queues.kinds[at] is Kind.COMM:
                 deadline[at] = self.busy[at]
-            elif queues.kinds[at] is Kind.START:
-                end = self.busy[queues.wait_of.get(at, len(queues.kinds))]
-                following = queues.next.get(at)
-                if following is not None:
-                    end = min(end, max(deadline[following], self._earliest(following)))
-                deadline[at] = end - queues.collective_ns[at] if queues.known[at] else -math.inf
+            elif self.queues.kinds[at] is Kind.START:
+                deadline[at] = self._deadline(at, deadline)
         return deadline
+
+    def _deadline(self, start: int, deadline: dict[int, float]) -> float:
+        if not self.queues.known[start]:
+            return -math.inf
+        end = self.busy[self._wait_position(start)]
+        following = self.queues.next.get(start)
+        if following is not None:
+            end = min(end, max(deadline[following], self._earliest(following)))
+        return end - self.queues.collective_ns[start]
+
+    def _wait_position(self, start: int) -> int:
+        """Where the wait of a start is now; the end of the schedule if there is none."""
+        wait = self.queues.wait_of.get(start)
+        return len(self.memory.order) if wait is None else self.memory.position[wait]
 
     def _earliest(self, start: int) -> float:
         """Compute that has to run before this start, as a clock: what its dependences alone allow."""
         if self.queues.kinds[start] is Kind.COMM:
-            return self.busy[start]
+            return self.busy[self.memory.position[start]]
         room_ns = CARRIED_SHARE * self.queues.collective_ns[start]
         later = [-before for before in self.deps.preds[start]]  # a heap: the lowest of them first
         heapq.heapify(later)
         seen = set(later)
         while later:
             before = -heapq.heappop(later)
-            if before == self.queues.previous.get(start):
+            if self.deps.why.get((before, start)) is Why.COLLECTIVE_ORDER:
                 continue
             room_ns -= self.queues.compute_ns[before]
             if room_ns < 0 or not self._is_cheap(before, start):
-                return self.busy[before + 1]
+                return self.busy[self.memory.position[before] + 1]
             for further in self.deps.preds[before]:
                 if -further not in seen:
                     seen.add(-further)
@@ -157,6 +174,12 @@ class _Round:
                 break
             above = order[low - 1]
             needed = self._needed_by(above, block)
+            passes_over = needed is Reason.COLLECTIVE_ORDER and self.reorder
+            if passes_over:
+                if carried_ns or not self._pays_to_pass(start, above):
+                    stop = (Reason.WOULD_EXPOSE, above)
+                    break
+                needed = None
             if needed is not None:
                 cost = self.queues.compute_ns[above]
                 if not self._is_cheap(above, start) or (
@@ -175,6 +198,10 @@ class _Round:
                     stop = (Reason.MEMORY, None)
                     break
                 memory.apply(low - 1, window)
+                if passes_over:
+                    self.queues.swap(above, start)
+                    self.deadline[above] = self._deadline(above, self.deadline)
+                    self.deadline[start] = self._deadline(start, self.deadline)
             low -= 1
         reason, about = stop
         name = self.schedule.nodes[start].name
@@ -190,12 +217,17 @@ class _Round:
         if self.busy[low] + carried_ns <= self.deadline[start]:
             return Reason.HIDDEN, None
         if low > 0 and self.clock[low] + carried_ns <= self.queues.queue_free_ns(start):
-            return Reason.QUEUE, self.queues.previous[start]
+            previous = self.queues.previous[start]
+            if not (self.reorder and not carried_ns and self._pays_to_pass(start, previous)):
+                return Reason.QUEUE, previous
         return (Reason.SCHEDULE_START, None) if low == 0 else None
 
     def _needed_by(self, above: int, block: list[int]) -> Reason | None:
         """Why the block cannot pass the node above it, or None."""
         whys = [self.deps.why[above, at] for at in block if (above, at) in self.deps.why]
+        if self.queues.kinds[above] is Kind.START and self.queues.previous.get(block[-1]) == above:
+            # No edge says so when collectives that stood between the two were passed.
+            whys.append(Why.COLLECTIVE_ORDER)
         return reason_of(min(whys, key=lambda why: why.value)) if whys else None
 
     def _would_expose(self, above: int, at: int, carried_ns: float) -> bool:
@@ -203,11 +235,42 @@ class _Round:
         queues = self.queues
         if queues.kinds[above] is not Kind.START:
             return False
-        wait = queues.wait_of.get(above)
-        until = len(self.memory.order) if wait is None else self.memory.position[wait]
-        cover = self.busy[until] - self.busy[at] - carried_ns
+        cover = self.busy[self._wait_position(above)] - self.busy[at] - carried_ns
         delay = max(0.0, queues.queue_free_ns(above) - self.clock[at] - carried_ns)
         return delay + queues.collective_ns[above] > cover
+
+    def _pays_to_pass(self, start: int, above: int) -> bool:
+        """Whether the stream stands still for less if `start`, now right behind it, goes ahead of `above`.
+
+        Times count from where `above` stands. Its wait may still sink to what needs it, and is taken to.
+        """
+        queues, at = self.queues, self.memory.position[above]
+        if queues.kinds[above] is not Kind.START:
+            return False
+        free_ns = max(0.0, queues.queue_free_ns(above) - self.clock[at])
+        start_ns, above_ns = queues.collective_ns[start], queues.collective_ns[above]
+        start_cover = self.busy[self._wait_position(start)] - self.busy[at]
+        above_cover = self.busy[self._due_position(above)] - self.busy[at]
+        both_ns = free_ns + start_ns + above_ns
+        now = max(0.0, free_ns + above_ns - above_cover, both_ns - start_cover)
+        then = max(0.0, free_ns + start_ns - start_cover, both_ns - above_cover)
+        return then < now
+
+    def _due_position(self, start: int) -> int:
+        """The first node that needs the result of a start; views and cheap work on it sink with its wait."""
+        wait = self.queues.wait_of.get(start)
+        due = len(self.memory.order)
+        stack = [] if wait is None else list(self.deps.succs[wait])
+        while stack:
+            node = stack.pop()
+            if self.queues.kinds[node] in (Kind.VIEW, Kind.NOOP):
+                stack.extend(self.deps.succs[node])
+            elif self._is_cheap(node, start):
+                further = (self.memory.position[after] for after in self.deps.succs[node])
+                due = min(due, min(further, default=due))
+            else:
+                due = min(due, self.memory.position[node])
+        return due
 
     # Clocks
 

@@ -9,7 +9,8 @@ Edges come from
   no wait crosses.
 
 Which of two accesses (or collectives) is the earlier one is said by the order the schedule was first built
-in: `replace_order` remembers it in `moved_from`.
+in: `replace_order` remembers it in `moved_from`. A pass that may change the order of collectives says so
+there, and its order is the one to keep from then on.
 """
 
 from __future__ import annotations
@@ -88,7 +89,13 @@ def _build(schedule: Schedule) -> Dependencies:
 
 def _renumber(base: Dependencies, old: Schedule, new: Schedule) -> Dependencies:
     to = [new.position(node.name) for node in old.nodes]
-    return _arrays(len(to), {(to[before], to[after]): why for (before, after), why in base.why.items()})
+    edges = {(to[before], to[after]): why for (before, after), why in base.why.items()}
+    if new.collectives_moved:
+        edges = {edge: why for edge, why in edges.items() if why is not Why.COLLECTIVE_ORDER}
+        for before, after, why in _collective_order(new):
+            if why is Why.COLLECTIVE_ORDER:
+                edges.setdefault((before, after), why)
+    return _arrays(len(to), edges)
 
 
 def _arrays(count: int, why: dict[tuple[int, int], Why]) -> Dependencies:

@@ -110,7 +110,7 @@ class Schedule:
 
     Questions about names raise ScheduleError for a name the schedule does not have. Lookups are built
     once per schedule, in one pass, when the first question is asked. A pass that makes many moves works
-    on `order.Order` and makes one Schedule at the end.
+    on positions (`memory.MemoryTimeline` keeps an order and its live bytes) and makes one Schedule at the end.
     """
 
     name: str
@@ -121,6 +121,7 @@ class Schedule:
     # The schedule this one was reordered from: its order says which access of a buffer, and which
     # collective of a group, comes first. See dependencies.of.
     moved_from: Schedule | None = field(default=None, compare=False, repr=False)
+    collectives_moved: bool = field(default=False, compare=False, repr=False)  # among each other, on purpose
 
     def __str__(self) -> str:
         from overlapc.schedule.text import print_schedule  # which imports this module
@@ -193,17 +194,19 @@ class Schedule:
         at = [self._index.readers[name][0] for name in node.writes if name in self._index.readers]
         return self.nodes[min(at)] if at else None
 
-    def replace_order(self, order: Iterable[str]) -> Schedule:
+    def replace_order(self, order: Iterable[str], *, reorder_collectives: bool = False) -> Schedule:
         """The same nodes in another order, given by name; self when that is the order already.
 
         Dependences stay those of the order it came from, so a broken order can be told from a new graph.
+        reorder_collectives: but the order of collectives that it gives is the one to keep from now on.
         """
         nodes = tuple(self.node(name) for name in order)
         if len(nodes) != len(self.nodes) or len({node.name for node in nodes}) != len(nodes):
             raise ScheduleError(f"{self.name}: an order of {len(nodes)} names for {len(self.nodes)} nodes")
         if all(new is old for new, old in zip(nodes, self.nodes, strict=True)):
             return self
-        return replace(self, nodes=nodes, moved_from=self.moved_from or self)
+        came_from = self if self.collectives_moved else self.moved_from or self
+        return replace(self, nodes=nodes, moved_from=came_from, collectives_moved=reorder_collectives)
 
     def move(self, node: Node | str, *, before: Node | str | None = None, after: Node | str | None = None) -> Schedule:
         """`node` moved to right before or right after another; self when it is there already.

@@ -1,10 +1,13 @@
+import pytest
 from hypothesis import given, settings
 
+from overlapc.errors import ScheduleError
 from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context
 from overlapc.passes.raise_under_memory import raise_under_memory
 from overlapc.schedule.text import parse
+from overlapc.schedule.verify import verify
 from tests.graphs import check_kept, check_pass, schedules
 
 
@@ -159,12 +162,60 @@ def test_a_start_without_an_estimate_moves_as_far_as_it_may():
     )
 
 
+BACKWARD = """
+    b1 = kernel(x) : 0B 100us; g1 = kernel(b1) : 0B 10us; rs1 = reduce_scatter(g1) @dp : 0B 60us; s1 = wait(rs1)
+    ag0 = all_gather(p) @dp : 0B 60us; w0 = wait(ag0); b0 = kernel(w0, b1) : 0B 100us; return s1
+"""
+
+
+def test_a_gather_passes_the_scatter_before_it_only_where_that_is_allowed():
+    moved = """
+        ag0 = all_gather(p) @dp; b1 = kernel(x); g1 = kernel(b1); rs1 = reduce_scatter(g1) @dp; s1 = wait(rs1)
+        w0 = wait(ag0); b0 = kernel(w0, b1)
+    """
+    check_pass(raise_under_memory, BACKWARD, moved, {"ag0": "hidden"}, Context(reorder_collectives=True))
+    check_pass(raise_under_memory, BACKWARD, BACKWARD, {"ag0": "queue busy with rs1"})
+
+
+def test_a_new_order_of_collectives_is_kept_from_then_on():
+    schedule, _ = raise_under_memory(parse(BACKWARD), Context(reorder_collectives=True))
+    verify(schedule, "test")
+    with pytest.raises(ScheduleError, match="rs1 was raised over ag0"):
+        verify(schedule.move("ag0", after="rs1"), "test")
+    with pytest.raises(ScheduleError, match="ag0 starts where rs1 did"):
+        verify(schedule, "test", reference=parse(BACKWARD))
+
+
+def test_a_start_does_not_pass_one_that_it_would_expose_as_much():
+    text = """
+        a = kernel(x) : 0B 10us; b = kernel(a) : 0B 10us; g0 = all_gather(p) @dp : 0B 50us
+        k = kernel(b) : 0B 40us; g1 = all_gather(q) @dp : 0B 50us; w0 = wait(g0); w1 = wait(g1); y = kernel(w0, w1, k)
+    """
+    _, report = raise_under_memory(parse(text), Context(reorder_collectives=True))
+    assert report.reasons["g1"] == "queue busy with g0"
+
+
+def test_a_gather_does_not_pass_what_it_depends_on():
+    text = """
+        b1 = kernel(x) : 0B 100us; rs1 = reduce_scatter(b1) @dp : 0B 60us; s1 = wait(rs1)
+        g = all_gather(s1) @dp : 0B 60us; w = wait(g)
+    """
+    check_pass(raise_under_memory, text, text, {"g": "queue busy with rs1"}, Context(reorder_collectives=True))
+
+
 @given(schedules())
 @settings(max_examples=200, deadline=None)
 def test_random_schedules_keep_what_every_pass_keeps(schedule):
     slow = DeviceProfile(
         "slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.5, launch_ns=2.0, synchronous=True
     )
-    for ctx in (Context(), Context(peak_increase=0.0), Context(profile=slow)):
+    contexts = (
+        Context(),
+        Context(peak_increase=0.0),
+        Context(profile=slow),
+        Context(reorder_collectives=True),
+        Context(reorder_collectives=True, profile=slow),
+    )
+    for ctx in contexts:
         moved, _ = raise_under_memory(schedule, ctx)
         check_kept(schedule, moved, ctx)
