@@ -32,7 +32,7 @@ TORCH_RANGE = "torch>=2.11,<2.14"
 CPU_TRITON = "triton==3.6.*"  # CUDA builds of torch pin their own; CPU builds pin none
 OLDEST_PIP = (23, 0)  # dry runs with a report came with 22.2
 
-PipReport = dict[str, Any]
+PipReport = Any  # a dict; written so that a Python too old for `dict[str, Any]` gets as far as being told so
 
 
 class CannotInstall(Exception):
