@@ -246,7 +246,7 @@ def _waits(start: fx.Node) -> Iterator[fx.Node]:
 
 
 def _plain_ops(graph: fx.Graph) -> int:
-    """Ops of the autograd namespace, where one survived tracing, are the plain ones plus nothing."""
+    """Below autograd an op of the autograd namespace, where one survived tracing, is the plain one."""
     changed = 0
     for node in graph.nodes:
         namespace, name = _op(node)
@@ -277,8 +277,10 @@ def _launch_of(value: Any) -> Any:
 
 
 def _settled(node: fx.Node) -> bool:
-    """Whether nothing can be in flight behind `node`: it was waited for, or computed. Unsure of anything else:
-    inputs may have been launched before the graph, and custom ops may launch."""
+    """Whether nothing can be in flight behind `node`, as it was waited for or computed.
+
+    Anything else may be: inputs may have been launched before the graph, and custom ops may launch.
+    """
     return is_wait(node) or _op(node)[0] in ("aten", "prims")
 
 
@@ -330,13 +332,14 @@ def _wait_once(graph: fx.Graph, output: fx.Node) -> int:
 def _drop_unread(graph: fx.Graph) -> int:
     """Collectives that nobody reads are not worth running; ranks share the graph, so all drop the same ones.
 
-    torch keeps waits alive as side effects; in a canonical graph a wait's only effect is its result.
+    torch keeps waits alive as side effects. Of a functional launch a wait's only effect is its result; of one that
+    works in place it is what readers of the mutated tensor rely on, so that stays.
     """
     changed = 0
     for node in reversed(list(graph.nodes)):
-        waited = is_wait(node) and isinstance(node.args[0], fx.Node) and node.args[0].op != "placeholder"
-        part = node.target is operator.getitem and is_asynchronous(node.args[0])
-        if not node.users and (waited or part or is_asynchronous(node)):
+        of_launch = is_wait(node) or node.target is operator.getitem
+        launch = _launch_of(node.args[0]) if of_launch else node
+        if not node.users and isinstance(launch, fx.Node) and is_asynchronous(launch):
             graph.erase_node(node)
             changed += 1
     return changed

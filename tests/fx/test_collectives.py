@@ -107,6 +107,17 @@ def test_a_collective_that_nobody_reads_goes(world):
     assert names(module) == ["add"]
 
 
+def test_the_wait_of_an_in_place_collective_stays_though_nobody_reads_it(world):
+    def in_place(x: Tensor) -> Tensor:
+        y = x + 1
+        wait(c10d.all_reduce_(y, "sum", world))
+        return y * 2
+
+    module = trace(in_place)
+    assert canonicalize(module) == 0
+    assert names(module) == ["add", "all_reduce_", "wait_tensor", "mul"]
+
+
 def test_autograd_forms_become_plain_ones(world):
     graph = fx.Graph()
     x = graph.placeholder("x")
