@@ -92,14 +92,17 @@ def schedules(draw: st.DrawFn, most_nodes: int = 14) -> Schedule:
             values.append(name)
         elif what in ("start", "comm"):
             reads = pick(2)
-            define(Buffer(name, size()))
-            group = draw(st.sampled_from(["dp", "tp"]))
-            comm = Comm("all_gather", buffers[-1].bytes, group, 2)
             kind = Kind.START if what == "start" else Kind.COMM
+            coalesced = kind is Kind.START and draw(st.booleans())
+            writes = (name, f"{name}b") if coalesced else (name,)
+            for written in writes:
+                define(Buffer(written, size()))
+            group = draw(st.sampled_from(["dp", "tp"]))
+            comm = Comm("all_gather", sum(buffer.bytes for buffer in buffers[-len(writes) :]), group, 2)
             op = "all_gather" if kind is Kind.START else "sync_gather"
-            nodes.append(Node(name, kind, op, reads, (name,), after=after, comm=comm, estimate=time()))
+            nodes.append(Node(name, kind, op, reads, writes, after=after, comm=comm, estimate=time()))
             if kind is Kind.START:
-                in_flight.append((name, tuple(root[read] for read in reads)))
+                in_flight += [(written, tuple(root[read] for read in reads)) for written in writes]
             else:
                 values.append(name)
         elif what == "view":

@@ -1,8 +1,8 @@
 """Exact liveness: which storages exist while each node runs, and what that takes.
 
 A storage (a root buffer with all its aliases) is allocated at the node that defines it and freed after the
-last node that touches any of its names. A start touches what it reads and writes until its wait is done; one
-without a wait, until the end. Inputs are there from the beginning and die only if freeable and used; outputs
+last node that touches any of its names. A start touches what it reads and writes until its last wait is done;
+one without a wait, until the end. Inputs are there from the beginning and die only if freeable and used; outputs
 never die. Aliases (views, waits, in-place results) take nothing. A node's scratch lives while it runs.
 
 `analyze` computes all of it; `MemoryTimeline` keeps it up to date while nodes move.
@@ -65,14 +65,15 @@ def lifetimes(schedule: Schedule) -> Lifetimes:
     touches: list[dict[int, None]] = [{} for _ in schedule.nodes]
     allocates = [0] * len(schedule.nodes)
     seen = {buffer.name for buffer in inputs}
+    waits: dict[int, list[int]] = {}
+    for wait, start in schedule.started.items():
+        waits.setdefault(start, []).append(wait)
     for at, node in enumerate(schedule.nodes):
         users = [touches[at]]
         endless = False
         if node.kind is Kind.START:
-            wait = schedule.wait_of(node)
-            endless = wait is None
-            if wait is not None:
-                users.append(touches[schedule.position(wait.name)])
+            users += [touches[wait] for wait in waits.get(at, ())]
+            endless = at not in waits
         for name in (*node.reads, *node.writes):
             root = schedule.root(name)
             if endless:

@@ -103,7 +103,7 @@ def is_complete(schedule: Schedule, reference: Schedule) -> Iterator[Problem]:
 
 
 def starts_are_waited_once(schedule: Schedule) -> Iterator[Problem]:
-    """Every WAIT has its START, and no START has two WAITs."""
+    """Every WAIT has its START, and no output of a START has two WAITs (a coalesced one may have one an output)."""
     waited: dict[str, str] = {}
     for at, node in enumerate(schedule.nodes):
         if node.kind is not Kind.WAIT:
@@ -113,9 +113,10 @@ def starts_are_waited_once(schedule: Schedule) -> Iterator[Problem]:
         except ScheduleError as error:
             yield Problem(str(error), at)
             continue
-        if start in waited:
-            yield Problem(f"{node.name} waits for {start}, which {waited[start]} already waits for", at)
-        waited[start] = node.name
+        for root in {schedule.root(name) for name in node.reads}:
+            if root in waited:
+                yield Problem(f"{node.name} waits for {start}, which {waited[root]} already waits for", at)
+            waited[root] = node.name
 
 
 def results_are_waited_for(schedule: Schedule) -> Iterator[Problem]:

@@ -44,6 +44,12 @@ def test_what_is_in_flight_lives_until_its_wait():
     assert frees(text) == ((), (), ("k",), ("g",))
 
 
+def test_a_coalesced_start_may_have_a_wait_an_output():
+    text = "a, b = all_gather(p, q) @dp : 2B, 3B; w = wait(a); x = kernel(w) : 1B; v = wait(b); y = kernel(v) : 1B"
+    assert live(text) == (5, 5, 6, 5, 6 - 2)
+    assert frees(text) == ((), (), ("x",), ("a",), ("b", "y"))
+
+
 def test_a_start_that_nobody_waits_for_keeps_its_memory():
     assert frees("g = kernel() : 8B; rs = reduce_scatter(g) @dp : 2B; k = kernel()") == ((), (), ("k",))
 

@@ -78,6 +78,10 @@ def test_a_barrier_is_not_crossed():
         verify(moved, "raise")
 
 
+def test_each_output_of_a_coalesced_start_may_be_waited_for():
+    verify(parse("a, b = all_gather(p, q) @dp; w = wait(a); v = wait(b)"), "test")
+
+
 @given(schedules())
 @settings(max_examples=100, deadline=None)
 def test_random_schedules_are_legal(schedule):
