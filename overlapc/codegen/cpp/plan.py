@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import sympy
 
@@ -121,6 +122,7 @@ def _accesses(body: Body, values: Iterable[Value]) -> list[_Access]:
     return result
 
 
+@lru_cache(100_000)
 def stride(index: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr | None:
     """How far `index` moves when `symbol` grows by one; None when that depends on where it is."""
     if symbol not in index.free_symbols:

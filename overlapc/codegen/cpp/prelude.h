@@ -237,6 +237,12 @@ INLINE bool before_min(T x, int64_t at, T best, int64_t best_at) {
   return nan != best_nan ? nan : (x < best) | ((x == best) | nan) & (at < best_at);
 }
 
+// The same where x comes later: NaN is not <= anything, and nothing is beyond NaN.
+template <class T>
+INLINE bool beyond_max(T x, T best) { return !(x <= best) & (best == best); }
+template <class T>
+INLINE bool beyond_min(T x, T best) { return !(x >= best) & (best == best); }
+
 // ---- index arithmetic (the printer uses / and % where both sides are known to be positive)
 
 INLINE int64_t floor_mod(int64_t a, int64_t b) {

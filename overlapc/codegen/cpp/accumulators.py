@@ -47,12 +47,16 @@ _LIMITS = {
 }
 
 
-def accumulator(reduce: Reduce, number: int, columns: bool) -> Accumulator:
-    """The lines for `reduce`; `columns` when there is one result for each lane of a tile."""
+def accumulator(reduce: Reduce, number: int, columns: bool, in_order: bool) -> Accumulator:
+    """The lines for `reduce`.
+
+    `columns` when there is one result for each lane of a tile; `in_order` when the loops visit positions of the
+    flattened reduction space from first to last.
+    """
     lane = "[lane]" if columns else ""
     kind, dtype = reduce.kind, reduce.arg.dtype
     if kind in ("argmax", "argmin"):
-        return _position(reduce, number, lane)
+        return _position(reduce, number, lane, in_order)
     if dtype == torch.bool and reduce.dtype == torch.bool:
         kind = {"sum": "any", "max": "any", "prod": "all", "min": "all"}.get(kind, kind)
     if kind in ("any", "all"):
@@ -179,26 +183,37 @@ def _ordered(reduce: Reduce, number: int) -> Accumulator:
     )
 
 
-def _position(reduce: Reduce, number: int, lane: str) -> Accumulator:
-    value_name, at_name = f"total{number}", f"at{number}"
+def _position(reduce: Reduce, number: int, lane: str, in_order: bool) -> Accumulator:
+    best, place = f"total{number}{lane}", f"at{number}{lane}"
     kind = C_TYPE[reduce.arg.dtype]
-    better = "before_max" if reduce.kind == "argmax" else "before_min"
+    order = "max" if reduce.kind == "argmax" else "min"
 
-    def replace(value: str, at: str) -> str:
-        condition = f"{better}<{kind}>({value}, {at}, {value_name}{lane}, {at_name}{lane})"
-        return f"if ({condition}) {{ {value_name}{lane} = {value}; {at_name}{lane} = {at}; }}"
+    def replace(condition: str, value: str, at: str) -> str:
+        if lane:  # selects, which vectorize
+            select = f"{best} = better ? {value} : {best}; {place} = better ? {at} : {place};"
+            return f"{{ const bool better = {condition}; {select} }}"
+        return f"if ({condition}) {{ {best} = {value}; {place} = {at}; }}"
+
+    def any_order(value: str, at: str) -> str:
+        return replace(f"before_{order}<{kind}>({value}, {at}, {best}, {place})", value, at)
+
+    def add(value: str, at: str) -> list[str]:
+        if not in_order:
+            return [any_order(value, at)]
+        # Going forward, an equal one never replaces an earlier one; the very first, at INT64_MAX, is always replaced.
+        return [replace(f"beyond_{order}<{kind}>({value}, {best}) | ({place} == INT64_MAX)", value, at)]
 
     return Accumulator(
         reduce,
         number,
         (
-            Variable(kind, value_name, _identity(reduce, reduce.kind == "argmax")),
-            Variable("int64_t", at_name, "INT64_MAX"),
+            Variable(kind, f"total{number}", _identity(reduce, reduce.kind == "argmax")),
+            Variable("int64_t", f"at{number}", "INT64_MAX"),
         ),
         None,
         "",
         None,
-        f"{at_name}{lane}",
-        lambda value, at: [replace(value, at)],
-        lambda other: replace(other[0], other[1]),
+        place,
+        add,
+        lambda other: any_order(other[0], other[1]),
     )

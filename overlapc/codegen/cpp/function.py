@@ -1,0 +1,255 @@
+"""The text of one C++ function: values where they belong in a nest of loops, stores at the end of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import sympy
+import torch
+
+from overlapc.codegen.cpp.expressions import (
+    C_TYPE,
+    MEMORY_TYPE,
+    cast_text,
+    constant_text,
+    index_text,
+    load_text,
+    operation_text,
+    store_text,
+)
+from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
+from overlapc.codegen.cpp.plan import BLOCK, CONFLICT_BLOCK, PARALLEL_WORK, TRANSPOSE_BLOCK, Plan
+from overlapc.ir.body import (
+    Body,
+    Cast,
+    Constant,
+    Index,
+    Load,
+    Op,
+    Reduce,
+    Store,
+    Value,
+    depends_on,
+    reduction_depth,
+)
+
+
+class Function:
+    """Writes one kernel without reductions, and holds what `ReductionFunction` shares with it."""
+
+    def __init__(
+        self, body: Body, plan: Plan, arguments: Mapping[str, str], sizes: Sequence[sympy.Symbol]
+    ) -> None:
+        self.body = body
+        self.plan = plan
+        self.arguments = arguments
+        self.sizes = sizes
+        self.values = body.values()
+        self.number = {value: at for at, value in enumerate(self.values)}
+        self.lines: list[str] = []
+        self.depth = 0
+        reduced = {loop.symbol for loop in body.reduction}
+        self.varies = depends_on(self.values, reduced)  # with a reduction loop
+        self.stage = reduction_depth(self.values)
+        self.symbols: dict[Value, frozenset[sympy.Symbol]] = {}
+        for value in self.values:
+            own = frozenset(symbol for expr in value.indices() for symbol in expr.free_symbols)
+            below = own.union(*(self.symbols[operand] for operand in value.operands()))
+            self.symbols[value] = below - reduced if isinstance(value, Reduce) else below
+        self.inner_stores = [store for store in body.stores if self._is_inner(store)]
+        self.outer_stores = [store for store in body.stores if not self._is_inner(store)]
+        self.memory_dtype: dict[str, torch.dtype] = {}
+        accesses: list[Load | Store] = [*body.stores, *body.loads()]
+        for access in accesses:
+            self.memory_dtype.setdefault(access.buffer, access.memory_dtype)
+
+    def _is_inner(self, store: Store) -> bool:
+        if not self.body.reduction:
+            return True
+        reduced = {loop.symbol for loop in self.body.reduction}
+        return bool(reduced & store.index.free_symbols) or any(
+            self.varies[value] for value in store.operands()
+        )
+
+    # ---- text
+
+    def line(self, text: str) -> None:
+        self.lines.append("  " * self.depth + text if text else "")
+
+    def open(self, loop: For) -> None:
+        for text in loop.before:
+            self.line(text)
+        self.line(loop.header + " {")
+        self.depth += 1
+        for text in loop.inside:
+            self.line(text)
+
+    def close(self, loop: For | None = None) -> None:
+        self.depth -= 1
+        self.line("}")
+        for text in loop.after if loop is not None else ():
+            self.line(text)
+
+    def text(self) -> str:
+        """The whole function, named KERNEL_NAME."""
+        stored = {store.buffer for store in self.body.stores}
+        parameters = [
+            f"{'' if buffer in stored else 'const '}{MEMORY_TYPE[self.memory_dtype[buffer]]}* {argument}"
+            for buffer, argument in self.arguments.items()
+        ]
+        parameters += [f"int64_t {symbol}" for symbol in self.sizes] + ["int64_t threads"]
+        self.line(f'extern "C" void KERNEL_NAME({", ".join(parameters)}) {{')
+        self.depth += 1
+        self.write()
+        self.close()
+        return "\n".join(self.lines) + "\n"
+
+    # ---- values
+
+    def statement(self, value: Value, known: Mapping[Value, str]) -> str:
+        """The C++ expression of one value over the names of its operands."""
+        if isinstance(value, Load):
+            text = load_text(self.place(value, known), value.memory_dtype)
+            if value.mask is None:
+                return text
+            return f"{known[value.mask]} ? {text} : {constant_text(0, value.dtype)}"
+        if isinstance(value, Index):
+            return f"{C_TYPE[value.dtype]}({index_text(value.expr)})"
+        if isinstance(value, Cast):
+            return cast_text(known[value.arg], value.arg.dtype, value.to)
+        assert isinstance(value, Op), f"{type(value).__name__} is not computed in place"
+        return operation_text(value, [known[arg] for arg in value.args])
+
+    def place(self, access: Load | Store, known: Mapping[Value, str]) -> str:
+        """`in0[4096 * p0 + r0]`."""
+        index = access.index
+        if access.indirect:
+            names = {}
+            for symbol, value in access.indirect:
+                name = known[value] if value.dtype == torch.int64 else f"int64_t({known[value]})"
+                names[symbol] = sympy.Symbol(name, integer=True)
+            index = index.xreplace(names)
+        argument = self.arguments[access.buffer]
+        kind = MEMORY_TYPE[access.memory_dtype]
+        if kind != MEMORY_TYPE[self.memory_dtype[access.buffer]]:
+            argument = f"(({kind}*){argument})"  # a view of another dtype
+        return f"{argument}[{index_text(index)}]"
+
+    def store(self, store: Store, known: Mapping[Value, str]) -> str:
+        place = self.place(store, known)
+        value = known[store.value]
+        source = store.value.dtype
+        if store.mode == "add":
+            source = (
+                torch.float32 if store.memory_dtype in (torch.bfloat16, torch.float16) else store.memory_dtype
+            )
+            value = f"{load_text(place, store.memory_dtype)} + {cast_text(value, store.value.dtype, source)}"
+        text = f"{place} = {store_text(value, source, store.memory_dtype)};"
+        return text if store.mask is None else f"if ({known[store.mask]}) {text}"
+
+    def needed(self, roots: Iterable[Value], known: Mapping[Value, str]) -> list[Value]:
+        """What must be computed for `roots` when `known` is there already, operands first."""
+        found: set[Value] = set()
+        stack = [root for root in roots if root not in known]
+        while stack:
+            value = stack.pop()
+            if value not in found:
+                found.add(value)
+                stack.extend(operand for operand in value.operands() if operand not in known)
+        return sorted(found, key=self.number.__getitem__)
+
+    def define(self, values: Iterable[Value], known: dict[Value, str]) -> None:
+        """Writes `const` definitions of values, and adds their names to `known`."""
+        for value in values:
+            if isinstance(value, Constant):
+                text = constant_text(value.number, value.dtype)
+                known[value] = f"({text})" if text.startswith("-") else text
+                continue
+            name = f"v{self.number[value]}"
+            self.line(f"const {C_TYPE[value.dtype]} {name} = {self.statement(value, known)};")
+            known[value] = name
+
+    def nest(
+        self,
+        loops: Sequence[For],
+        roots: Iterable[Value],
+        known: Mapping[Value, str],
+        finish: Callable[[Mapping[Value, str]], Iterable[str]],
+        collapsed: int = 0,
+    ) -> None:
+        """Loops around the lines of `finish`, with what `roots` need computed as far out as it can be.
+
+        Nothing may stand between the first `collapsed` loops.
+        """
+        names = dict(known)
+        at_level: list[list[Value]] = [[] for _ in range(len(loops) + 1)]
+        position = {loop.symbol: at + 1 for at, loop in enumerate(loops) if loop.symbol is not None}
+        level: dict[Value, int] = {}
+        for value in self.needed(roots, known):
+            own = max((position.get(symbol, 0) for symbol in self.symbols[value]), default=0)
+            own = max([own, collapsed, *(level.get(operand, 0) for operand in value.operands())])
+            level[value] = own
+            at_level[own].append(value)
+        for at, values in enumerate(at_level):
+            self.define(values, names)
+            if at < len(loops):
+                self.open(loops[at])
+        for text in finish(names):
+            self.line(text)
+        for loop in reversed(loops):
+            self.close(loop)
+
+    def store_nest(
+        self, loops: Sequence[For], stores: Sequence[Store], known: Mapping[Value, str], collapsed: int = 0
+    ) -> None:
+        roots = [value for store in stores for value in store.operands()]
+        self.nest(
+            loops, roots, known, lambda names: [self.store(store, names) for store in stores], collapsed
+        )
+
+    # ---- loops
+
+    def on_threads(self, loops: Sequence[For], iterations: sympy.Expr) -> int:
+        """Puts the pragma on a nest of parallel loops; returns how many of them it collapses (0 when serial)."""
+        if not loops or not self.plan.threads:
+            return 0
+        work = sympy.expand(iterations * self.plan.work_per_iteration)
+        if work.is_Integer and work < PARALLEL_WORK:
+            return 0
+        pragma = "#pragma omp parallel for"
+        if len(loops) > 1:
+            pragma += f" collapse({len(loops)})"
+        pragma += " num_threads(threads)"
+        if not work.is_Integer:
+            pragma += f" if({index_text(work)} >= {PARALLEL_WORK})"
+        # Bounds of blocks are computed inside the innermost collapsed loop: nothing may stand between the loops.
+        moved = [text for loop in loops[:-1] for text in loop.inside]
+        for loop in loops[:-1]:
+            loop.inside = []
+        loops[-1].inside = moved + loops[-1].inside
+        loops[0].before.append(pragma)
+        return len(loops)
+
+    def simd(self, loop: For, clauses: str = "") -> For:
+        if self.plan.simd:
+            loop.before.append(f"#pragma omp simd{clauses}")
+        return loop
+
+    def write(self) -> None:
+        """The loops and what is in them."""
+        plan = self.plan
+        parallel = [plain(loop) for loop in plan.outer]
+        inner = [plain(loop) for loop in plan.serial]
+        vector = plan.vector
+        if vector is not None and plan.blocked is not None:
+            parallel += [blocks(plan.blocked, TRANSPOSE_BLOCK[0]), blocks(vector, TRANSPOSE_BLOCK[1])]
+            inner += [in_block(plan.blocked), self.simd(in_block(vector))]
+        elif vector is not None:
+            step = CONFLICT_BLOCK if plan.serial and not plan.outer else BLOCK
+            if plan.simd and longer_than(vector, step):
+                parallel.append(blocks(vector, step))
+                inner.append(self.simd(in_block(vector)))
+            else:
+                inner.append(self.simd(plain(vector)))
+        collapsed = self.on_threads(parallel, self.body.numel())
+        self.store_nest([*parallel, *inner], self.body.stores, {}, collapsed)

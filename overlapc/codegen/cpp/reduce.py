@@ -1,0 +1,310 @@
+"""C++ functions with reductions: rows, columns, and long reductions split into chunks.
+
+A kernel makes one pass over the reduction loops for each depth of reductions, then one for its inner stores; what
+varies with a reduction loop is computed again in every pass from data that is still in cache, unless it is dear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+import sympy
+
+from overlapc.codegen.cpp.accumulators import Accumulator, accumulator
+from overlapc.codegen.cpp.expressions import C_TYPE, index_text, weight
+from overlapc.codegen.cpp.function import Function
+from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
+from overlapc.codegen.cpp.plan import BLOCK, CHUNKS, TILE
+from overlapc.ir.body import Constant, Index, Load, Loop, Reduce, Value
+from overlapc.ir.indexing import numel
+
+_DEAR = 10  # additions: exp and its like
+_ROW_BYTES = 64 * 1024  # on each thread's stack, and still in the nearest caches
+
+
+class ReductionFunction(Function):
+    """Writes one kernel with reduction loops."""
+
+    def write(self) -> None:
+        """A pass over the reduction loops for each depth of reductions, then the stores."""
+        plan = self.plan
+        vector = plan.vector
+        assert vector is not None
+        loops = [plain(loop) for loop in plan.outer] + [plain(loop) for loop in plan.serial]
+        if plan.columns:
+            name = f"{vector.symbol}_block"
+            end = index_text(vector.size)
+            tile = For(f"for (int64_t {name} = 0; {name} < {end}; {name} += {self._tile()})")
+            tile.inside.append(f"const int64_t lanes = at_most({self._tile()}, {end} - {name});")
+            loops.append(tile)
+        if plan.split is None and not plan.serial:
+            self.on_threads(loops, numel([self.body.numel(), self.body.reduction_numel()]))
+        for loop in loops:
+            self.open(loop)
+        known: dict[Value, str] = {}
+        last = max(self.stage.values(), default=0)
+        for stage in range(last + 1):
+            self._define_stage(stage, known)
+            reduces = [
+                value for value in self.values if isinstance(value, Reduce) and self.stage[value] == stage + 1
+            ]
+            if reduces:
+                self._pass(reduces, known)
+        if self.inner_stores:
+            self._inner_stores(known)
+        if self.outer_stores:
+            self.store_nest([self._lane_loop()] if plan.columns else [], self.outer_stores, known)
+        for loop in reversed(loops):
+            self.close(loop)
+
+    def _tile(self) -> int:
+        """Columns that are accumulated together."""
+        vector = self.plan.vector
+        assert vector is not None
+        return min(TILE, int(vector.size)) if vector.size.is_Integer else TILE
+
+    def _lane_loop(self, clauses: str = "") -> For:
+        """The vector loop over the columns of a tile."""
+        vector = self.plan.vector
+        assert vector is not None
+        loop = For("for (int64_t lane = 0; lane < lanes; ++lane)", vector.symbol)
+        loop.inside.append(f"const int64_t {vector.symbol} = {vector.symbol}_block + lane;")
+        return self.simd(loop, clauses)
+
+    def _define_stage(self, stage: int, known: dict[Value, str]) -> None:
+        """Computes what is the same for all reduction iterations and known after `stage` reductions."""
+        values = [value for value in self.values if not self.varies[value] and self.stage[value] == stage]
+        values = [value for value in values if value not in known and not isinstance(value, Reduce)]
+        vector = self.plan.vector
+        if not self.plan.columns or vector is None:
+            self.define(values, known)
+            return
+        self.define((value for value in values if vector.symbol not in self.symbols[value]), known)
+        # A value of its own for each column lives in an array, if a later loop needs it and it is not just a load.
+        kept = [value for value in values if self._crosses(value) and value not in known]
+        if not kept:
+            return
+        for value in kept:
+            self.line(f"{C_TYPE[value.dtype]} a{self.number[value]}[{self._tile()}];")
+        self.nest(
+            [self._lane_loop()],
+            kept,
+            known,
+            lambda names: [f"a{self.number[value]}[lane] = {names[value]};" for value in kept],
+        )
+        known.update((value, f"a{self.number[value]}[lane]") for value in kept)
+
+    def _crosses(self, value: Value) -> bool:
+        if isinstance(value, (Constant, Index)) or (isinstance(value, Load) and not value.operands()):
+            return False
+        return value in self._used_later
+
+    @cached_property
+    def _used_later(self) -> set[Value]:
+        """Values that another loop than the one computing them reads."""
+        later: set[Value] = set()
+        for user in self.values:
+            for operand in user.operands():
+                crosses = (
+                    self.varies[user] or isinstance(user, Reduce) or self.stage[user] > self.stage[operand]
+                )
+                if crosses and not self.varies[operand]:
+                    later.add(operand)
+        for store in self.inner_stores:
+            later.update(value for value in store.operands() if not self.varies[value])
+        return later
+
+    def _pass(self, reduces: Sequence[Reduce], known: dict[Value, str]) -> None:
+        """One sweep over the reduction loops that computes `reduces`."""
+        columns = self.plan.columns
+        vector = self.plan.vector
+        assert vector is not None
+        in_order = columns or vector == self.body.reduction[-1]  # every other role keeps the body's order
+        accumulators = [accumulator(reduce, self.number[reduce], columns, in_order) for reduce in reduces]
+        if self.plan.split is None:
+            self._totals(accumulators)
+            kept = self._worth_keeping(reduces, known)
+            for value in kept:
+                self.line(f"{C_TYPE[value.dtype]} row{self.number[value]}[{vector.size}];")
+            self._sweep(accumulators, known, None, kept)
+            known.update((value, f"row{self.number[value]}[{vector.symbol}]") for value in kept)
+        else:
+            self._split_pass(accumulators, known, self.plan.split)
+        for part in accumulators:
+            name = f"{'a' if columns else 'v'}{part.number}"
+            if columns:
+                self.line(f"{C_TYPE[part.reduce.dtype]} {name}[{self._tile()}];")
+                self._over_lanes([f"{name}[lane] = {part.result};"])
+                known[part.reduce] = f"{name}[lane]"
+            else:
+                self.line(f"const {C_TYPE[part.reduce.dtype]} {name} = {part.result};")
+                known[part.reduce] = name
+
+    def _worth_keeping(self, reduces: Sequence[Reduce], known: Mapping[Value, str]) -> list[Value]:
+        """Values of this pass that a later one needs again and that are dearer to compute than to keep in a row."""
+        plan = self.plan
+        if plan.columns or plan.reduction or plan.vector is None or not plan.vector.size.is_Integer:
+            return []
+        after = dict(known) | dict.fromkeys(reduces, "")
+        roots: list[Value] = [
+            value for value in self.values if isinstance(value, Reduce) and value not in after
+        ]
+        roots += [value for store in self.inner_stores for value in store.operands()]
+        later = set(self.needed(roots, after))
+        now = self.needed([reduce.arg for reduce in reduces], known)
+        kept = [value for value in now if value in later and self.varies[value] and weight(value) >= _DEAR]
+        size_bytes = sum(value.dtype.itemsize for value in kept) * int(plan.vector.size)
+        return kept if size_bytes <= _ROW_BYTES else []
+
+    def _over_lanes(self, lines: Iterable[str]) -> None:
+        self.line("for (int64_t lane = 0; lane < lanes; ++lane) {")
+        self.depth += 1
+        for text in lines:
+            self.line(text)
+        self.close()
+
+    def _totals(self, accumulators: Sequence[Accumulator]) -> None:
+        """Declares what each reduction accumulates into, at its identity."""
+        for part in accumulators:
+            for variable in part.totals:
+                if self.plan.columns:
+                    self.line(f"{variable.kind} {variable.name}[{self._tile()}];")
+                else:
+                    self.line(f"{variable.kind} {variable.name} = {variable.identity};")
+        if self.plan.columns:
+            self._over_lanes(
+                f"{variable.name}[lane] = {variable.identity};"
+                for part in accumulators
+                for variable in part.totals
+            )
+
+    def _split_pass(self, accumulators: Sequence[Accumulator], known: dict[Value, str], split: Loop) -> None:
+        """Chunks of one reduction loop on threads, each with totals of its own, combined in order."""
+        columns = self.plan.columns
+        extent = f"[{self._tile()}]" if columns else ""
+        lane = "[lane]" if columns else ""
+        totals = [variable for part in accumulators for variable in part.totals]
+        for variable in totals:
+            self.line(f"{variable.kind} {variable.name}_chunk[{CHUNKS}]{extent};")
+        chunk = For(f"for (int64_t chunk = 0; chunk < {CHUNKS}; ++chunk)")
+        size = index_text(split.size)
+        for name, at in (("begin", "chunk"), ("end", "(chunk + 1)")):
+            chunk.inside.append(f"const int64_t {split.symbol}_{name} = ({size}) * {at} / {CHUNKS};")
+        width = self._tile() if columns else 1
+        self.on_threads([chunk], self.body.reduction_numel() * width)
+        self.open(chunk)
+        self._totals(accumulators)
+        self._sweep(accumulators, known, split)
+        keep = [f"{variable.name}_chunk[chunk]{lane} = {variable.name}{lane};" for variable in totals]
+        if columns:
+            self._over_lanes(keep)
+        else:
+            for text in keep:
+                self.line(text)
+        self.close()
+        self._totals(accumulators)
+        self.line(f"for (int64_t chunk = 0; chunk < {CHUNKS}; ++chunk) {{")
+        self.depth += 1
+        combine = [
+            part.combine([f"{variable.name}_chunk[chunk]{lane}" for variable in part.totals])
+            for part in accumulators
+        ]
+        if columns:
+            self._over_lanes(combine)
+        else:
+            for text in combine:
+                self.line(text)
+        self.close()
+
+    def _range(self, loop: Loop, split: Loop | None) -> tuple[str, str]:
+        """First and end of a reduction loop: of the chunk when it is the one that is split."""
+        return (
+            (f"{loop.symbol}_begin", f"{loop.symbol}_end") if loop == split else ("0", index_text(loop.size))
+        )
+
+    def _sweep(
+        self,
+        accumulators: Sequence[Accumulator],
+        known: Mapping[Value, str],
+        split: Loop | None,
+        kept: Sequence[Value] = (),
+    ) -> None:
+        plan = self.plan
+        vector = plan.vector
+        assert vector is not None
+        roots = [part.reduce.arg for part in accumulators]
+
+        def accumulate(names: Mapping[Value, str]) -> Iterable[str]:
+            positions = self._flat_position()
+            lines = [text for part in accumulators for text in part.add(names[part.reduce.arg], positions)]
+            return lines + [f"row{self.number[value]}[{vector.symbol}] = {names[value]};" for value in kept]
+
+        partials = [part for part in accumulators if part.partial is not None]
+        loops = [plain(loop, *self._range(loop, split)) for loop in plan.reduction]
+        if plan.columns:
+            self._sweep_columns(partials, loops, split)
+            loops.append(self._lane_loop())
+        else:
+            begin, end = self._range(vector, split)
+            if split == vector or longer_than(vector, BLOCK):
+                block = blocks(vector, BLOCK, begin, end)
+                block.inside = [
+                    text.replace(f"{vector.symbol}_end =", f"{vector.symbol}_stop =") for text in block.inside
+                ]
+                loops.append(block)
+                inner = plain(vector, f"{vector.symbol}_block", f"{vector.symbol}_stop")
+            else:
+                inner = plain(vector, begin, end)
+            inner.before += [f"{part.partial} = 0;" for part in partials if part.partial]
+            if all(part.clause is not None for part in accumulators):
+                self.simd(inner, "".join(f" reduction({part.clause})" for part in accumulators))
+            inner.after += [part.fold for part in partials]
+            loops.append(inner)
+        self.nest(loops, roots, known, accumulate)
+
+    def _sweep_columns(self, partials: Sequence[Accumulator], loops: list[For], split: Loop | None) -> None:
+        """Sums the rows of a block in the value's own type, and the blocks in double."""
+        last = self.plan.reduction[-1]
+        if not partials:
+            return
+        step = TILE
+        if last == split or longer_than(last, step):
+            block = blocks(last, step, *self._range(last, split))
+            block.inside = [
+                text.replace(f"{last.symbol}_end =", f"{last.symbol}_stop =") for text in block.inside
+            ]
+            loops[-1:] = [block, plain(last, f"{last.symbol}_block", f"{last.symbol}_stop")]
+        names = [part.partial for part in partials if part.partial]
+        loops[-1].before += [f"{name}[{self._tile()}];" for name in names]
+        zero = " ".join(f"{name.split()[-1]}[lane] = 0;" for name in names)
+        loops[-1].before.append(f"for (int64_t lane = 0; lane < lanes; ++lane) {{ {zero} }}")
+        fold = " ".join(part.fold for part in partials)
+        loops[-1].after.append(f"for (int64_t lane = 0; lane < lanes; ++lane) {{ {fold} }}")
+
+    def _flat_position(self) -> str:
+        """The position in the flattened reduction space, for argmax."""
+        position: sympy.Expr = sympy.S.Zero
+        for loop in self.body.reduction:
+            position = position * loop.size + loop.symbol
+        return index_text(sympy.expand(position))
+
+    def _inner_stores(self, known: Mapping[Value, str]) -> None:
+        plan = self.plan
+        loops = [plain(loop) for loop in plan.reduction]
+        vector = plan.vector
+        assert vector is not None
+        parallel = list(loops)
+        if plan.columns:
+            loops.append(self._lane_loop())
+        elif plan.split is not None and longer_than(vector, BLOCK):
+            block = blocks(vector, BLOCK)
+            parallel.append(block)
+            loops += [block, self.simd(in_block(vector))]
+        else:
+            loops.append(self.simd(plain(vector)))
+        width = self._tile() if plan.columns else 1
+        collapsed = 0
+        if plan.split is not None:
+            collapsed = self.on_threads(parallel, self.body.reduction_numel() * width)
+        self.store_nest(loops, self.inner_stores, known, collapsed)
