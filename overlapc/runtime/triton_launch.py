@@ -203,10 +203,10 @@ def _usual_variant(source: Source) -> Variant:
     launch = _launch(source)
     hints = launch.hints or (1,) * len(source.sizes)
     bounds = [host_function(bound, source.sizes) for bound in launch.index_bounds or ()]
-    return _variant(0, len(source.buffers) + len(launch.scratch), hints, bounds)
+    return variant_of(0, len(source.buffers) + len(launch.scratch), hints, bounds)
 
 
-def _variant(misaligned: int, pointers: int, sizes: Sequence[int], bounds: Sequence[Callable[..., int]]) -> Variant:
+def variant_of(misaligned: int, pointers: int, sizes: Sequence[int], bounds: Sequence[Callable[..., int]]) -> Variant:
     """`misaligned` has bit i set where pointer i is not a multiple of 16 bytes."""
     divisible = sum(1 << at for at, size in enumerate(sizes) if not size & 15)
     wide = any(bound(*sizes) >= _INT32_LIMIT for bound in bounds)
@@ -221,7 +221,6 @@ def _compile(source: Source, function: Any, stage: Stage, variant: Variant, targ
     import triton.language as tl
     from triton.compiler import ASTSource
     from triton.compiler import compile as triton_compile
-    from triton.compiler.errors import CompilationError
 
     launch = _launch(source)
     pointers = [*launch.pointers, *(_SCRATCH_POINTER[dtype] for dtype, _ in launch.scratch)]
@@ -234,19 +233,30 @@ def _compile(source: Source, function: Any, stage: Stage, variant: Variant, targ
     multiples = [at for at in range(len(pointers)) if variant.aligned >> at & 1]
     multiples += [len(pointers) + at for at in range(len(source.sizes)) if variant.divisible >> at & 1]
     attributes = {(at,): [["tt.divisibility", 16]] for at in multiples}
-    try:
+    with _explained(source, function):
         compiled = triton_compile(
             ASTSource(function, signature, constants, attributes),
             target=target,
             options={"num_warps": stage.num_warps},
         )
-    except CompilationError as error:
-        raise ToolchainError(
-            f"Triton refused {stage.function} of {source.name}: {_root_cause(error)}\n"
-            f"  source: {function.fn.__code__.co_filename}\nhint: native=False runs the graph without generated kernels"
-        ) from error
     count("triton_kernels_loaded")
     return compiled
+
+
+@contextmanager
+def _explained(source: Source, function: Any) -> Iterator[None]:
+    """What Triton or ptxas refuses becomes a ToolchainError that names the kernel and its file."""
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    try:
+        yield
+    except (CompilationError, OutOfResources, PTXASError) as error:
+        raise ToolchainError(
+            f"Triton refused {function.fn.__name__} of {source.name}: {_root_cause(error)}\n"
+            f"  source: {function.fn.__code__.co_filename}\n"
+            "hint: native=False runs the graph without generated kernels"
+        ) from error
 
 
 def _root_cause(error: BaseException) -> str:
@@ -347,7 +357,7 @@ class CudaLauncher:
         ]
         pointers = [*pointers, *(tensor.data_ptr() for tensor in scratch)]
         misaligned = sum(1 << at for at, pointer in enumerate(pointers) if pointer & 15)
-        variant = _variant(misaligned, len(pointers), sizes, self._bounds)
+        variant = variant_of(misaligned, len(pointers), sizes, self._bounds)
         runs = self._runs.get((device, variant)) or self._load_under_cache(device, variant)
         for run, count_of in zip(runs, self._programs, strict=True):
             programs = count_of(*sizes)
@@ -365,7 +375,10 @@ class CudaLauncher:
             self._compiled[variant] = [
                 _compile(self._source, function, stage, variant, self._target) for function, stage in stages
             ]
-        runs = [_runner(compiled, self._constants) for compiled in self._compiled[variant]]
+        runs = []
+        for function, compiled in zip(self._functions, self._compiled[variant], strict=True):
+            with _explained(self._source, function):  # too much shared memory shows only here
+                runs.append(_runner(compiled, self._constants))
         self._runs[device, variant] = runs
         return runs
 

@@ -92,6 +92,7 @@ def variants(body: Body) -> list[tuple[str, Tiling | None]]:
         if len(body.loops) >= 2:
             *rest, y, x = body.loops
             forms.append(("tiled", Tiling("tiled", (x,), 16, 2, y=(y,), yblock=8, grid=tuple(rest))))
+            forms.append(("rows", Tiling("rows", (x,), 16, 1, grid=(*rest, y))))
         return [*forms, ("flat", Tiling("flat", body.loops, 64, 2))]
     shared = {"x": body.loops, "r": body.reduction, "num_warps": 2}
     forms.append(("looped", Tiling("looped", xblock=2, rblock=16, **shared)))
@@ -425,6 +426,25 @@ def two_reduction_loops(channels: int, batch: int, pixels: int) -> Case:
     return Case("two_reduction_loops", body, tensors, lambda t: {"y": t["x"].double().sum((0, 2))})
 
 
+def empty_rows(rows: int) -> Case:
+    """A reduction over nothing is its neutral element."""
+    x = Load("x", r0, f32)
+    stores = (Store("sum", p0, total(x), f32), Store("max", p0, Reduce("max", x, f32), f32))
+    tensors = {"x": torch.zeros(0), "sum": torch.ones(rows), "max": torch.ones(rows)}
+    body = Body((loop(p0, rows),), (loop(r0, 0),), stores)
+
+    def expected(t: Tensors) -> Tensors:
+        return {"sum": torch.zeros_like(t["sum"]), "max": torch.full_like(t["max"], -math.inf)}
+
+    return Case("empty_rows", body, tensors, expected)
+
+
+def nothing() -> Case:
+    """No iterations: nothing is launched and nothing is written."""
+    body = Body((loop(p0, 0),), (), (Store("y", sympy.S.Zero, number(1.0), f32),))
+    return Case("nothing", body, {"y": torch.zeros(1)}, lambda t: {"y": t["y"]})
+
+
 def small() -> list[Case]:
     """Sizes for the interpreter: tails everywhere."""
     return [
@@ -445,6 +465,8 @@ def small() -> list[Case]:
         divided(50),
         in_place(3, 37),
         two_reduction_loops(3, 4, 10),
+        empty_rows(3),
+        nothing(),
         *(reductions(5, 21, dtype) for dtype in (f32, f64, bf16, f16, i64, i32, i8, u8, boolean)),
     ]
 

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch.utils._sympy import functions as sizes
 
-from overlapc.ir.body import Constant, Op, Value
+from overlapc.ir.body import Constant, Op
 from overlapc.ir.indexing import Ranges, at_most, bounds
 
 # What a kernel computes in, and how the memory behind a pointer is declared to Triton. A bool is a byte in memory.
@@ -47,7 +47,7 @@ class IndexPrinter:
             factors = [str(number)] if number not in (1, -1) else []
             factors += [self.factor(factor) for factor in sympy.Mul.make_args(rest)]
             return ("-" if number == -1 else "") + " * ".join(factors)
-        return self.factor(expr)
+        return str(expr) if expr.is_Integer else self.factor(expr)
 
     def factor(self, expr: sympy.Expr) -> str:
         """`expr` as text, safe as a factor."""
@@ -280,7 +280,3 @@ def neutral(kind: str, dtype: torch.dtype) -> str:
         return number_text(-math.inf if lowest else math.inf)
     limits = torch.iinfo(dtype)
     return str(limits.min if lowest else limits.max)
-
-
-def is_literal(value: Value) -> bool:
-    return isinstance(value, Constant)

@@ -160,7 +160,7 @@ class _Kernel:
     def is_masked(self, axis: str) -> bool:
         """Whether the last tile of an axis may reach past its end."""
         size = self.numel[axis]
-        return not (size.is_Integer and int(size) % self.block[axis] == 0)
+        return not (size.is_Integer and size > 0 and int(size) % self.block[axis] == 0)
 
     def shape(self, axes: Iterable[str]) -> str:
         """Tile shape with 1 for axes that are not in `axes`."""
@@ -337,13 +337,16 @@ class _Stage:
             self._axis("x", "program // SPLITS", emit)
         elif tiling.y or tiling.grid:
             emit(f"program = {program}")
-            for axis in ("x", "y"):
+            for axis in reversed(kernel.tile_axes):
                 blocks = f"(({kernel.size_text(kernel.numel[axis])} + {axis.upper()}BLOCK - 1) // {axis.upper()}BLOCK)"
                 self._axis(axis, f"program % {blocks}", emit)
                 emit(f"program = program // {blocks}")
             for loop in reversed(tiling.grid):
-                emit(f"{loop.symbol} = program % {kernel.size_text(loop.size)}")
-                emit(f"program = program // {kernel.size_text(loop.size)}")
+                if loop is tiling.grid[0]:
+                    emit(f"{loop.symbol} = program")
+                else:
+                    emit(f"{loop.symbol} = program % {kernel.size_text(loop.size)}")
+                    emit(f"program = program // {kernel.size_text(loop.size)}")
                 self.symbols[loop.symbol] = str(loop.symbol)
         else:
             self._axis("x", program, emit)
@@ -615,7 +618,7 @@ class _Stage:
         text = self._index(value.expr, (), {})
         if value.dtype is torch.bool:
             return f"({text}) != 0"
-        return f"({text}).to({COMPUTE[value.dtype]})"
+        return f"{_term(text)}.to({COMPUTE[value.dtype]})"
 
     def _index(
         self, expr: sympy.Expr, indirect: Sequence[tuple[sympy.Symbol, Value]], names: Mapping[Value, str]

@@ -3,6 +3,8 @@
 Forms of a kernel:
 
     flat        pointwise; all loops flattened into one axis x
+    rows        pointwise; the last loop is the axis x, all others are fixed in a program, as are loads that do not
+                vary along x (an embedding's token)
     tiled       pointwise; two loops as axes y and x, for bodies that read along one and write along the other
     persistent  reduction whose row fits a tile [x, r]: everything is read once
     looped      reduction in tiles [x, r] over r, one pass a reduction depth
@@ -137,10 +139,22 @@ def _pointwise(body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence
     loops = body.loops
     if ranked and votes[ranked[0]] > 0 and loops[-1].symbol != ranked[0] and not votes[loops[-1].symbol]:
         loops = _last(loops, ranked[0])
+    if _has_row_values(body, loops, sizes):
+        return Tiling("rows", loops[-1:], 1024, 4, grid=loops[:-1])
     # Eight elements a thread: 16 bytes a load in two-byte formats. Smaller blocks when few would fill the device.
     xblock = _clamp(128, power_of_two(total // (4 * MULTIPROCESSORS) + 1), 1024)
     xblock = min(xblock, max(32, power_of_two(total)))
     return Tiling("flat", loops, xblock, _clamp(1, xblock // 256, 4))
+
+
+def _has_row_values(body: Body, loops: Sequence[Loop], sizes: Mapping[sympy.Symbol, int]) -> bool:
+    """Whether something is loaded once a row of long rows that fill blocks of 1024 well."""
+    if len(loops) < 2:
+        return False
+    last = loops[-1].symbol
+    length = sizes[last]
+    fits = length >= 1024 and 8 * (-length % 1024) <= length
+    return fits and any(last not in load.index.free_symbols and not load.indirect for load in body.loads())
 
 
 def _reduction(
@@ -183,7 +197,7 @@ def _reduction(
         rblock = _clamp(64, power_of_two(length), 4096 if streams <= 2 else 2048)
     tile = xblock * rblock
     num_warps = _clamp(1, tile // 512, 16)  # 16 elements a thread: two loads of 16 bytes in flight in two-byte formats
-    programs = -(-rows // xblock)
+    programs = max(1, -(-rows // xblock))
     splits = 1
     if not fits and programs < 2 * MULTIPROCESSORS:
         wanted = min((8 if columns else 4) * MULTIPROCESSORS // programs, length // (4 * rblock), 512)
