@@ -4,6 +4,9 @@
 
 The schedule is an FSDP-like step: layers of kernels with a gather and its wait in front, then the same
 backwards with a reduce-scatter and its wait behind.
+
+Seen on one core of an AMD EPYC, 20,907 nodes: simulate 34-36 ms on an idle machine; with three times as many
+processes as cores beside it, simulate 100-137 ms, lower bound 130-194 ms, default passes 4.1-6.6 s.
 """
 
 from __future__ import annotations
