@@ -72,6 +72,8 @@ def _line(node: fx.Node, names: Mapping[fx.Node, str], label: Callable[[str], st
     parts = []
     for index, value in enumerate(node.args):
         name, keep = signature.positional[index] if index < len(signature.positional) else ("", signature.keeps_numbers)
+        if index and _takes_a_part(node):
+            keep = False
         parts.append(_argument(name, value, keep, names, label))
     for name in sorted(node.kwargs):
         keep = (signature.keeps or {}).get(name, signature.keeps_numbers)
@@ -82,6 +84,17 @@ def _line(node: fx.Node, names: Mapping[fx.Node, str], label: Callable[[str], st
         before = [source.meta.get("val") for source in sources if isinstance(source, fx.Node)]
         line += f" {_sizes(before)} -> {_sizes(node.meta.get('val'))}"
     return line
+
+
+def _takes_a_part(node: fx.Node) -> bool:
+    """Whether `node` picks one of a list of alike tensors (split, chunk): tensor parallelism picks by the rank."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+        return False
+    source = node.args[0].target
+    if not isinstance(source, torch._ops.OpOverload):
+        return False
+    returns = source._schema.returns
+    return len(returns) == 1 and returns[0].real_type.kind() == "ListType"
 
 
 @functools.cache

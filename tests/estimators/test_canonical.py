@@ -27,6 +27,7 @@ def a_graph(
     dtype: torch.dtype = torch.bfloat16,
     op: torch._ops.OpOverload = aten.relu.default,
     name: str = "weight",
+    part: int = 0,
 ) -> fx.Graph:
     """A gather whose result is viewed, shifted, summed and split: one node of each sort."""
     graph = fx.Graph()
@@ -47,7 +48,7 @@ def a_graph(
         shifted = call(aten.sub.Tensor, seen, offset)
         total = call(aten.sum.dim_IntList, call(op, shifted), [dim], dtype=torch.float32)
         parts = call(aten.split.Tensor, total, 2)
-        graph.output((call(operator.getitem, parts, 0), None))
+        graph.output((call(operator.getitem, parts, part), None))
     return graph
 
 
@@ -66,13 +67,13 @@ def test_what_it_looks_like() -> None:
         "v6 = aten.relu.default(v5) : bf16 2d",
         "v7 = aten.sum.dim_IntList(v6, [1], dtype=torch.float32) : f32 1d",
         "v8 = aten.split.Tensor(v7, #) : " + ", ".join(["f32 1d"] * 9),
-        "v9 = getitem(v8, 0) : f32 1d",
+        "v9 = getitem(v8, #) : f32 1d",
         "output([[v9, None]])",
     ]
 
 
-@pytest.mark.parametrize("what", [{"offset": 16_000}, {"group": "9"}, {"name": "other"}])
-def test_ranks_may_differ_in_offsets_group_names_and_names(what: dict) -> None:
+@pytest.mark.parametrize("what", [{"offset": 16_000}, {"group": "9"}, {"name": "other"}, {"part": 1}])
+def test_ranks_may_differ_in_offsets_groups_names_and_parts_of_a_split(what: dict) -> None:
     assert lines_of(**what) == lines_of()
 
 

@@ -1,0 +1,75 @@
+"""Ranks that do not compile the same thing end with an error that says so, in time: real processes, whole compiler."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import overlapc
+from tests.ranks import alive, run_on_ranks
+
+TIMEOUT_S = 4.0
+
+
+def different_models() -> None:
+    """Rank 1 has another activation."""
+    step(nn.ReLU() if dist.get_rank() == 0 else nn.Tanh())
+
+
+def one_never_compiles() -> None:
+    """Rank 1 is busy elsewhere for longer than the timeout."""
+    if dist.get_rank() == 0:
+        step(nn.ReLU())
+    else:
+        time.sleep(TIMEOUT_S + 3)
+
+
+def different_order() -> None:
+    """Rank 1 runs a pass of its own that swaps two independent gathers, unverified."""
+    step(nn.ReLU(), passes=[swapped] if dist.get_rank() else "none", verify=False)
+
+
+def swapped(schedule, ctx):
+    from overlapc.passes.base import PassReport
+
+    first, second = schedule.starts()[:2]
+    return schedule.move(second, before=first), PassReport("swapped")
+
+
+def step(activation: nn.Module, **options: object) -> None:
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = nn.Sequential(nn.Linear(8, 8), activation, nn.Linear(8, 4))
+    overlapc.fully_shard(model, mesh)
+    compiled = torch.compile(model, backend="overlapc", fullgraph=True, options={"rank_timeout": TIMEOUT_S, **options})
+    compiled(torch.randn(3, 8)).sum().backward()
+
+
+def test_another_graph_names_ranks_and_the_first_difference():
+    outcomes = run_on_ranks(different_models, 2)
+    for outcome in outcomes:
+        assert outcome.error_type.endswith("RanksDisagree"), outcome
+        assert "ranks compile different graphs" in outcome.error
+        assert "aten.relu" in outcome.error
+        assert "aten.tanh" in outcome.error
+        assert "rank 0" in outcome.error
+        assert "rank 1" in outcome.error
+
+
+def test_a_rank_that_never_compiles_is_named_within_the_timeout():
+    outcomes = run_on_ranks(one_never_compiles, 2)
+    assert outcomes[0].error_type.endswith("RanksDisagree"), outcomes[0]
+    assert "rank 1" in outcomes[0].error
+    assert outcomes[0].seconds < TIMEOUT_S + 60  # compiling up to the meeting takes its time on a loaded machine
+    assert not any(alive(outcome.pid) for outcome in outcomes)
+
+
+def test_another_order_of_collectives_is_an_error_before_anything_is_launched():
+    outcomes = run_on_ranks(different_order, 2)
+    for outcome in outcomes:
+        assert outcome.error_type.endswith("RanksDisagree"), outcome
+        assert "ranks would issue collectives in different orders" in outcome.error

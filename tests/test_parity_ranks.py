@@ -1,0 +1,115 @@
+"""The main job on real ranks: loss and every gradient equal to one process on the same global batch, through the
+whole compiler (C++ kernels, gloo)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import overlapc
+from overlapc.launch.llama import Llama, LlamaConfig, tensor_parallel
+from tests.ranks import values_on_ranks
+
+ROWS, SEQ = 8, 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to spread the model over ranks; `mesh` is the size of each axis that is used."""
+
+    name: str
+    dp: int = 1
+    replicas: int = 1
+    tp: int = 1
+    reshard: bool = True
+    passes: str | None = None
+
+
+TWO = (
+    Case("fsdp", dp=2),
+    Case("fsdp-keep", dp=2, reshard=False),
+    Case("fsdp-no-passes", dp=2, passes="none"),
+    Case("tp", tp=2),
+)
+FOUR = (Case("hsdp", dp=2, replicas=2), Case("tp-fsdp", dp=2, tp=2))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Made on the CPU, so that it is the same on every device."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, LlamaConfig.tiny().vocab, (ROWS, SEQ + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def model() -> Llama:
+    made = Llama(LlamaConfig.tiny())
+    made.reset_parameters(3)
+    return made
+
+
+def reference(device: str) -> tuple[float, dict[str, Tensor]]:
+    """One process, eager, fp32, the whole batch."""
+    whole = model().to(device)
+    loss = whole(*(each.to(device) for each in batch()))
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in whole.named_parameters()}
+
+
+def errors(cases: tuple[Case, ...], device: str) -> dict[str, dict[str, Any]]:
+    """On every rank: the relative error of the loss and of each gradient, by case."""
+    torch.set_num_threads(1)
+    loss, grads = reference(device)
+    return {case.name: one(case, device, loss, grads) for case in cases}
+
+
+def one(case: Case, device: str, expected: float, grads: dict[str, Tensor]) -> dict[str, Any]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    mesh = init_device_mesh(device, (case.replicas, case.dp, case.tp), mesh_dim_names=("replicate", "dp", "tp"))
+    spread = model().to(device)
+    if case.tp > 1:
+        tensor_parallel(spread, mesh["tp"])
+    if case.dp > 1:
+        axes = mesh["dp"] if case.replicas == 1 else mesh["replicate", "dp"]
+        for layer in spread.layers:
+            overlapc.fully_shard(layer, mesh=axes, reshard_after_forward=case.reshard)
+        overlapc.fully_shard(spread, mesh=axes, reshard_after_forward=case.reshard)
+    options = {"rank_timeout": 60, **({"passes": case.passes} if case.passes else {})}
+    step = torch.compile(spread, backend="overlapc", fullgraph=True, options=options)
+    parts = case.replicas * case.dp
+    part = mesh.get_local_rank("replicate") * case.dp + mesh.get_local_rank("dp")
+    tokens, targets = (each.chunk(parts)[part].to(device) for each in batch())
+    loss = step(tokens, targets)
+    loss.backward()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    worst = {name: difference(parameter.grad, grads[name]) for name, parameter in spread.named_parameters()}
+    counters = dict(torch._dynamo.utils.counters["overlapc"])
+    return {"loss": abs(mean.item() - expected) / expected, "grads": worst, "counters": counters}
+
+
+def difference(ours: Any, expected: Tensor) -> float:
+    whole = ours.full_tensor() if hasattr(ours, "full_tensor") else ours
+    return ((whole - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)], ids=["two-ranks", "four-ranks"])
+def test_loss_and_gradients_equal_one_process(ranks, cases):
+    check(values_on_ranks(errors, ranks, cases, "cpu", timeout_s=240), cases)
+
+
+def check(outcomes: list[Any], cases: tuple[Case, ...]) -> None:
+    for outcome in outcomes:
+        for case in cases:
+            seen = outcome[case.name]
+            assert seen["loss"] <= 1e-6, case.name
+            assert max(seen["grads"].values()) <= 1e-5, (case.name, seen["grads"])
+            assert seen["counters"]["kernels"] > 0
+            assert seen["counters"]["collectives"] > 0

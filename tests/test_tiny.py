@@ -1,0 +1,138 @@
+"""The whole path in seconds: run first, before anything slower."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import overlapc
+from overlapc.launch.llama import Llama, LlamaConfig
+from overlapc.runtime.counters import counted
+from tests.no_inductor import no_inductor
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.up = nn.Linear(24, 40)
+        self.down = nn.Linear(40, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.log_softmax(self.down(F.gelu(self.up(self.norm(x)))), dim=-1).square().mean()
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+
+
+def same_step(model: nn.Module, *inputs: torch.Tensor, **options: object) -> None:
+    """Loss and gradients of one compiled step equal eager's."""
+    expected = model(*inputs)
+    expected.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    loss = torch.compile(model, backend="overlapc", fullgraph=True, options=options)(*inputs)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, grads[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_step_equals_eager_and_is_generated():
+    same_step(Net(), torch.randn(6, 24))
+    assert counted("graphs") == 2
+    assert counted("kernels") > 0
+    assert counted("fallbacks") == 0
+
+
+def test_a_llama_step_equals_eager_without_any_part_of_inductor():
+    cfg = LlamaConfig.tiny()
+    model = Llama(cfg)
+    model.reset_parameters()
+    tokens = torch.randint(0, cfg.vocab, (2, 16))
+    with no_inductor():
+        same_step(model, tokens, tokens.roll(-1, 1))
+    assert counted("kernels") > 20
+
+
+@pytest.mark.parametrize("options", [{"fusion": False}, {"native": False}, {"passes": "none"}, {"dump": "none"}])
+def test_every_way_to_switch_parts_off_gives_the_same_numbers(options):
+    same_step(Net(), torch.randn(3, 24), **options)
+
+
+def test_nothing_generated_means_every_op_is_a_counted_call():
+    same_step(Net(), torch.randn(3, 24), native=False)
+    assert counted("kernels") == 0
+    assert counted("fallbacks") > 0
+
+
+def test_the_backend_is_found_without_an_import():
+    code = (
+        "import sys, torch; x = torch.randn(7); assert 'overlapc' not in sys.modules; "
+        "f = torch.compile(lambda x: x.sin() + 1, backend='overlapc'); "
+        "assert torch.allclose(f(x), x.sin() + 1); assert 'overlapc' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_options_come_from_a_dict_a_config_or_variables(monkeypatch):
+    x = torch.randn(4)
+    for options in ({"native": False}, overlapc.Config(native=False)):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.compile(torch.sin, backend="overlapc", options=options)(x)
+        assert counted("kernels") == 0
+    monkeypatch.setenv("OVERLAPC_NATIVE", "0")
+    torch._dynamo.reset()
+    torch.compile(torch.sin, backend="overlapc")(x)
+    assert counted("kernels") == 0
+    monkeypatch.delenv("OVERLAPC_NATIVE")
+    torch._dynamo.reset()
+    torch.compile(torch.sin, backend="overlapc")(x)
+    assert counted("kernels") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_budgt": 1}, "no option named 'memory_budgt'; nearest: memory_budget"),
+        ({"memory_budget": "70 gigs"}, "memory_budget: '70 gigs' is not a size; write it like '70GiB'"),
+        ({"rank_timeout": 0}, "rank_timeout: 0 is not a positive number of seconds"),
+        ({"passes": "sink_wait"}, "no pass named 'sink_wait'; nearest: sink_waits"),
+        ({"profile": "h300"}, "no device profile named 'h300'"),
+    ],
+)
+def test_unusable_options_are_an_error_of_ours_that_says_which(options, message):
+    with pytest.raises(overlapc.ConfigError, match="(?s)" + message.replace("(", r"\(")):
+        torch.compile(torch.sin, backend="overlapc", options=options)(torch.randn(4))
+
+
+def test_a_budget_that_nothing_fits_is_an_error_before_any_kernel_is_compiled():
+    with pytest.raises(overlapc.MemoryBudgetError, match="raise memory_budget"):
+        torch.compile(Net(), backend="overlapc", options={"memory_budget": "1KiB"})(torch.randn(64, 24))
+    assert counted("kernel_compiles") == 0
+
+
+def test_a_missing_compiler_is_one_clear_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    with pytest.raises(overlapc.ToolchainError, match="no-such-compiler"):
+        torch.compile(torch.sin, backend="overlapc", options={"cache_dir": tmp_path})(torch.randn(4))
+
+
+def test_the_report_shows_what_was_compiled():
+    model = Net()
+    step = torch.compile(model, backend="overlapc")
+    step(torch.randn(6, 24)).backward()
+    text = str(overlapc.report(step))
+    assert "forward" in text
+    assert "backward" in text
+    assert "generated" in text
