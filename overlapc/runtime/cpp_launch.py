@@ -38,6 +38,9 @@ def _cache(root: Path) -> KernelCache:
     return KernelCache(root)
 
 
+_address = torch.Tensor.data_ptr
+
+
 class CppLauncher:
     """`launcher(*tensors, *sizes)` runs the kernel on the calling thread and torch's OpenMP threads.
 
@@ -56,9 +59,7 @@ class CppLauncher:
 
     def __call__(self, *args: Any) -> None:
         tensors = self._tensors
-        self._function(
-            *[tensor.data_ptr() for tensor in args[:tensors]], *args[tensors:], torch.get_num_threads()
-        )
+        self._function(*map(_address, args[:tensors]), *args[tensors:], torch.get_num_threads())
 
 
 def load_kernels(kernels: Sequence[CppKernel], cache_dir: Path) -> dict[str, CppLauncher]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 import sympy
 import torch
@@ -9,9 +13,15 @@ import torch.nn.functional as F
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from overlapc.codegen.cpp import CppGenerator
+from overlapc.codegen.cpp.kernel import prelude
 from overlapc.codegen.kernel import generator_for
-from overlapc.ir.body import Body, Cast, Constant, Index, Load, Reduce, Store, Value, op
+from overlapc.ir.body import Body, Cast, Constant, Index, Load, Reduce, Store, Value, op, rewrite_values
+from overlapc.runtime.toolchain import find_compiler
 from tests.codegen.cpp_kernels import Kernels, i0, loop, p0, p1, p2, r0, r1, s0, s1
+
+_NO_MEMCPY = (
+    "-fno-tree-loop-distribute-patterns"  # a loop that only copies would become a call, not a vector loop
+)
 
 F32, F64, BF16, I64, BOOL = torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool
 ZERO = sympy.S.Zero
@@ -532,8 +542,6 @@ def test_equal_bodies_of_other_buffers_are_one_kernel():
 
 
 def rename(value: Value) -> Value:
-    from overlapc.ir.body import rewrite_values
-
     return rewrite_values(
         [value],
         replace=lambda new: (
@@ -560,3 +568,36 @@ def test_what_cannot_be_generated_is_refused_with_a_reason():
 
 def test_the_generator_is_registered_for_cpu():
     assert isinstance(generator_for("cpu"), CppGenerator)
+
+
+@pytest.mark.parametrize(
+    "name", ["rms_norm_bf16", "softmax", "softmax_down", "swiglu", "in_place", "cross_entropy"]
+)
+def test_the_compiler_vectorizes_every_simd_loop(kernels: Kernels, name: str, tmp_path: Path):
+    compiler = find_compiler()
+    if "Free Software Foundation" not in compiler.identity:
+        pytest.skip("reads g++'s report")
+    lines = (prelude() + kernels.sources[name].text).splitlines()
+    source = tmp_path / "kernel.cpp"
+    source.write_text("\n".join(lines) + "\n")
+    command = [
+        *compiler.command,
+        *compiler.flags,
+        "-fopt-info-vec",
+        "-o",
+        str(tmp_path / "kernel.so"),
+        str(source),
+    ]
+    report = subprocess.run(command, capture_output=True, text=True, timeout=60).stderr
+    vectorized = {int(match[1]) for match in re.finditer(r":(\d+):\d+: optimized: loop vectorized", report)}
+    simd = [at for at, line in enumerate(lines, 1) if "#pragma omp simd" in line]
+    assert simd
+    for at in simd:
+        indent = len(lines[at - 1]) - len(lines[at - 1].lstrip())
+        end = (
+            next(
+                number for number in range(at + 1, len(lines)) if lines[number].startswith(" " * indent + "}")
+            )
+            + 1
+        )
+        assert vectorized & set(range(at, end + 1)), "\n".join(lines[at - 1 : end])
