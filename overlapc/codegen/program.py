@@ -177,7 +177,9 @@ class _Builder:
         for name, expr in self.graph.scalars.items():
             if expr.is_Symbol:
                 self._bind(BindSize(expr, name))
-        for name in (*self.graph.inputs, *self.graph.constants):
+        used = self._inputs_used()
+        # What the graph does not use may be passed as None: sizes are read off the others where they can be.
+        for name in sorted((*self.graph.inputs, *self.graph.constants), key=lambda name: name not in used):
             view = self.graph.views.get(name)
             if view is None:
                 continue
@@ -190,8 +192,14 @@ class _Builder:
                         self._bind(BindSize(expr, name, dim, stride))
         for name in self.graph.inputs:
             view = self.graph.views.get(name)
-            if view is not None:
+            if view is not None and name in used:
                 self.instructions.append(CheckInput(name, view.layout))
+
+    def _inputs_used(self) -> set[str]:
+        """Arguments that some op reads or overwrites, or that are returned."""
+        read = {name for node in self.schedule.nodes for name in (*node.reads, *node.mutates)}
+        returned = {view.buffer for view in _leaves(self.graph.outputs)}
+        return {self.graph.root(name) for name in read | returned}
 
     def _bind(self, binding: BindSize) -> None:
         if str(binding.symbol) not in self.bound:

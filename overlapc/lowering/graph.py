@@ -9,19 +9,36 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import sympy
 import torch
+from torch._higher_order_ops.effects import with_effects
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 from torch._prims_common import elementwise_dtypes
 from torch.fx import GraphModule, Node
 
 from overlapc.errors import CompileError, OverlapcError
-from overlapc.ir.body import Body, Cast, Constant, Index, Load, Loop, Op, Store, Value, canonical, compute_dtype
-from overlapc.ir.indexing import is_one, loop_symbol
+from overlapc.ir.body import (
+    Body,
+    Cast,
+    Constant,
+    Index,
+    Load,
+    Loop,
+    Op,
+    Reduce,
+    Store,
+    Value,
+    canonical,
+    compute_dtype,
+    rewrite,
+)
+from overlapc.ir.indexing import is_one, loop_symbol, substitute
 from overlapc.ir.ops import Extern, Handle, IROp, Layout, Loops, LoweredGraph, Provenance, Start, View, Wait, tree_map
 from overlapc.lowering.table import LIBRARY_CALLS, OUT_VARIANTS, Impossible, lowering_of
+from overlapc.runtime.support import owned
 
 Scalar = int | float | bool | sympy.Expr
 GENERATED_DTYPES = frozenset(
@@ -112,6 +129,7 @@ class Context:
         self.comm_of = comm_of
         self.env: dict[Node, Any] = {}
         self.latest: dict[str, str] = {}  # root buffer -> its name after the latest mutation
+        self.mutated: dict[str, str] = {}  # name after a mutation -> root buffer
         self.flying: set[str] = set()  # results of collectives, until their wait
         self.known: set[str] = set()  # symbols that the arguments or an earlier op bring
         self.graph = LoweredGraph(name, (), {}, {}, {}, {}, {}, [], (), {})
@@ -137,6 +155,8 @@ class Context:
     def _input(self, node: Node) -> Any:
         self.graph.inputs += (node.name,)
         value = node.meta.get("val")
+        if _is_effect_token(node):
+            return Handle(node.name)
         if isinstance(value, torch.Tensor):
             # Kernels get a tensor's data pointer, so an input's own storage offset is already applied.
             layout = self.layout(value, offset=sympy.S.Zero)
@@ -172,7 +192,10 @@ class Context:
         if comm is not None or is_wait(node):
             return self._communicate(node, args, kwargs, comm)
         if is_view(node) and isinstance(args[0], View):
-            return self._view(node, args[0], value)
+            if self._is_described(args[0], value):
+                return self._view(node, args[0], value)
+            # Memory reuse must never meet a result that shares memory without saying so.
+            return self.extern(_owned(node.target), args, kwargs, pure=True)
         rule = lowering_of(node.target)
         if rule is not None and self._can_generate(value, args, kwargs):
             count = len(self.graph.ops)
@@ -256,6 +279,17 @@ class Context:
 
         return torch.utils._pytree.tree_map(leaf, value)
 
+    def _is_described(self, base: View, value: Any) -> bool:
+        """Whether a view op's results are layouts over the memory of `base`, as its elements stand there."""
+        return all(
+            isinstance(leaf, torch.Tensor)
+            and leaf.layout == torch.strided
+            and leaf.dtype == base.dtype
+            and not leaf.is_conj()
+            and not leaf.is_neg()
+            for leaf in torch.utils._pytree.tree_leaves(value)
+        )
+
     def _argument_value(self, node: Node) -> torch.Tensor:
         first = node.args[0]
         assert isinstance(first, Node)
@@ -291,10 +325,21 @@ class Context:
         Raises Impossible when that layout has holes or overlaps (a kernel must define every element).
         """
         layout = layout or self.layout(self.value_of(), offset=sympy.S.Zero)
+        view = View(name or self.name_for(), layout)
+        if any(extent == 0 for extent in layout.size):
+            return self._empty(view)
         if not layout.is_dense():
             raise Impossible(f"output strides {layout.stride} of size {layout.size} leave holes")
-        view = View(name or self.name_for(), layout)
-        self.add(Loops(view.buffer, layout.device, canonical(body(view)), (view,), provenance(self.node)))
+        made = canonical(without_trivial_reductions(body(view)))
+        self.add(Loops(view.buffer, layout.device, made, (view,), provenance(self.node)))
+        return view
+
+    def _empty(self, view: View) -> View:
+        """Memory for a tensor without elements: a kernel with nothing to do would only be a special case for all."""
+        layout = view.layout
+        options = {"dtype": layout.dtype, "device": layout.device}
+        call = torch.empty_strided
+        self.add(Extern(view.buffer, call, (layout.size, layout.stride), options, view, origin=provenance(self.node)))
         return view
 
     def pointwise(
@@ -359,9 +404,15 @@ class Context:
         args: Any,
         kwargs: Mapping[str, Any],
         fallback: bool = False,
+        pure: bool | None = None,
     ) -> Any:
-        """A call of `target` as it stands; results are laid out as the fake tensors say."""
+        """A call of `target` as it stands; results are laid out as the fake tensors say.
+
+        Whether it may be dropped when nobody reads its results is told by its schema unless `pure` does.
+        """
         call = self._extern_op(target, args, kwargs, fallback)
+        if pure is not None:
+            call = dataclasses.replace(call, pure=pure)
         self.add(call)
         for view in call.mutates:
             self._renamed(view)
@@ -380,6 +431,8 @@ class Context:
             if returned is not None:
                 return returned
             name = "_".join((self.node.name, *map(str, path)))
+            if target is with_effects and path == (0,):
+                return Handle(name)
             if isinstance(value, torch.Tensor) and value.layout == torch.strided:
                 return View(name, self.layout(value, offset=sympy.S.Zero))
             return Handle(name, self.expr(value) if isinstance(value, torch.SymInt) else None)
@@ -400,11 +453,12 @@ class Context:
         )
 
     def _mutated_name(self, root: str) -> View:
-        old = self.graph.views[root]
-        return View(f"{root}__{self.node.name}", old.layout)
+        renamed = View(f"{root}__{self.node.name}", self.graph.views[root].layout)
+        self.mutated[renamed.buffer] = root
+        return renamed
 
     def _renamed(self, view: View) -> None:
-        root = self.graph.root(view.buffer.rsplit("__", 1)[0])
+        root = self.mutated[view.buffer]
         self.graph.aliases[view.buffer] = self.latest.get(root, root)
         self.graph.views[view.buffer] = view
         self.latest[root] = view.buffer
@@ -451,6 +505,27 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
     return Cast(value, target)
 
 
+# What a reduction over nothing yields; maxima and minima of nothing are errors before they get here.
+_IDENTITY = {"sum": 0, "prod": 1, "any": False, "all": True}
+
+
+def without_trivial_reductions(body: Body) -> Body:
+    """`body` with reductions over no element, or over one, replaced by what they yield."""
+    empty = any(loop.size == 0 for loop in body.reduction)
+    if not body.reduction or not (empty or all(is_one(loop.size) for loop in body.reduction)):
+        return body
+
+    def replace(value: Value) -> Value | None:
+        if not isinstance(value, Reduce):
+            return None
+        if empty:
+            return constant(_IDENTITY[value.kind], value.dtype)
+        return constant(0, value.dtype) if value.kind in ("argmax", "argmin") else value.arg
+
+    first = dict.fromkeys((loop.symbol for loop in body.reduction), sympy.S.Zero)
+    return rewrite(body, body.loops, (), lambda expr: substitute(expr, first), replace)
+
+
 def constant(number: Any, dtype: torch.dtype) -> Constant:
     """`number` as a constant of `dtype`, converted as torch converts a Python number."""
     if dtype == torch.bool:
@@ -477,6 +552,16 @@ def is_view(node: Node) -> bool:
         and all(item.alias_info is not None and not item.alias_info.is_write for item in returns)
         and not any(arg.alias_info is not None and arg.alias_info.is_write for arg in target._schema.arguments)
     )
+
+
+@lru_cache(None)
+def _owned(target: Callable[..., Any]) -> Callable[..., Any]:
+    return owned(target)
+
+
+def _is_effect_token(node: Node) -> bool:
+    """Whether the input orders ops with side effects; at run time it may be a tensor or None."""
+    return any(user.target is with_effects and user.args[0] is node for user in node.users)
 
 
 def _binds(node: Node) -> bool:

@@ -1,0 +1,253 @@
+"""One sample of one torch operator, in eager and compiled, forward and backward, compared.
+
+The operators and their samples are torch's own (`op_db`). A compiled result counts as right when it is as close to
+eager as `torch.testing.assert_close` asks, or as close to a float64 run as eager itself is (within a factor of 2).
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+from torch.utils import _pytree as pytree
+
+SECONDS_PER_SAMPLE = 120
+
+# Results that two runs cannot share, even in eager: compared by everything but their numbers.
+UNINITIALIZED = frozenset(
+    "empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_ resize_as_".split()
+)
+# Decomposed to `rand` and a comparison, or drawn in another order than eager does: same distribution, other numbers.
+RANDOM = frozenset(
+    "bernoulli cauchy exponential geometric log_normal multinomial normal normal.in_place normal.number_mean "
+    "rand_like randint randint_like randn randn_like uniform rrelu "
+    "nn.functional.alpha_dropout nn.functional.dropout nn.functional.dropout2d nn.functional.dropout3d "
+    "nn.functional.feature_alpha_dropout nn.functional.fractional_max_pool2d nn.functional.fractional_max_pool3d "
+    "nn.functional.multi_head_attention_forward nn.functional.rrelu nn.functional.scaled_dot_product_attention "
+    "pca_lowrank svd_lowrank".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one sample came to; `kind` is one of pass, eager (torch's own compile fails too), raises, differs."""
+
+    kind: str
+    reason: str = ""
+
+
+class Differs(AssertionError):
+    """Two runs disagree."""
+
+
+def operators() -> list[OpInfo]:
+    """Every operator torch describes, in its order."""
+    return list(op_db)
+
+
+def full_name(op: OpInfo) -> str:
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+
+
+def samples(op: OpInfo, dtype: torch.dtype, count: int | None, seed: int, device: str = "cpu") -> list[SampleInput]:
+    """`count` samples, always the first one and others drawn by `seed`; all of them for None."""
+    grad = op.supports_autograd and dtype in op.supported_backward_dtypes(device)
+    torch.manual_seed(seed)
+    made = list(op.sample_inputs(device, dtype, requires_grad=grad))
+    if count is None or len(made) <= count:
+        return made
+    return [made[at] for at in sorted({0, *random.Random(seed).sample(range(1, len(made)), count - 1)})]
+
+
+def check(
+    function: Callable[..., Any],
+    sample: SampleInput,
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]],
+    name: str = "",
+) -> str:
+    """Differs when `compiled(function)` and `function` give other results, gradients or mutations for `sample`.
+
+    Returns "" or the word "skip" when eager itself refuses the sample. Errors of the compiled run pass through.
+    """
+    try:
+        expected = run(function, sample)
+    except Exception:  # the sample is not for this dtype; nothing to compare with
+        return "skip"
+    found = run(compiled(function), sample)
+    if name in UNINITIALIZED or name.split("_like")[0] in UNINITIALIZED or name in RANDOM:
+        _same_metadata(found, expected)
+    else:
+        compare(found, expected, lambda: run(function, sample, torch.float64))
+    return ""
+
+
+def run(function: Callable[..., Any], sample: SampleInput, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Results, gradients and the arguments afterwards, of one call on copies of the sample's tensors."""
+    arguments = (sample.input, tuple(sample.args), dict(sample.kwargs))
+    arguments = pytree.tree_map(lambda leaf: copied(leaf, dtype), arguments)
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    first, rest, named = arguments
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = function(first, *rest, **named)
+    outputs = pytree.tree_leaves(sample.output_process_fn_grad(result))
+    differentiable = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
+    wanted = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+    gradients: Sequence[Any] = ()
+    if differentiable and wanted:
+        tangents = [_tangent(leaf) for leaf in differentiable]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            gradients = torch.autograd.grad(differentiable, wanted, tangents, allow_unused=True)
+    return {"results": result, "gradients": list(gradients), "arguments": [tensor.detach() for tensor in tensors]}
+
+
+def copied(leaf: Any, dtype: torch.dtype | None = None) -> Any:
+    """A tensor with its own memory and the same layout, a leaf where the original was one; others as they are."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.layout != torch.strided:
+        copy = leaf.detach().clone()
+    else:
+        span = leaf.detach().as_strided(_span(leaf), (1,), leaf.storage_offset()) if leaf.numel() else leaf.detach()
+        copy = span.clone()
+        if leaf.numel():
+            copy = copy.as_strided(leaf.shape, leaf.stride())
+    if dtype is not None and leaf.is_floating_point():
+        copy = copy.to(dtype)
+    return copy.requires_grad_(leaf.requires_grad)
+
+
+def _span(tensor: Tensor) -> tuple[int]:
+    return (sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1,)
+
+
+def _tangent(output: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    made = torch.rand(output.shape, generator=generator, dtype=torch.float64) + 0.5
+    return made.to(device=output.device, dtype=output.dtype)
+
+
+def compare(found: Any, expected: Any, exact: Callable[[], Any]) -> None:
+    """Differs unless `found` is as close to `expected` as asked, or as near to `exact()` as `expected` is."""
+    try:
+        torch.testing.assert_close(found, expected, equal_nan=True, check_stride=False)
+        return
+    except AssertionError as error:
+        difference = error
+    _same_metadata(found, expected)
+    try:
+        reference = exact()
+    except Exception:  # no float64 kernel: nothing better than eager to compare with
+        raise Differs(_line(difference)) from None
+    leaves = zip(*(pytree.tree_leaves(tree) for tree in (found, expected, reference)), strict=True)
+    for ours, eager, true in leaves:
+        if not isinstance(ours, Tensor):
+            if ours != eager and not (ours != ours and eager != eager):
+                raise Differs(_line(difference))
+            continue
+        ours, eager, true = (leaf.to_dense() if leaf.layout != torch.strided else leaf for leaf in (ours, eager, true))
+        if not (ours.is_floating_point() or ours.is_complex()):
+            if not torch.equal(ours, eager):
+                raise Differs(_line(difference))
+            continue
+        wide = torch.complex128 if ours.is_complex() else torch.float64
+        ours, eager, true = (leaf.detach().to(wide) for leaf in (ours, eager, true))
+        odd = ~torch.isfinite(eager) | ~torch.isfinite(true) | ~torch.isfinite(ours)
+        if not torch.equal(torch.nan_to_num(ours[odd]), torch.nan_to_num(eager[odd])):
+            raise Differs(_line(difference))
+        if odd.all():
+            continue
+        error_of_ours, error_of_eager = ((leaf - true)[~odd].abs().max().item() for leaf in (ours, eager))
+        size = true[~odd].abs().max().item()
+        if error_of_ours > 2 * error_of_eager + 1.3e-6 * size + 1e-5:
+            raise Differs(f"{_line(difference)}; off by {error_of_ours:.2g}, eager by {error_of_eager:.2g}")
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _same_metadata(found: Any, expected: Any) -> None:
+    ours, structure = pytree.tree_flatten(found)
+    theirs, wanted = pytree.tree_flatten(expected)
+    if structure != wanted:
+        raise Differs(f"structure {structure} instead of {wanted}")
+    for mine, other in zip(ours, theirs, strict=True):
+        if type(mine) is not type(other):
+            raise Differs(f"{type(mine).__name__} instead of {type(other).__name__}")
+        if isinstance(mine, Tensor) and (mine.shape, mine.dtype) != (other.shape, other.dtype):
+            raise Differs(f"{mine.dtype}{list(mine.shape)} instead of {other.dtype}{list(other.shape)}")
+
+
+# --- one sample, classified
+
+
+def compiled_by(backend: Any, dynamic: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A fresh `torch.compile` of whatever function it is given."""
+
+    def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
+        torch._dynamo.reset()
+        return torch.compile(lambda *args, **kwargs: function(*args, **kwargs), backend=backend, dynamic=dynamic)
+
+    return compile_
+
+
+def classify(op: OpInfo, sample: SampleInput, dynamic: bool, options: dict[str, Any] | None = None) -> Outcome:
+    """Runs `sample` in eager and with overlapc; on failure also with `aot_eager`, to know whose failure it is."""
+    import overlapc  # the backend by function, so that options can be given with it
+    from overlapc.backend import overlapc as backend
+
+    del overlapc
+
+    def ours(gm: Any, inputs: Any) -> Any:
+        return backend(gm, inputs, options=options or {})
+
+    name = full_name(op)
+    try:
+        with time_limit(SECONDS_PER_SAMPLE):
+            skipped = check(op.op, sample, compiled_by(ours, dynamic), name)
+        return Outcome("skip" if skipped else "pass")
+    except TimeoutError as error:
+        failure = Outcome("raises", f"TimeoutError: {error}")
+    except Differs as error:
+        failure = Outcome("differs", str(error))
+    except Exception as error:
+        failure = Outcome("raises", f"{type(error).__name__}: {first_lines(error)}")
+    try:
+        with time_limit(SECONDS_PER_SAMPLE):
+            check(op.op, sample, compiled_by("aot_eager", dynamic), name)
+    except Exception as error:
+        return Outcome("eager", f"{failure.kind}: {failure.reason[:150]} | aot_eager: {type(error).__name__}")
+    return failure
+
+
+def first_lines(error: BaseException, count: int = 3) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "raised:" not in line]
+    return " / ".join(lines[:count])[:500]
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """TimeoutError after `seconds` (main thread only)."""
+
+    def expire(*_: Any) -> None:
+        raise TimeoutError(f"took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
