@@ -40,12 +40,34 @@ class Case:
 
     def run(self, launcher: Callable[..., None], source: KernelSource, device: str) -> list[str]:
         """Launches on copies of the tensors; one line per output that is off."""
-        tensors = {name: tensor.to(device).clone() for name, tensor in self.tensors.items()}
+        guarded = {name: Guarded(tensor, device) for name, tensor in self.tensors.items()}
         expected = self.expected({name: tensor.to(device) for name, tensor in self.tensors.items()})
         sizes = [self.sizes[str(symbol)] for symbol in source.sizes]
-        launcher(*(tensors[buffer] for buffer in source.buffers), *sizes)
-        found = (difference(tensors[name], want, self.tolerance) for name, want in expected.items())
-        return [f"{name}: {problem}" for name, problem in zip(expected, found, strict=True) if problem]
+        launcher(*(guarded[buffer].tensor for buffer in source.buffers), *sizes)
+        problems = {name: self.problem(name, guarded[name].tensor, want, guarded) for name, want in expected.items()}
+        found = [f"{name}: {problem}" for name, problem in problems.items() if problem]
+        return found + [f"{name}: written past its end" for name, guard in guarded.items() if not guard.whole()]
+
+    def problem(self, name: str, got: torch.Tensor, want: torch.Tensor, inputs: Mapping[str, Guarded]) -> str:
+        """What is wrong with an output, or nothing."""
+        return difference(got, want, self.tolerance)
+
+
+class Guarded:
+    """A copy of a tensor with memory behind it that spoils what reads it and shows what writes it."""
+
+    def __init__(self, tensor: torch.Tensor, device: str) -> None:
+        marker = math.nan if tensor.dtype.is_floating_point else 1 if tensor.dtype is boolean else 77
+        memory = torch.full((tensor.numel() + 4096,), marker, dtype=tensor.dtype, device=device)
+        self.tensor = memory[: tensor.numel()].view(tensor.shape)
+        self.tensor.copy_(tensor)
+        self._behind = memory[tensor.numel() :]
+        self._before = self._behind.clone()
+
+    def whole(self) -> bool:
+        """Whether nothing was written past the tensor's end."""
+        bits = self._behind.view(torch.uint8)
+        return torch.equal(bits, self._before.view(torch.uint8))
 
 
 def difference(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str:

@@ -139,16 +139,9 @@ def elementwise(dtype: torch.dtype, arity: int) -> Case:
 class _Elementwise(Case):
     """Compares each element with its own tolerance: functions are off by units in the last place."""
 
-    def run(self, launcher, source, device):
-        tensors = {name: tensor.to(device).clone() for name, tensor in self.tensors.items()}
-        expected = self.expected({name: tensor.to(device) for name, tensor in self.tensors.items()})
-        launcher(*(tensors[buffer] for buffer in source.buffers))
-        inputs = [tensors[name] for name in ("a", "b") if name in tensors]
-        return [
-            f"{name}: {problem}"
-            for name, want in expected.items()
-            if (problem := _elements_off(tensors[name], want.to(tensors[name].dtype), name in EXACT, inputs))
-        ]
+    def problem(self, name, got, want, inputs):
+        operands = [inputs[key].tensor for key in ("a", "b") if key in inputs]
+        return _elements_off(got, want.to(got.dtype), name in EXACT, operands)
 
 
 # Three units in the last place of what is computed in, one of a lower precision it is rounded to.

@@ -234,9 +234,12 @@ class _Kernel:
         return KernelSource(f"{self.name}_{digest}", text, tuple(self.arguments), self.sizes, comment, launch)
 
     def _stores(self) -> tuple[list[Store], list[Store]]:
+        """Stores that run for every iteration of r, and those that run once an x."""
         varies = depends_on((value for store in self.body.stores for value in store.operands()), self.reduced)
-        inner = [store for store in self.body.stores if self.is_reduction and self.is_inner(store, varies)]
-        return inner, [store for store in self.body.stores if store not in inner]
+        inner, outer = [], []
+        for store in self.body.stores:
+            (inner if self.is_reduction and self.is_inner(store, varies) else outer).append(store)
+        return inner, outer
 
     def _describe(self) -> str:
         parts = [f"{axis} {self.numel[axis]} by {self.block[axis]}" for axis in self.tile_axes]
