@@ -114,7 +114,8 @@ def load_kernels(sources: Sequence[Source], cache_dir: Path) -> Mapping[str, Cal
     from triton.runtime.driver import driver
 
     device = torch.cuda.current_device()
-    target = driver.active.get_current_target()
+    with _triton_cache(cache_dir):  # asking for the first time builds Triton's helper library
+        target = driver.active.get_current_target()
     launchers = {
         source.name: CudaLauncher(source, _module(paths[source.name]), cache_dir, target) for source in sources
     }
@@ -237,7 +238,7 @@ def _compile(source: Source, function: Any, stage: Stage, variant: Variant, targ
         compiled = triton_compile(
             ASTSource(function, signature, constants, attributes),
             target=target,
-            options={"num_warps": stage.num_warps},
+            options={"num_warps": stage.num_warps, "debug": "tl.device_assert(" in source.text},
         )
     count("triton_kernels_loaded")
     return compiled
