@@ -28,7 +28,9 @@ PARALLEL_WORK = 32768
 # Elements of the vector loop that one thread takes at a time: 8 KiB of float32, and a multiple of every vector, so
 # that where vectors start does not depend on the number of threads.
 BLOCK = 2048
-TRANSPOSE_BLOCK = (32, 64)  # of the loop around the vector loop, and of that: 8 KiB of float32 on both sides
+# Of the loop around the vector loop, and of that. With rows a power of two apart only 12 lines of a cache set are left:
+# (32, 64) took 4 times as long as this on a 2048 x 2048 float32 transpose (benchmarks/cpp_kernels.py, Zen 5).
+TRANSPOSE_BLOCK = (32, 16)
 CONFLICT_BLOCK = 64  # of the vector loop when it is the only one that may run on threads
 TILE = 128  # columns that accumulate at a time: 512 B of float32 from each row
 CHUNKS = 64  # of a split reduction: enough for the threads of a large host, fixed so that results are
