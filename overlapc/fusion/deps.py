@@ -68,6 +68,7 @@ def without_dead_ops(graph: LoweredGraph) -> list[IROp]:
     kept: list[IROp] = []
     for op in reversed(graph.ops):
         effect = isinstance(op, Start) or (isinstance(op, Extern) and not op.pure)
+        effect = effect or (isinstance(op, Loops) and bool(op.body.checks()))
         if effect or any(name in needed for name in buffers_written(op)):
             kept.append(op)
             needed |= reads_of(op, graph)

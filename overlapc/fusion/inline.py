@@ -26,7 +26,7 @@ from overlapc.ir.body import (
     rewrite,
     rewrite_values,
 )
-from overlapc.ir.indexing import Ranges, position_in, simplify, substitute
+from overlapc.ir.indexing import Ranges, numel, position_in, simplify, substitute
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, buffers_read
 from overlapc.lowering.graph import constant
 
@@ -87,6 +87,8 @@ def _pays(producer: Loops, consumers: list[Loops], graph: LoweredGraph) -> bool:
     loads = body.loads()
     if not loads:
         return len(values) <= MOST_RECOMPUTED  # made from positions and constants alone
+    if body.checks() and not all(_covers(consumer.body, body, buffer) for consumer in consumers):
+        return False  # elements that nobody reads are checked in eager, too
     cheap = all(value.name in CHEAP for value in values if isinstance(value, Op))
     iterations = graph.hint(body.numel())
     for consumer in consumers:
@@ -109,6 +111,13 @@ def _pays(producer: Loops, consumers: list[Loops], graph: LoweredGraph) -> bool:
     )
     # Read by each consumer, against written once and read by each consumer.
     return read_bytes * len(consumers) <= (len(consumers) + 1) * iterations * itemsize
+
+
+def _covers(consumer: Body, producer: Body, buffer: str) -> bool:
+    """Whether the consumer reads every element of the producer's buffer, going by counts and masks."""
+    reads = [load for load in consumer.loads() if load.buffer == buffer]
+    elements = numel((consumer.numel(), consumer.reduction_numel()))
+    return elements == producer.numel() and any(load.mask is None and not load.indirect for load in reads)
 
 
 def loop_strides(body: Body) -> list[sympy.Expr] | None:

@@ -138,6 +138,26 @@ class Cast(Value):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Checked(Value):
+    """`arg`, where `condition` (bool) holds; where it does not, the launch fails with IndexError(`message`).
+
+    The kernel goes on with `arg` either way, so whatever `arg` guards needs a mask of its own. On a GPU the failure is
+    a device-side assert.
+    """
+
+    arg: Value
+    condition: Value
+    message: str
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.arg.dtype
+
+    def operands(self) -> tuple[Value, ...]:
+        return (self.arg, self.condition)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Reduce(Value):
     """`arg` reduced over all reduction loops of the kernel; the same for every iteration of them.
 
@@ -229,6 +249,10 @@ class Body:
         """Every value once, operands before users."""
         return topological(value for store in self.stores for value in store.operands())
 
+    def checks(self) -> list[str]:
+        """Messages of all checks, each once, in order of their values."""
+        return list(dict.fromkeys(value.message for value in self.values() if isinstance(value, Checked)))
+
     def loads(self) -> list[Load]:
         return [value for value in self.values() if isinstance(value, Load)]
 
@@ -299,6 +323,8 @@ def rebuild(value: Value, operands: tuple[Value, ...], index: Callable[[sympy.Ex
         return Op(value.name, operands, value.dtype)
     if isinstance(value, Cast):
         return Cast(operands[0], value.to)
+    if isinstance(value, Checked):
+        return Checked(operands[0], operands[1], value.message)
     if isinstance(value, Reduce):
         return Reduce(value.kind, operands[0], value.dtype)
     if isinstance(value, Index):

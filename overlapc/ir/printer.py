@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from overlapc.ir.body import Body, Cast, Constant, Index, Load, Op, Reduce, Store, Value, depends_on
+from overlapc.ir.body import Body, Cast, Checked, Constant, Index, Load, Op, Reduce, Store, Value, depends_on
 
 _SHORT = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "bool",
@@ -53,6 +53,8 @@ def _value(value: Value, names: dict[Value, str]) -> str:
         return text + (f", if {names[value.mask]}" if value.mask is not None else "")
     if isinstance(value, Index):
         return f"index {value.expr}: {kind}"
+    if isinstance(value, Checked):
+        return f"checked {names[value.arg]}, {names[value.condition]}: {kind}, {value.message!r}"
     if isinstance(value, Cast):
         return f"cast {names[value.arg]}: {dtype_name(value.to)}"
     if isinstance(value, Reduce):

@@ -31,6 +31,7 @@ class CppKernel:
     tensors: int  # leading pointer arguments
     sizes: int  # int64 arguments after them; a thread count follows
     comment: str = ""
+    messages: tuple[str, ...] = ()  # of its checks; a kernel that has any returns the number of one that failed
 
 
 @lru_cache(None)
@@ -44,22 +45,27 @@ _address = torch.Tensor.data_ptr
 class CppLauncher:
     """`launcher(*tensors, *sizes)` runs the kernel on the calling thread and torch's OpenMP threads.
 
-    The GIL is released while it runs, so that gloo's Python-side callbacks and autograd threads go on.
+    IndexError, naming what was compiled, when a check of the kernel failed. The GIL is released while it runs, so
+    that gloo's Python-side callbacks and autograd threads go on.
     """
 
-    __slots__ = ("_function", "_tensors", "name")
+    __slots__ = ("_comment", "_function", "_messages", "_tensors", "name")
 
     def __init__(self, kernel: CppKernel, library: Path) -> None:
         function = getattr(ctypes.CDLL(str(library)), kernel.name)
         function.argtypes = [ctypes.c_void_p] * kernel.tensors + [ctypes.c_int64] * (kernel.sizes + 1)
-        function.restype = None
+        function.restype = ctypes.c_int32 if kernel.messages else None
+        self._messages = kernel.messages
+        self._comment = kernel.comment
         self.name = kernel.name
         self._function = function
         self._tensors = kernel.tensors
 
     def __call__(self, *args: Any) -> None:
         tensors = self._tensors
-        self._function(*map(_address, args[:tensors]), *args[tensors:], torch.get_num_threads())
+        failed = self._function(*map(_address, args[:tensors]), *args[tensors:], torch.get_num_threads())
+        if failed:
+            raise IndexError(f"{self._messages[failed - 1]}\n   in kernel {self.name}: {self._comment}")
 
 
 def load_kernels(kernels: Sequence[CppKernel], cache_dir: Path) -> dict[str, CppLauncher]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 
 from tests.ops.harness import classify, full_name, operators, samples
 
@@ -46,11 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number, sample in enumerate(samples(op, dtype, given.samples or None, given.seed)):
             for dynamic in {"static": (False,), "dynamic": (True,), "both": (False, True)}[given.shapes]:
                 began = time.perf_counter()
+                counters.pop("overlapc", None)
                 outcome = classify(op, sample, dynamic, options)
+                fallbacks = [key.split()[1] for key in counters["overlapc"] if key.startswith("fallback ")]
                 line = {
                     "op": name, "sample": number, "dtype": given.dtype, "dynamic": dynamic, "seed": given.seed,
                     "outcome": outcome.kind, "reason": outcome.reason,
-                    "seconds": round(time.perf_counter() - began, 2),
+                    "fallbacks": fallbacks, "seconds": round(time.perf_counter() - began, 2),
                 }  # fmt: skip
                 print(json.dumps(line), file=out, flush=True)
     return 0
@@ -67,6 +70,8 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
     for (kind, reason), found in sorted(causes.items(), key=lambda item: -len(item[1])):
         names = ", ".join(sorted({line["op"] + (" (dynamic)" if line["dynamic"] else "") for line in found}))
         text.append(f"{len(found)} × {kind}: {reason}\n    {names}")
+    called = Counter(name for line in lines for name in line.get("fallbacks", ()))
+    text.append("called as they stand: " + ", ".join(f"{name} {times}" for name, times in called.most_common()))
     return "\n".join(text)
 
 

@@ -27,9 +27,7 @@ class Accumulator:
     reduce: Reduce
     number: int
     totals: tuple[Variable, ...]  # kept across the whole reduction
-    partial: (
-        str | None
-    )  # declaration of the sum over one block, "float sum7": a short sum, folded into a double total
+    partial: str | None  # declaration of the sum over one block, "float sum7": a short sum, folded into a double total
     fold: str  # adds the partial to the total
     clause: str | None  # of `#pragma omp simd reduction(...)`; None when the loop must run in order
     result: str  # the value, from the totals

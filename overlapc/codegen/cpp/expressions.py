@@ -192,8 +192,7 @@ def _operation(op: Op, args: list[str], dtype: torch.dtype, kind: str) -> str:
         return f"{kind}({args[0]} {_BITWISE[name]} {args[1]})"
     if name in _LOGICAL:
         sides = (
-            arg if value.dtype == torch.bool else f"({arg} != 0)"
-            for arg, value in zip(args, op.args, strict=True)
+            arg if value.dtype == torch.bool else f"({arg} != 0)" for arg, value in zip(args, op.args, strict=True)
         )
         return f"bool({f' {_LOGICAL[name]} '.join(sides)})"
     if name == "div":
@@ -211,9 +210,7 @@ def _operation(op: Op, args: list[str], dtype: torch.dtype, kind: str) -> str:
     if name == "isnan":
         return f"{args[0]} != {args[0]}"
     if name == "isinf":
-        return (
-            f"absolute({args[0]}) == {constant_text(math.inf, dtype)}" if dtype.is_floating_point else "false"
-        )
+        return f"absolute({args[0]}) == {constant_text(math.inf, dtype)}" if dtype.is_floating_point else "false"
     if name in _ROUNDING and not dtype.is_floating_point:
         return args[0]
     if name == "round":

@@ -22,6 +22,7 @@ from overlapc.codegen.cpp.plan import BLOCK, CONFLICT_BLOCK, PARALLEL_WORK, TRAN
 from overlapc.ir.body import (
     Body,
     Cast,
+    Checked,
     Constant,
     Index,
     Load,
@@ -37,14 +38,13 @@ from overlapc.ir.body import (
 class Function:
     """Writes one kernel without reductions, and holds what `ReductionFunction` shares with it."""
 
-    def __init__(
-        self, body: Body, plan: Plan, arguments: Mapping[str, str], sizes: Sequence[sympy.Symbol]
-    ) -> None:
+    def __init__(self, body: Body, plan: Plan, arguments: Mapping[str, str], sizes: Sequence[sympy.Symbol]) -> None:
         self.body = body
         self.plan = plan
         self.arguments = arguments
         self.sizes = sizes
         self.values = body.values()
+        self.checks = body.checks()
         self.number = {value: at for at, value in enumerate(self.values)}
         self.lines: list[str] = []
         self.depth = 0
@@ -67,9 +67,7 @@ class Function:
         if not self.body.reduction:
             return True
         reduced = {loop.symbol for loop in self.body.reduction}
-        return bool(reduced & store.index.free_symbols) or any(
-            self.varies[value] for value in store.operands()
-        )
+        return bool(reduced & store.index.free_symbols) or any(self.varies[value] for value in store.operands())
 
     # ---- text
 
@@ -98,9 +96,15 @@ class Function:
             for buffer, argument in self.arguments.items()
         ]
         parameters += [f"int64_t {symbol}" for symbol in self.sizes] + ["int64_t threads"]
-        self.line(f'extern "C" void KERNEL_NAME({", ".join(parameters)}) {{')
+        self.line(f'extern "C" {"int32_t" if self.checks else "void"} KERNEL_NAME({", ".join(parameters)}) {{')
         self.depth += 1
+        if self.checks:  # volatile: every thread and lane may set it, and none of that may be optimized away
+            for number, message in enumerate(self.checks, 1):
+                self.line(f"// {number}: {message}")
+            self.line("volatile int32_t failed = 0;")
         self.write()
+        if self.checks:
+            self.line("return failed;")
         self.close()
         return "\n".join(self.lines) + "\n"
 
@@ -117,6 +121,9 @@ class Function:
             return f"{C_TYPE[value.dtype]}({index_text(value.expr)})"
         if isinstance(value, Cast):
             return cast_text(known[value.arg], value.arg.dtype, value.to)
+        if isinstance(value, Checked):
+            number = self.checks.index(value.message) + 1
+            return f"({known[value.condition]} ? (void)0 : (void)(failed = {number}), {known[value.arg]})"
         assert isinstance(value, Op), f"{type(value).__name__} is not computed in place"
         return operation_text(value, [known[arg] for arg in value.args])
 
@@ -140,9 +147,7 @@ class Function:
         value = known[store.value]
         source = store.value.dtype
         if store.mode == "add":
-            source = (
-                torch.float32 if store.memory_dtype in (torch.bfloat16, torch.float16) else store.memory_dtype
-            )
+            source = torch.float32 if store.memory_dtype in (torch.bfloat16, torch.float16) else store.memory_dtype
             value = f"{load_text(place, store.memory_dtype)} + {cast_text(value, store.value.dtype, source)}"
         text = f"{place} = {store_text(value, source, store.memory_dtype)};"
         return text if store.mask is None else f"if ({known[store.mask]}) {text}"
@@ -203,9 +208,7 @@ class Function:
         self, loops: Sequence[For], stores: Sequence[Store], known: Mapping[Value, str], collapsed: int = 0
     ) -> None:
         roots = [value for store in stores for value in store.operands()]
-        self.nest(
-            loops, roots, known, lambda names: [self.store(store, names) for store in stores], collapsed
-        )
+        self.nest(loops, roots, known, lambda names: [self.store(store, names) for store in stores], collapsed)
 
     # ---- loops
 

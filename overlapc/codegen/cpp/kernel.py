@@ -67,7 +67,8 @@ class CppGenerator:
         text = kind(body, plan(body, size_hints), buffers, sizes).text()
         prefix = re.sub(r"\W+", "_", hint)[:_HINT_CHARACTERS].strip("_") or "kernel"
         name = f"{prefix}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-        return KernelSource(name, text.replace("KERNEL_NAME", name), tuple(buffers), sizes, comment)
+        text = text.replace("KERNEL_NAME", name)
+        return KernelSource(name, text, tuple(buffers), sizes, comment, launch=tuple(body.checks()))
 
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
         """Compiles what is not in the cache, all at once; a launcher for each name. ToolchainError on failure."""
@@ -78,6 +79,7 @@ class CppGenerator:
                 len(source.buffers),
                 len(source.sizes),
                 source.comment,
+                source.launch or (),
             )
             for source in sources
         ]

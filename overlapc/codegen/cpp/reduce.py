@@ -46,9 +46,7 @@ class ReductionFunction(Function):
         last = max(self.stage.values(), default=0)
         for stage in range(last + 1):
             self._define_stage(stage, known)
-            reduces = [
-                value for value in self.values if isinstance(value, Reduce) and self.stage[value] == stage + 1
-            ]
+            reduces = [value for value in self.values if isinstance(value, Reduce) and self.stage[value] == stage + 1]
             if reduces:
                 self._pass(reduces, known)
         if self.inner_stores:
@@ -106,9 +104,7 @@ class ReductionFunction(Function):
         later: set[Value] = set()
         for user in self.values:
             for operand in user.operands():
-                crosses = (
-                    self.varies[user] or isinstance(user, Reduce) or self.stage[user] > self.stage[operand]
-                )
+                crosses = self.varies[user] or isinstance(user, Reduce) or self.stage[user] > self.stage[operand]
                 if crosses and not self.varies[operand]:
                     later.add(operand)
         for store in self.inner_stores:
@@ -147,9 +143,7 @@ class ReductionFunction(Function):
         if plan.columns or plan.reduction or plan.vector is None or not plan.vector.size.is_Integer:
             return []
         after = dict(known) | dict.fromkeys(reduces, "")
-        roots: list[Value] = [
-            value for value in self.values if isinstance(value, Reduce) and value not in after
-        ]
+        roots: list[Value] = [value for value in self.values if isinstance(value, Reduce) and value not in after]
         roots += [value for store in self.inner_stores for value in store.operands()]
         later = set(self.needed(roots, after))
         now = self.needed([reduce.arg for reduce in reduces], known)
@@ -174,9 +168,7 @@ class ReductionFunction(Function):
                     self.line(f"{variable.kind} {variable.name} = {variable.identity};")
         if self.plan.columns:
             self._over_lanes(
-                f"{variable.name}[lane] = {variable.identity};"
-                for part in accumulators
-                for variable in part.totals
+                f"{variable.name}[lane] = {variable.identity};" for part in accumulators for variable in part.totals
             )
 
     def _split_pass(self, accumulators: Sequence[Accumulator], known: dict[Value, str], split: Loop) -> None:
@@ -207,8 +199,7 @@ class ReductionFunction(Function):
         self.line(f"for (int64_t chunk = 0; chunk < {CHUNKS}; ++chunk) {{")
         self.depth += 1
         combine = [
-            part.combine([f"{variable.name}_chunk[chunk]{lane}" for variable in part.totals])
-            for part in accumulators
+            part.combine([f"{variable.name}_chunk[chunk]{lane}" for variable in part.totals]) for part in accumulators
         ]
         if columns:
             self._over_lanes(combine)
@@ -219,9 +210,7 @@ class ReductionFunction(Function):
 
     def _range(self, loop: Loop, split: Loop | None) -> tuple[str, str]:
         """First and end of a reduction loop: of the chunk when it is the one that is split."""
-        return (
-            (f"{loop.symbol}_begin", f"{loop.symbol}_end") if loop == split else ("0", index_text(loop.size))
-        )
+        return (f"{loop.symbol}_begin", f"{loop.symbol}_end") if loop == split else ("0", index_text(loop.size))
 
     def _sweep(
         self,
@@ -271,9 +260,7 @@ class ReductionFunction(Function):
         step = TILE
         if last == split or longer_than(last, step):
             block = blocks(last, step, *self._range(last, split))
-            block.inside = [
-                text.replace(f"{last.symbol}_end =", f"{last.symbol}_stop =") for text in block.inside
-            ]
+            block.inside = [text.replace(f"{last.symbol}_end =", f"{last.symbol}_stop =") for text in block.inside]
             loops[-1:] = [block, plain(last, f"{last.symbol}_block", f"{last.symbol}_stop")]
         names = [part.partial for part in partials if part.partial]
         loops[-1].before += [f"{name}[{self._tile()}];" for name in names]

@@ -31,7 +31,7 @@ from overlapc.codegen.triton.expressions import (
     unsupported,
 )
 from overlapc.codegen.triton.tiling import Tiling, accesses_of
-from overlapc.ir.body import Body, Cast, Constant, Index, Load, Op, Reduce, Store, Value, depends_on
+from overlapc.ir.body import Body, Cast, Checked, Constant, Index, Load, Op, Reduce, Store, Value, depends_on
 from overlapc.ir.indexing import bounds, numel
 from overlapc.runtime.triton_launch import Launch, Stage, load_kernels
 
@@ -576,6 +576,9 @@ class _Stage:
         for value in order:
             self.value_axes[value] = self._axes_of(value)
             if value not in literal_only:
+                if isinstance(value, Checked):
+                    mask = self._mask_argument(self.value_axes[value]).removeprefix(", ") or "None"
+                    emit(f"tl.device_assert({names[value.condition]}, {value.message!r}, mask={mask})")
                 name = self._fresh()
                 emit(f"{name} = {self._text(value, names)}")
                 names[value] = name
@@ -611,6 +614,8 @@ class _Stage:
         if isinstance(value, Cast):
             text = converted(names[value.arg], value.arg.dtype, value.to)
             return text if value.to is value.dtype else f"{text}.to({COMPUTE[value.dtype]})"
+        if isinstance(value, Checked):
+            return names[value.arg]
         assert isinstance(value, Op)
         args = [names[arg] if arg in names else as_literal(value, at) for at, arg in enumerate(value.args)]
         return operation(value, [arg for arg in args if arg is not None])
