@@ -234,12 +234,12 @@ def _compile(source: Source, function: Any, stage: Stage, variant: Variant, targ
     multiples = [at for at in range(len(pointers)) if variant.aligned >> at & 1]
     multiples += [len(pointers) + at for at in range(len(source.sizes)) if variant.divisible >> at & 1]
     attributes = {(at,): [["tt.divisibility", 16]] for at in multiples}
+    options: dict[str, Any] = {"num_warps": stage.num_warps}
+    if "tl.device_assert(" in source.text:
+        # Triton drops assertions otherwise; with them come checks that integers do not wrap, which ours may.
+        options |= {"debug": True, "sanitize_overflow": False}
     with _explained(source, function):
-        compiled = triton_compile(
-            ASTSource(function, signature, constants, attributes),
-            target=target,
-            options={"num_warps": stage.num_warps, "debug": "tl.device_assert(" in source.text},
-        )
+        compiled = triton_compile(ASTSource(function, signature, constants, attributes), target=target, options=options)
     count("triton_kernels_loaded")
     return compiled
 

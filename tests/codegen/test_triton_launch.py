@@ -163,3 +163,18 @@ def test_the_interpreter_and_the_compiler_live_side_by_side(tmp_path: Path):
         with triton.knobs.runtime.scope():
             triton.knobs.runtime.interpret = True
             assert not case.run(GENERATOR.load([source], tmp_path)[source.name], source, "cpu")
+
+
+def test_assertions_in_a_kernel_are_compiled_in_and_integers_may_still_wrap(tmp_path: Path):
+    total = op("add", Load("x", p0, torch.int32), Load("z", p0, torch.int32))
+    body = Body((loop(p0, 1000),), (), (Store("y", p0, total, torch.int32),))
+    plain = GENERATOR.generate(body, "add")
+    checked = dataclasses.replace(
+        plain,
+        name="add_checked",
+        text=plain.text.replace("    v2 = ", "    tl.device_assert(v0 >= 0, 'x is negative', mask=xmask)\n    v2 = "),
+    )
+    asserts = [compile_source(source, tmp_path)[0].asm["ptx"].count("__assertfail") for source in (plain, checked)]
+    assert asserts[0] == 0
+    assert asserts[1] > 0
+    assert "overflow" not in compile_source(checked, tmp_path)[0].asm["ttir"]

@@ -236,7 +236,8 @@ class _Kernel:
     def _stores(self) -> tuple[list[Store], list[Store]]:
         """Stores that run for every iteration of r, and those that run once an x."""
         varies = depends_on((value for store in self.body.stores for value in store.operands()), self.reduced)
-        inner, outer = [], []
+        inner: list[Store] = []
+        outer: list[Store] = []
         for store in self.body.stores:
             (inner if self.is_reduction and self.is_inner(store, varies) else outer).append(store)
         return inner, outer
