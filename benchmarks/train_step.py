@@ -80,9 +80,8 @@ def main() -> None:
         if args.profile:
             results[system].update(kernel_times(runs[system], tokens, targets))
     if rank == 0:
-        print(
-            f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {world} GPUs, {shape}, seq {args.seq} x {args.batch}"
-        )
+        print(f"torch {torch.__version__}, {world} x {torch.cuda.get_device_name()}")
+        print(f"{shape}, sequence {args.seq} x {args.batch}")
         columns = list(dict.fromkeys(name for result in results.values() for name in result))
         rows = [[system, *(result.get(name) for name in columns)] for system, result in results.items()]
         print(tabulate(rows, ["system", *columns], floatfmt=".4g"))

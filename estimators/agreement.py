@@ -18,9 +18,10 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from torch.distributed import distributed_c10d
 
 from overlapc.errors import RanksDisagree
 from overlapc.estimators.canonical import canonical_lines
+from overlapc.estimators.device import DeviceProfile, profile_from_json, profile_to_json
 from overlapc.estimators.meeting import Meetings, name_ranks
 
 __all__ = ["Compilation", "Party", "canonical_lines", "party"]
@@ -99,6 +101,12 @@ class Compilation:
                 raise ValueError(f"{name} was estimated as {value}; only finite values have a median")
         medians = self._agree("estimates", "ranks estimated different things", names, own.tobytes(), _medians)
         return dict(zip(names, np.frombuffer(medians, dtype="<f8").tolist(), strict=True))
+
+    def agree_on_profile(self, profile: DeviceProfile) -> DeviceProfile:
+        """One profile for all ranks: the median of each of its numbers, as hosts measure different ones."""
+        data = profile_to_json(profile)
+        agreed = self.agree_on_medians(dict(_numbers(data)))
+        return profile_from_json(_replaced(data, agreed))
 
     def _agree(
         self,
@@ -186,6 +194,29 @@ def _one_side(ranks: Sequence[int], lines: Sequence[str], index: int) -> str:
     if len(line) > _SHOWN_CHARS:
         line = line[: _SHOWN_CHARS - 4] + " ..."
     return f"   {name_ranks(ranks)} ({len(ranks)}): {line}"
+
+
+def _numbers(data: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """(path, value) of every measured number in a profile's JSON; counts and sizes are not measured."""
+    if isinstance(data, float):
+        yield path, data
+    elif isinstance(data, dict):
+        for key in sorted(data):
+            yield from _numbers(data[key], f"{path}/{key}")
+    elif isinstance(data, list):
+        for at, item in enumerate(data):
+            yield from _numbers(item, f"{path}/{at}")
+
+
+def _replaced(data: Any, numbers: Mapping[str, float], path: str = "") -> Any:
+    """`data` with the numbers at their paths."""
+    if isinstance(data, float):
+        return numbers[path]
+    if isinstance(data, dict):
+        return {key: _replaced(value, numbers, f"{path}/{key}") for key, value in data.items()}
+    if isinstance(data, list):
+        return [_replaced(item, numbers, f"{path}/{at}") for at, item in enumerate(data)]
+    return data
 
 
 class _Process:

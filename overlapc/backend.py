@@ -90,6 +90,8 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], *, config: Con
         dumps.write("fusion", "decisions", lambda: str(fusion))
         schedule = to_schedule(ops, lowered, _freeable(gm, name), config.memory_budget)  # type: ignore[arg-type]
         profile = _profile(config, lowered)
+        if talks is not None:
+            profile = talks.agree_on_profile(profile)
         schedule = _estimated(schedule, profile, talks)
         result = run_pipeline(schedule, _context(config, profile, dumps))
         if talks is not None:
@@ -214,6 +216,7 @@ def _context(config: Config, profile: DeviceProfile, dumps: dump.Dumps) -> Conte
     return Context(
         profile=profile,
         peak_increase=config.peak_increase,
+        reorder_collectives=config.reorder_collectives,
         passes=config.passes,  # type: ignore[arg-type]
         verify=config.verify,
         dump=dumps.writer("passes"),

@@ -106,7 +106,7 @@ class Config:
         0.25, _fraction, "how far passes may raise the incoming peak without a memory_budget, as a fraction"
     )
     reorder_collectives: bool = _knob(
-        False, _bool, "let a gather pass an independent scatter of its process group, as prefetching in backward needs"
+        True, _bool, "let a gather pass an independent scatter of its process group, as prefetching in backward needs"
     )
     passes: tuple[str | Callable[..., Any], ...] | str | None = _knob(
         None, _names, "passes in this order, 'none' for none (default: passes/pipeline.py)"

@@ -64,6 +64,8 @@ def reference(device: str) -> tuple[float, dict[str, Tensor]]:
 def errors(cases: tuple[Case, ...], device: str) -> dict[str, dict[str, Any]]:
     """On every rank: the relative error of the loss and of each gradient, by case."""
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank())
     loss, grads = reference(device)
     return {case.name: one(case, device, loss, grads) for case in cases}
 

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Everything that needs GPUs, in one go; each part bounded in time, so that one that hangs costs only itself.
+#   OUT=/tmp/out benchmarks/gpu_check.sh tests | train | demo     (default: all three)
+# Works where nothing can be installed: the package is used from the checkout, with the python that has torch.
+set -u
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+out=${OUT:-/tmp/overlapc_gpu}
+gpus=$($python -c 'import torch; print(torch.cuda.device_count())')
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4 OVERLAPC_CACHE_DIR=${OVERLAPC_CACHE_DIR:-/tmp/overlapc_cache}
+mkdir -p "$out"
+$python -m pip install -q --no-deps --no-build-isolation -e . 2>&1 | grep -v WARNING
+
+part() { # name seconds command...
+    local name=$1 seconds=$2
+    shift 2
+    echo "=== $name"
+    timeout -k 5 "$seconds" "$@" >"$out/$name.log" 2>&1 || echo "$name: exit $?"
+    grep -vE 'Warning|warn' "$out/$name.log" | tail -"${LINES_SHOWN:-30}" | cut -c1-260
+}
+
+for what in "${@:-tests train demo}"; do
+    for each in $what; do
+        case $each in
+        tests) part tests 300 $python -m pytest -q -p no:cacheprovider tests/multigpu ;;
+        train) part train 300 torchrun --nproc-per-node "$gpus" benchmarks/train_step.py --parity --profile \
+            --systems "${SYSTEMS:-overlapc,overlapc-none,eager,compile}" --rounds 3 --steps 4 --out "$out" ;;
+        demo)
+            part demo_fsdp 120 $python -m overlapc.launch.cli demo --device cuda --nproc "$gpus" --steps 8 --out "$out/fsdp"
+            part demo_tp 120 $python -m overlapc.launch.cli demo --device cuda --nproc "$gpus" --tp 2 --steps 8 --out "$out/tp"
+            ;;
+        *) echo "no part named $each; known: tests train demo" >&2; exit 2 ;;
+        esac
+    done
+done
