@@ -217,7 +217,7 @@ def _context(config: Config, profile: DeviceProfile, dumps: dump.Dumps) -> Conte
         profile=profile,
         peak_increase=config.peak_increase,
         reorder_collectives=config.reorder_collectives,
-        passes=config.passes,  # type: ignore[arg-type]
+        passes=config.passes,
         verify=config.verify,
         dump=dumps.writer("passes"),
     )

@@ -134,7 +134,7 @@ class Config:
     @classmethod
     def of(cls, options: Mapping[str, Any] | Config | None = None) -> Config:
         """What `options` says, then variables, then defaults."""
-        if isinstance(options, cls):
+        if isinstance(options, Config):
             return options
         given = dict(options or {})
         known = {knob.name: knob for knob in dataclasses.fields(cls)}

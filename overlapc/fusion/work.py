@@ -119,4 +119,4 @@ _ATTENTION: dict[Any, Callable[[list[tuple[int, ...]]], int]] = {
     **dict.fromkeys(_FORWARD, _attention_forward),
     **dict.fromkeys(_BACKWARD, _attention_backward),
 }
-_ATTENTION_TENSORS = {**dict.fromkeys(_FORWARD, 3), **dict.fromkeys(_BACKWARD, 4)}
+_ATTENTION_TENSORS: dict[Any, int] = {**dict.fromkeys(_FORWARD, 3), **dict.fromkeys(_BACKWARD, 4)}

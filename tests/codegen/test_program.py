@@ -1,0 +1,126 @@
+"""What becomes of memory between schedule and instructions, and that the printed wrapper does it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import overlapc.codegen.cpp  # noqa: F401 (registers the generator)
+from overlapc.backend import generate_kernels, load_kernels
+from overlapc.codegen.program import Allocate, Free, Launch, Program, TakeOver, build_program
+from overlapc.codegen.python import PythonWrapper
+from overlapc.config import Config
+from overlapc.fusion import fuse_ops
+from overlapc.fusion.build import to_schedule
+from overlapc.lowering import lower
+from overlapc.runtime.support import LayoutError
+
+
+def compiled(
+    function: Callable[..., Any], *inputs: Tensor, fused: bool = False, freeable: tuple[str, ...] = ()
+) -> tuple[Program, PythonWrapper, Callable[[list[Any]], tuple[Any, ...]]]:
+    """`function` traced, lowered, scheduled in program order and bound; one result or a tuple of them."""
+
+    @functools.wraps(function)  # the placeholders are called after its parameters: x_1, y_1
+    def several(*args: Tensor) -> tuple[Tensor, ...]:
+        result = function(*args)
+        return result if isinstance(result, tuple) else (result,)
+
+    gm = make_fx(several, tracing_mode="fake")(*inputs)
+    lowered = lower(gm, "test", lambda device: True, {}.get)
+    ops, _ = fuse_ops(lowered, enabled=fused)
+    schedule = to_schedule(ops, lowered, freeable)
+    sources = generate_kernels(schedule, lowered)
+    program = build_program(schedule, lowered, sources)
+    wrapper = PythonWrapper(program)
+    return program, wrapper, wrapper.bind(load_kernels(sources, schedule, Config.of({})))
+
+
+def of(program: Program, kind: type) -> list[Any]:
+    return [item for item in program.instructions if isinstance(item, kind)]
+
+
+def test_a_chain_of_kernels_runs_in_one_buffer():
+    x = torch.randn(50)
+    program, _, call = compiled(lambda x: x.sin().exp().cos(), x)
+    assert len(of(program, Launch)) == 3
+    assert len(of(program, Allocate)) == 1
+    assert len(of(program, TakeOver)) == 2
+    torch.testing.assert_close(call([x])[0], x.sin().exp().cos())
+
+
+def test_an_input_is_never_overwritten_even_if_it_is_freed():
+    x = torch.randn(50)
+    before = x.clone()
+    program, _, call = compiled(lambda x: x.sin().exp(), x, freeable=("x_1",))
+    assert not {item.source for item in of(program, TakeOver)} & {"x_1"}
+    call([x])
+    torch.testing.assert_close(x, before)
+
+
+def test_a_value_that_is_read_again_keeps_its_memory():
+    def function(x: Tensor) -> Tensor:
+        a = x.sin()
+        return a.exp() + a
+
+    x = torch.randn(50)
+    program, _, call = compiled(function, x)
+    exp = of(program, Launch)[1]
+    assert "sin" not in {item.source for item in of(program, TakeOver) if item.variable == exp.op.outputs[0].buffer}
+    torch.testing.assert_close(call([x])[0], function(x))
+
+
+def test_another_index_forbids_writing_in_place():
+    x = torch.randn(6, 6)
+    program, _, call = compiled(lambda x: (x.sin().t() + 1).contiguous() + 0, x)
+    torch.testing.assert_close(call([x])[0], (x.sin().t() + 1).contiguous())
+    transposing = next(
+        item for item in of(program, Launch) if "[6*p1 + p0]" in str(item.op.body) or "p0 + 6*p1" in str(item.op.body)
+    )
+    taken = {item.variable: item.source for item in of(program, TakeOver)}
+    assert taken.get(transposing.op.outputs[0].buffer) != "sin"
+
+
+def test_a_reduction_may_overwrite_only_in_its_last_pass():
+    x = torch.randn(8, 300)
+    _, _, call = compiled(lambda x: torch.softmax(x.sin(), -1), x)
+    torch.testing.assert_close(call([x])[0], torch.softmax(x.sin(), -1))
+
+
+def test_saved_inputs_are_freed_after_their_last_use():
+    program, _, call = compiled(
+        lambda x, y: (x.sin().sum(), y.cos()), torch.randn(9), torch.randn(9), freeable=("x_1",)
+    )
+    freed = [name for item in of(program, Free) for name in item.variables]
+    assert "x_1" in freed
+    assert "y_1" not in freed
+    args = [torch.randn(9), torch.randn(9)]
+    call(args)
+    assert args == []
+
+
+def test_outputs_share_no_memory_with_each_other():
+    x = torch.randn(64)
+    _, _, call = compiled(lambda x: (x.sin(), x.cos(), x.sin().exp()), x, fused=True)
+    outputs = call([x])
+    assert len({output.untyped_storage().data_ptr() for output in outputs}) == 3
+
+
+def test_an_argument_of_another_layout_is_an_error_not_a_wrong_number():
+    _, _, call = compiled(lambda x: x + 1, torch.randn(4, 5))
+    with pytest.raises(LayoutError, match=r"x_1 has size \(4, 5\) and stride \(1, 4\)"):
+        call([torch.randn(5, 4).t()])
+
+
+def test_the_source_names_ops_and_reads_like_python():
+    _, wrapper, _ = compiled(lambda x, w: (x @ w).relu(), torch.randn(3, 4), torch.randn(4, 5))
+    assert "aten_mm_out = torch.ops.aten.mm.out" in wrapper.source
+    assert "aten_mm_out(x_1, w_1, out=mm)" in wrapper.source
+    assert "# relu" in wrapper.source
+    compile(wrapper.source, "wrapper", "exec")
