@@ -36,7 +36,7 @@ class PythonWrapper:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.objects: dict[str, Any] = {"torch": torch, "rt": support, **program.constants}
+        self.objects: dict[str, Any] = {"torch": torch, "rt": support, "math": math, **program.constants}
         self.names: dict[int, str] = {}
         self.header: list[str] = []
         body = [line for item in program.instructions for line in self._print(item)]

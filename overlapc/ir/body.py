@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -34,7 +35,11 @@ _made: WeakValueDictionary[tuple[Any, ...], Value]
 class _Interned(type):
     """Returns the one existing value for equal arguments."""
 
+    _fields: tuple[str, ...]  # what tells values of this class apart
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if "_fields" not in cls.__dict__:
+            cls._fields = tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
         value = super().__call__(*args, **kwargs)
         return _made.setdefault(value._key(), value)
 
@@ -46,8 +51,7 @@ class Value(metaclass=_Interned):
     dtype: torch.dtype
 
     def _key(self) -> tuple[Any, ...]:
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        return (type(self), *(getattr(self, field.name) for field in fields))
+        return (type(self), *[getattr(self, name) for name in type(self)._fields])
 
     def operands(self) -> tuple[Value, ...]:
         """The values this one is computed from."""
@@ -231,7 +235,7 @@ class Loop:
     size: sympy.Expr
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Body:
     """A kernel: parallel loops, reduction loops inside them, and what is stored.
 
@@ -245,9 +249,13 @@ class Body:
     reduction: tuple[Loop, ...]
     stores: tuple[Store, ...]
 
-    def values(self) -> list[Value]:
+    @cached_property
+    def _values(self) -> tuple[Value, ...]:
+        return tuple(topological(value for store in self.stores for value in store.operands()))
+
+    def values(self) -> tuple[Value, ...]:
         """Every value once, operands before users."""
-        return topological(value for store in self.stores for value in store.operands())
+        return self._values
 
     def checks(self) -> list[str]:
         """Messages of all checks, each once, in order of their values."""
@@ -255,6 +263,11 @@ class Body:
 
     def loads(self) -> list[Load]:
         return [value for value in self.values() if isinstance(value, Load)]
+
+    def expressions(self) -> set[sympy.Expr]:
+        """Every index expression and loop size in it."""
+        found = {loop.size for loop in (*self.loops, *self.reduction)} | {store.index for store in self.stores}
+        return found.union(*(value.indices() for value in self.values()))
 
     def ranges(self) -> Ranges:
         return ranges_of((*self.loops, *self.reduction))
@@ -395,23 +408,20 @@ def canonical(body: Body) -> Body:
         replacement.pop(body.reduction[-1].symbol, None)
     if replacement:
         body = with_loops(body, replacement, tuple(loops), tuple(reduction))
-    exprs = {expr for value in body.values() for expr in value.indices()} | {store.index for store in body.stores}
-    for group in (loops, reduction):
+    exprs = frozenset(expr for value in body.values() for expr in value.indices())
+    exprs |= {store.index for store in body.stores}
+    renamed: dict[sympy.Symbol, sympy.Expr] = {}
+    named: list[tuple[Loop, ...]] = []
+    for prefix, group in (("p", loops), ("r", reduction)):
         at = 0
         while at + 1 < len(group):
             merged = _merge(group[at], group[at + 1], exprs)
             if merged is None:
                 at += 1
                 continue
-            outer, inner = group[at], group[at + 1]
-            loop, exprs = merged
-            group[at : at + 2] = [loop]
-            drop = {outer.symbol: sympy.S.Zero}
-            body = rewrite(body, tuple(loops), tuple(reduction), lambda expr, drop=drop: substitute(expr, drop))
-            del inner
-    renamed: dict[sympy.Symbol, sympy.Expr] = {}
-    named: list[tuple[Loop, ...]] = []
-    for prefix, group in (("p", loops), ("r", reduction)):
+            renamed[group[at].symbol] = sympy.S.Zero  # the inner loop's symbol counts for both from here on
+            group[at + 1], exprs = merged
+            del group[at]
         named.append(tuple(Loop(loop_symbol(prefix, at), loop.size) for at, loop in enumerate(group)))
         renamed.update((old.symbol, new.symbol) for old, new in zip(group, named[-1], strict=True))
     if all(old == new for old, new in renamed.items()):
@@ -419,11 +429,12 @@ def canonical(body: Body) -> Body:
     return rewrite(body, named[0], named[1], lambda expr: substitute(expr, renamed))
 
 
-def _merge(outer: Loop, inner: Loop, exprs: set[sympy.Expr]) -> tuple[Loop, set[sympy.Expr]] | None:
+@lru_cache(20_000)
+def _merge(outer: Loop, inner: Loop, exprs: frozenset[sympy.Expr]) -> tuple[Loop, frozenset[sympy.Expr]] | None:
     """One loop for two, when every expression depends on `outer * inner.size + inner` only."""
     merged = set()
     for expr in exprs:
-        symbols = expr.free_symbols
+        symbols = free_symbols((expr,))
         if outer.symbol not in symbols and inner.symbol not in symbols:
             merged.add(expr)
             continue
@@ -432,7 +443,7 @@ def _merge(outer: Loop, inner: Loop, exprs: set[sympy.Expr]) -> tuple[Loop, set[
         if sympy.expand(back) != sympy.expand(expr):
             return None
         merged.add(dropped)
-    return Loop(inner.symbol, sympy.expand(outer.size * inner.size)), merged
+    return Loop(inner.symbol, sympy.expand(outer.size * inner.size)), frozenset(merged)
 
 
 def depends_on(roots: Iterable[Value], symbols: Iterable[sympy.Symbol]) -> dict[Value, bool]:
@@ -442,7 +453,7 @@ def depends_on(roots: Iterable[Value], symbols: Iterable[sympy.Symbol]) -> dict[
     for value in topological(roots):
         varies[value] = not isinstance(value, Reduce) and (
             any(varies[operand] for operand in value.operands())
-            or any(not wanted.isdisjoint(expr.free_symbols) for expr in value.indices())
+            or any(not wanted.isdisjoint(free_symbols((expr,))) for expr in value.indices())
         )
     return varies
 

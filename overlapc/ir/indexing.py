@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import sympy
-from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, ModularIndexing, PythonMod
 
 Bounds = tuple[sympy.Expr, sympy.Expr]  # lowest and highest value, both reached at most
 Ranges = tuple[tuple[sympy.Symbol, sympy.Expr, sympy.Expr], ...]  # symbol, lowest, highest: hashable Bounds
@@ -35,6 +35,17 @@ def at_most(low: sympy.Expr, high: sympy.Expr) -> bool:
 
 def is_one(size: sympy.Expr) -> bool:
     return bool(size == 1)
+
+
+_PLAIN = (sympy.Add, sympy.Mul, sympy.Pow, FloorDiv, ModularIndexing, Mod, PythonMod, Max, Min, sympy.Max, sympy.Min)
+
+
+@lru_cache(200_000)
+def is_plain(expr: sympy.Expr) -> bool:
+    """Whether generators can print the expression: integer arithmetic, no detour through floats."""
+    if expr.is_Integer or expr.is_Symbol:
+        return True
+    return isinstance(expr, _PLAIN) and all(is_plain(arg) for arg in expr.args)
 
 
 @lru_cache(200_000)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch._higher_order_ops.effects import with_effects
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 from torch._prims_common import elementwise_dtypes
 from torch.fx import GraphModule, Node
+from torch.utils._sympy.functions import FloatPow, FloatTrueDiv, IntTrueDiv, ToFloat
 
 from overlapc.errors import CompileError, OverlapcError
 from overlapc.ir.body import (
@@ -35,11 +37,14 @@ from overlapc.ir.body import (
     compute_dtype,
     rewrite,
 )
-from overlapc.ir.indexing import is_one, loop_symbol, substitute
+from overlapc.ir.body import op as make_op
+from overlapc.ir.indexing import is_one, is_plain, loop_symbol, substitute
 from overlapc.ir.ops import Extern, Handle, IROp, Layout, Loops, LoweredGraph, Provenance, Start, View, Wait, tree_map
 from overlapc.lowering.table import LIBRARY_CALLS, OUT_VARIANTS, Impossible, lowering_of
 from overlapc.runtime.support import owned
 
+# Arithmetic on sizes that yields a float.
+_FLOAT_OPS = (sympy.Add, sympy.Mul, sympy.Pow, ToFloat, IntTrueDiv, FloatTrueDiv, FloatPow)
 Scalar = int | float | bool | sympy.Expr
 GENERATED_DTYPES = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
@@ -134,6 +139,7 @@ class Context:
         self.known: set[str] = set()  # symbols that the arguments or an earlier op bring
         self.graph = LoweredGraph(name, (), {}, {}, {}, {}, {}, [], (), {})
         self.node: Node
+        self.item: int | None = None  # which of a list op's tensors is being lowered
 
     # --- the walk
 
@@ -184,10 +190,14 @@ class Context:
     def _call(self, node: Node) -> Any:
         args, kwargs = self._resolve(node.args), self._resolve(node.kwargs)
         value = node.meta.get("val")
-        if node.target is operator.getitem and not isinstance(args[0], View | Handle):
+        target = node.target
+        assert callable(target), f"the target of a call is {target!r}"
+        if target is operator.getitem and not isinstance(args[0], View | Handle):
             return args[0][args[1]]
         if isinstance(value, torch.SymInt | int) and not isinstance(value, bool) and not _binds(node):
             return self.expr(value)  # size arithmetic: known from the symbols
+        if isinstance(value, torch.SymFloat) and is_number(value.node.expr) and not _binds(node):
+            return self.expr(value)
         comm = self.comm_of(node)
         if comm is not None or is_wait(node):
             return self._communicate(node, args, kwargs, comm)
@@ -195,16 +205,16 @@ class Context:
             if self._is_described(args[0], value):
                 return self._view(node, args[0], value)
             # Memory reuse must never meet a result that shares memory without saying so.
-            return self.extern(_owned(node.target), args, kwargs, pure=True)
-        rule = lowering_of(node.target)
+            return self.extern(_owned(target), args, kwargs, pure=True)
+        rule = lowering_of(target)
         if rule is not None and self._can_generate(value, args, kwargs):
             count = len(self.graph.ops)
             try:
                 return rule(self, *args, **kwargs)
             except Impossible:
                 del self.graph.ops[count:]
-                return self.extern(node.target, args, kwargs, fallback=True)
-        return self.extern(node.target, args, kwargs, fallback=node.target not in LIBRARY_CALLS)
+                return self.extern(target, args, kwargs, fallback=True)
+        return self.extern(target, args, kwargs, fallback=target not in LIBRARY_CALLS)
 
     def _resolve(self, tree: Any) -> Any:
         def leaf(value: Any) -> Any:
@@ -234,13 +244,15 @@ class Context:
         for tensor in outputs:
             if tensor.dtype not in GENERATED_DTYPES or tensor.device != device or tensor.layout != torch.strided:
                 return False
+        if any(isinstance(leaf, Handle) for leaf in _leaves((args, kwargs))):
+            return False  # a number that only run time knows, or no strided tensor
         return all(view.dtype in GENERATED_DTYPES and view.layout.device == device for view in _views((args, kwargs)))
 
     # --- sizes and layouts
 
     def expr(self, size: Any) -> sympy.Expr:
         """A size as sympy; remembers what its symbols stood for when the graph was traced."""
-        if isinstance(size, torch.SymInt):
+        if isinstance(size, torch.SymInt | torch.SymFloat):
             expr = size.node.expr
             for symbol in expr.free_symbols:
                 if str(symbol) not in self.graph.size_hints:
@@ -263,7 +275,17 @@ class Context:
         )
 
     def value_of(self, node: Node | None = None) -> Any:
-        return (node or self.node).meta["val"]
+        value = (node or self.node).meta["val"]
+        return value if node is not None or self.item is None else value[self.item]
+
+    @contextmanager
+    def for_item(self, item: int) -> Iterator[None]:
+        """Within, one result of a list op is lowered: names and layouts are that item's."""
+        self.item = item
+        try:
+            yield
+        finally:
+            self.item = None
 
     def _view(self, node: Node, base: View, value: Any) -> Any:
         """The result of a view op as layouts over the buffer of `base`."""
@@ -299,7 +321,8 @@ class Context:
     # --- making ops
 
     def name_for(self, position: int | None = None) -> str:
-        return self.node.name if position is None else f"{self.node.name}_{position}"
+        parts = (self.node.name, self.item, position)
+        return "_".join(str(part) for part in parts if part is not None)
 
     def add(self, op: IROp) -> None:
         for output in op.outputs:
@@ -331,6 +354,9 @@ class Context:
         if not layout.is_dense():
             raise Impossible(f"output strides {layout.stride} of size {layout.size} leave holes")
         made = canonical(without_trivial_reductions(body(view)))
+        for expr in made.expressions():
+            if not is_plain(expr):
+                raise Impossible(f"the index or size {expr}")
         self.add(Loops(view.buffer, layout.device, made, (view,), provenance(self.node)))
         return view
 
@@ -364,7 +390,7 @@ class Context:
     def loops_over(self, layout: Layout) -> tuple[tuple[Loop, ...], tuple[sympy.Expr, ...]]:
         """Loops over every position of `layout`, outermost in memory first, and the position by dim."""
         position: list[sympy.Expr] = [sympy.S.Zero] * len(layout.size)
-        loops = []
+        loops: list[Loop] = []
         for dim in layout.dim_order():
             symbol = loop_symbol("p", len(loops))
             position[dim] = symbol
@@ -388,7 +414,9 @@ class Context:
         if isinstance(arg, float):
             return Constant(arg, torch.float64)
         if isinstance(arg, sympy.Expr):
-            return Constant(int(arg), torch.int64) if arg.is_Integer else Index(arg)
+            if arg.is_Integer:
+                return Constant(int(arg), torch.int64)
+            return Index(arg) if arg.is_integer else number(arg)
         raise Impossible(f"a {type(arg).__name__} argument")
 
     def store(self, out: View, position: Sequence[sympy.Expr], value: Value) -> Store:
@@ -488,9 +516,32 @@ class Context:
         self.add(Start(node.name, call, comm.comm, provenance(node)))
         for view in call.mutates:
             self._renamed(view)
-        for view in call.outputs:
-            self.flying.add(view.buffer)
+        self.flying.update(result.buffer for result in call.outputs)
         return self._results(call)
+
+
+def is_number(expr: sympy.Expr) -> bool:
+    """Whether `number` can compute this expression over sizes."""
+    if expr.is_integer or expr.is_Float or expr.is_Rational:
+        return True
+    return isinstance(expr, _FLOAT_OPS) and all(is_number(arg) for arg in expr.args)
+
+
+def number(expr: sympy.Expr) -> Value:
+    """A floating-point expression over sizes, such as `1.0/ToFloat(s0)`, in double as Python computes it."""
+    if expr.is_Integer or expr.is_Float or expr.is_Rational:
+        return Constant(float(expr), torch.float64)
+    if expr.is_integer:
+        return Cast(Index(expr), torch.float64)
+    parts = [number(arg) for arg in expr.args]
+    if isinstance(expr, ToFloat):
+        return parts[0]
+    name = "add" if isinstance(expr, sympy.Add) else "mul" if isinstance(expr, sympy.Mul) else "div"
+    name = "pow" if isinstance(expr, FloatPow | sympy.Pow) else name
+    value = parts[0]
+    for part in parts[1:]:
+        value = make_op(name, value, part)
+    return value
 
 
 def cast(value: Value, dtype: torch.dtype) -> Value:
@@ -568,12 +619,12 @@ def _binds(node: Node) -> bool:
     return bool(node.meta.get("unbacked_bindings"))
 
 
+def _leaves(tree: Any) -> list[Any]:
+    return torch.utils._pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, View))
+
+
 def _views(tree: Any) -> list[View]:
-    return [
-        leaf
-        for leaf in torch.utils._pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, View))
-        if isinstance(leaf, View)
-    ]
+    return [leaf for leaf in _leaves(tree) if isinstance(leaf, View)]
 
 
 def _mutated(target: Any, args: Any, kwargs: Mapping[str, Any]) -> list[View]:
@@ -616,7 +667,7 @@ def _promotable(arg: Any) -> Any:
     if isinstance(arg, View):
         return torch.empty([1] * len(arg.size), dtype=arg.dtype, device="meta")
     if isinstance(arg, sympy.Expr):
-        return 1
+        return 1 if arg.is_integer else 1.0
     return arg
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 
-from overlapc.ir.body import Body, Index, Load, Value, op
+from overlapc.ir.body import Body, Checked, Index, Load, Value, op
 from overlapc.ir.indexing import is_one, loop_symbol
 from overlapc.ir.ops import View
 from overlapc.lowering.graph import Context, cast, constant
@@ -52,7 +52,7 @@ def masked_element(x: View, position: Sequence[sympy.Expr], mask: Value) -> Load
 
 @lowers(aten.cat.default)
 def cat(context: Context, tensors: Sequence[View], dim: int = 0) -> View:
-    parts = [part for part in tensors if part.size != (0,)]
+    parts = [part for part in tensors if all(extent != 0 for extent in part.size)]
     if len(parts) > MOST_JOINED or not parts:
         raise Impossible(f"{len(parts)} tensors to join")
     out_dtype = context.value_of().dtype
@@ -63,9 +63,10 @@ def cat(context: Context, tensors: Sequence[View], dim: int = 0) -> View:
         for part in parts:
             starts.append(starts[-1] + part.size[dim])
         joined: Value | None = None
-        for part, start, end in reversed(list(zip(parts, starts, starts[1:], strict=False))):
-            inside = [at_least(position[dim], start)] if start != 0 else []
-            inside += [below(position[dim], end)] if part is not parts[-1] else []
+        last = len(parts) - 1  # by number: a tensor may stand in the list twice
+        for number, (part, start, end) in reversed(list(enumerate(zip(parts, starts, starts[1:], strict=False)))):
+            inside = [at_least(position[dim], start)] if number > 0 else []
+            inside += [below(position[dim], end)] if number < last else []
             moved = list(position)
             moved[dim] = position[dim] - start
             if not inside:
@@ -142,6 +143,21 @@ def select_scatter(context: Context, x: View, source: View, dim: int, index: Any
     return positioned(context, value)
 
 
+def picked(x: View, at: Sequence[sympy.Expr], wanted: Mapping[int, Value]) -> Load:
+    """The element of `x` at `at`, with the positions in the dims of `wanted` read from memory and checked."""
+    position = list(at)
+    indirect: list[tuple[sympy.Symbol, Value]] = []
+    inside: list[Value] = []
+    for dim, where in wanted.items():
+        fits = in_bounds(where, x.size[dim])
+        message = f"an index is out of bounds for dimension {dim} with size {x.size[dim]}"
+        symbol = loop_symbol("i", len(indirect))
+        position[dim] = symbol
+        indirect.append((symbol, Checked(where, fits, message)))
+        inside.append(fits)
+    return Load(x.buffer, x.layout.at(tuple(position)), x.dtype, both(*inside), tuple(indirect))
+
+
 def index_value(context: Context, index: View, position: Sequence[sympy.Expr], extent: sympy.Expr) -> Value:
     """An index loaded from memory, negative ones counted from the end."""
     value = cast(context.element(index, position), torch.int64)
@@ -159,11 +175,7 @@ def gather(context: Context, x: View, dim: int, index: View, sparse_grad: bool =
     dim = dim % len(x.size)
 
     def value(position: tuple[sympy.Expr, ...]) -> Value:
-        where = index_value(context, index, position, x.size[dim])
-        symbol = loop_symbol("i", 0)
-        at = list(position)
-        at[dim] = symbol
-        return Load(x.buffer, x.layout.at(tuple(at)), x.dtype, in_bounds(where, x.size[dim]), ((symbol, where),))
+        return picked(x, position, {dim: cast(context.element(index, position), torch.int64)})
 
     return positioned(context, value)
 
@@ -179,9 +191,39 @@ def embedding(
 ) -> View:
     def value(position: tuple[sympy.Expr, ...]) -> Value:
         where = cast(context.element(indices, position[:-1]), torch.int64)
-        symbol = loop_symbol("i", 0)
-        at = weight.layout.at((symbol, position[-1]))
-        return Load(weight.buffer, at, weight.dtype, in_bounds(where, weight.size[0]), ((symbol, where),))
+        return picked(weight, (sympy.S.Zero, position[-1]), {0: where})
+
+    return positioned(context, value)
+
+
+@lowers(aten.index_select.default)
+def index_select(context: Context, x: View, dim: int, index: View) -> View:
+    if not x.size or not index.size:
+        raise Impossible("a tensor without dims")
+    dim = dim % len(x.size)
+
+    def value(position: tuple[sympy.Expr, ...]) -> Value:
+        return picked(x, position, {dim: cast(context.element(index, (position[dim],)), torch.int64)})
+
+    return positioned(context, value)
+
+
+@lowers(aten.index.Tensor)
+def index(context: Context, x: View, indices: Sequence[View | None]) -> View:
+    given = {dim: each for dim, each in enumerate(indices) if each is not None}
+    if any(each.dtype in (torch.bool, torch.uint8) for each in given.values()):
+        raise Impossible("a mask")
+    dims = list(given)
+    rank = max(len(each.size) for each in given.values())
+    # Index tensors that stand side by side put their dims in their place, others put them first.
+    start = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
+
+    def value(position: tuple[sympy.Expr, ...]) -> Value:
+        here = position[start : start + rank]
+        rest = iter(position[:start] + position[start + rank :])
+        at = [sympy.S.Zero if dim in given else next(rest) for dim in range(len(x.size))]
+        wanted = {dim: index_value(context, each, here, x.size[dim]) for dim, each in given.items()}
+        return picked(x, at, wanted)
 
     return positioned(context, value)
 
@@ -199,7 +241,8 @@ def scatter_value(context: Context, x: View, dim: int, index: View, number: Any)
     def value(position: tuple[sympy.Expr, ...]) -> Value:
         at = [sympy.S.Zero if axis == dim else here for axis, here in enumerate(position)]
         where = cast(context.element(index, at), torch.int64)
-        hit = op("eq", Index(position[dim]), where)
+        message = f"an index is out of bounds for dimension {dim} with size {x.size[dim]}"
+        hit = op("eq", Index(position[dim]), Checked(where, in_bounds(where, x.size[dim]), message))
         return op("where", hit, cast(context.scalar(number), x.dtype), context.element(x, position))
 
     return positioned(context, value)

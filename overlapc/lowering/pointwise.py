@@ -32,10 +32,8 @@ UNARY = {
     **dict.fromkeys("isnan isinf signbit logical_not".split(), TO_BOOL),
 }
 BINARY = {
-    **dict.fromkeys(
-        "mul maximum minimum remainder fmod bitwise_and bitwise_or bitwise_xor copysign hypot".split(), DEFAULT
-    ),
-    **dict.fromkeys("atan2".split(), TO_FLOAT),
+    **dict.fromkeys("mul maximum minimum remainder fmod bitwise_and bitwise_or bitwise_xor hypot".split(), DEFAULT),
+    **dict.fromkeys("atan2 copysign".split(), TO_FLOAT),
     **dict.fromkeys("eq ne lt le gt ge logical_and logical_or logical_xor".split(), TO_BOOL),
 }
 # What arithmetic on bools means in torch.
@@ -111,6 +109,23 @@ def bitwise_not(context: Context, x: View) -> View:
 @lowers(aten.round.default)
 def round_(context: Context, x: View) -> View:
     return compute("round", DEFAULT, context, x)
+
+
+@lowers(aten.bitwise_left_shift.Tensor, aten.bitwise_left_shift.Tensor_Scalar)
+def shift_left(context: Context, x: Any, by: Any) -> View:
+    return compute("shift_left", DEFAULT, context, x, by)
+
+
+@lowers(aten.bitwise_right_shift.Tensor, aten.bitwise_right_shift.Tensor_Scalar)
+def shift_right(context: Context, x: Any, by: Any) -> View:
+    return compute("shift_right", DEFAULT, context, x, by)
+
+
+@lowers(aten.nextafter.default)
+def nextafter(context: Context, x: View, y: View) -> View:
+    if x.dtype in (torch.float16, torch.bfloat16):
+        raise Impossible("the next number in a low precision: kernels compute in float32")
+    return compute("nextafter", DEFAULT, context, x, y)
 
 
 @lowers(aten.relu.default)

@@ -141,6 +141,25 @@ def _arg(context: Context, kind: str, x: View, dim: Any, keepdim: bool) -> View:
     return reduce(context, x, dim, lambda value: Reduce(kind, value, torch.int64), keepdim)
 
 
+@lowers(aten.max.dim)
+def max_and_where(context: Context, x: View, dim: int, keepdim: bool = False) -> Any:
+    return _extreme(context, "max", x, dim, keepdim)
+
+
+@lowers(aten.min.dim)
+def min_and_where(context: Context, x: View, dim: int, keepdim: bool = False) -> Any:
+    return _extreme(context, "min", x, dim, keepdim)
+
+
+def _extreme(context: Context, kind: str, x: View, dim: int, keepdim: bool) -> Any:
+    """Values and their positions: two kernels over the same input, which fusion makes one of."""
+    nonempty(x, dim, f"{kind} and its position")
+    with context.for_item(0):
+        values = reduce(context, x, dim, lambda value: Reduce(kind, value, value.dtype), keepdim)
+    with context.for_item(1):
+        return values, reduce(context, x, dim, lambda value: Reduce(f"arg{kind}", value, torch.int64), keepdim)
+
+
 def rowwise(context: Context, x: View, dims: tuple[int, ...], finish: Callable[[Value], Value]) -> View:
     """An output of x's shape; `finish` may reduce over `dims` as often as it likes."""
 
