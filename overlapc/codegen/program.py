@@ -74,6 +74,14 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectLayout:
+    """The result of a call has the traced strides, or is copied into them: what comes after relies on it."""
+
+    variable: str
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
 class WaitFor:
     """Blocks the compute stream until the collective that fills `variable` is done."""
 
@@ -95,7 +103,7 @@ class Return:
     values: tuple[Any, ...]
 
 
-Instruction = BindSize | CheckInput | Allocate | TakeOver | Launch | Call | WaitFor | Free | Return
+Instruction = BindSize | CheckInput | Allocate | TakeOver | Launch | Call | ExpectLayout | WaitFor | Free | Return
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +292,8 @@ class _Builder:
             for dim, expr in enumerate(leaf.layout.size):
                 if expr.is_Symbol:
                     self._bind(BindSize(expr, leaf.buffer, dim))
+            if not starts:
+                self.instructions.append(ExpectLayout(leaf.buffer, leaf.layout))
 
     # --- memory
 

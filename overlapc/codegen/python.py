@@ -17,6 +17,7 @@ from overlapc.codegen.program import (
     BindSize,
     Call,
     CheckInput,
+    ExpectLayout,
     Free,
     Instruction,
     Launch,
@@ -83,6 +84,9 @@ class PythonWrapper:
             return [f"del {', '.join(item.variables)}"]
         if isinstance(item, Call):
             return [f"# {_origin(item.op.origin)}", *self._call(item)]
+        if isinstance(item, ExpectLayout):
+            size, stride = self._shape(item.layout.size), self._shape(item.layout.stride)
+            return [f"{item.variable} = rt.as_expected({item.variable}, {size}, {stride})"]
         assert isinstance(item, Return)
         values = [self.value(value) for value in item.values]
         return [f"return ({', '.join(values)}{',' if len(values) == 1 else ''})"]
@@ -108,18 +112,7 @@ class PythonWrapper:
             lines = [f"returned = {called}"]
             lines += [f"{name} = returned{''.join(f'[{at}]' for at in path)}" for name, path in item.results]
             lines.append("del returned")
-        if not item.starts:
-            lines += [self._relayout(view) for view in op.outputs if isinstance(view, View)]
         return lines
-
-    def _relayout(self, view: View) -> str:
-        size, stride = view.layout.size, view.layout.stride
-        # Sizes that only the result itself tells are read off it.
-        known = [f"{view.buffer}.size({at})" if e.is_Symbol else self._size(e) for at, e in enumerate(size)]
-        shape = f"({', '.join(known)}{',' if len(known) == 1 else ''})"
-        if any(symbol in step.free_symbols for step in stride for symbol in _symbols(size)):
-            return f"{view.buffer} = {view.buffer}.contiguous()" if _contiguous(view.layout) else f"{view.buffer}"
-        return f"{view.buffer} = rt.as_expected({view.buffer}, {shape}, {self._shape(stride)})"
 
     # --- values
 
@@ -188,19 +181,6 @@ class PythonWrapper:
             self.objects[name] = value
             self.header.append(f"# {name}: {str(value).splitlines()[0][:100]}")
         return self.names[id(value)]
-
-
-def _symbols(exprs: tuple[sympy.Expr, ...]) -> set[sympy.Symbol]:
-    return {symbol for expr in exprs for symbol in expr.free_symbols}
-
-
-def _contiguous(layout: Layout) -> bool:
-    expected = sympy.S.One
-    for extent, step in zip(reversed(layout.size), reversed(layout.stride), strict=True):
-        if sympy.expand(step - expected) != 0:
-            return False
-        expected = expected * extent
-    return True
 
 
 def _origin(origin: Provenance) -> str:

@@ -82,3 +82,15 @@ __all__ = [
     "root_mesh",
     "size_hint",
 ]
+
+
+def symbol_hint(size: torch.SymInt, symbol: Any) -> int | None:
+    """What `symbol` stood for when the graph of `size` was traced; None for one known only at run time."""
+    shape_env = size.node.shape_env
+    if shape_env is None:
+        return None
+    known = getattr(shape_env, "backed_var_to_val", None)  # torch 2.13
+    if known is None:
+        known = shape_env.var_to_val
+    value = known.get(symbol)
+    return None if value is None else int(value)
