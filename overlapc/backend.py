@@ -86,9 +86,10 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], *, config: Con
             talks.agree_on_graph(canonical_lines(gm.graph, names.__getitem__))
         lowered = lower(gm, name, partial(_generates, config), communication.get)
         dumps.write("ir", "lowered", lambda: str(lowered))
-        ops, fusion = fuse_ops(lowered, enabled=config.fusion)
+        freeable = _freeable(gm, name)
+        ops, fusion = fuse_ops(lowered, enabled=config.fusion, freeable=freeable)
         dumps.write("fusion", "decisions", lambda: str(fusion))
-        schedule = to_schedule(ops, lowered, _freeable(gm, name), config.memory_budget)  # type: ignore[arg-type]
+        schedule = to_schedule(ops, lowered, freeable, config.memory_budget)  # type: ignore[arg-type]
         profile = _profile(config, lowered)
         if talks is not None:
             profile = talks.agree_on_profile(profile)

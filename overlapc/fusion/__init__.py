@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from overlapc.fusion.deps import without_dead_ops
 from overlapc.fusion.fuse import FusionReport, fuse
 from overlapc.fusion.inline import inline
@@ -10,9 +12,14 @@ from overlapc.ir.ops import IROp, LoweredGraph
 __all__ = ["FusionReport", "fuse_ops"]
 
 
-def fuse_ops(graph: LoweredGraph, enabled: bool = True) -> tuple[list[IROp], FusionReport]:
-    """The live ops of `graph`, fused where that saves memory traffic, and the account of it."""
+def fuse_ops(
+    graph: LoweredGraph, enabled: bool = True, freeable: Collection[str] = (), seed: int | None = None
+) -> tuple[list[IROp], FusionReport]:
+    """The live ops of `graph`, fused where that saves memory traffic, and the account of it.
+
+    `freeable` names inputs whose memory ends with their last reader; `seed` tries fusions in random order (tests).
+    """
     ops = without_dead_ops(graph)
     if not enabled:
         return ops, FusionReport()
-    return fuse(inline(ops, graph), graph)
+    return fuse(inline(ops, graph), graph, freeable, seed)

@@ -20,7 +20,6 @@ from overlapc.ir.ops import (
     buffers_read,
     buffers_written,
     tree_leaves,
-    views_read,
 )
 
 
@@ -63,11 +62,14 @@ def output_buffers(graph: LoweredGraph) -> set[str]:
 
 
 def without_dead_ops(graph: LoweredGraph) -> list[IROp]:
-    """The ops whose result somebody uses, or that do something else: communicate, mutate, assert."""
+    """The ops whose result somebody uses, or that do something else: communicate, mutate, assert.
+
+    A wait stays with its start even if nobody reads the result: what is in flight needs its memory until then.
+    """
     needed = output_buffers(graph)
     kept: list[IROp] = []
     for op in reversed(graph.ops):
-        effect = isinstance(op, Start) or (isinstance(op, Extern) and not op.pure)
+        effect = isinstance(op, Start | Wait) or (isinstance(op, Extern) and not op.pure)
         effect = effect or (isinstance(op, Loops) and bool(op.body.checks()))
         if effect or any(name in needed for name in buffers_written(op)):
             kept.append(op)
@@ -83,41 +85,83 @@ class Edges:
     before: list[set[int]] = field(default_factory=list)  # for each op, the ops it needs done
     after: list[set[int]] = field(default_factory=list)  # the reverse
 
+    def need(self, position: int, earlier: int | None) -> None:
+        """`position` runs after `earlier`; None and itself do not matter."""
+        if earlier is not None and earlier != position:
+            self.before[position].add(earlier)
+            self.after[earlier].add(position)
+
 
 def edges(ops: Sequence[IROp], graph: LoweredGraph) -> Edges:
     """Dependences between `ops`, which stand in a legal order.
 
-    A reader needs the op that wrote the buffer. An op that overwrites memory runs after everything that read an
-    earlier content of it. Communication keeps its order per process group.
+    A reader needs the op that wrote the buffer, or brought a size it uses. An op that overwrites memory runs after
+    everything that read an earlier content of it; what a start reads is read until its wait. Communication keeps its
+    order per process group, communication that waits for itself is passed by no other, and calls with effects of
+    their own (random numbers, asserts, calls into the unknown) keep their order.
     """
     found = Edges([set() for _ in ops], [set() for _ in ops])
-    writer: dict[str, int] = {}
-    readers: defaultdict[str, list[int]] = defaultdict(list)  # by root: who read the present content
-    last_of_group: dict[str, int] = {}
-
-    def need(position: int, earlier: int | None) -> None:
-        if earlier is not None and earlier != position:
-            found.before[position].add(earlier)
-            found.after[earlier].add(position)
-
+    _order_memory(found, ops, graph)
+    _order_communication(found, ops)
+    last: int | None = None
     for position, op in enumerate(ops):
-        for name in reads_of(op, graph):
-            need(position, writer.get(name))
-            readers[graph.root(name)].append(position)
-        call = op.call if isinstance(op, Start) else op
-        if isinstance(call, Extern):
-            for view in call.mutates:
-                root = graph.root(view.buffer)
-                for reader in readers[root]:
-                    need(position, reader)
-                readers[root] = [position]
-        for name in buffers_written(op):
-            writer[name] = position
-        if isinstance(op, Start):
-            group = getattr(op.comm, "group", "")
-            need(position, last_of_group.get(group))
-            last_of_group[group] = position
+        if has_effect(op):
+            found.need(position, last)
+            last = position
     return found
 
 
-__all__ = ["Edges", "edges", "output_buffers", "reads_of", "symbols_used", "views_read", "without_dead_ops"]
+def has_effect(op: IROp) -> bool:
+    """Whether the op does something that no buffer shows: draws random numbers, asserts, calls the unknown."""
+    return isinstance(op, Extern) and not op.pure and not op.mutates and op.comm is None
+
+
+def mutated(op: IROp) -> tuple[View, ...]:
+    """What the op overwrites, by the names that the new contents have."""
+    call = op.call if isinstance(op, Start) else op
+    return call.mutates if isinstance(call, Extern) else ()
+
+
+def _order_memory(found: Edges, ops: Sequence[IROp], graph: LoweredGraph) -> None:
+    writer: dict[str, int] = {}
+    readers: defaultdict[str, list[int]] = defaultdict(list)  # by root: who read the present content
+    started: dict[str, int] = {}  # result of a start -> its position
+    for position, op in enumerate(ops):
+        for name in reads_of(op, graph):
+            found.need(position, writer.get(name))
+            readers[graph.root(name)].append(position)
+        if isinstance(op, Wait) and op.source.buffer in started:
+            start = ops[started[op.source.buffer]]  # what it reads or overwrites is in use until here
+            for name in (*buffers_read(start), *(view.buffer for view in mutated(start))):
+                readers[graph.root(name)].append(position)
+        for view in mutated(op):
+            root = graph.root(view.buffer)
+            for reader in readers[root]:
+                found.need(position, reader)
+            readers[root] = [position]
+        for name in buffers_written(op):
+            writer[name] = position
+            if isinstance(op, Start):
+                started[name] = position
+
+
+def _order_communication(found: Edges, ops: Sequence[IROp]) -> None:
+    last_of_group: dict[str, int] = {}
+    barrier: int | None = None
+    since_barrier: list[int] = []
+    for position, op in enumerate(ops):
+        if isinstance(op, Extern) and op.comm is not None:
+            for earlier in since_barrier:
+                found.need(position, earlier)
+            found.need(position, barrier)
+            barrier, since_barrier = position, []
+        elif isinstance(op, Start | Wait):
+            found.need(position, barrier)
+            since_barrier.append(position)
+        if isinstance(op, Start):
+            group = getattr(op.comm, "group", "")
+            found.need(position, last_of_group.get(group))
+            last_of_group[group] = position
+
+
+__all__ = ["Edges", "edges", "has_effect", "mutated", "output_buffers", "reads_of", "symbols_used", "without_dead_ops"]

@@ -7,11 +7,13 @@ and its producer (vertical) or two readers of one buffer (horizontal). What may 
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from overlapc.fusion.deps import edges, output_buffers
+from overlapc.fusion.live import LiveBytes
 from overlapc.fusion.merge import Refusal, merge, same_space, without_stores
 from overlapc.fusion.order import MergingOrder
 from overlapc.ir.body import Body
@@ -32,8 +34,15 @@ class Group:
     members: list[str]
     reads: set[str]
     writes: set[str]
-    waits: int  # bit set of the waits it comes after
-    starts: int  # bit set of the starts that come after it
+    runs_at: int  # number of the op in whose place it runs
+    waits: int = 0  # bit set of the waits it comes after
+    starts: int = 0  # bit set of the starts that come after it
+
+    @property
+    def kernel(self) -> Loops:
+        """The op of a group that is generated code."""
+        assert isinstance(self.op, Loops), f"{self.op.name} is no generated kernel"
+        return self.op
 
 
 @dataclass(slots=True)
@@ -49,9 +58,15 @@ class FusionReport:
         return "\n".join(lines)
 
 
-def fuse(ops: list[IROp], graph: LoweredGraph) -> tuple[list[IROp], FusionReport]:
-    """`ops` with kernels fused, in a legal order, and the account of it."""
-    fuser = Fuser(ops, graph)
+def fuse(
+    ops: Sequence[IROp], graph: LoweredGraph, freeable: Collection[str] = (), seed: int | None = None
+) -> tuple[list[IROp], FusionReport]:
+    """`ops` with kernels fused, in a legal order, and the account of it.
+
+    `freeable` names inputs that nobody holds but the graph. A `seed` tries candidates in random order: every order
+    must give the same results, which tests show.
+    """
+    fuser = Fuser(ops, graph, freeable, None if seed is None else random.Random(seed))
     while fuser.round():
         pass
     return fuser.result(), fuser.report
@@ -60,17 +75,28 @@ def fuse(ops: list[IROp], graph: LoweredGraph) -> tuple[list[IROp], FusionReport
 class Fuser:
     """State of one fusion run."""
 
-    def __init__(self, ops: list[IROp], graph: LoweredGraph) -> None:
+    def __init__(
+        self,
+        ops: Sequence[IROp],
+        graph: LoweredGraph,
+        freeable: Collection[str] = (),
+        shuffle: random.Random | None = None,
+    ) -> None:
         self.graph = graph
+        self.shuffle = shuffle
         self.report = FusionReport()
+        self.sizes: dict[str, int] = {}
         dependences = edges(ops, graph)
         self.order = MergingOrder(dependences.before)
         self.outputs = output_buffers(graph) | set(graph.aliases.values())
+        self.memory = LiveBytes(ops, graph, self.bytes_of, freeable)
         self.groups: dict[int, Group] = {}
         self.readers: defaultdict[str, set[int]] = defaultdict(set)
         self.writer: dict[str, int] = {}
+        self.grown = [0] * len(ops)  # how often a group has merged
+        self.settled: set[tuple[int, int, int, int]] = set()  # refused pairs, as they were then
         for number, op in enumerate(ops):
-            group = Group(number, op, [op.name], buffers_read(op), set(buffers_written(op)), 0, 0)
+            group = Group(number, op, [op.name], buffers_read(op), set(buffers_written(op)), number)
             self.groups[number] = group
             for name in group.reads:
                 self.readers[name].add(number)
@@ -78,16 +104,19 @@ class Fuser:
                 self.writer[name] = number
         self._mark_communication(ops, dependences.before)
 
-    def _mark_communication(self, ops: list[IROp], before: list[set[int]]) -> None:
+    def _mark_communication(self, ops: Sequence[IROp], before: list[set[int]]) -> None:
         """For each group: the waits it depends on and the starts that depend on it, as bit sets."""
+        waits = starts = 0
         for number, op in enumerate(ops):
             for earlier in before[number]:
                 self.groups[number].waits |= self.groups[earlier].waits
             if isinstance(op, Wait):
-                self.groups[number].waits |= 1 << number
+                self.groups[number].waits |= 1 << waits
+                waits += 1
         for number in range(len(ops) - 1, -1, -1):
             if isinstance(ops[number], Start):
-                self.groups[number].starts |= 1 << number
+                self.groups[number].starts |= 1 << starts
+                starts += 1
             for earlier in before[number]:
                 self.groups[earlier].starts |= self.groups[number].starts
 
@@ -96,6 +125,8 @@ class Fuser:
     def round(self) -> bool:
         """Tries every candidate once, most bytes saved first; whether anything fused."""
         pairs = sorted(self.candidates(), key=lambda pair: (-pair[0], pair[1]))
+        if self.shuffle is not None:
+            self.shuffle.shuffle(pairs)
         fused = False
         moved: dict[int, int] = {}  # merged away in this round -> where to
 
@@ -105,14 +136,9 @@ class Fuser:
             return number
 
         for _, (_, a, b) in pairs:
-            first, second = now(a), now(b)
-            if first == second:
-                continue
-            if self.order.position[first] > self.order.position[second]:
-                first, second = second, first
-            kept = self.try_merge(first, second)
-            if kept is not None:
-                moved[first if kept == second else second] = kept
+            first, second = self._pair(now(a), now(b))
+            if first != second and not self._is_settled(first, second) and self.try_merge(first, second):
+                moved[max(first, second)] = min(first, second)
                 fused = True
         return fused
 
@@ -121,57 +147,55 @@ class Fuser:
         saved: defaultdict[tuple[int, int], int] = defaultdict(int)
         position = self.order.position
         for name, readers in self.readers.items():
-            if not readers:
-                continue
             size = self.bytes_of(name)
             kernels = sorted((n for n in readers if isinstance(self.groups[n].op, Loops)), key=position.__getitem__)
             writer = self.writer.get(name)
             if writer is not None and isinstance(self.groups[writer].op, Loops):
                 for reader in kernels:
-                    if reader != writer:
-                        saved[self._pair(writer, reader)] += size
+                    saved[self._pair(writer, reader)] += size
             for at, first in enumerate(kernels):
                 for second in kernels[at + 1 : at + 1 + NEIGHBOURS]:
                     if position[second] - position[first] <= FARTHEST:
-                        saved[self._pair(first, second)] += size
+                        saved[first, second] += size
         for (first, second), size in saved.items():
-            if same_space(self._body(first), self._body(second)):
+            if not self._is_settled(first, second) and same_space(
+                self.groups[first].kernel.body, self.groups[second].kernel.body
+            ):
                 yield size, (abs(position[first] - position[second]), first, second)
 
     def _pair(self, a: int, b: int) -> tuple[int, int]:
         return (a, b) if self.order.position[a] < self.order.position[b] else (b, a)
 
-    def _body(self, number: int) -> Body:
-        op = self.groups[number].op
-        assert isinstance(op, Loops)
-        return op.body
+    def _is_settled(self, first: int, second: int) -> bool:
+        return (first, second, self.grown[first], self.grown[second]) in self.settled
 
     def bytes_of(self, name: str) -> int:
-        view = self.graph.views.get(name)
-        return self.graph.hint(view.layout.storage_bytes()) if view is not None else 0
+        """Bytes of a buffer at the traced sizes; 0 for what is no tensor."""
+        known = self.sizes.get(name)
+        if known is None:
+            view = self.graph.views.get(name)
+            known = self.sizes[name] = self.graph.hint(view.layout.storage_bytes()) if view is not None else 0
+        return known
 
     # --- one pair
 
-    def try_merge(self, first: int, second: int) -> int | None:
+    def try_merge(self, first: int, second: int) -> bool:
+        """Fuses two groups, `first` standing earlier, or notes why not."""
         a, b = self.groups[first], self.groups[second]
-        assert isinstance(a.op, Loops)
-        assert isinstance(b.op, Loops)
         merged = self.verdict(a, b)
-        if isinstance(merged, Refusal):
-            self.report.refused[a.op.name, b.op.name] = merged.reason
-            return None
-        kept = self.order.merge(first, second)
-        if kept is None:
-            self.report.refused[a.op.name, b.op.name] = "another op must run between them"
-            return None
-        self._replace(kept, a, b, merged)
-        return kept
+        if not isinstance(merged, Refusal):
+            between = self.order.merge(first, second)
+            if between is None:
+                self._replace(a, b, merged)
+                return True
+            merged = Refusal(f"{self.groups[between].op.name} must run between them")
+        self.settled.add((first, second, self.grown[first], self.grown[second]))
+        self.report.refused[a.op.name, b.op.name] = merged.reason
+        return False
 
     def verdict(self, a: Group, b: Group) -> Body | Refusal:
         """The merged body, or why the two kernels stay apart."""
-        assert isinstance(a.op, Loops)
-        assert isinstance(b.op, Loops)
-        if a.op.device != b.op.device:
+        if a.kernel.device != b.kernel.device:
             return Refusal("they run on different devices")
         if len(a.reads | b.reads | a.writes | b.writes) > MOST_BUFFERS:
             return Refusal(f"together they use more than {MOST_BUFFERS} buffers")
@@ -179,38 +203,75 @@ class Fuser:
         # be launched later: it would undo overlap that the passes could have had.
         if (a.starts & ~b.starts and b.waits & ~a.waits) or (b.starts & ~a.starts and a.waits & ~b.waits):
             return Refusal("one leads to a collective's start, the other comes after a wait")
-        merged = merge(a.op.body, b.op.body)
+        early, late = sorted((a, b), key=lambda group: group.runs_at)
+        held = self.memory.held(early.reads, early.runs_at, late.runs_at, self._local(a, b))
+        if not self.memory.fits(early.runs_at, late.runs_at, held):
+            return Refusal(f"it would keep {held} bytes alive past the peak of memory")
+        merged = merge(a.kernel.body, b.kernel.body)
         if not isinstance(merged, Refusal) and len(merged.values()) > LARGEST_KERNEL:
             return Refusal(f"together they compute more than {LARGEST_KERNEL} values")
         return merged
 
-    def _replace(self, kept: int, a: Group, b: Group, body: Body) -> None:
-        assert isinstance(a.op, Loops)
-        assert isinstance(b.op, Loops)
-        gone = b.number if kept == a.number else a.number
-        for name in self.groups[gone].reads:
-            self.readers[name].discard(gone)
-        for name in a.reads | b.reads:
-            self.readers[name].discard(kept)
-        writes = a.writes | b.writes
-        for name in writes:
-            self.writer[name] = kept
-        # Buffers that live and die inside the kernel never touch memory.
-        local = {name for name in writes if not self.readers[name] and name not in self.outputs}
-        for name in local:
-            del self.readers[name], self.writer[name]
+    def _local(self, a: Group, b: Group) -> set[str]:
+        """Buffers that would live and die inside the fused kernel: they never touch memory."""
+        both = {a.number, b.number}
+        return {name for name in a.writes | b.writes if self.readers[name] <= both and name not in self.outputs}
+
+    def _replace(self, a: Group, b: Group, body: Body) -> None:
+        """Puts the fused kernel in the place of both groups; `order` has merged them already."""
+        kept, gone = min(a.number, b.number), max(a.number, b.number)
+        local = self._local(a, b)
+        early, late = sorted((a, b), key=lambda group: group.runs_at)
+        held = self.memory.held(early.reads, early.runs_at, late.runs_at, local)
+        self.memory.delay(early.reads, early.runs_at, late.runs_at, held)
         body = without_stores(body, local)
-        outputs = tuple(view for view in a.op.outputs + b.op.outputs if view.buffer not in local)
-        op = Loops(b.op.name, a.op.device, body, outputs, a.op.origin.joined(b.op.origin))
-        reads = {load.buffer for load in body.loads()}
+        outputs = tuple(view for view in a.kernel.outputs + b.kernel.outputs if view.buffer not in local)
+        op = Loops(b.op.name, a.kernel.device, body, outputs, a.op.origin.joined(b.op.origin))
         saved = sum(self.bytes_of(name) for name in (a.reads & b.reads) | (a.writes & b.reads) | local)
         self.report.fused.append((a.op.name, b.op.name, saved))
-        del self.groups[gone]
-        self.groups[kept] = Group(
-            kept, op, a.members + b.members, reads, writes - local, a.waits | b.waits, a.starts | b.starts
+        for name in a.reads | b.reads:
+            self.readers[name] -= {kept, gone}
+        for name in a.writes | b.writes:
+            self.writer[name] = kept
+        for name in local:
+            del self.readers[name], self.writer[name]
+        group = Group(
+            kept,
+            op,
+            a.members + b.members,
+            buffers_read(op),
+            (a.writes | b.writes) - local,
+            late.runs_at,
         )
-        for name in reads:
+        for name in group.reads:
             self.readers[name].add(kept)
+        del self.groups[gone]
+        self.groups[kept] = group
+        self.grown[kept] += 1
+        self._spread(group, a, b)
+
+    def _spread(self, group: Group, a: Group, b: Group) -> None:
+        """What comes after one of the two now also comes after the other's waits; likewise starts, backwards."""
+        group.waits, group.starts = a.waits | b.waits, a.starts | b.starts
+        if a.waits != b.waits:
+            stack = [group.number]
+            while stack:
+                for later in self.order.after[stack.pop()]:
+                    if group.waits & ~self.groups[later].waits:
+                        self.groups[later].waits |= group.waits
+                        stack.append(later)
+        if a.starts != b.starts:
+            stack = [group.number]
+            while stack:
+                for earlier in self.order.before[stack.pop()]:
+                    if group.starts & ~self.groups[earlier].starts:
+                        self.groups[earlier].starts |= group.starts
+                        stack.append(earlier)
 
     def result(self) -> list[IROp]:
+        """All ops that are left, in a legal order."""
+        group_of = {name: number for number, group in self.groups.items() for name in group.members}
+        self.report.refused = {
+            pair: reason for pair, reason in self.report.refused.items() if group_of[pair[0]] != group_of[pair[1]]
+        }
         return [self.groups[number].op for number in self.order.order()]

@@ -9,11 +9,13 @@ would have been at.
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
+from collections.abc import Sequence
 
 import sympy
 
-from overlapc.fusion.deps import output_buffers
+from overlapc.fusion.deps import mutated, output_buffers
 from overlapc.ir.body import (
     Body,
     Index,
@@ -39,45 +41,52 @@ CHEAP = frozenset(
 )
 
 
-def inline(ops: list[IROp], graph: LoweredGraph) -> list[IROp]:
+def inline(ops: Sequence[IROp], graph: LoweredGraph) -> list[IROp]:
     """`ops` with element-wise kernels moved into their readers; those nobody reads any more are gone."""
-    ops = list(ops)
-    kept = output_buffers(graph) | {graph.root(name) for name in output_buffers(graph)}
-    users: defaultdict[str, list[int]] = defaultdict(list)
+    now: list[IROp | None] = list(ops)
+    kept = output_buffers(graph) | set(graph.aliases.values())
+    users: defaultdict[str, set[int]] = defaultdict(set)
+    overwritten: defaultdict[str, list[int]] = defaultdict(list)  # memory -> positions of what overwrites it
     for position, op_ in enumerate(ops):
         for name in buffers_read(op_):
-            users[name].append(position)
-            if not isinstance(op_, Loops):
-                kept.add(name)
-    kept |= set(graph.aliases.values())
-    alive = [True] * len(ops)
-    for position, producer in enumerate(ops):
+            users[name].add(position)
+        for view in mutated(op_):
+            overwritten[graph.root(view.buffer)].append(position)
+    for position, producer in enumerate(now):
         if not isinstance(producer, Loops) or len(producer.outputs) != 1:
             continue
         buffer = producer.outputs[0].buffer
-        readers = [at for at in users[buffer] if alive[at]]
-        if buffer in kept or not readers or not is_elementwise(producer.body):
+        readers = {at: now[at] for at in sorted(users[buffer])}
+        consumers = [op_ for op_ in readers.values() if isinstance(op_, Loops) and op_.device == producer.device]
+        if buffer in kept or not readers or len(consumers) < len(readers):
             continue
-        consumers = [ops[at] for at in readers]
-        if not all(
-            isinstance(consumer, Loops) and consumer.device == producer.device for consumer in consumers
-        ) or not _pays(producer, [consumer for consumer in consumers if isinstance(consumer, Loops)], graph):
+        sources = buffers_read(producer)
+        if not is_elementwise(producer.body) or not _pays(producer, consumers, graph):
             continue
-        inlined = [inline_into(producer, consumer) for consumer in consumers if isinstance(consumer, Loops)]
+        if any(_between(overwritten[graph.root(name)], position, max(readers)) for name in sources):
+            continue  # the readers would see what was written over it
+        inlined = [inline_into(producer, consumer) for consumer in consumers]
         if any(body is None for body in inlined):
             continue
         for at, consumer, body in zip(readers, consumers, inlined, strict=True):
-            assert isinstance(consumer, Loops)
             assert body is not None
-            ops[at] = dataclasses.replace(consumer, body=body, origin=producer.origin.joined(consumer.origin))
-        alive[position] = False
-        for name in buffers_read(producer):
-            users[name] = sorted({*(at for at in users[name] if at != position), *readers})
-    return [op_ for op_, lives in zip(ops, alive, strict=True) if lives]
+            now[at] = dataclasses.replace(consumer, body=body, origin=producer.origin.joined(consumer.origin))
+        now[position] = None
+        for name in sources:
+            users[name].discard(position)
+            users[name].update(readers)
+    return [op_ for op_ in now if op_ is not None]
+
+
+def _between(positions: Sequence[int], start: int, end: int) -> bool:
+    """Whether one of the sorted `positions` lies between the two."""
+    return bisect_right(positions, start) < bisect_left(positions, end)
 
 
 def is_elementwise(body: Body) -> bool:
-    return not body.reduction and len(body.stores) == 1 and body.stores[0].mode == "set" and body.stores[0].mask is None
+    """One store a position, of every position, and nothing else."""
+    store = body.stores[0]
+    return len(body.stores) == 1 and store.mode == "set" and store.mask is None and not body.reduction
 
 
 def _pays(producer: Loops, consumers: list[Loops], graph: LoweredGraph) -> bool:

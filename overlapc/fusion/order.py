@@ -23,25 +23,28 @@ class MergingOrder:
         self.position = list(range(len(before)))
         self.slots: list[int | None] = list(range(len(before)))
 
-    def between(self, first: int, second: int) -> set[int]:
+    def dependents(self, first: int, second: int) -> set[int]:
         """Groups that stand between two groups and need the first one (itself not among them)."""
         limit = self.position[second]
-        found: set[int] = set()
-        stack = [group for group in self.after[first] if self.position[group] < limit]
+        found = {group for group in self.after[first] if self.position[group] < limit}
+        stack = list(found)
         while stack:
-            group = stack.pop()
-            if group in found:
-                continue
-            found.add(group)
-            stack.extend(later for later in self.after[group] if self.position[later] < limit and later not in found)
+            for later in self.after[stack.pop()]:
+                if later not in found and self.position[later] < limit:
+                    found.add(later)
+                    stack.append(later)
         return found
 
     def merge(self, first: int, second: int) -> int | None:
-        """One group out of two, `first` standing earlier; None when something between them keeps them apart."""
+        """Makes one group out of two, `first` standing earlier, with the smaller one's number.
+
+        Where another group must run between them nothing changes, and that group is returned; else None.
+        """
         assert self.position[first] < self.position[second]
-        dependents = self.between(first, second)
-        if any(group in self.before[second] for group in dependents):
-            return None
+        dependents = self.dependents(first, second)
+        between = dependents & self.before[second]
+        if between:
+            return min(between)
         keep, gone = (first, second) if first < second else (second, first)
         start, end = self.position[first], self.position[second]
         here = [group for group in self.slots[start : end + 1] if group is not None and group not in (first, second)]
@@ -55,7 +58,7 @@ class MergingOrder:
             if group is not None:
                 self.position[group] = at
         self._join(keep, gone)
-        return keep
+        return None
 
     def _join(self, keep: int, gone: int) -> None:
         for neighbours, reverse in ((self.before, self.after), (self.after, self.before)):
