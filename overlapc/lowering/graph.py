@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._sympy.functions import FloatPow, FloatTrueDiv, IntTrueDiv, ToFloat
 
 from overlapc.errors import CompileError, OverlapcError
+from overlapc.fx.versions import symbol_hint
 from overlapc.ir.body import (
     Body,
     Cast,
@@ -256,9 +257,9 @@ class Context:
             expr = size.node.expr
             for symbol in expr.free_symbols:
                 if str(symbol) not in self.graph.size_hints:
-                    hint = size.node.shape_env.var_to_val.get(symbol) if size.node.shape_env else None
+                    hint = symbol_hint(size, symbol)
                     if hint is not None:
-                        self.graph.size_hints[str(symbol)] = int(hint)
+                        self.graph.size_hints[str(symbol)] = hint
             return expr
         if isinstance(size, sympy.Expr):
             return size
