@@ -1,0 +1,129 @@
+"""Random programs over tensors, and their lowered graphs.
+
+A program is a list of steps that hypothesis can shrink. All numbers stay small multiples of powers of two, so every
+sum is exact in fp32 and results can be compared bit by bit, whatever is fused with what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.func import functionalize
+
+from overlapc.fx.decompositions import decompositions
+from overlapc.ir.ops import LoweredGraph
+from overlapc.lowering import lower
+
+Step = tuple[str, int, int, int]
+
+
+def capture(function: Callable[..., Any], *inputs: Any) -> LoweredGraph:
+    """The loop IR of `function`, mutations made explicit; all devices can generate."""
+    traced = make_fx(functionalize(function), decomposition_table=decompositions(), tracing_mode="fake")(*inputs)
+    traced.graph.eliminate_dead_code()
+    return lower(traced, "graph", lambda device: True, lambda node: None)
+
+
+def inputs() -> list[Tensor]:
+    """Fresh arguments of every program: three dtypes, one tensor transposed in memory."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).float()
+
+    return [numbers(4, 8), numbers(8, 4).t(), numbers(8), numbers(2, 4, 8), numbers(4, 8).long(), numbers(4, 8) > 0]
+
+
+def small(x: Tensor) -> Tensor:
+    """Numbers kept where sums of them are exact."""
+    return x.clamp(-8, 8)
+
+
+def number(x: Tensor) -> Tensor:
+    """The tensor as fp32."""
+    return x.float() if x.dtype != torch.float32 else x
+
+
+def fitting(x: Tensor, pool: Sequence[Tensor], at: int) -> Tensor:
+    """A tensor of the pool that broadcasts with `x` into the shape of `x`; at worst `x` itself."""
+    for shift in range(len(pool)):
+        other = pool[(at + shift) % len(pool)]
+        if other.ndim <= x.ndim and all(
+            a in (1, b) for a, b in zip(reversed(other.shape), reversed(x.shape), strict=False)
+        ):
+            return number(other)
+    return number(x)
+
+
+def _mutate_part(x: Tensor, b: int, pool: Sequence[Tensor], at: int) -> Tensor:
+    y = number(x).clone()
+    part = y[: max(1, y.shape[0] // 2)] if y.ndim else y
+    part.add_(1)
+    if y.ndim:
+        y[-1:].mul_(2)
+    return small(y)
+
+
+def _into_input(x: Tensor, b: int, pool: Sequence[Tensor], at: int) -> Tensor:
+    target = pool[b % 4]  # one of the fp32 arguments
+    target.copy_(small(fitting(target, pool, at)))
+    return target * 2
+
+
+def _rows(x: Tensor, b: int, pool: Sequence[Tensor], at: int) -> Tensor:
+    table = number(pool[0])
+    return F.embedding(x.long().abs() % table.shape[0], table) if x.ndim < 3 else x
+
+
+STEPS: dict[str, Callable[[Tensor, int, Sequence[Tensor], int], Tensor]] = {
+    "add": lambda x, b, pool, at: small(number(x) + fitting(x, pool, at)),
+    "mul": lambda x, b, pool, at: small(number(x) * fitting(x, pool, at)),
+    "maximum": lambda x, b, pool, at: torch.maximum(number(x), fitting(x, pool, at)),
+    "where": lambda x, b, pool, at: torch.where(number(x) > 0, fitting(x, pool, at), number(x)),
+    "neg": lambda x, b, pool, at: -number(x),
+    "long": lambda x, b, pool, at: x.long() + 1,
+    "bool": lambda x, b, pool, at: x > 0,
+    "half": lambda x, b, pool, at: x.bfloat16(),
+    "double": lambda x, b, pool, at: x.double(),
+    "sum": lambda x, b, pool, at: small(number(x).sum(b % x.ndim, keepdim=b % 2 == 0)) if x.ndim else number(x),
+    "amax": lambda x, b, pool, at: number(x).amax(b % x.ndim) if x.ndim else number(x),
+    "total": lambda x, b, pool, at: small(number(x).sum()),
+    "centred": lambda x, b, pool, at: small(number(x) - number(x).amax(-1, keepdim=True)) if x.ndim else number(x),
+    "transpose": lambda x, b, pool, at: x.transpose(0, -1) if x.ndim else x,
+    "flatten": lambda x, b, pool, at: x.reshape(-1),
+    "fold": lambda x, b, pool, at: x.reshape(2, -1) if x.numel() % 2 == 0 else x,
+    "slice": lambda x, b, pool, at: x[: max(1, x.shape[0] // 2)] if x.ndim else x,
+    "step": lambda x, b, pool, at: x[..., ::2] if x.ndim else x,
+    "select": lambda x, b, pool, at: x[b % x.shape[0]] if x.ndim else x,
+    "expand": lambda x, b, pool, at: x.unsqueeze(0).expand(2, *x.shape) if x.ndim < 3 else x,
+    "cat": lambda x, b, pool, at: torch.cat((x, -number(x)), b % x.ndim) if x.ndim and x.numel() < 256 else x,
+    "pad": lambda x, b, pool, at: F.pad(number(x), (1, 2), value=1.0) if x.ndim and x.shape[-1] < 16 else x,
+    "contiguous": lambda x, b, pool, at: x.contiguous(),
+    "rows": _rows,
+    "mutate part": _mutate_part,
+    "into input": _into_input,
+}
+
+
+def steps(least: int = 5, most: int = 40) -> st.SearchStrategy[list[Step]]:
+    """Programs of so many steps."""
+    one = st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 50), st.integers(0, 7), st.integers(0, 50))
+    return st.lists(one, min_size=least, max_size=most)
+
+
+def program(recipe: Sequence[Step]) -> Callable[..., list[Tensor]]:
+    """The function that a list of steps stands for; returns the last results."""
+
+    def run(*arguments: Tensor) -> list[Tensor]:
+        pool = list(arguments)
+        for name, a, b, at in recipe:
+            pool.append(STEPS[name](pool[-1 - a % min(len(pool), 12)], b, pool, at))
+        return pool[len(arguments) :][-4:]
+
+    return run

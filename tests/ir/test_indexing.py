@@ -1,0 +1,136 @@
+"""Index expressions mean the same after simplification, by trying every iteration."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import sympy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+from overlapc.ir.indexing import (
+    Ranges,
+    at_most,
+    bounds,
+    exact_quotient,
+    flat_index,
+    is_dense,
+    loop_symbol,
+    position_in,
+    simplify,
+    substitute,
+)
+from tests.ir.interpret import evaluate
+
+P0, P1, P2 = SYMBOLS = [loop_symbol("p", at) for at in range(3)]
+SIZE = sympy.Symbol("s0", integer=True, positive=True)
+
+
+def ranges_of(sizes: tuple[int, ...]) -> Ranges:
+    return tuple(
+        (symbol, sympy.S.Zero, sympy.Integer(size - 1)) for symbol, size in zip(SYMBOLS, sizes, strict=False)
+    )
+
+
+def iterations(sizes: tuple[int, ...]) -> list[dict[sympy.Symbol, int]]:
+    return [dict(zip(SYMBOLS, at, strict=False)) for at in itertools.product(*map(range, sizes))]
+
+
+@st.composite
+def expressions(draw: st.DrawFn, depth: int = 3) -> sympy.Expr:
+    """Sums, multiples, divisions and remainders of loop symbols; never negative, as ModularIndexing wants."""
+    if depth == 0 or not draw(st.integers(0, 3)):
+        return draw(st.sampled_from([*SYMBOLS, sympy.Integer(draw(st.integers(0, 9)))]))
+    inner = draw(expressions(depth - 1))
+    number = sympy.Integer(draw(st.integers(1, 8)))
+    kind = draw(st.sampled_from(("add", "mul", "div", "mod")))
+    if kind == "add":
+        return inner + draw(expressions(depth - 1))
+    if kind == "mul":
+        return inner * number
+    if kind == "div":
+        return FloorDiv(inner, number)
+    return ModularIndexing(inner, number, sympy.Integer(draw(st.integers(1, 8))))
+
+
+sizes_of_three = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
+
+
+@settings(max_examples=300, deadline=None)
+@given(expressions(), sizes_of_three)
+def test_simplify_keeps_the_value_at_every_iteration(expr: sympy.Expr, sizes: tuple[int, ...]) -> None:
+    simple = simplify(expr, ranges_of(sizes))
+    for at in iterations(sizes):
+        assert evaluate(simple, at) == evaluate(expr, at), f"{expr} -> {simple} at {at}"
+
+
+@settings(max_examples=300, deadline=None)
+@given(expressions(), sizes_of_three, st.integers(-6, 6))
+def test_bounds_hold_at_every_iteration(expr: sympy.Expr, sizes: tuple[int, ...], shift: int) -> None:
+    expr = expr * (1 if shift >= 0 else -1) + shift
+    found = bounds(expr, ranges_of(sizes))
+    if found is not None:
+        for at in iterations(sizes):
+            assert evaluate(found[0], {}) <= evaluate(expr, at) <= evaluate(found[1], {})
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes_of_three, st.permutations(range(3)))
+def test_position_in_undoes_flat_index(sizes: tuple[int, ...], order: list[int]) -> None:
+    stride = [0, 0, 0]
+    step = 1
+    for dim in reversed(order):
+        stride[dim] = step
+        step *= sizes[dim]
+    size, steps = [*map(sympy.Integer, sizes)], [*map(sympy.Integer, stride)]
+    assert is_dense(size, steps)
+    index = flat_index(SYMBOLS, steps, sympy.S.Zero)
+    position = position_in(index, size, steps, ranges_of(sizes))
+    for at in iterations(sizes):
+        assert [evaluate(part, at) for part in position] == [at[symbol] for symbol in SYMBOLS]
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "dense"),
+    [
+        ((4, 3), (3, 1), True),
+        ((4, 3), (1, 4), True),
+        ((4, 3), (4, 1), False),  # holes
+        ((4, 3), (0, 1), False),  # one element, several positions
+        ((1, 3), (77, 1), True),  # the stride of a dim of size 1 does not matter
+        ((), (), True),
+    ],
+)
+def test_dense_layouts_have_neither_holes_nor_overlap(
+    size: tuple[int, ...], stride: tuple[int, ...], dense: bool
+) -> None:
+    assert is_dense([*map(sympy.Integer, size)], [*map(sympy.Integer, stride)]) is dense
+
+
+def test_symbolic_sizes_resolve_where_it_can_be_proved() -> None:
+    ranges = ((P0, sympy.S.Zero, SIZE - 1), (P1, sympy.S.Zero, sympy.Integer(7)))
+    assert simplify(FloorDiv(8 * P0 + P1, sympy.Integer(8)), ranges) == P0
+    assert simplify(ModularIndexing(8 * P0 + P1, sympy.S.One, sympy.Integer(8)), ranges) == P1
+    assert simplify(ModularIndexing(P0, sympy.S.One, SIZE), ranges) == P0
+    assert simplify(FloorDiv(P0 + P1, SIZE), ranges).has(FloorDiv)  # may be 0 or more: stays
+
+
+def test_quotients_are_exact_or_none() -> None:
+    assert exact_quotient(6 * P0, sympy.Integer(3)) == 2 * P0
+    assert exact_quotient(6 * P0, sympy.Integer(4)) is None
+    assert exact_quotient(SIZE * P0, SIZE) == P0
+    assert exact_quotient(P0, SIZE) is None
+
+
+def test_comparisons_need_proof() -> None:
+    assert at_most(sympy.S.One, SIZE)
+    assert at_most(sympy.S.Zero, SIZE - 1)
+    assert not at_most(sympy.Integer(2), SIZE)
+    other = sympy.Symbol("s1", integer=True, positive=True)
+    assert not at_most(SIZE, other)
+
+
+def test_substitution_is_simultaneous() -> None:
+    assert substitute(P0 + 2 * P1, {P0: P1, P1: P0}) == P1 + 2 * P0
