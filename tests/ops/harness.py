@@ -20,6 +20,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
+from overlapc.backend import overlapc as backend
+
 SECONDS_PER_SAMPLE = 120
 
 # Results that two runs cannot share, even in eager: compared by everything but their numbers.
@@ -35,6 +37,13 @@ RANDOM = frozenset(
     "nn.functional.multi_head_attention_forward nn.functional.rrelu nn.functional.scaled_dot_product_attention "
     "pca_lowrank svd_lowrank".split()
 )
+
+
+# What running some operator on some sample may raise, in eager or while it is compiled.
+FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, NameError, OSError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +89,7 @@ def check(
     """
     try:
         expected = run(function, sample)
-    except Exception:  # the sample is not for this dtype; nothing to compare with
+    except FAILURES:  # the sample is not for this dtype; nothing to compare with
         return "skip"
     found = run(compiled(function), sample)
     if name in UNINITIALIZED or name.split("_like")[0] in UNINITIALIZED or name in RANDOM:
@@ -148,7 +157,7 @@ def compare(found: Any, expected: Any, exact: Callable[[], Any]) -> None:
     _same_metadata(found, expected)
     try:
         reference = exact()
-    except Exception:  # no float64 kernel: nothing better than eager to compare with
+    except FAILURES:  # no float64 kernel: nothing better than eager to compare with
         raise Differs(_line(difference)) from None
     leaves = zip(*(pytree.tree_leaves(tree) for tree in (found, expected, reference)), strict=True)
     for ours, eager, true in leaves:
@@ -205,10 +214,6 @@ def compiled_by(backend: Any, dynamic: bool) -> Callable[[Callable[..., Any]], C
 
 def classify(op: OpInfo, sample: SampleInput, dynamic: bool, options: dict[str, Any] | None = None) -> Outcome:
     """Runs `sample` in eager and with overlapc; on failure also with `aot_eager`, to know whose failure it is."""
-    import overlapc  # the backend by function, so that options can be given with it
-    from overlapc.backend import overlapc as backend
-
-    del overlapc
 
     def ours(gm: Any, inputs: Any) -> Any:
         return backend(gm, inputs, options=options or {})
@@ -222,12 +227,12 @@ def classify(op: OpInfo, sample: SampleInput, dynamic: bool, options: dict[str, 
         failure = Outcome("raises", f"TimeoutError: {error}")
     except Differs as error:
         failure = Outcome("differs", str(error))
-    except Exception as error:
+    except FAILURES as error:
         failure = Outcome("raises", f"{type(error).__name__}: {first_lines(error)}")
     try:
         with time_limit(SECONDS_PER_SAMPLE):
             check(op.op, sample, compiled_by("aot_eager", dynamic), name)
-    except Exception as error:
+    except FAILURES as error:
         return Outcome("eager", f"{failure.kind}: {failure.reason[:150]} | aot_eager: {type(error).__name__}")
     return failure
 

@@ -1,0 +1,93 @@
+"""Indices out of bounds are errors in generated code, never other numbers."""
+
+from __future__ import annotations
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+
+from overlapc.fusion import fuse_ops
+from overlapc.ir.body import Body, Checked, Constant, Load, Loop, Store, op
+from overlapc.ir.indexing import loop_symbol
+from overlapc.ir.ops import Layout, Loops, LoweredGraph, View
+from tests.lowering.compare import compiled, same
+
+TABLE = torch.randn(5, 3)
+
+
+@pytest.mark.parametrize(
+    ("function", "good", "bad"),
+    [
+        (lambda x, i: F.embedding(i, x), [1, 4], [1, 5]),
+        (lambda x, i: F.embedding(i, x), [0, 0], [1, -1]),
+        (lambda x, i: torch.gather(x, 0, i[None]), [1, 4], [1, 7]),
+        (lambda x, i: x[i], [1, -5], [1, -6]),
+        (lambda x, i: x[i] * 2 + 1, [1, 4], [5, 0]),
+        (lambda x, i: x[:, i].sum(0), [2, -3], [0, 3]),
+        (lambda x, i: x[i, i - 2], [2, 4], [2, 5]),
+        (lambda x, i: torch.index_select(x, 0, i), [1, 4], [1, 9]),
+        (lambda x, i: x[i][:1] * 2, [1, 4], [1, 9]),  # the bad element is not among those that are used
+        (lambda x, i: F.cross_entropy(x[:2], i), [0, 2], [0, 3]),
+        (lambda x, i: torch.scatter(x[:2], 1, i[:, None], 1.0), [0, 2], [0, 3]),
+    ],
+)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_an_index_out_of_bounds_is_an_error(function, good, bad, dynamic):
+    same(function, TABLE, torch.tensor(good), dynamic=dynamic)
+    call = compiled(function, dynamic)
+    with pytest.raises(IndexError, match=r"an index is out of bounds for dimension \d with size"):
+        call(TABLE, torch.tensor(bad))
+    torch.testing.assert_close(call(TABLE, torch.tensor(good)), function(TABLE, torch.tensor(good)))
+
+
+def test_the_error_names_the_kernel_and_the_line():
+    call = compiled(lambda x, i: x[i] + 1)
+    with pytest.raises(IndexError, match=r"in kernel index_add_\w+: .*test_checks\.py:\d+"):
+        call(TABLE, torch.tensor([9]))
+
+
+def test_targets_that_are_ignored_are_not_out_of_bounds():
+    same(F.cross_entropy, TABLE, torch.tensor([0, 1, -100, 2, -100]))
+
+
+def test_an_index_is_checked_on_all_threads():
+    rows = torch.randn(50, 64)
+    indices = torch.zeros(20_000, dtype=torch.int64)
+    call = compiled(lambda x, i: x[i] * 2)
+    call(rows, indices)
+    for at in (0, 9_999, 19_999):
+        indices[at] = 50
+        with pytest.raises(IndexError):
+            call(rows, indices)
+        indices[at] = 0
+
+
+P = loop_symbol("p", 0)
+FOUR = Loop(P, sympy.Integer(4))
+LOADED = Load("x", P, torch.int64)
+SMALL = op("lt", LOADED, Constant(3, torch.int64))
+
+
+def stores(value):
+    return Body((FOUR,), (), (Store("y", P, value, torch.int64),))
+
+
+def test_a_kernel_with_a_check_is_never_dead():
+    layout = Layout(torch.device("cpu"), torch.int64, (FOUR.size,), (sympy.S.One,))
+    views = {name: View(name, layout) for name in "xy"}
+
+    def live(value):
+        kernel = Loops("y", layout.device, stores(value), (views["y"],))
+        return fuse_ops(LoweredGraph("g", ("x",), views, {}, {}, {}, {}, [kernel], (), {}))[0]
+
+    assert live(LOADED) == []
+    assert len(live(Checked(LOADED, SMALL, "too large"))) == 1
+
+
+def test_checks_print_and_are_part_of_what_makes_values_equal():
+    checked = Checked(LOADED, SMALL, "too large")
+    assert checked is Checked(LOADED, SMALL, "too large")
+    assert checked is not Checked(LOADED, SMALL, "other")
+    assert stores(checked).checks() == ["too large"]
+    assert "checked %0, %1: i64, 'too large'" in str(stores(checked))

@@ -1,0 +1,83 @@
+"""Views: layouts over a buffer where one describes them, copies where none does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from overlapc.runtime.counters import counted
+from tests.lowering.compare import same
+
+SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x * 2).view(torch.int32) + 1,
+        lambda x: (x * 2).view(torch.int32).add_(1).view(torch.float32) * 3,
+        lambda x: (x * 2).view(torch.int16)[:, ::2] + 1,
+        lambda x: torch.view_as_complex((x + 1).view(4, 2, 2)).conj().real * 2,
+        lambda x: torch.view_as_real(torch.view_as_complex((x + 1).view(4, 2, 2)).conj_physical()) * 2,
+        lambda x: torch.view_as_complex((x + 1).view(4, 2, 2)).conj().imag + 1,  # carries the negative bit
+    ],
+)
+def test_views_that_no_layout_describes(function):
+    same(function, torch.randn(4, 4))
+
+
+def test_memory_under_such_a_view_is_not_reused():
+    def function(x):
+        bits = (x * 2).view(torch.int32)
+        other = x * 3  # may take the memory that held x * 2, when that is counted dead too early
+        return bits + 1, other, (other + 1).sum()
+
+    same(function, torch.randn(64, 64))
+
+
+@SHAPES
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.flip(0, 1) + 1,
+        lambda x: x.flip(-1) * x,
+        lambda x: x.roll(2, 0) + x.roll((1, -1), (0, 1)),
+        lambda x: x.roll(3) * 2,
+        lambda x: x.repeat(2, 1, 3) + 1,
+        lambda x: x[:, :1].repeat(1, 4) * 2,
+        lambda x: x.unfold(0, 3, 1).sum(-1),
+        lambda x: x.as_strided((x.size(0) - 2, x.size(1)), (x.size(1), 1), 1) * 2,
+        lambda x: torch.cat([x[None].expand(3, -1, -1).reshape(-1, x.size(1)), x]).sum(0) / x.size(0),
+        lambda x: torch.stack([x, x + 1], 1).flatten(),
+        lambda x: x.diagonal() * 2,
+        lambda x: torch.diagonal_scatter(x, x.diagonal() * 2),
+        lambda x: torch.block_diag(x, x, x),
+        lambda x: F.pad(x, (1, 2, 3, 0), value=2.0) * 2,
+    ],
+)
+def test_elements_moved_around(function, dynamic):
+    same(function, torch.randn(7, 5), dynamic=dynamic)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_a_tensor_may_stand_in_a_cat_more_than_once(count):
+    same(lambda x, y: torch.cat([x, y, x, *[y] * count], 1) + 1, torch.randn(3, 2), torch.randn(3, 4))
+
+
+def test_a_cat_of_parts_without_elements():
+    same(lambda x: torch.cat([x[:, :0], x, x[:, 5:], x + 1], 1) * 2, torch.randn(3, 5))
+
+
+@SHAPES
+def test_tensors_without_elements_and_without_dims(dynamic):
+    same(lambda x: (x * 2, x.sum(), x.sum(1), x.mean(), x.t() + 1, F.softmax(x, 1)), torch.randn(3, 0), dynamic=dynamic)
+    same(lambda x: (x * 2).sum() + x.exp(), torch.tensor(1.5), dynamic=dynamic)
+    same(lambda x: (x.prod(), x.bool().all(), x.bool().any()), torch.randn(0), dynamic=dynamic)
+
+
+def test_rearranging_is_generated_code():
+    torch._dynamo.utils.counters.clear()
+    same(lambda x: x.flip(0) + x.roll(1, 1) + x.repeat(1, 2)[:, :5], torch.randn(4, 5))
+    assert counted("fallbacks") == 0
+    assert counted("kernels") == 1
