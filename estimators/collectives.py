@@ -30,7 +30,7 @@ class MeasuredCollectives:
         comm = node.comm
         if comm is None or _ranks_by_host(comm, self.profile) != {0: comm.size}:
             return None
-        table = self.profile.table(comm.collective, comm.size)
+        table = self.profile.table(comm.collective, comm.size, comm.dtype)
         if table is None or not table.points:
             return None
         return Estimate(interpolate(table, comm.bytes), self.name)

@@ -2,14 +2,17 @@
 
 Profiles are JSON files in `estimators/profiles/` (or anywhere: a path loads too). Every quantity is an
 object `{"value": ..., "origin": "..."}`; the origin says on which machine it was measured, or that it was
-not. Rates are per second, times in nanoseconds, sizes in bytes.
+not. Beside `quantities` a file may hold `tables` of collectives, `curves` of achieved rates, and `facts`: more
+measurements, for people. Rates are per second, times in nanoseconds, sizes in bytes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ class Table:
     collective: str
     ranks: int
     points: tuple[tuple[int, float], ...]  # (bytes by the collective's definition, ns), ascending
+    dtype: str = ""  # "bf16", "fp32"; "" when it was not recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class Slowdown:
 
     matmul: float = 1.0  # compute-bound work
     memory: float = 1.0  # memory-bound kernels
+    own_matmul: float | None = None  # the collective itself, beside compute-bound work; None: not measured
+    own_memory: float | None = None  # the collective itself, beside memory-bound kernels
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,11 @@ class DeviceProfile:
     ranks_per_host: int = 1
     host_link: Link | None = None  # between ranks of one host
     network_link: Link | None = None  # one rank's way to other hosts
+    coalesced_tensor_ns: float = 0.0  # what each tensor but the first adds to a coalesced collective
     tables: tuple[Table, ...] = ()
+    # Achieved rates by size, ascending: "matmul.bf16", "attention.bf16" and "attention_backward.bf16" give FLOP/s by
+    # FLOPs, "generated" gives bytes/s by bytes read and written.
+    curves: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     slowdowns: Mapping[str, Slowdown] = field(default_factory=dict)  # by collective; "other" for the rest
     collective_slowdown: float = 1.0  # how much longer a collective takes beside compute; at least 1
     origins: Mapping[str, str] = field(default_factory=dict)  # field -> where its number comes from
@@ -72,12 +82,37 @@ class DeviceProfile:
 
     def rate(self, dtype: str) -> float | None:
         """FLOP/s in a dtype, by short or torch name; None when the profile has no number for it."""
-        dtype = dtype.removeprefix("torch.")
-        return self.flops_per_s.get(_DTYPES.get(dtype, dtype))
+        return self.flops_per_s.get(_short(dtype))
 
-    def table(self, collective: str, ranks: int) -> Table | None:
-        """Measured times of a collective on that many ranks of one host."""
-        return next((t for t in self.tables if t.collective == collective and t.ranks == ranks), None)
+    def table(self, collective: str, ranks: int, dtype: str = "") -> Table | None:
+        """Measured times of a collective on that many ranks of one host, in that dtype if it was measured."""
+        found = [t for t in self.tables if t.collective == collective and t.ranks == ranks]
+        dtype = _short(dtype)
+        return next((t for t in found if t.dtype == dtype), found[0] if found else None)
+
+    def curve_rate(self, name: str, dtype: str, size: int) -> float | None:
+        """The rate that work of `size` achieves; None without a curve of that name and dtype.
+
+        Between two measured sizes the rate changes with the logarithm of the size; beyond them it stays.
+        """
+        points = self.curves.get(f"{name}.{_short(dtype)}" if dtype else name)
+        return None if not points or size <= 0 else rate_at(points, size)
+
+
+def _short(dtype: str) -> str:
+    """`torch.bfloat16`, `bfloat16` and `bf16` -> `bf16`."""
+    dtype = dtype.removeprefix("torch.")
+    return _DTYPES.get(dtype, dtype)
+
+
+def rate_at(points: Sequence[tuple[int, float]], size: int) -> float:
+    """A curve's rate at `size`; `points` are (size, rate), ascending, at least one."""
+    at = bisect_left(points, (size, -math.inf))
+    if at == 0 or at == len(points):
+        return points[min(at, len(points) - 1)][1]
+    (low, low_rate), (high, high_rate) = points[at - 1], points[at]
+    share = math.log(size / low) / math.log(high / low)
+    return low_rate + (high_rate - low_rate) * share
 
 
 IDEAL = DeviceProfile("ideal")  # launches cost nothing, nothing disturbs anything: for tests and text schedules
@@ -113,15 +148,27 @@ def profile_from_json(data: Mapping[str, Any]) -> DeviceProfile:
             values[key] = Link(float(values[key]["bytes_per_s"]), float(values[key]["step_ns"]))
     tables = []
     for entry in data.get("tables", ()):
-        points = sorted((int(size), float(ns)) for size, ns in entry["points"])
-        tables.append(Table(entry["collective"], int(entry["ranks"]), tuple(points)))
+        tables.append(
+            Table(entry["collective"], int(entry["ranks"]), _points(entry["points"]), str(entry.get("dtype", "")))
+        )
     slowdowns = {
-        name: Slowdown(max(1.0, float(entry["matmul"])), max(1.0, float(entry["memory"])))
+        name: Slowdown(**{key: max(1.0, float(factor)) for key, factor in entry.items()})
         for name, entry in values.pop("slowdowns", {}).items()
     }
+    curves = {str(entry["curve"]): _points(entry["points"]) for entry in data.get("curves", ())}
     return DeviceProfile(
-        name=str(data["name"]), flops_per_s=flops, tables=tuple(tables), slowdowns=slowdowns, origins=origins, **values
+        name=str(data["name"]),
+        flops_per_s=flops,
+        tables=tuple(tables),
+        curves=curves,
+        slowdowns=slowdowns,
+        origins=origins,
+        **values,
     )
+
+
+def _points(listed: Any) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted((int(size), float(value)) for size, value in listed))
 
 
 def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
@@ -129,7 +176,7 @@ def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
     values: dict[str, Any] = {f"flops_per_s.{dtype}": rate for dtype, rate in profile.flops_per_s.items()}
     for key in (
         "memory_bytes_per_s", "kernel_floor_ns", "launch_ns", "synchronous", "collective_floor_ns",
-        "ranks_per_host", "collective_slowdown",
+        "ranks_per_host", "collective_slowdown", "coalesced_tensor_ns",
     ):  # fmt: skip
         value = getattr(profile, key)
         if key in profile.origins or value != getattr(IDEAL, key):
@@ -140,7 +187,8 @@ def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
             values[key] = {"bytes_per_s": link.bytes_per_s, "step_ns": link.step_ns}
     if profile.slowdowns:
         values["slowdowns"] = {
-            name: {"matmul": each.matmul, "memory": each.memory} for name, each in profile.slowdowns.items()
+            name: {key: factor for key, factor in asdict(each).items() if factor is not None}
+            for name, each in profile.slowdowns.items()
         }
     return {
         "name": profile.name,
@@ -149,7 +197,15 @@ def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
             key: {"value": value, "origin": profile.origins.get(key, "not stated")} for key, value in values.items()
         },
         "tables": [
-            {"collective": table.collective, "ranks": table.ranks, "points": [list(point) for point in table.points]}
+            {
+                "collective": table.collective,
+                "ranks": table.ranks,
+                "dtype": table.dtype,
+                "points": [list(point) for point in table.points],
+            }
             for table in profile.tables
+        ],
+        "curves": [
+            {"curve": name, "points": [list(point) for point in points]} for name, points in profile.curves.items()
         ],
     }

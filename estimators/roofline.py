@@ -1,11 +1,15 @@
-"""Compute nodes from their FLOPs and bytes: the slower of arithmetic and memory, at achieved rates."""
+"""Compute nodes from their FLOPs and bytes: the slower of arithmetic and memory, at achieved rates.
+
+Where the profile has a curve for this kind of work (matmuls, attention, generated kernels), the rate is the one that
+work of this size was measured to achieve; else it is the profile's one number.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from overlapc.estimators.device import DeviceProfile
-from overlapc.schedule.model import Estimate, Kind, Node
+from overlapc.schedule.model import Estimate, Kind, Node, Work
 
 
 @dataclass(frozen=True)
@@ -24,15 +28,25 @@ class Roofline:
             return None
         seconds = 0.0
         if work.flops:
-            # Generated kernels run on the vector units, whatever dtype they load and store.
-            vector = profile.flops_per_s.get("vector") if node.kind is Kind.KERNEL else None
-            rate = vector or profile.rate(work.dtype)
+            rate = self._flops_per_s(node, work)
             if rate is None:
                 return None
             seconds = work.flops / rate
         accessed = work.read_bytes + work.write_bytes
         if accessed:
-            if profile.memory_bytes_per_s is None:
+            curve = profile.curve_rate("generated", "", accessed) if node.kind is Kind.KERNEL else None
+            bandwidth = curve or profile.memory_bytes_per_s
+            if bandwidth is None:
                 return None
-            seconds = max(seconds, accessed / profile.memory_bytes_per_s)
+            seconds = max(seconds, accessed / bandwidth)
         return Estimate(max(seconds * 1e9, profile.kernel_floor_ns), self.name)
+
+    def _flops_per_s(self, node: Node, work: Work) -> float | None:
+        profile = self.profile
+        if node.kind is Kind.KERNEL:
+            # Generated kernels run on the vector units, whatever dtype they load and store.
+            return profile.flops_per_s.get("vector") or profile.rate(work.dtype)
+        curve = "matmul"
+        if "attention" in node.op:
+            curve = "attention_backward" if node.op.endswith("backward") else "attention"
+        return profile.curve_rate(curve, work.dtype, work.flops) or profile.rate(work.dtype)
