@@ -35,6 +35,9 @@ def plan_text(text: str, config: Config) -> Report:
         profile=profile,
         budget_bytes=config.memory_budget,
         peak_increase=config.peak_increase,
+        reorder_collectives=config.reorder_collectives,
+        overlap_margin=config.overlap_margin,
+        estimate=None if config.profile is None else chain.estimate,
         passes=config.passes,
         verify=config.verify,
     )

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from overlapc import dump
 from overlapc.codegen import kernel as codegen
+from overlapc.codegen.bucket import merge_starts
 from overlapc.codegen.kernel import KernelSource
 from overlapc.codegen.program import build_program
 from overlapc.codegen.python import PythonWrapper
@@ -202,10 +203,13 @@ def _profile(config: Config, graph: LoweredGraph) -> DeviceProfile:
     return profile_for("cuda" if "cuda" in devices else "cpu", config.cache_dir)  # type: ignore[arg-type]
 
 
+def _chain(profile: DeviceProfile) -> FirstKnown:
+    return FirstKnown((MeasuredCollectives(profile), AnalyticCollectives(profile), Roofline(profile)))
+
+
 def _estimated(schedule: Schedule, profile: DeviceProfile, talks: Compilation | None) -> Schedule:
     """`schedule` with estimates that are the same on every rank: the median of what each would say."""
-    chain = FirstKnown((MeasuredCollectives(profile), AnalyticCollectives(profile), Roofline(profile)))
-    schedule = estimate_schedule(schedule, chain).schedule
+    schedule = estimate_schedule(schedule, _chain(profile)).schedule
     if talks is not None:
         known = {node.name: node.estimate for node in schedule.nodes if node.estimate is not None}
         agreed = talks.agree_on_medians({name: estimate.ns for name, estimate in known.items()})
@@ -218,6 +222,9 @@ def _context(config: Config, profile: DeviceProfile, dumps: dump.Dumps) -> Conte
         profile=profile,
         peak_increase=config.peak_increase,
         reorder_collectives=config.reorder_collectives,
+        overlap_margin=config.overlap_margin,
+        estimate=_chain(profile).estimate,
+        merge_payloads=merge_starts,
         passes=config.passes,
         verify=config.verify,
         dump=dumps.writer("passes"),

@@ -11,13 +11,14 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from overlapc.errors import ConfigError, MemoryBudgetError, unknown_name
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.timeline import Timeline, simulate
 from overlapc.passes.reasons import Reason
 from overlapc.schedule.memory import analyze
-from overlapc.schedule.model import Node, Schedule
+from overlapc.schedule.model import Estimate, Node, Schedule
 from overlapc.schedule.verify import verify
 from overlapc.units import human_bytes
 
@@ -33,6 +34,10 @@ class Context:
     `peak_increase` over the peak that came in. incoming_peak_bytes: that peak, set by the runner so that
     the passes of a pipeline share one allowance. dump: called with a stem such as `01_sink_waits.after` and
     the schedule's text.
+
+    overlap_margin: collectives are started early enough to be hidden if they take this many times their
+    estimate. estimate: asked about collectives that a pass made. merge_payloads: one payload for several starts of
+    one collective, in their order, or a string that says why not; a bucket needs it where nodes have payloads.
     """
 
     profile: DeviceProfile = IDEAL
@@ -40,6 +45,9 @@ class Context:
     peak_increase: float = 0.25
     passes: Sequence[str | Pass] | None = None  # None for pipeline.ORDER
     reorder_collectives: bool = False  # let a start pass independent ones of its group, where that pays
+    overlap_margin: float = 1.0
+    estimate: Callable[[Node], Estimate | None] | None = None
+    merge_payloads: Callable[[Sequence[Any]], Any] | None = None
     verify: bool = True
     dump: Callable[[str, str], None] | None = None
     incoming_peak_bytes: int | None = None
@@ -64,6 +72,7 @@ class PassReport:
     limits: dict[str, Reason] = field(default_factory=dict)  # the same as one of the named reasons
     moves: dict[str, int] = field(default_factory=dict)
     moved_with: dict[str, tuple[str, ...]] = field(default_factory=dict)  # node -> those that moved with it
+    merged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # new node -> the nodes it stands for
     seconds: float = 0.0  # filled in by the runner
     changed: bool = False  # likewise
 
@@ -107,6 +116,7 @@ class CollectiveRecord:
     moves: int  # positions that its start and its wait moved
     moved_with: tuple[str, ...]
     limit: str  # the limiting factor in words
+    members: tuple[str, ...] = ()  # the collectives that came in and were merged into it
 
 
 @dataclass(frozen=True)
@@ -179,6 +189,7 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
                 moved,
                 name,
                 reference=current,
+                merged=report.merged,
                 may_reorder_collectives=ctx.reorder_collectives,
                 limit_bytes=ctx.limit_bytes(schedule),
             )
@@ -211,12 +222,18 @@ def keep_if_better(
 def _records(reports: Sequence[PassReport], before: Timeline, after: Timeline) -> tuple[CollectiveRecord, ...]:
     records = []
     schedule = after.schedule
+    merged: dict[str, tuple[str, ...]] = {}
+    for report in reports:
+        for name, members in report.merged.items():
+            merged[name] = tuple(each for member in members for each in merged.get(member, (member,)))
     for node in schedule.nodes:
         if node.name not in after.collectives:
             continue
         wait = schedule.wait_of(node)
-        names = [node.name] if wait is None else [node.name, wait.name]
-        comm, was, now = node.comm, before.collectives[node.name], after.collectives[node.name]
+        members = merged.get(node.name, ())
+        names = [node.name, *members] if wait is None else [node.name, *members, wait.name]
+        comm, now = node.comm, after.collectives[node.name]
+        was = [before.collectives[name] for name in members or (node.name,)]
         records.append(
             CollectiveRecord(
                 name=node.name,
@@ -226,8 +243,8 @@ def _records(reports: Sequence[PassReport], before: Timeline, after: Timeline) -
                 bytes=0 if comm is None else comm.bytes,
                 estimate_ns=None if node.estimate is None else node.estimate.ns,
                 source="unknown" if node.estimate is None else node.estimate.source,
-                exposed_before_ns=was.exposed_ns,
-                hidden_before_ns=was.hidden_ns,
+                exposed_before_ns=sum(each.exposed_ns for each in was),
+                hidden_before_ns=sum(each.hidden_ns for each in was),
                 exposed_after_ns=now.exposed_ns,
                 hidden_after_ns=now.hidden_ns,
                 moves=sum(report.moves.get(name, 0) for report in reports for name in names),
@@ -235,6 +252,7 @@ def _records(reports: Sequence[PassReport], before: Timeline, after: Timeline) -
                     dict.fromkeys(other for report in reports for other in report.moved_with.get(node.name, ()))
                 ),
                 limit=_limit(reports, node, wait, hidden=node.estimate is not None and now.exposed_ns <= 0),
+                members=members,
             )
         )
     return tuple(records)

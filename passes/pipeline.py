@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from overlapc.passes import raise_collectives, raise_under_memory, sink_waits
+from overlapc.passes import bucket, plan_overlap, raise_collectives, raise_under_memory, sink_waits
 
 ORDER = (
-    "raise_under_memory",  # first: gathers take the memory that they need, soonest needed first
-    "sink_waits",  # after raising: scatters hide in what memory is left, and waits move to their readers
+    "bucket",  # first: later passes should see the collectives that will really run
+    "plan_overlap",  # gathers of parameters and reductions on their queue together
+    "raise_under_memory",  # what depends on compute, and what the plan left exposed
+    "sink_waits",  # after raising: reductions hide in what memory is left, and waits move to their readers
 )
 
-__all__ = ["ORDER", "raise_collectives", "raise_under_memory", "sink_waits"]
+__all__ = ["ORDER", "bucket", "plan_overlap", "raise_collectives", "raise_under_memory", "sink_waits"]

@@ -18,10 +18,13 @@ CARRIED_SHARE = 0.25
 
 
 class Queues:
-    """Durations and queue order of a schedule; `end_ns` of a collective is known once `step` passed it."""
+    """Durations and queue order of a schedule; `end_ns` of a collective is known once `step` passed it.
 
-    def __init__(self, schedule: Schedule, timeline: Timeline) -> None:
-        stretch = timeline.profile.collective_slowdown
+    margin: collectives are taken to last this many times as long as estimated.
+    """
+
+    def __init__(self, schedule: Schedule, timeline: Timeline, margin: float = 1.0) -> None:
+        stretch = timeline.profile.collective_slowdown * margin
         nodes = schedule.nodes
         self.kinds = [node.kind for node in nodes]
         self.known = [node.estimate is not None for node in nodes]
@@ -31,9 +34,9 @@ class Queues:
         self.previous: dict[int, int] = {}  # collective -> the one before it on its queue
         self.next: dict[int, int] = {}
         self.start_of = dict(schedule.started)
-        self.wait_of: dict[int, int] = {}
+        self.waits_of: dict[int, list[int]] = {}  # a bucket may have one an output; in order
         for wait, start in self.start_of.items():
-            self.wait_of.setdefault(start, wait)
+            self.waits_of.setdefault(start, []).append(wait)
         last: dict[str, int] = {}
         for at, node in enumerate(nodes):
             if node.kind in COMPUTE:

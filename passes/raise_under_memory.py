@@ -45,7 +45,7 @@ def raise_under_memory(schedule: Schedule, ctx: Context) -> tuple[Schedule, Pass
     limit = ctx.limit_bytes(schedule)
     current, timeline = schedule, simulate(schedule, ctx.profile)
     for _ in range(ROUNDS):
-        moved, said = _Round(current, timeline, limit, ctx.reorder_collectives).run()
+        moved, said = _Round(current, timeline, limit, ctx).run()
         if moved is current:
             _merge(report, said)
             break
@@ -71,12 +71,12 @@ def _merge(report: PassReport, said: PassReport) -> None:
 class _Round:
     """One walk over the collectives. Nodes are positions in the order that the round began with."""
 
-    def __init__(self, schedule: Schedule, timeline: Timeline, limit_bytes: int, reorder: bool) -> None:
+    def __init__(self, schedule: Schedule, timeline: Timeline, limit_bytes: int, ctx: Context) -> None:
         self.schedule = schedule
-        self.reorder = reorder
+        self.reorder = ctx.reorder_collectives
         self.limit = limit_bytes
         self.deps = dependencies.of(schedule)
-        self.queues = Queues(schedule, timeline)
+        self.queues = Queues(schedule, timeline, ctx.overlap_margin)
         self.memory = MemoryTimeline(schedule)
         self.report = PassReport("raise_under_memory")
         count = len(schedule.nodes)
@@ -125,8 +125,8 @@ class _Round:
 
     def _wait_position(self, start: int) -> int:
         """Where the wait of a start is now; the end of the schedule if there is none."""
-        wait = self.queues.wait_of.get(start)
-        return len(self.memory.order) if wait is None else self.memory.position[wait]
+        waits = self.queues.waits_of.get(start)
+        return min(self.memory.position[wait] for wait in waits) if waits else len(self.memory.order)
 
     def _earliest(self, start: int) -> float:
         """Compute that has to run before this start, as a clock: what its dependences alone allow."""
@@ -258,9 +258,8 @@ class _Round:
 
     def _due_position(self, start: int) -> int:
         """The first node that needs the result of a start; views and cheap work on it sink with its wait."""
-        wait = self.queues.wait_of.get(start)
         due = len(self.memory.order)
-        stack = [] if wait is None else list(self.deps.succs[wait])
+        stack = [after for wait in self.queues.waits_of.get(start, ()) for after in self.deps.succs[wait]]
         while stack:
             node = stack.pop()
             if self.queues.kinds[node] in (Kind.VIEW, Kind.NOOP):

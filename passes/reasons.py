@@ -19,6 +19,9 @@ class Reason(Enum):
     SCHEDULE_END = "end of schedule"
     WOULD_EXPOSE = "would expose {}"
     READER = "{} reads it"
+    PIECES = "nothing covers all of it: in pieces"  # so that the first is there sooner, and the last shorter
+    NO_BUCKET = "cannot be merged: {}"
+    MERGED = "bucket of {}"
     SLOWER = "simulates slower"  # the pass as a whole did not pay and was undone
 
     def about(self, node: str = "") -> str:

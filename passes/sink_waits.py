@@ -26,7 +26,7 @@ from overlapc.schedule.model import Kind, Schedule
 @register_pass("sink_waits")
 def sink_waits(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
     """One walk over the order that holds waits back until something asks for them."""
-    sink = _Sink(schedule, ctx)
+    sink = Sink(schedule, ctx)
     placed = sink.run()
     report = sink.report
     moved = schedule.replace_order(schedule.nodes[at].name for at in placed)
@@ -37,14 +37,16 @@ def sink_waits(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
     return keep_if_better(schedule, moved, ctx, report)
 
 
-class _Sink:
+class Sink:
     """The walk: nodes placed so far, those held back, the clock and the live bytes."""
+
+    name = "sink_waits"
 
     def __init__(self, schedule: Schedule, ctx: Context) -> None:
         self.schedule = schedule
-        self.report = PassReport("sink_waits")
+        self.report = PassReport(self.name)
         self.deps = dependencies.of(schedule)
-        self.queues = Queues(schedule, simulate(schedule, ctx.profile))
+        self.queues = Queues(schedule, simulate(schedule, ctx.profile), ctx.overlap_margin)
         self.limit = ctx.limit_bytes(schedule)
         self.usual = min(analyze(schedule).peak_bytes, self.limit)
         self.life = lifetimes(schedule)
@@ -167,11 +169,13 @@ class _Sink:
                 self._place(held)
 
     def _give_up(self, wait: int) -> int:
-        """Place a wait if that frees something; how many bytes it did."""
-        if not any(self.left[storage] == 1 for storage in self.life.touches[wait]):
+        """Place all waits of one collective if that frees something; how many bytes it did."""
+        start = self.queues.start_of.get(wait)
+        waits = [wait] if start is None else [at for at in self.queues.waits_of[start] if at in self.waits]
+        if not any(self.left[storage] <= len(waits) for storage in self.life.touches[wait]):
             return 0
         before = self.live + self.reserved
-        for at in self._with_needs([wait]):
+        for at in self._with_needs(waits):
             if at in self.waits:
                 self.report.because(self.schedule.nodes[at], Reason.MEMORY)
             self._place(at)

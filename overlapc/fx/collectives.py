@@ -129,7 +129,13 @@ def describe(node: fx.Node, names: GroupNames) -> Comm:
         size=len(ranks),
         dtype=str(moved[0].dtype).removeprefix("torch.") if moved else "",
         ranks=ranks,
+        unit=unit_of(label_of(node)),
     )
+
+
+def unit_of(label: ParamLabel | None) -> str:
+    """What a parameter is gathered with, for `Comm.unit`: the module that `fully_shard` was given."""
+    return "" if label is None else label.group or "root"
 
 
 def group_of(node: fx.Node) -> str | None:

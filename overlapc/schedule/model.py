@@ -48,6 +48,7 @@ class Comm:
     size: int  # ranks in the group; 0 when not known
     dtype: str = ""
     ranks: tuple[int, ...] = ()  # this rank's group in global ranks, when known
+    unit: str = ""  # what is gathered and reduced together: the module that `fully_shard` was given; "" for none
 
 
 @dataclass(frozen=True, slots=True)

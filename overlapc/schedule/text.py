@@ -15,7 +15,7 @@ One statement a line, or several with `;`. A statement is
 - WRITES: the buffers it defines; the first is also the node's name unless `node=NAME` says otherwise.
 - OP: a collective's name (a start), `wait`, `kernel`, `extern`, `view`, `noop`, `comm`, or KIND:OP.
 - KEY: `after`, `mutates` (lists), `scratch`, `flops`, `read`, `write`, `in` (what the work is done in),
-  and for communication `dtype`, `ranks`, `collective`, `moves` (its bytes, when not its definition's).
+  and for communication `dtype`, `ranks`, `unit`, `collective`, `moves` (its bytes, when not its definition's).
 - SIZES: one a write; `=NAME` for an alias, `none` for a node that defines nothing. A wait or view that
   says nothing defines aliases of what it reads. Undeclared reads are inputs of no size.
 - A time without SOURCE is `given`. Text after `#` is a comment; origins print as one and are not read.
@@ -115,6 +115,7 @@ def _head(schedule: Schedule, node: Node) -> str:
             collective="" if comm.collective == node.op else _quote(comm.collective),
             dtype=_quote(comm.dtype) if comm.dtype else "",
             ranks=_ranges(comm.ranks),
+            unit=_quote(comm.unit) if comm.unit else "",
         )
         bytes_of = _bytes_behind(schedule.buffers)
         if comm.bytes != default_comm_bytes(comm.collective, node.reads, node.writes, bytes_of):
@@ -388,6 +389,7 @@ class _Draft:
                     size,
                     keys.get("dtype", [""])[0],
                     _ranks(keys.get("ranks", [])),
+                    keys.get("unit", [""])[0],
                 )
             return Node(
                 name, kind, op, tuple(reads), tuple(writes), tuple(keys.get("mutates", ())),
@@ -412,7 +414,7 @@ class _Draft:
         )
 
 
-_COMM_KEYS = frozenset({"dtype", "ranks", "collective", "moves"})
+_COMM_KEYS = frozenset({"dtype", "ranks", "unit", "collective", "moves"})
 _WORK_KEYS = frozenset({"flops", "read", "write", "in"})
 _KEYS = _COMM_KEYS | _WORK_KEYS | {"after", "mutates", "scratch", "node"}
 _BYTE_KEYS = frozenset({"moves", "read", "write", "scratch"})

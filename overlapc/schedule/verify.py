@@ -6,8 +6,10 @@ schedule around it. Every rule is linear in nodes and edges.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from types import MappingProxyType
 
 from overlapc.errors import ScheduleError
 from overlapc.schedule import dependencies
@@ -36,14 +38,20 @@ def verify(
     reference: Schedule | None = None,
     may_reorder_collectives: bool = False,
     limit_bytes: int | None = None,
+    merged: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> None:
     """Raise ScheduleError if a rule is broken.
 
     where: the stage or pass to name. reference: what the schedule was made from; nodes and the order of
     collectives are compared with it. limit_bytes: the peak that the schedule claims to stay within.
+    merged: nodes that stand for several of the reference.
     """
     for problem in problems(
-        schedule, reference=reference, may_reorder_collectives=may_reorder_collectives, limit_bytes=limit_bytes
+        schedule,
+        reference=reference,
+        may_reorder_collectives=may_reorder_collectives,
+        limit_bytes=limit_bytes,
+        merged=merged,
     ):
         lines = _lines(schedule, problem)
         raise ScheduleError("\n".join([f"{where}: {problem.message}", *lines, HINT]))
@@ -55,16 +63,17 @@ def problems(
     reference: Schedule | None = None,
     may_reorder_collectives: bool = False,
     limit_bytes: int | None = None,
+    merged: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> Iterator[Problem]:
     """Everything that `verify` would complain about, worst first."""
     yield from reads_are_defined(schedule)
     if reference is not None:
-        yield from is_complete(schedule, reference)
+        yield from is_complete(schedule, reference, merged)
     yield from starts_are_waited_once(schedule)
     yield from results_are_waited_for(schedule)
     yield from is_topological(schedule)
     if reference is not None and not may_reorder_collectives:
-        yield from keeps_collective_order(schedule, reference)
+        yield from keeps_collective_order(schedule, reference, merged)
     if limit_bytes is not None:
         yield from fits(schedule, limit_bytes)
 
@@ -91,12 +100,24 @@ def reads_are_defined(schedule: Schedule) -> Iterator[Problem]:
             yield Problem(f"the output {name} is not a buffer of the schedule")
 
 
-def is_complete(schedule: Schedule, reference: Schedule) -> Iterator[Problem]:
-    """No node was lost, added or doubled."""
-    had, has = {node.name for node in reference.nodes}, {node.name for node in schedule.nodes}
+def is_complete(
+    schedule: Schedule, reference: Schedule, merged: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+) -> Iterator[Problem]:
+    """No node was lost, added or doubled; a merged node reads and writes all that its members did."""
+    inside = {member: name for name, members in merged.items() for member in members}
+    had = {inside.get(node.name, node.name) for node in reference.nodes}
+    has = {node.name for node in schedule.nodes}
     for node in reference.nodes:
-        if node.name not in has:
+        name = inside.get(node.name, node.name)
+        if name not in has:
             yield Problem(f"{node.name} is missing")
+        elif name != node.name:
+            made = schedule.node(name)
+            lost = [*(set(node.reads) - set(made.reads)), *(set(node.writes) - set(made.writes))]
+            if lost:
+                yield Problem(f"{name} does without {lost[0]} of {node.name}", schedule.position(name))
+            if node.name in has:
+                yield Problem(f"{node.name} is there twice: in {name} too", schedule.position(node.name))
     for at, node in enumerate(schedule.nodes):
         if node.name not in had:
             yield Problem(f"{node.name} is new", at)
@@ -145,9 +166,15 @@ def is_topological(schedule: Schedule) -> Iterator[Problem]:
             yield Problem(reason, after, before)
 
 
-def keeps_collective_order(schedule: Schedule, reference: Schedule) -> Iterator[Problem]:
-    """Starts of each process group stand in the order of the reference."""
-    wanted = collective_order(reference)
+def keeps_collective_order(
+    schedule: Schedule, reference: Schedule, merged: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+) -> Iterator[Problem]:
+    """Starts of each process group stand in the order of the reference, merged ones where their members did."""
+    inside = {member: name for name, members in merged.items() for member in members}
+    wanted = {
+        group: [name for name, _ in groupby(inside.get(name, name) for name in names)]
+        for group, names in collective_order(reference).items()
+    }
     for group, names in collective_order(schedule).items():
         for found, expected in zip(names, wanted.get(group, ()), strict=False):
             if found != expected:

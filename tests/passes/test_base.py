@@ -109,10 +109,8 @@ def test_the_passes_of_a_pipeline_share_one_allowance():
 def test_dumps_before_and_after_every_pass():
     seen = {}
     result = run_pipeline(parse(STEP), Context(dump=seen.__setitem__))
-    assert list(seen) == [
-        "01_raise_under_memory.before", "01_raise_under_memory.after", "02_sink_waits.before", "02_sink_waits.after",
-    ]  # fmt: skip
-    assert parse(seen["02_sink_waits.after"]) == result.schedule
+    assert list(seen) == [f"{at:02}_{name}.{when}" for at, name in enumerate(ORDER, 1) for when in ("before", "after")]
+    assert parse(seen[f"{len(ORDER):02}_{ORDER[-1]}.after"]) == result.schedule
 
 
 @given(schedules(most_nodes=24))

@@ -1,0 +1,269 @@
+"""Gathers soonest-needed first, far enough ahead; reductions in the gaps; waits as late as they may be.
+
+    k = kernel(x) : 90us; rs = reduce_scatter(k) @dp : 60us; s = wait(rs)
+    ag = all_gather(p) @dp : 60us; w = wait(ag); y = kernel(k, w) : 90us
+ -> ag = all_gather(p) @dp : 60us; k = kernel(x) : 90us; rs = reduce_scatter(k) @dp : 60us
+    w = wait(ag); y = kernel(k, w) : 90us; s = wait(rs)
+
+One walk over the schedule that keeps the order of compute. A collective that needs nothing but inputs and cheap work on
+them (casts, views: the gather of a parameter) may start anywhere; it starts
+
+- before the node during which it would become late: counted back from the first reader of its result over all the
+  gathers that are needed before that one, each taking `Context.overlap_margin` times its estimate;
+- before a collective on its queue that would still be running then (a large reduction that nobody waits for);
+- if memory has room until it is needed, beside everything that is in flight already.
+
+Waits are held back until something needs them, memory runs out, or a start depends on them and costs no wait any more
+(an all-reduce behind its reduce-scatter).
+
+Moves collectives past each other, so it does nothing unless `Context.reorder_collectives` allows that. Keeps: data
+dependences, barriers, the memory limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
+from overlapc.passes.queues import CARRIED_SHARE, COMPUTE
+from overlapc.passes.reasons import Reason
+from overlapc.passes.sink_waits import Sink
+from overlapc.schedule.dependencies import Why
+from overlapc.schedule.memory import analyze
+from overlapc.schedule.model import Kind, Schedule
+
+# What is in flight later than a gather was let in is only known when it is there; a plan that exceeds the limit is
+# made again with that much less to give away.
+ATTEMPTS = 4
+
+
+@register_pass("plan_overlap")
+def plan_overlap(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
+    """Plans until one fits; see the module."""
+    if not ctx.reorder_collectives:
+        return schedule, PassReport("plan_overlap")
+    limit = room = ctx.limit_bytes(schedule)
+    for _ in range(ATTEMPTS):
+        plan = _Plan(schedule, ctx, room)
+        names = [schedule.nodes[at].name for at in plan.run()]
+        moved = schedule.replace_order(names, reorder_collectives=True)
+        over = analyze(moved).peak_bytes - limit
+        if over <= 0:
+            break
+        room -= over
+    position = {name: at for at, name in enumerate(names)}
+    for at, node in enumerate(schedule.nodes):
+        if node.kind in (Kind.START, Kind.WAIT):
+            plan.report.moved(node, position[node.name] - at)
+    return keep_if_better(schedule, moved, ctx, plan.report)
+
+
+class _Plan(Sink):
+    """`Sink` that also decides when gathers start. Nodes are positions in the schedule as it came."""
+
+    name = "plan_overlap"
+
+    def __init__(self, schedule: Schedule, ctx: Context, room_bytes: int) -> None:
+        super().__init__(schedule, ctx)
+        self.room = room_bytes
+        self.done = [False] * len(schedule.nodes)
+        self.busy_now = 0.0  # compute placed so far, stalls not counted: the clock that dues are on
+        self.last: dict[str, int] = {}  # queue -> its last start
+        self.held_starts: dict[int, None] = {}
+        self.free: dict[int, frozenset[int]] = {}  # start that may stand anywhere -> what comes along
+        self.lifted: set[int] = set()
+        self._find_free()
+        during = analyze(schedule).during_bytes
+        self.usual_during = _RangeMax(during)
+        self.usual_before = [
+            during[at] - self.life.allocates[at] - self.life.scratch[at] for at in range(len(schedule.nodes))
+        ]
+        self.due: dict[int, float] = {}
+        self.coming: dict[str, list[int]] = {}  # queue -> free starts, soonest needed last
+        self._find_dues()
+
+    def run(self) -> list[int]:
+        """The new order, as positions in the old one."""
+        for at, node in enumerate(self.schedule.nodes):
+            if at in self.lifted:
+                continue
+            self._release_hidden_for_starts()
+            needs = [before for before in self.preds(at) if before in self.held]
+            if node.kind is Kind.WAIT or (needs and self._sinks_along(at, needs)):
+                self._hold(at, needs)
+                if node.kind is Kind.START:
+                    self.held_starts[at] = None
+                continue
+            if needs:
+                self._release(needs, at)
+            if node.kind in COMPUTE:
+                for queue in self.coming:
+                    self._issue_due(queue, self.busy_now + self.queues.compute_ns[at], at)
+            elif node.kind is Kind.START:
+                self._issue_before(at)
+            self._make_room(at)
+            self._place(at)
+        for at in self.lifted:
+            if not self.done[at]:
+                self._place(at)
+        for at in self.waits:
+            self.report.because(self.schedule.nodes[at], Reason.SCHEDULE_END)
+        for at in tuple(self.held):
+            self._place(at)
+        return self.placed
+
+    def preds(self, at: int) -> Iterator[int]:
+        why = self.deps.why
+        return (before for before in self.deps.preds[at] if why[before, at] is not Why.COLLECTIVE_ORDER)
+
+    # What may start anywhere, and when it has to
+
+    def _find_free(self) -> None:
+        """Starts that depend on inputs and cheap work on them only."""
+        nodes, queues = self.schedule.nodes, self.queues
+        light: list[bool] = []  # a node that a free start may take along
+        for at, node in enumerate(nodes):
+            movable = node.kind in (*COMPUTE, Kind.VIEW, Kind.NOOP) and not node.mutates
+            light.append(movable and all(light[before] for before in self.preds(at)))
+            if node.kind is Kind.START and node.comm is not None and all(light[before] for before in self.preds(at)):
+                along = self._along(at, CARRIED_SHARE * queues.collective_ns[at])
+                if along is not None:
+                    self.free[at] = along
+                    self.lifted |= {at, *along}
+
+    def _along(self, start: int, allowed_ns: float) -> frozenset[int] | None:
+        along: set[int] = set()
+        stack = [start]
+        while stack:
+            for before in self.preds(stack.pop()):
+                if before not in along:
+                    cost_ns = self.queues.compute_ns[before]
+                    allowed_ns -= cost_ns
+                    if cost_ns > 0 and allowed_ns < 0:
+                        return None
+                    along.add(before)
+                    stack.append(before)
+        return frozenset(along)
+
+    def _find_dues(self) -> None:
+        """When each free start becomes late, on the clock of compute alone, and their order on each queue."""
+        nodes = self.schedule.nodes
+        busy = [0.0]
+        for at in range(len(nodes)):
+            busy.append(busy[-1] + (0.0 if at in self.lifted else self.queues.compute_ns[at]))
+        needed = {at: self._needed(at) for at in self.free}
+        latest: dict[str, float] = {}
+        for at in sorted(self.free, key=lambda at: (needed[at], at), reverse=True):
+            queue = self._queue(at)
+            end = min(busy[needed[at]], latest.get(queue, busy[-1]))
+            self.due[at] = latest[queue] = end - self.queues.collective_ns[at]
+            self.coming.setdefault(queue, []).append(at)
+
+    def _needed(self, start: int) -> int:
+        """Position of the first node that reads a result; that of its wait if nobody does."""
+        waits = self.queues.waits_of.get(start, ())
+        readers = [after for wait in waits for after in self.deps.succs[wait]]
+        return min(readers or waits, default=len(self.schedule.nodes))
+
+    def _queue(self, start: int) -> str:
+        comm = self.schedule.nodes[start].comm
+        return "" if comm is None else comm.group
+
+    # Starting
+
+    def _issue_due(self, queue: str, until_ns: float, at: int) -> None:
+        """Start what would be late if it did not start before `until_ns`, as far as memory has room at `at`."""
+        coming = self.coming[queue]
+        while coming:
+            start = coming[-1]
+            if self.done[start]:
+                coming.pop()
+                continue
+            if self.due[start] > until_ns or not self._fits(start, at):
+                return
+            reason = Reason.HIDDEN if self.due[start] >= self.busy_now else Reason.SCHEDULE_START
+            self.report.because(self.schedule.nodes[start], reason)
+            coming.pop()
+            self._place(start)
+
+    def _issue_before(self, start: int) -> None:
+        """Start what would be late behind `start`, which is next on its queue."""
+        queue = self._queue(start)
+        if queue in self.coming:
+            free_ns = max(self.now, self._queue_free_ns(queue)) + self.queues.collective_ns[start]
+            self._issue_due(queue, self.busy_now + free_ns - self.now, start)
+
+    def _queue_free_ns(self, queue: str) -> float:
+        return self.queues.end_ns[self.last[queue]] if queue in self.last else 0.0
+
+    def _fits(self, start: int, at: int) -> bool:
+        """Whether memory has room for `start` from here, before `at`, to where it stood; notes when it has not."""
+        if start <= at:
+            return True
+        new = [node for node in (start, *self.free[start]) if not self.done[node]]
+        size = sum(self.life.allocates[node] + self.life.scratch[node] for node in new)
+        beside = self.live - self.usual_before[at]
+        if self.usual_during.most(at, start) + beside + size <= self.room:
+            return True
+        self.report.because(self.schedule.nodes[start], Reason.MEMORY)
+        return False
+
+    # Placing
+
+    def _place(self, at: int) -> None:
+        if self.done[at]:
+            return
+        for before in self.preds(at):
+            if before in self.lifted and not self.done[before]:
+                self._place(before)
+        kind = self.queues.kinds[at]
+        if kind in (Kind.START, Kind.COMM):
+            queue = self._queue(at)
+            if queue in self.last:
+                self.queues.previous[at] = self.last[queue]
+            else:
+                self.queues.previous.pop(at, None)
+            self.last[queue] = at
+            self.held_starts.pop(at, None)
+        self.done[at] = True
+        super()._place(at)
+        self.busy_now += self.queues.compute_ns[at]
+
+    def _sinks_along(self, at: int, needs: list[int]) -> bool:
+        if self.queues.kinds[at] is Kind.START:
+            return True
+        return super()._sinks_along(at, needs)
+
+    def _release_hidden_for_starts(self) -> None:
+        """Starts that were held for waits go when those are free of charge; what is urgent on their queue first."""
+        for start in tuple(self.held_starts):
+            if start in self.held and all(self._hidden(wait) for wait in self.behind[start] if wait in self.waits):
+                for at in self._with_needs([start]):
+                    if at in self.held:
+                        self._place(at)
+
+    def _hidden(self, wait: int) -> bool:
+        start = self.queues.start_of.get(wait)
+        return start is None or (self.done[start] and super()._hidden(wait))
+
+    def _give_up(self, wait: int) -> int:
+        start = self.queues.start_of.get(wait)
+        return 0 if start is not None and not self.done[start] else super()._give_up(wait)
+
+
+class _RangeMax:
+    """The most of any stretch of a list, from a table of stretches of 2, 4, 8, ... built once."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self.rows = [list(values)]
+        width = 1
+        while 2 * width <= len(values):
+            row = self.rows[-1]
+            self.rows.append([max(row[at], row[at + width]) for at in range(len(values) - 2 * width + 1)])
+            width *= 2
+
+    def most(self, low: int, high: int) -> int:
+        """The most of values[low:high], which is not empty."""
+        level = (high - low).bit_length() - 1
+        row = self.rows[level]
+        return max(row[low], row[high - (1 << level)])
