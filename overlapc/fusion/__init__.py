@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from overlapc.fusion.deps import without_dead_ops
-from overlapc.fusion.fuse import FusionReport, fuse
-from overlapc.fusion.inline import inline
+from overlapc.fusion.fuse import FusionReport
+from overlapc.fusion.fuse import fuse as fuse_kernels  # `overlapc.fusion.fuse` is the module
+from overlapc.fusion.inline import inline as inline_kernels
 from overlapc.ir.ops import IROp, LoweredGraph
 
 __all__ = ["FusionReport", "fuse_ops"]
@@ -22,4 +23,4 @@ def fuse_ops(
     ops = without_dead_ops(graph)
     if not enabled:
         return ops, FusionReport()
-    return fuse(inline(ops, graph), graph, freeable, seed)
+    return fuse_kernels(inline_kernels(ops, graph), graph, freeable, seed)

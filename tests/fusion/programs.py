@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.fx.decompositions import decompositions
 from overlapc.ir.ops import LoweredGraph
@@ -25,7 +25,12 @@ Step = tuple[str, int, int, int]
 
 def capture(function: Callable[..., Any], *inputs: Any) -> LoweredGraph:
     """The loop IR of `function`, mutations made explicit; all devices can generate."""
-    traced = make_fx(functionalize(function), decomposition_table=decompositions(), tracing_mode="fake")(*inputs)
+
+    def run(*arguments: Any) -> list[Any]:
+        result = function(*arguments)
+        return result if isinstance(result, list) else [result]
+
+    traced = make_fx(functionalize(run), decomposition_table=decompositions(), tracing_mode="fake")(*inputs)
     traced.graph.eliminate_dead_code()
     return lower(traced, "graph", lambda device: True, lambda node: None)
 

@@ -138,7 +138,7 @@ def _reduce(reduce: Reduce, arg: Tensor, space: torch.Size, rows: int) -> Tensor
         "argmin": lambda x: x.argmin(-1),
     }
     result = kinds[reduce.kind](flat)
-    return result.reshape(*space[:rows], *[1] * (len(space) - rows)).expand(space)
+    return result.reshape([*space[:rows], *[1] * (len(space) - rows)]).expand(space)
 
 
 def _store(

@@ -102,7 +102,9 @@ def test_a_reduction_hides_its_loops() -> None:
 def test_sizes_a_launch_must_pass() -> None:
     size = sympy.Symbol("s7", integer=True, positive=True)
     rows = loop_symbol("p", 0)
-    body = Body((Loop(rows, size),), (), (put("y", rows, op("add", x("a", rows * size), Constant(1.0, torch.float32))),))
+    body = Body(
+        (Loop(rows, size),), (), (put("y", rows, op("add", x("a", rows * size), Constant(1.0, torch.float32))),)
+    )
     assert body.size_symbols() == [size]
     assert Index(size).indices() == (size,)
 

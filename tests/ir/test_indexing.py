@@ -29,9 +29,7 @@ SIZE = sympy.Symbol("s0", integer=True, positive=True)
 
 
 def ranges_of(sizes: tuple[int, ...]) -> Ranges:
-    return tuple(
-        (symbol, sympy.S.Zero, sympy.Integer(size - 1)) for symbol, size in zip(SYMBOLS, sizes, strict=False)
-    )
+    return tuple((symbol, sympy.S.Zero, sympy.Integer(size - 1)) for symbol, size in zip(SYMBOLS, sizes, strict=False))
 
 
 def iterations(sizes: tuple[int, ...]) -> list[dict[sympy.Symbol, int]]:

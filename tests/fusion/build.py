@@ -1,0 +1,118 @@
+"""Small graphs of ops, written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+
+from overlapc.ir.body import Body, Store
+from overlapc.ir.ops import Extern, Handle, IROp, Layout, Loops, LoweredGraph, Start, View, Wait, buffers_written
+from overlapc.schedule.model import Comm
+from tests.ir.bodies import loops_of, put, x
+
+CPU = torch.device("cpu")
+ELEMENTS = 8
+
+
+def view(name: str, *size: Any, dtype: torch.dtype = torch.float32) -> View:
+    """A contiguous tensor; 8 elements unless sizes are given."""
+    extents = [sympy.sympify(extent) for extent in size] or [sympy.Integer(ELEMENTS)]
+    stride, step = [], sympy.S.One
+    for extent in reversed(extents):
+        stride.append(step)
+        step = step * extent
+    return View(name, Layout(CPU, dtype, tuple(extents), tuple(reversed(stride))))
+
+
+def kernel(name: str, body: Body, *outputs: View, device: torch.device = CPU) -> Loops:
+    """A generated kernel; its outputs are what it stores, 8 elements each, unless given."""
+    return Loops(name, device, body, outputs or tuple(view(store.buffer) for store in body.stores))
+
+
+def pointwise(out: str, *reads: str, elements: int = ELEMENTS) -> Loops:
+    """`out[p0]` from the same element of each buffer read."""
+    from overlapc.ir.body import Value, op
+
+    loops = loops_of("p", (elements,))
+    value: Value = x(reads[0], loops[0].symbol)
+    for name in reads[1:]:
+        value = op("add", value, x(name, loops[0].symbol))
+    value = op("exp", value)  # dear: not computed again in several readers
+    return kernel(out, Body(loops, (), (put(out, loops[0].symbol, value),)), view(out, elements))
+
+
+def extern(out: str, *reads: str, target: Any = torch.ops.aten.sin.default, **options: Any) -> Extern:
+    """A library call."""
+    return Extern(out, target, tuple(view(name) for name in reads), {}, view(out), **options)
+
+
+def overwrite(name: str, root: str, *reads: str) -> Extern:
+    """A call that overwrites `root`; its new content is called `<root>__<name>`."""
+    new = view(f"{root}__{name}")
+    return Extern(
+        name,
+        torch.ops.aten.add_.Tensor,
+        tuple(view(each) for each in (root, *reads)),
+        {},
+        view(root),
+        mutates=(new,),
+        pure=False,
+    )
+
+
+def comm(group: str = "dp") -> Comm:
+    """An all-gather of a few bytes."""
+    return Comm("all_gather", 64, group, 2)
+
+
+def start(name: str, *reads: str, group: str = "dp") -> Start:
+    """Puts a gather of the buffers in flight."""
+    return Start(name, extern(name, *reads, pure=False), comm(group))
+
+
+def wait(name: str, source: str) -> Wait:
+    """Waits for the result of a start."""
+    return Wait(name, view(source), view(name))
+
+
+def barrier(name: str, *reads: str) -> Extern:
+    """Communication that waits for itself."""
+    return extern(name, *reads, pure=False, comm=comm())
+
+
+def graph(
+    ops: Sequence[IROp],
+    outputs: Sequence[Any],
+    inputs: Sequence[str] = ("a", "b", "c"),
+    sources: Mapping[str, str] | None = None,
+    views: Sequence[View] = (),
+) -> LoweredGraph:
+    """The ops with what surrounds them; outputs are names, or leaves as they are."""
+    found = {name: view(name) for name in inputs}
+    aliases: dict[str, str] = {}
+    for op in ops:
+        call = op.call if isinstance(op, Start) else op
+        found.update((each.buffer, each) for each in op.outputs if isinstance(each, View))
+        if isinstance(op, Wait):
+            aliases[op.name] = op.source.buffer
+        elif isinstance(call, Extern):
+            for each in call.mutates:
+                aliases[each.buffer] = each.buffer.split("__")[0]
+                found[each.buffer] = each
+    found.update((each.buffer, each) for each in views)
+    leaves = tuple(found[name] if isinstance(name, str) else name for name in outputs)
+    return LoweredGraph("graph", tuple(inputs), found, {}, {}, aliases, dict(sources or {}), list(ops), leaves, {})
+
+
+def names(ops: Sequence[IROp]) -> list[str]:
+    """Names of ops in order."""
+    return [op.name for op in ops]
+
+
+__all__ = [
+    "CPU", "ELEMENTS", "Handle", "Store", "barrier", "buffers_written", "comm", "extern", "graph", "kernel", "names",
+    "overwrite", "pointwise", "start", "view", "wait",
+]  # fmt: skip

@@ -1,0 +1,293 @@
+"""What fuses, in which order, and why not; each rule has a test that fails without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+import sympy
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlapc.fusion import fuse as fusing
+from overlapc.fusion import fuse_ops
+from overlapc.fusion.deps import edges
+from overlapc.fusion.fuse import Fuser, FusionReport, fuse
+from overlapc.ir.body import Body, Reduce
+from overlapc.ir.ops import IROp, Loops, LoweredGraph, Start, Wait
+from tests.fusion.build import barrier, extern, graph, kernel, names, overwrite, pointwise, start, view, wait
+from tests.fusion.programs import capture
+from tests.ir.bodies import P, R, loops_of, put, x
+
+CUDA = torch.device("cuda")
+
+
+def fused(made: LoweredGraph) -> tuple[list[str], FusionReport]:
+    ops, report = fuse(made.ops, made)
+    return names(ops), report
+
+
+# --- what fuses
+
+
+def test_a_reader_fuses_with_its_producer_and_the_buffer_between_is_gone() -> None:
+    ops, report = fuse(*_twice(graph([pointwise("x", "a"), pointwise("y", "x")], ["y"])))
+    (only,) = ops
+    assert isinstance(only, Loops)
+    assert [store.buffer for store in only.body.stores] == ["y"]
+    assert [each.buffer for each in only.outputs] == ["y"]
+    assert report.fused == [("x", "y", 32)]
+
+
+def _twice(made: LoweredGraph) -> tuple[list[IROp], LoweredGraph]:
+    return made.ops, made
+
+
+def test_a_buffer_that_others_read_is_still_written() -> None:
+    made = graph([pointwise("x", "a"), pointwise("y", "x"), extern("z", "x")], ["y", "z"])
+    ops, _ = fuse(made.ops, made)
+    assert names(ops) == ["y", "z"]
+    assert isinstance(ops[0], Loops)
+    assert [store.buffer for store in ops[0].body.stores] == ["x", "y"]
+
+
+def test_readers_of_one_buffer_fuse() -> None:
+    assert fused(graph([pointwise("x", "a"), pointwise("y", "a")], ["x", "y"]))[0] == ["y"]
+
+
+def test_kernels_that_share_nothing_stay_apart() -> None:
+    assert fused(graph([pointwise("x", "a"), pointwise("y", "b")], ["x", "y"]))[0] == ["x", "y"]
+
+
+def test_most_bytes_are_saved_first() -> None:
+    big = pointwise("x", "a", elements=1024)
+    wide = pointwise("y", "a", "b", elements=1024)
+    views = [view("a", 1024), view("b", 1024), view("c", 1024)]
+    made = graph([big, pointwise("z", "b", elements=1024), wide], ["x", "y", "z"], views=views)
+    fuser = Fuser(made.ops, made)
+    best = max(fuser.candidates())
+    assert best[0] == 4096
+    # Equal savings: what stands closer comes first.
+    order = sorted(fuser.candidates(), key=lambda pair: (-pair[0], pair[1]))
+    assert [pair[1][0] for pair in order] == [1, 2]
+
+
+# --- what does not, and why
+
+
+def test_another_op_in_between() -> None:
+    ops = [pointwise("x", "a"), extern("mm", "x"), pointwise("y", "a", "mm")]
+    order, report = fused(graph(ops, ["x", "y"]))
+    assert order == ["x", "mm", "y"]
+    assert report.refused["x", "y"] == "mm must run between them"
+    assert "apart x | y: mm must run between them" in str(report)
+
+
+def test_other_devices() -> None:
+    first = pointwise("x", "a")
+    other = dataclasses.replace(pointwise("y", "a"), device=CUDA)
+    assert fused(graph([first, other], ["x", "y"]))[1].refused["x", "y"] == "they run on different devices"
+
+
+def test_too_many_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = graph([pointwise("x", "a", "b"), pointwise("y", "b", "c")], ["x", "y"])
+    monkeypatch.setattr(fusing, "MOST_BUFFERS", 4)
+    assert fused(made)[1].refused["x", "y"] == "together they use more than 4 buffers"
+    monkeypatch.setattr(fusing, "MOST_BUFFERS", 5)
+    assert fused(made)[0] == ["y"]
+
+
+def test_too_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = graph([pointwise("x", "a"), pointwise("y", "a", "b")], ["x", "y"])
+    monkeypatch.setattr(fusing, "LARGEST_KERNEL", 4)
+    assert fused(made)[1].refused["x", "y"] == "together they compute more than 4 values"
+    monkeypatch.setattr(fusing, "LARGEST_KERNEL", 5)
+    assert fused(made)[0] == ["y"]
+
+
+def test_readers_far_apart_are_not_paired(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = graph([pointwise("x", "a"), extern("m", "b"), extern("n", "c"), pointwise("y", "a")], ["x", "m", "n", "y"])
+    monkeypatch.setattr(fusing, "FARTHEST", 2)
+    assert fused(made)[0] == ["x", "m", "n", "y"]
+    monkeypatch.setattr(fusing, "FARTHEST", 3)
+    assert fused(made)[0] == ["m", "n", "y"]
+
+
+def test_pairs_stay_linear_in_the_readers_of_one_buffer() -> None:
+    made = graph([pointwise(f"x{at}", "a") for at in range(200)], [f"x{at}" for at in range(200)])
+    assert len(list(Fuser(made.ops, made).candidates())) <= 200 * fusing.NEIGHBOURS
+
+
+def test_memory_is_not_held_past_the_peak() -> None:
+    def held(freed: str) -> LoweredGraph:
+        # x frees a saved tensor; y, which could take x along, comes after the peak at `peak`.
+        ops = [pointwise("x", freed, "b"), extern("peak", "b"), extern("end", "peak"), pointwise("y", "b", "end")]
+        return graph(ops, ["x", "y"], inputs=("a", "b", "c", "saved"))
+
+    made = held("saved")
+    ops, report = fuse(made.ops, made, freeable={"saved"})
+    assert names(ops) == ["x", "peak", "end", "y"]
+    assert report.refused["x", "y"] == "it would keep 32 bytes alive past the peak of memory"
+    assert names(fuse(made.ops, made)[0]) == ["peak", "end", "y"]  # the caller holds it anyway
+
+
+# --- communication
+
+
+def test_no_start_comes_behind_a_wait_that_it_did_not_need() -> None:
+    ops: list[IROp] = [
+        start("s0", "a"),
+        wait("w", "s0"),
+        pointwise("late", "b", "w"),
+        pointwise("early", "b"),
+        start("s1", "early"),
+    ]
+    order, report = fused(graph(ops, ["late", "s1"]))
+    assert order == ["s0", "w", "late", "early", "s1"]
+    assert report.refused["late", "early"] == "one leads to a collective's start, the other comes after a wait"
+
+
+def test_the_rule_sees_through_earlier_fusions() -> None:
+    # x joins y, which comes after the wait; then z, which reads x, comes after it too and may not join `early`.
+    ops: list[IROp] = [
+        start("s0", "a"),
+        wait("w", "s0"),
+        pointwise("y", "w", "b"),
+        pointwise("x", "b"),
+        extern("mm", "x"),
+        pointwise("z", "c", "mm"),
+        pointwise("early", "c"),
+        start("s1", "early"),
+    ]
+    made = graph(ops, ["y", "x", "z", "s1"])
+    fuser = Fuser(made.ops, made)
+    assert fuser.try_merge(2, 3)
+    assert not fuser.try_merge(5, 6)
+    assert "start" in fuser.report.refused["z", "early"]
+
+
+def test_kernels_on_one_side_of_a_wait_fuse() -> None:
+    ops: list[IROp] = [start("s0", "a"), wait("w", "s0"), pointwise("x", "b", "w"), pointwise("y", "b", "w")]
+    assert fused(graph(ops, ["x", "y"]))[0] == ["s0", "w", "y"]
+
+
+kinds = ("kernel", "kernel", "kernel", "extern", "start", "wait", "barrier", "effect", "overwrite")
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> LoweredGraph:
+    """Legal graphs of kernels, calls, collectives on two groups, barriers, effects and overwrites."""
+    ops: list[IROp] = []
+    latest = {name: name for name in "abc"}  # memory -> the name of its present content
+    flying: list[str] = []
+
+    def pick() -> str:
+        return latest[draw(st.sampled_from(sorted(latest)))]
+
+    for at in range(draw(st.integers(3, 16))):
+        name = f"n{at}"
+        kind = draw(st.sampled_from(kinds))
+        if kind == "kernel":
+            ops.append(pointwise(name, *{pick(), pick()}))
+        elif kind == "extern":
+            ops.append(extern(name, pick()))
+        elif kind == "effect":
+            ops.append(extern(name, pick(), pure=False))
+        elif kind == "barrier":
+            ops.append(barrier(name, pick()))
+        elif kind == "start":
+            ops.append(start(name, pick(), group=draw(st.sampled_from(("dp", "tp")))))
+            flying.append(name)
+            continue
+        elif kind == "wait":
+            if not flying:
+                continue
+            source = flying.pop(draw(st.integers(0, len(flying) - 1)))
+            ops.append(wait(name, source))
+        else:
+            root = draw(st.sampled_from("abc"))
+            if latest[root] == root:
+                ops.append(overwrite(name, root, pick()))
+                latest[root] = f"{root}__{name}"
+            continue
+        latest[name] = name
+    ops += [wait(f"w_{name}", name) for name in flying]
+    written = [op.name for op in ops if isinstance(op, Loops)]
+    return graph(ops, written)
+
+
+@settings(max_examples=300, deadline=None)
+@given(graphs(), st.one_of(st.none(), st.integers(0, 99)))
+def test_the_result_keeps_every_dependence_and_no_start_gains_a_wait(made: LoweredGraph, seed: int | None) -> None:
+    fuser = Fuser(made.ops, made, shuffle=None if seed is None else random.Random(seed))
+    while fuser.round():
+        pass
+    order = fuser.order.order()
+    group_of = {member: group.number for group in fuser.groups.values() for member in group.members}
+    assert sorted(group_of) == sorted(names(made.ops))
+    place = {group: at for at, group in enumerate(order)}
+    needed: dict[int, set[int]] = {group: set() for group in order}
+    for at, before in enumerate(edges(made.ops, made).before):
+        for earlier in before:
+            a, b = group_of[made.ops[earlier].name], group_of[made.ops[at].name]
+            if a != b:
+                assert place[a] < place[b]
+                needed[b].add(a)
+    assert _waits_of_starts(range(len(made.ops)), edges(made.ops, made).before, made.ops) == _waits_of_starts(
+        order, needed, {group: fuser.groups[group].op for group in order}
+    )
+
+
+def _waits_of_starts(order, before, op_of):
+    """For each start, the names of the waits it comes after."""
+    behind: dict[int, set[str]] = {}
+    for at in order:
+        behind[at] = set().union(*(behind[each] for each in before[at]))
+        if isinstance(op_of[at], Wait):
+            behind[at].add(op_of[at].name)
+    return {op_of[at].name: behind[at] for at in order if isinstance(op_of[at], Start)}
+
+
+# --- whole graphs
+
+
+def test_a_norm_is_one_kernel_forward_and_softmax_of_scaled_scores_too() -> None:
+    def norm(a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return a * (a.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+    made = capture(norm, torch.rand(4, 16), torch.rand(16))
+    assert len(fuse_ops(made)[0]) == 1
+    made = capture(lambda a: (a * 0.5).softmax(-1), torch.rand(4, 16))
+    assert len(fuse_ops(made)[0]) == 1
+
+
+def test_fusion_off_leaves_every_op() -> None:
+    made = capture(lambda a: (a + 1) * 2, torch.rand(4))
+    assert len(fuse_ops(made, enabled=False)[0]) == 2
+
+
+def test_sizes_known_at_run_time_only_still_fuse() -> None:
+    size = sympy.Symbol("s0", integer=True, positive=True)
+    loops = (dataclasses.replace(loops_of("p", (1,))[0], size=size),)
+    inner = loops_of("r", (4,))
+    total = Reduce("sum", x("a", 4 * P[0] + R[0]), torch.float32)
+    rows = kernel("rows", Body(loops, inner, (put("rows", P[0], total),)), view("rows", size))
+    after = kernel("after", Body(loops, (), (put("after", P[0], x("rows", P[0])),)), view("after", size))
+    made = graph([rows, after], ["after"], views=[view("a", size, 4)])
+    assert fused(made)[0] == ["after"]
+
+
+def test_decisions_are_dumped_with_reasons(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    options = {"dump": "fusion", "dump_dir": str(tmp_path)}
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        hidden = a.exp()
+        return (hidden @ b).sin() + hidden
+
+    torch.compile(function, backend="overlapc", options=options)(torch.rand(4, 4), torch.rand(4, 4))
+    (decisions,) = tmp_path.rglob("decisions.txt")
+    assert "apart exp | add: mm must run between them" in decisions.read_text()

@@ -1,0 +1,81 @@
+"""Element-wise kernels in their readers: through any view, only where it moves no more bytes, never past a write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from overlapc.fusion.inline import inline
+from overlapc.ir.ops import IROp, Loops
+from tests.fusion.build import extern, graph, names, overwrite, pointwise
+from tests.fusion.programs import capture
+from tests.ir.interpret import run_ops
+
+A = torch.arange(24.0).reshape(4, 6) - 7
+
+
+def kernels(function, *inputs: torch.Tensor) -> int:
+    """Number of kernels after inlining; the result is checked against eager."""
+    made = capture(function, *inputs)
+    ops = inline(made.ops, made)
+    got = run_ops(ops, made, [each.clone() for each in inputs])
+    torch.testing.assert_close(got[0], function(*inputs), rtol=0, atol=0)
+    return sum(isinstance(op, Loops) for op in ops)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a: (a + 1) * 2,
+        lambda a: (a + 1).t().contiguous() * 2,
+        lambda a: (a + 1)[1:3, ::2] * 2,
+        lambda a: (a + 1).reshape(8, 3).t() * 2,
+        lambda a: (a + 1).reshape(2, 2, 3, 2).permute(3, 1, 0, 2).sum(-1),
+        lambda a: F.pad(a + 1, (2, 1), value=3.0) * 2,
+        lambda a: (a + 1).sum(1),
+        lambda a: (a * 2).sum(),
+    ],
+)
+def test_through_any_view(function) -> None:
+    assert kernels(function, A) == 1
+
+
+def test_halves_joined_the_other_way_round_read_two_places() -> None:
+    def rotated(a: torch.Tensor) -> torch.Tensor:
+        low, high = (a + 1).chunk(2, -1)
+        return torch.cat((-high, low), -1) * 2
+
+    assert kernels(rotated, A) == 1
+
+
+def test_dear_values_are_not_computed_again_for_every_row() -> None:
+    assert kernels(lambda a: a.exp().expand(3, 4, 6) + 0, A) == 2
+    assert kernels(lambda a: (-a).expand(3, 4, 6) + 0, A) == 1
+
+
+def test_what_others_read_as_it_is_stays() -> None:
+    ops: list[IROp] = [pointwise("x", "a"), pointwise("y", "x"), extern("z", "x")]
+    made = graph(ops, ["y", "z"])
+    assert names(inline(made.ops, made)) == ["x", "y", "z"]
+    made = graph([pointwise("x", "a"), pointwise("y", "x")], ["x", "y"])
+    assert names(inline(made.ops, made)) == ["x", "y"]
+
+
+def test_dear_values_with_two_readers_stay() -> None:
+    made = graph([pointwise("x", "a"), pointwise("y", "x"), pointwise("z", "x")], ["y", "z"])
+    assert names(inline(made.ops, made)) == ["x", "y", "z"]
+
+
+def test_no_read_moves_past_a_write_over_it() -> None:
+    ops: list[IROp] = [pointwise("x", "a"), overwrite("add", "a", "b"), pointwise("y", "x")]
+    made = graph(ops, ["y"])
+    assert names(inline(made.ops, made)) == ["x", "add", "y"]
+    free = graph([pointwise("x", "a"), overwrite("add", "b", "c"), pointwise("y", "x")], ["y"])
+    assert names(inline(free.ops, free)) == ["add", "y"]
+
+
+def test_the_result_knows_all_the_nodes_it_came_from() -> None:
+    made = capture(lambda a: (a + 1) * 2, A)
+    (only,) = inline(made.ops, made)
+    assert only.origin.fx == ("add", "mul")

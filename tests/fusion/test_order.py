@@ -1,0 +1,74 @@
+"""Merging groups keeps a legal order and never makes a cycle, against a plain search over all paths."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlapc.fusion.order import MergingOrder
+
+
+@st.composite
+def graphs_and_merges(draw: st.DrawFn) -> tuple[list[set[int]], list[tuple[int, int]]]:
+    count = draw(st.integers(2, 12))
+    before = [set(draw(st.lists(st.integers(0, at - 1), max_size=3))) if at else set() for at in range(count)]
+    merges = draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=12))
+    return before, merges
+
+
+def has_cycle(before: list[set[int]], group_of: list[int]) -> bool:
+    """Whether the groups depend on each other in a circle, by taking away what needs nothing."""
+    left = {group: {group_of[n] for m in members for n in before[m]} - {group} for group, members in _by(group_of)}
+    while left:
+        free = [group for group, needed in left.items() if not needed & left.keys()]
+        if not free:
+            return True
+        for group in free:
+            del left[group]
+    return False
+
+
+def _by(group_of: list[int]) -> list[tuple[int, list[int]]]:
+    return [(group, [m for m, g in enumerate(group_of) if g == group]) for group in sorted(set(group_of))]
+
+
+@settings(max_examples=300, deadline=None)
+@given(graphs_and_merges())
+def test_merges_are_refused_exactly_when_they_would_close_a_cycle(
+    case: tuple[list[set[int]], list[tuple[int, int]]],
+) -> None:
+    before, merges = case
+    order = MergingOrder(before)
+    group_of = list(range(len(before)))
+    for a, b in merges:
+        first, second = sorted((group_of[a], group_of[b]), key=order.position.__getitem__)
+        if first == second:
+            continue
+        kept, gone = min(first, second), max(first, second)
+        merged = [kept if group == gone else group for group in group_of]
+        cycle = has_cycle(before, merged)
+        between = order.merge(first, second)
+        assert (between is not None) == cycle
+        if between is None:
+            group_of = merged
+        else:
+            assert between in group_of
+            assert between not in (first, second)
+    final = order.order()
+    assert sorted(final) == sorted(set(group_of))
+    place = {group: at for at, group in enumerate(final)}
+    for member, needed in enumerate(before):
+        for each in needed:
+            assert group_of[each] == group_of[member] or place[group_of[each]] < place[group_of[member]]
+
+
+def test_what_does_not_move_keeps_its_order() -> None:
+    order = MergingOrder([set(), set(), set(), {0}, {2}])
+    assert order.merge(0, 4) is None
+    assert order.order() == [1, 2, 0, 3]
+
+
+def test_the_group_in_between_is_named() -> None:
+    order = MergingOrder([set(), {0}, {1}])
+    assert order.merge(0, 2) == 1
+    assert order.order() == [0, 1, 2]
