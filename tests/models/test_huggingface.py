@@ -1,0 +1,127 @@
+"""Models as people train them: random weights of Hugging Face configurations, one step against eager.
+
+    pip install transformers && pytest tests/models
+
+Skipped where transformers is not installed; it is no dependency of ours, and CI does without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from overlapc.runtime.counters import counted
+
+T = pytest.importorskip("transformers", reason="needs transformers (pip install transformers)")
+
+LABELS = torch.tensor([1, 3])
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SEQ2SEQ = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "dropout": 0.0,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+}  # fmt: skip
+Inputs = dict[str, Tensor]
+
+
+def language(model: str, **config: Any) -> tuple[nn.Module, Inputs]:
+    """`model` is a causal, masked or sequence-to-sequence class; its config class has the family's name."""
+    family = model.removesuffix("ForCausalLM").removesuffix("ForMaskedLM").removesuffix("ForConditionalGeneration")
+    family = family.removesuffix("LMHeadModel")
+    tokens = torch.randint(3, 90, (2, 16))
+    made = getattr(T, model)(getattr(T, f"{family}Config")(vocab_size=100, **config))
+    return made, {"input_ids": tokens, "labels": tokens}
+
+
+def vision(model: str, size: int, **config: Any) -> tuple[nn.Module, Inputs]:
+    family = model.removesuffix("ForImageClassification")
+    made = getattr(T, model)(getattr(T, f"{family}Config")(num_labels=5, **config))
+    return made, {"pixel_values": torch.randn(2, 3, size, size), "labels": LABELS}
+
+
+def whisper() -> tuple[nn.Module, Inputs]:
+    config = T.WhisperConfig(
+        vocab_size=100, num_mel_bins=16, max_source_positions=20, max_target_positions=32, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, **SEQ2SEQ,
+    )  # fmt: skip
+    tokens = torch.randint(3, 90, (2, 16))
+    made = T.WhisperForConditionalGeneration(config)
+    return made, {"input_features": torch.randn(2, 16, 40), "labels": tokens}
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
+    "llama": lambda: language("LlamaForCausalLM", num_key_value_heads=2, **SMALL),
+    "qwen2": lambda: language("Qwen2ForCausalLM", num_key_value_heads=2, **SMALL),
+    "gemma2": lambda: language("Gemma2ForCausalLM", num_key_value_heads=2, head_dim=8, **SMALL),
+    "phi": lambda: language("PhiForCausalLM", **SMALL),
+    "gpt2": lambda: language(
+        "GPT2LMHeadModel", n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    ),
+    "opt": lambda: language(
+        "OPTForCausalLM", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64,
+        word_embed_proj_dim=32, dropout=0.0, max_position_embeddings=64,
+    ),
+    "mamba": lambda: language("MambaForCausalLM", hidden_size=32, num_hidden_layers=2, state_size=4),
+    "mixtral": lambda: language("MixtralForCausalLM", num_key_value_heads=2, num_local_experts=4, **SMALL),
+    "bert": lambda: language("BertForMaskedLM", **NO_DROPOUT, **SMALL),
+    "distilbert": lambda: language(
+        "DistilBertForMaskedLM", dim=32, n_layers=2, n_heads=4, hidden_dim=64, dropout=0.0, attention_dropout=0.0
+    ),
+    "bart": lambda: language("BartForConditionalGeneration", max_position_embeddings=64, **SEQ2SEQ),
+    "t5": lambda: language(
+        "T5ForConditionalGeneration", d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0, pad_token_id=0,
+    ),
+    "whisper": whisper,
+    "vit": lambda: vision("ViTForImageClassification", 32, image_size=32, patch_size=8, **NO_DROPOUT, **SMALL),
+    "swin": lambda: vision(
+        "SwinForImageClassification", 32, image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[2, 2],
+        window_size=4, drop_path_rate=0.0, **NO_DROPOUT,
+    ),
+    "resnet": lambda: vision(
+        "ResNetForImageClassification", 64, embedding_size=8, hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1],
+        layer_type="basic",
+    ),
+    "convnext": lambda: vision(
+        "ConvNextForImageClassification", 64, hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1]
+    ),
+}  # fmt: skip
+
+
+def step(model: nn.Module, inputs: Inputs, call: Callable[..., Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad(set_to_none=True)
+    loss = call(**inputs).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def breaks(model: nn.Module, inputs: Inputs, backend: str) -> tuple[Tensor, dict[str, Tensor], int]:
+    """A compiled step and how many graph breaks it took."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    loss, grads = step(model, inputs, torch.compile(model, backend=backend))
+    return loss, grads, sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_equals_eager(name):
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]()
+    model.train()
+    expected, wanted = step(model, inputs, model)
+    _, _, unavoidable = breaks(model, inputs, "aot_eager")
+    loss, grads, broken = breaks(model, inputs, "overlapc")
+    assert counted("kernels") > 20
+    assert broken <= unavoidable
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    assert grads.keys() == wanted.keys()
+    # A gradient that is zero up to rounding has no relative error to speak of: measured against the largest one.
+    floor = max(gradient.norm().item() for gradient in wanted.values()) * 1e-6
+    for parameter, gradient in wanted.items():
+        error = (grads[parameter] - gradient).norm().item()
+        assert error <= 1e-4 * max(gradient.norm().item(), floor), parameter
