@@ -15,7 +15,19 @@ import torch
 
 from overlapc.codegen.kernel import KernelSource
 from overlapc.ir.body import Body, Reduce, reduction_depth
-from overlapc.ir.ops import Extern, Handle, IROp, Layout, Loops, LoweredGraph, Start, View, Wait, tree_leaves
+from overlapc.ir.ops import (
+    Extern,
+    Handle,
+    IROp,
+    Layout,
+    Loops,
+    LoweredGraph,
+    Start,
+    View,
+    Wait,
+    tree_leaves,
+    views_read,
+)
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 
@@ -198,10 +210,30 @@ class _Builder:
                 for dim, expr in enumerate(exprs):
                     if expr.is_Symbol:
                         self._bind(BindSize(expr, name, dim, stride))
+        relied_on = self._layouts_relied_on()
         for name in self.graph.inputs:
             view = self.graph.views.get(name)
-            if view is not None and name in used:
+            if view is not None and name in relied_on:
                 self.instructions.append(CheckInput(name, view.layout))
+
+    def _layouts_relied_on(self) -> set[str]:
+        """Buffers whose traced layout generated code builds on: kernels, and views made here.
+
+        What only calls see, and as it came, may differ: some ops' fake results do (`_embedding_bag`).
+        """
+        found: set[str] = set()
+        for node in self.schedule.nodes:
+            op: IROp = node.payload
+            if isinstance(op, Loops):
+                found |= {load.buffer for load in op.body.loads()}
+            else:
+                found |= {leaf.buffer for leaf in views_read(op) if self._is_other_view(leaf)}
+        found |= {leaf.buffer for leaf in _leaves(self.graph.outputs) if self._is_other_view(leaf)}
+        return {self.graph.root(name) for name in found}
+
+    def _is_other_view(self, leaf: View | Handle) -> bool:
+        own = self.graph.views.get(self.graph.root(leaf.buffer))
+        return isinstance(leaf, View) and own is not None and leaf.layout != own.layout
 
     def _inputs_used(self) -> set[str]:
         """Arguments that some op reads or overwrites, or that are returned."""

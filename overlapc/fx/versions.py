@@ -84,7 +84,7 @@ __all__ = [
 ]
 
 
-def symbol_hint(size: torch.SymInt, symbol: Any) -> int | None:
+def symbol_hint(size: torch.SymInt | torch.SymFloat, symbol: Any) -> int | None:
     """What `symbol` stood for when the graph of `size` was traced; None for one known only at run time."""
     shape_env = size.node.shape_env
     if shape_env is None:

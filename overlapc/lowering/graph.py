@@ -44,6 +44,7 @@ from overlapc.ir.ops import Extern, Handle, IROp, Layout, Loops, LoweredGraph, P
 from overlapc.lowering.table import LIBRARY_CALLS, OUT_VARIANTS, Impossible, lowering_of
 from overlapc.runtime.support import owned
 
+aten = torch.ops.aten
 # Arithmetic on sizes that yields a float.
 _FLOAT_OPS = (sympy.Add, sympy.Mul, sympy.Pow, ToFloat, IntTrueDiv, FloatTrueDiv, FloatPow)
 Scalar = int | float | bool | sympy.Expr
@@ -135,6 +136,7 @@ class Context:
         self.comm_of = comm_of
         self.env: dict[Node, Any] = {}
         self.latest: dict[str, str] = {}  # root buffer -> its name after the latest mutation
+        self.given: dict[str, View] = {}  # copy of an input -> the input
         self.mutated: dict[str, str] = {}  # name after a mutation -> root buffer
         self.flying: set[str] = set()  # results of collectives, until their wait
         self.known: set[str] = set()  # symbols that the arguments or an earlier op bring
@@ -169,12 +171,22 @@ class Context:
             layout = self.layout(value, offset=sympy.S.Zero)
             self.graph.views[node.name] = View(node.name, layout)
             self.known.update(str(symbol) for size in (*layout.size, *layout.stride) for symbol in size.free_symbols)
+            if value.is_neg() or value.is_conj():
+                return self._resolved(self.graph.views[node.name])
             return self.graph.views[node.name]
         if isinstance(value, torch.SymInt | int) and not isinstance(value, bool):
             self.graph.scalars[node.name] = self.expr(value)
             self.known.update(str(symbol) for symbol in self.graph.scalars[node.name].free_symbols)
             return self.graph.scalars[node.name]
         return Handle(node.name)
+
+    def _resolved(self, given: View) -> View:
+        """An input whose numbers are the conjugates or negatives of what its memory holds, as they are."""
+        name = f"{self.node.name}_resolved"
+        view = View(name, given.layout)
+        self.add(Extern(name, _owned(aten.alias.default), (given,), {}, view, origin=provenance(self.node)))
+        self.given[name] = given
+        return view
 
     def _constant(self, node: Node) -> Any:
         target: Any = self.gm
@@ -190,6 +202,8 @@ class Context:
 
     def _call(self, node: Node) -> Any:
         args, kwargs = self._resolve(node.args), self._resolve(node.kwargs)
+        if node.target is aten.copy_.default and isinstance(args[0], View) and args[0].buffer in self.given:
+            args = (self.given[args[0].buffer], *args[1:])  # the caller's tensor, not our copy of it
         value = node.meta.get("val")
         target = node.target
         assert callable(target), f"the target of a call is {target!r}"
@@ -303,13 +317,18 @@ class Context:
         return torch.utils._pytree.tree_map(leaf, value)
 
     def _is_described(self, base: View, value: Any) -> bool:
-        """Whether a view op's results are layouts over the memory of `base`, as its elements stand there."""
+        """Whether a view op's results are layouts over the memory of `base`, as its elements stand there.
+
+        Memory holds numbers as they are: conjugate and negative bits were resolved when it was written. So a view
+        under which such a bit changes means other numbers.
+        """
+        origin = self._argument_value(self.node)
         return all(
             isinstance(leaf, torch.Tensor)
             and leaf.layout == torch.strided
             and leaf.dtype == base.dtype
-            and not leaf.is_conj()
-            and not leaf.is_neg()
+            and leaf.is_conj() == origin.is_conj()
+            and leaf.is_neg() == origin.is_neg()
             for leaf in torch.utils._pytree.tree_leaves(value)
         )
 

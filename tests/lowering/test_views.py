@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from overlapc.runtime.counters import counted
-from tests.lowering.compare import same
+from tests.lowering.compare import compiled, same
 
 SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 
@@ -81,3 +81,22 @@ def test_rearranging_is_generated_code():
     same(lambda x: x.flip(0) + x.roll(1, 1) + x.repeat(1, 2)[:, :5], torch.randn(4, 5))
     assert counted("fallbacks") == 0
     assert counted("kernels") == 1
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_inputs_that_carry_a_negative_or_conjugate_bit(change):
+    def function(x, y):
+        if change:
+            x.mul_(2)
+        return x + 1, (x * 2).sum(), torch.view_as_real(y * 1).sum(0)
+
+    def arguments():
+        return torch._neg_view(torch.arange(8.0)), torch.arange(4).to(torch.complex64).mul(1 + 2j).conj()
+
+    negative, conjugate = arguments()
+    assert negative.is_neg()
+    assert conjugate.is_conj()
+    expected = function(negative, conjugate)
+    found_arguments = arguments()
+    torch.testing.assert_close(compiled(function)(*found_arguments), expected)
+    torch.testing.assert_close(found_arguments, (negative, conjugate))
