@@ -1,9 +1,9 @@
-"""Measures this machine's CPU and gloo over loopback, and keeps the profile.
+"""This machine's profile: measured on first use on a CPU, and how measurements become a profile file.
 
-    python -m overlapc.estimators.calibrate [FILE]      write the measured profile (default: print it)
+    python -m overlapc.estimators.calibrate [FILE]      write the quick CPU profile (default: print it)
 
-Two processes, as two ranks of one host would, measure at the same time: copying, matmuls, the time of a
-call, collectives of 64 KiB to 16 MiB, and how much a matmul and a gather slow each other. About ten seconds.
+Two processes, as two ranks of one host would, measure at the same time for about ten seconds (measure.py says what).
+`overlapc calibrate` measures more, on CPUs and on GPUs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,11 @@ import torch.distributed as dist
 
 from overlapc.errors import OverlapcError
 from overlapc.estimators.device import DeviceProfile, load_profile, profile_from_json
+from overlapc.estimators.measure import Effort, Measurement
 
+Derived = dict[str, tuple[Any, str]]  # quantity -> its value and where that comes from
 RANKS = 2
 TIMEOUT_S = 120.0
-_SIZES = (2**16, 2**18, 2**20, 2**22, 2**24)  # bytes by each collective's definition
 
 
 class CalibrationError(OverlapcError):
@@ -95,13 +95,12 @@ def measure() -> dict[str, Any]:
                     worker.kill()
                 worker.wait()
         data: dict[str, Any] = json.loads((Path(folder) / "profile.json").read_text())
-    profile_from_json(data)  # fails here, not at the next reader, if a worker wrote nonsense
     return data
 
 
 def _machine_key() -> str:
     """Changes with anything that makes old numbers wrong."""
-    parts = (_cpu_name(), str(os.cpu_count()), torch.__version__, "1")  # last: version of what is measured
+    parts = (_cpu_name(), str(os.cpu_count()), torch.__version__, "2")  # last: version of what is measured
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
 
 
@@ -113,107 +112,71 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
 
 
-def _seconds(call: Callable[[], Any], *, repeats: int = 7) -> float:
-    """The median time of a call, after two to warm up."""
-    for _ in range(2):
-        call()
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+def profile_document(
+    name: str, origin: str, ranks: Sequence[Mapping[str, Any]], derived: Callable[[Mapping[str, Any]], Derived]
+) -> dict[str, Any]:
+    """A profile file's content from what each rank measured (`Measurement.result`): medians over the ranks.
+
+    `derived` adds, from the measured ones, quantities that were not measured, each with an origin of its own.
+    """
+    measured = median_of(list(ranks))
+    quantities = {key: {"value": value, "origin": origin} for key, value in measured["quantities"].items()}
+    for key, (value, said) in derived(measured["quantities"]).items():
+        quantities.setdefault(key, {"value": value, "origin": said})
+    if "host_link" in quantities:
+        quantities["host_link"]["origin"] = f"bandwidth of the largest gather: {origin}; step: a quarter of the floor"
+    document = {
+        "name": name,
+        "origin": origin,
+        "quantities": quantities,
+        "tables": [{**table, "origin": origin} for table in measured["tables"]],
+        "curves": [
+            {"curve": curve, "origin": origin, "points": points} for curve, points in measured["curves"].items()
+        ],
+        "facts": measured["facts"],
+    }
+    profile_from_json(document)  # fails here, not at the next reader, if a rank measured nonsense
+    return document
+
+
+def median_of(values: Sequence[Any]) -> Any:
+    """Equal structures with the median of each number; everything else must be equal and stays."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: median_of([value[key] for value in values]) for key in first}
+    if isinstance(first, list):
+        return [median_of(items) for items in zip(*values, strict=True)]
+    return statistics.median(values) if isinstance(first, float) else first
+
+
+def cpu_origin(ranks: int) -> str:
+    """How a CPU profile's numbers were found."""
+    return f"measured: {ranks} processes on {_cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
+
+
+def cpu_derived(quantities: Mapping[str, Any]) -> Derived:
+    """What a CPU profile says besides its measurements."""
+    return {
+        "flops_per_s.vector": (quantities["flops_per_s.fp32"] / 4, "derived: a quarter of fp32 matmuls"),
+        "synchronous": (True, "compute runs on the launching thread"),
+        "ranks_per_host": (1024, "assumed: every rank over loopback"),
+    }
 
 
 def _worker(rank: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
-    origin = f"measured: 2 processes on {_cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    values: dict[str, Any] = {}
-    for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
-        a, b = torch.rand(512, 512).to(dtype), torch.rand(512, 512).to(dtype)
-        dist.barrier()
-        values[f"flops_per_s.{name}"] = 2 * 512**3 / _seconds(partial(torch.matmul, a, b))
-    values["flops_per_s.vector"] = values["flops_per_s.fp32"] / 4
-    source = torch.rand(2**23)  # 32 MiB: past the caches of most CPUs
-    target = torch.empty_like(source)
-    dist.barrier()
-    values["memory_bytes_per_s"] = 2 * source.nbytes / _seconds(lambda: target.copy_(source))
-    small = torch.rand(16)
-    values["launch_ns"] = _seconds(lambda: [small.add(1.0) for _ in range(100)]) / 100 * 1e9
-    tables = _tables()
-    floor = min(points[0][1] for points in tables.values())
-    largest_bytes, largest_ns = tables["all_gather"][-1]
-    values["collective_floor_ns"] = floor
-    values["host_link"] = {
-        "bytes_per_s": largest_bytes * (RANKS - 1) / RANKS / max(largest_ns - floor, 1.0) * 1e9,
-        "step_ns": floor / 4,
-    }
-    compute, collective = _contention()
-    values["slowdowns"] = {"other": {"matmul": compute, "memory": compute}}
-    values["collective_slowdown"] = collective
-    values["synchronous"] = True
-    values["ranks_per_host"] = 1024
-    said = {
-        "flops_per_s.vector": "derived: a quarter of fp32 matmuls",
-        "synchronous": "compute runs on the launching thread",
-        "ranks_per_host": "assumed: every rank over loopback",
-        "host_link": f"bandwidth {origin}; step assumed: a quarter of the floor",
-    }
+    measurement = Measurement(torch.device("cpu"), Effort.quick())
+    measurement.compute()
+    measurement.communication()
+    measurement.contention()
+    results: list[Any] = [None] * RANKS
+    dist.all_gather_object(results, measurement.result())
     if rank == 0:
-        data = {
-            "name": "cpu-gloo",
-            "origin": origin,
-            "quantities": {key: {"value": v, "origin": said.get(key, origin)} for key, v in values.items()},
-            "tables": [
-                {"collective": name, "ranks": RANKS, "origin": origin, "points": points}
-                for name, points in tables.items()
-            ],
-        }
-        Path(folder, "profile.json").write_text(json.dumps(data))
+        document = profile_document("cpu-gloo", cpu_origin(RANKS), results, cpu_derived)
+        Path(folder, "profile.json").write_text(json.dumps(document))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _tables() -> dict[str, list[tuple[int, float]]]:
-    """(bytes by definition, ns) of each collective in fp32."""
-    tables: dict[str, list[tuple[int, float]]] = {"all_gather": [], "reduce_scatter": [], "all_reduce": []}
-    for size in _SIZES:
-        whole, shard = torch.zeros(size // 4), torch.zeros(size // 4 // RANKS)
-        calls: dict[str, Callable[[], Any]] = {
-            "all_gather": partial(dist.all_gather_into_tensor, whole, shard),
-            "reduce_scatter": partial(dist.reduce_scatter_tensor, shard, whole),
-            "all_reduce": partial(dist.all_reduce, whole),
-        }
-        for name, call in calls.items():
-            dist.barrier()
-            tables[name].append((size, _seconds(call) * 1e9))
-    return tables
-
-
-def _contention() -> tuple[float, float]:
-    """(how much slower matmuls get beside a gather, and the gather beside matmuls); both at least 1."""
-    whole, shard = torch.zeros(2**22), torch.zeros(2**22 // RANKS)
-    a, b = torch.rand(256, 256), torch.rand(256, 256)
-    dist.barrier()
-    alone_s = _seconds(lambda: a @ b, repeats=50)
-    gather_s = _seconds(lambda: dist.all_gather_into_tensor(whole, shard))
-    matmul_s, beside_s = [], []
-    for _ in range(5):
-        dist.barrier()
-        begin = time.perf_counter()
-        work = dist.all_gather_into_tensor(whole, shard, async_op=True)
-        count = 0
-        while not work.is_completed():
-            a @ b
-            count += 1
-        spent = time.perf_counter() - begin
-        work.wait()
-        beside_s.append(spent)
-        if count:
-            matmul_s.append(spent / count)
-    compute = statistics.median(matmul_s) / alone_s if matmul_s else 1.0
-    return max(1.0, compute), max(1.0, statistics.median(beside_s) / gather_s)
 
 
 def main(arguments: list[str]) -> None:

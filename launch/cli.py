@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -158,6 +159,42 @@ def plan(
     print(report)
     for target in save or ():
         print(f"written to {report.save(target)}")
+
+
+@app.command(epilog="example: overlapc calibrate --nproc 4 --device cuda --out h200.json")
+def calibrate(
+    nproc: Annotated[int, typer.Option(metavar="N", help="processes on this host, one a GPU; 1 measures no links")] = 2,
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda", help="what to measure (default: cuda if there is any)")
+    ] = "",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="the profile to write (default: <name>.json)", show_default=False),
+    ] = None,
+    name: Annotated[str, typer.Option(metavar="NAME", help="of the profile (default: made from the device)")] = "",
+    ranks_per_host: Annotated[
+        int, typer.Option(metavar="N", help="devices of a whole host (default: those of this machine)")
+    ] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="a CPU's few sizes: about ten seconds")] = False,
+) -> None:
+    """Measure this machine and write a device profile: matmuls, memory, kernels, collectives, contention.
+
+    Takes one to two minutes. Use it with -o profile=FILE, or OVERLAPC_PROFILE=FILE.
+    """
+    _check_torch()
+    from overlapc.launch.calibrate import CalibrateConfig
+
+    if not device:
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    cfg = CalibrateConfig(nproc, device, name, ranks_per_host, quick)
+    cfg.check()
+    target = (out or Path(f"{cfg.profile_name}.json")).resolve()
+    _writable(target.parent)
+    with tempfile.TemporaryDirectory() as folder:
+        command = ("-m", "overlapc.launch.calibrate", json.dumps(dataclasses.asdict(cfg)), str(target))
+        run_ranks(command, nproc, Path(folder))
 
 
 @app.command(epilog="example: overlapc report overlap.json --save report.html")

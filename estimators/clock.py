@@ -1,0 +1,203 @@
+"""One way to take times on a CPU and on a GPU, so that what measures a GPU can be tried without one.
+
+On a GPU the launches of a measurement are queued behind a wait on the device, and times are taken between marks on
+its streams: the host's time to launch is hidden. On a CPU a mark is the time at which it was made.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+Launch = Callable[[], dist.Work]  # puts one collective in flight
+_CYCLES_PER_S = 2e9  # of a GPU's clock, or a little more, so that holds are long enough
+_MOST_HELD_S = 0.2
+_SPAN_S = 0.01  # how much compute one sample should hold
+_MOST_CALLS = 100  # in one sample; a GPU's queue of launches holds about a thousand
+
+
+class Clock(Protocol):
+    """Marks points in what was launched. Marks may be compared after `sync`."""
+
+    @property
+    def queued(self) -> bool:
+        """Whether launches return at once and run in order behind each other."""
+        ...
+
+    def hold(self, host_s: float) -> None:
+        """Let nothing launched from now on begin until the host has had `host_s` seconds to launch it."""
+        ...
+
+    def mark(self) -> Any:
+        """The moment at which everything launched so far on the compute stream is done."""
+        ...
+
+    def mark_when_done(self, work: dist.Work) -> Any:
+        """The moment at which `work` is done, wherever the compute stream is by then."""
+        ...
+
+    def between_ns(self, earlier: Any, later: Any) -> float:
+        """Time from one mark to another."""
+        ...
+
+    def sync(self) -> None:
+        """Wait until everything launched so far is done."""
+        ...
+
+
+class CpuClock:
+    """Calls return when they are done; gloo's collectives run on threads of their own."""
+
+    queued = False
+
+    def hold(self, host_s: float) -> None:
+        pass
+
+    def mark(self) -> list[float]:
+        return [time.perf_counter()]
+
+    def mark_when_done(self, work: dist.Work) -> list[float]:
+        at: list[float] = []
+        work.get_future().then(lambda _: at.append(time.perf_counter()))
+        return at
+
+    def between_ns(self, earlier: list[float], later: list[float]) -> float:
+        deadline = time.monotonic() + 30.0
+        while not later and time.monotonic() < deadline:  # the callback runs just after the one who waits goes on
+            time.sleep(1e-4)
+        return (later[0] - earlier[0]) * 1e9
+
+    def sync(self) -> None:
+        pass
+
+
+class CudaClock:
+    """CUDA events, on the current stream unless said otherwise."""
+
+    queued = True
+
+    def __init__(self) -> None:
+        self._side = torch.cuda.Stream()
+
+    def hold(self, host_s: float) -> None:
+        torch.cuda._sleep(int(min(host_s, _MOST_HELD_S) * _CYCLES_PER_S))
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def mark_when_done(self, work: dist.Work) -> torch.cuda.Event:
+        with torch.cuda.stream(self._side):
+            work.wait()
+            return self.mark()
+
+    def between_ns(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        return earlier.elapsed_time(later) * 1e6
+
+    def sync(self) -> None:
+        torch.cuda.synchronize()
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock of a device's streams, or of the host."""
+    return CudaClock() if device.type == "cuda" else CpuClock()
+
+
+def compute_ns(clock: Clock, call: Callable[[], Any], rounds: int = 3) -> float:
+    """Time of one call among others like it, launches hidden: the median of `rounds` samples."""
+    call()
+    clock.sync()
+    began = time.perf_counter()
+    call()
+    host_s = time.perf_counter() - began
+    clock.sync()
+    calls = max(3, min(_MOST_CALLS, int(_SPAN_S / max(time.perf_counter() - began, 1e-9))))
+    samples = []
+    for _ in range(rounds):
+        clock.hold(2 * calls * host_s + 1e-4)
+        begin = clock.mark()
+        for _ in range(calls):
+            call()
+        end = clock.mark()
+        clock.sync()
+        samples.append(clock.between_ns(begin, end) / calls)
+    return statistics.median(samples)
+
+
+def collective_ns(clock: Clock, launch: Launch, calls: int, rounds: int = 3) -> float:
+    """Time of one collective among `calls` launched back to back, after one at which ranks meet.
+
+    Every rank must ask for the same `calls` and `rounds`. Where collectives are not queued (gloo) each is waited for.
+    """
+    launch().wait()
+    clock.sync()
+    began = time.perf_counter()
+    wait_all([launch() for _ in range(calls)] if clock.queued else [])
+    host_s = time.perf_counter() - began
+    clock.sync()
+    samples = []
+    for _ in range(rounds):
+        clock.hold(2 * host_s + 1e-3)
+        launch().wait()
+        begin = clock.mark()
+        if clock.queued:
+            wait_all([launch() for _ in range(calls)])
+        else:
+            for _ in range(calls):
+                launch().wait()
+        end = clock.mark()
+        clock.sync()
+        samples.append(clock.between_ns(begin, end) / calls)
+    return statistics.median(samples)
+
+
+def beside_ns(
+    clock: Clock, launch: Launch, launches: int, call: Callable[[], Any], calls: int, rounds: int = 3
+) -> tuple[float, float]:
+    """(time of one call, time of one collective) when `launches` and `calls` run beside each other.
+
+    Only the one that is done first ran beside the other all the time.
+    """
+    computing, communicating = [], []
+    for each in range(rounds + 1):  # the first warms up
+        clock.hold(2e-3 + 2e-4 * launches + 5e-5 * calls)
+        launch().wait()
+        begin = clock.mark()
+        works = [launch() for _ in range(launches)]
+        communicated = clock.mark_when_done(works[-1])
+        for _ in range(calls):
+            call()
+        computed = clock.mark()
+        wait_all(works)
+        clock.sync()
+        if each:
+            computing.append(clock.between_ns(begin, computed) / calls)
+            communicating.append(clock.between_ns(begin, communicated) / launches)
+    return statistics.median(computing), statistics.median(communicating)
+
+
+def launch_ns(clock: Clock, call: Callable[[], Any], launches: int = 1, rounds: int = 5) -> float:
+    """Host time of one of the `launches` that a call makes."""
+    call()
+    clock.sync()
+    samples = []
+    calls = max(1, _MOST_CALLS // launches)
+    for _ in range(rounds):
+        clock.hold(1e-3)
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        samples.append((time.perf_counter() - began) / (calls * launches) * 1e9)
+        clock.sync()
+    return statistics.median(samples)
+
+
+def wait_all(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()

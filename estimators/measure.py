@@ -1,0 +1,357 @@
+"""What one rank measures of its device and of its connection to other ranks; the same code on a GPU and a CPU.
+
+All ranks must call these functions in the same order with the same sizes: how many collectives run never depends on
+what a single rank measured.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from overlapc.estimators.clock import (
+    Clock,
+    Launch,
+    beside_ns,
+    clock_for,
+    collective_ns,
+    compute_ns,
+    launch_ns,
+)
+
+MIB = 2**20
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_LLAMA_LAYER = (4096, 16 * MIB, 4 * MIB, 4 * MIB, 16 * MIB, 4096, 56 * MIB, 56 * MIB, 56 * MIB)  # elements, 8B shape
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention of `heads` queries that share `kv_heads` keys and values."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seq: int
+    width: int
+
+    @property
+    def flops(self) -> int:
+        """Of the forward, as the estimators count: causal attention like any other."""
+        return 4 * self.batch * self.heads * self.seq * self.seq * self.width
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Which sizes to measure."""
+
+    matmuls: Mapping[str, Sequence[tuple[int, int, int]]]  # dtype -> (rows, inner, columns)
+    copy_bytes: int
+    collectives: Sequence[str]
+    collective_bytes: Sequence[int]
+    collective_dtypes: Sequence[str]
+    beside_bytes: int  # of collectives, and of copies, that run beside something
+    beside_matmul: tuple[int, int, int]
+    attention: Mapping[str, Sequence[Attention]] = field(default_factory=dict)
+    layer: Sequence[int] = ()  # elements of the tensors that a coalesced collective moves
+    generated_bytes: Sequence[int] = ()  # read and written by a generated kernel
+    warm_up_s: float = 0.0  # of matmuls: clocks settle
+
+    @classmethod
+    def quick(cls) -> Effort:
+        """About ten seconds on two cores: what is measured when a machine's CPU is first compiled for."""
+        return cls(
+            matmuls={"fp32": [(512, 512, 512)], "bf16": [(512, 512, 512)]},
+            copy_bytes=32 * MIB,
+            collectives=("all_gather", "reduce_scatter", "all_reduce"),
+            collective_bytes=[2**16, 2**18, MIB, 4 * MIB, 16 * MIB],
+            collective_dtypes=("fp32",),
+            beside_bytes=16 * MIB,
+            beside_matmul=(256, 256, 256),
+        )
+
+    @classmethod
+    def cpu(cls) -> Effort:
+        """What `overlapc calibrate` measures on a CPU."""
+        squares = [(size, size, size) for size in (64, 128, 256, 512, 1024)]
+        return cls(
+            matmuls={"fp32": squares, "bf16": squares},
+            attention={"fp32": [Attention(1, 4, 2, seq, 64) for seq in (128, 512)]},
+            copy_bytes=32 * MIB,
+            collectives=COLLECTIVES,
+            collective_bytes=[2**16, 2**18, MIB, 4 * MIB, 16 * MIB],
+            collective_dtypes=("fp32",),
+            beside_bytes=16 * MIB,
+            beside_matmul=(256, 256, 256),
+            layer=[size // 64 for size in _LLAMA_LAYER],
+            generated_bytes=[2**16, MIB, 16 * MIB],
+        )
+
+    @classmethod
+    def gpu(cls) -> Effort:
+        """What `overlapc calibrate` measures on a GPU: sizes of transformers from small to Llama-8B and above."""
+        bf16 = [(size, size, size) for size in (256, 512, 1024, 2048)]
+        for rows in (1024, 4096):
+            bf16 += [(rows, 4096, 1024), (rows, 4096, 4096), (rows, 4096, 14336), (rows, 14336, 4096)]
+        bf16 += [(4096, 4096, 32000), (8192, 4096, 14336)]
+        return cls(
+            matmuls={"bf16": bf16, "fp32": [(size, size, size) for size in (512, 1024, 2048, 4096)]},
+            attention={"bf16": [Attention(1, 32, 8, seq, 128) for seq in (512, 1024, 2048, 4096, 8192)]},
+            copy_bytes=1024 * MIB,
+            collectives=COLLECTIVES,
+            collective_bytes=[2**power for power in range(16, 31, 2)],
+            collective_dtypes=("bf16", "fp32"),
+            beside_bytes=512 * MIB,
+            beside_matmul=(8192, 4096, 14336),
+            layer=_LLAMA_LAYER,
+            generated_bytes=[2**power for power in range(18, 31, 3)],
+            warm_up_s=1.0,
+        )
+
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+
+
+class Measurement:
+    """Everything that one rank measures. Results are plain data: quantities, curves, tables and facts."""
+
+    def __init__(self, device: torch.device, effort: Effort, say: Callable[[str], None] = lambda _: None) -> None:
+        self.device, self.effort, self.say = device, effort, say
+        self.clock: Clock = clock_for(device)
+        self.quantities: dict[str, Any] = {}
+        self.curves: dict[str, list[list[float]]] = {}
+        self.tables: list[dict[str, Any]] = []
+        self.facts: dict[str, float] = {}
+
+    def compute(self) -> None:
+        """Copies, matmuls, attention, the shortest kernel and the host's time for a launch. No communication."""
+        effort, values = self.effort, self.quantities
+        self.say("copies")
+        values["memory_bytes_per_s"] = self._copy_rate(effort.copy_bytes)
+        self._warm_up()
+        for dtype, shapes in effort.matmuls.items():
+            self.say(f"matmuls, {dtype}")
+            points = [self._matmul(shape, DTYPES[dtype]) for shape in shapes]
+            self._curve(f"matmul.{dtype}", points)
+            values[f"flops_per_s.{dtype}"] = max(rate for _, rate in points)
+        for dtype, cases in effort.attention.items():
+            self.say(f"attention, {dtype}")
+            times = [(case.flops, *self._attention(case, DTYPES[dtype])) for case in cases]
+            self._curve(f"attention.{dtype}", [(flops, flops / ns * 1e9) for flops, ns, _ in times])
+            self._curve(
+                f"attention_backward.{dtype}", [(flops * 5 // 2, 2.5 * flops / ns * 1e9) for flops, _, ns in times]
+            )
+        small = self._random(16, dtype=torch.float32)
+        if self.device.type != "cpu":
+            values["kernel_floor_ns"] = compute_ns(self.clock, lambda: small.add_(1.0))
+        values["launch_ns"] = launch_ns(self.clock, lambda: small.add_(1.0))
+
+    def communication(self) -> None:
+        """Collectives of the whole world, and of pairs of neighbours when there are more ranks than two."""
+        world = dist.get_world_size()
+        assert dist.group.WORLD is not None
+        self._collectives(dist.group.WORLD)
+        if world > 2 and world % 2 == 0:
+            pairs = [dist.new_group([first, first + 1]) for first in range(0, world, 2)]
+            self._collectives(pairs[dist.get_rank() // 2])
+        self.say("coalesced collectives")
+        self._coalesced(dist.group.WORLD)
+
+    def contention(self) -> None:
+        """How much compute and collectives of the whole world slow each other, on default channels."""
+        effort, clock, device = self.effort, self.clock, self.device
+        assert dist.group.WORLD is not None
+        a, b = self._operands(effort.beside_matmul, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        product = torch.mm(a, b)
+        source = self._random(effort.beside_bytes // 4, dtype=torch.float32)
+        target = torch.empty_like(source)
+        beside = {"matmul": lambda: torch.mm(a, b, out=product), "memory": lambda: torch.add(source, 1.0, out=target)}
+        # gloo cannot say when a reduce-scatter is done; its gather stands for all collectives.
+        cases = {"all_gather": "bf16", "reduce_scatter": "fp32"} if clock.queued else {"all_gather": "fp32"}
+        slowdowns: dict[str, dict[str, float]] = {}
+        for collective, dtype in cases.items():
+            launch = launcher(collective, dist.group.WORLD, effort.beside_bytes, DTYPES[dtype], device)
+            own_alone_ns = collective_ns(clock, launch, calls_for(effort.beside_bytes, clock))
+            alone_ns = self._agreed(own_alone_ns)
+            found: dict[str, float] = {}
+            for kind, call in beside.items():
+                self.say(f"{collective} beside {kind}")
+                own_call_ns = compute_ns(clock, call)
+                call_ns = self._agreed(own_call_ns)
+                # The first to be done must have had company all the time: the other is given twice the work.
+                launches = max(1, math.ceil(10 * call_ns / alone_ns)) if clock.queued else 1
+                calls = max(1, int(launches * alone_ns / call_ns / 2.5))
+                slowed_ns, _ = beside_ns(clock, launch, launches, call, calls)
+                found[kind] = max(1.0, slowed_ns / own_call_ns)
+                calls = max(1, math.ceil(2 * launches * alone_ns / call_ns))
+                _, slowed_ns = beside_ns(clock, launch, launches, call, calls)
+                found[f"own_{kind}"] = max(1.0, slowed_ns / own_alone_ns)
+            slowdowns[collective] = found
+        kinds = [f"{own}{kind}" for kind in beside for own in ("", "own_")]
+        mean = {kind: sum(each[kind] for each in slowdowns.values()) / len(slowdowns) for kind in kinds}
+        if not clock.queued:
+            slowdowns = {}
+        self.quantities["slowdowns"] = {**slowdowns, "other": mean}
+        self.quantities["collective_slowdown"] = mean["own_matmul"]
+
+    def result(self) -> dict[str, Any]:
+        """Everything measured, as JSON has it; the same structure on every rank."""
+        return {
+            "quantities": self.quantities,
+            "curves": self.curves,
+            "tables": self.tables,
+            "facts": self.facts,
+        }
+
+    # --- compute
+
+    def _random(self, *size: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(size, device=self.device).to(dtype)
+
+    def _operands(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """As `x @ weight.t()` has them."""
+        rows, inner, columns = shape
+        return self._random(rows, inner, dtype=dtype), self._random(columns, inner, dtype=dtype).t()
+
+    def _matmul(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[int, float]:
+        a, b = self._operands(shape, dtype)
+        flops = 2 * math.prod(shape)
+        return flops, flops / compute_ns(self.clock, lambda: torch.mm(a, b)) * 1e9
+
+    def _copy_rate(self, size_bytes: int) -> float:
+        """Bytes read and written a second."""
+        source = self._random(size_bytes // 4, dtype=torch.float32)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / compute_ns(self.clock, lambda: target.copy_(source)) * 1e9
+
+    def _warm_up(self) -> None:
+        if self.effort.warm_up_s <= 0:
+            return
+        a, b = self._operands((4096, 4096, 4096), torch.bfloat16)
+        end = time.monotonic() + self.effort.warm_up_s
+        while time.monotonic() < end:
+            for _ in range(20):
+                torch.mm(a, b)
+            self.clock.sync()
+
+    def _attention(self, case: Attention, dtype: torch.dtype) -> tuple[float, float]:
+        """ns of forward and of backward."""
+        shape = (case.batch, case.heads, case.seq, case.width)
+        shared = (case.batch, case.kv_heads, case.seq, case.width)
+        query, key, value = (self._random(*size, dtype=dtype).requires_grad_() for size in (shape, shared, shared))
+
+        def attend() -> Tensor:
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=case.heads != case.kv_heads
+            )
+
+        with torch.no_grad():
+            forward_ns = compute_ns(self.clock, attend)
+        out = attend()
+        grad = torch.randn_like(out)
+        backward_ns = compute_ns(
+            self.clock, lambda: torch.autograd.grad(out, (query, key, value), grad, retain_graph=True)
+        )
+        return forward_ns, backward_ns
+
+    def _curve(self, name: str, points: Sequence[tuple[int, float]]) -> None:
+        """One point a size: the median where several shapes have that size. A single size makes no curve."""
+        rates: dict[int, list[float]] = {}
+        for size, rate in points:
+            rates.setdefault(size, []).append(rate)
+        if len(rates) > 1:
+            self.curves[name] = [[size, _median(rates[size])] for size in sorted(rates)]
+
+    # --- communication
+
+    def _agreed(self, ns: float) -> float:
+        """The slowest rank's time, the same on all: what follows may depend on it."""
+        slowest = torch.tensor([ns], device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest.item())
+
+    def _collectives(self, group: dist.ProcessGroup) -> None:
+        floors = []
+        for collective in self.effort.collectives:
+            self.say(f"{collective} on {group.size()} ranks")
+            for dtype in self.effort.collective_dtypes:
+                points = []
+                for size in self.effort.collective_bytes:
+                    launch = launcher(collective, group, size, DTYPES[dtype], self.device)
+                    points.append([size, collective_ns(self.clock, launch, calls_for(size, self.clock))])
+                launch = launcher(collective, group, self.effort.collective_bytes[0], DTYPES[dtype], self.device)
+                isolated_ns = collective_ns(self.clock, launch, 1, rounds=9)
+                self.facts[f"{collective} {dtype} alone, {points[0][0]} B on {group.size()} ranks, ns"] = isolated_ns
+                floors.append(isolated_ns)
+                self.tables.append({"collective": collective, "ranks": group.size(), "dtype": dtype, "points": points})
+        if group.size() == dist.get_world_size():
+            self._link(group.size(), min(floors))
+
+    def _link(self, ranks: int, floor_ns: float) -> None:
+        """What rings and trees need: latency, and bandwidth from the largest gather."""
+        largest, largest_ns = next(t for t in self.tables if t["collective"] == "all_gather")["points"][-1]
+        moved = largest * (ranks - 1) / ranks
+        self.quantities["collective_floor_ns"] = floor_ns
+        self.quantities["host_link"] = {
+            "bytes_per_s": moved / max(largest_ns - floor_ns, 1.0) * 1e9,
+            "step_ns": floor_ns / 4,
+        }
+
+    def _coalesced(self, group: dist.ProcessGroup) -> None:
+        """The tensors of a layer in one coalesced gather, against one flat gather of as many bytes."""
+        if not self.effort.layer:
+            return
+        dtype = DTYPES[self.effort.collective_dtypes[0]]
+        ranks = group.size()
+        shards = [torch.zeros(math.ceil(size / ranks), dtype=dtype, device=self.device) for size in self.effort.layer]
+        wholes = [torch.zeros(shard.numel() * ranks, dtype=dtype, device=self.device) for shard in shards]
+        size = sum(whole.nbytes for whole in wholes)
+        calls = calls_for(size, self.clock)
+        together = partial(group.allgather_into_tensor_coalesced, wholes, shards)
+        flat = launcher("all_gather", group, size, dtype, self.device)
+        together_ns = self._agreed(collective_ns(self.clock, together, calls))
+        flat_ns = self._agreed(collective_ns(self.clock, flat, calls))
+        self.quantities["coalesced_tensor_ns"] = max(0.0, (together_ns - flat_ns) / (len(shards) - 1))
+        self.facts[f"all_gather of {len(shards)} tensors, {size} B, coalesced, ns"] = together_ns
+        self.facts[f"all_gather of one tensor, {size} B, ns"] = flat_ns
+
+
+def calls_for(size_bytes: int, clock: Clock) -> int:
+    """Collectives in one sample; the same on every rank."""
+    if not clock.queued:
+        return 3
+    return 4 if size_bytes >= 256 * MIB else 10 if size_bytes >= 16 * MIB else 30
+
+
+def launcher(
+    collective: str, group: dist.ProcessGroup, size_bytes: int, dtype: torch.dtype, device: torch.device
+) -> Launch:
+    """Puts one collective of `size_bytes` by its own definition in flight, always over the same memory."""
+    ranks = group.size()
+    whole = torch.zeros(max(1, size_bytes // dtype.itemsize // ranks) * ranks, dtype=dtype, device=device)
+    shard = torch.zeros(whole.numel() // ranks, dtype=dtype, device=device)
+    if collective == "all_gather":
+        return lambda: group._allgather_base(whole, shard)
+    if collective == "reduce_scatter":
+        return lambda: group._reduce_scatter_base(shard, whole, dist.ReduceScatterOptions())
+    if collective == "all_reduce":
+        return lambda: group.allreduce([whole])
+    if collective == "all_to_all":
+        result = torch.empty_like(whole)
+        return lambda: group.alltoall_base(result, whole, [], [])
+    if collective == "broadcast":
+        return lambda: group.broadcast(whole, 0)
+    raise ValueError(f"no collective {collective!r}")
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2

@@ -1,0 +1,260 @@
+"""`overlapc calibrate`: measures this machine on N ranks and writes a device profile.
+
+Each rank measures its own compute at the same time as the others do, then all measure collectives, what compute and
+collectives cost each other, and a few kernels as overlapc generates them. The file holds medians over the ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from overlapc.backend import overlapc
+from overlapc.errors import ConfigError
+from overlapc.estimators.calibrate import Derived, cpu_derived, cpu_origin, median_of, profile_document
+from overlapc.estimators.clock import compute_ns, launch_ns
+from overlapc.estimators.measure import Effort, Measurement
+from overlapc.launch.torchrun import RUN_DIR, check_world, rank_dir
+from overlapc.report import record
+from overlapc.schedule.model import Kind
+from overlapc.schedule.text import parse
+
+LIMIT_S = 420  # a rank that is not done by then prints where it stands and exits
+_WIDTH = 4096  # columns of the generated kernels' inputs
+_CHAIN = 24  # kernels in the chain that measures the host's time for a launch
+
+
+@dataclass(frozen=True)
+class CalibrateConfig:
+    """What `overlapc calibrate` was asked for."""
+
+    nproc: int = 2
+    device: str = "cpu"
+    name: str = ""
+    ranks_per_host: int = 0  # 0: as many as this machine has devices
+    quick: bool = False  # the sizes of the CPU profile that is measured on first use: seconds, not minutes
+
+    def check(self) -> None:
+        """ConfigError for what cannot be measured here."""
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"--device {self.device}: cpu or cuda")
+        check_world(self.nproc, self.device)
+
+    def effort(self) -> Effort:
+        """Which sizes to measure."""
+        if self.quick:
+            return dataclasses.replace(Effort.quick(), generated_bytes=[2**16])
+        return Effort.gpu() if self.device == "cuda" else Effort.cpu()
+
+    @property
+    def profile_name(self) -> str:
+        """The profile's name: what the user said, else made from what was measured."""
+        if self.name:
+            return self.name
+        if self.device == "cpu":
+            return "cpu-gloo"
+        return torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
+
+
+def work(cfg: CalibrateConfig, out: Path, run_dir: Path) -> None:
+    """What each rank does; rank 0 writes `out`."""
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    rank, device = int(os.environ["RANK"]), torch.device("cpu")
+    if cfg.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    backend = "nccl" if cfg.device == "cuda" else "gloo"
+    bound = device if cfg.device == "cuda" else None
+    dist.init_process_group(backend, timeout=timedelta(seconds=120), device_id=bound)
+    try:
+        measurement = Measurement(device, cfg.effort(), _say if rank == 0 else lambda _: None)
+        measure(measurement)
+        (rank_dir(run_dir, rank) / "measured.json").write_text(json.dumps(measurement.result()))
+        dist.barrier()
+        if rank == 0:
+            results = [json.loads((rank_dir(run_dir, each) / "measured.json").read_text()) for each in range(cfg.nproc)]
+            document = profile_document(cfg.profile_name, origin(cfg), results, derived(cfg))
+            out.write_text(json.dumps(document, indent=1) + "\n")
+            print(f"{summary(document)}\n\nwritten to {out}", flush=True)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def measure(measurement: Measurement) -> None:
+    """Everything, in an order that is the same on all ranks. Collectives only when there is somebody to talk to."""
+    measurement.compute()
+    generated(measurement)
+    if dist.get_world_size() > 1:
+        dist.barrier()  # ranks generate kernels at different speeds
+        measurement.communication()
+        measurement.contention()
+
+
+_began = time.monotonic()
+
+
+def _say(what: str) -> None:
+    print(f"[{time.monotonic() - _began:6.1f} s] {what}", file=sys.stderr, flush=True)
+
+
+# --- kernels as overlapc generates them
+
+
+def residual_norm(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Residual and RMSNorm; both are used later, as in a transformer block."""
+    total = x + y
+    return total, F.rms_norm(total, (_WIDTH,), weight, 1e-5)
+
+
+def swiglu(x: Tensor, y: Tensor, _: Tensor) -> tuple[Tensor]:
+    return (F.silu(x) * y,)
+
+
+def cast(x: Tensor, _: Tensor, __: Tensor) -> tuple[Tensor]:
+    return (x.to(torch.float64 if x.dtype == torch.float32 else torch.float32),)
+
+
+def column_sum(x: Tensor, _: Tensor, __: Tensor) -> tuple[Tensor]:
+    return (x.float().sum(0),)
+
+
+KERNELS: Mapping[str, tuple[Callable[..., Any], float]] = {  # and how many tensors like `x` each moves
+    "residual_norm": (residual_norm, 4),
+    "swiglu": (swiglu, 3),
+    "cast": (cast, 3),
+    "column_sum": (column_sum, 1),
+}
+
+
+def generated(measurement: Measurement) -> None:
+    """Achieved bandwidth of generated kernels by size, and the host's time to launch one."""
+    device, clock = measurement.device, measurement.clock
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    points: list[tuple[int, float]] = []
+    for size in measurement.effort.generated_bytes:
+        measurement.say(f"generated kernels, {size} B")
+        rates = []
+        for name, (function, tensors) in KERNELS.items():
+            rows = max(1, int(size / tensors / dtype.itemsize / _WIDTH))
+            x, y = (torch.randn(rows, _WIDTH, device=device).to(dtype) for _ in range(2))
+            arguments = (x, y, torch.ones(_WIDTH, dtype=dtype, device=device))
+            compiled, moved, _ = compile_alone(function, arguments)
+            with torch.no_grad():
+                rate = moved / compute_ns(clock, partial(compiled, *arguments)) * 1e9
+            measurement.facts[f"generated {name}, {moved} B, bytes/s"] = rate
+            rates.append(rate)
+        points.append((size, median_of(rates)))
+    if len(points) > 1:
+        measurement.curves["generated"] = [[size, rate] for size, rate in points]
+    measurement.say("launches")
+    x = torch.ones(16, device=device)
+    chain, _, launches = compile_alone(_chain, (x,), fusion=False)
+    with torch.no_grad():
+        ours_ns = launch_ns(clock, lambda: chain(x), launches)
+    measurement.facts["host time of a generated kernel's launch, ns"] = ours_ns
+    measurement.facts["host time of an eager launch, ns"] = measurement.quantities["launch_ns"]
+    measurement.quantities["launch_ns"] = (ours_ns + measurement.quantities["launch_ns"]) / 2
+
+
+def _chain(x: Tensor) -> tuple[Tensor]:
+    for _ in range(_CHAIN):
+        x = torch.sin(x)
+    return (x,)
+
+
+def compile_alone(
+    function: Callable[..., tuple[Tensor, ...]], arguments: Sequence[Tensor], **options: Any
+) -> tuple[Callable[..., Any], int, int]:
+    """`function` compiled without Dynamo, whose guards cost a step but not each kernel; the bytes that one call moves
+    by its schedule's count; and how many kernels and library calls it launches."""
+    settings = {"profile": "h200-nvlink", "rank_check": False, **options}  # estimates are not used here
+    with torch.no_grad():
+        compiled = overlapc(make_fx(function)(*arguments), list(arguments), options=settings)
+        compiled(*arguments)
+    graph = record.report_of_process().steps[0].graphs[-1]
+    nodes = [node for node in parse(graph.schedule).nodes if node.kind in (Kind.KERNEL, Kind.EXTERN)]
+    moved = sum(node.work.read_bytes + node.work.write_bytes for node in nodes if node.work is not None)
+    return compiled, moved, len(nodes)
+
+
+# --- the file
+
+
+def origin(cfg: CalibrateConfig) -> str:
+    """Machine, versions and day, as every measured number states them."""
+    if cfg.device == "cpu":
+        return cpu_origin(cfg.nproc)
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    nvls = ", NVLS off" if os.environ.get("NCCL_NVLS_ENABLE") == "0" else ""
+    day = time.strftime("%Y-%m-%d")
+    return (
+        f"measured: {cfg.nproc} x {torch.cuda.get_device_name()} of one host{nvls}, torch {torch.__version__}, "
+        f"NCCL {nccl}, medians over ranks, {day}"
+    )
+
+
+def derived(cfg: CalibrateConfig) -> Callable[[Mapping[str, Any]], Derived]:
+    """Quantities that are not measured, with what they are taken from."""
+    if cfg.device == "cpu":
+        return cpu_derived
+    hosts = cfg.ranks_per_host or torch.cuda.device_count()
+    said = "given" if cfg.ranks_per_host else "devices seen while measuring"
+
+    def add(quantities: Mapping[str, Any]) -> Derived:
+        bf16, fp32 = quantities["flops_per_s.bf16"], quantities["flops_per_s.fp32"]
+        return {
+            "flops_per_s.fp16": (bf16, "not measured: the tensor cores' rate is that of bf16"),
+            "flops_per_s.tf32": (bf16 / 2, "not measured: half of bf16"),
+            "flops_per_s.fp64": (fp32, "not measured: taken from fp32"),
+            "flops_per_s.vector": (fp32, "derived: fp32 matmuls, which run on the same units"),
+            "synchronous": (False, "a GPU runs behind its host"),
+            "ranks_per_host": (hosts, said),
+            "network_link": (
+                {"bytes_per_s": 50e9, "step_ns": 5000.0},
+                "not measured: one 400 Gb/s card a GPU",
+            ),
+        }
+
+    return add
+
+
+def summary(document: Mapping[str, Any]) -> str:
+    """The main numbers, for the terminal."""
+    values = {key: entry["value"] for key, entry in document["quantities"].items()}
+    lines = [f"profile {document['name']}: {document['origin']}"]
+    lines += [f"{key[12:]:8} {values[key] / 1e12:8.1f} TFLOP/s" for key in values if key.startswith("flops_per_s.")]
+    lines.append(f"{'copy':8} {values['memory_bytes_per_s'] / 1e9:8.0f} GB/s")
+    lines.append(f"{'launch':8} {values['launch_ns'] / 1e3:8.2f} µs")
+    for table in document["tables"]:
+        shown = ", ".join(f"{size // 1024} KiB {ns / 1e3:.0f} µs" for size, ns in table["points"][::2])
+        lines.append(f"{table['collective']} {table['dtype']} on {table['ranks']} ranks: {shown}")
+    for name, each in values.get("slowdowns", {}).items():
+        lines.append(f"beside {name}: " + ", ".join(f"{kind} {factor:.2f}x" for kind, factor in each.items()))
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Entry of each rank: the CalibrateConfig as JSON, and the file to write."""
+    work(CalibrateConfig(**json.loads(arguments[0])), Path(arguments[1]), Path(os.environ[RUN_DIR]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
