@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from overlapc.fusion.deps import output_buffers, reads_of
+from overlapc.fusion.deps import has_effect, output_buffers, reads_of
 from overlapc.fusion.work import work_of
 from overlapc.ir.ops import Extern, IROp, Loops, LoweredGraph, Start, Wait, buffers_written
 from overlapc.schedule.model import Buffer, Kind, Node, Origin, Schedule
@@ -24,11 +24,14 @@ def to_schedule(
     for name in (*graph.inputs, *graph.constants):
         buffers[name] = Buffer(name, _bytes(name, graph), is_input=True, freeable=name in freeable)
     nodes = []
+    last_effect: tuple[str, ...] = ()  # random numbers and the like come in the order the user wrote
     for op in ops:
         for name in buffers_written(op):
             alias = graph.aliases.get(name)
             buffers[name] = Buffer(name, 0 if alias else _bytes(name, graph), alias_of=alias)
-        nodes.append(_node(op, graph))
+        nodes.append(_node(op, graph, last_effect if has_effect(op) else ()))
+        if has_effect(op):
+            last_effect = (op.name,)
     outputs = tuple(sorted(output_buffers(graph) & buffers.keys()))
     return Schedule(graph.name, tuple(nodes), buffers, outputs, budget_bytes)
 
@@ -38,7 +41,7 @@ def _bytes(name: str, graph: LoweredGraph) -> int:
     return graph.hint(view.layout.storage_bytes()) if view is not None else 0
 
 
-def _node(op: IROp, graph: LoweredGraph) -> Node:
+def _node(op: IROp, graph: LoweredGraph, after: tuple[str, ...]) -> Node:
     kind, name, comm = _kind(op)
     mutates: tuple[str, ...] = ()
     call = op.call if isinstance(op, Start) else op
@@ -51,6 +54,7 @@ def _node(op: IROp, graph: LoweredGraph) -> Node:
         reads=tuple(sorted(reads_of(op, graph))),
         writes=tuple(buffers_written(op)),
         mutates=mutates,
+        after=after,
         work=work_of(op, graph) if kind in (Kind.KERNEL, Kind.EXTERN) else None,
         comm=comm,
         origin=Origin(op.origin.fx, op.origin.source, op.origin.module),
