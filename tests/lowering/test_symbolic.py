@@ -1,0 +1,90 @@
+"""Sizes that are symbols, and sizes and numbers that only run time knows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from overlapc.runtime.counters import counted
+from tests.lowering.compare import compiled, same
+
+SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+
+
+@pytest.fixture(autouse=True)
+def whole_graphs():
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        yield
+
+
+def first_rows(x, y):
+    count = x.max().item()
+    torch._check(count >= 0)
+    torch._check(count <= y.size(0))
+    return y[:count] * 2
+
+
+def rows_of_ones(x):
+    count = x.max().item()
+    torch._check(count >= 0)
+    return torch.zeros(count, 3) + 1
+
+
+@SHAPES
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.nonzero() * 2 + 1,
+        lambda x: (x[x > 0] * 2).sum(),
+        lambda x: (x[x > 0].sum(), x[x < 0] * 3),
+        lambda x: (x[x > 100] * 3, x[x > 100].sum()),  # nothing is selected
+        lambda x: torch.masked_select(x, x > 0).exp(),
+        lambda x: torch.cat([x.nonzero(), x.nonzero() + 1]),
+        lambda x: x.nonzero().float().mean(0).softmax(0),
+        lambda x: x[x.nonzero()[:, 0]] + 1,
+        lambda x: x.round().unique() + 1,
+    ],
+)
+def test_sizes_that_only_run_time_knows(function, dynamic):
+    same(function, torch.randn(6, 4), dynamic=dynamic)
+
+
+@SHAPES
+def test_numbers_that_only_run_time_knows(dynamic):
+    same(lambda x, y: y * x.sum().item(), torch.arange(4), torch.randn(3), dynamic=dynamic)
+    same(lambda x, y: y * x.sum().item() + 1, torch.randn(4), torch.randn(3), dynamic=dynamic)
+    same(first_rows, torch.tensor([1, 3]), torch.randn(6, 2), dynamic=dynamic)
+    same(rows_of_ones, torch.tensor([1, 3]), dynamic=dynamic)
+    same(torch.repeat_interleave, torch.randn(3), torch.tensor([1, 2, 0]), dynamic=dynamic)
+
+
+def test_sizes_as_numbers_and_results():
+    same(lambda x: (x.size(0), x * x.size(0), x.numel() / 2, x / x.size(1) ** 0.5), torch.randn(7, 5), dynamic=True)
+    same(lambda x: (x.var(0), x.std(1), F.layer_norm(x, (x.size(1),))), torch.randn(7, 5), dynamic=True)
+    same(lambda x: F.interpolate(x, scale_factor=1.5, mode="bilinear"), torch.randn(1, 2, 6, 5), dynamic=True)
+
+
+def test_one_compilation_serves_all_sizes():
+    torch._dynamo.utils.counters.clear()
+
+    def function(x):
+        return F.softmax(x @ x.t(), 1).sum(0) / x.size(0) + x.flip(0).roll(1, 0).sum(1)
+
+    call = compiled(function, dynamic=True)
+    for rows, columns in ((7, 5), (3, 11), (130, 64)):
+        x = torch.randn(rows, columns)
+        torch.testing.assert_close(call(x), function(x))
+    assert counted("graphs") == 1
+    assert counted("fallbacks") == 0
+
+
+@SHAPES
+def test_gradients_with_symbolic_sizes(dynamic):
+    def function(x, weight):
+        return F.batch_norm(F.gelu(x @ weight), None, None, training=True).square().mean()
+
+    x, weight = torch.randn(9, 4, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+    expected = torch.autograd.grad(function(x, weight), (x, weight))
+    found = torch.autograd.grad(compiled(function, dynamic)(x, weight), (x, weight))
+    torch.testing.assert_close(found, expected)
