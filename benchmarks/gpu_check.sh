@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one go; each part bounded in time, so that one that hangs costs only itself.
-#   OUT=/tmp/out benchmarks/gpu_check.sh tests | train | demo     (default: all three)
+#   OUT=/tmp/out benchmarks/gpu_check.sh tests | train | thrifty | demo | kernels     (default: tests train demo)
 # Works where nothing can be installed: the package is used from the checkout, with the python that has torch.
 set -u
 cd "$(dirname "$0")/.."
@@ -29,7 +29,10 @@ for what in "${@:-tests train demo}"; do
             part demo_fsdp 120 $python -m overlapc.launch.cli demo --device cuda --nproc "$gpus" --steps 8 --out "$out/fsdp"
             part demo_tp 120 $python -m overlapc.launch.cli demo --device cuda --nproc "$gpus" --tp 2 --steps 8 --out "$out/tp"
             ;;
-        *) echo "no part named $each; known: tests train demo" >&2; exit 2 ;;
+        thrifty) NCCL_MAX_CTAS=16 part thrifty 200 torchrun --nproc-per-node "$gpus" benchmarks/train_step.py --profile \
+            --systems overlapc,compile --rounds 3 --steps 4 --out "$out/thrifty" ;;
+        kernels) part kernels 200 $python benchmarks/triton_kernels.py ;;
+        *) echo "no part named $each; known: tests train thrifty demo kernels" >&2; exit 2 ;;
         esac
     done
 done

@@ -38,6 +38,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 def main() -> None:
     args = arguments()
+    torch._dynamo.config.recompile_limit = 64  # every system compiles the same code objects anew
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -78,7 +79,11 @@ def main() -> None:
         results[system]["step_ms"] = statistics.median(times[system])
         results[system]["min_ms"] = min(times[system])
         if args.profile:
-            results[system].update(kernel_times(runs[system], tokens, targets))
+            spans = kernel_spans(runs[system], tokens, targets)
+            results[system].update(kernel_times(spans))
+            if args.out and rank == 0:
+                args.out.mkdir(parents=True, exist_ok=True)
+                (args.out / f"kernels_{system}.json").write_text(json.dumps(spans))
     if rank == 0:
         print(f"torch {torch.__version__}, {world} x {torch.cuda.get_device_name()}")
         print(f"{shape}, sequence {args.seq} x {args.batch}")
@@ -139,7 +144,6 @@ def build(system: str, shape: LlamaConfig, mesh: DeviceMesh) -> Any:
 
 
 def compiled(system: str, model: Llama) -> Step:
-    torch._dynamo.reset()
     if system == "overlapc":
         return torch.compile(model, backend="overlapc", fullgraph=True)
     if system == "overlapc-none":
@@ -188,30 +192,37 @@ def timed(run: tuple[Llama, Step], tokens: Tensor, targets: Tensor, steps: int) 
     return [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
 
 
-def kernel_times(run: tuple[Llama, Step], tokens: Tensor, targets: Tensor, steps: int = 3) -> dict[str, float]:
-    """Milliseconds a step: compute kernels, NCCL kernels, NCCL while no compute runs, neither."""
+PROFILED_STEPS = 2
+
+
+def kernel_spans(run: tuple[Llama, Step], tokens: Tensor, targets: Tensor) -> list[tuple[str, int, int]]:
+    """(name, start, end) in ns of every kernel and copy of PROFILED_STEPS steps."""
     from torch.profiler import ProfilerActivity, profile
 
     model, step = run
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        for _ in range(steps):
+        for _ in range(PROFILED_STEPS):
             step(tokens, targets).backward()
             model.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
-    compute, nccl = [], []
-    for event in recorded.profiler.kineto_results.events():
-        if event.device_type() != torch.autograd.DeviceType.CUDA or event.duration_ns() == 0:
-            continue
-        span = (event.start_ns(), event.start_ns() + event.duration_ns())
-        (nccl if "nccl" in event.name().lower() else compute).append(span)
-    compute, nccl = merged(compute), merged(nccl)
+    return [
+        (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in recorded.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0
+    ]
+
+
+def kernel_times(spans: list[tuple[str, int, int]]) -> dict[str, float]:
+    """Milliseconds a step: compute kernels, NCCL kernels, NCCL while no compute runs, neither."""
+    nccl = merged([(start, end) for name, start, end in spans if "nccl" in name.lower()])
+    compute = merged([(start, end) for name, start, end in spans if "nccl" not in name.lower()])
     both = merged(compute + nccl)
     whole = max(end for _, end in both) - min(start for start, _ in both)
-    busy, computing, communicating = total(both), total(compute), total(nccl)
-    scale = 1e6 * steps
+    busy, computing = total(both), total(compute)
+    scale = 1e6 * PROFILED_STEPS
     return {
         "compute_ms": computing / scale,
-        "nccl_ms": communicating / scale,
+        "nccl_ms": total(nccl) / scale,
         "exposed_ms": (busy - computing) / scale,
         "idle_ms": (whole - busy) / scale,
     }
