@@ -33,19 +33,19 @@ def fsdp_step(nodes: int, reduce_group: str = "dp") -> str:
     lines = ["schedule fsdp", "h = input : 64MiB"]
     last = "h"
     for layer in range(layers):
-        lines += [f"p{layer} = input : 64MiB", f"ag{layer} = all_gather(p{layer}) @dp(4) : 256MiB 800us"]
+        lines += [f"p{layer} = input : 64MiB", f"ag{layer} = all_gather(p{layer}) @dp(4) unit=l{layer} : 256MiB 800us"]
         lines.append(f"w{layer} = wait(ag{layer})")
         for k in range(KERNELS):
             lines.append(f"f{layer}_{k} = extern({last}, w{layer}) flops=1000 : 16MiB 150us")
             last = f"f{layer}_{k}"
     for layer in reversed(range(layers)):
-        lines += [f"bg{layer} = all_gather(p{layer}) @dp(4) : 256MiB 800us", f"bw{layer} = wait(bg{layer})"]
+        lines += [f"bg{layer} = all_gather(p{layer}) @dp(4) unit=l{layer} : 256MiB 800us", f"bw{layer} = wait(bg{layer})"]
         for k in reversed(range(KERNELS)):
             lines.append(f"b{layer}_{k} = extern({last}, f{layer}_{k}, bw{layer}) flops=1000 : 16MiB 250us")
             last = f"b{layer}_{k}"
         lines.append(f"g{layer} = extern({last}) flops=1000 : 512MiB 200us")
         lines += [
-            f"rs{layer} = reduce_scatter(g{layer}) @{reduce_group}(4) : 128MiB 1400us",
+            f"rs{layer} = reduce_scatter(g{layer}) @{reduce_group}(4) unit=l{layer} : 128MiB 1400us",
             f"s{layer} = wait(rs{layer})",
         ]
     lines.append("return " + ", ".join(f"s{layer}" for layer in range(layers)))
