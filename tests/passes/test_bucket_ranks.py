@@ -1,0 +1,68 @@
+"""Buckets on real ranks: the same numbers, bit for bit, from fewer collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import overlapc
+from overlapc.launch.llama import Llama, LlamaConfig
+from tests.ranks import values_on_ranks
+
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
+}
+CASES = [("fp32", (1, 2)), ("bf16", (1, 2)), ("fp32", (2, 1))]  # precision, (replicas, shards)
+
+
+def steps(cases: Sequence[tuple[str, tuple[int, int]]]) -> list[dict[str, Any]]:
+    """On every rank, for each case: what one step gives with buckets and without, and how many collectives it took."""
+    torch.set_num_threads(1)
+    return [{passes: step(precision, shape, passes) for passes in ("bucket", "none")} for precision, shape in cases]
+
+
+def step(precision: str, shape: tuple[int, int], passes: str) -> dict[str, Any]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "dp"))
+    axes = mesh["dp"] if shape[0] == 1 else mesh
+    model = Llama(LlamaConfig.tiny())
+    model.reset_parameters(3)
+    for module in (*model.layers, model):
+        overlapc.fully_shard(module, mesh=axes, mp_policy=POLICIES[precision])
+    options = {"rank_timeout": 60, "passes": passes, "peak_increase": 2.0}
+    tokens = torch.arange(32).view(2, 16) * 7 % 256 + dist.get_rank()
+    loss = torch.compile(model, backend="overlapc", fullgraph=True, options=options)(tokens, tokens.roll(-1, 1))
+    loss.backward()
+    grads = {name: local(parameter.grad) for name, parameter in model.named_parameters()}
+    counters = torch._dynamo.utils.counters["overlapc"]
+    return {"loss": loss.detach(), "grads": grads, "collectives": counters["collectives"]}
+
+
+def local(grad: Any) -> Tensor:
+    shard: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+    return shard
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[list[dict[str, Any]]]:
+    return values_on_ranks(steps, 2, CASES, timeout_s=240)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=["fsdp-fp32", "fsdp-bf16", "hsdp"])
+def test_buckets_change_no_bit_and_launch_less(outcomes, number):
+    for outcome in outcomes:
+        with_buckets, without = outcome[number]["bucket"], outcome[number]["none"]
+        assert torch.equal(with_buckets["loss"], without["loss"])
+        for name, grad in without["grads"].items():
+            assert torch.equal(with_buckets["grads"][name], grad), name
+        # Nine parameters a layer, in both directions and once more for backward's gathers.
+        assert with_buckets["collectives"] <= without["collectives"] / 2
