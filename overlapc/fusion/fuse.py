@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from overlapc.fusion.deps import edges, output_buffers
 from overlapc.fusion.live import LiveBytes
+from overlapc.fusion.loop_order import in_order_of, scattered_bytes
 from overlapc.fusion.merge import Refusal, merge, same_space, without_stores
 from overlapc.fusion.order import MergingOrder
 from overlapc.ir.body import Body
@@ -67,8 +68,7 @@ def fuse(
     must give the same results, which tests show.
     """
     fuser = Fuser(ops, graph, freeable, None if seed is None else random.Random(seed))
-    while fuser.round():
-        pass
+    fuser.run()
     return fuser.result(), fuser.report
 
 
@@ -94,6 +94,7 @@ class Fuser:
         self.readers: defaultdict[str, set[int]] = defaultdict(set)
         self.writer: dict[str, int] = {}
         self.grown = [0] * len(ops)  # how often a group has merged
+        self.reorders = False  # whether loops may change their order
         self.settled: set[tuple[int, int, int, int]] = set()  # refused pairs, as they were then
         for number, op in enumerate(ops):
             group = Group(number, op, [op.name], buffers_read(op), set(buffers_written(op)), number)
@@ -120,7 +121,14 @@ class Fuser:
             for earlier in before[number]:
                 self.groups[earlier].starts |= self.groups[number].starts
 
-    # --- one round
+    # --- rounds
+
+    def run(self) -> None:
+        """Rounds until nothing fuses, first with loops as they are, then in any order."""
+        for self.reorders in (False, True):
+            self.settled.clear()
+            while self.round():
+                pass
 
     def round(self) -> bool:
         """Tries every candidate once, most bytes saved first; whether anything fused."""
@@ -208,9 +216,24 @@ class Fuser:
         if not self.memory.fits(early.runs_at, late.runs_at, held):
             return Refusal(f"it would keep {held} bytes alive past the peak of memory")
         merged = merge(a.kernel.body, b.kernel.body)
+        if isinstance(merged, Refusal) and self.reorders:
+            merged = self._reordered(a, b) or merged
         if not isinstance(merged, Refusal) and len(merged.values()) > LARGEST_KERNEL:
             return Refusal(f"together they compute more than {LARGEST_KERNEL} values")
         return merged
+
+    def _reordered(self, a: Group, b: Group) -> Body | None:
+        """Both kernels in one, their loops in the order of the largest buffer they share; None where it costs more."""
+        shared = max((a.reads | a.writes) & b.reads or b.writes & a.reads, key=lambda name: (self.bytes_of(name), name))
+        first, second = (in_order_of(group.kernel.body, shared, self.graph.hint) for group in (a, b))
+        if first is None or second is None:
+            return None
+        merged = merge(first, second)
+        if isinstance(merged, Refusal):
+            return None
+        before = sum(scattered_bytes(group.kernel.body, self.bytes_of) for group in (a, b))
+        after = scattered_bytes(without_stores(merged, self._local(a, b)), self.bytes_of)
+        return merged if after - before <= self.bytes_of(shared) else None
 
     def _local(self, a: Group, b: Group) -> set[str]:
         """Buffers that would live and die inside the fused kernel: they never touch memory."""

@@ -47,6 +47,11 @@ def test_halves_joined_the_other_way_round_read_two_places() -> None:
         return torch.cat((-high, low), -1) * 2
 
     assert kernels(rotated, A) == 1
+    made = capture(rotated, A)
+    (only,) = inline(made.ops, made)
+    assert isinstance(only, Loops)
+    assert "//" not in str(only.body)  # each half knows from its mask where it reads
+    assert "Modular" not in str(only.body)
 
 
 def test_dear_values_are_not_computed_again_for_every_row() -> None:

@@ -1,0 +1,94 @@
+"""Loops put into another order, so that two kernels visit what they share in the same order.
+
+    y[4*p0 + p1] = exp(x[4*p0 + p1]);  z[3*p0 + p1] = y[p0 + 4*p1]      over (3, 4) and (4, 3)
+ -> the second over (3, 4) as well: z[p0 + 3*p1] = y[4*p0 + p1], and now they merge
+
+Tried last, when nothing fuses as it stands, so no fusion is lost. Strides decide: what a kernel then reads or writes
+with a step other than one must not outweigh the traffic that is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import sympy
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+from overlapc.ir.body import Body, Load, Loop, Store, canonical, with_loops
+from overlapc.ir.indexing import exact_quotient, free_symbols, loop_symbol
+
+Bytes = Callable[[str], int]  # of a buffer at the traced sizes
+
+
+def in_order_of(body: Body, buffer: str, hint: Callable[[sympy.Expr], int]) -> Body | None:
+    """`body` with its loops in the order of memory in which it accesses `buffer`, outermost first.
+
+    None when that is not one order: reductions, accesses at several indices, or through indices from memory.
+    `hint` gives strides at the traced sizes.
+    """
+    body = split_at_divisions(body)
+    accesses = [access for access in _accesses(body) if access.buffer == buffer]
+    if body.reduction or not accesses or any(access.indirect for access in accesses):
+        return None
+    (index, *others) = {access.index for access in accesses}
+    if others:
+        return None
+    strides = {loop: step(index, loop) for loop in body.loops}
+    if any(stride is None for stride in strides.values()):
+        return None
+    loops = sorted(body.loops, key=lambda loop: -hint(strides[loop] or sympy.S.Zero))
+    return canonical(Body(tuple(loops), (), body.stores))
+
+
+def split_at_divisions(body: Body) -> Body:
+    """Each loop that indices divide (`x[p0 // 6]`, `x[p0 % 6]`) as several, so that every index is a plain sum."""
+    loops: list[Loop] = []
+    replacement: dict[sympy.Symbol, sympy.Expr] = {}
+    for loop in body.loops:
+        parts = _parts(loop, body)
+        position: sympy.Expr = sympy.S.Zero
+        for size in parts:
+            loops.append(Loop(loop_symbol("p", len(loops)), size))
+            position = position * size + loops[-1].symbol
+        replacement[loop.symbol] = sympy.expand(position)
+    return body if len(loops) == len(body.loops) else with_loops(body, replacement, tuple(loops), body.reduction)
+
+
+def _parts(loop: Loop, body: Body) -> list[sympy.Expr]:
+    """Sizes that multiply to the loop's, outermost first, with a border wherever an index divides by a constant."""
+    borders: set[int] = set()
+    indices = {expr for value in body.values() for expr in value.indices()} | {store.index for store in body.stores}
+    for division in (found for expr in indices for found in expr.atoms(FloorDiv, ModularIndexing)):
+        base, divisor, *modulus = division.args
+        if base == loop.symbol and all(number.is_Integer for number in (divisor, *modulus)):
+            borders |= {int(divisor), *(int(divisor) * int(each) for each in modulus)}
+    parts: list[sympy.Expr] = []
+    inner = 1
+    for border in sorted(borders - {1}):
+        if border % inner or exact_quotient(loop.size, sympy.Integer(border)) is None:
+            return [loop.size]
+        parts.insert(0, sympy.Integer(border // inner))
+        inner = border
+    rest = exact_quotient(loop.size, sympy.Integer(inner))
+    return parts if rest == 1 else [rest or loop.size, *parts]
+
+
+def step(index: sympy.Expr, loop: Loop) -> sympy.Expr | None:
+    """By how much `index` grows from one iteration of `loop` to the next; None when that varies."""
+    stride = index.coeff(loop.symbol)
+    rest = sympy.expand(index - stride * loop.symbol)
+    return None if loop.symbol in free_symbols((rest, stride)) else stride
+
+
+def scattered_bytes(body: Body, bytes_of: Bytes) -> int:
+    """Bytes of buffers whose elements the innermost loop does not visit one after another (or all at one place)."""
+    innermost = (*body.loops, *body.reduction)[-1:]
+    found: dict[str, int] = {}
+    for access in _accesses(body):
+        if any(step(access.index, loop) not in (0, 1) for loop in innermost):
+            found[access.buffer] = bytes_of(access.buffer)
+    return sum(found.values())
+
+
+def _accesses(body: Body) -> list[Load | Store]:
+    return [*body.loads(), *body.stores]

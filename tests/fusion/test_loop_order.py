@@ -1,0 +1,114 @@
+"""Loops in another order: same meaning, more fusions, none lost, and strides decide."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+from overlapc.fusion import fuse_ops
+from overlapc.fusion.fuse import Fuser
+from overlapc.fusion.loop_order import in_order_of, scattered_bytes, split_at_divisions, step
+from overlapc.ir.body import Body, op
+from overlapc.ir.ops import Loops
+from tests.fusion.programs import Step, capture, inputs, program, steps
+from tests.ir.bodies import P, bodies, buffers_for, flat, loops_of, put, x
+from tests.ir.interpret import run_body, run_ops
+
+
+@settings(max_examples=200, deadline=None)
+@given(bodies())
+def test_another_order_means_the_same(body: Body) -> None:
+    for buffer in ("a", "b", "y"):
+        other = in_order_of(body, buffer, int)
+        if other is None:
+            continue
+        one, two = buffers_for(body), buffers_for(body)
+        run_body(body, one)
+        run_body(other, two)
+        assert torch.equal(one["y"], two["y"]), f"{body}\n{other}"
+        strides = [
+            int(step(load.index, loop)) for load in other.loads() if load.buffer == buffer for loop in other.loops
+        ]
+        assert strides == sorted(strides, reverse=True)
+
+
+def transposed(*more: str) -> Body:
+    """z over (4, 3): the transposed y, plus what else lies as z does."""
+    loops = loops_of("p", (4, 3))
+    value = x("y", P[0] + 4 * P[1])
+    for name in more:
+        value = op("add", value, x(name, flat(loops)))
+    return Body(loops, (), (put("z", flat(loops), value),))
+
+
+def test_the_order_of_the_buffer_read() -> None:
+    other = in_order_of(transposed(), "y", int)
+    assert other is not None
+    assert str(other).splitlines()[0] == "for p0 < 3, for p1 < 4"
+    assert in_order_of(transposed(), "nothing", int) is None
+
+
+def test_divisions_become_loops() -> None:
+    loops = loops_of("p", (24,))
+    index = FloorDiv(P[0], 6) + 4 * ModularIndexing(P[0], 1, 6)
+    body = Body(loops, (), (put("z", P[0], x("y", index)),))
+    other = split_at_divisions(body)
+    assert str(other).splitlines()[:2] == ["for p0 < 4, for p1 < 6", "  %0 = load y[p0 + 4*p1]: f32"]
+    uneven = Body(loops, (), (put("z", P[0], x("y", FloorDiv(P[0], 5))),))
+    assert split_at_divisions(uneven) is uneven
+
+
+def test_only_steps_of_one_or_none_are_contiguous() -> None:
+    body = transposed("b")
+    assert scattered_bytes(body, {"y": 48, "b": 5, "z": 7}.__getitem__) == 48
+    other = in_order_of(body, "y", int)
+    assert other is not None
+    assert scattered_bytes(other, {"y": 48, "b": 5, "z": 7}.__getitem__) == 12
+
+
+def both(*more: torch.Tensor) -> tuple[int, list[str]]:
+    """Kernels of `y = exp(a); mm(y); z = y^T + more`, and what was refused; checked against eager."""
+
+    def function(a: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+        y = a.exp()
+        z = y.t().contiguous() * 2
+        for other in others:
+            z = z + other
+        return [y @ z, z]
+
+    a = torch.rand(6, 8)
+    made = capture(function, a, *more)
+    ops, report = fuse_ops(made)
+    for got, wanted in zip(run_ops(ops, made, [a, *more]), function(a, *more), strict=True):
+        torch.testing.assert_close(got, wanted)
+    return sum(isinstance(each, Loops) for each in ops), list(report.refused.values())
+
+
+def test_a_transposed_reader_joins_its_producer() -> None:
+    assert both() == (1, [])
+
+
+def test_unless_more_is_scattered_than_saved() -> None:
+    kernels, refused = both(*(torch.rand(8, 6) for _ in range(3)))
+    assert kernels == 2
+    assert any("is written at" in reason for reason in refused)
+
+
+def test_without_the_last_round_they_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fuser, "_reordered", lambda self, a, b: None)
+    assert both()[0] == 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps(most=20))
+def test_no_fusion_found_before_is_lost(recipe: list[Step]) -> None:
+    made = capture(program(recipe), *inputs())
+    fuser = Fuser(made.ops, made)
+    while fuser.round():
+        pass
+    together = [set(group.members) for group in fuser.groups.values()]
+    fuser.run()
+    for members in together:
+        assert any(members <= set(group.members) for group in fuser.groups.values())
