@@ -7,11 +7,13 @@ kept as the one call that it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
+from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
 
@@ -84,4 +86,20 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """Op -> decomposition, for `aot_autograd(decompositions=…)`."""
     kept = {getattr(packet, overload) for packet in KEPT for overload in packet.overloads()}
     table = {**core_aten_decompositions(), **get_decompositions(BROKEN_UP)}
+    backward = aten.native_group_norm_backward.default
+    table[backward] = in_float32(table[backward])
     return {target: rule for target, rule in table.items() if target not in kept}
+
+
+def in_float32(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """`rule`, computing in float32 on tensors of low precision, as eager's kernels do; results in their precision."""
+
+    @wraps(rule)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        low = [arg.dtype for arg in args if isinstance(arg, Tensor) and arg.dtype in (torch.float16, torch.bfloat16)]
+        if not low:
+            return rule(*args, **kwargs)
+        widened = [arg.float() if isinstance(arg, Tensor) else arg for arg in args]
+        return tree_map(lambda out: out.to(low[0]) if isinstance(out, Tensor) else out, rule(*widened, **kwargs))
+
+    return call

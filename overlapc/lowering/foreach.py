@@ -30,7 +30,12 @@ BINARY = {
     "clamp_max": _CLAMP,
     "maximum": _EXTREME,
     "minimum": _EXTREME,
-    "pow": {"List": "Tensor_Tensor", "Scalar": "Tensor_Scalar", "ScalarList": "Tensor_Scalar"},
+    "pow": {
+        "List": "Tensor_Tensor",
+        "Scalar": "Tensor_Scalar",
+        "ScalarList": "Tensor_Scalar",
+        "ScalarAndTensor": "Scalar",
+    },
     "lerp": {"List": "Tensor", "Scalar": "Scalar"},
     "addcmul": _FUSED,
     "addcdiv": _FUSED,
@@ -53,13 +58,13 @@ def each(context: Context, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _register(name: str, overload: str, single: str) -> None:
     target = getattr(getattr(aten, f"_foreach_{name}", None), overload, None)
-    rule = lowering_of(getattr(getattr(aten, name), single, None))
-    if target is None or rule is None:
+    if target is None:  # not in this version of torch
         return
 
     @lowers(target)
     def lowered(context: Context, *args: Any, **kwargs: Any) -> list[View]:
-        if "scalars" in kwargs:
+        rule = lowering_of(getattr(getattr(aten, name), single))
+        if rule is None or "scalars" in kwargs:
             raise Impossible("scalars by name")
         return each(context, rule, args, kwargs)
 

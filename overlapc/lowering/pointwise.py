@@ -265,6 +265,18 @@ def _addc(context: Context, name: str, x: View, a: View, b: View, value: Any) ->
     return context.pointwise(compute_, x, a, b)
 
 
+def fma(context: Context, x: Any, y: Any, z: Any) -> View:
+    """With two roundings; a GPU's compiler makes one instruction, and one rounding, of it."""
+    dtype = context.promoted(DEFAULT, x, y, z)
+    if not dtype.is_floating_point:
+        raise Impossible("a fused product of integers")
+    return context.pointwise(lambda a, b, c: apply("add", dtype, apply("mul", dtype, a, b), c), x, y, z)
+
+
+if hasattr(prims, "fma"):  # Dynamo of torch 2.13 writes optimizers with it
+    lowers(prims.fma.default)(fma)
+
+
 @lowers(aten.lerp.Scalar, aten.lerp.Tensor)
 def lerp(context: Context, start: View, end: View, weight: Any) -> View:
     dtype = context.promoted(DEFAULT, start, end)
