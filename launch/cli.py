@@ -67,6 +67,9 @@ def demo(
     no_reshard: Annotated[
         bool, typer.Option("--no-reshard", help="keep parameters gathered between forward and backward")
     ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="measure 3 more steps: kernels and collectives beside their prediction")
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="folder of this run (default: runs/<date-time>)", show_default=False),
@@ -83,7 +86,7 @@ def demo(
     _check_torch()
     from overlapc.launch.demo import DemoConfig
 
-    cfg = DemoConfig(nproc, device, dtype, tp, hsdp, steps, batch, seq, not no_reshard, model)
+    cfg = DemoConfig(nproc, device, dtype, tp, hsdp, steps, batch, seq, not no_reshard, model, profile=profile)
     cfg.check()
     if device == "cpu":
         from overlapc.runtime.toolchain import find_compiler
@@ -208,15 +211,33 @@ def report(
             show_default=False,
         ),
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TRACE",
+            help="a trace of the same run, from overlapc.report.measure(trace=...) or `overlapc demo --profile`",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
-    """Show a saved record as a table, or save it in another form."""
-    from overlapc.report import record
+    """Show a saved record as a table, or save it in another form.
+
+    With --profile, or for a record that was measured: every collective and kernel, predicted and measured, with what
+    is further off than 20% marked.
+    """
+    from overlapc.report import compare, record, report_with_trace
 
     loaded = record.load(file)
+    if profile is not None:
+        loaded = report_with_trace(loaded, profile)
     for target in save or ():
         print(f"written to {loaded.save(target)}")
-    if not save:
-        print(loaded)
+    if save:
+        return
+    print(loaded)
+    for graph in loaded.steps[0].graphs if loaded.steps else ():
+        if graph.measured is not None:
+            print(f"\n{compare.graph_text(graph)}")
 
 
 @app.command()

@@ -33,9 +33,10 @@ from overlapc.errors import ConfigError, OverlapcError
 from overlapc.launch import corpus
 from overlapc.launch.llama import Llama, LlamaConfig, check_tensor_parallel, tensor_parallel
 from overlapc.launch.torchrun import RUN_DIR, check_world, rank_dir
-from overlapc.report import report_of_process
+from overlapc.report import measure, report_of_process
 
 FP32_TOLERANCE = 1e-5  # relative, between the two losses of a step
+_MEASURED = 3  # steps under the profiler
 _WARM_UP = 2  # steps left out of the step time: the first compiles, the second still fills caches
 
 MODELS: dict[str, Callable[[], LlamaConfig]] = {
@@ -65,6 +66,7 @@ class DemoConfig:
     model: str = "demo"
     lr: float = 1e-3
     seed: int = 0
+    profile: bool = False
 
     def check(self) -> None:
         """ConfigError for anything that cannot run; called before any process starts."""
@@ -130,7 +132,7 @@ def work(cfg: DemoConfig, run_dir: Path) -> None:
         torch.cuda.set_device(device)
     mesh = init_device_mesh(cfg.device, (cfg.hsdp, cfg.shards, cfg.tp), mesh_dim_names=("replicate", "dp", "tp"))
     try:
-        ours = train("overlapc", cfg, mesh, device)
+        ours = train("overlapc", cfg, mesh, device, rank_dir(run_dir, rank) / "profile.json" if cfg.profile else None)
         report = report_of_process()
         for name in ("report.html", "trace.json", "schedule.txt", "record.json"):
             report.save(rank_dir(run_dir, rank) / name)
@@ -144,8 +146,11 @@ def work(cfg: DemoConfig, run_dir: Path) -> None:
         dist.destroy_process_group()
 
 
-def train(system: str, cfg: DemoConfig, mesh: DeviceMesh, device: torch.device) -> Run:
-    """`cfg.steps` steps of AdamW from the seed's weights, compiled if `system` is "overlapc"."""
+def train(system: str, cfg: DemoConfig, mesh: DeviceMesh, device: torch.device, profile: Path | None = None) -> Run:
+    """`cfg.steps` steps of AdamW from the seed's weights, compiled if `system` is "overlapc".
+
+    profile: measure a few more forwards and backwards, and leave the profiler's trace there.
+    """
     with torch.device(device):
         model = Llama(cfg.shape())
     model.reset_parameters(cfg.seed)
@@ -172,6 +177,11 @@ def train(system: str, cfg: DemoConfig, mesh: DeviceMesh, device: torch.device) 
         losses.append(global_mean(loss))  # waits for the device, so that the time below is the step's
         seconds.append(time.perf_counter() - began)
         bar.set_postfix(loss=f"{losses[-1]:.4f}")
+    if profile is not None:
+        with measure(profile):
+            for _ in range(_MEASURED):
+                step(tokens.to(device), targets.to(device)).backward()
+                optimizer.zero_grad()
     return Run(tuple(losses), tuple(seconds))
 
 

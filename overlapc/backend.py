@@ -43,6 +43,7 @@ from overlapc.passes.base import Context, Result, run_pipeline, select
 from overlapc.report import record
 from overlapc.report.build import graph_record
 from overlapc.runtime.counters import count
+from overlapc.runtime.marks import switching
 from overlapc.schedule.model import Estimate, Kind, Schedule
 
 _numbers = itertools.count()
@@ -105,7 +106,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], *, config: Con
     dumps.write("kernels", "kernels", lambda: "\n\n".join(source.text for source in program.kernels()))
     wrapper = PythonWrapper(program)
     dumps.write("program", "wrapper", lambda: wrapper.source, suffix="py")
-    call = wrapper.bind(launchers)
+    call = switching(wrapper.bind(launchers), lambda: PythonWrapper(program, marked=True).bind(launchers))
     call._boxed_call = True  # type: ignore[attr-defined]
     _report(result, time.perf_counter() - began)
     return call

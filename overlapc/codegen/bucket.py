@@ -42,8 +42,9 @@ def merge_starts(starts: Sequence[Start]) -> Start | str:
     origin = first.origin
     for start in starts[1:]:
         origin = origin.joined(start.origin)
-    call = Extern(first.call.name, target, (inputs, *rest), dict(first.call.kwargs), results, origin=origin, pure=False)
-    return Start(f"{first.name}+{len(starts) - 1}", call, first.comm, origin)
+    name = f"{first.name}+{len(starts) - 1}"
+    call = Extern(name, target, (inputs, *rest), dict(first.call.kwargs), results, origin=origin, pure=False)
+    return Start(name, call, first.comm, origin)
 
 
 def _coalesced(target: Any) -> Any:

@@ -27,7 +27,7 @@ from overlapc.codegen.program import (
     WaitFor,
 )
 from overlapc.ir.ops import Handle, Layout, Provenance, View
-from overlapc.runtime import support
+from overlapc.runtime import marks, support
 
 _sizes = PythonPrinter()
 
@@ -35,12 +35,17 @@ _sizes = PythonPrinter()
 class PythonWrapper:
     """Prints a program; `source` is the module text, `bind` makes it callable."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, marked: bool = False) -> None:
+        """marked: with a profiler's mark around every node (runtime/marks.py)."""
         self.program = program
         self.objects: dict[str, Any] = {"torch": torch, "rt": support, "math": math, **program.constants}
         self.names: dict[int, str] = {}
         self.header: list[str] = []
-        body = [line for item in program.instructions for line in self._print(item)]
+        if marked:
+            self.objects["mark"] = marks.mark
+        body = [
+            line for item in program.instructions for line in (self._in_mark(item) if marked else self._print(item))
+        ]
         self.source = "\n".join([*self._head(), *(f"    {line}" for line in body), ""])
 
     def bind(self, launchers: Mapping[str, Launcher]) -> Callable[[list[Any]], tuple[Any, ...]]:
@@ -90,6 +95,18 @@ class PythonWrapper:
         assert isinstance(item, Return)
         values = [self.value(value) for value in item.values]
         return [f"return ({', '.join(values)}{',' if len(values) == 1 else ''})"]
+
+    def _in_mark(self, item: Instruction) -> list[str]:
+        if not isinstance(item, Launch | Call | WaitFor):
+            return self._print(item)
+        how = "launch" if isinstance(item, Launch) else "wait" if isinstance(item, WaitFor) else "call"
+        works = 1
+        if isinstance(item, Call) and item.starts:
+            how = "start"
+            if "reduce_scatter" in str(item.op.target):
+                works = len(item.results)
+        label = marks.Label(self.program.name, how, item.op.name, works)
+        return [f"with mark({str(label)!r}):", *(f"    {line}" for line in self._print(item))]
 
     def _bound(self, item: BindSize) -> str:
         if item.dim is None:

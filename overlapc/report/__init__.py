@@ -9,9 +9,11 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from overlapc.report.measure import Measurement, measure, report_with_trace
 from overlapc.report.record import (
     CollectiveRow,
     GraphRecord,
+    Measured,
     NothingCompiled,
     PassRow,
     Plan,
@@ -25,6 +27,8 @@ from overlapc.report.record import (
 __all__ = [
     "CollectiveRow",
     "GraphRecord",
+    "Measured",
+    "Measurement",
     "NothingCompiled",
     "PassRow",
     "Plan",
@@ -32,7 +36,9 @@ __all__ = [
     "Span",
     "StepRecord",
     "load",
+    "measure",
     "report_of_process",
+    "report_with_trace",
 ]
 
 

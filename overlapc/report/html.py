@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jinja2
 
-from overlapc.report import text
+from overlapc.report import compare, text
 from overlapc.report.record import GraphRecord, Plan, Report, Span
 from overlapc.units import human_bytes
 
@@ -53,6 +53,8 @@ def render(report: Report) -> str:
         total=text.total_cells,
         facts=text.facts,
         totals=text.totals_text,
+        measured=compare.totals_text,
+        compared=compare.graph_text,
         memory=memory_points,
         human_bytes=human_bytes,
         width=_WIDTH,

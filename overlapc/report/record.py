@@ -71,6 +71,19 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """A graph as it ran: medians over `runs`. Communication includes the time that ranks waited for each other."""
+
+    runs: int
+    step_ns: float  # from the first thing launched to the end of the last
+    compute_ns: float
+    comm_ns: float
+    exposed_ns: float  # communication beside which no compute ran
+    idle_ns: float
+    nodes: Mapping[str, float] = field(default_factory=dict)  # node -> ns
+
+
+@dataclass(frozen=True, slots=True)
 class GraphRecord:
     """One compiled graph."""
 
@@ -90,6 +103,7 @@ class GraphRecord:
     fallbacks: Mapping[str, int] = field(default_factory=dict)  # ops run eagerly for want of a lowering
     unknown: tuple[str, ...] = ()  # nodes nobody could estimate; the times above leave them out
     compile_seconds: float = 0.0
+    measured: Measured | None = None  # None: nobody measured it
 
     @property
     def exposed_before_ns(self) -> float:
@@ -113,6 +127,7 @@ class GraphRecord:
                 "memory": tuple((time_ns, size_bytes) for time_ns, size_bytes in data["memory"]),
                 "passes": tuple(PassRow(**row) for row in data["passes"]),
                 "unknown": tuple(data["unknown"]),
+                "measured": Measured(**data["measured"]) if data.get("measured") else None,
             }
         )
 
@@ -128,6 +143,7 @@ class StepRecord:
     rank: int = 0
     world_size: int = 1
     graphs: tuple[GraphRecord, ...] = ()
+    measured_peak_bytes: int | None = None  # most that torch's allocator gave out while measuring; None: not a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +202,19 @@ def load(path: str | os.PathLike[str]) -> Report:
         raise ConfigError(f"{path} is not a record of this version; save one with overlapc.report().save(...)")
     return Report(
         tuple(
-            StepRecord(step["rank"], step["world_size"], tuple(map(GraphRecord.from_json, step["graphs"])))
+            StepRecord(
+                step["rank"],
+                step["world_size"],
+                tuple(map(GraphRecord.from_json, step["graphs"])),
+                step.get("measured_peak_bytes"),
+            )
             for step in data["steps"]
         )
     )
 
 
 _graphs: list[GraphRecord] = []
+_measured_peak_bytes: list[int] = []  # of the last measurement; empty before it
 
 
 def add(graph: GraphRecord) -> None:
@@ -200,15 +222,24 @@ def add(graph: GraphRecord) -> None:
     _graphs.append(graph)
 
 
+def add_measured(report: Report) -> None:
+    """Remembers what was measured of this process's graphs: `report` is its report with that filled in."""
+    (step,) = report.steps
+    _graphs[:] = step.graphs
+    _measured_peak_bytes[:] = [] if step.measured_peak_bytes is None else [step.measured_peak_bytes]
+
+
 def clear() -> None:
     """Forgets what this process compiled (`torch._dynamo.reset()` does not)."""
     _graphs.clear()
+    _measured_peak_bytes.clear()
 
 
 def report_of_process() -> Report:
     """Everything this process compiled so far; the rank is the one torchrun gave it."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    return Report((StepRecord(rank, world_size, tuple(_graphs)),))
+    peak_bytes = _measured_peak_bytes[0] if _measured_peak_bytes else None
+    return Report((StepRecord(rank, world_size, tuple(_graphs), peak_bytes),))
 
 
 def gather(run_dir: Path) -> Report:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from tabulate import tabulate
 
+from overlapc.report import compare
 from overlapc.report.record import CollectiveRow, GraphRecord, Report, StepRecord
+from overlapc.report.times import change, ms, us
 from overlapc.units import human_bytes
 
 HEADERS = ("collective", "of", "group", "size", "time µs", "by", "hidden µs", "exposed µs", "moves", "limited by")
@@ -22,6 +24,8 @@ def render(report: Report) -> str:
     sections = [_heading(first), *(graph_text(graph) for graph in first.graphs)]
     if len(first.graphs) > 1:
         sections.append(totals_text(first))
+    if any(graph.measured for graph in first.graphs):
+        sections.append(compare.totals_text(first))
     sections.extend(_other_rank(first, other) for other in others if other.graphs != first.graphs)
     return "\n\n".join(sections)
 
@@ -127,22 +131,6 @@ def schedules(report: Report) -> str:
     """The final schedules of the first rank, as `overlapc plan` reads them back one by one."""
     graphs = report.steps[0].graphs if report.steps else ()
     return "\n\n".join(graph.schedule.rstrip() for graph in graphs) + "\n"
-
-
-def us(time_ns: float) -> str:
-    """Microseconds to read: one decimal below 100."""
-    value = time_ns / 1e3
-    return f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"
-
-
-def change(before_ns: float, after_ns: float) -> str:
-    """A time before and after the passes."""
-    return f"{us(before_ns)} -> {us(after_ns)}"
-
-
-def ms(time_ns: float) -> str:
-    """Milliseconds to read."""
-    return f"{time_ns / 1e6:.3f} ms"
 
 
 def bound_text(time_ns: float, bound_ns: float) -> str:

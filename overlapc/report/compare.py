@@ -1,0 +1,186 @@
+"""Measurement beside prediction: for every collective and kernel, and for the whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from tabulate import tabulate
+
+from overlapc.report.record import GraphRecord, StepRecord
+from overlapc.report.times import ms, us
+from overlapc.schedule.model import Kind, Node
+from overlapc.schedule.text import parse
+from overlapc.units import human_bytes
+
+FAR_OFF = 0.20  # a prediction further off than this is flagged
+_WORST = 8  # nodes shown in the totals
+_KINDS = {Kind.START: "collective", Kind.COMM: "collective", Kind.KERNEL: "kernel", Kind.EXTERN: "library call"}
+_HEADERS = ("node", "what", "of", "alone µs", "predicted µs", "measured µs", "ratio", "")
+_ALIGN = ("left", "left", "left", "right", "right", "right", "right", "left")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One node: what was expected and what was seen. Predicted times hold the slowdown by what runs beside it."""
+
+    node: str
+    kind: str  # "collective", "kernel" or "library call"
+    what: str  # op and size
+    origin: str
+    alone_ns: float | None  # the estimate; None: unknown
+    predicted_ns: float
+    measured_ns: float | None  # None: the profiler saw nothing of it
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted; None where one of them is missing."""
+        if self.measured_ns is None or self.alone_ns is None or self.predicted_ns <= 0:
+            return None
+        return self.measured_ns / self.predicted_ns
+
+    @property
+    def far_off(self) -> bool:
+        """Whether the prediction is further off than FAR_OFF, or missing."""
+        ratio = self.ratio
+        return self.measured_ns is not None and (ratio is None or abs(ratio - 1) > FAR_OFF)
+
+    @property
+    def lost_ns(self) -> float:
+        """How much the prediction is off, in time."""
+        return abs((self.measured_ns or 0.0) - self.predicted_ns) if self.measured_ns is not None else 0.0
+
+
+def rows(graph: GraphRecord) -> list[Row]:
+    """Every node that is launched, in the final order; none for a graph that was not measured."""
+    if graph.measured is None:
+        return []
+    spans = {span.node: span for span in graph.after.spans if span.kind != "idle"}
+    found = []
+    for node in parse(graph.schedule).nodes:
+        if node.kind not in _KINDS:
+            continue
+        span = spans.get(node.name)
+        found.append(
+            Row(
+                node.name,
+                _KINDS[node.kind],
+                _what(node),
+                span.origin if span is not None else "",
+                node.estimate.ns if node.estimate is not None else None,
+                span.end_ns - span.start_ns if span is not None else 0.0,
+                graph.measured.nodes.get(node.name),
+            )
+        )
+    return found
+
+
+def _what(node: Node) -> str:
+    if node.comm is not None:
+        return f"{node.op} {human_bytes(node.comm.bytes)} @{node.comm.group}"
+    work = node.work
+    if work is None:
+        return node.op
+    if work.flops and node.kind is Kind.EXTERN:
+        return f"{node.op} {work.flops / 1e9:.3g} GFLOP"
+    return f"{node.op} {human_bytes(work.read_bytes + work.write_bytes)}"
+
+
+def graph_text(graph: GraphRecord) -> str:
+    """The table of every node of a measured graph."""
+    table = tabulate([_cells(row) for row in rows(graph)], _HEADERS, colalign=_ALIGN, disable_numparse=True)
+    return f"graph {graph.name}, predicted and measured\n{table}"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    ratio = row.ratio
+    return (
+        row.node,
+        row.what,
+        row.origin[-36:],
+        "unknown" if row.alone_ns is None else us(row.alone_ns),
+        us(row.predicted_ns),
+        "not seen" if row.measured_ns is None else us(row.measured_ns),
+        "" if ratio is None else f"{ratio:.2f}",
+        "off" if row.far_off else "",
+    )
+
+
+def totals_text(step: StepRecord) -> str:
+    """Times of the whole step and of each graph, how good predictions are by kind, and where most time is off."""
+    graphs = [graph for graph in step.graphs if graph.measured is not None]
+    table = [row for graph in graphs for row in _graph_totals(graph)]
+    if len(graphs) > 1:
+        table += _sum(table)
+    lines = [
+        f"predicted and measured ({min(graph.measured.runs for graph in graphs if graph.measured)} run(s))",
+        tabulate(
+            [(graph, what, ms(a), ms(b), f"{b / a:.2f}" if a else "") for graph, what, a, b in table],
+            ("graph", "", "predicted", "measured", "ratio"),
+            colalign=("left", "left", "right", "right", "right"),
+            disable_numparse=True,
+        ),
+    ]
+    if step.measured_peak_bytes is not None and graphs:
+        peak = max(graph.peak_bytes for graph in graphs)
+        lines.append(
+            f"peak memory  {human_bytes(peak)} predicted, {human_bytes(step.measured_peak_bytes)} allocated at most "
+            f"(ratio {step.measured_peak_bytes / max(peak, 1):.3f}; optimizer state and the like count too)"
+        )
+    every = [row for graph in graphs for row in rows(graph)]
+    lines += _quality(every)
+    worst = sorted((row for row in every if row.far_off), key=lambda row: -row.lost_ns)[:_WORST]
+    if worst:
+        shown = tabulate([_cells(row) for row in worst], _HEADERS, colalign=_ALIGN, disable_numparse=True)
+        lines.append(f"most time off by more than {FAR_OFF:.0%}:\n{shown}")
+    return "\n".join(lines)
+
+
+_Total = tuple[str, str, float, float]  # graph, what, predicted ns, measured ns
+
+
+def _graph_totals(graph: GraphRecord) -> Iterator[_Total]:
+    measured = graph.measured
+    assert measured is not None
+    for what, predicted_ns in _predicted(graph).items():
+        yield graph.name, what, predicted_ns, getattr(measured, _FIELDS[what])
+
+
+_FIELDS = {
+    "step": "step_ns", "compute": "compute_ns", "communication": "comm_ns", "exposed": "exposed_ns", "idle": "idle_ns",
+}  # fmt: skip
+
+
+def _predicted(graph: GraphRecord) -> dict[str, float]:
+    compute = comm = 0.0
+    for span in graph.after.spans:
+        if span.kind != "idle":
+            taken = span.end_ns - span.start_ns
+            compute, comm = (compute + taken, comm) if span.lane == "compute" else (compute, comm + taken)
+    exposed = graph.exposed_after_ns
+    idle = max(0.0, graph.after.step_ns - compute - exposed)
+    return {"step": graph.after.step_ns, "compute": compute, "communication": comm, "exposed": exposed, "idle": idle}
+
+
+def _sum(table: Iterable[_Total]) -> list[_Total]:
+    sums = {what: [0.0, 0.0] for what in _FIELDS}
+    for _, what, predicted_ns, measured_ns in table:
+        sums[what][0] += predicted_ns
+        sums[what][1] += measured_ns
+    return [("all", what, predicted_ns, measured_ns) for what, (predicted_ns, measured_ns) in sums.items()]
+
+
+def _quality(every: Iterable[Row]) -> Iterator[str]:
+    """`collectives: 74 measured, half within 7%, 9 off by more than 20%`, for each kind."""
+    by_kind: dict[str, list[Row]] = {}
+    for row in every:
+        by_kind.setdefault(row.kind, []).append(row)
+    for kind, found in sorted(by_kind.items()):
+        errors = [abs(ratio - 1) for row in found if (ratio := row.ratio) is not None]
+        half = f"half within {median(errors):.0%}" if errors else "none predicted"
+        unseen = sum(row.measured_ns is None for row in found)
+        yield (
+            f"{kind}s: {len(found) - unseen} of {len(found)} measured, {half}, "
+            f"{sum(row.far_off for row in found)} off by more than {FAR_OFF:.0%}"
+        )

@@ -1,0 +1,113 @@
+"""Measures steps of a training job beside their prediction.
+
+    with overlapc.report.measure() as measured:
+        for _ in range(3):
+            step(tokens, targets).backward()
+    print(measured.report)
+
+All ranks must measure the same steps. Graphs run with marks meanwhile, so keep compilation (the first steps) outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from overlapc.errors import ConfigError
+from overlapc.report import record
+from overlapc.report.record import GraphRecord, Measured, NothingCompiled, Report
+from overlapc.report.trace_reading import Trace, read_trace, run_times, typical
+from overlapc.runtime.marks import marked
+from overlapc.schedule.model import Kind
+from overlapc.schedule.text import parse
+
+
+class Measurement:
+    """The context of `measure()`; `report` holds the outcome afterwards, as does `overlapc.report()`."""
+
+    def __init__(self, trace: str | os.PathLike[str] | None = None) -> None:
+        self._trace = None if trace is None else Path(trace)
+        self._stack = contextlib.ExitStack()
+        self.report: Report | None = None
+
+    def __enter__(self) -> Measurement:
+        self._cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        activities = [ProfilerActivity.CPU]
+        if self._cuda:
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        self._profile = self._stack.enter_context(profile(activities=activities))
+        self._stack.enter_context(marked())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._cuda and error is None:
+            torch.cuda.synchronize()
+        peak_bytes = torch.cuda.max_memory_allocated() if self._cuda else None
+        self._stack.close()
+        if error is not None:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            path = self._trace or Path(folder) / "trace.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(path))
+            try:
+                trace = read_trace(path)
+            except ConfigError:
+                raise NothingCompiled(
+                    "nothing compiled with backend='overlapc' ran while measuring; put whole steps into the block"
+                ) from None
+        (step,) = record.report_of_process().steps
+        graphs = tuple(with_trace(graph, trace) for graph in step.graphs)
+        self.report = Report((replace(step, graphs=graphs, measured_peak_bytes=peak_bytes),))
+        record.add_measured(self.report)
+
+
+def measure(trace: str | os.PathLike[str] | None = None) -> Measurement:
+    """Profile the steps in a `with` block. `trace` is where to leave the profiler's Chrome trace; it is large.
+
+    NothingCompiled when no compiled graph ran in the block.
+    """
+    return Measurement(trace)
+
+
+def with_trace(graph: GraphRecord, trace: Trace) -> GraphRecord:
+    """`graph` with what the trace saw of it; unchanged when it saw nothing."""
+    runs = trace.runs.get(graph.name)
+    if not runs:
+        return graph
+    collectives = {node.name for node in parse(graph.schedule).nodes if node.kind in (Kind.START, Kind.COMM)}
+    times = typical([run_times(run, collectives.__contains__, trace.on_device) for run in runs])
+    measured = Measured(
+        len(runs), times.step_ns, times.compute_ns, times.comm_ns, times.exposed_ns, times.idle_ns, times.nodes
+    )
+    return replace(graph, measured=measured)
+
+
+def report_with_trace(report: Report, path: str | os.PathLike[str]) -> Report:
+    """`report` with a trace file put beside its predictions: of the rank that the trace names, else of the first.
+
+    ConfigError for a file that is no trace, or holds none of the report's graphs.
+    """
+    trace = read_trace(Path(path))
+    ranks = [step.rank for step in report.steps]
+    at = ranks.index(trace.rank) if trace.rank in ranks else 0
+    steps = list(report.steps)
+    steps[at] = replace(steps[at], graphs=tuple(with_trace(graph, trace) for graph in steps[at].graphs))
+    if not any(graph.measured for graph in steps[at].graphs):
+        raise ConfigError(
+            f"{path} holds other graphs ({', '.join(trace.runs)}) than the record "
+            f"({', '.join(graph.name for graph in steps[at].graphs)}); take both from the same run"
+        )
+    steps.insert(0, steps.pop(at))  # the rank that was measured is the one to show
+    return Report(tuple(steps))

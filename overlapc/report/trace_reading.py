@@ -1,0 +1,193 @@
+"""What a profiler's trace says about the nodes of compiled graphs.
+
+A trace recorded under `overlapc.report.measure()` holds a mark around every node (runtime/marks.py). On a GPU a
+kernel belongs to the mark around its launch, which CUPTI's correlation ids tell. On a CPU the mark itself is the time
+of a kernel or call, and a collective is what gloo did next after its mark.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from overlapc.errors import ConfigError
+from overlapc.runtime import marks
+
+Interval = tuple[float, float]  # ns
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+
+@dataclass(slots=True)
+class Marked:
+    """One run of one node: its mark on the host, and what it launched on the device or on gloo's threads."""
+
+    label: marks.Label
+    host: Interval
+    work: list[Interval] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The runs of every graph, each a list of marked nodes in the order of their launch."""
+
+    runs: Mapping[str, Sequence[Sequence[Marked]]]
+    on_device: bool  # kernels ran behind the host
+    rank: int | None = None  # whose trace it is, when it says so
+
+
+@dataclass(frozen=True, slots=True)
+class RunTimes:
+    """One run of a graph. Times in ns; communication includes waiting for other ranks."""
+
+    step_ns: float  # from the first thing launched to the end of the last
+    compute_ns: float
+    comm_ns: float
+    exposed_ns: float  # communication beside which no compute ran
+    idle_ns: float
+    nodes: Mapping[str, float]  # node -> ns, of all that were seen to run
+
+
+def read_trace(path: str | Path) -> Trace:
+    """The marks in a Chrome trace. ConfigError when the file is none, or was recorded without marks."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        events = data["traceEvents"]
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{path} is not a Chrome trace: it holds no traceEvents") from None
+    trace = _trace(events, data.get("distributedInfo", {}).get("rank"))
+    if not trace.runs:
+        raise ConfigError(
+            f"{path} has no marks of overlapc; record it under overlapc.report.measure(trace=...), "
+            "or with `overlapc demo --profile`"
+        )
+    return trace
+
+
+def _trace(events: Sequence[Mapping[str, Any]], rank: int | None) -> Trace:
+    spans = [event for event in events if event.get("ph") == "X"]
+    by_thread: dict[Any, list[Marked]] = {}
+    order: list[Marked] = []
+    for event in sorted(spans, key=lambda event: event["ts"]):
+        label = marks.Label.parse(str(event["name"])) if event.get("cat") == "user_annotation" else None
+        if label is not None:
+            marked = Marked(label, _interval(event))
+            by_thread.setdefault(event["tid"], []).append(marked)
+            order.append(marked)
+    on_device = _attach_kernels(spans, by_thread)
+    if not on_device:
+        _attach_host(spans, order)
+    return Trace(_runs(order), on_device, rank)
+
+
+def _interval(event: Mapping[str, Any]) -> Interval:
+    return event["ts"] * 1e3, (event["ts"] + event["dur"]) * 1e3
+
+
+def _attach_kernels(spans: Iterable[Mapping[str, Any]], by_thread: Mapping[Any, list[Marked]]) -> bool:
+    """Give each mark the kernels launched within it; whether there were any."""
+    launches: dict[int, Marked] = {}
+    starts = {thread: [marked.host[0] for marked in each] for thread, each in by_thread.items()}
+    for event in spans:
+        thread = event.get("tid")
+        if event.get("cat") not in _LAUNCHES or thread not in starts or "correlation" not in event.get("args", {}):
+            continue
+        at_ns = event["ts"] * 1e3
+        at = bisect_right(starts[thread], at_ns) - 1
+        if at >= 0 and at_ns <= by_thread[thread][at].host[1]:
+            launches[event["args"]["correlation"]] = by_thread[thread][at]
+    any_found = False
+    for event in spans:
+        if event.get("cat") in _DEVICE:
+            marked = launches.get(event.get("args", {}).get("correlation"))
+            if marked is not None:
+                marked.work.append(_interval(event))
+                any_found = True
+    return any_found
+
+
+def _attach_host(spans: Iterable[Mapping[str, Any]], order: Sequence[Marked]) -> None:
+    """On a CPU a mark is what it ran; a start gets the first things of gloo that began after it and are nobody's yet.
+
+    gloo begins collectives in the order they were issued, on threads of its own. What the user communicates between
+    two starts is passed over: it began before the second.
+    """
+    gloo = sorted(_interval(event) for event in spans if str(event["name"]).startswith("gloo:"))
+    at = 0
+    for marked in order:
+        if marked.label.how in ("launch", "call"):
+            marked.work.append(marked.host)
+        elif marked.label.how == "start":
+            while at < len(gloo) and gloo[at][0] < marked.host[0]:
+                at += 1
+            marked.work += gloo[at : at + marked.label.works]
+            at += marked.label.works
+
+
+def _runs(order: Sequence[Marked]) -> dict[str, list[list[Marked]]]:
+    """A graph's run ends where one of its nodes comes again."""
+    runs: dict[str, list[list[Marked]]] = {}
+    seen: dict[str, set[str]] = {}
+    for marked in order:
+        graph, node = marked.label.graph, marked.label.node
+        if graph not in runs or node in seen[graph]:
+            runs.setdefault(graph, []).append([])
+            seen[graph] = set()
+        seen[graph].add(node)
+        runs[graph][-1].append(marked)
+    return runs
+
+
+def run_times(run: Sequence[Marked], communicates: Callable[[str], bool], on_device: bool) -> RunTimes:
+    """Totals of one run, and each node's own time. `communicates` tells a collective's name."""
+    compute: list[Interval] = []
+    comm: list[Interval] = []
+    nodes: dict[str, float] = {}
+    for marked in run:
+        if marked.work:
+            # The parts of one collective may run at once; the kernels of one call follow each other.
+            nodes[marked.label.node] = length(merged(marked.work))
+            (comm if communicates(marked.label.node) else compute).extend(marked.work)
+    compute, comm = merged(compute), merged(comm)
+    busy = merged([*compute, *comm])
+    # On a CPU the host is the compute stream, and what it does between the nodes is part of the step.
+    bounds = busy if on_device else merged([*busy, *(marked.host for marked in run)])
+    step_ns = bounds[-1][1] - bounds[0][0] if bounds else 0.0
+    computing, working = length(compute), length(busy)
+    return RunTimes(step_ns, computing, length(comm), working - computing, step_ns - working, nodes)
+
+
+def typical(runs: Sequence[RunTimes]) -> RunTimes:
+    """The median of each time over several runs of a graph."""
+    names = dict.fromkeys(name for run in runs for name in run.nodes)
+    return RunTimes(
+        step_ns=median(run.step_ns for run in runs),
+        compute_ns=median(run.compute_ns for run in runs),
+        comm_ns=median(run.comm_ns for run in runs),
+        exposed_ns=median(run.exposed_ns for run in runs),
+        idle_ns=median(run.idle_ns for run in runs),
+        nodes={name: median(run.nodes[name] for run in runs if name in run.nodes) for name in names},
+    )
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points in time as ascending intervals that do not touch."""
+    result: list[Interval] = []
+    for start, end in sorted(intervals):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Their lengths together."""
+    return sum(end - start for start, end in intervals)
