@@ -1,0 +1,70 @@
+"""Captured training steps: passes keep their rules on them, plan them well, and plan them as they did before."""
+
+import pytest
+
+from overlapc.estimators.timeline import simulate
+from overlapc.passes.base import run_pipeline
+from overlapc.schedule.memory import analyze
+from overlapc.schedule.model import Estimate, Schedule
+from overlapc.schedule.text import parse
+from overlapc.schedule.verify import verify
+from tests.schedules.plans import CORPUS, context, plan_text, planned
+
+
+def stretched(schedule: Schedule, times: float) -> Schedule:
+    """Every collective takes that many times its estimate."""
+    return schedule.with_estimates(
+        {
+            node.name: Estimate(node.estimate.ns * times, node.estimate.source)
+            for node in schedule.nodes
+            if node.comm is not None and node.estimate is not None
+        }
+    )
+
+
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
+def test_text_reads_back(path):
+    schedule = parse(path.read_text())
+    verify(schedule, path.name)
+    assert parse(str(schedule)) == schedule
+
+
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
+def test_plans_are_the_committed_ones(path):
+    """A change here is meant to be looked at: run tests/schedules/plans.py and see `git diff`."""
+    assert plan_text(planned(path)).splitlines() == path.with_suffix(".plan").read_text().splitlines()
+
+
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
+def test_plans_fit_and_are_no_slower(path):
+    result, ctx = planned(path), context()
+    assert analyze(result.schedule).peak_bytes <= ctx.limit_bytes(result.before.schedule)
+    assert result.after.step_ns <= result.before.step_ns
+    before, after = (simulate(stretched(each, 1.5), ctx.profile) for each in (parse(path.read_text()), result.schedule))
+    assert after.step_ns <= before.step_ns
+
+
+@pytest.mark.parametrize("times", [1.0, 1.5])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_only_the_ends_of_a_large_step_are_exposed(direction, times):
+    """Llama-8B shape, 8 layers, FSDP over 4 H200s: all but the first gathers and the last reductions are hidden, even
+    if every collective takes half as long again as estimated."""
+    (path,) = [path for path in CORPUS if path.stem == f"llama_8b_fsdp4.{direction}"]
+    result = planned(path)
+    timeline = simulate(stretched(result.schedule, times), context().profile)
+    exposed = {name: each.exposed_ns for name, each in timeline.collectives.items()}
+    starts = [node.name for node in result.schedule.starts()]
+    inner = starts[2:] if direction == "forward" else starts[:-4]
+    assert sum(exposed[name] for name in inner) <= 0.02 * timeline.step_ns
+    assert timeline.exposed_ns <= 0.05 * timeline.step_ns
+
+
+def test_without_buckets_and_plan_the_same_step_is_slower():
+    """Both of them earn their place."""
+    (path,) = [path for path in CORPUS if path.stem == "llama_8b_fsdp4.backward"]
+    ctx = context()
+    schedule = parse(path.read_text())
+    whole = planned(path).after.step_ns
+    for rest in (("plan_overlap", "raise_under_memory", "sink_waits"), ("bucket", "raise_under_memory", "sink_waits")):
+        result = run_pipeline(schedule, type(ctx)(**{**vars(ctx), "passes": rest}))
+        assert result.after.step_ns > 1.02 * whole
