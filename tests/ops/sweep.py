@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shard", default="0/1", help="I/N: every N-th operator from the I-th on (default: 0/1)")
     parser.add_argument("--ops", default="", help="only operators of these names, comma separated")
     parser.add_argument("--dtype", default="float32", help="dtype of the samples (default: float32)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--shapes", choices=("static", "dynamic", "both"), default="both")
     parser.add_argument("--samples", type=int, default=3, help="samples of each operator, 0 for all (default: 3)")
     parser.add_argument("--seed", type=int, default=0, help="draws the samples (default: 0)")
@@ -42,16 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dtype = getattr(torch, given.dtype)
     for op in operators()[shard::shards]:
         name = full_name(op)
-        if (wanted and name not in wanted and op.name not in wanted) or dtype not in op.supported_dtypes("cpu"):
+        if (wanted and name not in wanted and op.name not in wanted) or dtype not in op.supported_dtypes(given.device):
             continue
-        for number, sample in enumerate(samples(op, dtype, given.samples or None, given.seed)):
+        for number, sample in enumerate(samples(op, dtype, given.samples or None, given.seed, given.device)):
             for dynamic in {"static": (False,), "dynamic": (True,), "both": (False, True)}[given.shapes]:
                 began = time.perf_counter()
                 counters.pop("overlapc", None)
                 outcome = classify(op, sample, dynamic, options)
                 fallbacks = [key.split()[1] for key in counters["overlapc"] if key.startswith("fallback ")]
                 line = {
-                    "op": name, "sample": number, "dtype": given.dtype, "dynamic": dynamic, "seed": given.seed,
+                    "op": name, "sample": number, "device": given.device, "dtype": given.dtype, "dynamic": dynamic, "seed": given.seed,
                     "outcome": outcome.kind, "reason": outcome.reason,
                     "fallbacks": fallbacks, "seconds": round(time.perf_counter() - began, 2),
                 }  # fmt: skip
