@@ -37,6 +37,7 @@ def plan_text(text: str, config: Config) -> Report:
         peak_increase=config.peak_increase,
         reorder_collectives=config.reorder_collectives,
         overlap_margin=config.overlap_margin,
+        stop_after=config.stop_after,
         estimate=None if config.profile is None else chain.estimate,
         passes=config.passes,
         verify=config.verify,

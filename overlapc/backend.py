@@ -224,6 +224,7 @@ def _context(config: Config, profile: DeviceProfile, dumps: dump.Dumps) -> Conte
         peak_increase=config.peak_increase,
         reorder_collectives=config.reorder_collectives,
         overlap_margin=config.overlap_margin,
+        stop_after=config.stop_after,
         estimate=_chain(profile).estimate,
         merge_payloads=merge_starts,
         passes=config.passes,

@@ -72,6 +72,10 @@ def _margin(text: Any) -> float:
     return value
 
 
+def _stop(text: Any) -> str | None:
+    return None if text is None or text == "" else str(text)
+
+
 def _names(text: Any) -> tuple[str | Callable[..., Any], ...] | None:
     """`"a,b"`, `"none"`, a list of names and callables, or None for the default pipeline."""
     if text is None:
@@ -122,6 +126,9 @@ class Config:
     )
     passes: tuple[str | Callable[..., Any], ...] | str | None = _knob(
         None, _names, "passes in this order, 'none' for none (default: passes/pipeline.py)"
+    )
+    stop_after: str | None = _knob(
+        None, _stop, "run passes up to this one only: PASS, or PASS:N for the first N of its moves (for bisection)"
     )
     profile: str | None = _knob(
         None,

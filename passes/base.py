@@ -16,6 +16,7 @@ from typing import Any
 from overlapc.errors import ConfigError, MemoryBudgetError, unknown_name
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.timeline import Timeline, simulate
+from overlapc.passes.bisect import first_moves, parse_stop
 from overlapc.passes.reasons import Reason
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Estimate, Node, Schedule
@@ -46,6 +47,8 @@ class Context:
     passes: Sequence[str | Pass] | None = None  # None for pipeline.ORDER
     reorder_collectives: bool = False  # let a start pass independent ones of its group, where that pays
     overlap_margin: float = 1.0
+    stop_after: str | None = None  # "PASS" or "PASS:MOVES"; see bisect.py
+    most_buckets: int | None = None  # set by the runner for stop_after="bucket:MOVES"
     estimate: Callable[[Node], Estimate | None] | None = None
     merge_payloads: Callable[[Sequence[Any]], Any] | None = None
     verify: bool = True
@@ -164,6 +167,9 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
     buffer for the shortest time of all orders that the passes can reach, so none of them fits.
     """
     passes = select(ctx.passes)
+    last, moves = parse_stop(ctx.stop_after) if ctx.stop_after is not None else (None, None)
+    if last is not None and last not in dict(passes):
+        raise ConfigError("stop_after: " + unknown_name("pass", last, dict(passes)))
     incoming = analyze(schedule)
     budget = ctx.budget_bytes if ctx.budget_bytes is not None else schedule.budget_bytes
     if budget is not None and incoming.peak_bytes > budget:
@@ -181,7 +187,9 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
         if ctx.dump is not None:
             ctx.dump(f"{number:02}_{name}.before", str(current))
         begin = time.perf_counter()
-        moved, report = each(current, ctx)
+        moved, report = each(current, dataclasses.replace(ctx, most_buckets=moves) if name == last else ctx)
+        if name == last and moves is not None and not report.merged:
+            moved = first_moves(current, moved, moves)
         report.seconds = time.perf_counter() - begin
         report.changed = moved is not current
         if ctx.verify and report.changed:
@@ -191,12 +199,15 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
                 reference=current,
                 merged=report.merged,
                 may_reorder_collectives=ctx.reorder_collectives,
-                limit_bytes=ctx.limit_bytes(schedule),
+                # Part of a pass may need more memory than all of it.
+                limit_bytes=None if name == last and moves is not None else ctx.limit_bytes(schedule),
             )
         if ctx.dump is not None:
             ctx.dump(f"{number:02}_{name}.after", str(moved))
         current = moved
         reports.append(report)
+        if name == last:
+            break
     after = before if current is schedule else simulate(current, ctx.profile)
     return Result(current, tuple(reports), before, after, _records(reports, before, after))
 

@@ -143,6 +143,8 @@ class _Round:
                         self.report.because(self.nodes[at], Reason.PIECES)
                 buckets += [each] if len(parts) == 1 else [found for part in parts for found in place(part)]
         merged = [(each, node) for each in buckets if len(each.members) > 1 and (node := self._node(each.members))]
+        if self.ctx.most_buckets is not None:
+            del merged[max(0, self.ctx.most_buckets - len(self.report.merged)) :]
         return self._rebuilt(merged) if merged else self.schedule
 
     # Which collectives belong together

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from overlapc.passes import bucket, plan_overlap, raise_collectives, raise_under_memory, sink_waits
+from overlapc.passes import bucket, fill_collectives, plan_overlap, raise_collectives, raise_under_memory, sink_waits
 
 ORDER = (
     "bucket",  # first: later passes should see the collectives that will really run
@@ -11,4 +11,12 @@ ORDER = (
     "sink_waits",  # after raising: reductions hide in what memory is left, and waits move to their readers
 )
 
-__all__ = ["ORDER", "bucket", "plan_overlap", "raise_collectives", "raise_under_memory", "sink_waits"]
+__all__ = [
+    "ORDER",
+    "bucket",
+    "fill_collectives",
+    "plan_overlap",
+    "raise_collectives",
+    "raise_under_memory",
+    "sink_waits",
+]

@@ -22,6 +22,7 @@ class Reason(Enum):
     PIECES = "nothing covers all of it: in pieces"  # so that the first is there sooner, and the last shorter
     NO_BUCKET = "cannot be merged: {}"
     MERGED = "bucket of {}"
+    FILLED = "compute that was ready fills its time"
     SLOWER = "simulates slower"  # the pass as a whole did not pay and was undone
 
     def about(self, node: str = "") -> str:

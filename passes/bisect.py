@@ -1,0 +1,27 @@
+"""A pipeline that stops early, to find the pass, and the move in it, that breaks a step.
+
+`stop_after="plan_overlap"` runs the passes up to that one. `stop_after="plan_overlap:40"` also takes its first 40
+moves only: the first 40 nodes stand where the pass put them, all others follow in the order they had before. Both parts
+of such an order are legal, so all of it is. Of `bucket`, moves are the buckets it made.
+"""
+
+from __future__ import annotations
+
+from overlapc.errors import ConfigError
+from overlapc.schedule.model import Schedule
+
+
+def parse_stop(text: str) -> tuple[str, int | None]:
+    """(pass, moves) of `PASS` or `PASS:MOVES`. ConfigError for anything else."""
+    name, colon, moves = text.strip().partition(":")
+    if not name or (colon and not moves.isdecimal()):
+        raise ConfigError(f"stop_after={text!r} is neither PASS nor PASS:MOVES, such as plan_overlap:40")
+    return name, int(moves) if colon else None
+
+
+def first_moves(before: Schedule, after: Schedule, moves: int) -> Schedule:
+    """The first `moves` nodes of `after`, then the others as in `before`; both hold the same nodes."""
+    head = [node.name for node in after.nodes[:moves]]
+    placed = set(head)
+    rest = [node.name for node in before.nodes if node.name not in placed]
+    return before.replace_order([*head, *rest], reorder_collectives=after.collectives_moved)

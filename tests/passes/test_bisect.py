@@ -1,0 +1,70 @@
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlapc.config import Config
+from overlapc.errors import ConfigError
+from overlapc.passes.base import Context, run_pipeline
+from overlapc.schedule.text import parse
+from overlapc.schedule.verify import verify
+from tests.graphs import order_of, schedules
+from tests.passes.test_bucket import BACKWARD, LAYER, ROOMY
+
+STEP = """
+    k = kernel(x) : 0B 90us; rs = reduce_scatter(k) @dp : 0B 60us; s = wait(rs)
+    ag = all_gather(p) @dp : 8B 60us; w = wait(ag); y = kernel(k, w) : 0B 90us; return s
+"""
+
+
+def stopped(text: str, stop_after: str) -> list[str]:
+    ctx = Context(reorder_collectives=True, budget_bytes=1000, stop_after=stop_after)
+    return order_of(run_pipeline(parse(text), ctx).schedule)
+
+
+def test_passes_behind_it_do_not_run():
+    result = run_pipeline(parse(STEP), Context(stop_after="plan_overlap"))
+    assert [report.name for report in result.reports] == ["bucket", "plan_overlap"]
+
+
+def test_moves_are_taken_one_by_one():
+    whole = stopped(STEP, "plan_overlap")
+    assert whole == ["ag", "k", "rs", "w", "y", "s"]
+    assert stopped(STEP, "plan_overlap:0") == order_of(parse(STEP))
+    assert stopped(STEP, "plan_overlap:1") == ["ag", "k", "rs", "s", "w", "y"]
+    assert stopped(STEP, "plan_overlap:99") == whole
+
+
+@pytest.mark.parametrize(("stop", "made"), [("bucket:0", []), ("bucket:1", ["a+1"]), ("bucket:2", ["a+1", "r+1"])])
+def test_buckets_are_made_one_by_one(stop, made):
+    ctx = Context(**{**vars(ROOMY), "stop_after": stop})
+    starts = run_pipeline(parse(BACKWARD), ctx).schedule.starts()
+    assert [node.name for node in starts if "+" in node.name] == made
+
+
+@pytest.mark.parametrize("stop", [":3", "plan_overlap:", "plan_overlap:x", ""])
+def test_what_is_no_place_to_stop_is_said(stop):
+    if stop:
+        with pytest.raises(ConfigError, match=re.escape(f"stop_after='{stop}' is neither PASS nor PASS:MOVES")):
+            stopped(LAYER, stop)
+    else:
+        assert Config(stop_after=stop).stop_after is None
+
+
+def test_unknown_passes_offer_their_neighbours():
+    with pytest.raises(ConfigError, match="stop_after: no pass named 'plan_overlop'; nearest: plan_overlap"):
+        stopped(STEP, "plan_overlop")
+
+
+def test_a_margin_below_the_estimate_is_refused():
+    with pytest.raises(ConfigError, match=r"overlap_margin: '0.5' is less than 1"):
+        Config(overlap_margin="0.5")
+
+
+@given(schedules(), st.sampled_from(["plan_overlap", "raise_under_memory", "sink_waits"]), st.integers(0, 15))
+@settings(max_examples=200, deadline=None)
+def test_every_part_of_a_pass_is_a_legal_order(schedule, name, moves):
+    ctx = Context(reorder_collectives=True, stop_after=f"{name}:{moves}", passes=("plan_overlap", name))
+    result = run_pipeline(schedule, ctx)
+    verify(result.schedule, "test", reference=schedule, may_reorder_collectives=True)

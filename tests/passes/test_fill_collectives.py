@@ -1,0 +1,63 @@
+from hypothesis import given, settings
+
+from overlapc.estimators.device import DeviceProfile, Slowdown
+from overlapc.estimators.timeline import simulate
+from overlapc.passes.base import Context
+from overlapc.passes.fill_collectives import fill_collectives
+from overlapc.schedule.text import parse
+from tests.graphs import check_kept, check_pass, order_of, schedules
+
+
+def test_ready_compute_fills_a_collectives_time():
+    check_pass(
+        fill_collectives,
+        before="""
+            a = kernel(x) : 0B 50us; rs = reduce_scatter(a) @dp : 0B 40us; s = wait(rs); y = kernel(s) : 0B 9us
+            b = kernel(x) : 0B 50us
+        """,
+        after="""
+            a = kernel(x) : 0B 50us; rs = reduce_scatter(a) @dp : 0B 40us; b = kernel(x) : 0B 50us
+            s = wait(rs); y = kernel(s) : 0B 9us
+        """,
+        reasons={"s": "compute that was ready fills its time"},
+    )
+
+
+def test_what_leads_to_a_collective_goes_first():
+    """`g` feeds the reduction, `b` nothing: the weight gradient goes ahead of it."""
+    schedule = parse("""
+        b = kernel(x) : 0B 50us; c = kernel(b) : 0B 50us
+        g = kernel(x) : 0B 50us; rs = reduce_scatter(g) @dp : 0B 90us; s = wait(rs)
+    """)
+    moved, _ = fill_collectives(schedule, Context())
+    assert order_of(moved) == ["g", "rs", "b", "c", "s"]
+    assert simulate(moved).exposed_ns == 0
+
+
+def test_the_sooner_a_collective_the_sooner_its_compute():
+    schedule = parse("""
+        a = kernel(x) : 0B 10us; b = kernel(x) : 0B 10us; r1 = reduce_scatter(b) @dp : 0B 30us
+        r2 = reduce_scatter(a) @dp : 0B 30us; c = kernel(x) : 0B 50us; s = wait(r1); t = wait(r2)
+    """)
+    assert order_of(fill_collectives(schedule, Context())[0])[:4] == ["b", "r1", "a", "r2"]
+
+
+def test_what_exceeds_memory_is_undone():
+    text = """
+        a = kernel(x) : 4B 50us; rs = reduce_scatter(a) @dp : 2B 40us; s = wait(rs); y = kernel(s, a) : 1B 9us
+        b = kernel(x) : 8B 50us
+    """
+    schedule = parse(text)
+    moved, report = fill_collectives(schedule, Context(budget_bytes=9))
+    assert moved is schedule
+    assert report.reasons["s"] == "peak memory"
+    assert order_of(fill_collectives(schedule, Context(budget_bytes=20))[0])[2] == "b"
+
+
+@given(schedules())
+@settings(max_examples=200, deadline=None)
+def test_random_schedules_keep_what_every_pass_keeps(schedule):
+    slow = DeviceProfile("slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.5, launch_ns=2.0)
+    for ctx in (Context(), Context(profile=slow, overlap_margin=1.5)):
+        moved, _ = fill_collectives(schedule, ctx)
+        check_kept(schedule, moved, ctx)
