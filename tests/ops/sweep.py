@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 outcome = classify(op, sample, dynamic, options)
                 fallbacks = [key.split()[1] for key in counters["overlapc"] if key.startswith("fallback ")]
                 line = {
-                    "op": name, "sample": number, "device": given.device, "dtype": given.dtype, "dynamic": dynamic, "seed": given.seed,
-                    "outcome": outcome.kind, "reason": outcome.reason,
+                    "op": name, "sample": number, "device": given.device, "dtype": given.dtype, "dynamic": dynamic,
+                    "seed": given.seed, "outcome": outcome.kind, "reason": outcome.reason,
                     "fallbacks": fallbacks, "seconds": round(time.perf_counter() - began, 2),
                 }  # fmt: skip
                 print(json.dumps(line), file=out, flush=True)
