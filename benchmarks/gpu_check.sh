@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one go; each part bounded in time, so that one that hangs costs only itself.
-#   OUT=/tmp/out benchmarks/gpu_check.sh tests | train | thrifty | demo | kernels     (default: tests train demo)
+#   OUT=/tmp/out benchmarks/gpu_check.sh tests | train | thrifty | demo | kernels | ops     (default: tests train demo)
 # Works where nothing can be installed: the package is used from the checkout, with the python that has torch.
 set -u
 cd "$(dirname "$0")/.."
@@ -32,7 +32,19 @@ for what in "${@:-tests train demo}"; do
         thrifty) NCCL_MAX_CTAS=16 part thrifty 200 torchrun --nproc-per-node "$gpus" benchmarks/train_step.py --profile \
             --systems overlapc,compile --rounds 3 --steps 4 --out "$out/thrifty" ;;
         kernels) part kernels 200 $python benchmarks/triton_kernels.py ;;
-        *) echo "no part named $each; known: tests train thrifty demo kernels" >&2; exit 2 ;;
+        ops) # every operator of torch's database, on CUDA, sharded over this machine's cores
+            shards=${SHARDS:-12}
+            for ((i = 0; i < shards; i++)); do
+                OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=$((i % gpus)) timeout "${OPS_SECONDS:-280}" $python -m tests.ops.sweep \
+                    --device cuda --shapes static --samples "${SAMPLES:-2}" --shard "$i/$shards" --out "$out/ops_$i.jsonl" \
+                    >"$out/ops_$i.log" 2>&1 &
+            done
+            wait
+            cat "$out"/ops_*.jsonl >"$out/ops.jsonl"
+            rm "$out"/ops_[0-9]*
+            $python -m tests.ops.sweep --summary "$out/ops.jsonl" 2>&1 | tail -40 | cut -c1-300
+            ;;
+        *) echo "no part named $each; known: tests train thrifty demo kernels ops" >&2; exit 2 ;;
         esac
     done
 done
