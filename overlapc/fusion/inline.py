@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import sympy
 
 from overlapc.fusion.deps import mutated, output_buffers
+from overlapc.fusion.loop_order import split_at_divisions
 from overlapc.ir.body import (
     Body,
     Index,
@@ -161,7 +162,7 @@ def inline_into(producer: Loops, consumer: Loops) -> Body | None:
         return value_at(producer.body, store, strides, value, ranges)
 
     body = rewrite(consumer.body, consumer.body.loops, consumer.body.reduction, replace=replace)
-    return None if impossible else canonical(body)
+    return None if impossible else canonical(split_at_divisions(body))
 
 
 def value_at(body: Body, store: Store, strides: list[sympy.Expr], load: Load, ranges: Ranges) -> Value:

@@ -10,7 +10,8 @@ from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.fuse import Fuser
 from overlapc.fusion.loop_order import in_order_of, scattered_bytes, split_at_divisions, step
-from overlapc.ir.body import Body, op
+from overlapc.ir.body import Body, Load, op
+from overlapc.ir.indexing import loop_symbol
 from overlapc.ir.ops import Loops
 from tests.fusion.programs import Step, capture, inputs, program, steps
 from tests.ir.bodies import P, bodies, buffers_for, flat, loops_of, put, x
@@ -48,6 +49,15 @@ def test_the_order_of_the_buffer_read() -> None:
     assert other is not None
     assert str(other).splitlines()[0] == "for p0 < 3, for p1 < 4"
     assert in_order_of(transposed(), "nothing", int) is None
+
+
+def test_no_single_order_no_change() -> None:
+    loops = loops_of("p", (3, 4))
+    straight, turned = x("y", 4 * P[0] + P[1]), x("y", P[0] + 3 * P[1])
+    assert in_order_of(Body(loops, (), (put("z", flat(loops), op("add", straight, turned)),)), "y", int) is None
+    where, row = loop_symbol("i", 0), Load("rows", P[0], torch.int64)
+    looked_up = Load("y", 4 * where + P[1], torch.float32, None, ((where, row),))
+    assert in_order_of(Body(loops, (), (put("z", flat(loops), looked_up),)), "y", int) is None
 
 
 def test_divisions_become_loops() -> None:
