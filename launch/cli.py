@@ -132,9 +132,26 @@ def run(
     print(f"\n{collected}\n\nwritten to {report}; a page of it: overlapc report {report} --save report.html")
 
 
-@app.command(epilog="example: overlapc plan schedule.txt --passes sink_waits -o memory_budget=12GiB")
+@app.command(epilog="example: overlapc plan --model llama-8b --mesh dp=512,tp=2 --profile h200-nvlink")
 def plan(
-    file: Annotated[Path, typer.Argument(help="one or more schedules in text form, such as a run's schedule.txt")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help="schedules in text form (a run's schedule.txt), or give --model", show_default=False
+        ),
+    ] = None,
+    model: Annotated[str, typer.Option(metavar="llama-8b|demo|tiny", help="plan a training step of this model")] = "",
+    mesh: Annotated[
+        str, typer.Option(metavar="dp=N,tp=N", help="ranks by axis: replicate, dp, tp (default: all in dp)")
+    ] = "",
+    world_size: Annotated[int, typer.Option(metavar="N", help="ranks (default: what --mesh says)")] = 0,
+    seq: Annotated[int, typer.Option(metavar="N", help="tokens a row")] = 4096,
+    batch: Annotated[int, typer.Option(metavar="N", help="rows a data-parallel rank")] = 1,
+    layers: Annotated[int, typer.Option(metavar="N", help="layers (default: all of the model)")] = 0,
+    dtype: Annotated[str, typer.Option(metavar="fp32|bf16", help="of compute; gradients reduce in fp32")] = "bf16",
+    no_reshard: Annotated[
+        bool, typer.Option("--no-reshard", help="keep parameters gathered between forward and backward")
+    ] = False,
     passes: Passes = None,
     profile: Annotated[
         str | None,
@@ -152,13 +169,22 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Run the passes on schedules in text form and show what they gain. Needs no GPU and no ranks."""
+    """Plan a model on N ranks, or run the passes on schedules in text form. Needs no GPU and no ranks."""
     values = _values(passes, option)
     if profile is not None:
         values["profile"] = profile
-    from overlapc.launch.plan import plan_text
+    if (file is None) == (not model):
+        raise ConfigError("give one of FILE and --model")
+    if file is None:
+        _check_torch()
+        from overlapc.launch.plan_model import PlanConfig, plan_model
 
-    report = plan_text(_read(file), Config.of(values))
+        cfg = PlanConfig.of(model, mesh, world_size, seq, batch, layers, dtype, not no_reshard)
+        report = plan_model(cfg, Config.of({"profile": "h200-nvlink", **values}))
+    else:
+        from overlapc.launch.plan import plan_text
+
+        report = plan_text(_read(file), Config.of(values))
     print(report)
     for target in save or ():
         print(f"written to {report.save(target)}")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import ShortenTraceback
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule, Node
 
 from overlapc import dump
@@ -57,15 +58,32 @@ def overlapc(
     Raises ConfigError for options it cannot use, CompileError with the FX node and the user's line for a graph it
     cannot compile, RanksDisagree when ranks compile different graphs.
     """
+    return _compile(compile_graph, gm, example_inputs, options)
+
+
+def plan_only(
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | Config | None = None
+) -> Callable[..., Any]:
+    """A backend that plans and records a graph on fake tensors, for `overlapc plan`; no kernel is generated."""
+    return _compile(_plan_only, gm, example_inputs, options)
+
+
+def _compile(
+    each: Callable[..., Callable[..., Any]],
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, Any] | Config | None,
+) -> Callable[..., Any]:
+    """Forward and backward of `gm`, each handed to `each`."""
     try:
         check_torch_version()
         config = Config.of(options)
         select(config.passes)  # an unknown pass is an error now, not after the first graph was lowered
         number = next(_numbers)
         compiler = aot_autograd(
-            fw_compiler=partial(compile_graph, config=config, name=f"forward_{number}"),
-            bw_compiler=partial(compile_graph, config=config, name=f"backward_{number}"),
-            inference_compiler=partial(compile_graph, config=config, name=f"inference_{number}"),
+            fw_compiler=partial(each, config=config, name=f"forward_{number}"),
+            bw_compiler=partial(each, config=config, name=f"backward_{number}"),
+            inference_compiler=partial(each, config=config, name=f"inference_{number}"),
             decompositions=decompositions(),
             partition_fn=partition,
             keep_inference_input_mutations=True,
@@ -79,6 +97,22 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], *, config: Con
     """One graph of ATen ops and functional collectives: the whole way, as the list of its stages."""
     began = time.perf_counter()
     dumps = dump.Dumps(config, name)
+    result, lowered = plan_graph(gm, config=config, name=name, dumps=dumps)
+    sources = generate_kernels(result.schedule, lowered)
+    launchers = load_kernels(sources, result.schedule, config)
+    program = build_program(result.schedule, lowered, sources)
+    dumps.write("program", "program", lambda: str(program))
+    dumps.write("kernels", "kernels", lambda: "\n\n".join(source.text for source in program.kernels()))
+    wrapper = PythonWrapper(program)
+    dumps.write("program", "wrapper", lambda: wrapper.source, suffix="py")
+    call = switching(wrapper.bind(launchers), lambda: PythonWrapper(program, marked=True).bind(launchers))
+    call._boxed_call = True  # type: ignore[attr-defined]
+    _report(result, time.perf_counter() - began)
+    return call
+
+
+def plan_graph(gm: GraphModule, *, config: Config, name: str, dumps: dump.Dumps) -> tuple[Result, LoweredGraph]:
+    """The stages up to the final schedule, before any code is generated."""
     canonicalize(gm)
     dumps.write("fx", "graph", lambda: gm.print_readable(print_output=False))
     communication = _communication(gm)
@@ -99,17 +133,15 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], *, config: Con
         result = run_pipeline(schedule, _context(config, profile, dumps))
         if talks is not None:
             talks.agree_on_order(collective_lines(result.schedule))
-    sources = generate_kernels(result.schedule, lowered)
-    launchers = load_kernels(sources, result.schedule, config)
-    program = build_program(result.schedule, lowered, sources)
-    dumps.write("program", "program", lambda: str(program))
-    dumps.write("kernels", "kernels", lambda: "\n\n".join(source.text for source in program.kernels()))
-    wrapper = PythonWrapper(program)
-    dumps.write("program", "wrapper", lambda: wrapper.source, suffix="py")
-    call = switching(wrapper.bind(launchers), lambda: PythonWrapper(program, marked=True).bind(launchers))
-    call._boxed_call = True  # type: ignore[attr-defined]
+    return result, lowered
+
+
+def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str) -> Callable[..., Any]:
+    """Like compile_graph, but for fake tensors: the graph itself runs, as nothing is generated."""
+    began = time.perf_counter()
+    result, _ = plan_graph(gm, config=config, name=name, dumps=dump.Dumps(config, name))
     _report(result, time.perf_counter() - began)
-    return call
+    return make_boxed_func(gm.forward)
 
 
 # --- communication and agreement
