@@ -55,7 +55,11 @@ class Function:
         for value in self.values:
             own = frozenset(symbol for expr in value.indices() for symbol in expr.free_symbols)
             below = own.union(*(self.symbols[operand] for operand in value.operands()))
-            self.symbols[value] = below - reduced if isinstance(value, Reduce) else below
+            if isinstance(value, Reduce):
+                below -= reduced
+                if plan.columns and plan.vector is not None:  # a total for each lane, even of the same constant
+                    below |= {plan.vector.symbol}
+            self.symbols[value] = below
         self.inner_stores = [store for store in body.stores if self._is_inner(store)]
         self.outer_stores = [store for store in body.stores if not self._is_inner(store)]
         self.memory_dtype: dict[str, torch.dtype] = {}
