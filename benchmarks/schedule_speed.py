@@ -24,31 +24,41 @@ from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 from overlapc.schedule.text import parse
 
-KERNELS = 8  # a layer and direction; with two gathers, a scatter and three waits this makes 22 nodes a layer
+KERNELS = 8  # a layer and direction; with four gathers, two scatters and their waits this makes 30 nodes a layer
 
 
 def fsdp_step(nodes: int, reduce_group: str = "dp") -> str:
     """A step of about `nodes` nodes as text; scatters run on the queue of `reduce_group`."""
-    layers = max(1, nodes // (2 * KERNELS + 6))
+    layers = max(1, nodes // (2 * KERNELS + 14))
     lines = ["schedule fsdp", "h = input : 64MiB"]
     last = "h"
+
+    def gathers(prefix: str, layer: int) -> None:
+        for half in "xy":
+            name = f"{prefix}{half}{layer}"
+            lines.append(f"{name} = all_gather(p{half}{layer}) @dp(4) unit=l{layer} : 128MiB 350us")
+            lines.append(f"w{name} = wait({name})")
+
     for layer in range(layers):
-        lines += [f"p{layer} = input : 64MiB", f"ag{layer} = all_gather(p{layer}) @dp(4) unit=l{layer} : 256MiB 800us"]
-        lines.append(f"w{layer} = wait(ag{layer})")
+        lines += [f"p{half}{layer} = input : 32MiB" for half in "xy"]
+        gathers("f", layer)
         for k in range(KERNELS):
-            lines.append(f"f{layer}_{k} = extern({last}, w{layer}) flops=1000 : 16MiB 150us")
+            lines.append(f"f{layer}_{k} = extern({last}, wf{'xy'[k % 2]}{layer}) flops=1000 : 16MiB 150us")
             last = f"f{layer}_{k}"
     for layer in reversed(range(layers)):
-        lines += [f"bg{layer} = all_gather(p{layer}) @dp(4) unit=l{layer} : 256MiB 800us", f"bw{layer} = wait(bg{layer})"]
+        gathers("b", layer)
         for k in reversed(range(KERNELS)):
-            lines.append(f"b{layer}_{k} = extern({last}, f{layer}_{k}, bw{layer}) flops=1000 : 16MiB 250us")
+            lines.append(
+                f"b{layer}_{k} = extern({last}, f{layer}_{k}, wb{'xy'[k % 2]}{layer}) flops=1000 : 16MiB 250us"
+            )
             last = f"b{layer}_{k}"
-        lines.append(f"g{layer} = extern({last}) flops=1000 : 512MiB 200us")
-        lines += [
-            f"rs{layer} = reduce_scatter(g{layer}) @{reduce_group}(4) unit=l{layer} : 128MiB 1400us",
-            f"s{layer} = wait(rs{layer})",
-        ]
-    lines.append("return " + ", ".join(f"s{layer}" for layer in range(layers)))
+        for half in "xy":
+            lines.append(f"g{half}{layer} = extern({last}) flops=1000 : 256MiB 100us")
+            lines.append(
+                f"r{half}{layer} = reduce_scatter(g{half}{layer}) @{reduce_group}(4) unit=l{layer} : 64MiB 500us"
+            )
+            lines.append(f"s{half}{layer} = wait(r{half}{layer})")
+    lines.append("return " + ", ".join(f"s{half}{layer}" for layer in range(layers) for half in "xy"))
     return "\n".join(lines)
 
 
@@ -74,7 +84,9 @@ def main(sizes: list[int]) -> None:
         timed("lower bound", lambda before=before: before.lower_bound_ns)
         result = timed(
             "default passes",
-            lambda schedule=schedule: run_pipeline(schedule, Context(profile=profile, reorder_collectives=True)),
+            lambda schedule=schedule: run_pipeline(
+                schedule, Context(profile=profile, reorder_collectives=True, overlap_margin=1.5)
+            ),
         )
         print(
             f"  step {before.step_ns / 1e6:.1f} -> {result.after.step_ns / 1e6:.1f} ms,"

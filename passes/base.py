@@ -276,6 +276,8 @@ def _limit(reports: Sequence[PassReport], node: Node, wait: Node | None, *, hidd
     parts = []
     for part in (node, wait):
         said = [report.reasons[part.name] for report in reports if part is not None and part.name in report.reasons]
+        # A pass that was undone as a whole says less than one that decided about this node.
+        said = [reason for reason in said if reason != Reason.SLOWER.about()] or said
         if part is not None and said and said[-1] != Reason.HIDDEN.about():
             parts.append(f"{'start' if part is node else 'wait'}: {said[-1]}")
     return "; ".join(parts) or ("no pass looked at it" if node.estimate is not None else "no estimate")
