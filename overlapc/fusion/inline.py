@@ -17,6 +17,7 @@ import sympy
 
 from overlapc.fusion.deps import mutated, output_buffers
 from overlapc.fusion.loop_order import split_at_divisions
+from overlapc.fusion.unroll import unrolled
 from overlapc.ir.body import (
     Body,
     Index,
@@ -54,7 +55,11 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph) -> list[IROp]:
         for view in mutated(op_):
             overwritten[graph.root(view.buffer)].append(position)
     for position, producer in enumerate(now):
-        if not isinstance(producer, Loops) or len(producer.outputs) != 1:
+        if not isinstance(producer, Loops):
+            continue
+        # Only now: before, it was a reader, and a loop reads at one index what its terms read at several.
+        now[position] = producer = dataclasses.replace(producer, body=unrolled(producer.body))
+        if len(producer.outputs) != 1:
             continue
         buffer = producer.outputs[0].buffer
         readers = {at: now[at] for at in sorted(users[buffer])}

@@ -371,6 +371,17 @@ def rewrite(
 ) -> Body:
     """`body` over other loops, with every index expression and value mapped."""
     new = rewrite_values((value for store in body.stores for value in store.operands()), index, replace)
+    return with_values(body, loops, reduction, new, index)
+
+
+def with_values(
+    body: Body,
+    loops: tuple[Loop, ...],
+    reduction: tuple[Loop, ...],
+    new: Mapping[Value, Value],
+    index: Callable[[sympy.Expr], sympy.Expr] = lambda expr: expr,
+) -> Body:
+    """The stores of `body` over other loops and with other values."""
     stores = tuple(
         dataclasses.replace(
             store,
