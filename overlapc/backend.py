@@ -27,10 +27,11 @@ from overlapc.codegen.python import PythonWrapper
 from overlapc.config import Config
 from overlapc.errors import CompileError, OverlapcError
 from overlapc.estimators.agreement import Compilation, party
-from overlapc.estimators.base import FirstKnown, estimate_schedule
+from overlapc.estimators.base import Estimator, FirstKnown, estimate_schedule
 from overlapc.estimators.canonical import canonical_lines
 from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
 from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.profile_trace import UserHook
 from overlapc.estimators.roofline import Roofline
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.build import op_name, to_schedule
@@ -43,6 +44,7 @@ from overlapc.lowering import Communication, lower
 from overlapc.passes.base import Context, Result, run_pipeline, select
 from overlapc.report import record
 from overlapc.report.build import graph_record
+from overlapc.report.earlier import earlier_run
 from overlapc.runtime.counters import count
 from overlapc.runtime.marks import switching
 from overlapc.schedule.model import Estimate, Kind, Schedule
@@ -129,8 +131,9 @@ def plan_graph(gm: GraphModule, *, config: Config, name: str, dumps: dump.Dumps)
         profile = _profile(config, lowered)
         if talks is not None:
             profile = talks.agree_on_profile(profile)
-        schedule = _estimated(schedule, profile, talks)
-        result = run_pipeline(schedule, _context(config, profile, dumps))
+        chain = _chain(profile, config, name)
+        schedule = _estimated(schedule, chain, talks)
+        result = run_pipeline(schedule, _context(config, profile, chain, dumps))
         if talks is not None:
             talks.agree_on_order(collective_lines(result.schedule))
     return result, lowered
@@ -236,13 +239,19 @@ def _profile(config: Config, graph: LoweredGraph) -> DeviceProfile:
     return profile_for("cuda" if "cuda" in devices else "cpu", config.cache_dir)  # type: ignore[arg-type]
 
 
-def _chain(profile: DeviceProfile) -> FirstKnown:
-    return FirstKnown((MeasuredCollectives(profile), AnalyticCollectives(profile), Roofline(profile)))
+def _chain(profile: DeviceProfile, config: Config, graph: str) -> FirstKnown:
+    """The user's word first, then tables, then models."""
+    said: list[Estimator] = []
+    if callable(config.estimates):
+        said.append(UserHook(config.estimates))
+    elif config.estimates is not None:
+        said.append(earlier_run(config.estimates, graph))
+    return FirstKnown((*said, MeasuredCollectives(profile), AnalyticCollectives(profile), Roofline(profile)))
 
 
-def _estimated(schedule: Schedule, profile: DeviceProfile, talks: Compilation | None) -> Schedule:
+def _estimated(schedule: Schedule, chain: Estimator, talks: Compilation | None) -> Schedule:
     """`schedule` with estimates that are the same on every rank: the median of what each would say."""
-    schedule = estimate_schedule(schedule, _chain(profile)).schedule
+    schedule = estimate_schedule(schedule, chain).schedule
     if talks is not None:
         known = {node.name: node.estimate for node in schedule.nodes if node.estimate is not None}
         agreed = talks.agree_on_medians({name: estimate.ns for name, estimate in known.items()})
@@ -250,14 +259,14 @@ def _estimated(schedule: Schedule, profile: DeviceProfile, talks: Compilation | 
     return schedule
 
 
-def _context(config: Config, profile: DeviceProfile, dumps: dump.Dumps) -> Context:
+def _context(config: Config, profile: DeviceProfile, chain: Estimator, dumps: dump.Dumps) -> Context:
     return Context(
         profile=profile,
         peak_increase=config.peak_increase,
         reorder_collectives=config.reorder_collectives,
         overlap_margin=config.overlap_margin,
         stop_after=config.stop_after,
-        estimate=_chain(profile).estimate,
+        estimate=chain.estimate,
         merge_payloads=merge_starts,
         passes=config.passes,
         verify=config.verify,

@@ -93,6 +93,12 @@ def _words(text: Any) -> frozenset[str]:
     return frozenset(text)
 
 
+def _file_or_function(value: Any) -> str | Callable[..., Any] | None:
+    if value is None or value == "":
+        return None
+    return value if callable(value) else str(value)
+
+
 def _path(text: Any) -> Path:
     return Path(text).expanduser()
 
@@ -134,6 +140,12 @@ class Config:
         None,
         lambda text: text,
         "device profile for estimates: a name or a JSON file (default: this machine's)",
+    )
+    estimates: str | Callable[..., Any] | None = _knob(
+        None,
+        _file_or_function,
+        "times that come before all others: a measured record.json, a trace of an earlier run, or a function of a "
+        "node that returns ns or None (the same file or function on all ranks)",
     )
     rank_timeout: float = _knob(300.0, _seconds, "seconds to wait for other ranks while compiling")
     rank_check: bool = _knob(True, _bool, "compare graphs and collective orders between ranks")

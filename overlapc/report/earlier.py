@@ -1,0 +1,66 @@
+"""Measured times of an earlier run, for `estimates=FILE`: a record that was measured, or a profiler's trace."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from statistics import median
+
+from overlapc.errors import ConfigError
+from overlapc.estimators.profile_trace import EarlierRun, signature_of
+from overlapc.report.record import GraphRecord, load
+from overlapc.report.trace_reading import read_trace, run_times
+from overlapc.schedule.text import parse
+
+Seen = dict[tuple[str, str], tuple[str, float]]  # (graph, node) -> signature or "", ns
+
+
+def earlier_run(path: str | Path, graph: str) -> EarlierRun:
+    """An estimator for `graph`. ConfigError for a file that holds no measurement of ours.
+
+    A record tells what a node was, and how much the simulator thought contention slowed it: its times go in without
+    that, as the simulator will add it again. A bare trace knows names only, and its times go in as they are.
+    """
+    path = Path(path).expanduser()
+    try:
+        changed = path.stat().st_mtime_ns
+    except OSError as error:
+        raise ConfigError(f"estimates: cannot read {path}: {error.strerror}") from None
+    return EarlierRun.of(graph, _read(path, changed), f"measured {path.name}")
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: Path, _changed: int) -> Seen:
+    with path.open(encoding="utf-8") as file:
+        head = file.read(64)
+    if "overlapc_record" not in head:
+        return _from_trace(path)
+    graphs = [graph for step in load(path).steps for graph in step.graphs if graph.measured is not None]
+    if not graphs:
+        raise ConfigError(f"estimates: {path} was not measured; take the record of `overlapc demo --profile`")
+    return {key: found for graph in reversed(graphs) for key, found in _from_record(graph).items()}
+
+
+def _from_record(graph: GraphRecord) -> Seen:
+    assert graph.measured is not None
+    spans = {span.node: span.end_ns - span.start_ns for span in graph.after.spans if span.kind != "idle"}
+    seen: Seen = {}
+    for node in parse(graph.schedule).nodes:
+        ns = graph.measured.nodes.get(node.name)
+        if ns is None:
+            continue
+        slowed_ns = spans.get(node.name, 0.0)
+        if node.estimate is not None and slowed_ns > node.estimate.ns > 0:
+            ns *= node.estimate.ns / slowed_ns
+        seen[graph.name, node.name] = (signature_of(node), ns)
+    return seen
+
+
+def _from_trace(path: Path) -> Seen:
+    trace = read_trace(path)
+    seen: dict[tuple[str, str], list[float]] = {}
+    for graph, runs in trace.runs.items():
+        for run in runs:
+            for node, ns in run_times(run, lambda _: False, trace.on_device).nodes.items():
+                seen.setdefault((graph, node), []).append(ns)
+    return {key: ("", median(times)) for key, times in seen.items()}

@@ -1,0 +1,177 @@
+"""Traces are matched to nodes: a synthetic one of a GPU, real ones of a CPU."""
+
+import json
+
+import pytest
+import torch
+
+import overlapc
+from overlapc.errors import ConfigError
+from overlapc.report import compare, record
+from overlapc.report.measure import with_trace
+from overlapc.report.record import GraphRecord, NothingCompiled, Plan, Report, Span, StepRecord
+from overlapc.report.trace_reading import read_trace
+from overlapc.runtime.marks import Label
+
+US = 1e3
+
+
+def mark(how, node, ts, dur, works=1):
+    label = Label("forward_0", how, node, works)
+    return {"ph": "X", "cat": "user_annotation", "name": str(label), "ts": ts, "dur": dur, "tid": 1}
+
+
+def launch(correlation, ts, tid=1, category="cuda_driver"):
+    return {"ph": "X", "cat": category, "name": "cuLaunchKernel", "ts": ts, "dur": 1, "tid": tid,
+            "args": {"correlation": correlation}}  # fmt: skip
+
+
+def kernel(correlation, ts, dur, name="k"):
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "tid": 7,
+            "args": {"correlation": correlation}}  # fmt: skip
+
+
+def step_on_gpu(at, first):
+    """ag0 flies beside mm0 for 20 of its 60 us; then 10 us of nothing; mm0 is two kernels."""
+    return [
+        mark("start", "ag0", at, 5), launch(first, at + 1, category="cuda_runtime"),
+        mark("launch", "k0", at + 6, 3), launch(first + 1, at + 7),
+        mark("wait", "w0", at + 10, 2),
+        mark("call", "mm0", at + 13, 5), launch(first + 2, at + 14), launch(first + 3, at + 15),
+        launch(first + 4, at + 30),  # of nobody
+        kernel(first, at + 100, 60, "ncclDevKernel_AllGather"),
+        kernel(first + 1, at + 100, 20),
+        kernel(first + 2, at + 170, 30), kernel(first + 3, at + 200, 10), kernel(first + 4, at + 220, 99),
+    ]  # fmt: skip
+
+
+SCHEDULE = """schedule forward_0
+p = input : 1MiB
+x = input : 1MiB
+ag0 = all_gather(p) @dp(4) : 4MiB 50us [table t]
+k0 = kernel(x) : 1MiB 20us [roofline r]
+w0 = wait(ag0)
+mm0 = extern:mm(k0, w0) flops=1000000000 : 1MiB 30us [roofline r]
+"""
+GRAPH = GraphRecord(
+    name="forward_0",
+    schedule=SCHEDULE,
+    before=Plan(100 * US),
+    after=Plan(
+        100 * US,
+        (
+            Span("ag0", "@dp", 0.0, 60 * US, "start"),
+            Span("k0", "compute", 0.0, 20 * US, "kernel"),
+            Span("ag0", "compute", 20 * US, 60 * US, "idle"),
+            Span("mm0", "compute", 60 * US, 90 * US, "extern"),
+        ),
+    ),
+    lower_bound_ns=80 * US,
+    peak_bytes=100,
+    incoming_peak_bytes=100,
+)
+
+
+@pytest.fixture
+def gpu_trace(tmp_path):
+    path = tmp_path / "trace.json"
+    events = step_on_gpu(0, 0) + step_on_gpu(1000, 10)
+    path.write_text(json.dumps({"traceEvents": events, "distributedInfo": {"rank": 1}}))
+    return path
+
+
+def test_kernels_belong_to_the_mark_around_their_launch(gpu_trace):
+    trace = read_trace(gpu_trace)
+    assert trace.on_device
+    assert trace.rank == 1
+    assert len(trace.runs["forward_0"]) == 2
+    measured = with_trace(GRAPH, trace).measured
+    assert measured.runs == 2
+    assert measured.nodes == {"ag0": 60 * US, "k0": 20 * US, "mm0": 40 * US}
+    assert (measured.step_ns, measured.compute_ns, measured.comm_ns) == (110 * US, 60 * US, 60 * US)
+    assert (measured.exposed_ns, measured.idle_ns) == (40 * US, 10 * US)
+
+
+def test_prediction_is_compared_with_contention_and_flagged(gpu_trace):
+    graph = with_trace(GRAPH, read_trace(gpu_trace))
+    rows = {row.node: row for row in compare.rows(graph)}
+    assert rows["ag0"].ratio == 1.0  # 50 alone, 60 beside compute
+    assert not rows["ag0"].far_off
+    assert rows["mm0"].ratio == pytest.approx(40 / 30)
+    assert rows["mm0"].far_off
+    assert "w0" not in rows
+    line = next(line for line in compare.graph_text(graph).splitlines() if line.startswith("mm0"))
+    assert line.split() == ["mm0", "mm", "1", "GFLOP", "30.0", "30.0", "40.0", "1.33", "off"]
+    totals = compare.totals_text(StepRecord(0, 4, (graph,), 110))
+    assert "100B predicted, 110B allocated at most (ratio 1.100" in totals
+    assert "library calls: 1 of 1 measured, half within 33%, 1 off by more than 20%" in totals
+
+
+def test_a_trace_goes_to_its_rank_and_survives_a_file(gpu_trace, tmp_path):
+    report = Report((StepRecord(0, 2, (GRAPH,)), StepRecord(1, 2, (GRAPH,))))
+    measured = overlapc.report.report_with_trace(report, gpu_trace)
+    assert [(step.rank, step.graphs[0].measured is not None) for step in measured.steps] == [(1, True), (0, False)]
+    assert record.load(measured.save(tmp_path / "record.json")) == measured
+    page = measured.save(tmp_path / "report.html").read_text()
+    assert "predicted and measured" in page
+
+
+def test_other_files_are_refused(gpu_trace, tmp_path):
+    other = Report((StepRecord(0, 1, (GRAPH.__class__(**{**_fields(GRAPH), "name": "inference_3"}),)),))
+    with pytest.raises(ConfigError, match="holds other graphs"):
+        overlapc.report.report_with_trace(other, gpu_trace)
+    (tmp_path / "no.json").write_text("[]")
+    with pytest.raises(ConfigError, match="not a Chrome trace"):
+        read_trace(tmp_path / "no.json")
+
+
+def _fields(graph):
+    return {name: getattr(graph, name) for name in graph.__dataclass_fields__}
+
+
+def test_gloo_answers_starts_in_their_order(tmp_path):
+    def gloo(ts, dur):
+        return {"ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "ts": ts, "dur": dur, "tid": 9}
+
+    events = [
+        gloo(0, 5),  # of nobody: before the first start
+        mark("start", "rs0", 10, 2, works=2), gloo(11, 10), gloo(12, 20),
+        mark("launch", "k0", 13, 4),
+        mark("start", "ag0", 20, 2), gloo(33, 7),
+    ]  # fmt: skip
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    trace = read_trace(path)
+    assert not trace.on_device
+    assert with_trace(GRAPH, trace).measured.nodes == {"rs0": 21 * US, "k0": 4 * US, "ag0": 7 * US}
+
+
+def test_a_real_step_on_this_cpu():
+    torch._dynamo.reset()
+    record.clear()
+    weight = torch.rand(64, 64, requires_grad=True)
+    x = torch.rand(64, 64)
+    step = torch.compile(lambda x: torch.relu(x @ weight).sum(), backend="overlapc", options={"profile": "cpu-gloo"})
+    step(x).backward()
+    expected = weight.grad.clone()
+    with overlapc.report.measure() as measured:
+        for _ in range(3):
+            weight.grad = None
+            step(x).backward()
+    torch.testing.assert_close(weight.grad, expected)  # the marked version computes the same
+    report = overlapc.report(step)
+    assert report == measured.report
+    for graph in report.steps[0].graphs:
+        assert graph.measured.runs == 3
+        assert all(row.measured_ns > 0 for row in compare.rows(graph))
+        assert graph.measured.compute_ns <= graph.measured.step_ns
+    kernels = sum(row.kind == "kernel" for graph in report.steps[0].graphs for row in compare.rows(graph))
+    assert kernels
+    assert f"kernels: {kernels} of {kernels} measured" in str(report)
+    assert "predicted and measured (3 run(s))" in str(report)
+
+
+def test_nothing_compiled_while_measuring_is_an_error():
+    record.clear()
+    with pytest.raises(NothingCompiled, match="ran while measuring"), overlapc.report.measure():
+        torch.ones(3).add(1)
