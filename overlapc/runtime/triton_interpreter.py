@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterOptions, TensorHandle
 
 _UNARY = (
     "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc lgamma "
@@ -28,7 +29,8 @@ _BINARY = "pow atan2 hypot copysign nextafter".split()
 
 
 def load_module(path: Path, name: str) -> ModuleType:
-    """A generated module whose kernels run in the interpreter."""
+    """A generated module whose kernels run in the interpreter, device asserts included."""
+    interpreter.interpreter_builder.options = InterpreterOptions(debug=True)  # else asserts are left out
     module = _execute(path, name)
     module.ops = _prelude()  # type: ignore[attr-defined]
     module.range = _range  # type: ignore[attr-defined]

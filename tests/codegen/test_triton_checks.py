@@ -1,0 +1,71 @@
+"""Checks in Triton kernels: a device assert that stops bad indices and lets good ones through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import sympy
+import torch
+import triton
+
+from overlapc.codegen.triton import TritonGenerator
+from overlapc.ir.body import Body, Checked, Constant, Load, Loop, Reduce, Store, op
+from overlapc.ir.indexing import loop_symbol
+from overlapc.runtime.triton_launch import compile_source
+
+P, R, AT = (loop_symbol(prefix, 0) for prefix in "pri")
+
+
+def picks(count: int) -> Body:
+    """`y[p] = table[index[p]]` of a table of 5."""
+    where = Load("index", P, torch.int64)
+    inside = op("logical_and", op("ge", where, Constant(0, torch.int64)), op("lt", where, Constant(5, torch.int64)))
+    checked = Checked(where, inside, "an index is out of bounds")
+    value = Load("table", AT, torch.float32, inside, ((AT, checked),))
+    return Body((Loop(P, sympy.Integer(count)),), (), (Store("y", P, value, torch.float32),))
+
+
+@pytest.fixture
+def interpreter():
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        yield
+
+
+def launch(body: Body, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    generator = TritonGenerator()
+    source = generator.generate(body, "kernel")
+    generator.load([source], folder)[source.name](*(tensors[name] for name in source.buffers))
+
+
+def test_good_indices_pass_and_bad_ones_stop_the_kernel(interpreter, tmp_path):
+    table, y = torch.randn(5), torch.zeros(7)  # 7: the last tile reaches past the end, and is not checked there
+    index = torch.tensor([0, 4, 3, 2, 1, 0, 4])
+    launch(picks(7), {"table": table, "index": index, "y": y}, tmp_path)
+    torch.testing.assert_close(y, table[index])
+    for bad in (5, -1):
+        index[3] = bad
+        with pytest.raises(Exception, match="an index is out of bounds"):
+            launch(picks(7), {"table": table, "index": index, "y": y}, tmp_path)
+
+
+def test_a_sum_of_a_constant_counts_its_rows(interpreter, tmp_path):
+    body = Body(
+        (Loop(P, sympy.Integer(3)),),
+        (Loop(R, sympy.Integer(5)),),
+        (
+            Store("count", P, Reduce("sum", Constant(1, torch.int64), torch.int64), torch.int64),
+            Store("total", P, Reduce("sum", Load("x", 3 * R + P, torch.float32), torch.float32), torch.float32),
+        ),
+    )
+    x, count, total = torch.randn(5, 3), torch.zeros(3, dtype=torch.int64), torch.zeros(3)
+    launch(body, {"x": x, "count": count, "total": total}, tmp_path)
+    torch.testing.assert_close(total, x.sum(0))
+    torch.testing.assert_close(count, torch.full((3,), 5))
+
+
+def test_the_assert_is_in_what_runs_on_a_gpu(tmp_path):
+    (compiled,) = compile_source(TritonGenerator().generate(picks(7), "kernel"), tmp_path)
+    assert "__assertfail" in compiled.asm["ptx"]
+    assert compiled.asm["cubin"]

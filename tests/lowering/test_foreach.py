@@ -1,0 +1,66 @@
+"""List ops become one kernel's worth of code per tensor, and optimizers step as in eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlapc.runtime.counters import counted
+from tests.lowering.compare import same
+
+CALLS = [
+    lambda x, y: torch._foreach_add([x, y], [y, x], alpha=2),
+    lambda x, y: torch._foreach_sub([x, y], 3),
+    lambda x, y: torch._foreach_mul([x, y], [2.0, 3.0]),
+    lambda x, y: torch._foreach_mul([x, y], torch.tensor(2.0)),
+    lambda x, y: torch._foreach_div([x, y], [y, x]),
+    lambda x, y: torch._foreach_sqrt(torch._foreach_abs([x, y])),
+    lambda x, y: torch._foreach_addcmul([x, y], [y, x], [x, x], 0.5),
+    lambda x, y: torch._foreach_addcdiv([x, y], [y, x], [x, y], [0.5, 2.0]),
+    lambda x, y: torch._foreach_lerp([x, y], [y, x], 0.3),
+    lambda x, y: torch._foreach_pow(2.0, [x, y]),
+    lambda x, y: torch._foreach_pow([x, y], 3),
+    lambda x, y: torch._foreach_clamp_min(torch._foreach_maximum([x, y], [y, x]), 0.2),
+]
+
+
+@pytest.mark.parametrize("function", CALLS)
+def test_each_tensor_of_a_list(function):
+    torch._dynamo.utils.counters.clear()
+    same(function, torch.randn(4, 3), torch.randn(4, 3))
+    assert counted("fallbacks") == 0
+
+
+def test_lists_that_are_changed_in_place():
+    def function(x, y):
+        torch._foreach_mul_([x, y], 2)
+        torch._foreach_add_([x, y], [x.sin(), y.cos()])
+        return x + y
+
+    same(function, torch.randn(3), torch.randn(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"foreach": False}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
+        (torch.optim.RMSprop, {"foreach": True}),
+    ],
+)
+def test_optimizers_step_as_in_eager(kind, options):
+    start = [torch.randn(size, 3) for size in (2, 5)]
+    eager, ours = ([tensor.clone().requires_grad_() for tensor in start] for _ in range(2))
+    eager_optimizer, our_optimizer = kind(eager, **options), kind(ours, **options)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    step = torch.compile(our_optimizer.step, backend="overlapc")
+    for _ in range(3):
+        for parameter in (*eager, *ours):
+            parameter.grad = parameter.detach().sin()
+        eager_optimizer.step()
+        step()
+    torch.testing.assert_close(ours, eager)
+    assert counted("kernels") > 0
+    assert counted("fallbacks") == counted("fallback copy_")

@@ -1,0 +1,77 @@
+"""Integers wrap, bools mean truth, low precision rounds where eager's does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.lowering.compare import compiled, same
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_wrap_and_divide_as_in_eager(dtype):
+    x = torch.arange(-5, 6).to(dtype)
+    y = torch.tensor([3, -2, 7, 1, 5, 2, 9, -3, 4, 6, 2]).to(dtype)
+
+    def function(x, y):
+        return x * 100, x * y * 77, x // y, x % y, torch.fmod(x, y), x - y, (x << 3) >> 1, x & y, x | y, x ^ y, ~x
+
+    same(function, x, y)
+    same(lambda x, y: (x.sum(), x.prod(), x.float().mean(), x.amax(), x.argmin(), x / y, x.clamp(1, 4), x**2), x, y)
+
+
+def test_bools_are_truths():
+    x = torch.tensor([[True, False], [True, True]])
+    same(lambda x: (x & True, x | False, x ^ True, ~x, x + x, x * x, x.any(0), x.all(), x.sum(), x.float().mean()), x)
+    same(lambda x: (x > 0, x == True, x.to(torch.uint8) - 1, x.cumsum(0), torch.where(x, 2, 3)), x)  # noqa: E712
+
+
+def test_rounding():
+    x = torch.tensor([0.5, 1.5, -2.5, 2.49, -0.5, 1e9, -0.0])
+    same(lambda x: (x.round(), x.round(decimals=1), x.trunc(), x.to(torch.int32), x.floor(), x.frac(), x.sign()), x)
+
+
+def test_special_values():
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0])
+    same(lambda x: (x.amax(), x.argmax(), x.clamp(0, 1), torch.maximum(x, x.flip(0)), x.isnan(), x.nan_to_num()), x)
+    same(lambda x: (x.max(0), x.nansum(), torch.fmax(x, x.flip(0)), torch.copysign(x, x.flip(0)), x.relu()), x)
+
+
+LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+@LOW
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.layer_norm(x, (33,)),
+        lambda x: F.softmax(x, 1),
+        lambda x: F.gelu(x),
+        lambda x: (x.var(1), x.sum(0), x.mean(), x.amax(1), x.argmax(1)),
+        lambda x: x[torch.tensor([0, 7, 3, 3])] * 2,
+        lambda x: x.gather(0, torch.tensor([[0, 7, 3]])) + 1,
+        lambda x: (x.to(torch.float32) * 3).to(x.dtype) == x * 3,  # a cast that was asked for rounds
+        lambda x: (x * 1000).to(torch.int32),
+    ],
+)
+def test_one_op_in_low_precision(function, dtype):
+    same(function, torch.randn(8, 33).to(dtype))
+
+
+@LOW
+def test_a_fused_chain_in_low_precision_is_no_worse_than_eager(dtype):
+    def function(x):
+        return F.gelu((x + 1) * 3 - x).sum(0), ((x + 1).float() - x).mean()
+
+    x = torch.randn(64, 33).to(dtype)
+    exact = function(x.double())
+    for ours, eager, true in zip(compiled(function)(x), function(x), exact, strict=True):
+        assert ours.dtype == eager.dtype
+        assert (ours - true).abs().max() <= 1.1 * (eager - true).abs().max() + 1e-6
+
+
+def test_copysign_of_integers_is_a_float():
+    same(torch.copysign, torch.tensor([1, -2, 3]), torch.tensor([-1, 1, -5]))
