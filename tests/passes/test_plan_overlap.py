@@ -88,14 +88,23 @@ def test_casts_and_views_come_along_and_compute_does_not():
 
 def test_memory_holds_a_gather_back_until_there_is_room():
     text = """
-        a = kernel(x) : 0B 100us; b = kernel(a) : 90B 100us; c = kernel(b) : 0B 100us
-        ag = all_gather(p) @dp : 20B 80us; w = wait(ag); y = kernel(c, w) : 0B 9us
+        a = kernel(x) : 0B 100us; b = kernel(a) : 90B 100us; c = kernel(b) : 0B 100us; d = kernel(c) : 0B 50us
+        ag = all_gather(p) @dp : 20B 80us; w = wait(ag); y = kernel(d, w) : 0B 9us
     """
-    late = replace(ROOMY, overlap_margin=2.0)
-    assert order_of(planned(text, replace(late, budget_bytes=110))[0])[:2] == ["a", "ag"]
-    moved, reasons = planned(text, replace(late, budget_bytes=100))
-    assert order_of(moved)[2] == "c"
-    assert reasons["ag"] == "peak memory"
+    early = replace(ROOMY, overlap_margin=2.0)
+    assert order_of(planned(text, replace(early, budget_bytes=110))[0])[:4] == ["a", "ag", "b", "c"]
+    moved, reasons = planned(text, replace(early, budget_bytes=100))
+    assert order_of(moved)[:4] == ["a", "b", "c", "ag"]
+    assert simulate(moved).exposed_ns == 30e3
+    assert reasons["ag"] == "start of schedule"  # late already when there was room
+
+
+def test_a_gather_goes_ahead_of_what_would_still_be_running_when_it_has_to_start():
+    moved, _ = planned("""
+        k = kernel(x) : 0B 90us; rs = reduce_scatter(k) @dp : 0B 200us; s = wait(rs); m = kernel(k) : 0B 100us
+        ag = all_gather(p) @dp : 8B 60us; w = wait(ag); y = kernel(m, w) : 0B 300us; return s
+    """)
+    assert order_of(moved) == ["k", "ag", "rs", "m", "w", "y", "s"]
 
 
 def test_a_barrier_stops_a_gather():

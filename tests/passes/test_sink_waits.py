@@ -116,6 +116,23 @@ def test_what_does_not_pay_is_undone():
     check_pass(sink_waits, text, text, {"w": "simulates slower"}, Context(profile=profile))
 
 
+def test_all_waits_of_a_bucket_go_where_its_memory_is_needed():
+    """One alone would free nothing: the bucket holds what it reads until its last wait."""
+    check_pass(
+        sink_waits,
+        before="""
+            g = kernel(x) : 8B 5us; h = kernel(x) : 8B 5us; r, t = reduce_scatter(g, h) @dp : 1B, 1B 10us
+            s = wait(r); u = wait(t); v = all_gather(p) @dp : 0B 500us; z = wait(v)
+            a = kernel(x) : 4B 50us; b = kernel(a) : 8B 5us; c = kernel(a, b) : 1B 5us; return s, u
+        """,
+        after="""
+            g = kernel(x); h = kernel(x); r, t = reduce_scatter(g, h) @dp; v = all_gather(p) @dp; a = kernel(x)
+            s = wait(r); u = wait(t); b = kernel(a); c = kernel(a, b); z = wait(v)
+        """,
+        reasons={"s": "peak memory", "u": "peak memory"},
+    )
+
+
 @given(schedules())
 @settings(max_examples=200, deadline=None)
 def test_random_schedules_keep_what_every_pass_keeps(schedule):
