@@ -11,7 +11,7 @@ EVERYTHING = Schedule(
     (
         Node(
             "op0", Kind.START, "all_gather_into_tensor", ("shard",), ("full",), after=("op1",),
-            comm=Comm("all_gather", 4096, "dp:1", 8, "bf16", (0, 1, 2, 8)),
+            comm=Comm("all_gather", 4096, "dp:1", 8, "bf16", (0, 1, 2, 8), "layers.0"),
             estimate=Estimate(1180.5, "table h200-nvlink"),
         ),
         Node(

@@ -1,0 +1,66 @@
+"""One start for many collectives, and why it cannot be."""
+
+from dataclasses import replace
+
+import pytest
+import sympy
+import torch
+
+from overlapc.codegen.bucket import merge_starts
+from overlapc.ir.ops import Extern, Layout, Provenance, Start, View
+from overlapc.schedule.model import Comm
+
+c10d = torch.ops._c10d_functional
+
+
+def view(name: str, rows: int, dtype: torch.dtype = torch.float32) -> View:
+    return View(name, Layout(torch.device("cpu"), dtype, (sympy.Integer(rows),), (sympy.S.One,)))
+
+
+def gather(name: str, dtype: torch.dtype = torch.float32, group: str = "1") -> Start:
+    args = (view(f"{name}_in", 2, dtype), 2, group)
+    call = Extern(name, c10d.all_gather_into_tensor.default, args, {}, view(name, 4, dtype), pure=False)
+    return Start(name, call, Comm("all_gather", 16, "dp", 2), Provenance((name,)))
+
+
+def scatter(name: str, reduction: str) -> Start:
+    args = (view(f"{name}_in", 4), reduction, 2, "1")
+    call = Extern(name, c10d.reduce_scatter_tensor.default, args, {}, view(name, 2), pure=False)
+    return Start(name, call, Comm("reduce_scatter", 16, "dp", 2))
+
+
+def test_a_bucket_takes_and_gives_lists_in_order():
+    merged = merge_starts([gather("a"), gather("b")])
+    assert isinstance(merged, Start)
+    assert merged.call.target is c10d.all_gather_into_tensor_coalesced.default
+    assert merged.call.args == ([view("a_in", 2), view("b_in", 2)], 2, "1")
+    assert [output.buffer for output in merged.outputs] == ["a", "b"]
+    assert merged.origin.fx == ("a", "b")
+
+
+def test_buckets_merge_once_more():
+    both = merge_starts([gather("a"), gather("b")])
+    assert isinstance(both, Start)
+    three = merge_starts([both, gather("c")])
+    assert isinstance(three, Start)
+    assert [each.buffer for each in three.call.args[0]] == ["a_in", "b_in", "c_in"]
+    assert [output.buffer for output in three.outputs] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("starts", "why"),
+    [
+        ([gather("a"), gather("b", torch.bfloat16)], "dtypes differ"),
+        ([gather("a"), gather("b", group="2")], "reductions or process groups differ"),
+        ([scatter("a", "sum"), scatter("b", "avg")], "reductions or process groups differ"),
+        ([gather("a"), scatter("b", "sum")], "no coalesced form of _c10d_functional.all_gather_into_tensor.default"),
+    ],
+)
+def test_what_differs_stays_apart(starts, why):
+    assert merge_starts(starts) == why
+
+
+def test_other_collectives_have_no_coalesced_form():
+    start = gather("a")
+    other = replace(start, call=replace(start.call, target=c10d.all_to_all_single.default))
+    assert merge_starts([other, other]) == "no coalesced form of _c10d_functional.all_to_all_single.default"
