@@ -52,6 +52,41 @@ def test_matmuls_of_the_measured_machine():
     assert Roofline(H200).estimate(kernel(Work(flops, dtype="bf16"))).ns == pytest.approx(flops / 712e12 * 1e9)
 
 
+def test_work_is_priced_at_the_rate_that_its_size_achieves():
+    curves = {
+        "matmul.bf16": ((100, 1e9), (10_000, 3e9)),
+        "attention_backward.bf16": ((1, 5e8),),
+        "generated": ((8, 4e9),),
+    }
+    profile = DeviceProfile("d", {"bf16": 9e9}, 2e9, curves=curves)
+    roofline = Roofline(profile)
+
+    def ns(flops, op):
+        return roofline.estimate(Node("n", Kind.EXTERN, op, work=Work(flops, dtype="bfloat16"))).ns
+
+    assert [ns(flops, "mm") for flops in (10, 100, 10_000, 10**6)] == pytest.approx([10, 100, 10_000 / 3, 10**6 / 3])
+    assert ns(1000, "mm") == pytest.approx(1000 / 2)  # half way between, by the logarithm
+    assert ns(1000, "_scaled_dot_product_flash_attention_backward") == pytest.approx(2000)
+    assert ns(1000, "_scaled_dot_product_flash_attention") == pytest.approx(1000 / 9)  # no curve: the one rate
+    assert roofline.estimate(kernel(Work(0, 300, 100), Kind.KERNEL)).ns == pytest.approx(100)
+    assert roofline.estimate(kernel(Work(0, 300, 100), Kind.EXTERN)).ns == pytest.approx(200)  # not one of ours
+
+
+def test_a_table_of_the_dtype_is_preferred():
+    tables = (Table("all_gather", 4, ((1, 5.0),), "fp32"), Table("all_gather", 4, ((1, 7.0),), "bf16"))
+    profile = DeviceProfile("d", tables=tables, ranks_per_host=8)
+    assert profile.table("all_gather", 4, "bfloat16").points == ((1, 7.0),)
+    assert profile.table("all_gather", 4, "int64").points == ((1, 5.0),)
+    assert profile.table("all_gather", 2, "float32") is None
+
+
+@pytest.mark.parametrize("name", ["h100", "a100", "b200"])
+def test_datasheet_profiles_say_that_nothing_was_measured_there(name):
+    profile = load_profile(name)
+    assert "not measured" in profile.origins[""]
+    assert AnalyticCollectives(profile).estimate(collective("all_gather", 256 * MIB)).ns > 0
+
+
 def test_tables_come_first_and_interpolate():
     chain = FirstKnown((MeasuredCollectives(H200), AnalyticCollectives(H200)))
     assert chain.estimate(collective("all_gather", 256 * MIB)) == Estimate(698e3, "table h200-nvlink")
@@ -131,7 +166,7 @@ def test_profiles_load_name_their_origins_and_come_back(name):
 
 
 def test_profiles_that_cannot_be_used(tmp_path):
-    with pytest.raises(ConfigError, match="no device profile named 'h200'; nearest: h200-nvlink"):
+    with pytest.raises(ConfigError, match="no device profile named 'h200'; nearest: h100, b200, h200-nvlink"):
         load_profile("h200")
     with pytest.raises(ConfigError, match="No such file"):
         load_profile(tmp_path / "none.json")

@@ -1,0 +1,73 @@
+"""What measures GPUs, tried over gloo: every number is there, and ranks stay together."""
+
+import json
+
+import pytest
+import torch
+
+from overlapc.estimators.calibrate import cpu_derived, median_of, profile_document
+from overlapc.estimators.clock import CpuClock, compute_ns, launch_ns
+from overlapc.estimators.device import profile_from_json, profile_to_json
+from overlapc.estimators.measure import COLLECTIVES, Attention, Effort, Measurement
+from tests.ranks import values_on_ranks
+
+TINY = Effort(
+    matmuls={"fp32": [(8, 8, 8), (16, 16, 16), (8, 16, 32)], "bf16": [(8, 8, 8)]},
+    attention={"fp32": [Attention(1, 2, 1, 8, 4), Attention(1, 2, 1, 16, 4)]},
+    copy_bytes=4096,
+    collectives=COLLECTIVES,
+    collective_bytes=[256, 4096],
+    collective_dtypes=("fp32",),
+    beside_bytes=65536,
+    beside_matmul=(32, 32, 32),
+    layer=[64, 100, 7],
+)
+
+
+def measure_tiny():
+    measurement = Measurement(torch.device("cpu"), TINY)
+    measurement.compute()
+    measurement.communication()
+    measurement.contention()
+    return measurement.result()
+
+
+def test_four_ranks_measure_everything_for_themselves_and_for_pairs():
+    results = values_on_ranks(measure_tiny, 4, timeout_s=120)
+    document = profile_document("here", "measured: now", results, cpu_derived)
+    profile = profile_from_json(json.loads(json.dumps(document)))
+    assert {(t.collective, t.ranks) for t in profile.tables} == {(c, n) for c in COLLECTIVES for n in (2, 4)}
+    assert all(ns > 0 for table in profile.tables for _, ns in table.points)
+    assert set(profile.curves) == {"matmul.fp32", "attention.fp32", "attention_backward.fp32"}
+    assert [flops for flops, _ in profile.curves["matmul.fp32"]] == [1024, 8192]  # two shapes of one size: one point
+    assert profile.slowdowns["other"].matmul >= 1
+    assert profile.slowdowns["other"].own_matmul == profile.collective_slowdown >= 1
+    assert profile.collective_floor_ns > 0
+    assert profile.host_link.bytes_per_s > 0
+    assert profile.flops_per_s["vector"] == profile.flops_per_s["fp32"] / 4
+    assert profile.origins["flops_per_s.vector"].startswith("derived")
+    assert profile_from_json(profile_to_json(profile)) == profile
+
+
+def test_medians_keep_what_is_no_number():
+    ranks = [{"a": [1.0, "x"], "n": 3}, {"a": [5.0, "x"], "n": 3}, {"a": [2.0, "x"], "n": 3}]
+    assert median_of(ranks) == {"a": [2.0, "x"], "n": 3}
+    with pytest.raises(ValueError, match="argument"):
+        median_of([[1.0], [1.0, 2.0]])
+
+
+def test_a_call_is_timed_among_others_and_a_launch_by_itself():
+    clock = CpuClock()
+    small, large = (torch.rand(size, size) for size in (8, 256))
+    assert compute_ns(clock, lambda: large @ large) > compute_ns(clock, lambda: small @ small) > 0
+    calls = []
+    launch_ns(clock, lambda: calls.append(1), launches=50, rounds=2)
+    assert len(calls) == 1 + 2 * 2  # 100 launches a sample are two calls of 50
+
+
+def test_profiles_of_nonsense_are_refused():
+    with pytest.raises((TypeError, ValueError)):
+        profile_document(
+            "x", "o", [{"quantities": {"host_linc": 1.0}, "tables": [], "curves": {}, "facts": {}}], lambda _: {}
+        )
+    assert issubclass(ConfigError, ValueError)

@@ -1,0 +1,58 @@
+"""`overlapc calibrate`, from the command line to a profile that loads, on two processes of this machine."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from overlapc.errors import ConfigError
+from overlapc.estimators.device import load_profile
+from overlapc.launch import calibrate
+from overlapc.launch.calibrate import KERNELS, CalibrateConfig, compile_alone, derived
+
+
+def test_a_whole_calibration(tmp_path):
+    out = tmp_path / "here.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "overlapc.launch.cli", "calibrate", "--quick", "--device", "cpu", "--name", "here",
+         "--out", str(out)],
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "written to" in done.stdout
+    profile = load_profile(out)
+    assert profile.name == "here"
+    assert profile.table("all_gather", 2, "float32") is not None
+    assert profile.launch_ns > 0
+    assert "2 processes on" in profile.origins["memory_bytes_per_s"]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_generated_kernels_move_what_they_must(name):
+    function, tensors = KERNELS[name]
+    x, y = torch.rand(4, 4096), torch.rand(4, 4096)
+    weight = torch.ones(4096)
+    compiled, moved, _ = compile_alone(function, (x, y, weight))
+    for ours, eager in zip(compiled(x, y, weight), function(x, y, weight), strict=True):
+        torch.testing.assert_close(ours, eager)
+    assert moved == pytest.approx(tensors * x.nbytes, rel=0.3)
+
+
+def test_the_chain_has_a_launch_for_each_op():
+    _, _, launches = compile_alone(calibrate._chain, (torch.ones(16),), fusion=False)
+    assert launches == calibrate._CHAIN
+
+
+def test_what_a_gpu_profile_adds_is_marked_as_not_measured():
+    said = derived(CalibrateConfig(4, "cuda", ranks_per_host=8))({"flops_per_s.bf16": 7e14, "flops_per_s.fp32": 5e13})
+    assert said["ranks_per_host"] == (8, "given")
+    assert all("not measured" in said[key][1] for key in ("flops_per_s.fp16", "flops_per_s.tf32", "network_link"))
+
+
+def test_what_cannot_be_measured_here():
+    with pytest.raises(ConfigError, match="cpu or cuda"):
+        CalibrateConfig(2, "tpu").check()
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="0 CUDA device"):
+            CalibrateConfig(2, "cuda").check()

@@ -1,0 +1,88 @@
+"""A training step planned for many ranks in this one process."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from overlapc.config import Config
+from overlapc.errors import ConfigError
+from overlapc.launch.plan_model import PlanConfig, parse_mesh, plan_model
+from overlapc.schedule.model import Kind
+from overlapc.schedule.text import parse
+
+H200 = {"profile": "h200-nvlink"}
+
+
+def planned(mesh, world_size=0, **options):
+    cfg = PlanConfig.of("tiny", mesh, world_size, 64, 1, 1, "bf16", True)
+    return plan_model(cfg, Config.of({**H200, **options}))
+
+
+def gathered_bytes(report):
+    return sum(
+        node.comm.bytes
+        for graph in report.steps[0].graphs
+        for node in parse(graph.schedule).nodes
+        if node.kind is Kind.START and node.comm.collective == "all_gather"
+    )
+
+
+def test_a_thousand_ranks_in_seconds():
+    small = planned("dp=8")
+    began = time.process_time()
+    large = planned("dp=8,replicate=128", 1024)
+    assert time.process_time() - began < 30
+    assert not dist.is_initialized()
+    (step,) = large.steps
+    assert step.world_size == 1024
+    assert [graph.name.split("_")[0] for graph in step.graphs] == ["forward", "backward"]
+    assert all(0 < graph.lower_bound_ns <= graph.after.step_ns for graph in step.graphs)
+    assert all(graph.peak_bytes > 0 and not graph.unknown for graph in step.graphs)
+    assert gathered_bytes(large) == gathered_bytes(small)  # the groups that gather have 8 ranks in both
+    reduced = {row.op for graph in step.graphs for row in graph.collectives}
+    assert "all_reduce" in reduced  # between the copies
+
+
+def test_tensor_parallel_ranks_hold_less():
+    one, two = planned("dp=2"), planned("dp=2,tp=2")
+    groups = {row.group for graph in two.steps[0].graphs for row in graph.collectives}
+    assert len(groups) == 2
+    assert max(g.peak_bytes for g in two.steps[0].graphs) < max(g.peak_bytes for g in one.steps[0].graphs)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world_size", "axes"),
+    [
+        ("dp=4", 0, (1, 4, 1)),
+        ("tp=2, dp=3", 6, (1, 3, 2)),
+        ("tp=8", 1024, (1, 128, 8)),
+        ("", 16, (1, 16, 1)),
+        ("replicate=2,tp=2", 0, (2, 1, 2)),
+    ],
+)
+def test_meshes(mesh, world_size, axes):
+    assert tuple(parse_mesh(mesh, world_size).values()) == axes
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world_size", "message"),
+    [
+        ("dp", 0, "write it like"),
+        ("dp=0", 0, "at least 1"),
+        ("dp=2,dp=2", 0, "each axis once"),
+        ("pp=2", 0, "no mesh axis named 'pp'"),
+        ("tp=3", 16, "does not divide"),
+        ("dp=4,tp=2", 16, "has 8 ranks, --world-size says 16"),
+    ],
+)
+def test_meshes_that_are_none(mesh, world_size, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_mesh(mesh, world_size)
+
+
+def test_models_and_shapes_that_do_not_fit():
+    with pytest.raises(ConfigError, match="nearest: llama-8b"):
+        PlanConfig.of("llama-8", "dp=2", 0, 64, 1, 0, "bf16", True)
+    with pytest.raises(ConfigError, match="does not divide"):
+        PlanConfig.of("tiny", "tp=4", 0, 64, 1, 0, "bf16", True)
