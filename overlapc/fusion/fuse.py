@@ -22,7 +22,7 @@ from overlapc.ir.ops import IROp, Loops, LoweredGraph, Start, Wait, buffers_read
 
 LARGEST_KERNEL = 512  # values in one kernel: longer ones spill registers and take long to compile
 MOST_BUFFERS = 48  # arguments of one kernel
-NEIGHBOURS = 16  # readers of one buffer that are paired with each other: keeps candidates linear in the graph
+NEIGHBOURS = 8  # readers of one buffer that are paired with each other: keeps candidates linear in the graph
 FARTHEST = 512  # positions apart that two readers may stand: fusing farther ones lengthens live ranges
 
 
