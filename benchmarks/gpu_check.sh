@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one go; each part bounded in time, so that one that hangs costs only itself.
-#   OUT=/tmp/out benchmarks/gpu_check.sh tests | train | thrifty | demo | kernels | ops     (default: tests train demo)
+#   OUT=/tmp/out benchmarks/gpu_check.sh tests | train | thrifty | demo | calibrate | measure | kernels | ops     (default: tests train demo)
 # Works where nothing can be installed: the package is used from the checkout, with the python that has torch.
 set -u
 cd "$(dirname "$0")/.."
@@ -31,6 +31,16 @@ for what in "${@:-tests train demo}"; do
             ;;
         thrifty) NCCL_MAX_CTAS=16 part thrifty 200 torchrun --nproc-per-node "$gpus" benchmarks/train_step.py --profile \
             --systems overlapc,compile --rounds 3 --steps 4 --out "$out/thrifty" ;;
+        calibrate) part calibrate 200 $python -m overlapc.launch.cli calibrate --device cuda --nproc "$gpus" \
+            --name h200-nvlink --ranks-per-host 8 --out "$out/h200-nvlink.json" ;;
+        measure) # every node predicted and measured, on the profile just taken if there is one
+            profile=h200-nvlink
+            [ -f "$out/h200-nvlink.json" ] && profile=$out/h200-nvlink.json
+            OVERLAPC_PROFILE=$profile part measure 200 torchrun --nproc-per-node "$gpus" benchmarks/train_step.py --profile \
+                --systems overlapc --rounds 3 --steps 4 --out "$out/measure"
+            $python -m overlapc.launch.cli report "$out/measure/record.json" >"$out/measure/report.txt"
+            grep -A60 '^predicted and measured' "$out/measure/report.txt" | head -60 | cut -c1-200
+            ;;
         kernels) part kernels 200 $python benchmarks/triton_kernels.py ;;
         ops) # every operator of torch's database, on CUDA, sharded over this machine's cores
             shards=${SHARDS:-12}
@@ -44,7 +54,7 @@ for what in "${@:-tests train demo}"; do
             rm "$out"/ops_[0-9]*
             $python -m tests.ops.sweep --summary "$out/ops.jsonl" 2>&1 | tail -40 | cut -c1-300
             ;;
-        *) echo "no part named $each; known: tests train thrifty demo kernels ops" >&2; exit 2 ;;
+        *) echo "no part named $each; known: tests train thrifty demo calibrate measure kernels ops" >&2; exit 2 ;;
         esac
     done
 done
