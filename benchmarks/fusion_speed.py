@@ -3,7 +3,8 @@
     python benchmarks/fusion_speed.py [--layers 8,32,80] [--inductor 32] [--profile]
 
 Both sides start from their own captured FX graphs (Inductor's after its graph passes, which are not timed) and stop
-before code generation, in one process, one after another; seconds are CPU time, which other work disturbs less. `us/node` counts FX nodes that are calls.
+before code generation, in one process, one after another. Seconds are CPU time, which other work disturbs less;
+`us/node` counts FX nodes that are calls.
 """
 
 from __future__ import annotations
