@@ -54,9 +54,7 @@ def cases() -> list[Case]:
     found = []
     flat = (loop(P0, n * m),)
 
-    def pointwise(
-        name: str, value: Value, tensors: dict[str, torch.Tensor], eager: Callable[[], object]
-    ) -> None:
+    def pointwise(name: str, value: Value, tensors: dict[str, torch.Tensor], eager: Callable[[], object]) -> None:
         dtype = tensors["out"].dtype
         found.append(Case(name, Body(flat, (), (Store("out", P0, value, dtype),)), tensors, eager))
 
@@ -80,9 +78,7 @@ def cases() -> list[Case]:
     pointwise("GELU (erf)", gelu, {"x": x, "out": out}, lambda: F.gelu(x))
     pointwise("cast f32 to bf16", a, {"x": x, "out": out.to(BF16)}, lambda: x.to(BF16))
 
-    def rows(
-        name: str, stores: list[Store], tensors: dict[str, torch.Tensor], eager: Callable[[], object]
-    ) -> None:
+    def rows(name: str, stores: list[Store], tensors: dict[str, torch.Tensor], eager: Callable[[], object]) -> None:
         found.append(Case(name, Body((loop(P0, n),), (loop(R0, m),), tuple(stores)), tensors, eager))
 
     at = m * P0 + R0
@@ -102,9 +98,7 @@ def cases() -> list[Case]:
     v, d, s = Load("x", at, F32), Load("g", at, F32), Load("stat", P0, F32)
     dw = op("mul", d, Load("w", R0, F32))
     dot = Reduce("sum", op("mul", dw, v), F32)
-    back = op(
-        "mul", s, op("sub", dw, op("mul", v, op("mul", op("mul", s, s), op("mul", dot, number(1 / m)))))
-    )
+    back = op("mul", s, op("sub", dw, op("mul", v, op("mul", op("mul", s, s), op("mul", dot, number(1 / m))))))
     rows(
         "RMSNorm backward",
         [Store("out", at, back, F32)],
@@ -135,21 +129,15 @@ def cases() -> list[Case]:
         (Store("c", P0, Reduce("sum", Load("x", m * R0 + P0, F32), F32), F32),),
     )
     found.append(Case("column sum", columns, {"x": x, "c": column}, lambda: x.sum(0)))
-    whole = Body(
-        (), (loop(R0, n * m),), (Store("c", sympy.S.Zero, Reduce("sum", Load("x", R0, F32), F32), F32),)
-    )
+    whole = Body((), (loop(R0, n * m),), (Store("c", sympy.S.Zero, Reduce("sum", Load("x", R0, F32), F32), F32),))
     found.append(Case("full sum", whole, {"x": x, "c": column}, lambda: x.sum()))
-    transpose = Body(
-        (loop(P0, m), loop(P1, n)), (), (Store("out", n * P0 + P1, Load("x", m * P1 + P0, F32), F32),)
-    )
+    transpose = Body((loop(P0, m), loop(P1, n)), (), (Store("out", n * P0 + P1, Load("x", m * P1 + P0, F32), F32),))
     found.append(Case("transposed copy", transpose, {"x": x, "out": out}, lambda: x.t().contiguous()))
     table, tokens = torch.randn(32000, 512), torch.randint(0, 32000, (4096,))
     gather = Load("table", 512 * I0 + P1, F32, None, ((I0, Load("t", P0, torch.int64)),))
     lookup = Body((loop(P0, 4096), loop(P1, 512)), (), (Store("out", 512 * P0 + P1, gather, F32),))
     found.append(
-        Case(
-            "embedding", lookup, {"table": table, "t": tokens, "out": out}, lambda: F.embedding(tokens, table)
-        )
+        Case("embedding", lookup, {"table": table, "t": tokens, "out": out}, lambda: F.embedding(tokens, table))
     )
     add = Store(
         "d",
@@ -171,9 +159,7 @@ def cases() -> list[Case]:
     return found
 
 
-def median_us(
-    run: Callable[[], object], other: Callable[[], object], rounds: int = 25
-) -> tuple[float, float]:
+def median_us(run: Callable[[], object], other: Callable[[], object], rounds: int = 25) -> tuple[float, float]:
     """Median time of each, in microseconds."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
@@ -185,12 +171,8 @@ def median_us(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="OpenMP threads (default: all)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="OpenMP threads (default: all)")
     threads = parser.parse_args().threads
     torch.set_num_threads(threads)
     generator = CppGenerator()

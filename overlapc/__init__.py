@@ -1,8 +1,8 @@
 """overlapc: a `torch.compile` backend that hides FSDP/TP communication behind compute.
 
-    model = overlapc.fully_shard(model, mesh, param_dtype=torch.bfloat16)
-    step = torch.compile(model, backend="overlapc", options={"memory_budget": "70GiB"})
-    print(overlapc.report(step))
+model = overlapc.fully_shard(model, mesh, param_dtype=torch.bfloat16)
+step = torch.compile(model, backend="overlapc", options={"memory_budget": "70GiB"})
+print(overlapc.report(step))
 """
 
 from __future__ import annotations

@@ -84,9 +84,7 @@ def _describe(command: tuple[str, ...]) -> Compiler:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ToolchainError(f"{shlex.join(command)} does not run as a C++ compiler: {error}") from None
     if version.returncode:
-        raise ToolchainError(
-            f"{shlex.join(command)} does not run as a C++ compiler: {version.stderr.strip()}"
-        )
+        raise ToolchainError(f"{shlex.join(command)} does not run as a C++ compiler: {version.stderr.strip()}")
     is_clang = "clang" in version.stdout.lower()
     flags = [*_FLAGS, "-march=native" if target.returncode == 0 else ""]
     if not is_clang:
@@ -96,9 +94,7 @@ def _describe(command: tuple[str, ...]) -> Compiler:
     if torch.backends.cpu.get_cpu_capability() == "AVX512":  # what torch's own kernels use here
         flags.append("-mprefer-vector-width=512")
     libraries = [_openmp_library(), *(["-lmvec"] if _has_libmvec() else []), "-lm"]
-    identity = "\n".join(
-        (version.stdout, target.stdout, torch.__version__)
-    )  # the macros name every CPU feature
+    identity = "\n".join((version.stdout, target.stdout, torch.__version__))  # the macros name every CPU feature
     return Compiler(command, tuple(filter(None, flags)), tuple(filter(None, libraries)), identity)
 
 

@@ -161,9 +161,7 @@ def cross_entropy(rows, columns) -> Body:
     top = Reduce("max", x, F32)
     log_sum = op("add", op("log", total(op("exp", op("sub", x, top)))), top)
     chosen = Load("x", columns * p0 + i0, F32, None, ((i0, Load("t", p0, I64)),))
-    return Body(
-        (loop(p0, rows),), (loop(r0, columns),), (Store("loss", p0, op("sub", log_sum, chosen), F32),)
-    )
+    return Body((loop(p0, rows),), (loop(r0, columns),), (Store("loss", p0, op("sub", log_sum, chosen), F32),))
 
 
 def in_place_update() -> Body:
@@ -183,9 +181,7 @@ def no_loops() -> Body:
 
 def strided_slice() -> Body:
     """y = x[:, ::2] of a (10, 30) matrix."""
-    return Body(
-        (loop(p0, 10), loop(p1, 15)), (), (Store("y", 15 * p0 + p1, Load("x", 30 * p0 + 2 * p1, F32), F32),)
-    )
+    return Body((loop(p0, 10), loop(p1, 15)), (), (Store("y", 15 * p0 + p1, Load("x", 30 * p0 + 2 * p1, F32), F32),))
 
 
 def norm_of_all() -> Body:
@@ -298,8 +294,7 @@ def test_a_row_with_nan_becomes_nan_and_others_do_not(kernels: Kernels):
 
 @pytest.mark.parametrize(
     ("name", "rows", "columns"),
-    [("softmax_down", 70, 300)]
-    + [("softmax_down_symbolic", *size) for size in [(1, 1), (17, 3), (1000, 200)]],
+    [("softmax_down", 70, 300)] + [("softmax_down_symbolic", *size) for size in [(1, 1), (17, 3), (1000, 200)]],
 )
 def test_softmax_of_columns(kernels: Kernels, name: str, rows: int, columns: int):
     x = torch.randn(rows, columns) * 5
@@ -392,9 +387,7 @@ def test_embedding(kernels: Kernels):
     assert torch.equal(y, table[t])
 
 
-@pytest.mark.parametrize(
-    ("name", "columns", "dtype"), [("scatter_add", 200, F32), ("scatter_add_bf16", 8, BF16)]
-)
+@pytest.mark.parametrize(("name", "columns", "dtype"), [("scatter_add", 200, F32), ("scatter_add_bf16", 8, BF16)])
 def test_scatter_add_is_the_sequential_sum(kernels: Kernels, name: str, columns: int, dtype: torch.dtype):
     t = torch.randint(0, 5, (400,), dtype=torch.int32)
     g = torch.randn(400, columns).to(dtype)
@@ -540,9 +533,7 @@ def test_equal_bodies_of_other_buffers_are_one_kernel():
 def rename(value: Value) -> Value:
     return rewrite_values(
         [value],
-        replace=lambda new: (
-            Load(new.buffer + "_1", new.index, new.memory_dtype) if isinstance(new, Load) else None
-        ),
+        replace=lambda new: Load(new.buffer + "_1", new.index, new.memory_dtype) if isinstance(new, Load) else None,
     )[value]
 
 
@@ -553,9 +544,7 @@ def test_a_hint_becomes_part_of_an_identifier():
 
 
 def test_what_cannot_be_generated_is_refused_with_a_reason():
-    complex_load = Body(
-        (loop(p0, 4),), (), (Store("y", p0, Load("x", p0, torch.complex64), torch.complex64),)
-    )
+    complex_load = Body((loop(p0, 4),), (), (Store("y", p0, Load("x", p0, torch.complex64), torch.complex64),))
     assert CppGenerator().refuse(complex_load) == "no torch.complex64 on cpu"
     wild = Load("x", sympy.floor(p0 / 2), F32)
     assert "floor" in (CppGenerator().refuse(Body((loop(p0, 4),), (), (Store("y", p0, wild, F32),))) or "")
@@ -566,9 +555,7 @@ def test_the_generator_is_registered_for_cpu():
     assert isinstance(generator_for("cpu"), CppGenerator)
 
 
-@pytest.mark.parametrize(
-    "name", ["rms_norm_bf16", "softmax", "weights", "swiglu", "in_place", "cross_entropy"]
-)
+@pytest.mark.parametrize("name", ["rms_norm_bf16", "softmax", "weights", "swiglu", "in_place", "cross_entropy"])
 def test_the_compiler_vectorizes_every_loop_that_computes(kernels: Kernels, name: str, tmp_path: Path):
     compiler = find_compiler()
     if "Free Software Foundation" not in compiler.identity:
@@ -590,12 +577,7 @@ def test_the_compiler_vectorizes_every_loop_that_computes(kernels: Kernels, name
     assert simd
     for at in simd:
         indent = len(lines[at - 1]) - len(lines[at - 1].lstrip())
-        end = (
-            next(
-                number for number in range(at + 1, len(lines)) if lines[number].startswith(" " * indent + "}")
-            )
-            + 1
-        )
+        end = next(number for number in range(at + 1, len(lines)) if lines[number].startswith(" " * indent + "}")) + 1
         text = "\n".join(lines[at - 1 : end])
         if "const float" in text:  # a loop that only copies may become a memcpy
             assert vectorized & set(range(at, end + 1)), text

@@ -67,8 +67,7 @@ INT_BINARY = (
 ).split()
 BOOL_UNARY = ["logical_not", "bitwise_not"]
 BOOL_BINARY = (
-    "add mul eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor "
-    "maximum minimum"
+    "add mul eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor maximum minimum"
 ).split()
 SCALAR_ONLY = ("lgamma", "nextafter")  # their loops are not vectorized; kept apart so that all others are
 
@@ -109,9 +108,7 @@ def operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         )
         one = one.to(dtype)
         generator = torch.Generator().manual_seed(0)
-        more = torch.randint(max(info.min, -1000), min(info.max, 1000), (2, 1000), generator=generator).to(
-            dtype
-        )
+        more = torch.randint(max(info.min, -1000), min(info.max, 1000), (2, 1000), generator=generator).to(dtype)
     left, right = torch.cartesian_prod(one, one).unbind(1)
     return torch.cat([left, more[0]]), torch.cat([right, more[1]])
 
@@ -309,9 +306,7 @@ def test_formats_are_exact(kernels: Kernels, dtype: torch.dtype):
 def test_rounding_to_low_precision_is_to_nearest_even(kernels: Kernels, dtype: torch.dtype):
     bits = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype).float().view(torch.int32)
     a = torch.cat([bits + step for step in (-1, 0, 1)])
-    middle = (
-        (bits[:-1].long() + bits[1:].long()).div(2, rounding_mode="floor").int()
-    )  # halfway between neighbours
+    middle = (bits[:-1].long() + bits[1:].long()).div(2, rounding_mode="floor").int()  # halfway between neighbours
     a = torch.cat([a, middle - 1, middle, middle + 1]).view(torch.float32)
     tensors = {"a": a}
     for store in BODIES["casts_torch.float32"].stores:
@@ -387,9 +382,7 @@ def test_reductions(kernels: Kernels, dtype: torch.dtype, layout: str, special: 
 @pytest.mark.parametrize("special", [False, True], ids=["ordinary", "special"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=str)
-def test_positions_of_extremes(
-    kernels: Kernels, dtype: torch.dtype, layout: str, special: bool, size: tuple[int, int]
-):
+def test_positions_of_extremes(kernels: Kernels, dtype: torch.dtype, layout: str, special: bool, size: tuple[int, int]):
     x = matrix(dtype, *size, special)
     shape = {"rows": size[0], "columns": size[1], "full": 1}[layout]
     tensors = {"x": x, **{kind: torch.empty(shape, dtype=torch.int64) for kind, _ in ARG}}
@@ -400,9 +393,7 @@ def test_positions_of_extremes(
         wanted = best.unsqueeze(dim)
         equal = torch.where(wanted.isnan(), source.isnan(), source == wanted)
         expected = equal.to(torch.uint8).argmax(dim).reshape(shape)
-        first = torch.where(
-            equal, torch.arange(source.shape[dim]).reshape(-1, *[1] * (source.dim() - 1 - dim)), 10**9
-        )
+        first = torch.where(equal, torch.arange(source.shape[dim]).reshape(-1, *[1] * (source.dim() - 1 - dim)), 10**9)
         assert (first.amin(dim).reshape(shape) <= expected).all()
         torch.testing.assert_close(tensors[kind], first.amin(dim).reshape(shape))
 

@@ -43,9 +43,7 @@ def test_an_entry_is_built_once_and_counted(tmp_path: Path):
 
 def test_suffixes_are_entries_of_their_own(tmp_path: Path):
     cache = KernelCache(tmp_path)
-    assert cache.get_or_build("k" * 40, ".so", Builder(b"1")) != cache.get_or_build(
-        "k" * 40, ".cubin", Builder(b"2")
-    )
+    assert cache.get_or_build("k" * 40, ".so", Builder(b"1")) != cache.get_or_build("k" * 40, ".cubin", Builder(b"2"))
 
 
 @pytest.mark.parametrize("damage", [b"", b"kernek", b"kernel and more"])

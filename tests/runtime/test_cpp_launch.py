@@ -95,9 +95,7 @@ def test_one_openmp_runtime_is_loaded(tmp_path: Path):
 def test_no_compiler_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(
-        ToolchainError, match=r"no C\+\+ compiler found \(tried g\+\+, clang\+\+\); install g\+\+"
-    ):
+    with pytest.raises(ToolchainError, match=r"no C\+\+ compiler found \(tried g\+\+, clang\+\+\); install g\+\+"):
         find_compiler()
 
 

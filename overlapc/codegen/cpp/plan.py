@@ -89,9 +89,7 @@ def plan(body: Body, size_hints: Mapping[str, int] | None = None) -> Plan:
             split = max(body.reduction, key=lambda loop: size_hint(loop.size, hints))
     simd = vector is not None and (vector in body.reduction or vector.symbol in safe)
     simd = simd and not any(isinstance(value, Op) and value.name in SCALAR_ONLY for value in values)
-    return Plan(
-        outer, serial, reduction, vector, columns, blocked, split, simd, bool(safe) or split is not None, work
-    )
+    return Plan(outer, serial, reduction, vector, columns, blocked, split, simd, bool(safe) or split is not None, work)
 
 
 def size_hint(size: sympy.Expr, hints: Mapping[str, int]) -> int:
@@ -149,9 +147,7 @@ def _vector_loop(
     best, best_cost = None, 0.0
     for position, loop in enumerate(loops):
         lanes = min(16, max(1, size_hint(loop.size, hints)))
-        cost = sum(
-            access.cost * (1 / lanes if access.strides[loop.symbol] in (0, 1) else 1.0) for access in accesses
-        )
+        cost = sum(access.cost * (1 / lanes if access.strides[loop.symbol] in (0, 1) else 1.0) for access in accesses)
         cost -= 1e-3 * (loop.symbol in prefer) + 1e-6 * position
         if best is None or cost < best_cost:
             best, best_cost = loop, cost
@@ -165,10 +161,7 @@ def _transposed(
     for loop in reversed(loops):
         if loop == vector or min(size_hint(loop.size, hints), size_hint(vector.size, hints)) < 16:
             continue
-        if any(
-            access.strides[loop.symbol] == 1 and access.strides[vector.symbol] not in (0, 1)
-            for access in accesses
-        ):
+        if any(access.strides[loop.symbol] == 1 and access.strides[vector.symbol] not in (0, 1) for access in accesses):
             return loop
     return None
 
@@ -179,9 +172,7 @@ def _writes_apart(body: Body, loop: Loop) -> bool:
     It matters for stores that add, and for those whose place is read from memory: on threads their order would
     decide the result.
     """
-    return all(
-        _digit(store.index, loop, body) for store in body.stores if store.mode != "set" or store.indirect
-    )
+    return all(_digit(store.index, loop, body) for store in body.stores if store.mode != "set" or store.indirect)
 
 
 def _digit(index: sympy.Expr, loop: Loop, body: Body) -> bool:
