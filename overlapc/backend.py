@@ -344,9 +344,10 @@ def _report(result: Result, seconds: float) -> None:
 
 def _direct(error: OverlapcError) -> OverlapcError:
     """`error` in a class that Dynamo hands to the user as it is, and that is still caught by its own name."""
-    kind = type(error)
+    kind, text = type(error), str(error)
     if isinstance(error, ShortenTraceback):
         return error
-    direct = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
-    made: OverlapcError = direct(str(error), first_useful_frame=None)
+    # Dynamo appends hints about itself to `args`; our message says all there is to say.
+    fixed = {"__module__": kind.__module__, "__str__": lambda self: text}
+    made: OverlapcError = type(kind.__name__, (kind, ShortenTraceback), fixed)(text, first_useful_frame=None)
     return made

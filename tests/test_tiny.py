@@ -112,8 +112,10 @@ def test_options_come_from_a_dict_a_config_or_variables(monkeypatch):
     ],
 )
 def test_unusable_options_are_an_error_of_ours_that_says_which(options, message):
-    with pytest.raises(overlapc.ConfigError, match="(?s)" + message.replace("(", r"\(")):
+    with pytest.raises(overlapc.ConfigError) as caught:
         torch.compile(torch.sin, backend="overlapc", options=options)(torch.randn(4))
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_budget_that_nothing_fits_is_an_error_before_any_kernel_is_compiled():
