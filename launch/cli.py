@@ -136,9 +136,7 @@ def run(
 def plan(
     file: Annotated[
         Path | None,
-        typer.Argument(
-            help="schedules in text form (a run's schedule.txt), or give --model", show_default=False
-        ),
+        typer.Argument(help="schedules in text form (a run's schedule.txt), or give --model", show_default=False),
     ] = None,
     model: Annotated[str, typer.Option(metavar="llama-8b|demo|tiny", help="plan a training step of this model")] = "",
     mesh: Annotated[

@@ -115,20 +115,15 @@ def copied(leaf: Any, dtype: torch.dtype | None = None) -> Any:
     """A tensor with its own memory and the same layout, a leaf where the original was one; others as they are."""
     if not isinstance(leaf, Tensor):
         return leaf
-    if leaf.layout != torch.strided:
-        copy = leaf.detach().clone()
-    else:
-        span = leaf.detach().as_strided(_span(leaf), (1,), leaf.storage_offset()) if leaf.numel() else leaf.detach()
-        copy = span.clone()
-        if leaf.numel():
-            copy = copy.as_strided(leaf.shape, leaf.stride())
+    copy = leaf.detach().clone()
+    if leaf.layout == torch.strided and not leaf.is_conj() and not leaf.is_neg():
+        # The whole storage: `as_strided` reaches beyond what the tensor itself covers.
+        storage = leaf.untyped_storage().clone()
+        empty = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+        copy = empty.set_(storage, leaf.storage_offset(), leaf.shape, leaf.stride())
     if dtype is not None and leaf.is_floating_point():
         copy = copy.to(dtype)
     return copy.requires_grad_(leaf.requires_grad)
-
-
-def _span(tensor: Tensor) -> tuple[int]:
-    return (sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1,)
 
 
 def _tangent(output: Tensor) -> Tensor:
