@@ -273,6 +273,16 @@ def rope(tokens: int, heads: int, width: int, dtype: torch.dtype = bf16) -> Case
     return Case("rope", body, tensors, expected)
 
 
+def joined_to_one(rest: int) -> Case:
+    """`cat` of one element and a tensor: one address under a mask that varies."""
+    first = op("lt", Index(p0), Constant(1, i64))
+    second = op("ge", Index(p0), Constant(1, i64))
+    value = op("where", first, Load("x", sympy.S.Zero, f32, mask=first), Load("z", p0 - 1, f32, mask=second))
+    body = Body((loop(p0, rest + 1),), (), (Store("y", p0, value, f32),))
+    tensors = {"x": noise(1), "z": noise(rest, seed=3), "y": torch.zeros(rest + 1)}
+    return Case("joined_to_one", body, tensors, lambda t: {"y": torch.cat([t["x"], t["z"]])})
+
+
 def embedding(tokens: int, vocabulary: int, width: int) -> Case:
     token = Load("tokens", p0, i64)
     row = Load("table", width * i0 + p1, bf16, indirect=((i0, token),))
@@ -478,6 +488,7 @@ def small() -> list[Case]:
         cross_entropy(5, 70),
         swiglu(100),
         rope(3, 2, 8),
+        joined_to_one(40),
         embedding(6, 20, 24),
         embedding_backward(9, 5, 10),
         column_sum(50, 20),

@@ -602,6 +602,11 @@ class _Stage:
             axes |= self._index_axes(expr)
         return frozenset(axes)
 
+    def _address_axes(self, load: Load) -> frozenset[str]:
+        """The axes that the address varies with, whatever the mask does."""
+        bound = (axis for _, value in load.indirect for axis in self.value_axes[value])
+        return frozenset(bound) | self._index_axes(load.index)
+
     def _index_axes(self, expr: sympy.Expr) -> set[str]:
         return {self.kernel.axis_of[symbol] for symbol in expr.free_symbols if symbol in self.kernel.axis_of}
 
@@ -638,6 +643,9 @@ class _Stage:
 
     def _load(self, load: Load, names: Mapping[Value, str]) -> str:
         index = self._index(load.index, load.indirect, names)
+        if load.mask is not None and not self.value_axes[load.mask] <= self._address_axes(load):
+            # One address for many elements: Triton wants it as wide as the mask.
+            index = f"{_term(index)} + tl.where({names[load.mask]}, 0, 0)"
         pointer = f"{self.kernel.arguments[load.buffer]} + {_term(index)}"
         arguments = self._mask_argument(self._axes_of(load), None if load.mask is None else names[load.mask])
         if load.mask is not None:
