@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,9 +39,10 @@ from overlapc.fusion.build import op_name, to_schedule
 from overlapc.fx.collectives import GroupNames, canonicalize, find_collectives
 from overlapc.fx.decompositions import decompositions
 from overlapc.fx.partition import partition
+from overlapc.fx.sizes import guessed_size
 from overlapc.fx.versions import check_torch_version
 from overlapc.ir.ops import Extern, Loops, LoweredGraph, Start
-from overlapc.lowering import Communication, lower
+from overlapc.lowering import Communication, lower, provenance
 from overlapc.passes.base import Context, Result, run_pipeline, select
 from overlapc.report import record
 from overlapc.report.build import graph_record
@@ -98,6 +100,9 @@ def _compile(
 def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str) -> Callable[..., Any]:
     """One graph of ATen ops and functional collectives: the whole way, as the list of its stages."""
     began = time.perf_counter()
+    guessed = guessed_size(gm.graph)
+    if guessed is not None:
+        return _as_it_stands(gm, guessed)
     dumps = dump.Dumps(config, name)
     result, lowered = plan_graph(gm, config=config, name=name, dumps=dumps)
     sources = generate_kernels(result.schedule, lowered)
@@ -144,6 +149,17 @@ def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config
     began = time.perf_counter()
     result, _ = plan_graph(gm, config=config, name=name, dumps=dump.Dumps(config, name))
     _report(result, time.perf_counter() - began)
+    return make_boxed_func(gm.forward)
+
+
+def _as_it_stands(gm: GraphModule, node: Node) -> Callable[..., Any]:
+    """The graph run op by op, counted and said: the sizes it was traced with cannot be relied on."""
+    count("graphs_as_they_stand")
+    warnings.warn(
+        f"overlapc runs a graph op by op: {node.name} = {node.target} gives a size that depends on data and was traced"
+        f" as a constant ({provenance(node).source or 'unknown line'})",
+        stacklevel=2,
+    )
     return make_boxed_func(gm.forward)
 
 

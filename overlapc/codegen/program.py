@@ -87,7 +87,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ExpectLayout:
-    """The result of a call has the traced strides, or is copied into them: what comes after relies on it."""
+    """The result of a call has the traced strides, or is copied into them: what comes after relies on it.
+
+    Another size than the traced one is an error.
+    """
 
     variable: str
     layout: Layout
@@ -154,9 +157,11 @@ class _Builder:
         self.planned: set[str] = set()  # roots whose memory we allocated ourselves
         self.spare: dict[tuple[torch.device, sympy.Expr], str] = {}  # freed just now, not yet given back
         self.bound: set[str] = set()
+        self.relied_on: set[str] = set()
         self.taken: dict[str, str] = {}  # root -> the output that took over its memory
 
     def build(self) -> Program:
+        self.relied_on = self._layouts_relied_on()
         self._bind_inputs()
         profile = analyze(self.schedule)
         for node, frees in zip(self.schedule.nodes, profile.frees, strict=True):
@@ -210,10 +215,9 @@ class _Builder:
                 for dim, expr in enumerate(exprs):
                     if expr.is_Symbol:
                         self._bind(BindSize(expr, name, dim, stride))
-        relied_on = self._layouts_relied_on()
         for name in self.graph.inputs:
             view = self.graph.views.get(name)
-            if view is not None and name in relied_on:
+            if view is not None and name in self.relied_on:
                 self.instructions.append(CheckInput(name, view.layout))
 
     def _layouts_relied_on(self) -> set[str]:
@@ -324,7 +328,7 @@ class _Builder:
             for dim, expr in enumerate(leaf.layout.size):
                 if expr.is_Symbol:
                     self._bind(BindSize(expr, leaf.buffer, dim))
-            if not starts:
+            if not starts and self.graph.root(leaf.buffer) in self.relied_on:
                 self.instructions.append(ExpectLayout(leaf.buffer, leaf.layout))
 
     # --- memory

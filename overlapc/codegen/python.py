@@ -91,7 +91,7 @@ class PythonWrapper:
             return [f"# {_origin(item.op.origin)}", *self._call(item)]
         if isinstance(item, ExpectLayout):
             size, stride = self._shape(item.layout.size), self._shape(item.layout.stride)
-            return [f"{item.variable} = rt.as_expected({item.variable}, {size}, {stride})"]
+            return [f"{item.variable} = rt.as_expected({item.variable!r}, {item.variable}, {size}, {stride})"]
         assert isinstance(item, Return)
         values = [self.value(value) for value in item.values]
         return [f"return ({', '.join(values)}{',' if len(values) == 1 else ''})"]

@@ -12,7 +12,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 from overlapc.ir.body import Cast, Constant, Value, op
 from overlapc.ir.ops import View
 from overlapc.lowering.graph import Context, cast, constant
-from overlapc.lowering.table import Impossible, lowers
+from overlapc.lowering.table import Impossible, lowers, lowers_by_name
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -265,16 +265,13 @@ def _addc(context: Context, name: str, x: View, a: View, b: View, value: Any) ->
     return context.pointwise(compute_, x, a, b)
 
 
+@lowers_by_name("prims.fma.default")  # Dynamo of torch 2.13 writes optimizers with it
 def fma(context: Context, x: Any, y: Any, z: Any) -> View:
     """With two roundings; a GPU's compiler makes one instruction, and one rounding, of it."""
     dtype = context.promoted(DEFAULT, x, y, z)
     if not dtype.is_floating_point:
         raise Impossible("a fused product of integers")
     return context.pointwise(lambda a, b, c: apply("add", dtype, apply("mul", dtype, a, b), c), x, y, z)
-
-
-if hasattr(prims, "fma"):  # Dynamo of torch 2.13 writes optimizers with it
-    lowers(prims.fma.default)(fma)
 
 
 @lowers(aten.lerp.Scalar, aten.lerp.Tensor)

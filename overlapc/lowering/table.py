@@ -18,6 +18,7 @@ class Impossible(OverlapcError):
 
 Rule = Callable[..., Any]
 _rules: dict[Any, Rule] = {}
+_by_name: dict[str, Rule] = {}
 
 # Library kernels we call on purpose: not fallbacks.
 LIBRARY_CALLS: set[Any] = {
@@ -54,10 +55,21 @@ def lowers(*targets: Any) -> Callable[[Rule], Rule]:
     return register
 
 
+def lowers_by_name(name: str) -> Callable[[Rule], Rule]:
+    """The same for an op that torch defines only once some part of it is imported, as `prims.fma.default`."""
+
+    def register(rule: Rule) -> Rule:
+        assert name not in _by_name, f"{name} is lowered twice"
+        _by_name[name] = rule
+        return rule
+
+    return register
+
+
 def lowering_of(target: Any) -> Rule | None:
-    return _rules.get(target)
+    return _rules.get(target) or _by_name.get(str(target))
 
 
 def lowered_ops() -> list[str]:
     """Names of all ops that have a lowering, sorted."""
-    return sorted(str(target) for target in _rules)
+    return sorted([*(str(target) for target in _rules), *_by_name])

@@ -47,8 +47,16 @@ def take_over(tensor: Tensor, size: Sequence[int], stride: Sequence[int], dtype:
     return torch.as_strided(tensor, size, stride, 0)
 
 
-def as_expected(tensor: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """`tensor`, copied into the traced strides if the op returned others: generated code relies on them."""
+def as_expected(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """`tensor`, copied into the traced strides if the op returned others: generated code relies on them.
+
+    LayoutError if its size is not the traced one.
+    """
+    if tensor.shape != tuple(size):
+        raise LayoutError(
+            f"{name} came with size {tuple(tensor.shape)}, but was traced with size {tuple(size)}\n"
+            "hint: torch's fake implementation of the op that made it is wrong; please report it"
+        )
     if tensor.stride() == tuple(stride) or _same_steps(tensor, stride):
         return tensor
     laid_out = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)

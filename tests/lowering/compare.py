@@ -21,7 +21,7 @@ def same(function: Callable[..., Any], *args: Any, dynamic: bool | None = False,
     expected = function(*expected_args)
     found = compiled(function, dynamic)(*found_args)
     torch.testing.assert_close(found, expected, equal_nan=True, check_stride=False, **tolerance)
-    torch.testing.assert_close(found_args, expected_args, equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(found_args, expected_args, equal_nan=True, **tolerance)
 
 
 def copy(value: Any) -> Any:

@@ -1,0 +1,40 @@
+"""Sizes that a graph only pretends to know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+
+
+def guessed_size(graph: fx.Graph) -> fx.Node | None:
+    """The first node whose result has a size that depends on data, but was traced as a plain number.
+
+    torch 2.11 traces the `_unique` in the backward of `index_fill` so (its test is in tests/fx/test_sizes.py). Nothing
+    after such a node can be compiled for the traced sizes.
+    """
+    return next((node for node in graph.nodes if _depends_on_data(node) and _is_static(node.meta.get("val"))), None)
+
+
+def _depends_on_data(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.dynamic_output_shape not in target.tags:
+        return False
+    if target is aten.index.Tensor:  # only masks select by data
+        return any(_is_mask(index) for index in node.args[1])  # type: ignore[union-attr]
+    if target is aten.repeat_interleave.Tensor:
+        return node.kwargs.get("output_size") is None
+    return True
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, fx.Node) and index.meta["val"].dtype in (torch.bool, torch.uint8)
+
+
+def _is_static(value: Any) -> bool:
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return all(isinstance(size, int) for tensor in tensors for size in tensor.shape)

@@ -1,0 +1,59 @@
+"""Graphs traced with a size that only the data knows run as they stand."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from overlapc.backend import compile_graph
+from overlapc.config import Config
+from overlapc.fx.sizes import guessed_size
+from overlapc.runtime.counters import counted
+
+aten = torch.ops.aten
+
+
+def picked(size: int) -> fx.GraphModule:
+    """`x[:, unique(index)].sum()`, traced as if there were `size` distinct indices, as torch 2.11 does."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+        x, index = graph.placeholder("x"), graph.placeholder("index")
+        x.meta["val"], index.meta["val"] = torch.empty(5, 5), torch.empty(5, dtype=torch.int64)
+        both = graph.call_function(aten._unique.default, (index, False))
+        both.meta["val"] = (torch.empty(size, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+        found = graph.call_function(operator.getitem, (both, 0))
+        found.meta["val"] = both.meta["val"][0]
+        columns = graph.call_function(aten.index_select.default, (x, 1, found))
+        columns.meta["val"] = torch.empty(5, size)
+        total = graph.call_function(aten.sum.default, (columns,))
+        total.meta["val"] = torch.empty(())
+        graph.output((total,))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def test_it_runs_op_by_op_and_says_so():
+    torch._dynamo.utils.counters.clear()
+    gm = picked(1)
+    assert guessed_size(gm.graph).target is aten._unique.default
+    with pytest.warns(UserWarning, match="_unique.* gives a size that depends on data"):
+        call = compile_graph(gm, [], config=Config.of({}), name="forward_0")
+    x, index = torch.randn(5, 5), torch.tensor([2, 1, 4, 2, 2])
+    torch.testing.assert_close(call([x, index])[0], x[:, index.unique()].sum())
+    assert counted("graphs_as_they_stand") == 1
+
+
+def test_known_sizes_are_no_guess():
+    graph = fx.Graph()
+    with FakeTensorMode():
+        x, index = graph.placeholder("x"), graph.placeholder("index")
+        x.meta["val"], index.meta["val"] = torch.empty(5, 5), torch.empty(3, dtype=torch.int64)
+        rows = graph.call_function(aten.index.Tensor, (x, [index]))
+        rows.meta["val"] = torch.empty(3, 5)
+        repeated = graph.call_function(aten.repeat_interleave.Tensor, (index,), {"output_size": 7})
+        repeated.meta["val"] = torch.empty(7, dtype=torch.int64)
+        graph.output((rows, repeated))
+    assert guessed_size(graph) is None
