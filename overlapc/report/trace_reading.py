@@ -29,6 +29,7 @@ class Marked:
 
     label: marks.Label
     host: Interval
+    id: int | None = None  # the profiler's own, where it gives one
     work: list[Interval] = field(default_factory=list)
 
 
@@ -78,7 +79,7 @@ def _trace(events: Sequence[Mapping[str, Any]], rank: int | None) -> Trace:
     for event in sorted(spans, key=lambda event: event["ts"]):
         label = marks.Label.parse(str(event["name"])) if event.get("cat") == "user_annotation" else None
         if label is not None:
-            marked = Marked(label, _interval(event))
+            marked = Marked(label, _interval(event), event.get("args", {}).get("External id"))
             by_thread.setdefault(event["tid"], []).append(marked)
             order.append(marked)
     on_device = _attach_kernels(spans, by_thread)
@@ -94,6 +95,7 @@ def _interval(event: Mapping[str, Any]) -> Interval:
 def _attach_kernels(spans: Iterable[Mapping[str, Any]], by_thread: Mapping[Any, list[Marked]]) -> bool:
     """Give each mark the kernels launched within it; whether there were any."""
     launches: dict[int, Marked] = {}
+    by_id = {marked.id: marked for each in by_thread.values() for marked in each if marked.id is not None}
     starts = {thread: [marked.host[0] for marked in each] for thread, each in by_thread.items()}
     for event in spans:
         thread = event.get("tid")
@@ -106,7 +108,9 @@ def _attach_kernels(spans: Iterable[Mapping[str, Any]], by_thread: Mapping[Any, 
     any_found = False
     for event in spans:
         if event.get("cat") in _DEVICE:
-            marked = launches.get(event.get("args", {}).get("correlation"))
+            args = event.get("args", {})
+            # Where the trace holds no launches of the driver's API, the id of the mark itself is on the kernel.
+            marked = launches.get(args.get("correlation")) or by_id.get(args.get("External id"))
             if marked is not None:
                 marked.work.append(_interval(event))
                 any_found = True

@@ -92,6 +92,15 @@ def test_kernels_belong_to_the_mark_around_their_launch(gpu_trace):
     assert (measured.exposed_ns, measured.idle_ns) == (40 * US, 10 * US)
 
 
+def test_a_kernel_without_a_launch_goes_by_the_id_of_its_mark(tmp_path):
+    path = tmp_path / "trace.json"
+    marked = {**mark("launch", "k0", 0, 5), "args": {"External id": 42}}
+    ran = kernel(1, 10, 20)
+    ran["args"]["External id"] = 42
+    path.write_text(json.dumps({"traceEvents": [marked, ran]}))
+    assert with_trace(GRAPH, read_trace(path)).measured.nodes == {"k0": 20 * US}
+
+
 def test_prediction_is_compared_with_contention_and_flagged(gpu_trace):
     graph = with_trace(GRAPH, read_trace(gpu_trace))
     rows = {row.node: row for row in compare.rows(graph)}
