@@ -109,8 +109,11 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock() if device.type == "cuda" else CpuClock()
 
 
-def compute_ns(clock: Clock, call: Callable[[], Any], rounds: int = 3) -> float:
-    """Time of one call among others like it, launches hidden: the median of `rounds` samples."""
+def compute_ns(clock: Clock, call: Callable[[], Any], rounds: int = 3, ahead: Callable[[], Any] | None = None) -> float:
+    """Time of one call among others like it, launches hidden: the median of `rounds` samples.
+
+    ahead: launches work that runs right before each sample, long enough to hide the launches.
+    """
     call()
     clock.sync()
     began = time.perf_counter()
@@ -120,7 +123,10 @@ def compute_ns(clock: Clock, call: Callable[[], Any], rounds: int = 3) -> float:
     calls = max(3, min(_MOST_CALLS, int(_SPAN_S / max(time.perf_counter() - began, 1e-9))))
     samples = []
     for _ in range(rounds):
-        clock.hold(2 * calls * host_s + 1e-4)
+        if ahead is None:
+            clock.hold(2 * calls * host_s + 1e-4)
+        else:
+            ahead()
         begin = clock.mark()
         for _ in range(calls):
             call()

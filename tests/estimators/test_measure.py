@@ -21,6 +21,7 @@ TINY = Effort(
     beside_bytes=65536,
     beside_matmul=(32, 32, 32),
     layer=[64, 100, 7],
+    load_s=0.0005,
 )
 
 
@@ -60,6 +61,9 @@ def test_a_call_is_timed_among_others_and_a_launch_by_itself():
     clock = CpuClock()
     small, large = (torch.rand(size, size) for size in (8, 256))
     assert compute_ns(clock, lambda: large @ large) > compute_ns(clock, lambda: small @ small) > 0
+    order = []
+    compute_ns(clock, lambda: order.append("call"), rounds=2, ahead=lambda: order.append("ahead"))
+    assert [order[at + 1] for at, each in enumerate(order) if each == "ahead"] == ["call", "call"]
     calls = []
     launch_ns(clock, lambda: calls.append(1), launches=50, rounds=2)
     assert len(calls) == 1 + 2 * 2  # 100 launches a sample are two calls of 50
