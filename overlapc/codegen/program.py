@@ -131,7 +131,6 @@ class Program:
     variables: Mapping[str, str]
     layouts: Mapping[str, Layout]
     constants: Mapping[str, Any]
-    device: torch.device | None  # the device that kernels run on
 
     def kernels(self) -> list[KernelSource]:
         """Every kernel once, in order of first launch."""
@@ -177,7 +176,6 @@ class _Builder:
         self._give_back()
         self.instructions.append(Return(self.graph.outputs))
         names = [*self.graph.inputs, *self.graph.constants, *(n for node in self.schedule.nodes for n in node.writes)]
-        device = next((node.payload.device for node in self.schedule.nodes if isinstance(node.payload, Loops)), None)
         return Program(
             self.graph.name,
             self.graph.inputs,
@@ -185,12 +183,7 @@ class _Builder:
             {name: self._variable(name) for name in names},
             self.layouts,
             self.graph.constants,
-            device or self._any_device(),
         )
-
-    def _any_device(self) -> torch.device | None:
-        devices = {view.layout.device for view in self.graph.views.values()}
-        return next((device for device in sorted(devices, key=str) if device.type != "cpu"), None)
 
     def _variable(self, buffer: str) -> str:
         """Waits and mutations give a buffer a new name; it stays the same Python object."""

@@ -105,7 +105,7 @@ def slice_scatter(
     if step != 1:
         raise Impossible("a step")
     dim = dim % len(x.size)
-    begin, size = _slice(context, x.size[dim], start)
+    begin = _slice_start(x.size[dim], start)
 
     def value(position: tuple[sympy.Expr, ...]) -> Value:
         moved = list(position)
@@ -113,18 +113,18 @@ def slice_scatter(
         mask = both(at_least(position[dim], begin), below(position[dim], begin + source.size[dim]))
         return op("where", mask, cast(masked_element(source, moved, mask), x.dtype), context.element(x, position))
 
-    del size
     return positioned(context, value)
 
 
-def _slice(context: Context, extent: sympy.Expr, start: Any) -> tuple[sympy.Expr, sympy.Expr]:
+def _slice_start(extent: sympy.Expr, start: Any) -> sympy.Expr:
+    """Where a slice begins, counted from the front and within the dim."""
     begin = sympy.sympify(0 if start is None else start)
     if not (begin.is_Integer and extent.is_Integer):
         if begin.is_nonnegative:
-            return begin, extent
+            return begin
         raise Impossible("a symbolic start that may be negative")
     at = int(begin) + int(extent) if begin < 0 else int(begin)
-    return sympy.Integer(min(max(at, 0), int(extent))), extent
+    return sympy.Integer(min(max(at, 0), int(extent)))
 
 
 @lowers(aten.select_scatter.default)

@@ -53,11 +53,6 @@ class Plan:
     threads: bool  # anything may run on threads
     work_per_iteration: int  # additions in one innermost iteration
 
-    def all_loops(self) -> tuple[Loop, ...]:
-        """Every loop, outermost first as far as roles order them."""
-        loops = (*self.outer, *self.serial, *self.reduction, self.blocked, self.vector)
-        return tuple(loop for loop in loops if loop is not None)
-
 
 def plan(body: Body, size_hints: Mapping[str, int] | None = None) -> Plan:
     """The loop structure for `body`; deterministic in the body and the hints."""
