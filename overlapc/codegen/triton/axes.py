@@ -1,0 +1,147 @@
+"""Axes of a tile as Triton text: which tile a program computes, its index variables, masks and loops over r."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import sympy
+
+from overlapc.codegen.triton.shape import KernelShape, axis_symbol
+
+
+class Scope:
+    """Lines of a function at one indentation, in order."""
+
+    def __init__(self, lines: list[str], depth: int) -> None:
+        self.lines = lines
+        self.depth = depth
+
+    def __call__(self, line: str) -> None:
+        self.lines.append("    " * self.depth + line)
+
+    def inner(self) -> Scope:
+        return Scope(self.lines, self.depth + 1)
+
+
+class AxisWriter:
+    """Writes the axes of one function: index variables, masks and the loop symbols they stand for."""
+
+    def __init__(self, kernel: KernelShape) -> None:
+        self.kernel = kernel
+        self.lines: list[str] = []
+        self.top = Scope(self.lines, 1)
+        self.symbols: dict[sympy.Symbol, str] = {}  # loops of axes that are open
+        self.masks: dict[str, str] = {}
+
+    def program_axes(self, split: bool) -> None:
+        """Which tile this program computes."""
+        kernel, emit = self.kernel, self.top
+        if kernel.index_dtype == "INDEX":
+            for size in kernel.sizes:
+                emit(f"{size} = {size}.to(INDEX)")
+        program = kernel.widened("tl.program_id(0)")
+        tiling = kernel.tiling
+        if split:
+            emit(f"program = {program}")
+            emit("split = program % SPLITS")
+            self.axis("x", "program // SPLITS", emit)
+        elif tiling.y or tiling.grid:
+            emit(f"program = {program}")
+            for axis in reversed(kernel.tile_axes):
+                blocks = f"(({kernel.size_text(kernel.numel[axis])} + {axis.upper()}BLOCK - 1) // {axis.upper()}BLOCK)"
+                self.axis(axis, f"program % {blocks}", emit)
+                emit(f"program = program // {blocks}")
+            for loop in reversed(tiling.grid):
+                if loop is tiling.grid[0]:
+                    emit(f"{loop.symbol} = program")
+                else:
+                    emit(f"{loop.symbol} = program % {kernel.size_text(loop.size)}")
+                    emit(f"program = program // {kernel.size_text(loop.size)}")
+                self.symbols[loop.symbol] = str(loop.symbol)
+        else:
+            self.axis("x", program, emit)
+
+    def axis(self, axis: str, tile: str, emit: Scope) -> None:
+        """Index variable, mask and loop symbols of tile number `tile` along `axis`."""
+        block = f"{axis.upper()}BLOCK"
+        if tile == "0":
+            self.axis_index(axis, self.kernel.widened(f"tl.arange(0, {block})"), emit)
+        else:
+            first = f"({tile})" if " " in tile else tile
+            self.axis_index(axis, f"{first} * {block} + tl.arange(0, {block})", emit)
+
+    def axis_index(self, axis: str, text: str, emit: Scope) -> None:
+        kernel = self.kernel
+        subscript = kernel.subscript(axis)
+        name = kernel.index_name[axis]
+        emit(f"{name} = ({text}){subscript}" if subscript else f"{name} = {text}")
+        if kernel.is_masked(axis):
+            emit(f"{axis}mask = {name} < {kernel.size_text(kernel.numel[axis])}")
+            self.masks[axis] = f"{axis}mask"
+        loops = kernel.axes[axis]
+        if len(loops) == 1:
+            self.symbols[loops[0].symbol] = name
+            return
+        used = self.symbols_needed(axis)
+        step = sympy.S.One
+        for position in range(len(loops) - 1, -1, -1):
+            loop = loops[position]
+            if loop.symbol in used:
+                text = name if step == 1 else f"{name} // {kernel.size_text(step)}"
+                if position > 0:
+                    text = f"{text if step == 1 else f'({text})'} % {kernel.size_text(loop.size)}"
+                emit(f"{loop.symbol} = {text}")
+                self.symbols[loop.symbol] = str(loop.symbol)
+            step = sympy.expand(step * loop.size)
+
+    def symbols_needed(self, axis: str) -> set[sympy.Symbol]:
+        """Loops of an axis that occur in an index other than through the flattened axis."""
+        body = self.kernel.body
+        exprs = [expr for value in body.values() for expr in value.indices()] + [store.index for store in body.stores]
+        used: set[sympy.Symbol] = set()
+        for expr in exprs:
+            used |= self.flattened(expr).free_symbols
+        return used & {loop.symbol for loop in self.kernel.axes[axis]}
+
+    def flattened(self, expr: sympy.Expr) -> sympy.Expr:
+        """`expr` with whole flattened axes in place of their loops: 4096*p0 + p1 -> x."""
+        for axis, loops in self.kernel.axes.items():
+            if len(loops) < 2 or not expr.free_symbols.issuperset(loop.symbol for loop in loops):
+                continue
+            flat, step = sympy.S.Zero, sympy.S.One
+            for loop in reversed(loops):
+                flat += step * loop.symbol
+                step = sympy.expand(step * loop.size)
+            scale = sympy.expand(expr).coeff(loops[-1].symbol)
+            if scale == 0 or not scale.is_Integer:
+                continue
+            rest = sympy.expand(expr - scale * flat)
+            if rest.free_symbols.isdisjoint(loop.symbol for loop in loops):
+                expr = rest + scale * axis_symbol(axis)
+        return expr
+
+    def share(self) -> tuple[str, str]:
+        """First and past-the-last r of this program: whole tiles, the same number for every program."""
+        size = self.kernel.size_text(self.kernel.numel["r"])
+        self.top(f"share = ({size} + SPLITS * RBLOCK - 1) // (SPLITS * RBLOCK) * RBLOCK")
+        return "split * share", f"tl.minimum(split * share + share, {size})"
+
+    def open_loop(self, first: str, last: str) -> Scope:
+        self.top(f"for r_start in range({first}, {last}, RBLOCK):")
+        scope = self.top.inner()
+        self.axis_index("r", f"r_start + {self.kernel.widened('tl.arange(0, RBLOCK)')}", scope)
+        return scope
+
+    def close_loop(self) -> None:
+        """Names of r end with their loop."""
+        for loop in self.kernel.axes["r"]:
+            self.symbols.pop(loop.symbol, None)
+        self.masks.pop("r", None)
+
+    def mask_argument(self, axes: Iterable[str], condition: str | None = None) -> str:
+        """`, mask` for an access that covers `axes`: axes that may reach past their end, and a condition."""
+        wanted = set(axes)
+        masks = [mask for axis, mask in self.masks.items() if axis in wanted]
+        if condition is not None:
+            masks.append(condition)
+        return f", {' & '.join(masks)}" if masks else ""

@@ -1,0 +1,127 @@
+"""The facts of one kernel that all its stages share: arguments, axes, widths and tile shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import sympy
+import torch
+
+from overlapc.codegen.triton.accumulate import Accumulation, accumulations
+from overlapc.codegen.triton.expressions import IndexPrinter
+from overlapc.codegen.triton.tiling import Tiling
+from overlapc.ir.body import Body, Store, Value, depends_on
+from overlapc.ir.indexing import bounds, numel
+
+_INT32_LIMIT = 2**31 - 2**20  # room for the last, partly masked tile
+
+
+class KernelShape:
+    """What all stages of one kernel share: arguments, axes and index arithmetic."""
+
+    def __init__(self, body: Body, tiling: Tiling, name: str) -> None:
+        self.body = body
+        self.tiling = tiling
+        self.name = name
+        self.ranges = body.ranges()
+        self.sizes = tuple(body.size_symbols())
+        self.reduced = {loop.symbol for loop in body.reduction}
+        self.is_reduction = bool(body.reduction)
+        self.arguments = argument_names(body)
+        self.axes = {
+            axis: loops for axis, loops in (("y", tiling.y), ("x", tiling.x), ("r", tiling.r)) if loops or axis == "x"
+        }
+        self.axis_of = {loop.symbol: axis for axis, loops in self.axes.items() for loop in loops}
+        self.numel = {axis: numel(loop.size for loop in loops) for axis, loops in self.axes.items()}
+        self.index_name = {axis: str(loops[0].symbol) if len(loops) == 1 else axis for axis, loops in self.axes.items()}
+        self.block = {"y": tiling.yblock, "x": tiling.xblock, "r": tiling.rblock}
+        self.tile_axes = ("x", "r") if self.is_reduction else ("y", "x") if tiling.y else ("x",)
+        self.index_bounds, self.index_dtype = self._index_width()
+        self.levels = self._levels()
+
+    def _levels(self) -> list[list[Accumulation]]:
+        roots = [value for store in self.body.stores for value in store.operands()]
+        position = torch.int64 if self.index_dtype != "tl.int32" else torch.int32
+        return accumulations(roots, self.tiling.form in ("looped", "split"), position)
+
+    def _index_width(self) -> tuple[tuple[sympy.Expr, ...], str]:
+        """Largest indices that only a launch knows, and the dtype to index with."""
+        largest: set[sympy.Expr] = set(self.numel.values())
+        exprs = [expr for value in self.body.values() for expr in value.indices()]
+        unknown = False
+        for expr in (*exprs, *(store.index for store in self.body.stores)):
+            found = bounds(expr, self.ranges)
+            if found is not None:
+                largest.add(found[1])
+            else:
+                # Values from memory are int64, so sums with them are too; anything else we cannot bound is not.
+                unknown = unknown or not any(str(symbol).startswith("i") for symbol in expr.free_symbols)
+        known = [int(expr) for expr in largest if expr.is_Integer]
+        open_ended = tuple(sorted((expr for expr in largest if not expr.is_Integer), key=str))
+        if unknown or max(known, default=0) >= _INT32_LIMIT:
+            return (), "tl.int64"
+        return open_ended, "INDEX" if open_ended else "tl.int32"
+
+    # Text shared by all stages
+
+    def printer(self, names: Mapping[sympy.Symbol, str]) -> IndexPrinter:
+        return IndexPrinter({**{symbol: str(symbol) for symbol in self.sizes}, **names}, self.ranges)
+
+    def size_text(self, expr: sympy.Expr) -> str:
+        return self.printer({}).factor(expr)
+
+    def is_masked(self, axis: str) -> bool:
+        """Whether the last tile of an axis may reach past its end."""
+        size = self.numel[axis]
+        return not (size.is_Integer and size > 0 and int(size) % self.block[axis] == 0)
+
+    def shape(self, axes: Iterable[str]) -> str:
+        """Tile shape with 1 for axes that are not in `axes`."""
+        wanted = set(axes)
+        return "[" + ", ".join(f"{axis.upper()}BLOCK" if axis in wanted else "1" for axis in self.tile_axes) + "]"
+
+    def subscript(self, axis: str) -> str:
+        if len(self.tile_axes) == 1:
+            return ""
+        return "[:, None]" if axis == self.tile_axes[0] else "[None, :]"
+
+    def widened(self, text: str) -> str:
+        return text if self.index_dtype == "tl.int32" else f"{text}.to({self.index_dtype})"
+
+    def is_inner(self, store: Store, varies: Mapping[Value, bool]) -> bool:
+        return bool(self.reduced & store.index.free_symbols) or any(varies[value] for value in store.operands())
+
+    def divided_stores(self) -> tuple[list[Store], list[Store]]:
+        """Stores that run for every iteration of r, and those that run once an x."""
+        varies = depends_on((value for store in self.body.stores for value in store.operands()), self.reduced)
+        inner: list[Store] = []
+        outer: list[Store] = []
+        for store in self.body.stores:
+            (inner if self.is_reduction and self.is_inner(store, varies) else outer).append(store)
+        return inner, outer
+
+    def describe(self) -> str:
+        parts = [f"{axis} {self.numel[axis]} by {self.block[axis]}" for axis in self.tile_axes]
+        tail = f", {self.tiling.splits} programs a row" if self.tiling.splits > 1 else ""
+        return f"{self.tiling.form}: {', '.join(parts)}, {self.tiling.num_warps} warps{tail}"
+
+
+def term(text: str) -> str:
+    return text if text.isidentifier() else f"({text})"
+
+
+def axis_symbol(axis: str) -> sympy.Symbol:
+    return sympy.Symbol(f"{axis}_flat", integer=True, nonnegative=True)
+
+
+def argument_names(body: Body) -> dict[str, str]:
+    """in0, in1, … for buffers only read, out0, … for those only written, io0, … for both; by first use."""
+    read = list(dict.fromkeys(load.buffer for load in body.loads()))
+    written = list(dict.fromkeys(store.buffer for store in body.stores))
+    names: dict[str, str] = {}
+    counts = {"in": 0, "out": 0, "io": 0}
+    for buffer in (*read, *(name for name in written if name not in read)):
+        kind = "io" if buffer in read and buffer in written else "in" if buffer in read else "out"
+        names[buffer] = f"{kind}{counts[kind]}"
+        counts[kind] += 1
+    return names

@@ -1,0 +1,169 @@
+"""One `@triton.jit` function of a kernel: passes over tiles, the reductions in them, and what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from overlapc.codegen.triton.accumulate import Accumulation, Online, Position
+from overlapc.codegen.triton.axes import Scope
+from overlapc.codegen.triton.expressions import COMPUTE, converted_name
+from overlapc.codegen.triton.values import ValueWriter
+from overlapc.ir.body import Store, Value
+
+
+class StageWriter(ValueWriter):
+    """Writes a whole function, in one of three kinds, a method each that returns its lines."""
+
+    def whole(self, inner: Sequence[Store], outer: Sequence[Store]) -> list[str]:
+        """Everything in one function: flat, tiled, persistent and looped kernels."""
+        kernel = self.kernel
+        self.program_axes(split=False)
+        if not kernel.is_reduction:
+            self.write(self.top, self.names, outer, kernel.tile_axes)
+        elif kernel.tiling.form == "persistent":
+            self.axis("r", "0", self.top)
+            for level in kernel.levels:
+                self.reduce_tile(level)
+            self.write(self.top, self.names, inner, ("x", "r"))
+            self.write(self.top, self.names, outer, ("x",))
+        else:
+            for depth, level in enumerate(kernel.levels):
+                self.rereads = bool(inner) or depth + 1 < len(kernel.levels)
+                self.reduce_loop(level, "0", kernel.size_text(kernel.numel["r"]))
+                self.finish_level(level)
+            if inner:
+                self.loop_over_r(inner, "0", kernel.size_text(kernel.numel["r"]))
+            self.write(self.top, self.names, outer, ("x",))
+        return self.lines
+
+    def partial(self, depth: int) -> list[str]:
+        """One program's share of the reductions at `depth`, written to scratch."""
+        kernel = self.kernel
+        self.program_axes(split=True)
+        for level in kernel.levels[:depth]:
+            self.combine(level)
+        first, last = self.share()
+        level = kernel.levels[depth]
+        self.rereads = depth + 1 < len(kernel.levels)
+        self.reduce_loop(level, first, last)
+        for accumulation in level:
+            targets = [f"{state.name}_part" for state in accumulation.states]
+            for line in accumulation.reduced([state.name for state in accumulation.states], targets):
+                self.top(line)
+            for state, target in zip(accumulation.states, targets, strict=True):
+                self.top(f"tl.store({self.part(state.name, 'split')}, {target}{self.mask_argument(('x',))})")
+        return self.lines
+
+    def finish(self, stores: Sequence[Store], inner: bool) -> list[str]:
+        """Stores of a split kernel, once all partial results are in scratch."""
+        self.program_axes(split=inner)
+        for level in self.kernel.levels:
+            self.combine(level)
+        if inner:
+            first, last = self.share()
+            self.loop_over_r(stores, first, last)
+        else:
+            self.write(self.top, self.names, stores, ("x",))
+        return self.lines
+
+    # Reductions
+
+    def reduce_tile(self, level: Sequence[Accumulation]) -> None:
+        """All of r is in this tile: reduce it at once."""
+        self.compute(self.top, self.names, [accumulation.reduce.arg for accumulation in level])
+        for accumulation in level:
+            assert not isinstance(accumulation, Online)
+            value = self.lanes(self.top, self.names, accumulation)
+            if "r" in self.masks:
+                value = f"tl.where({self.masks['r']}, {value}, {accumulation.states[0].neutral})"
+            names = [state.name for state in accumulation.states]
+            lanes = accumulation.start(value, self.position(accumulation))
+            for line in accumulation.reduced(lanes, names):
+                self.top(line)
+            self.define(accumulation, names)
+
+    def reduce_loop(self, level: Sequence[Accumulation], first: str, last: str) -> None:
+        """Accumulates a depth's reductions lane by lane over tiles of r."""
+        roots = [accumulation.reduce.arg for accumulation in level]
+        self.compute_outer(roots)
+        for accumulation in level:
+            for state in accumulation.states:
+                shape = self.kernel.shape(("x", "r"))
+                self.top(f"{state.name} = tl.full({shape}, {state.neutral}, {COMPUTE[state.dtype]})")
+        with_r = self.open_loop(first, last)
+        names = dict(self.names)
+        self.compute(with_r, names, roots)
+        for accumulation in level:
+            states = [state.name for state in accumulation.states]
+            value = self.lanes(with_r, names, accumulation)
+            new = accumulation.update(states, value, self.position(accumulation))
+            if len(states) > 1:  # each new state is computed from all old ones
+                for at, text in enumerate(new):
+                    with_r(f"next{at} = {text}")
+                new = [f"next{at}" for at in range(len(new))]
+            for old, text in zip(states, new, strict=True):
+                if "r" in self.masks:
+                    text = f"tl.where({self.masks['r']}, {text}, {old})"
+                with_r(f"{old} = {text}")
+        self.close_loop()
+
+    def finish_level(self, level: Sequence[Accumulation]) -> None:
+        for accumulation in level:
+            names = [state.name for state in accumulation.states]
+            targets = [f"{name}_all" for name in names]
+            for line in accumulation.reduced(names, targets):
+                self.top(line)
+            self.define(accumulation, targets)
+
+    def combine(self, level: Sequence[Accumulation]) -> None:
+        """Results of an earlier stage: every program reduces the parts of its rows, in the same order."""
+        for accumulation in level:
+            parts, targets = [], []
+            for state in accumulation.states:
+                parts.append(f"{state.name}_lanes")
+                targets.append(f"{state.name}_all")
+                where = self.part(state.name, "tl.arange(0, SPLITS)[None, :]")
+                self.top(f"{parts[-1]} = tl.load({where}{self.mask_argument(('x',))})")
+            for line in accumulation.reduced(parts, targets):
+                self.top(line)
+            self.define(accumulation, targets)
+
+    def part(self, name: str, split: str) -> str:
+        """Pointer to the part of `split`: parts of neighbouring rows are neighbours."""
+        size = self.kernel.size_text(self.kernel.numel["x"])
+        row = self.kernel.index_name["x"] if self.kernel.axes["x"] else "tl.full([XBLOCK, 1], 0, tl.int32)"
+        return f"{name}_parts + ({row} + {split} * {size})"
+
+    def define(self, accumulation: Accumulation, reduced: Sequence[str]) -> None:
+        for value, text in zip(accumulation.provides, accumulation.results(reduced), strict=True):
+            if not text.isidentifier():
+                name = self.fresh()
+                self.top(f"{name} = {text}")
+                text = name
+            self.names[value] = text
+            self.value_axes[value] = frozenset({"x"})
+
+    def lanes(self, emit: Scope, names: Mapping[Value, str], accumulation: Accumulation) -> str:
+        """The argument of a reduction as a full tile of the state's dtype."""
+        arg = accumulation.reduce.arg
+        text = converted_name(names[arg], arg.dtype, accumulation.states[0].dtype)
+        if self.value_axes[arg] != {"x", "r"}:
+            text = f"tl.broadcast_to({text}, {self.kernel.shape(('x', 'r'))})"
+        if not text.isidentifier():
+            name = self.fresh()
+            emit(f"{name} = {text}")
+            return name
+        return text
+
+    def position(self, accumulation: Accumulation) -> str:
+        if not isinstance(accumulation, Position):
+            return ""
+        return f"tl.broadcast_to({self.kernel.index_name['r']}, {self.kernel.shape(('x', 'r'))})"
+
+    def loop_over_r(self, stores: Sequence[Store], first: str, last: str) -> None:
+        roots = [value for store in stores for value in store.operands()]
+        self.compute_outer(roots)
+        self.rereads = False
+        scope = self.open_loop(first, last)
+        self.write(scope, dict(self.names), stores, ("x", "r"))
+        self.close_loop()

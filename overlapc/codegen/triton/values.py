@@ -1,0 +1,188 @@
+"""Values of a body as Triton statements: loads, operations and stores over the tile of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import sympy
+import torch
+
+from overlapc.codegen.triton.axes import AxisWriter, Scope
+from overlapc.codegen.triton.expressions import (
+    COMPUTE,
+    as_literal,
+    constant_text,
+    converted,
+    converted_name,
+    operation,
+)
+from overlapc.codegen.triton.shape import KernelShape, axis_symbol, term
+from overlapc.ir.body import Cast, Checked, Constant, Index, Load, Op, Reduce, Store, Value
+
+
+class ValueWriter(AxisWriter):
+    """Writes statements that compute values; `names` holds those computed for the whole function."""
+
+    def __init__(self, kernel: KernelShape) -> None:
+        super().__init__(kernel)
+        self.names: dict[Value, str] = {}
+        self.value_axes: dict[Value, frozenset[str]] = {}
+        self.count = 0
+        self.rereads = False  # whether a later pass reads what this one does
+
+    def fresh(self) -> str:
+        self.count += 1
+        return f"v{self.count - 1}"
+
+    def needed(self, roots: Iterable[Value], names: Mapping[Value, str]) -> list[Value]:
+        """Values under `roots` that have no name yet, operands first; results of reductions are not looked into."""
+        order: list[Value] = []
+        done: set[Value] = set(names)
+        stack = [(root, False) for root in reversed(list(roots))]
+        while stack:
+            value, expanded = stack.pop()
+            if expanded:
+                order.append(value)
+                continue
+            if value in done:
+                continue
+            assert not isinstance(value, Reduce), f"{value.kind} is used before it is reduced"
+            done.add(value)
+            stack.append((value, True))
+            stack.extend((operand, False) for operand in reversed(value.operands()) if operand not in done)
+        return order
+
+    def compute_outer(self, roots: Sequence[Value]) -> None:
+        """Computes what does not vary with r before the loop over r."""
+        varies: dict[Value, bool] = {}
+        outer = []
+        for value in self.needed(roots, self.names):
+            varies[value] = any(varies.get(operand, False) for operand in value.operands()) or any(
+                not self.kernel.reduced.isdisjoint(expr.free_symbols) for expr in value.indices()
+            )
+            if not varies[value] and not isinstance(value, Constant):
+                outer.append(value)
+        self.compute(self.top, self.names, outer)
+
+    def compute(self, emit: Scope, names: dict[Value, str], roots: Sequence[Value]) -> None:
+        """Statements for everything under `roots` that has no name yet."""
+        order = self.needed(roots, names)
+        literal_only = self.literals(order) - set(roots)
+        for value in order:
+            self.value_axes[value] = self.axes_of(value)
+            if value not in literal_only:
+                if isinstance(value, Checked):
+                    mask = self.mask_argument(self.value_axes[value]).removeprefix(", ") or "None"
+                    emit(f"tl.device_assert({names[value.condition]}, {value.message!r}, mask={mask})")
+                name = self.fresh()
+                emit(f"{name} = {self.text(value, names)}")
+                names[value] = name
+
+    def literals(self, order: Sequence[Value]) -> set[Value]:
+        """Constants that every use can write as a bare number."""
+        wanted: set[Value] = {value for value in order if isinstance(value, Constant)}
+        for value in order:
+            for position, operand in enumerate(value.operands()):
+                if operand in wanted and not (isinstance(value, Op) and as_literal(value, position)):
+                    wanted.discard(operand)
+        used = {operand for value in order for operand in value.operands()}
+        return wanted & used
+
+    def axes_of(self, value: Value) -> frozenset[str]:
+        axes: set[str] = set()
+        for operand in value.operands():
+            axes |= self.value_axes[operand]
+        for expr in value.indices():
+            axes |= self.index_axes(expr)
+        return frozenset(axes)
+
+    def address_axes(self, load: Load) -> frozenset[str]:
+        """The axes that the address varies with, whatever the mask does."""
+        bound = (axis for _, value in load.indirect for axis in self.value_axes[value])
+        return frozenset(bound) | self.index_axes(load.index)
+
+    def index_axes(self, expr: sympy.Expr) -> set[str]:
+        return {self.kernel.axis_of[symbol] for symbol in expr.free_symbols if symbol in self.kernel.axis_of}
+
+    def text(self, value: Value, names: Mapping[Value, str]) -> str:
+        if isinstance(value, Load):
+            return self.load(value, names)
+        if isinstance(value, Constant):
+            return constant_text(value)
+        if isinstance(value, Index):
+            return self.index_value(value)
+        if isinstance(value, Cast):
+            text = converted(names[value.arg], value.arg.dtype, value.to)
+            return text if value.to is value.dtype else f"{text}.to({COMPUTE[value.dtype]})"
+        if isinstance(value, Checked):
+            return names[value.arg]
+        assert isinstance(value, Op)
+        args = [names[arg] if arg in names else as_literal(value, at) for at, arg in enumerate(value.args)]
+        return operation(value, [arg for arg in args if arg is not None])
+
+    def index_value(self, value: Index) -> str:
+        if value.expr.is_Integer:
+            return constant_text(Constant(int(value.expr), value.dtype))
+        text = self.index(value.expr, (), {})
+        if value.dtype is torch.bool:
+            return f"({text}) != 0"
+        return f"{term(text)}.to({COMPUTE[value.dtype]})"
+
+    def index(
+        self, expr: sympy.Expr, indirect: Sequence[tuple[sympy.Symbol, Value]], names: Mapping[Value, str]
+    ) -> str:
+        bound = {symbol: converted_name(names[value], value.dtype, torch.int64) for symbol, value in indirect}
+        axes = {axis_symbol(axis): name for axis, name in self.kernel.index_name.items()}
+        return self.kernel.printer({**axes, **self.symbols, **bound})(self.flattened(expr))
+
+    def load(self, load: Load, names: Mapping[Value, str]) -> str:
+        index = self.index(load.index, load.indirect, names)
+        if load.mask is not None and not self.value_axes[load.mask] <= self.address_axes(load):
+            # One address for many elements: Triton wants it as wide as the mask.
+            index = f"{term(index)} + tl.where({names[load.mask]}, 0, 0)"
+        pointer = f"{self.kernel.arguments[load.buffer]} + {term(index)}"
+        arguments = self.mask_argument(self.axes_of(load), None if load.mask is None else names[load.mask])
+        if load.mask is not None:
+            arguments += ", other=0.0" if load.memory_dtype.is_floating_point else ", other=0"
+        arguments += self.eviction(load)
+        text = f"tl.load({pointer}{arguments})"
+        if load.memory_dtype is torch.bool:
+            return f"{text} != 0"
+        return converted_name(text, load.memory_dtype, load.dtype)
+
+    def eviction(self, load: Load) -> str:
+        """What the cache should do with a load in a loop over r: keep what is read again, drop what is not."""
+        axes = self.axes_of(load)
+        if self.kernel.tiling.form not in ("looped", "split") or "r" not in axes or load.indirect:
+            return ""
+        again = self.rereads or ("x" not in axes and self.kernel.numel["x"] != 1)
+        return f', eviction_policy="evict_{"last" if again else "first"}"'
+
+    def write(self, emit: Scope, names: dict[Value, str], stores: Sequence[Store], axes: Sequence[str]) -> None:
+        """Computes and writes `stores`; all computing comes first, so an output may overwrite an input in place."""
+        self.compute_all(emit, names, stores)
+        for store in stores:
+            index = self.index(store.index, store.indirect, names)
+            covered = self.index_axes(store.index)
+            for _, value in store.indirect:
+                covered |= self.value_axes[value]
+            if covered != set(axes):
+                shape = self.kernel.shape(axes)
+                index = f"{index} + tl.full({shape}, 0, tl.int32)"
+            pointer = f"{self.kernel.arguments[store.buffer]} + {term(index)}"
+            text = self.stored(store, names)
+            mask = self.mask_argument(axes, None if store.mask is None else names[store.mask])
+            if store.mode == "add":
+                emit(f'tl.atomic_add({pointer}, {text}{mask}, sem="relaxed")')
+            else:
+                emit(f"tl.store({pointer}, {text}{mask})")
+
+    def compute_all(self, emit: Scope, names: dict[Value, str], stores: Sequence[Store]) -> None:
+        self.compute(emit, names, [value for store in stores for value in store.operands()])
+
+    def stored(self, store: Store, names: Mapping[Value, str]) -> str:
+        value = store.value
+        if store.memory_dtype is torch.bool:
+            text = names[value] if value.dtype is torch.bool else f"({names[value]} != 0)"
+            return f"{text}.to(tl.uint8)"
+        return converted(names[value], value.dtype, store.memory_dtype)
