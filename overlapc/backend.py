@@ -32,7 +32,7 @@ from overlapc.estimators.base import Estimator, FirstKnown, estimate_schedule
 from overlapc.estimators.canonical import canonical_lines
 from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
 from overlapc.estimators.device import DeviceProfile
-from overlapc.estimators.profile_trace import UserHook
+from overlapc.estimators.profile_trace import EarlierRun, UserHook
 from overlapc.estimators.roofline import Roofline
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.build import op_name, to_schedule
@@ -40,6 +40,7 @@ from overlapc.fx.collectives import GroupNames, canonicalize, find_collectives
 from overlapc.fx.decompositions import decompositions
 from overlapc.fx.partition import partition
 from overlapc.fx.sizes import guessed_size
+from overlapc.fx.subgraphs import is_loop, return_tuple, subgraphs
 from overlapc.fx.versions import check_torch_version
 from overlapc.ir.ops import Extern, Loops, LoweredGraph, Start
 from overlapc.lowering import Communication, lower, provenance
@@ -49,6 +50,7 @@ from overlapc.report.build import graph_record
 from overlapc.report.earlier import earlier_run
 from overlapc.runtime.counters import count
 from overlapc.runtime.marks import switching
+from overlapc.runtime.support import unboxed
 from overlapc.schedule.model import Estimate, Kind, Schedule
 
 _numbers = itertools.count()
@@ -97,14 +99,31 @@ def _compile(
         raise _direct(error) from error.__cause__
 
 
+@dataclass(frozen=True)
+class Built:
+    """A compiled graph, and what a run of it takes by the simulator; None for one that runs as it stands."""
+
+    call: Callable[[list[Any]], Any]
+    step_ns: float | None
+
+
 def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str) -> Callable[..., Any]:
-    """One graph of ATen ops and functional collectives: the whole way, as the list of its stages."""
+    """One graph of ATen ops and functional collectives: the whole way."""
+    return _build(gm, config, name).call
+
+
+def _build(gm: GraphModule, config: Config, name: str, *, within: bool = False) -> Built:
+    """`compile_graph` as the list of its stages. within: another graph carries this one, and is reported."""
     began = time.perf_counter()
     guessed = guessed_size(gm.graph)
     if guessed is not None:
-        return _as_it_stands(gm, guessed)
+        return Built(_as_it_stands(gm, guessed), None)
     dumps = dump.Dumps(config, name)
-    result, lowered = plan_graph(gm, config=config, name=name, dumps=dumps)
+    inner = _inner_graphs(gm, config, name, _build)
+    result, lowered = plan_graph(gm, config=config, name=name, dumps=dumps, inner=inner)
+    for constant, module in lowered.constants.items():
+        if isinstance(module, GraphModule) and module in inner:
+            lowered.constants[constant] = inner[module].call
     sources = generate_kernels(result.schedule, lowered)
     launchers = load_kernels(sources, result.schedule, config)
     program = build_program(result.schedule, lowered, sources)
@@ -114,12 +133,14 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], *, config: Con
     dumps.write("program", "wrapper", lambda: wrapper.source, suffix="py")
     call = switching(wrapper.bind(launchers), lambda: PythonWrapper(program, marked=True).bind(launchers))
     call._boxed_call = True  # type: ignore[attr-defined]
-    _report(result, time.perf_counter() - began)
-    return call
+    _report(result, time.perf_counter() - began, within)
+    return Built(call, result.after.step_ns)
 
 
-def plan_graph(gm: GraphModule, *, config: Config, name: str, dumps: dump.Dumps) -> tuple[Result, LoweredGraph]:
-    """The stages up to the final schedule, before any code is generated."""
+def plan_graph(
+    gm: GraphModule, *, config: Config, name: str, dumps: dump.Dumps, inner: Mapping[GraphModule, Built]
+) -> tuple[Result, LoweredGraph]:
+    """The stages up to the final schedule, before any code is generated. `inner`: the graphs that `gm` carries."""
     canonicalize(gm)
     dumps.write("fx", "graph", lambda: gm.print_readable(print_output=False))
     communication = _communication(gm)
@@ -136,7 +157,7 @@ def plan_graph(gm: GraphModule, *, config: Config, name: str, dumps: dump.Dumps)
         profile = _profile(config, lowered)
         if talks is not None:
             profile = talks.agree_on_profile(profile)
-        chain = _chain(profile, config, name)
+        chain = _chain(profile, config, name, _times_of_inner(gm, inner))
         schedule = _estimated(schedule, chain, talks)
         result = run_pipeline(schedule, _context(config, profile, chain, dumps))
         if talks is not None:
@@ -146,10 +167,15 @@ def plan_graph(gm: GraphModule, *, config: Config, name: str, dumps: dump.Dumps)
 
 def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str) -> Callable[..., Any]:
     """Like compile_graph, but for fake tensors: the graph itself runs, as nothing is generated."""
+    return _planned(gm, config, name).call
+
+
+def _planned(gm: GraphModule, config: Config, name: str, *, within: bool = False) -> Built:
     began = time.perf_counter()
-    result, _ = plan_graph(gm, config=config, name=name, dumps=dump.Dumps(config, name))
-    _report(result, time.perf_counter() - began)
-    return make_boxed_func(gm.forward)
+    inner = _inner_graphs(gm, config, name, _planned)
+    result, _ = plan_graph(gm, config=config, name=name, dumps=dump.Dumps(config, name), inner=inner)
+    _report(result, time.perf_counter() - began, within)
+    return Built(make_boxed_func(gm.forward), result.after.step_ns)
 
 
 def _as_it_stands(gm: GraphModule, node: Node) -> Callable[..., Any]:
@@ -161,6 +187,29 @@ def _as_it_stands(gm: GraphModule, node: Node) -> Callable[..., Any]:
         stacklevel=2,
     )
     return make_boxed_func(gm.forward)
+
+
+# --- graphs within graphs
+
+
+def _inner_graphs(gm: GraphModule, config: Config, name: str, build: Callable[..., Built]) -> dict[GraphModule, Built]:
+    """The branches and loop bodies that `gm` carries, each compiled once and called with its arguments one by one."""
+    found: dict[GraphModule, Built] = {}
+    for each in subgraphs(gm):
+        if each.module not in found:
+            single = return_tuple(each.module)
+            built = build(each.module, config, f"{each.name}_of_{name}", within=True)
+            found[each.module] = Built(unboxed(built.call, single), built.step_ns)
+    return found
+
+
+def _times_of_inner(gm: GraphModule, inner: Mapping[GraphModule, Built]) -> EarlierRun:
+    """What calls of inner graphs take: a conditional its longer branch; how often a loop runs nobody knows."""
+    times: dict[str, list[float | None]] = {}
+    for each in subgraphs(gm):
+        times.setdefault(each.reader.name, []).append(None if is_loop(each.reader) else inner[each.module].step_ns)
+    known = {node: [ns for ns in all_ns if ns is not None] for node, all_ns in times.items() if None not in all_ns}
+    return EarlierRun({node: ("", max(all_ns)) for node, all_ns in known.items()}, name="simulated branches")
 
 
 # --- communication and agreement
@@ -255,14 +304,14 @@ def _profile(config: Config, graph: LoweredGraph) -> DeviceProfile:
     return profile_for("cuda" if "cuda" in devices else "cpu", config.cache_dir)  # type: ignore[arg-type]
 
 
-def _chain(profile: DeviceProfile, config: Config, graph: str) -> FirstKnown:
-    """The user's word first, then tables, then models."""
+def _chain(profile: DeviceProfile, config: Config, graph: str, inner: Estimator) -> FirstKnown:
+    """The user's word first, then what was simulated (`inner`), then tables, then models."""
     said: list[Estimator] = []
     if callable(config.estimates):
         said.append(UserHook(config.estimates))
     elif config.estimates is not None:
         said.append(earlier_run(config.estimates, graph))
-    return FirstKnown((*said, MeasuredCollectives(profile), AnalyticCollectives(profile), Roofline(profile)))
+    return FirstKnown((*said, inner, MeasuredCollectives(profile), AnalyticCollectives(profile), Roofline(profile)))
 
 
 def _estimated(schedule: Schedule, chain: Estimator, talks: Compilation | None) -> Schedule:
@@ -335,7 +384,7 @@ def load_kernels(sources: Mapping[str, KernelSource], schedule: Schedule, config
 # --- report
 
 
-def _report(result: Result, seconds: float) -> None:
+def _report(result: Result, seconds: float, within: bool) -> None:
     kinds = Counter(node.kind for node in result.schedule.nodes)
     fallbacks: Counter[str] = Counter()
     for node in result.schedule.nodes:
@@ -349,13 +398,8 @@ def _report(result: Result, seconds: float) -> None:
     count("fallbacks", sum(fallbacks.values()))
     for name, times in fallbacks.items():
         count(f"fallback {name}", times)
-    record.add(
-        graph_record(
-            result,
-            fallbacks=dict(fallbacks),
-            compile_seconds=seconds,
-        )
-    )
+    if not within:
+        record.add(graph_record(result, fallbacks=dict(fallbacks), compile_seconds=seconds))
 
 
 def _direct(error: OverlapcError) -> OverlapcError:

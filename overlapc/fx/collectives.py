@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from overlapc.errors import CompileError
 from overlapc.fx.gathers import merge_gathers, merge_reductions
 from overlapc.fx.labels import ParamLabel, label_of
+from overlapc.fx.subgraphs import nodes_within
 from overlapc.fx.versions import group_name_of, size_hint
 from overlapc.schedule.model import Comm
 
@@ -65,9 +66,11 @@ class Collective:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether `node` launches communication, known to us or not."""
+    """Whether `node` launches communication, known to us or not; a conditional whose branch does launches it too."""
     namespace, name = _op(node)
-    return namespace in _NAMESPACES and name not in _NOT_COMMUNICATION
+    if namespace in _NAMESPACES:
+        return name not in _NOT_COMMUNICATION
+    return any(is_collective(inner) for inner in nodes_within(node))
 
 
 def is_wait(node: fx.Node) -> bool:

@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._sympy.functions import FloatPow, FloatTrueDiv, IntTrueDiv, ToFloat
 
 from overlapc.errors import CompileError, OverlapcError
+from overlapc.fx.subgraphs import carries_graphs
 from overlapc.fx.versions import symbol_hint
 from overlapc.ir.body import (
     Body,
@@ -229,7 +230,7 @@ class Context:
             except Impossible:
                 del self.graph.ops[count:]
                 return self.extern(target, args, kwargs, fallback=True)
-        return self.extern(target, args, kwargs, fallback=target not in LIBRARY_CALLS)
+        return self.extern(target, args, kwargs, fallback=target not in LIBRARY_CALLS and not carries_graphs(node))
 
     def _resolve(self, tree: Any) -> Any:
         def leaf(value: Any) -> Any:

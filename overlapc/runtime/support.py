@@ -76,3 +76,16 @@ def owned(target: Callable[..., Any]) -> Callable[..., Any]:
 
     call.__name__ = f"owned_{getattr(target, '__name__', 'call')}"
     return call
+
+
+def unboxed(call: Callable[[list[Any]], Any], single: bool) -> Callable[..., Any]:
+    """A compiled graph as a function of its arguments, for who calls branches and loop bodies.
+
+    single: it returns one value, and not a tuple of one.
+    """
+
+    def run(*args: Any) -> Any:
+        results = tuple(call(list(args)))
+        return results[0] if single else results
+
+    return run

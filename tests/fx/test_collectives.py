@@ -201,3 +201,15 @@ def test_nodes_that_are_no_collectives(world):
     assert [is_collective(node) for node in (reduce, waiting, add)] == [True, False, False]
     assert group_of(reduce) == world
     assert group_of(add) is None
+
+
+def test_a_conditional_whose_branch_communicates_is_unknown_communication(world):
+    def branch(x: Tensor) -> Tensor:
+        return wait(c10d.all_reduce(x, "sum", world)).clone()
+
+    cond = torch.ops.higher_order.cond
+    module = make_fx(lambda p, x: cond(p, branch, torch.sin, (x,)))(torch.tensor(True), torch.ones(SHAPE))
+    canonicalize(module)
+    (found,) = find_collectives(module.graph)
+    assert found.comm.collective == "unknown"
+    assert found.synchronous

@@ -1,10 +1,16 @@
-"""Higher-order ops run as calls: branches and loops over subgraphs."""
+"""Branches and loop bodies are graphs of their own."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
+from overlapc.report import record
+from overlapc.runtime.counters import counted
+from overlapc.schedule.text import parse
 from tests.lowering.compare import compiled, same
 
 SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -12,6 +18,15 @@ SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynam
 
 def branch(x, y):
     return torch.cond(x.sum() > 0, lambda a, b: (a * b + 1).sin(), lambda a, b: (a - b).cos(), (x, y)) * 2
+
+
+@contextmanager
+def newly(*names: str) -> Iterator[dict[str, int]]:
+    """How far the named counters moved within."""
+    before = {name: counted(name) for name in names}
+    made: dict[str, int] = {}
+    yield made
+    made.update({name: counted(name) - before[name] for name in names})
 
 
 @SHAPES
@@ -38,3 +53,48 @@ def test_while_loop_ends_with_what_eager_has():
         return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 2 + 1), (start, x))[1] * 3
 
     same(function, torch.randn(4))
+
+
+@SHAPES
+def test_branches_are_compiled_as_graphs_of_their_own(dynamic):
+    x, y = torch.rand(4, 3), torch.randn(4, 3)
+    with newly("graphs", "kernels", "fallbacks") as made:
+        compiled(branch, dynamic)(x, y)
+    # Kernels: the condition, one a branch, and what comes after.
+    assert made == {"graphs": 3, "kernels": 4, "fallbacks": 0}
+
+
+def test_a_conditional_takes_as_long_as_its_longer_branch():
+    def function(x):
+        return torch.cond(x.sum() > 0, lambda a: a @ a @ a @ a, lambda a: a + 1, (x,))
+
+    record.clear()
+    compiled(function)(torch.randn(256, 256))
+    (graph,) = record.report_of_process().steps[-1].graphs
+    (conditional,) = (node for node in parse(graph.schedule).nodes if "cond" in node.name)
+    assert conditional.estimate is not None
+    assert conditional.estimate.source.startswith("simulated branches")
+    assert conditional.estimate.ns > 3 * 2 * 256**3 / 1e12 * 1e9  # three products on a machine below 1 TFLOP/s
+
+
+def test_a_branch_within_a_branch():
+    def inner(a):
+        return torch.cond(a.max() > 1, lambda b: b.exp() * 2, lambda b: b.tanh() - 1, (a,))
+
+    def function(x):
+        return torch.cond(x.sum() > 0, lambda a: inner(a) + 1, lambda a: a.cos(), (x,))
+
+    for x in (torch.full((4,), 2.0), torch.full((4,), 0.5), torch.full((4,), -1.0)):
+        same(function, x)
+
+
+def test_nested_compile_regions_are_compiled_once_and_called():
+    from torch.compiler import nested_compile_region
+
+    region = nested_compile_region(lambda x: (x * 2).sin() + x.sum())
+    x = torch.randn(8, 4)
+    with newly("graphs") as made:
+        found = compiled(lambda x: region(region(x)) * 3)(x)
+    once = (x * 2).sin() + x.sum()
+    torch.testing.assert_close(found, ((once * 2).sin() + once.sum()) * 3)
+    assert made == {"graphs": 2}
