@@ -1,0 +1,31 @@
+"""The list of benchmark kernels: every problem is well formed, and its least bytes are below what eager moves."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.kernel_cases import BOTH, PROBLEMS, SCALES, Inputs
+from benchmarks.kernels import Subject, checked, least_bytes
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_problem_runs_and_says_its_bytes(name):
+    torch.manual_seed(0)
+    problem = PROBLEMS[name](Inputs(SCALES["tiny"], "cpu"))
+    subject = Subject(problem, "eager", name)
+    outputs = [result for result in subject.results() if result is not None]
+    assert outputs
+    assert not problem.gradients or len(subject.both()) == len(problem.gradients)
+    bytes_of = {kind: least_bytes(problem, kind, outputs, ()) for kind in problem.kinds}
+    assert min(bytes_of.values()) > 0
+    assert BOTH not in bytes_of or bytes_of[BOTH] == max(bytes_of.values())
+
+
+def test_a_wrong_result_is_seen():
+    problem = PROBLEMS["SwiGLU"](Inputs(SCALES["tiny"], "cpu"))
+    eager = Subject(problem, "eager", "SwiGLU")
+    reference = [result.double() for result in eager.results()]
+    assert checked(problem, eager, eager, reference) == "ok"
+    off = replace(problem, function=lambda gate, up: problem.function(gate, up) * 1.01)
+    assert "result 0: error" in checked(problem, Subject(off, "eager", "off"), eager, reference)
