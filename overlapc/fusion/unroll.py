@@ -28,11 +28,11 @@ JOINS = {
 def unrolled(body: Body) -> Body:
     """`body` without its reduction loops where they are few; the same object otherwise.
 
-    Positions (argmax) and stores for every reduced element need the loop.
+    Positions (argmax), scans and stores for every reduced element need the loop.
     """
     count = body.reduction_numel()
     values = body.values()
-    if not body.reduction or not count.is_Integer or not 1 <= count <= MOST_UNROLLED:
+    if not body.reduction or not count.is_Integer or not 1 <= count <= MOST_UNROLLED or body.scans():
         return body
     reduced = [value for value in values if isinstance(value, Reduce)]
     if len(values) * int(count) > LARGEST_UNROLLED or any(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from overlapc.ir.body import Load, Op, Reduce
+from overlapc.ir.body import Load, Op, Reduce, Scan
 from overlapc.ir.ops import Extern, IROp, Loops, LoweredGraph, View, buffers_written, tree_map, views_read
 from overlapc.schedule.model import Work
 
@@ -54,7 +54,7 @@ def _loops_work(op: Loops, graph: LoweredGraph) -> Work:
     for name in buffers_written(op):
         written += graph.hint(graph.views[name].layout.storage_bytes())
     # One operation a value and iteration: element-wise kernels are bound by memory, so a rough count will do.
-    flops = iterations * sum(isinstance(value, Op | Reduce) for value in values)
+    flops = iterations * sum(isinstance(value, Op | Reduce | Scan) for value in values)
     return Work(flops, sum(read.values()), written, "float32")
 
 

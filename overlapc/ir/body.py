@@ -177,6 +177,28 @@ class Reduce(Value):
         return (self.arg,)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Scan(Value):
+    """`arg` combined over the iterations of the reduction loops up to this one, itself included.
+
+    The loops run in their order, the innermost fastest. `position` counts their iterations as an index expression, so
+    that it stays true when loops are split or merged. `kind` is one of `SCANS`: a NaN stays, "logsumexp" is the
+    logarithm of a sum of exponentials, argmax/argmin yield the int64 position of the extreme so far, the last on ties,
+    a NaN before all numbers (as torch.cummax does).
+    """
+
+    kind: str
+    arg: Value
+    dtype: torch.dtype
+    position: sympy.Expr
+
+    def operands(self) -> tuple[Value, ...]:
+        return (self.arg,)
+
+    def indices(self) -> tuple[sympy.Expr, ...]:
+        return (self.position,)
+
+
 # Number of arguments of every operation. Floats follow IEEE and C's math.h, NaN included; integers wrap.
 OPERATIONS: Mapping[str, int] = {
     **dict.fromkeys(
@@ -197,6 +219,7 @@ OPERATIONS: Mapping[str, int] = {
 }
 COMPARISONS = frozenset("eq ne lt le gt ge isnan isinf signbit logical_not logical_and logical_or logical_xor".split())
 REDUCTIONS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
+SCANS = ("sum", "prod", "logsumexp", "max", "min", "argmax", "argmin")
 
 
 def op(name: str, *args: Value, dtype: torch.dtype | None = None) -> Op:
@@ -241,8 +264,8 @@ class Body:
 
     Values and stores that use no reduction symbol (a `Reduce` hides those of its argument) run once per iteration
     of the parallel loops; all others once per iteration of all loops. Iterations are independent, except that a
-    `Reduce` needs all iterations of the reduction loops first. Loops are named p0, p1, … and r0, r1, … in order,
-    outermost first, so that equal kernels compare and hash equal.
+    `Reduce` needs all iterations of the reduction loops first, and a `Scan` the earlier ones. Loops are named p0, p1, …
+    and r0, r1, … in order, outermost first, so that equal kernels compare and hash equal.
     """
 
     loops: tuple[Loop, ...]
@@ -263,6 +286,10 @@ class Body:
 
     def loads(self) -> list[Load]:
         return [value for value in self.values() if isinstance(value, Load)]
+
+    def scans(self) -> bool:
+        """Whether the reduction loops must run in their order."""
+        return any(isinstance(value, Scan) for value in self.values())
 
     def expressions(self) -> set[sympy.Expr]:
         """Every index expression and loop size in it."""
@@ -340,6 +367,8 @@ def rebuild(value: Value, operands: tuple[Value, ...], index: Callable[[sympy.Ex
         return Checked(operands[0], operands[1], value.message)
     if isinstance(value, Reduce):
         return Reduce(value.kind, operands[0], value.dtype)
+    if isinstance(value, Scan):
+        return Scan(value.kind, operands[0], value.dtype, index(value.position))
     if isinstance(value, Index):
         return Index(index(value.expr), value.dtype)
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from overlapc.ir.body import Body, Cast, Checked, Constant, Index, Load, Op, Reduce, Store, Value, depends_on
+from overlapc.ir.body import Body, Cast, Checked, Constant, Index, Load, Op, Reduce, Scan, Store, Value, depends_on
 
 _SHORT = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "bool",
@@ -59,6 +59,8 @@ def _value(value: Value, names: dict[Value, str]) -> str:
         return f"cast {names[value.arg]}: {dtype_name(value.to)}"
     if isinstance(value, Reduce):
         return f"reduce {value.kind} {names[value.arg]}: {kind}"
+    if isinstance(value, Scan):
+        return f"scan {value.kind} {names[value.arg]}: {kind}, at {value.position}"
     assert isinstance(value, Op)
     return f"{value.name} {', '.join(names[arg] for arg in value.args)}: {kind}"
 

@@ -1,6 +1,6 @@
 """ATen graphs to loop IR: `lower` walks a graph; one file a family of ops says how."""
 
-from overlapc.lowering import foreach, indexing, pointwise, reduction, view
+from overlapc.lowering import foreach, indexing, pointwise, reduction, scan, view
 from overlapc.lowering.graph import Communication, lower, provenance
 from overlapc.lowering.table import LIBRARY_CALLS, lowered_ops
 
@@ -14,5 +14,6 @@ __all__ = [
     "pointwise",
     "provenance",
     "reduction",
+    "scan",
     "view",
 ]

@@ -33,6 +33,7 @@ from overlapc.ir.body import (
     Loop,
     Op,
     Reduce,
+    Scan,
     Store,
     Value,
     canonical,
@@ -588,7 +589,7 @@ def without_trivial_reductions(body: Body) -> Body:
         return body
 
     def replace(value: Value) -> Value | None:
-        if not isinstance(value, Reduce):
+        if not isinstance(value, Reduce | Scan):
             return None
         if empty:
             return constant(_IDENTITY[value.kind], value.dtype)

@@ -1,7 +1,7 @@
 """Device functions that generated Triton kernels call as `ops.…`: torch's semantics where Triton has no single op.
 
-Reductions take a tile `[x, r]` and reduce axis 1, keeping it. Nothing here uses `triton.language.standard`, so that
-the same source also runs in Triton's interpreter (see triton_interpreter.py).
+Reductions and scans take a tile `[x, r]` and run along axis 1, keeping it. Nothing here uses
+`triton.language.standard`, so that the same source also runs in Triton's interpreter (see triton_interpreter.py).
 """
 
 # ruff: noqa: RET505 - Triton drops the branch not taken, but would compile what follows an `if` without `else`.
@@ -32,12 +32,12 @@ def minimum(a, b):
 
 
 @triton.jit
-def _add(a, b):
+def add(a, b):
     return a + b
 
 
 @triton.jit
-def _multiply(a, b):
+def multiply(a, b):
     return a * b
 
 
@@ -59,12 +59,12 @@ def _first_smallest(a, i, b, j):
 
 @triton.jit
 def reduce_sum(v):
-    return tl.reduce(v, 1, _add, keep_dims=True)
+    return tl.reduce(v, 1, add, keep_dims=True)
 
 
 @triton.jit
 def reduce_prod(v):
-    return tl.reduce(v, 1, _multiply, keep_dims=True)
+    return tl.reduce(v, 1, multiply, keep_dims=True)
 
 
 @triton.jit
@@ -87,6 +87,70 @@ def reduce_argmax(v, i):
 def reduce_argmin(v, i):
     """(smallest, its position): the first on ties, a NaN before all numbers."""
     return tl.reduce((v, i), 1, _first_smallest, keep_dims=True)
+
+
+@triton.jit
+def log_add_exp(a, b):
+    """log(exp(a) + exp(b)); NaN if either is."""
+    low, high = minimum(a, b), maximum(a, b)
+    same = (low == high) & (tl.abs(low) == float("inf"))
+    return tl.where(same, low, high + libdevice.log1p(libdevice.exp(low - high)))
+
+
+@triton.jit
+def later_largest(a, i, b, j):
+    """The larger of two elements and its position: the second on ties, a NaN before all numbers."""
+    later = (b != b) | ((b >= a) & (a == a))
+    return tl.where(later, b, a), tl.where(later, j, i)
+
+
+@triton.jit
+def later_smallest(a, i, b, j):
+    """The smaller of two elements and its position: the second on ties, a NaN before all numbers."""
+    later = (b != b) | ((b <= a) & (a == a))
+    return tl.where(later, b, a), tl.where(later, j, i)
+
+
+@triton.jit
+def scan_sum(v):
+    return tl.associative_scan(v, 1, add)
+
+
+@triton.jit
+def scan_prod(v):
+    return tl.associative_scan(v, 1, multiply)
+
+
+@triton.jit
+def scan_max(v):
+    return tl.associative_scan(v, 1, maximum)
+
+
+@triton.jit
+def scan_min(v):
+    return tl.associative_scan(v, 1, minimum)
+
+
+@triton.jit
+def scan_logsumexp(v):
+    return tl.associative_scan(v, 1, log_add_exp)
+
+
+@triton.jit
+def scan_argmax(v, i):
+    return tl.associative_scan((v, i), 1, later_largest)
+
+
+@triton.jit
+def scan_argmin(v, i):
+    return tl.associative_scan((v, i), 1, later_smallest)
+
+
+@triton.jit
+def last(v):
+    """The last column of a tile."""
+    column = tl.arange(0, v.shape[1])[None, :]
+    return reduce_sum(tl.where(column == v.shape[1] - 1, v, tl.full([], 0, v.dtype)))
 
 
 @triton.jit

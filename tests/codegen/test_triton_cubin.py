@@ -8,10 +8,11 @@ import pytest
 
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.runtime.triton_launch import compile_source
+from tests.codegen.scan_cases import scan_cases
 from tests.codegen.triton_cases import Case, small, variants
 from tests.codegen.triton_ops import all_cases
 
-FORMS = [(case, form, tiling) for case in small() for form, tiling in variants(case.body)]
+FORMS = [(case, form, tiling) for case in small() + scan_cases() for form, tiling in variants(case.body)]
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)

@@ -8,9 +8,10 @@ import pytest
 import triton
 
 from overlapc.codegen.triton import TritonGenerator
+from tests.codegen.scan_cases import scan_cases
 from tests.codegen.triton_cases import Case, small, variants
 
-CASES = small()
+CASES = small() + scan_cases()
 
 
 @pytest.fixture

@@ -119,7 +119,8 @@ def variants(body: Body) -> list[tuple[str, Tiling | None]]:
         return [*forms, ("flat", Tiling("flat", body.loops, 64, 2))]
     shared = {"x": body.loops, "r": body.reduction, "num_warps": 2}
     forms.append(("looped", Tiling("looped", xblock=2, rblock=16, **shared)))
-    forms.append(("split", Tiling("split", xblock=2, rblock=8, splits=4, **shared)))
+    if not body.scans():
+        forms.append(("split", Tiling("split", xblock=2, rblock=8, splits=4, **shared)))
     return forms
 
 

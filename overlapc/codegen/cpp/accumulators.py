@@ -1,4 +1,4 @@
-"""How each kind of reduction accumulates in C++."""
+"""How each kind of reduction and scan accumulates in C++."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from overlapc.codegen.cpp.expressions import C_TYPE, constant_text
-from overlapc.ir.body import Reduce
+from overlapc.ir.body import Reduce, Scan
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ def _logical(reduce: Reduce, number: int, lane: str, kind: str) -> Accumulator:
     )
 
 
-def _identity(reduce: Reduce, larger: bool) -> str:
-    dtype = reduce.arg.dtype
+def _limit(dtype: torch.dtype, larger: bool) -> str:
+    """What every number of `dtype` is at least as large as (`larger`), or as small as."""
     if dtype.is_floating_point:
         return constant_text(float("-inf") if larger else float("inf"), dtype)
     return _LIMITS[dtype][0 if larger else 1]
@@ -147,7 +147,7 @@ def _extreme(reduce: Reduce, number: int, lane: str) -> Accumulator:
     return Accumulator(
         reduce,
         number,
-        (Variable(kind, name, _identity(reduce, reduce.kind == "max")),),
+        (Variable(kind, name, _limit(reduce.arg.dtype, reduce.kind == "max")),),
         None,
         "",
         f"{reduce.kind}: {name}",
@@ -171,7 +171,7 @@ def _ordered(reduce: Reduce, number: int) -> Accumulator:
     return Accumulator(
         reduce,
         number,
-        (Variable(f"int{bits}_t", name, f"ordered({_identity(reduce, reduce.kind == 'max')}, {of_nan})"),),
+        (Variable(f"int{bits}_t", name, f"ordered({_limit(reduce.arg.dtype, reduce.kind == 'max')}, {of_nan})"),),
         None,
         "",
         f"{reduce.kind}: {name}",
@@ -205,7 +205,7 @@ def _position(reduce: Reduce, number: int, lane: str, in_order: bool) -> Accumul
         reduce,
         number,
         (
-            Variable(kind, f"total{number}", _identity(reduce, reduce.kind == "argmax")),
+            Variable(kind, f"total{number}", _limit(reduce.arg.dtype, reduce.kind == "argmax")),
             Variable("int64_t", f"at{number}", "INT64_MAX"),
         ),
         None,
@@ -215,3 +215,29 @@ def _position(reduce: Reduce, number: int, lane: str, in_order: bool) -> Accumul
         add,
         lambda other: any_order(other[0], other[1]),
     )
+
+
+def scan_state(scan: Scan, number: int) -> tuple[Variable, ...]:
+    """What a scan carries from one iteration to the next, at its start."""
+    name = f"scan{number}"
+    if scan.kind in ("sum", "prod", "logsumexp"):
+        # As in eager, whose kernels carry a double for floats.
+        kind = "double" if scan.dtype.is_floating_point else C_TYPE[scan.dtype]
+        start = {"sum": "0", "prod": "1", "logsumexp": "-INFINITY"}[scan.kind]
+        return (Variable(kind, name, start),)
+    limit = _limit(scan.arg.dtype, larger=scan.kind.endswith("max"))
+    best = Variable(C_TYPE[scan.arg.dtype], name, limit)
+    return (best, Variable("int64_t", f"{name}_at", "0")) if scan.kind.startswith("arg") else (best,)
+
+
+def scan_text(scan: Scan, number: int, value: str, position: str, lane: str) -> str:
+    """An expression that takes `value` into the state and is the scan's value there; `lane` indexes the state."""
+    state = f"scan{number}{lane}"
+    kind = C_TYPE[scan.arg.dtype]
+    if scan.kind in ("sum", "prod"):
+        return f"{C_TYPE[scan.dtype]}({state} {'+' if scan.kind == 'sum' else '*'}= {value})"
+    if scan.kind == "logsumexp":
+        return f"{C_TYPE[scan.dtype]}({state} = log_add_exp({state}, {value}))"
+    if scan.kind in ("max", "min"):
+        return f"{state} = {'maximum' if scan.kind == 'max' else 'minimum'}<{kind}>({state}, {value})"
+    return f"running_{scan.kind}<{kind}>({value}, {position}, {state}, scan{number}_at{lane})"

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, ModularIndexing, PythonMod
 
-from overlapc.ir.body import Op, Value, as_number
+from overlapc.ir.body import Op, Scan, Value, as_number
 
 # What a value is computed in.
 C_TYPE: Mapping[torch.dtype, str] = {
@@ -163,6 +163,7 @@ _ROUNDING = frozenset({"floor", "ceil", "trunc", "round"})
 HEAVY = dict.fromkeys(_MATH | {"exp", "sigmoid", "pow"}, 10) | dict.fromkeys(
     ("floor", "ceil", "trunc", "sqrt", "copysign"), 1
 )
+_SCAN_WEIGHT = 10  # each waits for the one before it
 # No vector version exists: the loop around it runs one element at a time.
 SCALAR_ONLY = frozenset({"lgamma", "nextafter"})
 
@@ -247,4 +248,6 @@ _POWERS: Mapping[float | int | bool | None, Callable[[str, str], str]] = {
 
 def weight(value: Value) -> int:
     """Rough cost of computing `value` once, in additions."""
+    if isinstance(value, Scan):
+        return _SCAN_WEIGHT
     return HEAVY.get(value.name, 1) if isinstance(value, Op) else 1

@@ -28,6 +28,7 @@ from overlapc.ir.body import (
     Load,
     Op,
     Reduce,
+    Scan,
     Store,
     Value,
     depends_on,
@@ -57,8 +58,8 @@ class Function:
             below = own.union(*(self.symbols[operand] for operand in value.operands()))
             if isinstance(value, Reduce):
                 below -= reduced
-                if plan.columns and plan.vector is not None:  # a total for each lane, even of the same constant
-                    below |= {plan.vector.symbol}
+            if isinstance(value, Reduce | Scan) and plan.columns and plan.vector is not None:
+                below |= {plan.vector.symbol}  # a total for each lane, even of the same constant
             self.symbols[value] = below
         self.inner_stores = [store for store in body.stores if self._is_inner(store)]
         self.outer_stores = [store for store in body.stores if not self._is_inner(store)]

@@ -7,6 +7,8 @@ Three shapes come out:
 * rows: a reduction loop is innermost and vectorized, one parallel iteration after another;
 * columns: a parallel loop is innermost and vectorized; a tile of it keeps its accumulators in a small array.
 
+Where something is scanned, the reduction loops keep their order.
+
 Where a reduction has few parallel iterations, its passes are *split*: a fixed number of chunks run on threads and are
 combined in order, so that results do not depend on the number of threads.
 """
@@ -64,7 +66,9 @@ def plan(body: Body, size_hints: Mapping[str, int] | None = None) -> Plan:
     conflicts = len(safe) < len(body.loops)
     if conflicts and body.reduction:
         safe = set()
-    vector = _vector_loop(loops, accesses, hints, prefer=safe)
+    scans = body.scans()
+    innermost = (*body.loops, *body.reduction[-1:]) if scans else loops
+    vector = _vector_loop(innermost, accesses, hints, prefer=safe)
     columns = bool(body.reduction) and vector in body.loops
     blocked = None
     if not body.reduction and not conflicts and vector is not None:
@@ -75,7 +79,7 @@ def plan(body: Body, size_hints: Mapping[str, int] | None = None) -> Plan:
     reduction = tuple(loop for loop in body.reduction if loop.symbol not in used)
     work = max(1, sum(map(weight, values)))
     split = None
-    if body.reduction and not conflicts:
+    if body.reduction and not conflicts and not scans:
         iterations = size_hint(numel(loop.size for loop in outer), hints)
         width = size_hint(vector.size, hints) if columns and vector is not None else 1
         iterations *= -(-width // TILE)

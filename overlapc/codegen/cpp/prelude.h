@@ -243,6 +243,27 @@ INLINE bool beyond_max(T x, T best) { return !(x <= best) & (best == best); }
 template <class T>
 INLINE bool beyond_min(T x, T best) { return !(x >= best) & (best == best); }
 
+// ---- scans
+
+INLINE double log_add_exp(double a, double b) {  // log(exp(a) + exp(b)), NaN if either is
+  const double low = minimum(a, b), high = maximum(a, b);
+  return low == high && absolute(low) == (double)INFINITY ? low : high + log1p(exp(low - high));
+}
+
+// Takes (x, at) into the extreme so far; a later one wins ties, a NaN wins over every number.
+template <class T>
+INLINE int64_t running_argmax(T x, int64_t at, T& best, int64_t& best_at) {
+  const bool later = (x != x) | (x >= best);
+  best = later ? x : best;
+  return best_at = later ? at : best_at;
+}
+template <class T>
+INLINE int64_t running_argmin(T x, int64_t at, T& best, int64_t& best_at) {
+  const bool later = (x != x) | (x <= best);
+  best = later ? x : best;
+  return best_at = later ? at : best_at;
+}
+
 // ---- index arithmetic (the printer uses / and % where both sides are known to be positive)
 
 INLINE int64_t floor_mod(int64_t a, int64_t b) {

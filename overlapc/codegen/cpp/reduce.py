@@ -6,17 +6,18 @@ varies with a reduction loop is computed again in every pass from data that is s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 import sympy
 
-from overlapc.codegen.cpp.accumulators import Accumulator, accumulator
+from overlapc.codegen.cpp.accumulators import Accumulator, Variable, accumulator, scan_state, scan_text
 from overlapc.codegen.cpp.expressions import C_TYPE, index_text, weight
 from overlapc.codegen.cpp.function import Function
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
 from overlapc.codegen.cpp.plan import BLOCK, CHUNKS, TILE
-from overlapc.ir.body import Constant, Index, Load, Loop, Reduce, Value
+from overlapc.ir.body import Constant, Index, Load, Loop, Reduce, Scan, Value
 from overlapc.ir.indexing import numel
 
 _DEAR = 10  # additions: exp and its like
@@ -160,16 +161,36 @@ class ReductionFunction(Function):
 
     def _totals(self, accumulators: Sequence[Accumulator]) -> None:
         """Declares what each reduction accumulates into, at its identity."""
-        for part in accumulators:
-            for variable in part.totals:
-                if self.plan.columns:
-                    self.line(f"{variable.kind} {variable.name}[{self._tile()}];")
-                else:
-                    self.line(f"{variable.kind} {variable.name} = {variable.identity};")
-        if self.plan.columns:
-            self._over_lanes(
-                f"{variable.name}[lane] = {variable.identity};" for part in accumulators for variable in part.totals
-            )
+        self._declare([variable for part in accumulators for variable in part.totals])
+
+    def _declare(self, variables: Sequence[Variable]) -> None:
+        """One of each, or one for each column, at its identity."""
+        for variable in variables:
+            if self.plan.columns:
+                self.line(f"{variable.kind} {variable.name}[{self._tile()}];")
+            else:
+                self.line(f"{variable.kind} {variable.name} = {variable.identity};")
+        if self.plan.columns and variables:
+            self._over_lanes(f"{variable.name}[lane] = {variable.identity};" for variable in variables)
+
+    def statement(self, value: Value, known: Mapping[Value, str]) -> str:
+        """As for other kernels; a scan's also moves its state on."""
+        if not isinstance(value, Scan):
+            return super().statement(value, known)
+        lane = "[lane]" if self.plan.columns else ""
+        return scan_text(value, self.number[value], known[value.arg], f"int64_t({index_text(value.position)})", lane)
+
+    @contextmanager
+    def _scanning(self, roots: Iterable[Value], known: Mapping[Value, str]) -> Iterator[bool]:
+        """Around one sweep over the reduction loops: whether it scans, and states at the start of every scan in it."""
+        scans = [value for value in self.needed(roots, known) if isinstance(value, Scan)]
+        if scans:
+            self.line("{")
+            self.depth += 1
+            self._declare([state for scan in scans for state in scan_state(scan, self.number[scan])])
+        yield bool(scans)
+        if scans:
+            self.close()
 
     def _split_pass(self, accumulators: Sequence[Accumulator], known: dict[Value, str], split: Loop) -> None:
         """Chunks of one reduction loop on threads, each with totals of its own, combined in order."""
@@ -231,26 +252,33 @@ class ReductionFunction(Function):
 
         partials = [part for part in accumulators if part.partial is not None]
         loops = [plain(loop, *self._range(loop, split)) for loop in plan.reduction]
-        if plan.columns:
-            self._sweep_columns(partials, loops, split)
-            loops.append(self._lane_loop())
-        else:
-            begin, end = self._range(vector, split)
-            if split == vector or longer_than(vector, BLOCK):
-                block = blocks(vector, BLOCK, begin, end)
-                block.inside = [
-                    text.replace(f"{vector.symbol}_end =", f"{vector.symbol}_stop =") for text in block.inside
-                ]
-                loops.append(block)
-                inner = plain(vector, f"{vector.symbol}_block", f"{vector.symbol}_stop")
+        with self._scanning(roots, known) as scans:
+            if plan.columns:
+                self._sweep_columns(partials, loops, split)
+                loops.append(self._lane_loop())
             else:
-                inner = plain(vector, begin, end)
-            inner.before += [f"{part.partial} = 0;" for part in partials if part.partial]
-            if all(part.clause is not None for part in accumulators):
-                self.simd(inner, "".join(f" reduction({part.clause})" for part in accumulators))
-            inner.after += [part.fold for part in partials]
-            loops.append(inner)
-        self.nest(loops, roots, known, accumulate)
+                in_order = scans or any(part.clause is None for part in accumulators)
+                clauses = None if in_order else "".join(f" reduction({part.clause})" for part in accumulators)
+                loops += self._along_rows(partials, split, clauses)
+            self.nest(loops, roots, known, accumulate)
+
+    def _along_rows(self, partials: Sequence[Accumulator], split: Loop | None, clauses: str | None) -> list[For]:
+        """The vector loop of a sweep, in blocks that `partials` sum apart; side by side unless `clauses` is None."""
+        vector = self.plan.vector
+        assert vector is not None
+        loops: list[For] = []
+        begin, end = self._range(vector, split)
+        if split == vector or longer_than(vector, BLOCK):
+            block = blocks(vector, BLOCK, begin, end)
+            block.inside = [text.replace(f"{vector.symbol}_end =", f"{vector.symbol}_stop =") for text in block.inside]
+            loops.append(block)
+            begin, end = f"{vector.symbol}_block", f"{vector.symbol}_stop"
+        inner = plain(vector, begin, end)
+        inner.before += [f"{part.partial} = 0;" for part in partials if part.partial]
+        if clauses is not None:
+            self.simd(inner, clauses)
+        inner.after += [part.fold for part in partials]
+        return [*loops, inner]
 
     def _sweep_columns(self, partials: Sequence[Accumulator], loops: list[For], split: Loop | None) -> None:
         """Sums the rows of a block in the value's own type, and the blocks in double."""
@@ -282,16 +310,17 @@ class ReductionFunction(Function):
         vector = plan.vector
         assert vector is not None
         parallel = list(loops)
-        if plan.columns:
-            loops.append(self._lane_loop())
-        elif plan.split is not None and longer_than(vector, BLOCK):
-            block = blocks(vector, BLOCK)
-            parallel.append(block)
-            loops += [block, self.simd(in_block(vector))]
-        else:
-            loops.append(self.simd(plain(vector)))
-        width = self._tile() if plan.columns else 1
-        collapsed = 0
-        if plan.split is not None:
-            collapsed = self.on_threads(parallel, self.body.reduction_numel() * width)
-        self.store_nest(loops, self.inner_stores, known, collapsed)
+        with self._scanning((value for store in self.inner_stores for value in store.operands()), known) as scans:
+            if plan.columns:
+                loops.append(self._lane_loop())
+            elif plan.split is not None and longer_than(vector, BLOCK):
+                block = blocks(vector, BLOCK)
+                parallel.append(block)
+                loops += [block, self.simd(in_block(vector))]
+            else:
+                loops.append(plain(vector) if scans else self.simd(plain(vector)))
+            width = self._tile() if plan.columns else 1
+            collapsed = 0
+            if plan.split is not None:
+                collapsed = self.on_threads(parallel, self.body.reduction_numel() * width)
+            self.store_nest(loops, self.inner_stores, known, collapsed)

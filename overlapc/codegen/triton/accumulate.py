@@ -1,7 +1,9 @@
-"""How a kernel accumulates its reductions: tile by tile, lane-wise, then once over the lanes.
+"""How a kernel accumulates its reductions: tile by tile, lane-wise, then once over the lanes; and how it scans.
 
 An accumulation has one or two states. `update` folds a tile into lane states `[x, r]`; `reduced` turns lane states
 into `[x, 1]`. Reduced states of several programs, side by side, are lane states again: that is all a split needs.
+
+A scan combines the elements of a tile along r, and what an earlier tile left in its carries `[x, 1]` with all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from overlapc.codegen.triton.expressions import COMPUTE, neutral
-from overlapc.ir.body import Op, Reduce, Value, topological
+from overlapc.ir.body import Op, Reduce, Scan, Value, topological
 
 _PRELUDE_NAME = {"any": "max", "all": "min"}
 
@@ -187,3 +189,39 @@ def _accumulation(value: Reduce, total: Reduce | None, number: int, position_dty
     if value.dtype is not torch.bool:
         start = neutral(value.kind, dtype)
     return Plain(value, (State(f"{value.kind}{number}", dtype, start),))
+
+
+# The prelude's function of two elements that a scan applies along r.
+_COMBINE = {
+    "sum": "add", "prod": "multiply", "logsumexp": "log_add_exp", "max": "maximum", "min": "minimum",
+    "argmax": "later_largest", "argmin": "later_smallest",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Scanning:
+    """A scan in a kernel: its carries, one of them or the extreme and its position."""
+
+    scan: Scan
+    carries: tuple[State, ...]
+
+    def tile(self, elements: Sequence[str]) -> str:
+        """The scan of one tile by itself: an expression that yields as many values as there are carries."""
+        return f"ops.scan_{self.scan.kind}({', '.join(elements)})"
+
+    def joined(self, scanned: Sequence[str]) -> str:
+        """What `tile` yielded, with all earlier tiles before it."""
+        carries = [state.name for state in self.carries]
+        return f"ops.{_COMBINE[self.scan.kind]}({', '.join([*carries, *scanned])})"
+
+
+def scanning(scan: Scan, number: int, position_dtype: torch.dtype) -> Scanning:
+    """How `scan`, the kernel's number `number`, runs."""
+    kind, dtype = scan.kind, scan.arg.dtype
+    if dtype is torch.bool:
+        dtype = torch.int32
+    start = neutral({"logsumexp": "max"}.get(kind, kind), dtype)
+    carries: tuple[State, ...] = (State(f"carry{number}", dtype, start),)
+    if kind in ("argmax", "argmin"):
+        carries += (State(f"carry_at{number}", position_dtype, "0"),)
+    return Scanning(scan, carries)

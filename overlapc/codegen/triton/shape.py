@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 import sympy
 import torch
 
-from overlapc.codegen.triton.accumulate import Accumulation, accumulations
+from overlapc.codegen.triton.accumulate import accumulations, scanning
 from overlapc.codegen.triton.expressions import IndexPrinter
 from overlapc.codegen.triton.tiling import Tiling
-from overlapc.ir.body import Body, Store, Value, depends_on
+from overlapc.ir.body import Body, Scan, Store, Value, depends_on
 from overlapc.ir.indexing import bounds, numel
 
 _INT32_LIMIT = 2**31 - 2**20  # room for the last, partly masked tile
@@ -37,12 +37,12 @@ class KernelShape:
         self.block = {"y": tiling.yblock, "x": tiling.xblock, "r": tiling.rblock}
         self.tile_axes = ("x", "r") if self.is_reduction else ("y", "x") if tiling.y else ("x",)
         self.index_bounds, self.index_dtype = self._index_width()
-        self.levels = self._levels()
-
-    def _levels(self) -> list[list[Accumulation]]:
-        roots = [value for store in self.body.stores for value in store.operands()]
         position = torch.int64 if self.index_dtype != "tl.int32" else torch.int32
-        return accumulations(roots, self.tiling.form in ("looped", "split"), position)
+        roots = [value for store in body.stores for value in store.operands()]
+        self.levels = accumulations(roots, tiling.form in ("looped", "split"), position)
+        scans = [value for value in body.values() if isinstance(value, Scan)]
+        assert not (scans and tiling.form == "split"), "a scan cannot be split among programs"
+        self.scans = {scan: scanning(scan, number, position) for number, scan in enumerate(scans)}
 
     def _index_width(self) -> tuple[tuple[sympy.Expr, ...], str]:
         """Largest indices that only a launch knows, and the dtype to index with."""

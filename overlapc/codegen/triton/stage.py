@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from overlapc.codegen.triton.accumulate import Accumulation, Online, Position
 from overlapc.codegen.triton.axes import Scope
-from overlapc.codegen.triton.expressions import COMPUTE, converted_name
+from overlapc.codegen.triton.expressions import COMPUTE
 from overlapc.codegen.triton.values import ValueWriter
-from overlapc.ir.body import Store, Value
+from overlapc.ir.body import Scan, Store, Value
 
 
 class StageWriter(ValueWriter):
@@ -77,7 +77,7 @@ class StageWriter(ValueWriter):
             if "r" in self.masks:
                 value = f"tl.where({self.masks['r']}, {value}, {accumulation.states[0].neutral})"
             names = [state.name for state in accumulation.states]
-            lanes = accumulation.start(value, self.position(accumulation))
+            lanes = accumulation.start(value, self.position_of(accumulation))
             for line in accumulation.reduced(lanes, names):
                 self.top(line)
             self.define(accumulation, names)
@@ -90,13 +90,13 @@ class StageWriter(ValueWriter):
             for state in accumulation.states:
                 shape = self.kernel.shape(("x", "r"))
                 self.top(f"{state.name} = tl.full({shape}, {state.neutral}, {COMPUTE[state.dtype]})")
-        with_r = self.open_loop(first, last)
+        with_r = self.open_scanning_loop(first, last, roots)
         names = dict(self.names)
         self.compute(with_r, names, roots)
         for accumulation in level:
             states = [state.name for state in accumulation.states]
             value = self.lanes(with_r, names, accumulation)
-            new = accumulation.update(states, value, self.position(accumulation))
+            new = accumulation.update(states, value, self.position_of(accumulation))
             if len(states) > 1:  # each new state is computed from all old ones
                 for at, text in enumerate(new):
                     with_r(f"next{at} = {text}")
@@ -145,25 +145,22 @@ class StageWriter(ValueWriter):
 
     def lanes(self, emit: Scope, names: Mapping[Value, str], accumulation: Accumulation) -> str:
         """The argument of a reduction as a full tile of the state's dtype."""
-        arg = accumulation.reduce.arg
-        text = converted_name(names[arg], arg.dtype, accumulation.states[0].dtype)
-        if self.value_axes[arg] != {"x", "r"}:
-            text = f"tl.broadcast_to({text}, {self.kernel.shape(('x', 'r'))})"
-        if not text.isidentifier():
-            name = self.fresh()
-            emit(f"{name} = {text}")
-            return name
-        return text
+        return self.tile(emit, names, accumulation.reduce.arg, accumulation.states[0].dtype)
 
-    def position(self, accumulation: Accumulation) -> str:
-        if not isinstance(accumulation, Position):
-            return ""
-        return f"tl.broadcast_to({self.kernel.index_name['r']}, {self.kernel.shape(('x', 'r'))})"
+    def position_of(self, accumulation: Accumulation) -> str:
+        return self.position() if isinstance(accumulation, Position) else ""
+
+    def open_scanning_loop(self, first: str, last: str, roots: Sequence[Value]) -> Scope:
+        """The loop over tiles of r in which `roots` are computed, after what their scans carry from tile to tile."""
+        for value in self.needed(roots, self.names):
+            for carry in self.kernel.scans[value].carries if isinstance(value, Scan) else ():
+                self.top(f"{carry.name} = tl.full({self.kernel.shape('x')}, {carry.neutral}, {COMPUTE[carry.dtype]})")
+        return self.open_loop(first, last)
 
     def loop_over_r(self, stores: Sequence[Store], first: str, last: str) -> None:
         roots = [value for store in stores for value in store.operands()]
         self.compute_outer(roots)
         self.rereads = False
-        scope = self.open_loop(first, last)
+        scope = self.open_scanning_loop(first, last, roots)
         self.write(scope, dict(self.names), stores, ("x", "r"))
         self.close_loop()

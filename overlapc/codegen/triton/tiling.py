@@ -8,7 +8,7 @@ Forms of a kernel:
     tiled       pointwise; two loops as axes y and x, for bodies that read along one and write along the other
     persistent  reduction whose row fits a tile [x, r]: everything is read once
     looped      reduction in tiles [x, r] over r, one pass a reduction depth
-    split       looped, with r divided among programs: too few rows to fill the device
+    split       looped, with r divided among programs: too few rows to fill the device, and nothing to scan
 
 Sizes that are symbols enter with their hints; any size stays correct, hints only choose speed.
 """
@@ -175,8 +175,9 @@ def _reduction(
     if columns:
         assert best is not None
         x = _last(x, best)
+    scans = body.scans()
     positions = any(isinstance(value, Reduce) and value.kind in ("argmax", "argmin") for value in body.values())
-    if not columns and best in reduced and not positions:
+    if not columns and best in reduced and not positions and not scans:
         r = _last(r, best)
 
     static = not free_symbols(loop.size for loop in body.reduction)
@@ -199,7 +200,7 @@ def _reduction(
     num_warps = _clamp(1, tile // 512, 16)  # 16 elements a thread: two loads of 16 bytes in flight in two-byte formats
     programs = max(1, -(-rows // xblock))
     splits = 1
-    if not fits and programs < 2 * MULTIPROCESSORS:
+    if not fits and not scans and programs < 2 * MULTIPROCESSORS:
         wanted = min((8 if columns else 4) * MULTIPROCESSORS // programs, length // (4 * rblock), 512)
         splits = 1 << max(0, wanted.bit_length() - 1) if wanted >= 2 else 1
     form = "persistent" if fits else "split" if splits > 1 else "looped"

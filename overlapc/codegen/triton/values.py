@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import sympy
 import torch
 
+from overlapc.codegen.triton.accumulate import Scanning
 from overlapc.codegen.triton.axes import AxisWriter, Scope
 from overlapc.codegen.triton.expressions import (
     COMPUTE,
@@ -17,7 +18,7 @@ from overlapc.codegen.triton.expressions import (
     operation,
 )
 from overlapc.codegen.triton.shape import KernelShape, axis_symbol, term
-from overlapc.ir.body import Cast, Checked, Constant, Index, Load, Op, Reduce, Store, Value
+from overlapc.ir.body import Cast, Checked, Constant, Index, Load, Op, Reduce, Scan, Store, Value
 
 
 class ValueWriter(AxisWriter):
@@ -70,13 +71,49 @@ class ValueWriter(AxisWriter):
         literal_only = self.literals(order) - set(roots)
         for value in order:
             self.value_axes[value] = self.axes_of(value)
-            if value not in literal_only:
+            if isinstance(value, Scan):
+                names[value] = self.scanned(emit, names, self.kernel.scans[value])
+            elif value not in literal_only:
                 if isinstance(value, Checked):
                     mask = self.mask_argument(self.value_axes[value]).removeprefix(", ") or "None"
                     emit(f"tl.device_assert({names[value.condition]}, {value.message!r}, mask={mask})")
                 name = self.fresh()
                 emit(f"{name} = {self.text(value, names)}")
                 names[value] = name
+
+    def scanned(self, emit: Scope, names: Mapping[Value, str], scanning: Scanning) -> str:
+        """Statements for a scan over this tile, after the tiles before it; the name of the result."""
+        scan, carries = scanning.scan, scanning.carries
+        elements = [self.tile(emit, names, scan.arg, carries[0].dtype)]
+        if len(carries) > 1:
+            elements.append(self.position())
+        results = [self.fresh() for _ in carries]
+        emit(f"{', '.join(results)} = {scanning.tile(elements)}")
+        if self.kernel.tiling.form == "looped":
+            emit(f"{', '.join(results)} = {scanning.joined(results)}")
+            for carry, result in zip(carries, results, strict=True):
+                emit(f"{carry.name} = ops.last({result})")
+        result, computed = results[-1], carries[-1].dtype
+        if computed is scan.dtype:
+            return result
+        name = self.fresh()
+        emit(f"{name} = {converted(result, computed, scan.dtype)}")
+        return name
+
+    def tile(self, emit: Scope, names: Mapping[Value, str], arg: Value, dtype: torch.dtype) -> str:
+        """`arg` as a full tile of `dtype`, by name."""
+        text = converted_name(names[arg], arg.dtype, dtype)
+        if self.value_axes[arg] != {"x", "r"}:
+            text = f"tl.broadcast_to({text}, {self.kernel.shape(('x', 'r'))})"
+        if not text.isidentifier():
+            name = self.fresh()
+            emit(f"{name} = {text}")
+            return name
+        return text
+
+    def position(self) -> str:
+        """The position in the reduction space as a full tile."""
+        return f"tl.broadcast_to({self.kernel.index_name['r']}, {self.kernel.shape(('x', 'r'))})"
 
     def literals(self, order: Sequence[Value]) -> set[Value]:
         """Constants that every use can write as a bare number."""
@@ -89,6 +126,8 @@ class ValueWriter(AxisWriter):
         return wanted & used
 
     def axes_of(self, value: Value) -> frozenset[str]:
+        if isinstance(value, Scan):
+            return frozenset({"x", "r"})
         axes: set[str] = set()
         for operand in value.operands():
             axes |= self.value_axes[operand]

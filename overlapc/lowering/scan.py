@@ -1,0 +1,66 @@
+"""Cumulative ops: each element combined with all before it along one dim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+
+from overlapc.ir.body import Body, Scan, Value, compute_dtype
+from overlapc.ir.ops import View
+from overlapc.lowering.graph import Context, cast
+from overlapc.lowering.reduction import normalized, reduction_loops
+from overlapc.lowering.table import lowers
+
+aten = torch.ops.aten
+
+
+def scanned(context: Context, x: View, dim: int, finish: Callable[[Value, sympy.Expr], Value]) -> View:
+    """An output of x's shape; `finish` gets an element and its position along `dim`."""
+
+    def body(out: View) -> Body:
+        parallel, inner, position = reduction_loops(context, x, normalized(dim, len(x.size)))
+        value = finish(context.element(x, position), inner[0].symbol)
+        return Body(parallel, inner, (context.store(out, position, value),))
+
+    return context.loops(body)
+
+
+@lowers(aten.cumsum.default)
+def cumsum(context: Context, x: View, dim: int, *, dtype: Any = None) -> View:
+    return _arithmetic(context, "sum", x, dim)
+
+
+@lowers(aten.cumprod.default)
+def cumprod(context: Context, x: View, dim: int, *, dtype: Any = None) -> View:
+    return _arithmetic(context, "prod", x, dim)
+
+
+def _arithmetic(context: Context, kind: str, x: View, dim: int) -> View:
+    out = context.value_of().dtype
+    return scanned(context, x, dim, lambda value, at: Scan(kind, cast(value, out), compute_dtype(out), at))
+
+
+@lowers(aten.logcumsumexp.default)
+def logcumsumexp(context: Context, x: View, dim: int) -> View:
+    return scanned(context, x, dim, lambda value, at: Scan("logsumexp", value, value.dtype, at))
+
+
+@lowers(aten.cummax.default)
+def cummax(context: Context, x: View, dim: int) -> Any:
+    return _extreme(context, "max", x, dim)
+
+
+@lowers(aten.cummin.default)
+def cummin(context: Context, x: View, dim: int) -> Any:
+    return _extreme(context, "min", x, dim)
+
+
+def _extreme(context: Context, kind: str, x: View, dim: int) -> Any:
+    """Values and their positions: two kernels over the same input, which fusion makes one of."""
+    with context.for_item(0):
+        values = scanned(context, x, dim, lambda value, at: Scan(kind, value, value.dtype, at))
+    with context.for_item(1):
+        return values, scanned(context, x, dim, lambda value, at: Scan(f"arg{kind}", value, torch.int64, at))
