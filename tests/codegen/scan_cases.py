@@ -138,6 +138,18 @@ def symbolic_scan(rows: int, width: int) -> Case:
     return Case("symbolic_scan", body, tensors, lambda t: {"y": t["x"].double().cumsum(1)}, {"s0": width})
 
 
+def large_scan_cases() -> list[Case]:
+    """Sizes for a GPU: a row in one tile, and rows in several."""
+    return [
+        *(scans(50, 3000, dtype) for dtype in (f32, f64, i64)),
+        scans(8, 100_000, i64),
+        scan_of_columns(3000, 200),
+        nucleus(64, 32_000),
+        scan_of_a_scan(30, 40, 50),
+        symbolic_scan(30, 100_000),
+    ]
+
+
 def scan_cases() -> list[Case]:
     """Small, with tails everywhere."""
     return [
