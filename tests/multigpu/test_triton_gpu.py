@@ -13,19 +13,20 @@ import pytest
 import torch
 
 from overlapc.codegen.triton import TritonGenerator
+from tests.codegen.scan_cases import large_scan_cases, scan_cases
 from tests.codegen.triton_cases import Case, large, noise, small, swiglu, symbolic, variants
 from tests.codegen.triton_ops import all_cases
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 OPERATIONS = all_cases()
-SMALL = [(case, form, tiling) for case in small() for form, tiling in variants(case.body)]
+SMALL = [(case, form, tiling) for case in small() + scan_cases() for form, tiling in variants(case.body)]
 
 
 @pytest.fixture(scope="module")
 def large_cases() -> list[Case]:
     """Made on demand: these are gigabytes that a run without a GPU should not touch."""
-    return large()
+    return large() + large_scan_cases()
 
 
 def _check(named: list[tuple[str, Case, object]], cache_dir: Path) -> None:
