@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one go; each part bounded in time, so that one that hangs costs only itself.
-#   OUT=/tmp/out benchmarks/gpu_check.sh tests | train | thrifty | demo | calibrate | measure | kernels | ops     (default: tests train demo)
+#   OUT=/tmp/out benchmarks/gpu_check.sh tests | train | inductor | thrifty | demo | calibrate | measure | kernels | ops     (default: tests train demo)
 # Works where nothing can be installed: the package is used from the checkout, with the python that has torch.
 set -u
 cd "$(dirname "$0")/.."
@@ -25,6 +25,9 @@ for what in "${@:-tests train demo}"; do
         tests) part tests 300 $python -m pytest -q -p no:cacheprovider tests/multigpu ;;
         train) part train 300 torchrun --nproc-per-node "$gpus" benchmarks/train_step.py --parity --profile \
             --systems "${SYSTEMS:-overlapc,overlapc-none,eager,compile}" --rounds 3 --steps 4 --out "$out" ;;
+        inductor) # the same in-graph FSDP compiled by Inductor, with each of its ways to overlap, in one alternating run
+            part inductor 560 torchrun --nproc-per-node "$gpus" benchmarks/train_step.py --parity --profile --rounds 3 --steps 4 \
+                --systems "overlapc,compile,inductor,inductor-raise,inductor-overlap,inductor-manual" --out "$out/inductor" ;;
         demo)
             part demo_fsdp 120 $python -m overlapc.launch.cli demo --device cuda --nproc "$gpus" --steps 8 --out "$out/fsdp"
             part demo_tp 120 $python -m overlapc.launch.cli demo --device cuda --nproc "$gpus" --tp 2 --steps 8 --out "$out/tp"
@@ -54,7 +57,7 @@ for what in "${@:-tests train demo}"; do
             rm "$out"/ops_[0-9]*
             $python -m tests.ops.sweep --summary "$out/ops.jsonl" 2>&1 | tail -40 | cut -c1-300
             ;;
-        *) echo "no part named $each; known: tests train thrifty demo calibrate measure kernels ops" >&2; exit 2 ;;
+        *) echo "no part named $each; known: tests train inductor thrifty demo calibrate measure kernels ops" >&2; exit 2 ;;
         esac
     done
 done

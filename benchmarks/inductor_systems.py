@@ -1,0 +1,132 @@
+"""Inductor on the same in-graph FSDP as ours, with each of its own ways to overlap communication.
+
+    inductor          collectives stay where the graph has them
+    inductor-raise    its scheduler passes raise, sink, raise on buckets of one block (the best of them on H200s)
+    inductor-overlap  its overlap scheduling of the ATen graph, which makes buckets of its own; needs a GPU to look at
+    inductor-manual   its bucketing by module: the next block's gathers and the last one's scatters beside a block
+
+All of them get `overlapc.fx.partition`, so that forward and backward hold the same nodes as ours: gathers of a group
+that reshards are recomputed in backward, a parameter's gradient is reduced once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.fx_passes.bucketing import (
+    is_all_gather_into_tensor,
+    is_reduce_scatter_tensor,
+    merge_all_gather,
+    merge_reduce_scatter,
+)
+from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.utils import flop_counter
+
+from overlapc.fx.labels import label_of
+from overlapc.fx.partition import partition
+
+SYSTEMS = ("inductor", "inductor-raise", "inductor-overlap", "inductor-manual")
+RAISE = "reorder_communication_preserving_peak_memory"
+OUTERMOST = "outermost"  # how the group with the empty path is called where a path may not be empty
+
+
+def compiled_by_inductor(system: str, model: nn.Module) -> Callable[..., Any]:
+    """`model` compiled by Inductor as one of SYSTEMS says."""
+    count_grouped_query_flops()
+    return torch.compile(model, fullgraph=True, options=options_of(system))
+
+
+def options_of(system: str) -> dict[str, Any]:
+    """Inductor's options for one of SYSTEMS."""
+    options: dict[str, Any] = {"custom_partitioner_fn": _Partition()}
+    if system == "inductor-raise":
+        options |= {
+            "reorder_for_compute_comm_overlap": True,
+            "reorder_for_compute_comm_overlap_passes": [RAISE, "sink_waits_iterative", RAISE],
+            "post_grad_custom_post_pass": _BucketBlocks(),
+        }
+    elif system == "inductor-overlap":
+        options |= {
+            "aten_distributed_optimizations.enable_overlap_scheduling": True,
+            "aten_distributed_optimizations.collective_bucketing": True,
+        }
+    elif system == "inductor-manual":
+        options |= {"post_grad_custom_post_pass": _ManualOverlap()}
+    elif system != "inductor":
+        raise ValueError(f"{system} is none of {', '.join(SYSTEMS)}")
+    return options
+
+
+def count_grouped_query_flops() -> None:
+    """Let torch's FLOP formulas of attention take fewer key heads than query heads; torch 2.11's raise there.
+
+    The kernels read a shared head once for each query head, so the work is that of as many key heads.
+    """
+    for name, query_at in (("sdpa_flop_count", 0), ("sdpa_backward_flop_count", 1)):
+        count = getattr(flop_counter, name)
+        if not hasattr(count, "counts_groups"):
+            setattr(flop_counter, name, _with_groups(count, query_at))
+
+
+def _with_groups(count: Callable[..., int], query_at: int) -> Callable[..., int]:
+    def counted(*shapes: Any) -> int:
+        heads = shapes[query_at][1]
+        return count(*((batch, heads, *rest) for batch, _, *rest in shapes))
+
+    counted.counts_groups = True  # type: ignore[attr-defined]
+    return counted
+
+
+def blocks(nodes: Iterable[fx.Node]) -> dict[str, list[fx.Node]]:
+    """Those of `nodes` that serve a sharded parameter, by the module that `fully_shard` was given."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        label = label_of(node)
+        if label is not None:
+            found.setdefault(label.group or OUTERMOST, []).append(node)
+    return found
+
+
+class _Uncached:
+    """Inductor does not cache what these passes made: it cannot know what they depend on."""
+
+    def uuid(self) -> None:
+        return None
+
+
+class _Partition(_Uncached, CustomPartitionerFn):
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return partition(gm, joint_inputs, **options)
+
+
+class _BucketBlocks(_Uncached, CustomGraphPass):
+    """One bucket of gathers and one of scatters for each block, made by Inductor's own merging."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        gm = graph.owning_module
+        for is_one, merge in (
+            (is_all_gather_into_tensor, merge_all_gather),
+            (is_reduce_scatter_tensor, merge_reduce_scatter),
+        ):
+            buckets = blocks(node for node in graph.nodes if is_one(node))
+            merge(gm, [bucket for bucket in buckets.values() if len(bucket) > 1], "default")
+        stable_topological_sort(graph)
+        graph.lint()
+
+
+class _ManualOverlap(_Uncached, CustomGraphPass):
+    """Inductor's manual bucketing, told the blocks by our labels."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        plan: list[list[str] | str] = list(blocks(graph.nodes))
+        manual_overlap_bucketing(graph.owning_module, plan, insert_overlap_deps=True, module_stack_fn=_module_stack)
+
+
+def _module_stack(node: fx.Node) -> list[tuple[str, type[Any]]]:
+    label = label_of(node)
+    return [] if label is None else [(label.group or OUTERMOST, nn.Module)]
