@@ -16,6 +16,7 @@ from overlapc.fusion.deps import edges, output_buffers
 from overlapc.fusion.live import LiveBytes
 from overlapc.fusion.loop_order import in_order_of, scattered_bytes
 from overlapc.fusion.merge import Refusal, merge, same_space, without_stores
+from overlapc.fusion.mixed_order import crosses, merge_across
 from overlapc.fusion.order import MergingOrder
 from overlapc.ir.body import Body
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, Start, Wait, buffers_read, buffers_written
@@ -52,7 +53,6 @@ class FusionReport:
 
     fused: list[tuple[str, str, int]] = field(default_factory=list)  # first, second, bytes saved
     refused: dict[tuple[str, str], str] = field(default_factory=dict)
-    kernel_of: dict[str, str] = field(default_factory=dict)  # op -> the fused op it is part of
 
     def __str__(self) -> str:
         lines = [f"fused {a} + {b}: saves {saved} bytes" for a, b, saved in self.fused]
@@ -95,8 +95,9 @@ class Fuser:
         self.readers: defaultdict[str, set[int]] = defaultdict(set)
         self.writer: dict[str, int] = {}
         self.grown = [0] * len(ops)  # how often a group has merged
+        self.across = False  # whether kernels may merge whose loops cross
         self.reorders = False  # whether loops may change their order
-        self.settled: set[tuple[int, int, int, int]] = set()  # refused pairs, as they were then
+        self.settled: set[tuple[int, int, int, int, int]] = set()  # refused pairs, as they were then and what was tried
         for number, op in enumerate(ops):
             group = Group(number, op, [op.name], buffers_read(op), set(buffers_written(op)), number)
             self.groups[number] = group
@@ -125,9 +126,8 @@ class Fuser:
     # --- rounds
 
     def run(self) -> None:
-        """Rounds until nothing fuses, first with loops as they are, then in any order."""
-        for self.reorders in (False, True):
-            self.settled.clear()
+        """Rounds until nothing fuses: with loops as they are, then crosswise too, then in any order."""
+        for self.across, self.reorders in ((False, False), (True, False), (True, True)):
             while self.round():
                 pass
 
@@ -146,7 +146,9 @@ class Fuser:
 
         for _, (_, a, b) in pairs:
             first, second = self._pair(now(a), now(b))
-            if first != second and not self._is_settled(first, second) and self.try_merge(first, second):
+            if first == second or self._attempt(first, second) in self.settled:
+                continue
+            if self.try_merge(first, second):
                 moved[max(first, second)] = min(first, second)
                 fused = True
         return fused
@@ -167,16 +169,21 @@ class Fuser:
                     if position[second] - position[first] <= FARTHEST:
                         saved[first, second] += size
         for (first, second), size in saved.items():
-            if not self._is_settled(first, second) and same_space(
-                self.groups[first].kernel.body, self.groups[second].kernel.body
-            ):
+            if self._attempt(first, second) not in self.settled and self._may_align(first, second):
                 yield size, (abs(position[first] - position[second]), first, second)
 
     def _pair(self, a: int, b: int) -> tuple[int, int]:
         return (a, b) if self.order.position[a] < self.order.position[b] else (b, a)
 
-    def _is_settled(self, first: int, second: int) -> bool:
-        return (first, second, self.grown[first], self.grown[second]) in self.settled
+    def _may_align(self, first: int, second: int) -> bool:
+        a, b = self.groups[first].kernel.body, self.groups[second].kernel.body
+        return same_space(a, b) or (self.across and crosses(a, b))
+
+    def _attempt(self, first: int, second: int) -> tuple[int, int, int, int, int]:
+        """The two groups as they are, and which ways to merge them this round would try."""
+        a, b = self.groups[first].kernel.body, self.groups[second].kernel.body
+        ways = (self.across and crosses(a, b)) + (self.reorders and not (a.reduction or b.reduction))
+        return first, second, self.grown[first], self.grown[second], ways
 
     def bytes_of(self, name: str) -> int:
         """Bytes of a buffer at the traced sizes; 0 for what is no tensor."""
@@ -198,7 +205,7 @@ class Fuser:
                 self._replace(a, b, merged)
                 return True
             merged = Refusal(f"{self.groups[between].op.name} must run between them")
-        self.settled.add((first, second, self.grown[first], self.grown[second]))
+        self.settled.add(self._attempt(first, second))
         self.report.refused[a.op.name, b.op.name] = merged.reason
         return False
 
@@ -217,6 +224,11 @@ class Fuser:
         if not self.memory.fits(early.runs_at, late.runs_at, held):
             return Refusal(f"it would keep {held} bytes alive past the peak of memory")
         merged = merge(a.kernel.body, b.kernel.body)
+        if isinstance(merged, Refusal) and self.across and crosses(a.kernel.body, b.kernel.body):
+            across = merge_across(a.kernel.body, b.kernel.body, self.graph.hint, self.bytes_of)
+            if isinstance(across, Refusal):
+                return Refusal(f"{merged.reason}; crosswise: {across.reason}")
+            merged = across
         if isinstance(merged, Refusal) and self.reorders:
             merged = self._reordered(a, b) or merged
         if not isinstance(merged, Refusal) and len(merged.values()) > LARGEST_KERNEL:
@@ -298,5 +310,4 @@ class Fuser:
         self.report.refused = {
             pair: reason for pair, reason in self.report.refused.items() if group_of[pair[0]] != group_of[pair[1]]
         }
-        self.report.kernel_of = {name: self.groups[number].op.name for name, number in group_of.items()}
         return [self.groups[number].op for number in self.order.order()]

@@ -80,12 +80,15 @@ def step(index: sympy.Expr, loop: Loop) -> sympy.Expr | None:
     return None if loop.symbol in free_symbols((rest, stride)) else stride
 
 
-def scattered_bytes(body: Body, bytes_of: Bytes) -> int:
-    """Bytes of buffers whose elements the innermost loop does not visit one after another (or all at one place)."""
-    innermost = (*body.loops, *body.reduction)[-1:]
+def scattered_bytes(body: Body, bytes_of: Bytes, along: Loop | None = None) -> int:
+    """Bytes of buffers whose elements the loop `along` does not visit one after another (or all at one place).
+
+    The innermost loop, unless one is given.
+    """
+    loops = (along,) if along is not None else (*body.loops, *body.reduction)[-1:]
     found: dict[str, int] = {}
     for access in _accesses(body):
-        if any(step(access.index, loop) not in (0, 1) for loop in innermost):
+        if any(step(access.index, loop) not in (0, 1) for loop in loops):
             found[access.buffer] = bytes_of(access.buffer)
     return sum(found.values())
 

@@ -39,7 +39,9 @@ def merge(first: Body, second: Body) -> Body | Refusal:
         if not isinstance(value, Load) or value.buffer not in stored:
             return None
         store = stored[value.buffer]
-        if value.indirect or store.indirect or store.mode != "set" or store.mask is not None:
+        if store.is_total:
+            clash.append(f"{value.buffer} is a total, known only when the first is done")
+        elif value.indirect or store.indirect or store.mode != "set" or store.mask is not None:
             clash.append(f"{value.buffer} is read or written through indices from memory")
         elif value.index != store.index:
             clash.append(f"{value.buffer} is written at [{store.index}] but read at [{value.index}]")
@@ -55,7 +57,10 @@ def merge(first: Body, second: Body) -> Body | Refusal:
     overwritten = {store.buffer for store in second.stores} & {load.buffer for load in first.loads()}
     if overwritten:
         return Refusal(f"{min(overwritten)} is read by the first and overwritten by the second")
-    return Body(first.loops, first.reduction, first.stores + second.stores)
+    merged = Body(first.loops, first.reduction, first.stores + second.stores)
+    if any(store.is_total for store in merged.stores) and merged.scans():
+        return Refusal("one scans its rows, the other totals its columns")
+    return merged
 
 
 def align(first: Body, second: Body) -> tuple[Body, Body] | Refusal:
@@ -96,14 +101,12 @@ def _align_elementwise(reducing: Body, plain: Body) -> tuple[Body, Body] | Refus
         return Refusal("one's loops are neither the rows nor the elements of the other's reduction")
     rows = len(reducing.loops)
     border = sum(len(part) for part in refined.parts[0][:rows])
-    loops = _loops("p", refined.sizes[:border])
-    reduction = _loops("r", refined.sizes[border:])
+    loops = nest_of("p", refined.sizes[:border])
+    reduction = nest_of("r", refined.sizes[border:])
     symbols = [loop.symbol for loop in (*loops, *reduction)]
     return (
-        with_loops(
-            reducing, _replacement((*reducing.loops, *reducing.reduction), refined, 0, symbols), loops, reduction
-        ),
-        with_loops(plain, _replacement(plain.loops, refined, 1, symbols), loops, reduction),
+        with_loops(reducing, refined.replacement((*reducing.loops, *reducing.reduction), 0, symbols), loops, reduction),
+        with_loops(plain, refined.replacement(plain.loops, 1, symbols), loops, reduction),
     )
 
 
@@ -116,6 +119,18 @@ class Refined:
 
     sizes: tuple[sympy.Expr, ...]
     parts: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
+
+    def replacement(
+        self, loops: Sequence[Loop], which: int, symbols: Sequence[sympy.Symbol]
+    ) -> dict[sympy.Symbol, sympy.Expr]:
+        """Each loop symbol of nest `which` as the flat position over its parts, whose symbols these are."""
+        replacement: dict[sympy.Symbol, sympy.Expr] = {}
+        for loop, part in zip(loops, self.parts[which], strict=False):
+            expr = sympy.S.Zero
+            for at in part:
+                expr = expr * self.sizes[at] + symbols[at]
+            replacement[loop.symbol] = sympy.expand(expr)
+        return replacement
 
 
 def refine(a: Sequence[sympy.Expr], b: Sequence[sympy.Expr]) -> Refined | None:
@@ -160,28 +175,16 @@ def _sizes(loops: Sequence[Loop]) -> tuple[sympy.Expr, ...]:
     return tuple(loop.size for loop in loops)
 
 
-def _loops(prefix: str, sizes: Sequence[sympy.Expr]) -> tuple[Loop, ...]:
+def nest_of(prefix: str, sizes: Sequence[sympy.Expr]) -> tuple[Loop, ...]:
+    """Loops p0, p1, … (or r0, …) of these sizes."""
     return tuple(Loop(loop_symbol(prefix, at), size) for at, size in enumerate(sizes))
 
 
 def _over(body: Body, outer: Refined, inner: Refined, which: int) -> Body:
-    loops, reduction = _loops("p", outer.sizes), _loops("r", inner.sizes)
-    replacement = _replacement(body.loops, outer, which, [loop.symbol for loop in loops])
-    replacement.update(_replacement(body.reduction, inner, which, [loop.symbol for loop in reduction]))
+    loops, reduction = nest_of("p", outer.sizes), nest_of("r", inner.sizes)
+    replacement = outer.replacement(body.loops, which, [loop.symbol for loop in loops])
+    replacement.update(inner.replacement(body.reduction, which, [loop.symbol for loop in reduction]))
     return with_loops(body, replacement, loops, reduction)
-
-
-def _replacement(
-    loops: Sequence[Loop], refined: Refined, which: int, symbols: Sequence[sympy.Symbol]
-) -> dict[sympy.Symbol, sympy.Expr]:
-    """Each old loop symbol as the flat position over its parts."""
-    replacement: dict[sympy.Symbol, sympy.Expr] = {}
-    for loop, part in zip(loops, refined.parts[which], strict=False):
-        expr = sympy.S.Zero
-        for at in part:
-            expr = expr * refined.sizes[at] + symbols[at]
-        replacement[loop.symbol] = sympy.expand(expr)
-    return replacement
 
 
 def same_space(first: Body, second: Body) -> bool:

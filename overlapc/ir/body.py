@@ -220,6 +220,7 @@ OPERATIONS: Mapping[str, int] = {
 COMPARISONS = frozenset("eq ne lt le gt ge isnan isinf signbit logical_not logical_and logical_or logical_xor".split())
 REDUCTIONS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
 SCANS = ("sum", "prod", "logsumexp", "max", "min", "argmax", "argmin")
+TOTALS = ("sum", "prod")  # reductions that a `Store` may do
 
 
 def op(name: str, *args: Value, dtype: torch.dtype | None = None) -> Op:
@@ -234,20 +235,27 @@ def op(name: str, *args: Value, dtype: torch.dtype | None = None) -> Op:
 class Store:
     """Write `value` to `buffer[index]`, rounded to the buffer's dtype.
 
-    `mode` "add" adds atomically to what is there (several iterations may hit one element).
+    `mode` "add" adds atomically to what is there (several iterations may hit one element). A mode of `TOTALS` makes
+    the element the total of `value` over all iterations that reach it, in an order that is always the same: so one
+    pass over the rows of a matrix also reduces its columns. A total is known only when the kernel is done.
     """
 
     buffer: str
     index: sympy.Expr
     value: Value
     memory_dtype: torch.dtype
-    mode: str = "set"  # or "add"
+    mode: str = "set"  # or "add", or one of TOTALS
     mask: Value | None = None
     indirect: tuple[tuple[sympy.Symbol, Value], ...] = ()
 
     def operands(self) -> tuple[Value, ...]:
         bound = tuple(value for _, value in self.indirect)
         return (self.value, *bound) if self.mask is None else (self.value, *bound, self.mask)
+
+    @property
+    def is_total(self) -> bool:
+        """Whether the element is a total over iterations."""
+        return self.mode in TOTALS
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,13 +307,17 @@ class Body:
     def ranges(self) -> Ranges:
         return ranges_of((*self.loops, *self.reduction))
 
+    @cached_property
+    def _numels(self) -> tuple[sympy.Expr, sympy.Expr]:
+        return numel(loop.size for loop in self.loops), numel(loop.size for loop in self.reduction)
+
     def numel(self) -> sympy.Expr:
         """Iterations of the parallel loops."""
-        return numel(loop.size for loop in self.loops)
+        return self._numels[0]
 
     def reduction_numel(self) -> sympy.Expr:
         """Iterations of the reduction loops; 1 without any."""
-        return numel(loop.size for loop in self.reduction)
+        return self._numels[1]
 
     def size_symbols(self) -> list[sympy.Symbol]:
         """Symbols that are neither loops nor indirect: the sizes a launch must pass, by name."""

@@ -68,6 +68,16 @@ def reduce_prod(v):
 
 
 @triton.jit
+def total_sum(v):
+    return tl.reduce(v, 0, add, keep_dims=True)
+
+
+@triton.jit
+def total_prod(v):
+    return tl.reduce(v, 0, multiply, keep_dims=True)
+
+
+@triton.jit
 def reduce_max(v):
     return tl.reduce(v, 1, maximum, keep_dims=True)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from overlapc.codegen.kernel import KernelSource
-from overlapc.codegen.triton.tiling import Tiling
+from overlapc.codegen.triton.tiling import Tiling, power_of_two
 from overlapc.ir.body import Body, Cast, Constant, Index, Load, Loop, Reduce, Store, Value, op
 from overlapc.ir.indexing import loop_symbol
 
@@ -118,6 +118,9 @@ def variants(body: Body) -> list[tuple[str, Tiling | None]]:
             forms.append(("rows", Tiling("rows", (x,), 16, 1, grid=(*rest, y))))
         return [*forms, ("flat", Tiling("flat", body.loops, 64, 2))]
     shared = {"x": body.loops, "r": body.reduction, "num_warps": 2}
+    if any(store.is_total for store in body.stores):
+        rblock = power_of_two(int(body.reduction_numel()))
+        return [*forms, ("totals", Tiling("totals", xblock=2, rblock=rblock, splits=3, **shared))]
     forms.append(("looped", Tiling("looped", xblock=2, rblock=16, **shared)))
     if not body.scans():
         forms.append(("split", Tiling("split", xblock=2, rblock=8, splits=4, **shared)))
@@ -169,6 +172,43 @@ def rms_norm_backward(rows: int, width: int, dtype: torch.dtype = bf16) -> Case:
     }
     body = Body((loop(p0, rows),), (loop(r0, width),), (Store("dx", width * p0 + r0, dx, dtype),))
     return Case("rms_norm_backward", body, tensors, expected)
+
+
+def norm_gradients(batch: int, rows: int, width: int, dtype: torch.dtype = bf16) -> Case:
+    """Gradients of a scaled input, by rows of two loops, and of its weight and bias: totals of the columns."""
+    at = rows * width * p0 + width * p1 + r0
+    x, g, w = Load("x", at, dtype), Load("g", at, dtype), Load("w", r0, dtype)
+    mean = op("mul", total(op("mul", op("mul", g, w), x)), number(1 / width))
+    stores = (
+        Store("dx", at, op("sub", op("mul", g, w), op("mul", x, mean)), dtype),
+        Store("dw", r0, op("mul", g, op("mul", x, mean)), dtype, "sum"),
+        Store("db", r0, g, f32, "sum"),
+        Store("prod", r0, op("add", number(1.0), op("mul", mean, number(1e-3))), f32, "prod"),
+    )
+
+    def expected(t: Tensors) -> Tensors:
+        x, g, w = (t[name].double() for name in ("x", "g", "w"))
+        mean = (g * w * x).mean(-1, keepdim=True)
+        prod = (1 + mean * 1e-3).prod().expand(width)
+        return {"dx": g * w - x * mean, "dw": (g * x * mean).sum((0, 1)), "db": g.sum((0, 1)), "prod": prod}
+
+    size = (batch, rows, width)
+    tensors = {"x": noise(*size, dtype=dtype), "g": noise(*size, dtype=dtype, seed=1), "w": noise(width, dtype=dtype)}
+    tensors |= {"dx": torch.empty(size, dtype=dtype), "dw": torch.empty(width, dtype=dtype)}
+    tensors |= {"db": torch.empty(width), "prod": torch.empty(width)}
+    body = Body((loop(p0, batch), loop(p1, rows)), (loop(r0, width),), stores)
+    return Case(f"norm_gradients_{width}", body, tensors, expected)
+
+
+def elements_and_columns(rows: int, width: int) -> Case:
+    """An element-wise result stored on the way to its column sums."""
+    at = width * r0 + p0
+    value = op("exp", Load("x", at, f32))
+    body = Body(
+        (loop(p0, width),), (loop(r0, rows),), (Store("y", at, value, bf16), Store("db", p0, total(value), f32))
+    )
+    tensors = {"x": noise(rows, width), "y": torch.empty(rows, width, dtype=bf16), "db": torch.empty(width)}
+    return Case("elements_and_columns", body, tensors, lambda t: {"y": t["x"].exp(), "db": t["x"].exp().sum(0)})
 
 
 def layer_norm(rows: int, width: int) -> Case:
@@ -484,6 +524,9 @@ def small() -> list[Case]:
     return [
         rms_norm(5, 40),
         rms_norm_backward(5, 40),
+        norm_gradients(2, 5, 20),
+        norm_gradients(2, 70, 64, f32),
+        elements_and_columns(50, 20),
         layer_norm(5, 33),
         softmax(7, 50),
         cross_entropy(5, 70),
@@ -511,6 +554,10 @@ def large() -> list[Case]:
     return [
         rms_norm(2048, 4096),
         rms_norm_backward(2048, 4096),
+        norm_gradients(4, 2048, 4096),
+        norm_gradients(4, 2048, 1000, f32),
+        norm_gradients(2, 20000, 128),
+        elements_and_columns(8192, 4096),
         layer_norm(1000, 5000),
         softmax(1024, 2048),
         softmax(300, 50000),

@@ -82,7 +82,10 @@ def run_body(body: Body, buffers: Mapping[str, Tensor], sizes: Env | None = None
     for value in body.values():
         values[value] = _value(value, values, env, space, rows, buffers)
     for store in body.stores:
-        _store(store, values, env, space, rows, buffers)
+        if store.is_total:
+            _total(store, values[store.value], env, space, buffers)
+        else:
+            _store(store, values, env, space, rows, buffers)
 
 
 def _value(
@@ -156,6 +159,14 @@ def _store(
     again = flat[index]  # iterations that write one element must agree on what
     same = (again == value) | ((again != again) & (value != value))
     assert bool(same.all()), f"iterations write different values to one element of {store.buffer}"
+
+
+def _total(store: Store, value: Tensor, env: Env, space: torch.Size, buffers: Mapping[str, Tensor]) -> None:
+    index = _over(evaluate(store.index, env), space)
+    flat = buffers[store.buffer]
+    total = torch.full(flat.shape, {"sum": 0, "prod": 1}[store.mode], dtype=value.dtype)
+    total.scatter_reduce_(0, index.reshape(-1), value.expand(space).reshape(-1), store.mode)
+    flat[index] = total[index].to(store.memory_dtype)
 
 
 def _over(index: Any, space: torch.Size) -> Tensor:

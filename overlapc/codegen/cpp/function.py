@@ -148,6 +148,7 @@ class Function:
         return f"{argument}[{index_text(index)}]"
 
     def store(self, store: Store, known: Mapping[Value, str]) -> str:
+        assert not store.is_total, f"{store.buffer} is a total of columns, and this kernel reduces no rows"
         place = self.place(store, known)
         value = known[store.value]
         source = store.value.dtype

@@ -7,7 +7,8 @@ Three shapes come out:
 * rows: a reduction loop is innermost and vectorized, one parallel iteration after another;
 * columns: a parallel loop is innermost and vectorized; a tile of it keeps its accumulators in a small array.
 
-Where something is scanned, the reduction loops keep their order.
+Where something is scanned, the reduction loops keep their order. Where stores total columns, chunks of rows run on
+threads, and each keeps totals of its own.
 
 Where a reduction has few parallel iterations, its passes are *split*: a fixed number of chunks run on threads and are
 combined in order, so that results do not depend on the number of threads.
@@ -35,7 +36,9 @@ BLOCK = 2048
 TRANSPOSE_BLOCK = (32, 16)
 CONFLICT_BLOCK = 64  # of the vector loop when it is the only one that may run on threads
 TILE = 128  # columns that accumulate at a time: 512 B of float32 from each row
-CHUNKS = 64  # of a split reduction: enough for the threads of a large host, fixed so that results are
+# Of a split reduction, or of the rows that columns are totalled over: enough for the threads of a large host, fixed so
+# that results are.
+CHUNKS = 64
 FEW_ITERATIONS = 8  # parallel iterations below which a long reduction is split
 UNKNOWN_SIZE = 512  # a symbolic size without a hint
 
@@ -67,7 +70,8 @@ def plan(body: Body, size_hints: Mapping[str, int] | None = None) -> Plan:
     if conflicts and body.reduction:
         safe = set()
     scans = body.scans()
-    innermost = (*body.loops, *body.reduction[-1:]) if scans else loops
+    totals = any(store.is_total for store in body.stores)
+    innermost = (*body.loops, *body.reduction[-1:]) if scans else body.reduction if totals else loops
     vector = _vector_loop(innermost, accesses, hints, prefer=safe)
     columns = bool(body.reduction) and vector in body.loops
     blocked = None
@@ -79,7 +83,7 @@ def plan(body: Body, size_hints: Mapping[str, int] | None = None) -> Plan:
     reduction = tuple(loop for loop in body.reduction if loop.symbol not in used)
     work = max(1, sum(map(weight, values)))
     split = None
-    if body.reduction and not conflicts and not scans:
+    if body.reduction and not conflicts and not scans and not totals:
         iterations = size_hint(numel(loop.size for loop in outer), hints)
         width = size_hint(vector.size, hints) if columns and vector is not None else 1
         iterations *= -(-width // TILE)
@@ -171,7 +175,7 @@ def _writes_apart(body: Body, loop: Loop) -> bool:
     It matters for stores that add, and for those whose place is read from memory: on threads their order would
     decide the result.
     """
-    return all(_digit(store.index, loop, body) for store in body.stores if store.mode != "set" or store.indirect)
+    return all(_digit(store.index, loop, body) for store in body.stores if store.mode == "add" or store.indirect)
 
 
 def _digit(index: sympy.Expr, loop: Loop, body: Body) -> bool:

@@ -2,6 +2,7 @@
 // can vectorize loops over them. No C++ library headers: they would cost more to parse than a kernel to compile.
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 // glibc has vector versions of its math functions (libmvec). Its header announces them under -ffast-math only, which

@@ -1,7 +1,11 @@
 """C++ functions with reductions: rows, columns, and long reductions split into chunks.
 
-A kernel makes one pass over the reduction loops for each depth of reductions, then one for its inner stores; what
-varies with a reduction loop is computed again in every pass from data that is still in cache, unless it is dear.
+A kernel makes one pass over the reduction loops for each depth of reductions, then one for its inner stores that have
+to wait for all of them; what varies with a reduction loop is computed again in every pass from data that is still in
+cache, unless it is dear.
+
+Where stores total the columns (`Store.is_total`), a thread takes a chunk of rows at a time and adds up to a row of
+totals for that chunk; the chunks' rows are combined in order at the end.
 """
 
 from __future__ import annotations
@@ -13,14 +17,16 @@ from functools import cached_property
 import sympy
 
 from overlapc.codegen.cpp.accumulators import Accumulator, Variable, accumulator, scan_state, scan_text
-from overlapc.codegen.cpp.expressions import C_TYPE, index_text, weight
+from overlapc.codegen.cpp.expressions import C_TYPE, index_text, store_text, weight
 from overlapc.codegen.cpp.function import Function
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
 from overlapc.codegen.cpp.plan import BLOCK, CHUNKS, TILE
-from overlapc.ir.body import Constant, Index, Load, Loop, Reduce, Scan, Value
+from overlapc.ir.body import Constant, Index, Load, Loop, Reduce, Scan, Store, Value
 from overlapc.ir.indexing import numel
 
 _DEAR = 10  # additions: exp and its like
+_IDENTITY = {"sum": "0", "prod": "1"}
+_SIGN = {"sum": "+", "prod": "*"}
 _ROW_BYTES = 64 * 1024  # on each thread's stack, and still in the nearest caches
 
 
@@ -32,30 +38,86 @@ class ReductionFunction(Function):
         plan = self.plan
         vector = plan.vector
         assert vector is not None
+        totals = [store for store in self.body.stores if store.is_total]
         loops = [plain(loop) for loop in plan.outer] + [plain(loop) for loop in plan.serial]
-        if plan.columns:
+        if totals:
+            loops = self._chunks_of_rows(totals)
+        elif plan.columns:
             name = f"{vector.symbol}_block"
             end = index_text(vector.size)
             tile = For(f"for (int64_t {name} = 0; {name} < {end}; {name} += {self._tile()})")
             tile.inside.append(f"const int64_t lanes = at_most({self._tile()}, {end} - {name});")
             loops.append(tile)
         if plan.split is None and not plan.serial:
-            self.on_threads(loops, numel([self.body.numel(), self.body.reduction_numel()]))
+            parallel = loops[:1] if totals else loops
+            self.on_threads(parallel, numel([self.body.numel(), self.body.reduction_numel()]))
         for loop in loops:
             self.open(loop)
         known: dict[Value, str] = {}
-        last = max(self.stage.values(), default=0)
-        for stage in range(last + 1):
+        for stage in range(self._last_stage + 1):
             self._define_stage(stage, known)
             reduces = [value for value in self.values if isinstance(value, Reduce) and self.stage[value] == stage + 1]
             if reduces:
                 self._pass(reduces, known)
-        if self.inner_stores:
+        if self._late_stores:
             self._inner_stores(known)
         if self.outer_stores:
             self.store_nest([self._lane_loop()] if plan.columns else [], self.outer_stores, known)
         for loop in reversed(loops):
             self.close(loop)
+        if totals:
+            self._combine_chunks(totals)
+
+    # ---- totals of columns
+
+    def _chunks_of_rows(self, totals: Sequence[Store]) -> list[For]:
+        """Memory for a row of totals a chunk; the loops over chunks, and over the rows of one."""
+        rows, width = index_text(self.body.numel()), index_text(self.body.reduction_numel())
+        self.line(f"const int64_t rows = {rows}, width = {width};")
+        chunk = For(f"for (int64_t chunk = 0; chunk < {CHUNKS}; ++chunk)")
+        for at, store in enumerate(totals):
+            kind = C_TYPE[store.value.dtype]
+            self.line(f"{kind}* const parts{at} = ({kind}*)malloc(sizeof({kind}) * {CHUNKS} * width);")
+            chunk.inside.append(f"{kind}* const part{at} = parts{at} + chunk * width;")
+            chunk.inside.append(f"for (int64_t at = 0; at < width; ++at) part{at}[at] = {_IDENTITY[store.mode]};")
+        row = For(f"for (int64_t row = rows * chunk / {CHUNKS}; row < rows * (chunk + 1) / {CHUNKS}; ++row)")
+        rest: sympy.Expr = sympy.S.One
+        for loop in reversed(self.body.loops):
+            outermost = loop == self.body.loops[0]
+            place = "row" if rest == 1 else f"row / ({index_text(rest)})"
+            row.inside.append(
+                f"const int64_t {loop.symbol} = {place}{'' if outermost else f' % ({index_text(loop.size)})'};"
+            )
+            rest = sympy.expand(rest * loop.size)
+        return [chunk, row]
+
+    def store(self, store: Store, known: Mapping[Value, str]) -> str:
+        if not store.is_total:
+            return super().store(store, known)
+        at = [other for other in self.body.stores if other.is_total].index(store)
+        slot = f"part{at}[{self._flat_position()}]"
+        return f"{slot} = {slot} {_SIGN[store.mode]} {known[store.value]};"
+
+    def _combine_chunks(self, totals: Sequence[Store]) -> None:
+        """The last step of totals: the chunks' in order, and what was asked for stored."""
+        loops = [plain(loop) for loop in self.body.reduction]
+        self.on_threads(loops, self.body.reduction_numel() * CHUNKS)
+        for loop in loops:
+            self.open(loop)
+        for at, store in enumerate(totals):
+            dtype = store.value.dtype
+            kind = "double" if dtype.is_floating_point else C_TYPE[dtype]
+            part = f"parts{at}[chunk * width + {self._flat_position()}]"
+            self.line(f"{kind} total{at} = {_IDENTITY[store.mode]};")
+            self.line(f"for (int64_t chunk = 0; chunk < {CHUNKS}; ++chunk) total{at} {_SIGN[store.mode]}= {part};")
+            value = store_text(f"{C_TYPE[dtype]}(total{at})", dtype, store.memory_dtype)
+            self.line(f"{self.place(store, {})} = {value};")
+        for loop in reversed(loops):
+            self.close(loop)
+        for at in range(len(totals)):
+            self.line(f"free(parts{at});")
+
+    # ---- passes
 
     def _tile(self) -> int:
         """Columns that are accumulated together."""
@@ -112,6 +174,22 @@ class ReductionFunction(Function):
             later.update(value for value in store.operands() if not self.varies[value])
         return later
 
+    def _stores_of_stage(self, stage: int) -> list[Store]:
+        """Inner stores whose values are known after `stage` reductions, so that the next pass can make them."""
+        return [store for store in self.inner_stores if self._stage_of(store) == stage < self._last_stage]
+
+    @cached_property
+    def _late_stores(self) -> list[Store]:
+        """Inner stores that wait for every reduction; only these may overwrite what the passes read."""
+        return [store for store in self.inner_stores if self._stage_of(store) == self._last_stage]
+
+    @cached_property
+    def _last_stage(self) -> int:
+        return max(self.stage.values(), default=0)
+
+    def _stage_of(self, store: Store) -> int:
+        return max(self.stage[value] for value in store.operands())
+
     def _pass(self, reduces: Sequence[Reduce], known: dict[Value, str]) -> None:
         """One sweep over the reduction loops that computes `reduces`."""
         columns = self.plan.columns
@@ -145,7 +223,9 @@ class ReductionFunction(Function):
             return []
         after = dict(known) | dict.fromkeys(reduces, "")
         roots: list[Value] = [value for value in self.values if isinstance(value, Reduce) and value not in after]
-        roots += [value for store in self.inner_stores for value in store.operands()]
+        stage = self.stage[reduces[0]]
+        waiting = [store for store in self.inner_stores if self._stage_of(store) >= stage]
+        roots += [value for store in waiting for value in store.operands()]
         later = set(self.needed(roots, after))
         now = self.needed([reduce.arg for reduce in reduces], known)
         kept = [value for value in now if value in later and self.varies[value] and weight(value) >= _DEAR]
@@ -243,11 +323,14 @@ class ReductionFunction(Function):
         plan = self.plan
         vector = plan.vector
         assert vector is not None
+        stores = self._stores_of_stage(self.stage[accumulators[0].reduce] - 1)
         roots = [part.reduce.arg for part in accumulators]
+        roots += [value for store in stores for value in store.operands()]
 
         def accumulate(names: Mapping[Value, str]) -> Iterable[str]:
             positions = self._flat_position()
             lines = [text for part in accumulators for text in part.add(names[part.reduce.arg], positions)]
+            lines += [self.store(store, names) for store in stores]
             return lines + [f"row{self.number[value]}[{vector.symbol}] = {names[value]};" for value in kept]
 
         partials = [part for part in accumulators if part.partial is not None]
@@ -305,12 +388,13 @@ class ReductionFunction(Function):
         return index_text(sympy.expand(position))
 
     def _inner_stores(self, known: Mapping[Value, str]) -> None:
+        """The pass after all reductions."""
         plan = self.plan
         loops = [plain(loop) for loop in plan.reduction]
         vector = plan.vector
         assert vector is not None
         parallel = list(loops)
-        with self._scanning((value for store in self.inner_stores for value in store.operands()), known) as scans:
+        with self._scanning((value for store in self._late_stores for value in store.operands()), known) as scans:
             if plan.columns:
                 loops.append(self._lane_loop())
             elif plan.split is not None and longer_than(vector, BLOCK):
@@ -323,4 +407,4 @@ class ReductionFunction(Function):
             collapsed = 0
             if plan.split is not None:
                 collapsed = self.on_threads(parallel, self.body.reduction_numel() * width)
-            self.store_nest(loops, self.inner_stores, known, collapsed)
+            self.store_nest(loops, self._late_stores, known, collapsed)

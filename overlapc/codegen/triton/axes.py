@@ -36,9 +36,7 @@ class AxisWriter:
     def program_axes(self, split: bool) -> None:
         """Which tile this program computes."""
         kernel, emit = self.kernel, self.top
-        if kernel.index_dtype == "INDEX":
-            for size in kernel.sizes:
-                emit(f"{size} = {size}.to(INDEX)")
+        self.sizes_as_indices()
         program = kernel.widened("tl.program_id(0)")
         tiling = kernel.tiling
         if split:
@@ -60,6 +58,12 @@ class AxisWriter:
                 self.symbols[loop.symbol] = str(loop.symbol)
         else:
             self.axis("x", program, emit)
+
+    def sizes_as_indices(self) -> None:
+        """Sizes in the dtype that this launch indexes with."""
+        if self.kernel.index_dtype == "INDEX":
+            for size in self.kernel.sizes:
+                self.top(f"{size} = {size}.to(INDEX)")
 
     def axis(self, axis: str, tile: str, emit: Scope) -> None:
         """Index variable, mask and loop symbols of tile number `tile` along `axis`."""
@@ -132,11 +136,11 @@ class AxisWriter:
         self.axis_index("r", f"r_start + {self.kernel.widened('tl.arange(0, RBLOCK)')}", scope)
         return scope
 
-    def close_loop(self) -> None:
-        """Names of r end with their loop."""
-        for loop in self.kernel.axes["r"]:
+    def close_axis(self, axis: str) -> None:
+        """Names of an axis end with the loop over its tiles."""
+        for loop in self.kernel.axes[axis]:
             self.symbols.pop(loop.symbol, None)
-        self.masks.pop("r", None)
+        self.masks.pop(axis, None)
 
     def mask_argument(self, axes: Iterable[str], condition: str | None = None) -> str:
         """`, mask` for an access that covers `axes`: axes that may reach past their end, and a condition."""

@@ -86,6 +86,7 @@ class _Function:
     name: str
     lines: list[str]
     programs: sympy.Expr
+    num_warps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +101,21 @@ class _Scratch:
 def _source(shape: KernelShape, comment: str, hints: tuple[int, ...]) -> KernelSource:
     """Every stage as a function, and how to launch them."""
     tiling = shape.tiling
-    split = tiling.form == "split"
-    functions = list(_split_functions(shape)) if split else [_whole_function(shape)]
-    scratch = list(_scratch(shape)) if split else []
     constants = {f"{axis.upper()}BLOCK": shape.block[axis] for axis in shape.tile_axes}
-    if split:
+    scratch: list[_Scratch] = []
+    if tiling.form == "split":
+        functions = list(_split_functions(shape))
+        scratch = list(_scratch(shape))
         constants["SPLITS"] = tiling.splits
+    elif tiling.form == "totals":
+        functions = list(_totals_functions(shape))
+        scratch = [
+            _Scratch(f"total{at}_parts", store.value.dtype, shape.numel["r"] * tiling.splits)
+            for at, store in enumerate(shape.totals())
+        ]
+        constants |= {"SPLITS": tiling.splits, "COLUMNS": tilings.TOTALS_COLUMNS}
+    else:
+        functions = [_whole_function(shape)]
     parameters = [*shape.arguments.values(), *(item.name for item in scratch), *(str(size) for size in shape.sizes)]
     parameters += [f"{key}: tl.constexpr = {value}" for key, value in constants.items()]
     if shape.index_dtype == "INDEX":
@@ -118,7 +128,7 @@ def _source(shape: KernelShape, comment: str, hints: tuple[int, ...]) -> KernelS
         text += "\n\n@triton.jit\n" + "\n".join([head, *function.lines]) + "\n"
     dtypes = tilings.memory_dtypes(shape.body)
     launch = Launch(
-        stages=tuple(Stage(function.name, function.programs, tiling.num_warps) for function in functions),
+        stages=tuple(Stage(function.name, function.programs, function.num_warps) for function in functions),
         pointers=tuple(POINTER[dtypes[buffer]] for buffer in shape.arguments),
         scratch=tuple((item.dtype, sympy.expand(item.elements)) for item in scratch),
         constants=tuple(constants.items()),
@@ -138,20 +148,30 @@ def _whole_function(shape: KernelShape) -> _Function:
     if "y" in shape.axes:
         programs = programs * _blocks(shape.numel["y"], shape.tiling.yblock)
     programs = programs * numel(loop.size for loop in shape.tiling.grid)
-    return _Function(shape.name, StageWriter(shape).whole(*shape.divided_stores()), programs)
+    return _Function(shape.name, StageWriter(shape).whole(*shape.divided_stores()), programs, shape.tiling.num_warps)
+
+
+def _totals_functions(shape: KernelShape) -> Iterator[_Function]:
+    """The pass over the rows, then the totals of their columns."""
+    tiling = shape.tiling
+    lines = StageWriter(shape).over_rows(*shape.divided_stores())
+    yield _Function(f"{shape.name}_rows", lines, sympy.Integer(tiling.splits), tiling.num_warps)
+    blocks = _blocks(shape.numel["r"], tilings.TOTALS_COLUMNS)
+    yield _Function(f"{shape.name}_totals", StageWriter(shape).combine_totals(), blocks, tilings.TOTALS_WARPS)
 
 
 def _split_functions(shape: KernelShape) -> Iterator[_Function]:
     """A function for every reduction depth, then one for each kind of store."""
     inner, outer = shape.divided_stores()
     rows = _blocks(shape.numel["x"], shape.tiling.xblock)
-    programs = rows * shape.tiling.splits
+    programs, warps = rows * shape.tiling.splits, shape.tiling.num_warps
     for depth in range(len(shape.levels)):
-        yield _Function(f"{shape.name}_part{depth + 1}", StageWriter(shape).partial(depth), programs)
-    if inner:
-        yield _Function(f"{shape.name}_inner", StageWriter(shape).finish(inner, True), programs)
+        yield _Function(f"{shape.name}_part{depth + 1}", StageWriter(shape).partial(depth), programs, warps)
+    late = StageWriter(shape).late(inner)
+    if late:
+        yield _Function(f"{shape.name}_inner", StageWriter(shape).finish(late, True), programs, warps)
     if outer:
-        yield _Function(f"{shape.name}_outer", StageWriter(shape).finish(outer, False), rows)
+        yield _Function(f"{shape.name}_outer", StageWriter(shape).finish(outer, False), rows, warps)
 
 
 def _scratch(shape: KernelShape) -> Iterator[_Scratch]:

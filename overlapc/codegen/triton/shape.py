@@ -10,7 +10,7 @@ import torch
 from overlapc.codegen.triton.accumulate import accumulations, scanning
 from overlapc.codegen.triton.expressions import IndexPrinter
 from overlapc.codegen.triton.tiling import Tiling
-from overlapc.ir.body import Body, Scan, Store, Value, depends_on
+from overlapc.ir.body import Body, Reduce, Scan, Store, Value, depends_on, topological
 from overlapc.ir.indexing import bounds, numel
 
 _INT32_LIMIT = 2**31 - 2**20  # room for the last, partly masked tile
@@ -100,9 +100,25 @@ class KernelShape:
             (inner if self.is_reduction and self.is_inner(store, varies) else outer).append(store)
         return inner, outer
 
+    def totals(self) -> list[Store]:
+        """Stores that total the columns of a tile over all rows."""
+        return [store for store in self.body.stores if store.is_total]
+
+    def level_of(self, store: Store) -> int:
+        """How many levels of reductions must be finished before what `store` needs is known."""
+        provided = {
+            value: number
+            for number, level in enumerate(self.levels, 1)
+            for accumulation in level
+            for value in accumulation.provides
+        }
+        needed = (value for value in topological(store.operands()) if isinstance(value, Reduce))
+        return max((provided[value] for value in needed), default=0)
+
     def describe(self) -> str:
         parts = [f"{axis} {self.numel[axis]} by {self.block[axis]}" for axis in self.tile_axes]
-        tail = f", {self.tiling.splits} programs a row" if self.tiling.splits > 1 else ""
+        tail = f", {self.tiling.splits} programs a row" if self.tiling.form == "split" else ""
+        tail += f", {self.tiling.splits} programs share the rows" if self.tiling.form == "totals" else ""
         return f"{self.tiling.form}: {', '.join(parts)}, {self.tiling.num_warps} warps{tail}"
 
 

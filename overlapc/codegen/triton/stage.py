@@ -7,12 +7,17 @@ from collections.abc import Mapping, Sequence
 from overlapc.codegen.triton.accumulate import Accumulation, Online, Position
 from overlapc.codegen.triton.axes import Scope
 from overlapc.codegen.triton.expressions import COMPUTE
+from overlapc.codegen.triton.shape import term
 from overlapc.codegen.triton.values import ValueWriter
 from overlapc.ir.body import Scan, Store, Value
 
+PARTS = 32  # programs whose totals of columns are loaded at a time
+_NEUTRAL = {"sum": "0", "prod": "1"}
+_SIGN = {"sum": "+", "prod": "*"}
+
 
 class StageWriter(ValueWriter):
-    """Writes a whole function, in one of three kinds, a method each that returns its lines."""
+    """Writes a whole function, in one of five kinds, a method each that returns its lines."""
 
     def whole(self, inner: Sequence[Store], outer: Sequence[Store]) -> list[str]:
         """Everything in one function: flat, tiled, persistent and looped kernels."""
@@ -27,13 +32,89 @@ class StageWriter(ValueWriter):
             self.write(self.top, self.names, inner, ("x", "r"))
             self.write(self.top, self.names, outer, ("x",))
         else:
+            late = self.late(inner)
             for depth, level in enumerate(kernel.levels):
-                self.rereads = bool(inner) or depth + 1 < len(kernel.levels)
-                self.reduce_loop(level, "0", kernel.size_text(kernel.numel["r"]))
+                self.rereads = bool(late) or depth + 1 < len(kernel.levels)
+                self.reduce_loop(level, "0", kernel.size_text(kernel.numel["r"]), self.early(inner, depth))
                 self.finish_level(level)
-            if inner:
-                self.loop_over_r(inner, "0", kernel.size_text(kernel.numel["r"]))
+            if late:
+                self.loop_over_r(late, "0", kernel.size_text(kernel.numel["r"]))
             self.write(self.top, self.names, outer, ("x",))
+        return self.lines
+
+    def early(self, inner: Sequence[Store], depth: int) -> list[Store]:
+        """Stores that the pass of the reductions at `depth` can make: nothing later holds them back."""
+        return [store for store in inner if self.kernel.level_of(store) == depth < len(self.kernel.levels)]
+
+    def late(self, inner: Sequence[Store]) -> list[Store]:
+        """Stores that wait for every reduction; only these may overwrite what the passes read."""
+        return [store for store in inner if self.kernel.level_of(store) == len(self.kernel.levels)]
+
+    def over_rows(self, inner: Sequence[Store], outer: Sequence[Store]) -> list[str]:
+        """One program's share of the rows, a few whole rows at a time, and its totals of their columns to scratch."""
+        kernel, function = self.kernel, self.top
+        totals = kernel.totals()
+        self.sizes_as_indices()
+        function(f"program = {kernel.widened('tl.program_id(0)')}")
+        self.axis("r", "0", function)
+        for at, store in enumerate(totals):
+            shape = kernel.shape(("x", "r"))
+            function(f"total{at} = tl.full({shape}, {_NEUTRAL[store.mode]}, {COMPUTE[store.value.dtype]})")
+        same = [load for load in kernel.body.loads() if not load.operands() and self.index_axes(load.index) <= {"r"}]
+        self.compute(function, self.names, same)  # the same for every row
+        before = dict(self.names)
+        rows = kernel.size_text(kernel.numel["x"])
+        function(f"for x_start in range(program * XBLOCK, {rows}, SPLITS * XBLOCK):")
+        self.top = function.inner()
+        self.axis_index("x", f"x_start + {kernel.widened('tl.arange(0, XBLOCK)')}", self.top)
+        for level in kernel.levels:
+            self.reduce_tile(level)
+        self.compute_all(self.top, self.names, totals)
+        for at, store in enumerate(totals):
+            value = self.whole_tile(store.value, _NEUTRAL[store.mode])
+            self.top(f"total{at} = total{at} {_SIGN[store.mode]} {value}")
+        self.write(self.top, self.names, [store for store in inner if not store.is_total], ("x", "r"))
+        self.write(self.top, self.names, outer, ("x",))
+        self.top, self.names = function, before
+        self.close_axis("x")
+        for at, store in enumerate(totals):
+            part = f"total{at}_parts + (program * {kernel.size_text(kernel.numel['r'])} + {kernel.index_name['r']})"
+            total = f"ops.total_{store.mode}(total{at})"
+            self.top(f"tl.store({part}, {total}{self.mask_argument(('r',))})")
+        return self.lines
+
+    def whole_tile(self, value: Value, neutral: str) -> str:
+        """`value` over all of [x, r], `neutral` behind the ends."""
+        text = self.names[value]
+        if self.value_axes[value] != {"x", "r"}:
+            text = f"tl.broadcast_to({text}, {self.kernel.shape(('x', 'r'))})"
+        mask = " & ".join(self.masks[axis] for axis in ("x", "r") if axis in self.masks)
+        return f"tl.where({mask}, {text}, {neutral})" if mask else text
+
+    def combine_totals(self) -> list[str]:
+        """A block of columns: the programs' totals added up in order, and what was asked for stored."""
+        kernel = self.kernel
+        totals = kernel.totals()
+        self.sizes_as_indices()
+        self.axis_index("r", f"{kernel.widened('tl.program_id(0)')} * COLUMNS + tl.arange(0, COLUMNS)", self.top)
+        columns = kernel.size_text(kernel.numel["r"])
+        if "r" not in self.masks:  # tiles of rows fit the columns, blocks of them need not
+            self.top(f"rmask = {kernel.index_name['r']} < {columns}")
+            self.masks["r"] = "rmask"
+        for at, store in enumerate(totals):
+            shape = f"[{PARTS}, COLUMNS]"
+            self.top(f"total{at} = tl.full({shape}, {_NEUTRAL[store.mode]}, {COMPUTE[store.value.dtype]})")
+        self.top(f"for first in range(0, SPLITS, {PARTS}):")
+        loop = self.top.inner()
+        loop(f"part = (first + tl.arange(0, {PARTS}))[:, None]")
+        for at, store in enumerate(totals):
+            where = f"total{at}_parts + (part * {columns} + {kernel.index_name['r']})"
+            value = f"tl.load({where}, rmask & (part < SPLITS), other={_NEUTRAL[store.mode]})"
+            loop(f"total{at} = total{at} {_SIGN[store.mode]} {value}")
+        for at, store in enumerate(totals):
+            self.names[store.value] = f"ops.total_{store.mode}(total{at})"
+            pointer = f"{kernel.arguments[store.buffer]} + {term(self.index(store.index, (), {}))}"
+            self.top(f"tl.store({pointer}, {self.stored(store, self.names)}, rmask)")
         return self.lines
 
     def partial(self, depth: int) -> list[str]:
@@ -44,8 +125,9 @@ class StageWriter(ValueWriter):
             self.combine(level)
         first, last = self.share()
         level = kernel.levels[depth]
-        self.rereads = depth + 1 < len(kernel.levels)
-        self.reduce_loop(level, first, last)
+        inner, _ = kernel.divided_stores()
+        self.rereads = depth + 1 < len(kernel.levels) or bool(self.late(inner))
+        self.reduce_loop(level, first, last, self.early(inner, depth))
         for accumulation in level:
             targets = [f"{state.name}_part" for state in accumulation.states]
             for line in accumulation.reduced([state.name for state in accumulation.states], targets):
@@ -82,9 +164,10 @@ class StageWriter(ValueWriter):
                 self.top(line)
             self.define(accumulation, names)
 
-    def reduce_loop(self, level: Sequence[Accumulation], first: str, last: str) -> None:
-        """Accumulates a depth's reductions lane by lane over tiles of r."""
+    def reduce_loop(self, level: Sequence[Accumulation], first: str, last: str, stores: Sequence[Store] = ()) -> None:
+        """Accumulates a depth's reductions lane by lane over tiles of r, and makes `stores` on the way."""
         roots = [accumulation.reduce.arg for accumulation in level]
+        roots += [value for store in stores for value in store.operands()]
         self.compute_outer(roots)
         for accumulation in level:
             for state in accumulation.states:
@@ -105,7 +188,8 @@ class StageWriter(ValueWriter):
                 if "r" in self.masks:
                     text = f"tl.where({self.masks['r']}, {text}, {old})"
                 with_r(f"{old} = {text}")
-        self.close_loop()
+        self.write(with_r, names, stores, ("x", "r"))
+        self.close_axis("r")
 
     def finish_level(self, level: Sequence[Accumulation]) -> None:
         for accumulation in level:
@@ -163,4 +247,4 @@ class StageWriter(ValueWriter):
         self.rereads = False
         scope = self.open_scanning_loop(first, last, roots)
         self.write(scope, dict(self.names), stores, ("x", "r"))
-        self.close_loop()
+        self.close_axis("r")

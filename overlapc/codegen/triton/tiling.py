@@ -9,6 +9,7 @@ Forms of a kernel:
     persistent  reduction whose row fits a tile [x, r]: everything is read once
     looped      reduction in tiles [x, r] over r, one pass a reduction depth
     split       looped, with r divided among programs: too few rows to fill the device, and nothing to scan
+    totals      persistent, with the rows divided among programs that each total the columns of theirs
 
 Sizes that are symbols enter with their hints; any size stays correct, hints only choose speed.
 """
@@ -26,6 +27,9 @@ from overlapc.ir.indexing import free_symbols
 
 MULTIPROCESSORS = 132  # of an H100/H200 SXM; other devices only get less fitting block sizes
 _PERSISTENT_LIMIT = 16384  # elements of a row; 16 a thread at 32 warps
+# Of the launch that adds up the programs' totals: a warp's width of columns, twice for loads of 16 bytes.
+TOTALS_COLUMNS = 64
+TOTALS_WARPS = 4
 DEFAULT_HINT = 4096  # for a size nobody knows
 
 
@@ -171,6 +175,8 @@ def _reduction(
             rows *= size
     x, r = body.loops, body.reduction
     best = max(votes, key=lambda symbol: votes[symbol]) if votes else None
+    if any(store.is_total for store in body.stores):
+        return _totals(body, rows, length, best)
     columns = best is not None and votes[best] > 0 and best not in reduced
     if columns:
         assert best is not None
@@ -205,6 +211,16 @@ def _reduction(
         splits = 1 << max(0, wanted.bit_length() - 1) if wanted >= 2 else 1
     form = "persistent" if fits else "split" if splits > 1 else "looped"
     return Tiling(form, x, xblock, num_warps, r=r, rblock=rblock, splits=splits)
+
+
+def _totals(body: Body, rows: int, length: int, best: sympy.Symbol | None) -> Tiling:
+    """Whole rows, as many programs as stay on the device together: each brings a row of totals."""
+    rblock = power_of_two(length)
+    xblock = min(max(1, 2048 // rblock), power_of_two(rows))
+    num_warps = _clamp(1, xblock * rblock // 512, 32)
+    programs = min(MULTIPROCESSORS * max(1, 16 // num_warps), -(-rows // xblock))
+    r = body.reduction if best is None else _last(body.reduction, best)
+    return Tiling("totals", body.loops, xblock, num_warps, r=r, rblock=rblock, splits=max(1, programs))
 
 
 def memory_dtypes(body: Body) -> dict[str, torch.dtype]:

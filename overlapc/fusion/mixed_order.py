@@ -1,0 +1,122 @@
+"""A reduction of the columns of a matrix joins a kernel that goes over its rows: one pass over memory for both.
+
+    for p0 < R, reduce r0 < C:  s = sum(x[C*p0 + r0] * g[C*p0 + r0]);  y[C*p0 + r0] = s * x[C*p0 + r0]
+    for p0 < C, reduce r0 < R:  w[p0] = sum(g[C*r0 + p0])
+ -> for p0 < R, reduce r0 < C:  s = …;  y[C*p0 + r0] = …;  store sum w[r0] = g[C*p0 + r0]
+
+The gradients of a norm and of its weight are such a pair. An element-wise kernel and a column reduction (the gradients
+of an activation and of a bias) need no totals: the reduction visits every element anyway, and stores them on its way.
+
+Tried after everything that fuses with its loops as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import sympy
+
+from overlapc.fusion.loop_order import Bytes, scattered_bytes
+from overlapc.fusion.merge import Refusal, merge, nest_of, refine
+from overlapc.ir.body import TOTALS, Body, Cast, Loop, Reduce, Store, Value, topological, with_loops
+from overlapc.ir.indexing import loop_symbol, numel
+
+# From where on one pass is faster than two: below, both fit the caches, or there are too few rows to give every
+# program (or thread) many of them, each of which brings partial totals of all columns.
+FEWEST_ELEMENTS = 5 * 2**20
+FEWEST_ROWS = 4096
+ROWS_PER_COLUMN = 2
+MOST_COLUMNS = 16384  # a program keeps a total of each in registers
+
+
+def crosses(first: Body, second: Body) -> bool:
+    """A quick test that `merge_across` could work out, on element counts alone."""
+    if first.reduction and second.reduction:
+        return first.numel() == second.reduction_numel() and first.reduction_numel() == second.numel()
+    if not first.reduction and not second.reduction:
+        return False
+    reducing, plain = (first, second) if first.reduction else (second, first)
+    return plain.numel() == numel((reducing.numel(), reducing.reduction_numel()))
+
+
+def merge_across(first: Body, second: Body, hint: Callable[[sympy.Expr], int], bytes_of: Bytes) -> Body | Refusal:
+    """A kernel that does both, its loops those of one and crosswise to those of the other; or why there is none.
+
+    `hint` gives sizes as traced, `bytes_of` what each buffer holds.
+    """
+    if first.scans() or second.scans():
+        return Refusal("a scan keeps the order of its loops")
+    pair = _both_reduce(first, second, hint) if first.reduction and second.reduction else _one_reduces(first, second)
+    if isinstance(pair, Refusal):
+        return pair
+    merged = merge(*pair)
+    if isinstance(merged, Refusal):
+        return merged
+    if _skipped(merged, bytes_of) > _skipped(first, bytes_of) + _skipped(second, bytes_of):
+        return Refusal("one of them would skip through memory")
+    return merged
+
+
+def _skipped(body: Body, bytes_of: Bytes) -> int:
+    """Bytes not visited one after another when neighbouring lanes run along the loop that suits most."""
+    return min((scattered_bytes(body, bytes_of, loop) for loop in (*body.loops, *body.reduction)), default=0)
+
+
+def _both_reduce(first: Body, second: Body, hint: Callable[[sympy.Expr], int]) -> tuple[Body, Body] | Refusal:
+    """Both over the loops of the one that reduces rows."""
+    flipped = hint(first.numel()) < hint(second.numel())  # columns are fewer than rows
+    columns = first if flipped else second
+    if not columns.numel().is_Integer:
+        return Refusal("how many columns there are is known only at run time")
+    rows, width = hint(columns.reduction_numel()), int(columns.numel())
+    if rows * width < FEWEST_ELEMENTS or rows < max(FEWEST_ROWS, ROWS_PER_COLUMN * width) or width > MOST_COLUMNS:
+        return Refusal(f"{rows} rows of {width} are too small, too wide or too few for one pass over both")
+    totals = _as_totals(columns)
+    if isinstance(totals, Refusal):
+        return totals
+    return (totals, second) if flipped else (first, totals)
+
+
+def _as_totals(columns: Body) -> Body | Refusal:
+    """A column reduction that goes row by row: its reductions become totals that stores make."""
+    stores = tuple(_as_total(store) for store in columns.stores)
+    values = topological(value for store in stores for value in store.operands())
+    left = [value.kind for value in values if isinstance(value, Reduce)]
+    if left:
+        return Refusal(f"the {left[0]} of a column is no plain total, or more is computed from it")
+    loops = tuple(Loop(loop_symbol("p", at), loop.size) for at, loop in enumerate(columns.reduction))
+    reduction = tuple(Loop(loop_symbol("r", at), loop.size) for at, loop in enumerate(columns.loops))
+    old, new = (*columns.reduction, *columns.loops), (*loops, *reduction)
+    replacement = {was.symbol: now.symbol for was, now in zip(old, new, strict=True)}
+    return with_loops(dataclasses.replace(columns, stores=stores), replacement, loops, reduction)
+
+
+def _as_total(store: Store) -> Store:
+    """`store` with its reduction done by the store itself, where it can be."""
+    value: Value = store.value
+    while isinstance(value, Cast) and value.to is store.memory_dtype:
+        value = value.arg  # a store rounds anyway
+    plain = store.mode == "set" and store.mask is None and not store.indirect
+    if not (isinstance(value, Reduce) and value.kind in TOTALS and plain):
+        return store
+    arg = value.arg if value.arg.dtype is value.dtype else Cast(value.arg, value.dtype)
+    return dataclasses.replace(store, value=arg, mode=value.kind)
+
+
+def _one_reduces(first: Body, second: Body) -> tuple[Body, Body] | Refusal:
+    """The element-wise one over the reduction loops, then the parallel loops of the other."""
+    reducing, plain = (first, second) if first.reduction else (second, first)
+    across = (*reducing.reduction, *reducing.loops)
+    refined = refine([loop.size for loop in across], [loop.size for loop in plain.loops])
+    if refined is None:
+        return Refusal("the loops of one do not cross those of the other")
+    border = sum(len(part) for part in refined.parts[0][: len(reducing.reduction)])
+    reduction = nest_of("r", refined.sizes[:border])
+    loops = nest_of("p", refined.sizes[border:])
+    symbols = [loop.symbol for loop in (*reduction, *loops)]
+    over = [
+        with_loops(body, refined.replacement(nest, which, symbols), loops, reduction)
+        for which, (body, nest) in enumerate(((reducing, across), (plain, plain.loops)))
+    ]
+    return (over[0], over[1]) if first.reduction else (over[1], over[0])

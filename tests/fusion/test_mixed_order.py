@@ -1,0 +1,174 @@
+"""Row and column reductions over one input become one pass, where that pays and means the same."""
+
+from __future__ import annotations
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+
+from overlapc.fusion import fuse_ops, mixed_order
+from overlapc.fusion.merge import Refusal
+from overlapc.fusion.mixed_order import crosses, merge_across
+from overlapc.ir.body import Body, Cast, Load, Reduce, Store, Value, op
+from overlapc.ir.ops import Loops
+from tests.fusion.programs import capture
+from tests.ir.bodies import P, R, loops_of, put, x
+from tests.ir.interpret import run_body
+
+ROWS, COLUMNS = 6, 3
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of a few elements count as large."""
+    monkeypatch.setattr(mixed_order, "FEWEST_ELEMENTS", 1)
+    monkeypatch.setattr(mixed_order, "FEWEST_ROWS", 1)
+
+
+def total(value: Value, kind: str = "sum") -> Reduce:
+    return Reduce(kind, value, torch.float32)
+
+
+def by_rows(rows: int = ROWS, columns: int = COLUMNS) -> Body:
+    """Each row scaled by its sum."""
+    at = columns * P[0] + R[0]
+    value = op("mul", x("a", at), total(x("a", at)))
+    return Body(loops_of("p", (rows,)), loops_of("r", (columns,)), (put("y", at, value),))
+
+
+def by_columns(value: Value | None = None, rows: int = ROWS, columns: int = COLUMNS) -> Body:
+    """The sum of each column."""
+    value = total(x("a", columns * R[0] + P[0])) if value is None else value
+    return Body(loops_of("p", (columns,)), loops_of("r", (rows,)), (put("w", P[0], value),))
+
+
+def pointwise(out: str = "z", read: str = "a", rows: int = ROWS, columns: int = COLUMNS) -> Body:
+    loops = loops_of("p", (rows * columns,))
+    return Body(loops, (), (put(out, P[0], op("exp", x(read, P[0]))),))
+
+
+def across(first: Body, second: Body) -> Body | Refusal:
+    return merge_across(first, second, int, lambda name: 4 * ROWS * COLUMNS)
+
+
+def check(first: Body, second: Body) -> Body:
+    """Both in one kernel do what they do one after the other."""
+    merged = across(first, second)
+    assert isinstance(merged, Body), merged
+    given = {"a": torch.randn(ROWS * COLUMNS), "b": torch.randn(ROWS)}
+    made = {name: torch.zeros(ROWS * COLUMNS) for name in "yz"} | {"w": torch.zeros(COLUMNS)}
+    one, two = ({name: tensor.clone() for name, tensor in (given | made).items()} for _ in range(2))
+    run_body(first, one)
+    run_body(second, one)
+    run_body(merged, two)
+    torch.testing.assert_close(two, one)
+    return merged
+
+
+@pytest.mark.usefixtures("small")
+def test_a_column_sum_is_stored_by_the_kernel_that_goes_over_rows() -> None:
+    merged = check(by_rows(), by_columns())
+    assert [loop.size for loop in (*merged.loops, *merged.reduction)] == [ROWS, COLUMNS]
+    assert [(store.buffer, store.mode) for store in merged.stores] == [("y", "set"), ("w", "sum")]
+    check(by_columns(), by_rows())  # whichever comes first
+
+
+@pytest.mark.usefixtures("small")
+def test_a_column_sum_of_what_the_rows_made() -> None:
+    reader = by_columns(total(x("y", COLUMNS * R[0] + P[0])))
+    merged = check(by_rows(), reader)
+    assert [load.buffer for load in merged.loads()] == ["a"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_product_of_columns_and_values_of_a_row() -> None:
+    value = op("mul", x("a", COLUMNS * R[0] + P[0]), x("b", R[0]))
+    check(by_rows(), by_columns(total(value, "prod")))
+
+
+@pytest.mark.usefixtures("small")
+def test_a_total_in_the_dtype_that_is_stored_anyway() -> None:
+    rounded = Cast(total(x("a", COLUMNS * R[0] + P[0])), torch.bfloat16)
+    store = Store("w", P[0], rounded, torch.bfloat16)
+    merged = across(by_rows(), Body(loops_of("p", (COLUMNS,)), loops_of("r", (ROWS,)), (store,)))
+    assert isinstance(merged, Body)
+    assert isinstance(merged.stores[-1].value, Load)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (op("exp", total(x("a", COLUMNS * R[0] + P[0]))), "more is computed from it"),
+        (total(x("a", COLUMNS * R[0] + P[0]), "max"), "the max of a column"),
+        (total(x("a", R[0] + ROWS * P[0])), "skip through memory"),
+    ],
+)
+def test_what_is_no_plain_total_stays_apart(value: Value, reason: str) -> None:
+    refused = across(by_rows(), by_columns(value))
+    assert isinstance(refused, Refusal)
+    assert reason in refused.reason
+
+
+@pytest.mark.usefixtures("small")
+def test_a_total_cannot_be_read_in_the_kernel_that_makes_it() -> None:
+    at = COLUMNS * P[0] + R[0]
+    reader = Body(
+        loops_of("p", (ROWS,)), loops_of("r", (COLUMNS,)), (put("y", P[0], total(op("mul", x("a", at), x("w", R[0])))),)
+    )
+    refused = across(by_columns(), reader)
+    assert isinstance(refused, Refusal)
+    assert "w is a total" in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "pays"),
+    [(8192, 1024, True), (4096, 2048, True), (4096, 1024, False), (2048, 4096, False), (65536, 32768, False)],
+)
+def test_one_pass_where_it_pays(rows: int, columns: int, pays: bool) -> None:
+    column = by_columns(total(x("a", columns * R[0] + P[0])), rows, columns)
+    merged = merge_across(by_rows(rows, columns), column, int, lambda name: 4 * rows * columns)
+    assert isinstance(merged, Body) == pays
+
+
+def test_an_element_wise_kernel_joins_a_column_reduction() -> None:
+    merged = check(pointwise(), by_columns())
+    assert [loop.size for loop in (*merged.loops, *merged.reduction)] == [COLUMNS, ROWS]
+    assert all(not store.is_total for store in merged.stores)
+    check(pointwise(), by_columns(total(x("z", COLUMNS * R[0] + P[0]))))
+    check(by_columns(), pointwise())
+
+
+def test_counts_tell_what_may_cross() -> None:
+    assert crosses(by_rows(), by_columns())
+    assert crosses(by_columns(), pointwise())
+    assert not crosses(by_rows(), by_rows())
+    assert not crosses(pointwise(), pointwise())
+    assert not crosses(by_rows(), by_columns(rows=ROWS + 1))
+
+
+def kernels_of(function, *inputs: torch.Tensor) -> list[Loops]:
+    ops, _ = fuse_ops(capture(function, *inputs))
+    return [each for each in ops if isinstance(each, Loops)]
+
+
+def test_norm_backward_is_one_kernel() -> None:
+    def backward(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5)
+        gw = g * w
+        dx = scale * (gw - x * scale * scale * (gw * x).mean(-1, keepdim=True))
+        return dx, (g * x * scale).sum(0)
+
+    sizes = (8192, 1024)
+    (kernel,) = kernels_of(backward, torch.empty(sizes), torch.empty(sizes), torch.empty(sizes[1]))
+    assert sum(store.is_total for store in kernel.body.stores) == 1
+
+
+def test_gradients_of_an_activation_and_of_a_bias_are_one_kernel() -> None:
+    def backward(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        dx = g * torch.sigmoid(x) * F.relu(x)
+        return dx, dx.sum(0)
+
+    (kernel,) = kernels_of(backward, torch.empty(64, 32), torch.empty(64, 32))
+    assert kernel.body.reduction_numel() == sympy.Integer(64)
