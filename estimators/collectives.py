@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from dataclasses import dataclass
 
 from overlapc.estimators.device import DeviceProfile, Link, Table
+from overlapc.estimators.links import crossed, ranks_by_host
 from overlapc.schedule.model import Comm, Estimate, Node
 
 
@@ -28,12 +28,13 @@ class MeasuredCollectives:
 
     def estimate(self, node: Node) -> Estimate | None:
         comm = node.comm
-        if comm is None or _ranks_by_host(comm, self.profile) != {0: comm.size}:
+        if comm is None or ranks_by_host(comm, self.profile) != {0: comm.size}:
             return None
         table = self.profile.table(comm.collective, comm.size, comm.dtype)
         if table is None or not table.points:
             return None
-        return Estimate(interpolate(table, comm.bytes), self.name)
+        alone = self.profile.slowdown(comm.collective, comm.channels).alone
+        return Estimate(interpolate(table, comm.bytes) * alone, self.name)
 
 
 @dataclass(frozen=True)
@@ -52,23 +53,12 @@ class AnalyticCollectives:
             return None
         if comm.size == 1:
             return Estimate(self.profile.collective_floor_ns, self.name)
-        link = self._link(comm)
-        ns = None if link is None else _ring_or_tree_ns(comm, link)
-        return None if ns is None else Estimate(self.profile.collective_floor_ns + ns, self.name)
-
-    def _link(self, comm: Comm) -> Link | None:
-        """The narrowest link of a ring: within a host, or out of it through every member's network card."""
-        profile = self.profile
-        hosts = _ranks_by_host(comm, profile)
-        if len(hosts) == 1:
-            return profile.host_link
-        network = profile.network_link
-        if network is None:
+        way = crossed(comm, self.profile)
+        ns = None if way is None else _ring_or_tree_ns(comm, way[1])
+        if ns is None:
             return None
-        cards = min(hosts.values())  # each local rank of the group brings its own card
-        if cards == 1 or profile.host_link is None:
-            return network
-        return Link(min(network.bytes_per_s * cards, profile.host_link.bytes_per_s), network.step_ns)
+        alone = self.profile.slowdown(comm.collective, comm.channels).alone
+        return Estimate(self.profile.collective_floor_ns + ns * alone, self.name)
 
 
 def interpolate(table: Table, size_bytes: int) -> float:
@@ -85,27 +75,20 @@ def interpolate(table: Table, size_bytes: int) -> float:
     return low_ns + (high_ns - low_ns) * (size_bytes - low) / (high - low)
 
 
-def _ranks_by_host(comm: Comm, profile: DeviceProfile) -> dict[int, int]:
-    """Host -> how many of the group's ranks it has; hosts are counted from the group's first."""
-    if not comm.ranks:
-        full, rest = divmod(comm.size, profile.ranks_per_host)
-        hosts = dict.fromkeys(range(full), profile.ranks_per_host)
-        return {**hosts, full: rest} if rest else hosts
-    counted = Counter(rank // profile.ranks_per_host for rank in comm.ranks)
-    return {host: counted[key] for host, key in enumerate(sorted(counted))}
-
-
 def _ring_or_tree_ns(comm: Comm, link: Link) -> float | None:
     """Time on the links alone; None for a collective whose traffic we do not know."""
-    ranks, full_ns = comm.size, comm.bytes / link.bytes_per_s * 1e9
+    ranks, size = comm.size, comm.bytes
     share = (ranks - 1) / ranks
-    if comm.collective in ("all_gather", "reduce_scatter", "all_to_all"):
-        return (ranks - 1) * link.step_ns + share * full_ns
     depth = math.ceil(math.log2(ranks))
-    if comm.collective == "all_reduce":
-        ring = 2 * (ranks - 1) * link.step_ns + 2 * share * full_ns
-        tree = 2 * depth * link.step_ns + 2 * full_ns  # up and down: no 1/ranks saved, far fewer steps
-        return min(ring, tree)
-    if comm.collective == "broadcast":
-        return depth * link.step_ns + full_ns
+    match comm.collective:
+        case "all_gather" | "reduce_scatter":
+            return link.ns(ranks - 1, share * size)
+        case "all_to_all":  # every peer directly
+            return link.ns(1, share * size)
+        case "all_reduce":  # the tree goes up and down: no 1/ranks saved, far fewer steps
+            return min(link.ns(2 * (ranks - 1), 2 * share * size), link.ns(2 * depth, 2 * size))
+        case "broadcast":
+            return link.ns(depth, size)
+        case "point_to_point":
+            return link.ns(1, size)
     return None

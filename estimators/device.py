@@ -26,11 +26,28 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
+class Protocol:
+    """One way of a library to move data over a link: what it costs to set up, and the share of bandwidth it reaches."""
+
+    share: float
+    base_ns: float
+    step_ns: float
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """What ring and tree collectives see of a connection between ranks."""
 
     bytes_per_s: float  # one rank's bus bandwidth
     step_ns: float  # one step of a ring or tree
+    protocols: tuple[Protocol, ...] = ()  # the fastest one is taken; none: full bandwidth at `step_ns` a step
+
+    def ns(self, steps: int, moved_bytes: float) -> float:
+        """Time for a rank to move so many bytes in so many steps."""
+        full_ns = moved_bytes / self.bytes_per_s * 1e9
+        if not self.protocols:
+            return steps * self.step_ns + full_ns
+        return min(each.base_ns + steps * each.step_ns + full_ns / each.share for each in self.protocols)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +62,25 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """How much longer compute takes beside a running collective: 1.29 is 29% longer. At least 1."""
+    """How much longer compute takes beside a running collective: 1.29 is 29% longer. At least 1. None: not measured."""
 
-    matmul: float = 1.0  # compute-bound work
+    matmul: float = 1.0  # a large matmul
     memory: float = 1.0  # memory-bound kernels
-    own_matmul: float | None = None  # the collective itself, beside compute-bound work; None: not measured
+    attention: float | None = None
+    own_matmul: float | None = None  # the collective itself, beside matmuls
     own_memory: float | None = None  # the collective itself, beside memory-bound kernels
+    multiprocessors: float | None = None  # that the collective holds: decides the waves of a matmul beside it
+    alone: float = 1.0  # the collective itself on these channels, against default channels
+
+    def of(self, beside: str) -> float:
+        """Of "matmul", "memory" or "attention"."""
+        if beside == "matmul":
+            return self.matmul
+        return self.memory if beside == "memory" or self.attention is None else self.attention
+
+    def own(self, beside: str) -> float | None:
+        """Of the collective beside that; attention counts as a matmul."""
+        return self.own_memory if beside == "memory" else self.own_matmul
 
 
 @dataclass(frozen=True)
@@ -61,8 +91,12 @@ class DeviceProfile:
     flops_per_s: Mapping[str, float] = field(default_factory=dict)  # by dtype; "vector" for generated kernels
     memory_bytes_per_s: float | None = None  # read + written
     kernel_floor_ns: float = 0.0  # the shortest a launched node takes on the device
+    kernel_gap_ns: float = 0.0  # between the end of one kernel and the beginning of the next on its stream
     launch_ns: float = 0.0  # host time to launch one node
     synchronous: bool = False  # compute runs on the launching thread, which so cannot run ahead
+    multiprocessors: int = 0  # that kernels and collectives share; 0: not known
+    # A collective that comes while a kernel runs begins with the kernel's last wave, as GPUs hand out blocks in order.
+    collectives_wait_for_kernels: bool = False
     collective_floor_ns: float = 0.0  # launch and synchronization of one collective
     ranks_per_host: int = 1
     host_link: Link | None = None  # between ranks of one host
@@ -70,15 +104,28 @@ class DeviceProfile:
     coalesced_tensor_ns: float = 0.0  # what each tensor but the first adds to a coalesced collective
     tables: tuple[Table, ...] = ()
     # Achieved rates by size, ascending: "matmul.bf16", "attention.bf16" and "attention_backward.bf16" give FLOP/s by
-    # FLOPs, "generated" gives bytes/s by bytes read and written.
+    # FLOPs; "generated" (element-wise) and "generated.FORM" (`Work.form`) give bytes/s by bytes read and written.
     curves: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
-    slowdowns: Mapping[str, Slowdown] = field(default_factory=dict)  # by collective; "other" for the rest
-    collective_slowdown: float = 1.0  # how much longer a collective takes beside compute; at least 1
+    # By collective, "other" for the rest; "all_gather@16" on that many channels.
+    slowdowns: Mapping[str, Slowdown] = field(default_factory=dict)
+    collective_slowdown: float = 1.0  # of a collective beside compute where its Slowdown says nothing; at least 1
     origins: Mapping[str, str] = field(default_factory=dict)  # field -> where its number comes from
 
-    def slowdown(self, collective: str) -> Slowdown:
-        """Of compute, beside this collective."""
-        return self.slowdowns.get(collective) or self.slowdowns.get("other") or Slowdown()
+    def slowdown(self, collective: str, channels: int = 0) -> Slowdown:
+        """Beside this collective, on the measured number of channels that is nearest; 0 channels: the default."""
+        found = self.slowdowns.get(collective) or self.slowdowns.get("other") or Slowdown()
+        if not channels:
+            return found
+        measured = {
+            int(key.partition("@")[2]): each for key, each in self.slowdowns.items() if key.startswith(f"{collective}@")
+        }
+        return measured[min(measured, key=lambda each: abs(each - channels))] if measured else found
+
+    @property
+    def collective_latency_ns(self) -> float:
+        """What a collective within a host costs beside moving its bytes at full bandwidth."""
+        ways = self.host_link.protocols if self.host_link is not None else ()
+        return self.collective_floor_ns + max((each.base_ns + each.step_ns for each in ways), default=0.0)
 
     def rate(self, dtype: str) -> float | None:
         """FLOP/s in a dtype, by short or torch name; None when the profile has no number for it."""
@@ -97,6 +144,25 @@ class DeviceProfile:
         """
         points = self.curves.get(f"{name}.{_short(dtype)}" if dtype else name)
         return None if not points or size <= 0 else rate_at(points, size)
+
+    def generated_ns(self, form: str, size_bytes: int) -> float | None:
+        """Time of a generated kernel of that form that moves so many bytes; None without a curve.
+
+        Between two measured sizes time grows evenly; beyond them the rate stays, but no size takes less than the first.
+        """
+        points = (self.curves.get(f"generated.{form}") if form else None) or self.curves.get("generated")
+        if not points:
+            return None
+        at = bisect_left(points, (size_bytes, -math.inf))
+        if at == len(points):
+            return size_bytes / points[-1][1] * 1e9
+        high, high_rate = points[at]
+        high_ns = high / high_rate * 1e9
+        if at == 0:
+            return high_ns
+        low, low_rate = points[at - 1]
+        low_ns = low / low_rate * 1e9
+        return low_ns + (high_ns - low_ns) * (size_bytes - low) / (high - low)
 
 
 def _short(dtype: str) -> str:
@@ -145,7 +211,7 @@ def profile_from_json(data: Mapping[str, Any]) -> DeviceProfile:
         flops[key.partition(".")[2]] = float(values.pop(key))
     for key in ("host_link", "network_link"):
         if key in values:
-            values[key] = Link(float(values[key]["bytes_per_s"]), float(values[key]["step_ns"]))
+            values[key] = _link(values[key])
     tables = []
     for entry in data.get("tables", ()):
         tables.append(
@@ -167,6 +233,14 @@ def profile_from_json(data: Mapping[str, Any]) -> DeviceProfile:
     )
 
 
+def _link(entry: Mapping[str, Any]) -> Link:
+    protocols = tuple(
+        Protocol(float(each["share"]), float(each["base_ns"]), float(each["step_ns"]))
+        for each in entry.get("protocols", ())
+    )
+    return Link(float(entry["bytes_per_s"]), float(entry["step_ns"]), protocols)
+
+
 def _points(listed: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted((int(size), float(value)) for size, value in listed))
 
@@ -175,8 +249,9 @@ def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
     """What `profile_from_json` reads back to an equal profile."""
     values: dict[str, Any] = {f"flops_per_s.{dtype}": rate for dtype, rate in profile.flops_per_s.items()}
     for key in (
-        "memory_bytes_per_s", "kernel_floor_ns", "launch_ns", "synchronous", "collective_floor_ns",
-        "ranks_per_host", "collective_slowdown", "coalesced_tensor_ns",
+        "memory_bytes_per_s", "kernel_floor_ns", "kernel_gap_ns", "launch_ns", "synchronous", "multiprocessors",
+        "collectives_wait_for_kernels", "collective_floor_ns", "ranks_per_host", "collective_slowdown",
+        "coalesced_tensor_ns",
     ):  # fmt: skip
         value = getattr(profile, key)
         if key in profile.origins or value != getattr(IDEAL, key):
@@ -184,7 +259,11 @@ def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
     for key in ("host_link", "network_link"):
         link = getattr(profile, key)
         if link is not None:
-            values[key] = {"bytes_per_s": link.bytes_per_s, "step_ns": link.step_ns}
+            values[key] = {
+                "bytes_per_s": link.bytes_per_s,
+                "step_ns": link.step_ns,
+                **({"protocols": [asdict(each) for each in link.protocols]} if link.protocols else {}),
+            }
     if profile.slowdowns:
         values["slowdowns"] = {
             name: {key: factor for key, factor in asdict(each).items() if factor is not None}

@@ -34,11 +34,12 @@ class Roofline:
             seconds = work.flops / rate
         accessed = work.read_bytes + work.write_bytes
         if accessed:
-            curve = profile.curve_rate("generated", "", accessed) if node.kind is Kind.KERNEL else None
-            bandwidth = curve or profile.memory_bytes_per_s
-            if bandwidth is None:
-                return None
-            seconds = max(seconds, accessed / bandwidth)
+            moving_ns = profile.generated_ns(work.form, accessed) if node.kind is Kind.KERNEL else None
+            if moving_ns is None:
+                if profile.memory_bytes_per_s is None:
+                    return None
+                moving_ns = accessed / profile.memory_bytes_per_s * 1e9
+            seconds = max(seconds, moving_ns / 1e9)
         return Estimate(max(seconds * 1e9, profile.kernel_floor_ns), self.name)
 
     def _flops_per_s(self, node: Node, work: Work) -> float | None:

@@ -3,10 +3,11 @@
 Resources are the host, which launches in order; one compute stream, which runs in order; and one queue per
 process group, which runs its collectives in the order they were started. A collective begins when its
 queue is free, the host has issued it, and the compute stream has done everything launched before it (as
-NCCL's does, which synchronizes with the stream it is called from). A wait holds the compute stream until its
-collective is done. A COMM node runs on its queue while the compute stream stands still.
+NCCL's does, which synchronizes with the stream it is called from); where the profile says so, one that comes while a
+kernel runs waits for it too. A wait holds the compute stream until its collective is done. A COMM node runs on its
+queue while the compute stream stands still.
 
-While both run they slow each other by the profile's factors. Time that the compute stream stands still at a
+While both run they slow each other, as contention.py says. Time that the compute stream stands still at a
 wait is *exposed*; it belongs to whichever collective of that queue is running then, so each collective's
 exposed time is part of its duration, hidden = duration - exposed is never negative, and
 
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from overlapc.estimators.bound import lower_bound_ns
+from overlapc.estimators.contention import Load, Traffic, collective_stretches, compute_stretch, load_of, traffic_of
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.schedule.model import Kind, Node, Schedule
 
@@ -57,7 +59,7 @@ class Timeline:
     end_ns: tuple[float, ...]
     step_ns: float
     collectives: Mapping[str, CollectiveTime]  # every START and COMM, by node name
-    launch_idle_ns: float  # the compute stream waiting for the host
+    launch_idle_ns: float  # the compute stream waiting for the host, and between kernels
     unknown: tuple[str, ...] = field(default=())  # nodes without an estimate, replayed as taking no time
 
     @property
@@ -102,8 +104,8 @@ class _Running:
     at: int  # position of its START or COMM
     left_ns: float  # of its duration, undisturbed
     ready_ns: float  # not before this
-    matmul: float  # slowdown of compute beside it
-    memory: float
+    traffic: Traffic
+    begun: bool = False
 
 
 class _Replay:
@@ -144,6 +146,7 @@ class _Replay:
                 if kind is Kind.START:
                     self._enqueue(at, node)
                 else:
+                    self._pass(self.now + self.profile.kernel_gap_ns)
                     self._stand_until_host()
                     self.start[at] = self.now
                     if kind is Kind.COMM:
@@ -172,87 +175,103 @@ class _Replay:
         )  # fmt: skip
 
     def _enqueue(self, at: int, node: Node) -> None:
-        collective = node.comm.collective if node.comm is not None else "unknown"
-        slowdown = self.profile.slowdown(collective)
-        left = node.estimate.ns if node.estimate is not None else 0.0
+        left_ns = node.estimate.ns if node.estimate is not None else 0.0
         queue = self.queues.setdefault(self.group[at], deque())
-        ready = max(self.now, self.host)
-        queue.append(_Running(at, left, ready, slowdown.matmul, slowdown.memory))
-        if len(queue) == 1:
-            self.start[at] = ready
+        ready_ns = max(self.now, self.host)
+        queue.append(_Running(at, left_ns, ready_ns, traffic_of(node, self.profile)))
 
     def _compute(self, node: Node) -> None:
         """Run `node` on the compute stream beside whatever is in the queues."""
-        left = node.estimate.ns if node.estimate is not None else 0.0
-        matmul = node.kind is Kind.EXTERN and node.work is not None and node.work.flops > 0
-        while left > 0:
-            slow = 1.0
-            until = float("inf")  # the next time that the set of running collectives changes
-            stretch = self.profile.collective_slowdown
-            for queue in self.queues.values():
-                if queue:
-                    head = queue[0]
-                    if head.ready_ns > self.now:
-                        until = min(until, head.ready_ns)
-                    else:
-                        slow = max(slow, head.matmul if matmul else head.memory)
-                        until = min(until, self.now + head.left_ns * stretch)
-            end = self.now + left * slow
+        left_ns = node.estimate.ns if node.estimate is not None else 0.0
+        load = load_of(node) if self.queues else None
+        held = self.profile.collectives_wait_for_kernels
+        if not held:
+            self._begin()
+        while left_ns > 0:
+            running = self._running()
+            until = self._next_change(running, load, begins=not held)
+            slow = compute_stretch(load, [each.traffic for each in running], self.profile) if load and running else 1.0
+            end = self.now + left_ns * slow
             if end <= until:
-                left = 0.0
+                left_ns, until = 0.0, end
             else:
-                left -= (until - self.now) / slow
-                end = until
-            self._run_queues(end, stretch)
+                left_ns -= (until - self.now) / slow
+            self._advance(until, running, load)
+            if not held or left_ns <= 0:
+                self._begin()
 
     def _stand_until_host(self) -> None:
         """The compute stream has nothing to do until the host has launched the next node."""
         while self.now < self.host:
-            until = self.host
-            for queue in self.queues.values():
-                if queue:
-                    until = min(until, self._next(queue[0]))
-            self.launch_idle += max(0.0, until - self.now)
-            self._run_queues(until, 1.0)
+            self._begin()
+            running = self._running()
+            until = min(self.host, self._next_change(running, None, begins=True))
+            self.launch_idle += until - self.now
+            self._advance(until, running, None)
 
     def _stand_until_done(self, at: int) -> None:
         """The compute stream stands still until a collective is done; that is its queue's exposed time."""
         queue = self.queues.get(self.group[at])
         while not self.done[at]:
             assert queue, f"{self.schedule.nodes[at].name} was waited for before it was started"
-            head = queue[0]
-            until = min(self._next(each[0]) for each in self.queues.values() if each)
-            if head.ready_ns > self.now:
-                self.launch_idle += until - self.now
-            else:
+            self._begin()
+            running, head = self._running(), queue[0]
+            until = self._next_change(running, None, begins=True)
+            if head.begun:
                 self.exposed[head.at] += until - self.now
-            self._run_queues(until, 1.0)
-
-    def _next(self, head: _Running) -> float:
-        """When a queue's state changes next if the compute stream stands still."""
-        return head.ready_ns if head.ready_ns > self.now else self.now + head.left_ns
-
-    def _run_queues(self, until: float, stretch: float) -> None:
-        """Let the collectives run up to `until`, before which none of them ends, and move the clock there."""
-        span = until - self.now
-        for queue in self.queues.values():
-            if not queue:
-                continue
-            head = queue[0]
-            if head.ready_ns > self.now:
-                continue
-            end = self.now + head.left_ns * stretch
-            if end <= until:
-                self._finish(queue, until)
-                while queue and queue[0].left_ns <= 0 and queue[0].ready_ns <= until:
-                    self._finish(queue, until)
             else:
-                head.left_ns -= span / stretch
+                self.launch_idle += until - self.now
+            self._advance(until, running, None)
+            self._begin()
+
+    def _pass(self, until: float) -> None:
+        """The compute stream has nothing to do up to `until`, and what has not begun does not begin meanwhile."""
+        while self.now < until:
+            running = self._running()
+            next_ns = min(until, self._next_change(running, None, begins=False))
+            self.launch_idle += next_ns - self.now
+            self._advance(next_ns, running, None)
+
+    def _begin(self) -> None:
+        """Collectives at the head of their queues that may run by now do so."""
+        for queue in self.queues.values():
+            if queue and not queue[0].begun and queue[0].ready_ns <= self.now:
+                queue[0].begun = True
+                self.start[queue[0].at] = self.now
+
+    def _running(self) -> list[_Running]:
+        return [queue[0] for queue in self.queues.values() if queue and queue[0].begun]
+
+    def _next_change(self, running: list[_Running], load: Load | None, *, begins: bool) -> float:
+        """When the first of these ends, or (begins) another collective begins."""
+        until = float("inf")
+        if running:
+            for each, stretch in zip(running, self._stretches(running, load), strict=True):
+                until = min(until, self.now + each.left_ns * stretch)
+        if begins:
+            for queue in self.queues.values():
+                if queue and not queue[0].begun:
+                    until = min(until, max(self.now, queue[0].ready_ns))
+        return until
+
+    def _stretches(self, running: list[_Running], load: Load | None) -> list[float]:
+        return collective_stretches(load, [each.traffic for each in running], self.profile)
+
+    def _advance(self, until: float, running: list[_Running], load: Load | None) -> None:
+        """Move the clock to `until`, before which none of the running collectives ends."""
+        if running:
+            span = until - self.now
+            for each, stretch in zip(running, self._stretches(running, load), strict=True):
+                if self.now + each.left_ns * stretch <= until:
+                    self._finish(each, until)
+                else:
+                    each.left_ns -= span / stretch
         self.now = max(self.now, until)
 
-    def _finish(self, queue: deque[_Running], now: float) -> None:
-        at = queue.popleft().at
-        self.end[at] = now
-        self.done[at] = True
+    def _finish(self, head: _Running, now: float) -> None:
+        queue = self.queues[self.group[head.at]]
+        queue.popleft()
+        self.end[head.at] = now
+        self.done[head.at] = True
         if queue:
-            self.start[queue[0].at] = max(now, queue[0].ready_ns)
+            queue[0].ready_ns = max(now, queue[0].ready_ns)

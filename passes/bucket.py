@@ -192,7 +192,7 @@ class _Round:
 
     def _cut(self, members: list[int]) -> list[list[int]]:
         """Pieces in order, each no shorter than PIECE_FLOORS latencies."""
-        least_ns = PIECE_FLOORS * self.ctx.profile.collective_floor_ns
+        least_ns = PIECE_FLOORS * self.ctx.profile.collective_latency_ns
         parts: list[list[int]] = []
         total = _Sum()
         for at in members:
@@ -327,7 +327,7 @@ class _Round:
         found = None if self.ctx.estimate is None else self.ctx.estimate(whole)
         if found is not None:
             return Estimate(min(found.ns, total.apart_ns), found.source)
-        saved_ns = (total.count - 1) * self.ctx.profile.collective_floor_ns
+        saved_ns = (total.count - 1) * self.ctx.profile.collective_latency_ns
         return Estimate(max(total.longest_ns, total.apart_ns - saved_ns), first.estimate.source)
 
     def _rebuilt(self, merged: Sequence[tuple[_Bucket, Node]]) -> Schedule:

@@ -26,6 +26,7 @@ class Queues:
     def __init__(self, schedule: Schedule, timeline: Timeline, margin: float = 1.0) -> None:
         stretch = timeline.profile.collective_slowdown * margin
         nodes = schedule.nodes
+        delay_ns = _begin_delay_ns(schedule, timeline) if timeline.profile.collectives_wait_for_kernels else 0.0
         self.kinds = [node.kind for node in nodes]
         self.known = [node.estimate is not None for node in nodes]
         self.compute_ns = [0.0] * len(nodes)
@@ -42,7 +43,7 @@ class Queues:
             if node.kind in COMPUTE:
                 self.compute_ns[at] = timeline.end_ns[at] - timeline.start_ns[at]
             elif node.kind in (Kind.START, Kind.COMM) and node.comm is not None:
-                self.collective_ns[at] = (node.estimate.ns if node.estimate is not None else 0.0) * stretch
+                self.collective_ns[at] = 0.0 if node.estimate is None else node.estimate.ns * stretch + delay_ns
                 if node.comm.group in last:
                     self.previous[at] = last[node.comm.group]
                     self.next[last[node.comm.group]] = at
@@ -75,3 +76,11 @@ class Queues:
             self.end_ns[node] = max(now_ns, self.queue_free_ns(node)) + self.collective_ns[node]
             return self.end_ns[node] if kind is Kind.COMM else now_ns
         return now_ns
+
+
+def _begin_delay_ns(schedule: Schedule, timeline: Timeline) -> float:
+    """How long a collective stands behind the kernel that runs when it comes: the length of that kernel, on average
+    over time (not over kernels: a long one is met more often)."""
+    spans = zip(schedule.nodes, timeline.start_ns, timeline.end_ns, strict=True)
+    lengths = [end - start for node, start, end in spans if node.kind in COMPUTE]
+    return sum(each * each for each in lengths) / sum(lengths) if any(lengths) else 0.0

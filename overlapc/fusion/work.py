@@ -13,6 +13,7 @@ from overlapc.ir.ops import Extern, IROp, Loops, LoweredGraph, View, buffers_wri
 from overlapc.schedule.model import Work
 
 aten = torch.ops.aten
+_LONG_ROW = 16384  # elements: longer ones do not stay in registers and are read more than once
 
 
 def work_of(op: IROp, graph: LoweredGraph) -> Work:
@@ -55,7 +56,19 @@ def _loops_work(op: Loops, graph: LoweredGraph) -> Work:
         written += graph.hint(graph.views[name].layout.storage_bytes())
     # One operation a value and iteration: element-wise kernels are bound by memory, so a rough count will do.
     flops = iterations * sum(isinstance(value, Op | Reduce | Scan) for value in values)
-    return Work(flops, sum(read.values()), written, "float32")
+    return Work(flops, sum(read.values()), written, "float32", _form(op, graph))
+
+
+def _form(op: Loops, graph: LoweredGraph) -> str:
+    """How the kernel goes over memory: kernels of one form reach similar bandwidth."""
+    reduced = {loop.symbol for loop in op.body.reduction}
+    if not reduced:
+        return ""
+    inputs = [load for load in op.body.loads() if not reduced.isdisjoint(load.index.free_symbols)]
+    largest = max(inputs, key=lambda load: graph.hint(graph.views[load.buffer].layout.storage_numel()), default=None)
+    if largest is not None and all(abs(largest.index.coeff(symbol)) != 1 for symbol in reduced):
+        return "columns"
+    return "long_rows" if graph.hint(op.body.reduction_numel()) > _LONG_ROW else "rows"
 
 
 def extern_flops(op: Extern, graph: LoweredGraph) -> int:

@@ -39,16 +39,18 @@ class Comm:
     """What a collective moves; set on START and COMM nodes.
 
     `bytes` follows the collective's own definition: all_gather and all_to_all the gathered output,
-    reduce_scatter the unreduced input, all_reduce and broadcast the tensor once.
+    reduce_scatter the unreduced input, all_reduce, broadcast and point_to_point the tensor once.
     """
 
-    collective: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "unknown"
+    # "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "point_to_point" or "unknown"
+    collective: str
     bytes: int
     group: str  # the queue: a name equal on all ranks, such as the mesh axis "dp"
     size: int  # ranks in the group; 0 when not known
     dtype: str = ""
     ranks: tuple[int, ...] = ()  # this rank's group in global ranks, when known
     unit: str = ""  # what is gathered and reduced together: the module that `fully_shard` was given; "" for none
+    channels: int = 0  # the SM budget of its process group (NCCL's max_ctas); 0: the library's own choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Work:
     read_bytes: int = 0
     write_bytes: int = 0
     dtype: str = ""
+    form: str = ""  # of a generated kernel: "" element-wise, "rows", "long_rows" or "columns" for what it reduces
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ One statement a line, or several with `;`. A statement is
 
 - WRITES: the buffers it defines; the first is also the node's name unless `node=NAME` says otherwise.
 - OP: a collective's name (a start), `wait`, `kernel`, `extern`, `view`, `noop`, `comm`, or KIND:OP.
-- KEY: `after`, `mutates` (lists), `scratch`, `flops`, `read`, `write`, `in` (what the work is done in),
-  and for communication `dtype`, `ranks`, `unit`, `collective`, `moves` (its bytes, when not its definition's).
+- KEY: `after`, `mutates` (lists), `scratch`, `flops`, `read`, `write`, `in` (what the work is done in), `form` (of a
+  generated kernel), and for communication `dtype`, `ranks`, `unit`, `channels`, `collective`, `moves` (its bytes, when
+  not its definition's).
 - SIZES: one a write; `=NAME` for an alias, `none` for a node that defines nothing. A wait or view that
   says nothing defines aliases of what it reads. Undeclared reads are inputs of no size.
 - A time without SOURCE is `given`. Text after `#` is a comment; origins print as one and are not read.
@@ -116,6 +117,7 @@ def _head(schedule: Schedule, node: Node) -> str:
             dtype=_quote(comm.dtype) if comm.dtype else "",
             ranks=_ranges(comm.ranks),
             unit=_quote(comm.unit) if comm.unit else "",
+            channels=str(comm.channels) if comm.channels else "",
         )
         bytes_of = _bytes_behind(schedule.buffers)
         if comm.bytes != default_comm_bytes(comm.collective, node.reads, node.writes, bytes_of):
@@ -127,6 +129,7 @@ def _head(schedule: Schedule, node: Node) -> str:
             write=format_bytes(work.write_bytes) if work.write_bytes else "",
         )
         words += [f"in={_quote(work.dtype)}"] if work.dtype else []
+        words += [f"form={_quote(work.form)}"] if work.form else []
     words += _pairs(
         mutates=",".join(map(_quote, node.mutates)),
         after=",".join(map(_quote, node.after)),
@@ -390,6 +393,7 @@ class _Draft:
                     keys.get("dtype", [""])[0],
                     _ranks(keys.get("ranks", [])),
                     keys.get("unit", [""])[0],
+                    int(keys.get("channels", ["0"])[0]),
                 )
             return Node(
                 name, kind, op, tuple(reads), tuple(writes), tuple(keys.get("mutates", ())),
@@ -414,8 +418,9 @@ class _Draft:
         )
 
 
-_COMM_KEYS = frozenset({"dtype", "ranks", "unit", "collective", "moves"})
-_WORK_KEYS = frozenset({"flops", "read", "write", "in"})
+_COMM_KEYS = frozenset({"dtype", "ranks", "unit", "channels", "collective", "moves"})
+_WORK_KEYS = frozenset({"flops", "read", "write", "in", "form"})
+_NUMBER_KEYS = frozenset({"flops", "channels"})
 _KEYS = _COMM_KEYS | _WORK_KEYS | {"after", "mutates", "scratch", "node"}
 _BYTE_KEYS = frozenset({"moves", "read", "write", "scratch"})
 
@@ -429,7 +434,7 @@ def _keys(statement: _Statement) -> dict[str, list[str]]:
         statement.expect("=", f"after {key}")
         if key in _BYTE_KEYS:
             keys[key] = [f"{_bytes(statement)}B"]
-        elif key == "flops":
+        elif key in _NUMBER_KEYS:
             keys[key] = [str(_integer(statement))]
         else:
             keys[key] = _names(statement)
@@ -444,6 +449,7 @@ def _work(keys: dict[str, list[str]]) -> Work | None:
         parse_bytes(keys.get("read", ["0B"])[0]),
         parse_bytes(keys.get("write", ["0B"])[0]),
         keys.get("in", [""])[0],
+        keys.get("form", [""])[0],
     )
 
 

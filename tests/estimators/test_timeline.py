@@ -110,7 +110,8 @@ def test_no_order_beats_the_bound_and_all_time_is_accounted_for(schedule, data):
     moved = data.draw(reordered(schedule))
     host = DeviceProfile("host", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.25, launch_ns=3.0)
     cpu = DeviceProfile("cpu", launch_ns=3.0, synchronous=True)
-    for profile in (IDEAL, SLOW, host, cpu, load_profile("h200-nvlink")):
+    waits = DeviceProfile("waits", slowdowns={"other": Slowdown(1.5, 2.0)}, collectives_wait_for_kernels=True)
+    for profile in (IDEAL, SLOW, host, cpu, waits, load_profile("h200-nvlink")):
         bound = simulate(schedule, profile).lower_bound_ns
         timeline = simulate(moved, profile)
         assert timeline.lower_bound_ns == pytest.approx(bound)

@@ -11,6 +11,7 @@ from overlapc.config import Config
 from overlapc.estimators.base import FirstKnown
 from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
 from overlapc.estimators.device import load_profile
+from overlapc.estimators.roofline import Roofline
 from overlapc.passes.base import Context, Result, run_pipeline
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Kind, Schedule
@@ -25,7 +26,7 @@ LAUNCHED = (Kind.KERNEL, Kind.EXTERN)
 def context() -> Context:
     """The default configuration on H200s."""
     config, profile = Config(), load_profile("h200-nvlink")
-    chain = FirstKnown((MeasuredCollectives(profile), AnalyticCollectives(profile)))
+    chain = FirstKnown((MeasuredCollectives(profile), AnalyticCollectives(profile), Roofline(profile)))
     return Context(
         profile=profile,
         peak_increase=config.peak_increase,
@@ -36,8 +37,11 @@ def context() -> Context:
 
 
 def planned(path: Path) -> Result:
-    """One schedule of the corpus through the default passes."""
-    return run_pipeline(parse(path.read_text()), context())
+    """One schedule of the corpus, estimated as today's profile says, through the default passes."""
+    ctx = context()
+    assert ctx.estimate is not None
+    schedule = parse(path.read_text())
+    return run_pipeline(schedule.with_estimates({node.name: ctx.estimate(node) for node in schedule.nodes}), ctx)
 
 
 def plan_text(result: Result) -> str:

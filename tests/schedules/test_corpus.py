@@ -40,7 +40,7 @@ def test_plans_fit_and_are_no_slower(path):
     result, ctx = planned(path), context()
     assert analyze(result.schedule).peak_bytes <= ctx.limit_bytes(result.before.schedule)
     assert result.after.step_ns <= result.before.step_ns
-    before, after = (simulate(stretched(each, 1.5), ctx.profile) for each in (parse(path.read_text()), result.schedule))
+    before, after = (simulate(stretched(each, 1.5), ctx.profile) for each in (result.before.schedule, result.schedule))
     assert after.step_ns <= before.step_ns
 
 
@@ -56,7 +56,8 @@ def test_only_the_ends_of_a_large_step_are_exposed(direction, times):
     starts = [node.name for node in result.schedule.starts()]
     inner = starts[2:] if direction == "forward" else starts[:-4]
     assert sum(exposed[name] for name in inner) <= 0.02 * timeline.step_ns
-    assert timeline.exposed_ns <= 0.05 * timeline.step_ns
+    # What is left is the first gathers and the last reductions; at 1.5 these alone are 4% and 3%.
+    assert timeline.exposed_ns <= (0.03 if times == 1 else 0.055) * timeline.step_ns
 
 
 def test_without_buckets_and_plan_the_same_step_is_slower():

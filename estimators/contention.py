@@ -1,0 +1,102 @@
+"""What compute and collectives that run at the same time cost each other.
+
+Three effects, each with its numbers in the device profile:
+
+- A collective holds multiprocessors. A matmul hands out its tiles in waves, one a multiprocessor; with fewer of them it
+  needs more waves. One that just fills the device takes twice as long beside the smallest collective, a large one as
+  much longer as there are fewer multiprocessors.
+- A collective takes memory bandwidth from kernels that need it, and they from it: factors.
+- Collectives of different process groups that cross the same links share them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from overlapc.estimators.device import DeviceProfile, Slowdown
+from overlapc.estimators.links import crossed
+from overlapc.schedule.model import Kind, Node
+
+_TILE = 256 * 128  # results of one tile; cuBLAS took 256x128 or 320x128 for every matmul of a Llama-8B step on H200s
+_ITEMSIZE = {"float32": 4, "fp32": 4, "float64": 8, "fp64": 8}  # others of a matmul's dtypes have 2 bytes
+
+
+class Beside(Enum):
+    """What a compute node is, to a collective beside it."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A compute node as contention sees it. tiles: of a matmul's result; 0 when not known."""
+
+    beside: Beside
+    tiles: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A collective as contention sees it. demand: the share of its link's bandwidth that it takes when alone."""
+
+    slowdown: Slowdown
+    link: str
+    demand: float
+
+
+def load_of(node: Node) -> Load:
+    """What `node` (KERNEL or EXTERN) is to collectives."""
+    work = node.work
+    if node.kind is not Kind.EXTERN or work is None or work.flops <= 0:
+        return Load(Beside.MEMORY)
+    if "attention" in node.op:
+        return Load(Beside.ATTENTION)
+    results = work.write_bytes // _ITEMSIZE.get(work.dtype.removeprefix("torch."), 2)
+    return Load(Beside.MATMUL, -(-results // _TILE))
+
+
+def traffic_of(node: Node, profile: DeviceProfile) -> Traffic:
+    """What `node` (START or COMM) is to compute and to other collectives."""
+    comm = node.comm
+    if comm is None:
+        return Traffic(profile.slowdown("unknown"), "", 0.0)
+    slowdown = profile.slowdown(comm.collective, comm.channels)
+    way = crossed(comm, profile)
+    if way is None or node.estimate is None or node.estimate.ns <= 0:
+        return Traffic(slowdown, "", 0.0)
+    name, link = way
+    alone_ns = comm.bytes / link.bytes_per_s * 1e9
+    return Traffic(slowdown, name, min(1.0, alone_ns / node.estimate.ns))
+
+
+def compute_stretch(load: Load, beside: Sequence[Traffic], profile: DeviceProfile) -> float:
+    """How many times as long compute takes while these collectives run."""
+    if not beside:
+        return 1.0
+    if load.beside is Beside.MATMUL and load.tiles and profile.multiprocessors:
+        held = [each.slowdown.multiprocessors for each in beside]
+        if None not in held:
+            left = max(1, profile.multiprocessors - round(sum(each or 0.0 for each in held)))
+            return math.ceil(load.tiles / left) / math.ceil(load.tiles / profile.multiprocessors)
+    return max(each.slowdown.of(load.beside.value) for each in beside)
+
+
+def collective_stretches(load: Load | None, running: Sequence[Traffic], profile: DeviceProfile) -> list[float]:
+    """How many times as long each of the running collectives takes beside `load` (None: nothing) and each other."""
+    stretches = [1.0] * len(running)
+    if load is not None:
+        stretches = [each.slowdown.own(load.beside.value) or profile.collective_slowdown for each in running]
+    if len(running) > 1:
+        demand: dict[str, float] = {}
+        for each in running:
+            demand[each.link] = demand.get(each.link, 0.0) + each.demand
+        stretches = [
+            stretch * max(1.0, demand[each.link]) if each.demand else stretch
+            for stretch, each in zip(stretches, running, strict=True)
+        ]
+    return stretches
