@@ -30,7 +30,7 @@ from overlapc.ir.body import (
     rewrite,
     rewrite_values,
 )
-from overlapc.ir.indexing import Ranges, numel, position_in, simplify, substitute
+from overlapc.ir.indexing import Ranges, bounds, numel, position_in, simplify, substitute
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, buffers_read
 from overlapc.lowering.graph import constant
 
@@ -192,8 +192,7 @@ def value_at(body: Body, store: Store, strides: list[sympy.Expr], load: Load, ra
 
 
 def ranges_under(mask: Value, ranges: Ranges) -> Ranges:
-    """`ranges` narrowed by what `mask` says about single loop symbols."""
-    limits = {symbol: [low, high] for symbol, low, high in ranges}
+    """`ranges` narrowed by what `mask` says about positions: with p1 < 64, 64*p0 + p1 < 64 leaves p0 only 0."""
     pending = [mask]
     while pending:
         condition = pending.pop()
@@ -203,10 +202,21 @@ def ranges_under(mask: Value, ranges: Ranges) -> Ranges:
             pending.extend(condition.args)
         elif condition.name in ("lt", "ge") and all(isinstance(arg, Index) for arg in condition.args):
             left, right = (arg.expr for arg in condition.args if isinstance(arg, Index))
-            if left in limits and right.is_Integer:
-                low, high = limits[left]
-                if condition.name == "lt":
-                    limits[left][1] = sympy.Min(high, right - 1)
-                else:
-                    limits[left][0] = sympy.Max(low, right)
-    return tuple((symbol, low, high) for symbol, (low, high) in limits.items())
+            ranges = _where_not_negative(right - left - 1 if condition.name == "lt" else left - right, ranges)
+    return ranges
+
+
+def _where_not_negative(expr: sympy.Expr, ranges: Ranges) -> Ranges:
+    """`ranges` without what makes a linear `expr` negative, whatever the other symbols are."""
+    expr = sympy.expand(expr)
+    narrowed = []
+    for symbol, low, high in ranges:
+        step = expr.coeff(symbol)
+        rest = bounds(sympy.expand(expr - step * symbol), ranges) if step.is_Integer and step != 0 else None
+        if rest is not None and rest[1].is_Integer:
+            if step > 0:
+                low = sympy.Max(low, -(rest[1] // step))
+            else:
+                high = sympy.Min(high, rest[1] // -step)
+        narrowed.append((symbol, low, high))
+    return tuple(narrowed)

@@ -121,54 +121,73 @@ def _split(expr: sympy.Expr, divisor: sympy.Expr) -> tuple[sympy.Expr, sympy.Exp
     return sympy.Add(*quotient), sympy.Add(*rest)
 
 
+def _only_quotient(expr: sympy.Expr, divisor: sympy.Expr, ranges: Ranges) -> sympy.Expr | None:
+    """`expr // divisor` where that is one number for all of `ranges`."""
+    part = bounds(expr, ranges)
+    if part is None:
+        return None
+    if at_most(sympy.S.Zero, part[0]) and at_most(part[1], divisor - 1):
+        return sympy.S.Zero
+    if divisor.is_Integer and all(limit.is_Integer for limit in part) and part[0] // divisor == part[1] // divisor:
+        return part[0] // divisor
+    return None
+
+
 def _floor_div(base: sympy.Expr, divisor: sympy.Expr, ranges: Ranges) -> sympy.Expr:
     if divisor == 1:
         return base
     quotient, rest = _split(sympy.expand(base), divisor)
     if rest == 0:
         return quotient
-    part = bounds(rest, ranges)
-    if part is not None and at_most(sympy.S.Zero, part[0]) and at_most(part[1], divisor - 1):
-        return quotient
+    whole = _only_quotient(rest, divisor, ranges)
+    if whole is not None:
+        return quotient + whole
     if isinstance(rest, FloorDiv):
         return quotient + _floor_div(rest.args[0], rest.args[1] * divisor, ranges)
-    shared = _common_factor(rest, divisor)
-    return quotient + FloorDiv(_divide_all(rest, shared), divisor // shared)
+    scale, scaled, _ = _low_digit(rest, divisor, ranges)
+    if scale != 1:
+        return quotient + _floor_div(scaled, divisor // scale, ranges)
+    return quotient + FloorDiv(rest, divisor)
 
 
 def _modular(base: sympy.Expr, divisor: sympy.Expr, modulus: sympy.Expr, ranges: Ranges) -> sympy.Expr:
     quotient = _floor_div(base, divisor, ranges)
     _, rest = _split(sympy.expand(quotient), modulus)
-    part = bounds(rest, ranges)
-    if part is not None and at_most(sympy.S.Zero, part[0]) and at_most(part[1], modulus - 1):
-        return rest
+    whole = _only_quotient(rest, modulus, ranges)
+    if whole is not None:
+        return rest - whole * modulus
     if isinstance(rest, FloorDiv):
         return ModularIndexing(rest.args[0], rest.args[1], modulus)
     if isinstance(rest, ModularIndexing) and exact_quotient(rest.args[2], modulus) is not None:
         return ModularIndexing(rest.args[0], rest.args[1], modulus)
-    shared = _common_factor(rest, modulus)
-    if shared != 1:
-        return shared * ModularIndexing(_divide_all(rest, shared), sympy.S.One, modulus // shared)
+    scale, scaled, digit = _low_digit(rest, modulus, ranges)
+    if scale != 1:
+        return sympy.expand(scale * _modular(scaled, sympy.S.One, modulus // scale, ranges)) + digit
     return ModularIndexing(rest, sympy.S.One, modulus)
 
 
-def _common_factor(expr: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr:
-    """Largest integer that divides every term of `expr` and `divisor`."""
+def _low_digit(expr: sympy.Expr, divisor: sympy.Expr, ranges: Ranges) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
+    """(scale, scaled, digit) with `expr == scale * scaled + digit`, 0 <= digit < scale, and scale a factor of divisor.
+
+    128*p0 + r0 with r0 < 128, by 4096, is (128, p0, r0): what is divided by 4096 there is p0 by 32. The scale is the
+    largest that can be told from the coefficients, 1 when there is none.
+    """
     if not divisor.is_Integer:
-        return sympy.S.One
-    shared = divisor
-    for term in sympy.Add.make_args(expr):
-        coefficient = term.as_coeff_Mul()[0]
-        if not coefficient.is_Integer:
-            return sympy.S.One
-        shared = sympy.igcd(shared, coefficient)
-    return sympy.Integer(shared)
-
-
-def _divide_all(expr: sympy.Expr, factor: sympy.Expr) -> sympy.Expr:
-    if factor == 1:
-        return expr
-    return sympy.Add(*(term / factor for term in sympy.Add.make_args(expr)))
+        return sympy.S.One, expr, sympy.S.Zero
+    terms = [(term.as_coeff_Mul()[0], term) for term in sympy.Add.make_args(expr)]
+    if not all(coefficient.is_Integer for coefficient, _ in terms):
+        return sympy.S.One, expr, sympy.S.Zero
+    terms.sort(key=lambda pair: -abs(pair[0]))
+    shared = [sympy.Integer(divisor)]
+    for coefficient, _ in terms:
+        shared.append(sympy.Integer(sympy.igcd(shared[-1], coefficient)))
+    for count in range(1, len(terms) + 1):
+        scale = shared[count]
+        digit = sympy.Add(*(term for _, term in terms[count:]))
+        part = bounds(digit, ranges)
+        if scale != 1 and part is not None and at_most(sympy.S.Zero, part[0]) and at_most(part[1], scale - 1):
+            return scale, sympy.Add(*(term / scale for _, term in terms[:count])), digit
+    return sympy.S.One, expr, sympy.S.Zero
 
 
 @lru_cache(200_000)

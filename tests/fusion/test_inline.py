@@ -54,6 +54,20 @@ def test_halves_joined_the_other_way_round_read_two_places() -> None:
     assert "Modular" not in str(only.body)
 
 
+def test_a_mask_over_several_loops_says_where_each_of_them_is() -> None:
+    def turned(gradient: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        low, high = (gradient * sine).chunk(2, -1)  # (tokens, heads, width): the backward of rotary embeddings
+        return gradient + torch.cat((high, -low), -1)
+
+    inputs = torch.arange(96.0).reshape(3, 4, 8), torch.arange(24.0).reshape(3, 1, 8)
+    assert kernels(turned, *inputs) == 1
+    made = capture(turned, *inputs)
+    (only,) = inline(made.ops, made)
+    assert isinstance(only, Loops)
+    assert "//" not in str(only.body)
+    assert "Modular" not in str(only.body)
+
+
 def test_dear_values_are_not_computed_again_for_every_row() -> None:
     assert kernels(lambda a: a.exp().expand(3, 4, 6) + 0, A) == 2
     assert kernels(lambda a: (-a).expand(3, 4, 6) + 0, A) == 1

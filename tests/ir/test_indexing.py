@@ -115,6 +115,21 @@ def test_symbolic_sizes_resolve_where_it_can_be_proved() -> None:
     assert simplify(FloorDiv(P0 + P1, SIZE), ranges).has(FloorDiv)  # may be 0 or more: stays
 
 
+def test_divisions_look_at_the_digit_they_need() -> None:
+    ranges = ((P0, sympy.S.Zero, sympy.Integer(1023)), (P1, sympy.S.Zero, sympy.Integer(127)))
+    whole = sympy.Integer(16384)
+    assert simplify(FloorDiv(128 * P0 + P1, whole), ranges) == FloorDiv(P0, sympy.Integer(128))
+    inner = ModularIndexing(P0, sympy.S.One, sympy.Integer(128))
+    assert simplify(ModularIndexing(128 * P0 + P1, sympy.S.One, whole), ranges) == 128 * inner + P1
+
+
+def test_a_division_with_one_quotient_is_that_number() -> None:
+    ranges = ((P0, sympy.S.Zero, sympy.Integer(3)), (P1, sympy.Integer(16384), sympy.Integer(20479)))
+    whole = sympy.Integer(16384)
+    assert simplify(ModularIndexing(4096 * P0 + P1, sympy.S.One, whole), ranges) == 4096 * P0 + P1 - whole
+    assert simplify(FloorDiv(4096 * P0 + P1, whole), ranges) == 1
+
+
 def test_quotients_are_exact_or_none() -> None:
     assert exact_quotient(6 * P0, sympy.Integer(3)) == 2 * P0
     assert exact_quotient(6 * P0, sympy.Integer(4)) is None
