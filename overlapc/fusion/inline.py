@@ -17,14 +17,17 @@ import sympy
 
 from overlapc.fusion.deps import mutated, output_buffers
 from overlapc.fusion.loop_order import split_at_divisions
+from overlapc.fusion.simplify import simplified
 from overlapc.fusion.unroll import unrolled
 from overlapc.ir.body import (
     Body,
+    Checked,
     Index,
     Load,
     Op,
     Store,
     Value,
+    as_number,
     canonical,
     op,
     rewrite,
@@ -58,7 +61,7 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph) -> list[IROp]:
         if not isinstance(producer, Loops):
             continue
         # Only now: before, it was a reader, and a loop reads at one index what its terms read at several.
-        now[position] = producer = dataclasses.replace(producer, body=unrolled(producer.body))
+        now[position] = producer = dataclasses.replace(producer, body=simplified(unrolled(producer.body)))
         if len(producer.outputs) != 1:
             continue
         buffer = producer.outputs[0].buffer
@@ -154,41 +157,67 @@ def inline_into(producer: Loops, consumer: Loops) -> Body | None:
     if strides is None or store.indirect:
         return None
     ranges = consumer.body.ranges()
-    produced = producer.body.values()
     impossible = False
 
     def replace(value: Value) -> Value | None:
         nonlocal impossible
         if not isinstance(value, Load) or value.buffer != store.buffer:
             return None
-        if value.indirect and any(isinstance(part, Load | Index) for part in produced):
-            impossible = True
-            return None
-        return value_at(producer.body, store, strides, value, ranges)
+        found = value_at(producer.body, store, strides, value, ranges)
+        impossible = impossible or found is None
+        return found
 
     body = rewrite(consumer.body, consumer.body.loops, consumer.body.reduction, replace=replace)
     return None if impossible else canonical(split_at_divisions(body))
 
 
-def value_at(body: Body, store: Store, strides: list[sympy.Expr], load: Load, ranges: Ranges) -> Value:
-    """What `body` would have stored where `load` reads."""
+def value_at(body: Body, store: Store, strides: list[sympy.Expr], load: Load, ranges: Ranges) -> Value | None:
+    """What `body` would have stored where `load` reads; None where that place cannot be written down."""
     if load.mask is not None:
         ranges = ranges_under(load.mask, ranges)
+    picked = {symbol for symbol, _ in load.indirect}
+    if picked:
+        known = _picked_ranges(load)
+        if known is None or any(isinstance(part, Load) and part.indirect for part in body.values()):
+            return None
+        ranges = (*ranges, *known)
     sizes = [loop.size for loop in body.loops]
     position = position_in(load.index, sizes, strides, ranges)
     replacement = {loop.symbol: at for loop, at in zip(body.loops, position, strict=True)}
 
-    def masked(value: Value) -> Value | None:
-        if load.mask is None or not isinstance(value, Load):
+    def guarded(value: Value) -> Value | None:
+        if not isinstance(value, Load):
             return None
-        mask = load.mask if value.mask is None else op("logical_and", load.mask, value.mask)
-        return dataclasses.replace(value, mask=mask)
+        mask = value.mask
+        if load.mask is not None:
+            mask = load.mask if mask is None else op("logical_and", load.mask, mask)
+        indirect = value.indirect if picked.isdisjoint(value.index.free_symbols) else load.indirect
+        return dataclasses.replace(value, mask=mask, indirect=indirect)
 
-    new = rewrite_values([store.value], lambda expr: simplify(substitute(expr, replacement), ranges), masked)
+    new = rewrite_values([store.value], lambda expr: simplify(substitute(expr, replacement), ranges), guarded)
     value = new[store.value]
+    if any(isinstance(part, Index) and not picked.isdisjoint(part.expr.free_symbols) for part in new.values()):
+        return None  # a position that is itself loaded is no index expression
     if load.mask is None or isinstance(value, Load):
         return value
     return op("where", load.mask, value, constant(0, value.dtype))
+
+
+def _picked_ranges(load: Load) -> Ranges | None:
+    """Ranges of the symbols that `load` binds to values from memory, by the checks these passed; None without one."""
+    found = []
+    for symbol, value in load.indirect:
+        condition = value.condition if isinstance(value, Checked) else None
+        if not isinstance(condition, Op) or condition.name != "logical_and":
+            return None
+        low, high = condition.args
+        if not isinstance(low, Op) or not isinstance(high, Op) or (low.name, high.name) != ("ge", "lt"):
+            return None
+        end = high.args[1]
+        if as_number(low.args[1]) != 0 or not isinstance(end, Index) or low.args[0] is not high.args[0]:
+            return None
+        found.append((symbol, sympy.S.Zero, end.expr - 1))
+    return tuple(found)
 
 
 def ranges_under(mask: Value, ranges: Ranges) -> Ranges:

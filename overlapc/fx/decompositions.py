@@ -1,7 +1,7 @@
 """Which ATen ops AOTAutograd breaks into smaller ones for us.
 
-torch's core set, less what is better lowered whole (softmax, variance), called as a library kernel (attention), or
-kept as the one call that it is.
+torch's core set, less what is better lowered whole (variance, softmax's backward), called as a library kernel
+(attention), or kept as the one call that it is.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ aten = torch.ops.aten
 
 # Lowered whole (overlapc/lowering) or library kernels: their decompositions move more bytes.
 KEPT = (
-    aten._softmax,
-    aten._log_softmax,
     aten._softmax_backward_data,
     aten._log_softmax_backward_data,
     aten._scaled_dot_product_flash_attention,
@@ -47,12 +45,13 @@ KEPT = (
 )
 # Not in the core set, but made of parts that fuse.
 BROKEN_UP = (
+    aten._softmax,  # what a row's maximum and sum are is little to save for backward, and rows can be computed again
+    aten._log_softmax,
     aten.native_layer_norm,
     aten.native_layer_norm_backward,
     aten.native_group_norm,
     aten.native_group_norm_backward,
     aten.nll_loss_forward,
-    aten.nll_loss_backward,
     aten.gelu_backward,
     aten.silu_backward,
     aten.native_dropout_backward,
@@ -88,7 +87,37 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     table = {**core_aten_decompositions(), **get_decompositions(BROKEN_UP)}
     backward = aten.native_group_norm_backward.default
     table[backward] = in_float32(table[backward])
+    table[aten.nll_loss_backward.default] = nll_loss_backward
     return {target: rule for target, rule in table.items() if target not in kept}
+
+
+def nll_loss_backward(
+    grad_output: Tensor,
+    log_probabilities: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> Tensor:
+    """Minus the weight at each row's target, 0 elsewhere; by comparing positions, which needs nothing saved.
+
+    torch's own scatters into zeros like the log-probabilities, and its partitioner then saves those or the zeros.
+    """
+    classes = log_probabilities.shape[-1]
+    if reduction == 1:  # mean
+        grad_output = grad_output / total_weight
+    if log_probabilities.dim() == 1 and target.dim() > 0:
+        target = target[0]
+    rows = target.unsqueeze(-1)
+    if grad_output.dim() > 0 and log_probabilities.dim() > 1:
+        grad_output = grad_output.unsqueeze(-1)
+    if weight is not None:
+        grad_output = grad_output * weight
+    grad_output = torch.where(rows != ignore_index, grad_output, 0)
+    chosen = torch.arange(classes, device=target.device) == rows
+    picked = torch.where(chosen, -1.0, 0.0).to(log_probabilities.dtype)
+    return picked * grad_output
 
 
 def in_float32(rule: Callable[..., Any]) -> Callable[..., Any]:

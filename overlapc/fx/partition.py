@@ -9,6 +9,7 @@ torch's min-cut decides what is saved and what is recomputed; this says what it 
 - `reshard_after_forward=int`: this rank's part of the gathered parameter is saved, and backward gathers that over
   the smaller group.
 - Other collectives are recomputed only under the user's checkpointing, matmuls likewise (torch's own rules).
+- float32 values made element by element of smaller ones are not saved (overlapc/fx/recompute.py).
 
 Recomputed gathers come to lie before their first use: torch orders backward by what each gradient needs.
 """
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from overlapc.fx.collectives import canonicalize
 from overlapc.fx.gathers import Gather, parameter_gathers
+from overlapc.fx.recompute import recompute_expansions
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -46,6 +48,7 @@ def partition(
             _mark(gather, CheckpointPolicy.MUST_RECOMPUTE)
         else:
             _mark(gather, None)  # torch saves what untagged collectives give
+    recompute_expansions(joint_module.graph)
     forward, backward = min_cut_rematerialization_partition(
         joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
     )

@@ -190,6 +190,21 @@ def _low_digit(expr: sympy.Expr, divisor: sympy.Expr, ranges: Ranges) -> tuple[s
     return sympy.S.One, expr, sympy.S.Zero
 
 
+def _rejoined(expr: sympy.Expr) -> sympy.Expr:
+    """Quotient and remainder of one division put together again: `64*(x // 64) + x % 64` is x."""
+    if not isinstance(expr, sympy.Add) or not expr.has(ModularIndexing):
+        return expr
+    for term in expr.args:
+        factor, rest = term.as_coeff_Mul()
+        if isinstance(rest, ModularIndexing):
+            base, divisor, modulus = rest.args
+            quotient = FloorDiv(base, divisor * modulus)
+            if expr.coeff(quotient) == factor * modulus:
+                whole = base if divisor == 1 else FloorDiv(base, divisor)
+                return _rejoined(sympy.expand(expr - term - factor * modulus * quotient + factor * whole))
+    return expr
+
+
 @lru_cache(200_000)
 def simplify(expr: sympy.Expr, ranges: Ranges) -> sympy.Expr:
     """`expr` with divisions and remainders resolved where the ranges of its symbols allow it."""
@@ -202,7 +217,7 @@ def simplify(expr: sympy.Expr, ranges: Ranges) -> sympy.Expr:
         return _modular(base, divisor, modulus, ranges)
     if expr.is_Atom:
         return expr
-    return sympy.expand(expr.func(*(simplify(part, ranges) for part in expr.args)))
+    return _rejoined(sympy.expand(expr.func(*(simplify(part, ranges) for part in expr.args))))
 
 
 @lru_cache(200_000)

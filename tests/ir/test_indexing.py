@@ -147,3 +147,16 @@ def test_comparisons_need_proof() -> None:
 
 def test_substitution_is_simultaneous() -> None:
     assert substitute(P0 + 2 * P1, {P0: P1, P1: P0}) == P1 + 2 * P0
+
+
+def test_a_merged_loop_comes_apart_where_its_inner_size_divides() -> None:
+    ranges = ranges_of((32 * 2048, 2048))
+    flat = 2048 * P0 + P1
+    assert simplify(ModularIndexing(flat, 1, 2048 * 2048), ranges) == 2048 * ModularIndexing(P0, 1, 2048) + P1
+    assert simplify(FloorDiv(flat, 2048 * 2048), ranges) == FloorDiv(P0, 2048)
+
+
+def test_quotient_and_remainder_of_one_division_join_again() -> None:
+    ranges = ranges_of((64, 7))
+    assert simplify(64 * FloorDiv(P0 * 7 + P1, 64) + ModularIndexing(P0 * 7 + P1, 1, 64), ranges) == 7 * P0 + P1
+    assert simplify(8 * FloorDiv(P0, 24) + ModularIndexing(P0, 3, 8), ranges) == FloorDiv(P0, 3)

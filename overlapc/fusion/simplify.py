@@ -1,0 +1,163 @@
+"""Values that a kernel need not compute.
+
+    where(c, where(c, a, 0) * b, where(not c, d, 0))   ->   where(c, a * b, d)
+    sum over r of where(r == t, a, 0)                  ->   where(0 <= t < n, a, 0)
+
+The first comes from joining tensors (`cat`, padding): every part guards what it reads. The second is the gradient of
+picking one element a row, as the loss of a classifier does; without it backward would read each row twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import sympy
+
+from overlapc.ir.body import (
+    Body,
+    Constant,
+    Index,
+    Loop,
+    Op,
+    Reduce,
+    Scan,
+    Value,
+    as_number,
+    canonical,
+    depends_on,
+    op,
+    rebuild,
+    with_loops,
+    with_values,
+)
+from overlapc.ir.indexing import loop_symbol
+
+REACH = 64  # values looked at below one `where`: what guards itself lies near
+_OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le"}
+
+
+def simplified(body: Body) -> Body:
+    """`body` without such values; the same object where there are none."""
+    if not any(isinstance(value, Op) and value.name == "where" for value in body.values()):
+        return body
+    varies = depends_on(body.values(), {loop.symbol for loop in body.reduction})
+    uses = Counter(operand for value in body.values() for operand in value.operands())
+    uses.update(value for store in body.stores for value in store.operands())
+    new: dict[Value, Value] = {}
+    for value in body.values():
+        built = rebuild(value, tuple(new[operand] for operand in value.operands()), lambda expr: expr)
+        if isinstance(built, Op) and built.name == "where":
+            built = _guarded_once(built, uses)
+        elif isinstance(built, Reduce) and built.kind == "sum":
+            built = _picked(built, body, varies)
+        new[value] = built
+        if built is not value:
+            uses[built] = max(uses[built], uses[value])
+            varies[built] = varies[value]
+    if all(old is built for old, built in new.items()):
+        return body
+    return _without_reduction(with_values(body, body.loops, body.reduction, new))
+
+
+# --- what is known inside a branch
+
+
+def _guarded_once(where: Op, uses: Mapping[Value, int]) -> Value:
+    """`where` with branches that do not ask again what it has asked."""
+    condition, yes, no = where.args
+    facts: dict[Value, bool] = {}
+    _learn(condition, True, facts)
+    yes = _under(yes, facts, uses)
+    facts = {}
+    _learn(condition, False, facts)
+    no = _under(no, facts, uses)
+    return yes if yes is no else op("where", condition, yes, no)
+
+
+def _learn(condition: Value, holds: bool, facts: dict[Value, bool]) -> None:
+    """What follows from a condition: its parts, and its opposite."""
+    facts[condition] = holds
+    if not isinstance(condition, Op):
+        return
+    if condition.name in _OPPOSITE and not condition.args[0].dtype.is_floating_point:  # a NaN is neither
+        facts[op(_OPPOSITE[condition.name], *condition.args)] = not holds
+    elif condition.name == "logical_not":
+        _learn(condition.args[0], not holds, facts)
+    elif condition.name == "logical_and" and holds:
+        for part in condition.args:
+            _learn(part, True, facts)
+    elif condition.name == "logical_or" and not holds:
+        for part in condition.args:
+            _learn(part, False, facts)
+
+
+def _under(root: Value, facts: Mapping[Value, bool], uses: Mapping[Value, int]) -> Value:
+    """`root` where every condition in `facts` is as stated; `root` itself if it asks for none of them nearby.
+
+    What has other users is computed as it is anyway, and a second form of it would be computed beside it.
+    """
+    seen: dict[Value, Value] = {}
+
+    def visit(value: Value) -> Value:
+        if not isinstance(value, Op) or len(seen) > REACH:
+            return value  # not into addresses and reductions: these are computed whatever the branch
+        if value not in seen:
+            seen[value] = value
+            if value.name == "where" and value.args[0] in facts:
+                seen[value] = visit(value.args[1] if facts[value.args[0]] else value.args[2])
+            elif uses[value] <= 1:
+                operands = tuple(visit(operand) for operand in value.args)
+                if operands != value.args:
+                    seen[value] = rebuild(value, operands, lambda expr: expr)
+        return seen[value]
+
+    return visit(root)
+
+
+# --- one element of a row
+
+
+def _picked(total: Reduce, body: Body, varies: Mapping[Value, bool]) -> Value:
+    """The one term of a sum in which all others are 0; `total` itself if it is no such sum."""
+    if len(body.reduction) != 1:
+        return total
+    factors: list[Value] = []
+    arg = total.arg
+    while isinstance(arg, Op) and arg.name == "mul":
+        constant = [factor for factor in arg.args if not varies.get(factor, True)]
+        if len(constant) != 1:
+            return total
+        factors += constant
+        arg = arg.args[0] if constant[0] is arg.args[1] else arg.args[1]
+    if not isinstance(arg, Op) or arg.name != "where" or arg.dtype is not total.dtype:
+        return total
+    condition, there, elsewhere = arg.args
+    if as_number(elsewhere) != 0 or varies.get(there, True):
+        return total
+    if not isinstance(condition, Op) or condition.name != "eq":
+        return total
+    loop = body.reduction[0]
+    for position, at in (condition.args, condition.args[::-1]):
+        if isinstance(position, Index) and position.expr == loop.symbol and not varies.get(at, True):
+            inside = op("logical_and", op("ge", at, Constant(0, at.dtype)), op("lt", at, Index(loop.size, at.dtype)))
+            value: Value = op("where", inside, there, elsewhere)
+            for factor in factors:
+                value = op("mul", value, factor)
+            return value
+    return total
+
+
+def _without_reduction(body: Body) -> Body:
+    """An element-wise body once nothing is reduced any more and every store runs for each element of the row."""
+    symbols = {loop.symbol for loop in body.reduction}
+    if not symbols or any(isinstance(value, Reduce | Scan) for value in body.values()):
+        return body
+    if any(store.index.free_symbols.isdisjoint(symbols) or store.mode != "set" for store in body.stores):
+        return body
+    count = len(body.loops)
+    inner = tuple(Loop(loop_symbol("p", count + at), loop.size) for at, loop in enumerate(body.reduction))
+    renamed: dict[sympy.Symbol, sympy.Expr] = {
+        old.symbol: new.symbol for old, new in zip(body.reduction, inner, strict=True)
+    }
+    return canonical(with_loops(body, renamed, (*body.loops, *inner), ()))

@@ -1,0 +1,95 @@
+"""What a kernel need not compute: the same numbers with fewer values."""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlapc.fusion.simplify import simplified
+from overlapc.ir.body import Body, Constant, Index, Load, Op, Reduce, Store, Value, op
+from tests.ir.bodies import P, R, loops_of, put, x
+from tests.ir.interpret import run_body
+
+
+def zero() -> Constant:
+    return Constant(0.0, torch.float32)
+
+
+def position(expr: sympy.Expr) -> Index:
+    return Index(expr, torch.int64)
+
+
+def number(value: int) -> Constant:
+    return Constant(value, torch.int64)
+
+
+def wheres(body: Body) -> int:
+    return sum(isinstance(value, Op) and value.name == "where" for value in body.values())
+
+
+def results(body: Body, **buffers: torch.Tensor) -> torch.Tensor:
+    y = torch.full((64,), 7.0)
+    run_body(body, {**buffers, "y": y})
+    return y
+
+
+def joined(uses_twice: bool) -> Body:
+    """cat((-a, b)) of two halves, each part guarded by itself."""
+    first, second = op("lt", position(P[0]), number(4)), op("ge", position(P[0]), number(4))
+    low = op("mul", Load("a", P[0], torch.float32, first), op("where", first, x("s", 0), zero()))
+    high = op("where", second, op("exp", Load("a", P[0] - 4, torch.float32, second)), zero())
+    value: Value = op("where", first, op("where", first, op("neg", low), zero()), high)
+    stores = [put("y", P[0], value)]
+    if uses_twice:
+        stores.append(put("y", P[0] + 8, low))
+    return Body(loops_of("p", (8,)), (), tuple(stores))
+
+
+def test_a_branch_does_not_ask_again_what_was_asked() -> None:
+    body = joined(uses_twice=False)
+    short = simplified(body)
+    assert (wheres(body), wheres(short)) == (4, 1)
+    a, s = torch.randn(8), torch.randn(1)
+    torch.testing.assert_close(results(short, a=a, s=s), results(body, a=a, s=s))
+
+
+def test_what_others_use_is_not_computed_twice() -> None:
+    body = joined(uses_twice=True)
+    short = simplified(body)
+    assert sum(isinstance(value, Op) and value.name == "mul" for value in short.values()) == 1
+    a, s = torch.randn(8), torch.randn(1)
+    torch.testing.assert_close(results(short, a=a, s=s), results(body, a=a, s=s))
+
+
+def picking(target_of_row: Value, factor: Value | None = None) -> Body:
+    """The gradient of log-softmax and of picking one element a row: every element, and their sum."""
+    there = op("where", op("eq", position(R[0]), target_of_row), Constant(-1.0, torch.float32), zero())
+    grad = there if factor is None else op("mul", there, factor)
+    total = Reduce("sum", grad, torch.float32)
+    value = op("sub", grad, op("mul", x("a", 8 * P[0] + R[0]), total))
+    return Body(loops_of("p", (4,)), loops_of("r", (8,)), (put("y", 8 * P[0] + R[0], value),))
+
+
+@given(st.lists(st.integers(-2, 9), min_size=4, max_size=4), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_the_sum_of_one_element_needs_no_pass(targets: list[int], scaled: bool) -> None:
+    body = picking(Load("t", P[0], torch.int64), x("s", P[0]) if scaled else None)
+    short = simplified(body)
+    assert not short.reduction
+    assert len(short.loops) in (1, 2)
+    buffers = {"a": torch.randn(32), "t": torch.tensor(targets), "s": torch.randn(4)}
+    torch.testing.assert_close(results(short, **buffers), results(body, **buffers))
+
+
+def test_sums_of_more_than_one_element_stay() -> None:
+    by_element = picking(Load("t", 8 * P[0] + R[0], torch.int64))
+    assert simplified(by_element) is by_element
+
+
+def test_a_store_once_a_row_keeps_the_rows() -> None:
+    body = picking(Load("t", P[0], torch.int64))
+    total = next(value for value in body.values() if isinstance(value, Reduce))
+    both = Body(body.loops, body.reduction, (*body.stores, Store("z", P[0], total, torch.float32)))
+    assert simplified(both).reduction
