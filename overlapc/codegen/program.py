@@ -14,7 +14,8 @@ import sympy
 import torch
 
 from overlapc.codegen.kernel import KernelSource
-from overlapc.ir.body import Body, Reduce, reduction_depth
+from overlapc.ir.body import Body
+from overlapc.ir.hazards import overwrites_in_place
 from overlapc.ir.ops import (
     Extern,
     Handle,
@@ -222,7 +223,7 @@ class _Builder:
         for node in self.schedule.nodes:
             op: IROp = node.payload
             if isinstance(op, Loops):
-                found |= {load.buffer for load in op.body.loads()}
+                found |= {load.buffer for load in op.body.loads()} | {view.buffer for view in op.mutates}
             else:
                 found |= {leaf.buffer for leaf in views_read(op) if self._is_other_view(leaf)}
         found |= {leaf.buffer for leaf in _leaves(self.graph.outputs) if self._is_other_view(leaf)}
@@ -275,28 +276,15 @@ class _Builder:
             self.instructions.append(Allocate(view.buffer, view.layout))
 
     def _may_overwrite(self, body: Body, read: str, written: str) -> bool:
-        """Whether each iteration has read its element of `read` before it stores to `written`, and none needs it
-        later: the same index everywhere, one dtype size, and no pass over the reduction after the store."""
+        """Whether the kernel may store `written` in the memory that it reads as `read`, and writes nowhere else."""
         names = {load.buffer for load in body.loads() if self.graph.root(load.buffer) == read}
-        loads = [load for load in body.loads() if load.buffer in names]
         stores = [store for store in body.stores if store.buffer == written]
-        if len(stores) != 1 or stores[0].mode != "set" or stores[0].mask is not None or not loads:
-            return False
-        store = stores[0]
-        if any(
-            load.index != store.index
-            or load.indirect
-            or load.mask is not None
-            or load.memory_dtype.itemsize != store.memory_dtype.itemsize
-            for load in loads
-        ):
-            return False
-        if not any(isinstance(value, Reduce) for value in body.values()):
-            return True
-        # With reductions there are several passes; only the last one may overwrite what earlier ones read.
-        inner = {loop.symbol for loop in body.reduction} & store.index.free_symbols
-        depth = reduction_depth([store.value for store in body.stores])
-        return bool(inner) and depth[store.value] == max(depth.values())
+        return (
+            bool(names)
+            and len(stores) == 1
+            and not any(self.graph.root(store.buffer) == read for store in body.stores)
+            and overwrites_in_place(body, stores[0], names)
+        )
 
     def _call(self, op: Extern, starts: bool) -> None:
         if op.out and isinstance(op.result, View):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from overlapc.fusion.deps import has_effect, output_buffers, reads_of
+from overlapc.fusion.deps import has_effect, mutated, output_buffers, reads_of
 from overlapc.fusion.work import work_of
-from overlapc.ir.ops import Extern, IROp, Loops, LoweredGraph, Start, Wait, buffers_written
+from overlapc.ir.ops import IROp, Loops, LoweredGraph, Start, Wait, buffers_written
 from overlapc.schedule.model import Buffer, Kind, Node, Origin, Schedule
 
 
@@ -43,17 +43,13 @@ def _bytes(name: str, graph: LoweredGraph) -> int:
 
 def _node(op: IROp, graph: LoweredGraph, after: tuple[str, ...]) -> Node:
     kind, name, comm = _kind(op)
-    mutates: tuple[str, ...] = ()
-    call = op.call if isinstance(op, Start) else op
-    if isinstance(call, Extern):
-        mutates = tuple(graph.aliases[view.buffer] for view in call.mutates)
     return Node(
         name=op.name,
         kind=kind,
         op=name,
         reads=tuple(sorted(reads_of(op, graph))),
         writes=tuple(buffers_written(op)),
-        mutates=mutates,
+        mutates=tuple(graph.aliases[view.buffer] for view in mutated(op)),
         after=after,
         work=work_of(op, graph) if kind in (Kind.KERNEL, Kind.EXTERN) else None,
         comm=comm,

@@ -29,7 +29,7 @@ def symbols_used(op: IROp) -> set[str]:
     views: list[View] = []
     if isinstance(op, Loops):
         exprs += op.body.size_symbols()
-        views += op.outputs
+        views += [*op.outputs, *op.mutates]
     elif isinstance(op, Wait):
         return set()
     else:
@@ -67,10 +67,12 @@ def without_dead_ops(graph: LoweredGraph) -> list[IROp]:
     A wait stays with its start even if nobody reads the result: what is in flight needs its memory until then.
     """
     needed = output_buffers(graph)
+    given = {*graph.inputs, *graph.constants}
     kept: list[IROp] = []
     for op in reversed(graph.ops):
         effect = isinstance(op, Start | Wait) or (isinstance(op, Extern) and not op.pure)
-        effect = effect or (isinstance(op, Loops) and bool(op.body.checks()))
+        if isinstance(op, Loops):
+            effect = bool(op.body.checks()) or any(graph.root(view.buffer) in given for view in op.mutates)
         if effect or any(name in needed for name in buffers_written(op)):
             kept.append(op)
             needed |= reads_of(op, graph)
@@ -119,7 +121,7 @@ def has_effect(op: IROp) -> bool:
 def mutated(op: IROp) -> tuple[View, ...]:
     """What the op overwrites, by the names that the new contents have."""
     call = op.call if isinstance(op, Start) else op
-    return call.mutates if isinstance(call, Extern) else ()
+    return call.mutates if isinstance(call, Extern | Loops) else ()
 
 
 def _order_memory(found: Edges, ops: Sequence[IROp], graph: LoweredGraph) -> None:

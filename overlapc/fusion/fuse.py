@@ -19,6 +19,7 @@ from overlapc.fusion.merge import Refusal, merge, same_space, without_stores
 from overlapc.fusion.mixed_order import crosses, merge_across
 from overlapc.fusion.order import MergingOrder
 from overlapc.ir.body import Body
+from overlapc.ir.hazards import overwrites_in_place, scatters
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, Start, Wait, buffers_read, buffers_written
 
 LARGEST_KERNEL = 512  # values in one kernel: longer ones spill registers and take long to compile
@@ -89,7 +90,7 @@ class Fuser:
         self.sizes: dict[str, int] = {}
         dependences = edges(ops, graph)
         self.order = MergingOrder(dependences.before)
-        self.outputs = output_buffers(graph) | set(graph.aliases.values())
+        self.outputs = output_buffers(graph) | set(graph.aliases) | set(graph.aliases.values())
         self.memory = LiveBytes(ops, graph, self.bytes_of, freeable)
         self.groups: dict[int, Group] = {}
         self.readers: defaultdict[str, set[int]] = defaultdict(set)
@@ -219,6 +220,8 @@ class Fuser:
         # be launched later: it would undo overlap that the passes could have had.
         if (a.starts & ~b.starts and b.waits & ~a.waits) or (b.starts & ~a.starts and a.waits & ~b.waits):
             return Refusal("one leads to a collective's start, the other comes after a wait")
+        if scatters(a.kernel.body) or scatters(b.kernel.body):
+            return Refusal("one of them scatters: its iterations go by where they write")
         early, late = sorted((a, b), key=lambda group: group.runs_at)
         held = self.memory.held(early.reads, early.runs_at, late.runs_at, self._local(a, b))
         if not self.memory.fits(early.runs_at, late.runs_at, held):
@@ -231,9 +234,24 @@ class Fuser:
             merged = across
         if isinstance(merged, Refusal) and self.reorders:
             merged = self._reordered(a, b) or merged
-        if not isinstance(merged, Refusal) and len(merged.values()) > LARGEST_KERNEL:
+        if isinstance(merged, Refusal):
+            return merged
+        if len(merged.values()) > LARGEST_KERNEL:
             return Refusal(f"together they compute more than {LARGEST_KERNEL} values")
-        return merged
+        unsafe = self._unsafe_change(a, b, merged)
+        return merged if unsafe is None else unsafe
+
+    def _unsafe_change(self, a: Group, b: Group, merged: Body) -> Refusal | None:
+        """Why the merged kernel may not change memory in place, if it may not."""
+        for view in (*a.kernel.mutates, *b.kernel.mutates):
+            root = self.graph.root(view.buffer)
+            stores = [store for store in merged.stores if self.graph.root(store.buffer) == root]
+            if len(stores) > 1:
+                return Refusal(f"both write to the memory of {root}")
+            read = {load.buffer for load in merged.loads() if self.graph.root(load.buffer) == root}
+            if not overwrites_in_place(merged, stores[0], read):
+                return Refusal(f"{root} is changed in place before all iterations have read their part of it")
+        return None
 
     def _reordered(self, a: Group, b: Group) -> Body | None:
         """Both kernels in one, their loops in the order of the largest buffer they share; None where it costs more."""
@@ -262,7 +280,15 @@ class Fuser:
         self.memory.delay(early.reads, early.runs_at, late.runs_at, held)
         body = without_stores(body, local)
         outputs = tuple(view for view in a.kernel.outputs + b.kernel.outputs if view.buffer not in local)
-        op = Loops(b.op.name, a.kernel.device, body, outputs, a.op.origin.joined(b.op.origin))
+        op = Loops(
+            b.op.name,
+            a.kernel.device,
+            body,
+            outputs,
+            a.kernel.mutates + b.kernel.mutates,
+            a.kernel.before + b.kernel.before,
+            a.op.origin.joined(b.op.origin),
+        )
         saved = sum(self.bytes_of(name) for name in (a.reads & b.reads) | (a.writes & b.reads) | local)
         self.report.fused.append((a.op.name, b.op.name, saved))
         for name in a.reads | b.reads:

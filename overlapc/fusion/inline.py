@@ -33,6 +33,7 @@ from overlapc.ir.body import (
     rewrite,
     rewrite_values,
 )
+from overlapc.ir.hazards import overwrites_in_place, scatters
 from overlapc.ir.indexing import Ranges, bounds, numel, position_in, simplify, substitute
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, buffers_read
 from overlapc.lowering.graph import constant
@@ -74,7 +75,7 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph) -> list[IROp]:
             continue
         if any(_between(overwritten[graph.root(name)], position, max(readers)) for name in sources):
             continue  # the readers would see what was written over it
-        inlined = [inline_into(producer, consumer) for consumer in consumers]
+        inlined = [_inlined_safely(producer, consumer, graph) for consumer in consumers]
         if any(body is None for body in inlined):
             continue
         for at, consumer, body in zip(readers, consumers, inlined, strict=True):
@@ -87,6 +88,19 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph) -> list[IROp]:
     return [op_ for op_ in now if op_ is not None]
 
 
+def _inlined_safely(producer: Loops, consumer: Loops, graph: LoweredGraph) -> Body | None:
+    """`inline_into`, or None where the consumer would then overwrite what others of its iterations still read."""
+    body = inline_into(producer, consumer)
+    if body is None:
+        return None
+    for view in consumer.mutates:
+        root = graph.root(view.buffer)
+        read = {load.buffer for load in body.loads() if graph.root(load.buffer) == root}
+        if not all(overwrites_in_place(body, store, read) for store in body.stores if store.buffer == view.buffer):
+            return None
+    return body
+
+
 def _between(positions: Sequence[int], start: int, end: int) -> bool:
     """Whether one of the sorted `positions` lies between the two."""
     return bisect_right(positions, start) < bisect_left(positions, end)
@@ -94,8 +108,7 @@ def _between(positions: Sequence[int], start: int, end: int) -> bool:
 
 def is_elementwise(body: Body) -> bool:
     """One store a position, of every position, and nothing else."""
-    store = body.stores[0]
-    return len(body.stores) == 1 and store.mode == "set" and store.mask is None and not body.reduction
+    return len(body.stores) == 1 and not scatters(body) and not body.reduction
 
 
 def _pays(producer: Loops, consumers: list[Loops], graph: LoweredGraph) -> bool:
@@ -154,7 +167,7 @@ def inline_into(producer: Loops, consumer: Loops) -> Body | None:
     """The consumer's body without loads of the producer's buffer; None where an index cannot be carried over."""
     store = producer.body.stores[0]
     strides = loop_strides(producer.body)
-    if strides is None or store.indirect:
+    if strides is None:
         return None
     ranges = consumer.body.ranges()
     impossible = False

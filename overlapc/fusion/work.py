@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from overlapc.ir.body import Load, Op, Reduce, Scan
-from overlapc.ir.ops import Extern, IROp, Loops, LoweredGraph, View, buffers_written, tree_map, views_read
+from overlapc.ir.ops import Extern, IROp, Loops, LoweredGraph, View, tree_map, views_read
 from overlapc.schedule.model import Work
 
 aten = torch.ops.aten
@@ -52,8 +52,12 @@ def _loops_work(op: Loops, graph: LoweredGraph) -> Work:
             touched = iterations * load.memory_dtype.itemsize
             read[load.buffer] = min(whole, read.get(load.buffer, 0) + touched)
     written = 0
-    for name in buffers_written(op):
-        written += graph.hint(graph.views[name].layout.storage_bytes())
+    for store in op.body.stores:
+        whole = graph.hint(graph.views[store.buffer].layout.storage_bytes())
+        touched = iterations * store.memory_dtype.itemsize
+        written += min(whole, touched)
+        if store.is_atomic:  # combined with what is there
+            read[store.buffer] = min(whole, touched)
     # One operation a value and iteration: element-wise kernels are bound by memory, so a rough count will do.
     flops = iterations * sum(isinstance(value, Op | Reduce | Scan) for value in values)
     return Work(flops, sum(read.values()), written, "float32", _form(op, graph))

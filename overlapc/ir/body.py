@@ -204,9 +204,10 @@ OPERATIONS: Mapping[str, int] = {
     **dict.fromkeys(
         "neg abs sign signbit reciprocal sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan "
         "sinh cosh tanh asinh acosh atanh erf erfc lgamma sigmoid relu floor ceil trunc round isnan isinf "
-        "logical_not bitwise_not".split(),
+        "logical_not bitwise_not bitcast".split(),
         1,
     ),
+    # bitcast: the same bits as the dtype that it says, an integer of the float's size or the reverse.
     # maximum/minimum propagate NaN; remainder has the divisor's sign (Python), fmod the dividend's (C);
     # floor_div rounds down, trunc_div toward zero, both exact for integers; `div` is for floats only.
     **dict.fromkeys(
@@ -220,6 +221,7 @@ OPERATIONS: Mapping[str, int] = {
 COMPARISONS = frozenset("eq ne lt le gt ge isnan isinf signbit logical_not logical_and logical_or logical_xor".split())
 REDUCTIONS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
 SCANS = ("sum", "prod", "logsumexp", "max", "min", "argmax", "argmin")
+ATOMICS = ("add", "max", "min")  # how a `Store` may combine
 TOTALS = ("sum", "prod")  # reductions that a `Store` may do
 
 
@@ -235,22 +237,29 @@ def op(name: str, *args: Value, dtype: torch.dtype | None = None) -> Op:
 class Store:
     """Write `value` to `buffer[index]`, rounded to the buffer's dtype.
 
-    `mode` "add" adds atomically to what is there (several iterations may hit one element). A mode of `TOTALS` makes
-    the element the total of `value` over all iterations that reach it, in an order that is always the same: so one
-    pass over the rows of a matrix also reduces its columns. A total is known only when the kernel is done.
+    `mode` "set" writes it. A mode of `ATOMICS` combines it atomically with what is there (iterations may share an
+    element): "add" on float32, float64 and integers of 4 or 8 bytes, "max" and "min" on such integers only. A mode of
+    `TOTALS` makes the element the total of `value` over all iterations that reach it, in an order that is always the
+    same: so one pass over the rows of a matrix also reduces its columns. A total is known only when the kernel is done.
+    Where `mask` (bool) is false nothing is written. `indirect` binds symbols of `index` as in `Load`.
     """
 
     buffer: str
     index: sympy.Expr
     value: Value
     memory_dtype: torch.dtype
-    mode: str = "set"  # or "add", or one of TOTALS
+    mode: str = "set"  # or one of ATOMICS, or one of TOTALS
     mask: Value | None = None
     indirect: tuple[tuple[sympy.Symbol, Value], ...] = ()
 
     def operands(self) -> tuple[Value, ...]:
         bound = tuple(value for _, value in self.indirect)
         return (self.value, *bound) if self.mask is None else (self.value, *bound, self.mask)
+
+    @property
+    def is_atomic(self) -> bool:
+        """Whether the element keeps part of what was there."""
+        return self.mode in ATOMICS
 
     @property
     def is_total(self) -> bool:

@@ -101,12 +101,18 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class Loops:
-    """A generated kernel: `body` writes `outputs` (name and layout each) on `device`."""
+    """A generated kernel: `body` writes `outputs` (name and layout each) on `device`.
+
+    It may also change memory in place: `mutates` names what it changes as it is called afterwards (the body stores
+    to these names), `before` the contents that it changes.
+    """
 
     name: str
     device: torch.device
     body: Body
     outputs: tuple[View, ...]
+    mutates: tuple[View, ...] = ()
+    before: tuple[str, ...] = ()
     origin: Provenance = field(default_factory=Provenance, compare=False)
 
 
@@ -192,13 +198,13 @@ def views_read(op: IROp) -> Iterator[View | Handle]:
 def buffers_read(op: IROp) -> set[str]:
     """Names of all buffers whose contents the op needs."""
     if isinstance(op, Loops):
-        return {load.buffer for load in op.body.loads()}
+        return {load.buffer for load in op.body.loads()}.union(op.before)
     return {view.buffer for view in views_read(op)}
 
 
 def buffers_written(op: IROp) -> list[str]:
     """Names that the op defines, mutated buffers' new names included."""
-    mutated = [view.buffer for view in op.mutates] if isinstance(op, Extern) else []
+    mutated = [view.buffer for view in op.mutates] if isinstance(op, Extern | Loops) else []
     return [view.buffer for view in op.outputs] + mutated
 
 

@@ -1,19 +1,22 @@
 """ATen graphs to loop IR: `lower` walks a graph; one file a family of ops says how."""
 
-from overlapc.lowering import foreach, indexing, pointwise, reduction, scan, view
+from overlapc.lowering import embedding, foreach, indexing, part, pointwise, reduction, scan, scatter, view
 from overlapc.lowering.graph import Communication, lower, provenance
 from overlapc.lowering.table import LIBRARY_CALLS, lowered_ops
 
 __all__ = [
     "LIBRARY_CALLS",
     "Communication",
+    "embedding",
     "foreach",
     "indexing",
     "lower",
     "lowered_ops",
+    "part",
     "pointwise",
     "provenance",
     "reduction",
     "scan",
+    "scatter",
     "view",
 ]

@@ -342,8 +342,8 @@ class Context:
 
     # --- making ops
 
-    def name_for(self, position: int | None = None) -> str:
-        parts = (self.node.name, self.item, position)
+    def name_for(self, part: int | str | None = None) -> str:
+        parts = (self.node.name, self.item, part)
         return "_".join(str(part) for part in parts if part is not None)
 
     def add(self, op: IROp) -> None:
@@ -375,12 +375,26 @@ class Context:
             return self._empty(view)
         if not layout.is_dense():
             raise Impossible(f"output strides {layout.stride} of size {layout.size} leave holes")
-        made = canonical(without_trivial_reductions(body(view)))
-        for expr in made.expressions():
-            if not is_plain(expr):
-                raise Impossible(f"the index or size {expr}")
-        self.add(Loops(view.buffer, layout.device, made, (view,), provenance(self.node)))
+        made = _printable(canonical(without_trivial_reductions(body(view))))
+        self.add(Loops(view.buffer, layout.device, made, (view,), origin=provenance(self.node)))
         return view
+
+    def update(self, target: View, body: Callable[[View], Body]) -> View:
+        """A kernel that changes elements of `target` in place; `target` by the name it has from then on.
+
+        `body` stores to the view that it is given.
+        """
+        root = self.graph.root(target.buffer)
+        after = self._mutated_name(root)
+        renamed = View(after.buffer, target.layout)
+        made = _printable(canonical(body(renamed)))
+        if any(loop.size == 0 for loop in (*made.loops, *made.reduction)):
+            return target
+        before = self.latest.get(root, root)
+        origin = provenance(self.node)
+        self.add(Loops(after.buffer, target.layout.device, made, (), (after,), (before,), origin))
+        self._renamed(after)
+        return renamed
 
     def _empty(self, view: View) -> View:
         """Memory for a tensor without elements: a kernel with nothing to do would only be a special case for all."""
@@ -503,7 +517,12 @@ class Context:
         )
 
     def _mutated_name(self, root: str) -> View:
-        renamed = View(f"{root}__{self.node.name}", self.graph.views[root].layout)
+        base = name = f"{root}__{self.node.name}"
+        times = 1
+        while name in self.graph.aliases:  # a node may change one buffer several times
+            times += 1
+            name = f"{base}_{times}"
+        renamed = View(name, self.graph.views[root].layout)
         self.mutated[renamed.buffer] = root
         return renamed
 
@@ -576,6 +595,14 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
     if isinstance(value, Index) and not target.is_floating_point and target != torch.bool:
         return Index(value.expr, target)
     return Cast(value, target)
+
+
+def _printable(body: Body) -> Body:
+    """`body`, if generators can print all its index expressions; Impossible otherwise."""
+    for expr in body.expressions():
+        if not is_plain(expr):
+            raise Impossible(f"the index or size {expr}")
+    return body
 
 
 # What a reduction over nothing yields; maxima and minima of nothing are errors before they get here.

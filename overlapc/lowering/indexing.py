@@ -1,8 +1,9 @@
-"""Ops that pick, place or join elements: cat, padding, slices written into tensors, gathers."""
+"""Ops that pick or join elements: cat, padding, gathers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -98,53 +99,17 @@ def constant_pad(context: Context, x: View, pad: Sequence[Any], fill: Any = 0) -
     return positioned(context, value)
 
 
-@lowers(aten.slice_scatter.default)
-def slice_scatter(
-    context: Context, x: View, source: View, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
-) -> View:
-    if step != 1:
-        raise Impossible("a step")
-    dim = dim % len(x.size)
-    begin = _slice_start(x.size[dim], start)
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An element of a tensor at a position that is partly read from memory; `inside` (bool) where it is in bounds."""
 
-    def value(position: tuple[sympy.Expr, ...]) -> Value:
-        moved = list(position)
-        moved[dim] = position[dim] - begin
-        mask = both(at_least(position[dim], begin), below(position[dim], begin + source.size[dim]))
-        return op("where", mask, cast(masked_element(source, moved, mask), x.dtype), context.element(x, position))
-
-    return positioned(context, value)
+    index: sympy.Expr
+    inside: Value
+    indirect: tuple[tuple[sympy.Symbol, Value], ...]
 
 
-def _slice_start(extent: sympy.Expr, start: Any) -> sympy.Expr:
-    """Where a slice begins, counted from the front and within the dim."""
-    begin = sympy.sympify(0 if start is None else start)
-    if not (begin.is_Integer and extent.is_Integer):
-        if begin.is_nonnegative:
-            return begin
-        raise Impossible("a symbolic start that may be negative")
-    at = int(begin) + int(extent) if begin < 0 else int(begin)
-    return sympy.Integer(min(max(at, 0), int(extent)))
-
-
-@lowers(aten.select_scatter.default)
-def select_scatter(context: Context, x: View, source: View, dim: int, index: Any) -> View:
-    dim = dim % len(x.size)
-    where = sympy.sympify(index)
-    if not where.is_Integer:
-        raise Impossible("a symbolic index")
-    at = where + x.size[dim] if where < 0 else where
-
-    def value(position: tuple[sympy.Expr, ...]) -> Value:
-        mask = op("eq", Index(position[dim]), Index(at))
-        rest = [here for axis, here in enumerate(position) if axis != dim]
-        return op("where", mask, cast(masked_element(source, rest, mask), x.dtype), context.element(x, position))
-
-    return positioned(context, value)
-
-
-def picked(x: View, at: Sequence[sympy.Expr], wanted: Mapping[int, Value]) -> Load:
-    """The element of `x` at `at`, with the positions in the dims of `wanted` read from memory and checked."""
+def place(x: View, at: Sequence[sympy.Expr], wanted: Mapping[int, Value]) -> Place:
+    """`x` at `at`, with the positions in the dims of `wanted` read from memory and checked."""
     position = list(at)
     indirect: list[tuple[sympy.Symbol, Value]] = []
     inside: list[Value] = []
@@ -155,7 +120,13 @@ def picked(x: View, at: Sequence[sympy.Expr], wanted: Mapping[int, Value]) -> Lo
         position[dim] = symbol
         indirect.append((symbol, Checked(where, fits, message)))
         inside.append(fits)
-    return Load(x.buffer, x.layout.at(tuple(position)), x.dtype, both(*inside), tuple(indirect))
+    return Place(x.layout.at(tuple(position)), both(*inside), tuple(indirect))
+
+
+def picked(x: View, at: Sequence[sympy.Expr], wanted: Mapping[int, Value]) -> Load:
+    """The element of `x` at `at`, with the positions in the dims of `wanted` read from memory and checked."""
+    found = place(x, at, wanted)
+    return Load(x.buffer, found.index, x.dtype, found.inside, found.indirect)
 
 
 def index_value(context: Context, index: View, position: Sequence[sympy.Expr], extent: sympy.Expr) -> Value:
@@ -180,22 +151,6 @@ def gather(context: Context, x: View, dim: int, index: View, sparse_grad: bool =
     return positioned(context, value)
 
 
-@lowers(aten.embedding.default)
-def embedding(
-    context: Context,
-    weight: View,
-    indices: View,
-    padding_idx: int = -1,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> View:
-    def value(position: tuple[sympy.Expr, ...]) -> Value:
-        where = cast(context.element(indices, position[:-1]), torch.int64)
-        return picked(weight, (sympy.S.Zero, position[-1]), {0: where})
-
-    return positioned(context, value)
-
-
 @lowers(aten.index_select.default)
 def index_select(context: Context, x: View, dim: int, index: View) -> View:
     if not x.size or not index.size:
@@ -208,41 +163,55 @@ def index_select(context: Context, x: View, dim: int, index: View) -> View:
     return positioned(context, value)
 
 
-@lowers(aten.index.Tensor)
-def index(context: Context, x: View, indices: Sequence[View | None]) -> View:
+@dataclass(frozen=True, slots=True)
+class Indexed:
+    """`x[indices]`: where its index tensors' dims stand among those of the result, and what each position means."""
+
+    x: View
+    given: Mapping[int, View]  # dim of x -> its index tensor
+    shape: tuple[sympy.Expr, ...]  # that the index tensors have in common
+    start: int  # the dim of the result at which that shape begins
+
+    @property
+    def size(self) -> tuple[sympy.Expr, ...]:
+        """Of the result."""
+        kept = [extent for dim, extent in enumerate(self.x.size) if dim not in self.given]
+        return (*kept[: self.start], *self.shape, *kept[self.start :])
+
+    def at(self, context: Context, position: Sequence[sympy.Expr]) -> tuple[list[sympy.Expr], dict[int, Value]]:
+        """Position in `x`, and the values of the dims that are read from memory, for a position in the result."""
+        end = self.start + len(self.shape)
+        here = position[self.start : end]
+        rest = iter((*position[: self.start], *position[end:]))
+        at = [sympy.S.Zero if dim in self.given else next(rest) for dim in range(len(self.x.size))]
+        wanted = {dim: index_value(context, each, here, self.x.size[dim]) for dim, each in self.given.items()}
+        return at, wanted
+
+
+def indexed(x: View, indices: Sequence[View | None]) -> Indexed:
+    """Raises Impossible for masks, whose number of elements only the data knows."""
     given = {dim: each for dim, each in enumerate(indices) if each is not None}
     if any(each.dtype in (torch.bool, torch.uint8) for each in given.values()):
         raise Impossible("a mask")
     dims = list(given)
-    rank = max(len(each.size) for each in given.values())
+    shape = broadcast([each.size for each in given.values()])
     # Index tensors that stand side by side put their dims in their place, others put them first.
     start = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
-
-    def value(position: tuple[sympy.Expr, ...]) -> Value:
-        here = position[start : start + rank]
-        rest = iter(position[:start] + position[start + rank :])
-        at = [sympy.S.Zero if dim in given else next(rest) for dim in range(len(x.size))]
-        wanted = {dim: index_value(context, each, here, x.size[dim]) for dim, each in given.items()}
-        return picked(x, at, wanted)
-
-    return positioned(context, value)
+    return Indexed(x, given, shape, start)
 
 
-@lowers(aten.scatter.value)
-def scatter_value(context: Context, x: View, dim: int, index: View, number: Any) -> View:
-    """A scatter of one number per row, as in the gradient of a loss: each element asks whether it is meant."""
-    if not x.size or not index.size:
-        raise Impossible("a tensor without dims")
-    dim = dim % len(x.size)
-    same = all(a == b for axis, (a, b) in enumerate(zip(x.size, index.size, strict=True)) if axis != dim)
-    if not is_one(index.size[dim]) or not same:
-        raise Impossible("several indices a row")
+def broadcast(shapes: Sequence[Sequence[sympy.Expr]]) -> tuple[sympy.Expr, ...]:
+    """The common shape; sizes that are not known to be 1 are taken to be equal, as tracing has checked."""
+    rank = max(len(shape) for shape in shapes)
+    common: list[sympy.Expr] = [sympy.S.One] * rank
+    for shape in shapes:
+        for dim, extent in enumerate(shape, rank - len(shape)):
+            if not is_one(extent):
+                common[dim] = extent
+    return tuple(common)
 
-    def value(position: tuple[sympy.Expr, ...]) -> Value:
-        at = [sympy.S.Zero if axis == dim else here for axis, here in enumerate(position)]
-        where = cast(context.element(index, at), torch.int64)
-        message = f"an index is out of bounds for dimension {dim} with size {x.size[dim]}"
-        hit = op("eq", Index(position[dim]), Checked(where, in_bounds(where, x.size[dim]), message))
-        return op("where", hit, cast(context.scalar(number), x.dtype), context.element(x, position))
 
-    return positioned(context, value)
+@lowers(aten.index.Tensor)
+def index(context: Context, x: View, indices: Sequence[View | None]) -> View:
+    reads = indexed(x, indices)
+    return positioned(context, lambda position: picked(x, *reads.at(context, position)))

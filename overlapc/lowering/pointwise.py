@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 
-from overlapc.ir.body import Cast, Constant, Value, op
+from overlapc.ir.body import Body, Cast, Constant, Index, Value, op
 from overlapc.ir.ops import View
 from overlapc.lowering.graph import Context, cast, constant
 from overlapc.lowering.table import Impossible, lowers, lowers_by_name
@@ -352,6 +352,26 @@ def copy(context: Context, destination: View, source: View, non_blocking: bool =
     return context.pointwise(lambda value: convert(value, destination.dtype), source)
 
 
+@lowers(aten.copy_.default)
+def copy_(context: Context, destination: View, source: View, non_blocking: bool = False) -> View:
+    """Straight into the destination; what computes the source may then store there itself."""
+    if source == destination:
+        return destination
+    if destination.buffer in {view.buffer for view in context.given.values()}:
+        raise Impossible("memory that holds the negatives or conjugates of its numbers")
+    if not destination.layout.is_dense():
+        raise Impossible("a destination with holes or overlaps")
+    if context.graph.root(source.buffer) == context.graph.root(destination.buffer):
+        raise Impossible("other elements of the same memory")
+
+    def body(out: View) -> Body:
+        loops, position = context.loops_over(out.layout)
+        value = convert(context.element(source, position), out.dtype)
+        return Body(loops, (), (context.store(out, position, value),))
+
+    return context.update(destination, body)
+
+
 @lowers(aten.full.default, aten.full_like.default, aten.scalar_tensor.default, aten.new_full.default)
 def full(context: Context, *args: Any, **kwargs: Any) -> View:
     number = kwargs["fill_value"] if "fill_value" in kwargs else args[-1]
@@ -394,8 +414,6 @@ def iota(context: Context, length: Any, start: Any, step: Any, dtype: torch.dtyp
 
 
 def _iota(context: Context, start: Any, step: Any, dtype: torch.dtype) -> View:
-    from overlapc.ir.body import Body, Index
-
     def body(out: View) -> Body:
         loops, position = context.loops_over(out.layout)
         return Body(loops, (), (context.store(out, position, Index(start + step * position[0])),))

@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 import torch
 
-from overlapc.ir.body import Body, Store
+from overlapc.ir.body import Body, Store, op
 from overlapc.ir.ops import Extern, Handle, IROp, Layout, Loops, LoweredGraph, Start, View, Wait, buffers_written
 from overlapc.schedule.model import Comm
 from tests.ir.bodies import loops_of, put, x
@@ -34,7 +34,7 @@ def kernel(name: str, body: Body, *outputs: View, device: torch.device = CPU) ->
 
 def pointwise(out: str, *reads: str, elements: int = ELEMENTS) -> Loops:
     """`out[p0]` from the same element of each buffer read."""
-    from overlapc.ir.body import Value, op
+    from overlapc.ir.body import Value
 
     loops = loops_of("p", (elements,))
     value: Value = x(reads[0], loops[0].symbol)
@@ -61,6 +61,16 @@ def overwrite(name: str, root: str, *reads: str) -> Extern:
         mutates=(new,),
         pure=False,
     )
+
+
+def change(name: str, root: str, *reads: str, shift: int = 0) -> Loops:
+    """A kernel that overwrites `root` in place from each buffer read, element `p0 + shift` of them for element p0."""
+    loops = loops_of("p", (ELEMENTS - shift,))
+    value = op("exp", x(reads[0], loops[0].symbol + shift))
+    for each in reads[1:]:
+        value = op("add", value, x(each, loops[0].symbol + shift))
+    new = view(f"{root}__{name}")
+    return Loops(name, CPU, Body(loops, (), (put(new.buffer, loops[0].symbol, value),)), (), (new,), (root,))
 
 
 def comm(group: str = "dp") -> Comm:
@@ -93,12 +103,12 @@ def graph(
     """The ops with what surrounds them; outputs are names, or leaves as they are."""
     found = {name: view(name) for name in inputs}
     aliases: dict[str, str] = {}
-    for op in ops:
-        call = op.call if isinstance(op, Start) else op
-        found.update((each.buffer, each) for each in op.outputs if isinstance(each, View))
-        if isinstance(op, Wait):
-            aliases[op.name] = op.source.buffer
-        elif isinstance(call, Extern):
+    for each_op in ops:
+        call = each_op.call if isinstance(each_op, Start) else each_op
+        found.update((each.buffer, each) for each in each_op.outputs if isinstance(each, View))
+        if isinstance(each_op, Wait):
+            aliases[each_op.name] = each_op.source.buffer
+        elif isinstance(call, Extern | Loops):
             for each in call.mutates:
                 aliases[each.buffer] = each.buffer.split("__")[0]
                 found[each.buffer] = each
@@ -113,6 +123,6 @@ def names(ops: Sequence[IROp]) -> list[str]:
 
 
 __all__ = [
-    "CPU", "ELEMENTS", "Handle", "Store", "barrier", "buffers_written", "comm", "extern", "graph", "kernel", "names",
-    "overwrite", "pointwise", "start", "view", "wait",
+    "CPU", "ELEMENTS", "Handle", "Store", "barrier", "buffers_written", "change", "comm", "extern", "graph", "kernel",
+    "names", "overwrite", "pointwise", "start", "view", "wait",
 ]  # fmt: skip

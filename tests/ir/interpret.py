@@ -58,10 +58,14 @@ _SAME = (
     "logical_not bitwise_not mul div remainder fmod pow atan2 hypot copysign nextafter maximum minimum "
     "eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor where add sub"
 ).split()
+_BITS = {
+    torch.float32: torch.int32, torch.int32: torch.float32, torch.float64: torch.int64, torch.int64: torch.float64,
+}  # fmt: skip
 MEANING: dict[str, Callable[..., Tensor]] = {
     **{name: getattr(torch, name) for name in _SAME},
     "floor_div": lambda a, b: torch.div(a, b, rounding_mode="floor"),
     "trunc_div": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+    "bitcast": lambda x: x.view(_BITS[x.dtype]),
     "shift_left": torch.bitwise_left_shift,
     "shift_right": torch.bitwise_right_shift,
 }
@@ -154,6 +158,9 @@ def _store(
     index, value = index[chosen], value[chosen]
     if store.mode == "add":
         flat.index_add_(0, index, value)
+        return
+    if store.mode in ("max", "min"):
+        flat.scatter_reduce_(0, index, value, f"a{store.mode}")
         return
     flat[index] = value
     again = flat[index]  # iterations that write one element must agree on what

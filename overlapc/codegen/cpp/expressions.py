@@ -170,6 +170,8 @@ SCALAR_ONLY = frozenset({"lgamma", "nextafter"})
 
 def operation_text(op: Op, args: list[str]) -> str:
     """C++ for an element-wise operation on arguments that are names or literals."""
+    if op.name == "bitcast":
+        return f"bits<{C_TYPE[op.dtype]}>({args[0]})"
     dtype = op.args[-1].dtype
     kind = C_TYPE[dtype]
     text = _operation(op, args, dtype, kind)

@@ -152,9 +152,14 @@ class Function:
         place = self.place(store, known)
         value = known[store.value]
         source = store.value.dtype
-        if store.mode == "add":
+        if store.is_atomic:
             source = torch.float32 if store.memory_dtype in (torch.bfloat16, torch.float16) else store.memory_dtype
-            value = f"{load_text(place, store.memory_dtype)} + {cast_text(value, store.value.dtype, source)}"
+            present, value = load_text(place, store.memory_dtype), cast_text(value, store.value.dtype, source)
+            if store.mode == "add":
+                value = f"{present} + {value}"
+            else:
+                name = "maximum" if store.mode == "max" else "minimum"
+                value = f"{name}<{C_TYPE[source]}>({present}, {value})"
         text = f"{place} = {store_text(value, source, store.memory_dtype)};"
         return text if store.mask is None else f"if ({known[store.mask]}) {text}"
 

@@ -175,7 +175,7 @@ def _writes_apart(body: Body, loop: Loop) -> bool:
     It matters for stores that add, and for those whose place is read from memory: on threads their order would
     decide the result.
     """
-    return all(_digit(store.index, loop, body) for store in body.stores if store.mode == "add" or store.indirect)
+    return all(_digit(store.index, loop, body) for store in body.stores if store.is_atomic or store.indirect)
 
 
 def _digit(index: sympy.Expr, loop: Loop, body: Body) -> bool:

@@ -174,6 +174,8 @@ def operation(op: Op, args: Sequence[str]) -> str:
     name, first = op.name, args[0]
     if name == "where":
         return f"tl.where({', '.join(args)})"
+    if name == "bitcast":
+        return f"{first}.to({COMPUTE[op.dtype]}, bitcast=True)"
     if dtype is torch.bool:
         return _on_bools(name, args)
     if name in ("logical_and", "logical_or", "logical_xor"):

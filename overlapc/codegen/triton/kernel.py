@@ -47,8 +47,10 @@ class TritonGenerator:
             if dtypes.setdefault(item.buffer, item.memory_dtype) is not item.memory_dtype:
                 return f"{item.buffer} is read as {dtypes[item.buffer]} and as {item.memory_dtype}"
         for store in body.stores:
-            if store.mode == "add" and store.memory_dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
-                return f"no atomic add to {store.memory_dtype}"
+            if store.is_atomic and store.memory_dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
+                return f"no atomic {store.mode} to {store.memory_dtype}"
+            if store.mode in ("max", "min") and store.memory_dtype.is_floating_point:
+                return f"no atomic {store.mode} to {store.memory_dtype}: it would order NaN by its sign"
         for value in body.values():
             if value.dtype not in COMPUTE or (isinstance(value, Cast) and value.to not in POINTER):
                 return f"no {value.dtype} in Triton kernels"

@@ -211,8 +211,8 @@ class ValueWriter(AxisWriter):
             pointer = f"{self.kernel.arguments[store.buffer]} + {term(index)}"
             text = self.stored(store, names)
             mask = self.mask_argument(axes, None if store.mask is None else names[store.mask])
-            if store.mode == "add":
-                emit(f'tl.atomic_add({pointer}, {text}{mask}, sem="relaxed")')
+            if store.is_atomic:
+                emit(f'tl.atomic_{store.mode}({pointer}, {text}{mask}, sem="relaxed")')
             else:
                 emit(f"tl.store({pointer}, {text}{mask})")
 

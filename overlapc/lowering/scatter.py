@@ -1,0 +1,234 @@
+"""Ops that write elements at positions read from memory.
+
+A scatter is two kernels: a copy of the tensor, and a change of that copy in place by as many iterations as there are
+elements to write. Where several may hit one element they combine atomically, in an accumulator that hardware has
+atomics for and that rounds like a sum in float32; a third kernel then brings it to the result's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from overlapc.ir.body import Body, Checked, Index, Load, Store, Value, compute_dtype, op
+from overlapc.ir.indexing import is_one
+from overlapc.ir.ops import Layout, View
+from overlapc.lowering.graph import Context, cast, constant
+from overlapc.lowering.indexing import (
+    Place,
+    in_bounds,
+    indexed,
+    place,
+    positioned,
+)
+from overlapc.lowering.table import Impossible, lowers
+
+aten = torch.ops.aten
+
+Position = tuple[sympy.Expr, ...]
+
+
+# --- accumulators
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulator:
+    """Memory that iterations combine in: its dtype, and how elements get there and back."""
+
+    dtype: torch.dtype
+    mode: str
+    enter: Callable[[Value], Value]
+    leave: Callable[[Value], Value]
+
+
+def accumulator(dtype: torch.dtype, mode: str) -> Accumulator:
+    """How elements of `dtype` are combined by `mode`, one of a store's."""
+    if mode == "set":
+        return Accumulator(dtype, mode, lambda value: value, lambda value: value)
+    if dtype.is_floating_point:
+        wide = compute_dtype(dtype)
+        if mode == "add":
+            return Accumulator(wide, mode, lambda value: cast(value, wide), lambda value: value)
+        bits = torch.int32 if wide == torch.float32 else torch.int64
+        return Accumulator(bits, mode, lambda value: ordered(cast(value, wide), mode), from_ordered)
+    if dtype == torch.bool:
+        mode = "min" if mode == "min" else "max"  # a sum of bools is whether any is true
+    wide = dtype if dtype in (torch.int32, torch.int64) else torch.int32
+    return Accumulator(wide, mode, lambda value: cast(value, wide), lambda value: value)
+
+
+def ordered(value: Value, mode: str) -> Value:
+    """An integer in the order of floats, NaN beyond every number (where `mode` looks for it)."""
+    bits = torch.int32 if value.dtype == torch.float32 else torch.int64
+    limits = torch.iinfo(bits)
+    nan = constant(limits.max if mode == "max" else limits.min, bits)
+    return op("where", op("isnan", value), nan, _flipped(op("bitcast", value, dtype=bits)))
+
+
+def from_ordered(key: Value) -> Value:
+    """The float of `ordered`. What stands for NaN has the bits of one, either sign."""
+    wide = torch.float32 if key.dtype == torch.int32 else torch.float64
+    return op("bitcast", _flipped(key), dtype=wide)
+
+
+def _flipped(bits: Value) -> Value:
+    """Negative numbers with all bits but the sign turned over: its own inverse."""
+    limits = torch.iinfo(bits.dtype)
+    negative = op("lt", bits, constant(0, bits.dtype))
+    return op("where", negative, op("bitwise_xor", bits, constant(limits.max, bits.dtype)), bits)
+
+
+# --- scatters
+
+
+def scatter_into(
+    context: Context,
+    x: View,
+    size: Sequence[sympy.Expr],
+    where: Callable[[View, Position], Place],
+    value: Callable[[Position], Value],
+    mode: str = "set",
+    order: Layout | None = None,
+) -> View:
+    """`x` with `value` combined into the element that `where` names, for every position of a tensor of `size`.
+
+    `order` is the layout whose order in memory the positions are visited in; a contiguous one unless given. Runs as
+    a call under `torch.use_deterministic_algorithms`: the order in which iterations hit an element is not fixed.
+    """
+    refuse_if_deterministic()
+    kept = accumulator(x.dtype, mode)
+    out = context.layout(context.value_of(), offset=sympy.S.Zero)
+    if not out.is_dense():
+        raise Impossible(f"output strides {out.stride} of size {out.size} leave holes")
+    same = kept.dtype == x.dtype
+    begun = context.pointwise(
+        lambda element: kept.enter(element),
+        x,
+        name=None if same else context.name_for("sums"),
+        layout=Layout(out.device, kept.dtype, out.size, out.stride),
+    )
+    visited = order or contiguous(out.device, x.dtype, size)
+
+    def body(target: View) -> Body:
+        loops, position = context.loops_over(visited)
+        spot = where(target, position)
+        element = kept.enter(cast(value(position), x.dtype))
+        return Body(loops, (), (store_at(target, spot, element, kept.mode),))
+
+    changed = context.update(begun, body)
+    return changed if same else context.pointwise(kept.leave, changed)
+
+
+def store_at(target: View, spot: Place, value: Value, mode: str) -> Store:
+    return Store(target.buffer, spot.index, cast(value, target.dtype), target.dtype, mode, spot.inside, spot.indirect)
+
+
+def refuse_if_deterministic() -> None:
+    if torch.are_deterministic_algorithms_enabled():
+        raise Impossible("deterministic algorithms are asked for, and atomics come in any order")
+
+
+def contiguous(device: torch.device, dtype: torch.dtype, size: Sequence[sympy.Expr]) -> Layout:
+    return Layout(device, dtype, tuple(size), contiguous_strides(size))
+
+
+def contiguous_strides(size: Sequence[sympy.Expr]) -> tuple[sympy.Expr, ...]:
+    strides = [sympy.S.One] * len(size)
+    for dim in range(len(size) - 2, -1, -1):
+        strides[dim] = sympy.expand(strides[dim + 1] * size[dim + 1])
+    return tuple(strides)
+
+
+def _along(context: Context, dim: int, index: View) -> Callable[[View, Position], Place]:
+    """The element that `index`, a tensor over the same positions, names along `dim`."""
+
+    def where(target: View, position: Position) -> Place:
+        return place(target, position, {dim: cast(context.element(index, position), torch.int64)})
+
+    return where
+
+
+def _scatter(context: Context, x: View, dim: int, index: View, source: Any, mode: str) -> View:
+    """`source` is a tensor at least as large as `index`, or a number."""
+    if not x.size or not index.size:
+        raise Impossible("a tensor without dims")
+    dim = dim % len(x.size)
+
+    def value(position: Position) -> Value:
+        if isinstance(source, View):
+            return Load(source.buffer, source.layout.at(position), source.dtype)  # not broadcast: sizes may differ
+        return context.scalar(source)
+
+    return scatter_into(context, x, index.size, _along(context, dim, index), value, mode, index.layout)
+
+
+@lowers(aten.scatter.src)
+def scatter(context: Context, x: View, dim: int, index: View, source: View) -> View:
+    return _scatter(context, x, dim, index, source, "set")
+
+
+@lowers(aten.scatter_add.default)
+def scatter_add(context: Context, x: View, dim: int, index: View, source: View) -> View:
+    return _scatter(context, x, dim, index, source, "add")
+
+
+_REDUCES = {"sum": "add", "add": "add", "amax": "max", "amin": "min"}
+
+
+@lowers(aten.scatter.reduce, aten.scatter.value_reduce)
+def scatter_reduce_old(context: Context, x: View, dim: int, index: View, source: Any, *, reduce: str) -> View:
+    if reduce not in _REDUCES:
+        raise Impossible(f"a scatter that reduces by {reduce}")
+    return _scatter(context, x, dim, index, source, _REDUCES[reduce])
+
+
+@lowers(aten.scatter_reduce.two)
+def scatter_reduce(
+    context: Context, x: View, dim: int, index: View, source: View, reduce: str, include_self: bool = True
+) -> View:
+    if reduce not in _REDUCES or not include_self:
+        raise Impossible(f"a scatter that reduces by {reduce}, include_self={include_self}")
+    return _scatter(context, x, dim, index, source, _REDUCES[reduce])
+
+
+@lowers(aten.scatter.value)
+def scatter_value(context: Context, x: View, dim: int, index: View, number: Any) -> View:
+    """A scatter of one number per row, as in the gradient of a loss, fuses: each element asks whether it is meant."""
+    if not x.size or not index.size:
+        raise Impossible("a tensor without dims")
+    dim = dim % len(x.size)
+    same = all(a == b for axis, (a, b) in enumerate(zip(x.size, index.size, strict=True)) if axis != dim)
+    if not is_one(index.size[dim]) or not same:
+        return _scatter(context, x, dim, index, number, "set")
+
+    def value(position: Position) -> Value:
+        at = [sympy.S.Zero if axis == dim else here for axis, here in enumerate(position)]
+        where = cast(context.element(index, at), torch.int64)
+        message = f"an index is out of bounds for dimension {dim} with size {x.size[dim]}"
+        hit = op("eq", Index(position[dim]), Checked(where, in_bounds(where, x.size[dim]), message))
+        return op("where", hit, cast(context.scalar(number), x.dtype), context.element(x, position))
+
+    return positioned(context, value)
+
+
+@lowers(aten.index_put.default)
+def index_put(
+    context: Context, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False
+) -> View:
+    places = indexed(x, indices)
+
+    def where(target: View, position: Position) -> Place:
+        return place(target, *places.at(context, position))
+
+    return scatter_into(
+        context,
+        x,
+        places.size,
+        where,
+        lambda position: context.element(values, position),
+        "add" if accumulate else "set",
+    )

@@ -1,0 +1,154 @@
+"""Scatters are generated, agree with eager, and run as calls where the order of atomics would show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from tests.lowering.compare import compiled, same
+
+aten = torch.ops.aten
+SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+INDEX = torch.tensor([[4, 0, 4], [1, 1, 0], [4, 2, 2], [0, 0, 1]])
+ROWS = torch.tensor([3, 0, 3, 1])
+
+
+def generated(function, *args, dynamic=False, **tolerance):
+    """Same as eager, without a call that stands for something we should generate."""
+    counters.clear()
+    same(function, *args, dynamic=dynamic, **tolerance)
+    assert not counters["overlapc"]["fallbacks"], dict(counters["overlapc"])
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    made = torch.randn(*shape) * 4
+    return made > 0 if dtype == torch.bool else made.to(dtype)
+
+
+@SHAPES
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.bool]
+)
+@pytest.mark.parametrize("reduce", ["sum", "amax", "amin"])
+def test_elements_that_meet_are_combined(reduce, dtype, dynamic):
+    def call(x, index, source):
+        return torch.scatter_reduce(x.clone(), 0, index, source, reduce)
+
+    generated(call, numbers(5, 3, dtype=dtype), INDEX, numbers(4, 3, dtype=dtype), dynamic=dynamic)
+
+
+@pytest.mark.parametrize("reduce", ["amax", "amin"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_extremes_pass_nan_on_and_order_infinities_and_zeros(reduce, dtype):
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, -1.5, 3e-42, -float("nan")])
+    x, source = (part.to(dtype) for part in torch.broadcast_tensors(special[:, None], special[None, :]))
+    index = torch.arange(8)[:, None].expand(8, 8).contiguous()
+    generated(lambda a, b: torch.scatter_reduce(a, 0, index, b, reduce), x.contiguous(), source.contiguous())
+    generated(lambda a, b: torch.scatter_reduce(a, 1, index.t(), b, reduce), x.contiguous(), source.contiguous())
+
+
+@SHAPES
+def test_integers_add_up_exactly(dynamic):
+    def call(index, source):
+        return torch.zeros(5, dtype=torch.int64).scatter_add(0, index, source)
+
+    generated(call, torch.randint(5, (4000,)), torch.randint(2**40, 2**50, (4000,)), dynamic=dynamic)
+
+
+@SHAPES
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, i, v: torch.scatter(x, 0, i[:, None].expand(4, 3), v),
+        lambda x, i, v: torch.scatter(x, 0, i[:, None].expand(4, 2), v),  # of a larger source
+        lambda x, i, v: torch.scatter(x, 1, (i[:, None] // 2).expand(4, 2), 7.0),
+        lambda x, i, v: torch.scatter_add(x, 0, i[:, None].expand(4, 3), v),
+        lambda x, i, v: torch.scatter_add(x.t().contiguous().t(), 0, i[:, None].expand(4, 3), v.t().contiguous().t()),
+        lambda x, i, v: x.index_add(0, i, v, alpha=2),
+        lambda x, i, v: x.index_add(1, i[:2] // 2, v[:, :2].repeat(2, 1)[:6]),
+        lambda x, i, v: x.index_copy(0, i.unique(return_inverse=True)[1] * 0 + torch.arange(4), v),
+        lambda x, i, v: x.index_fill(0, i, 2.5),
+        lambda x, i, v: x.index_put((i,), v, accumulate=True),
+        lambda x, i, v: x.index_put((i - 6,), v, accumulate=True),
+        lambda x, i, v: x.index_put((i, i % 3), v[:, 0], accumulate=True),
+        lambda x, i, v: x.index_put((i[:, None], i[None, :2] % 3), torch.ones(()), accumulate=True),
+        lambda x, i, v: aten.index_put(x[None], [None, i], v, True),
+        lambda x, i, v: aten.index_put(x[:, None], [i, None, i % 3], v[:, :1], True),
+        lambda x, i, v: x.exp().index_add(0, i, v.sin()).tanh().sum(0),
+    ],
+)
+def test_scatters_agree_with_eager(function, dynamic):
+    def call(x, i, v):
+        return function(x, i, v)
+
+    same(call, numbers(6, 3), ROWS, numbers(4, 3), dynamic=dynamic)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, v: torch.slice_scatter(x, v[:, :2], 0, 0, 6, 2),
+        lambda x, v: torch.slice_scatter(x, v[:, :2], 0, 1, 7, 2),
+        lambda x, v: torch.slice_scatter(x, v[:2, :2], 0, 3, None, 3),
+        lambda x, v: torch.diagonal_scatter(x, v[0, :2], 0),
+        lambda x, v: torch.diagonal_scatter(x, v[0, :2], -3),
+        lambda x, v: torch.diagonal_scatter(x, v[0, :1], 1),
+        lambda x, v: torch.diagonal_scatter(x.t(), v[0, :2], 3),
+        lambda x, v: torch.select_scatter(x, v[0, :2], 0, -2),
+    ],
+)
+def test_parts_written_over_agree_with_eager(function):
+    def call(x, v):
+        return function(x, v) * 2
+
+    generated(call, numbers(7, 2), numbers(3, 3))
+
+
+@SHAPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("words", [7, 100], ids=["few-words", "many-words"])
+@pytest.mark.parametrize("padding", [None, 3])
+def test_the_gradient_of_an_embedding(words, dtype, padding, dynamic):
+    """With many words every word that occurs has an owner among its tokens; with few the table is added up in."""
+    tokens = torch.tensor([[3, 0, 3, 6], [1, 3, 0, 0], [2, 2, 2, 3]])
+    weights = [numbers(words, 5, dtype=dtype).requires_grad_() for _ in range(2)]
+    chosen = numbers(3, 4, 5, dtype=dtype)
+
+    def loss(weight, tokens):
+        return (F.embedding(tokens, weight, padding) * chosen).sum()
+
+    loss(weights[0], tokens).backward()
+    counters.clear()
+    compiled(loss, dynamic)(weights[1], tokens).backward()
+    assert not counters["overlapc"]["fallbacks"]
+    exact = weights[0].detach().double().requires_grad_()
+    (F.embedding(tokens, exact, padding) * chosen.double()).sum().backward()
+    ours, eager = ((weight.grad.double() - exact.grad).abs().max() for weight in (weights[1], weights[0]))
+    assert ours <= eager
+
+
+def test_deterministic_algorithms_run_the_call():
+    counters.clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        same(lambda x, v: x.index_add(0, ROWS, v), numbers(6, 3), numbers(4, 3))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert counters["overlapc"]["fallback index_put"] == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, i: x.index_add(0, i, torch.ones(2, 3)),
+        lambda x, i: x.index_put((i,), torch.ones(3), accumulate=False),
+        lambda x, i: torch.scatter(x, 0, i[:, None].expand(2, 3), torch.ones(2, 3)),
+    ],
+)
+def test_a_place_out_of_bounds_is_an_error(function):
+    call = compiled(function)
+    with pytest.raises(IndexError, match=r"an index is out of bounds for dimension 0 with size 5"):
+        call(torch.zeros(5, 3), torch.tensor([1, 5]))
