@@ -37,6 +37,7 @@ from overlapc.estimators.roofline import Roofline
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.build import op_name, to_schedule
 from overlapc.fx.collectives import GroupNames, canonicalize, find_collectives
+from overlapc.fx.control import inline_control_deps
 from overlapc.fx.decompositions import decompositions
 from overlapc.fx.partition import partition
 from overlapc.fx.sizes import guessed_size
@@ -141,6 +142,7 @@ def plan_graph(
     gm: GraphModule, *, config: Config, name: str, dumps: dump.Dumps, inner: Mapping[GraphModule, Built]
 ) -> tuple[Result, LoweredGraph]:
     """The stages up to the final schedule, before any code is generated. `inner`: the graphs that `gm` carries."""
+    inline_control_deps(gm)
     canonicalize(gm)
     dumps.write("fx", "graph", lambda: gm.print_readable(print_output=False))
     communication = _communication(gm)
@@ -153,7 +155,13 @@ def plan_graph(
         freeable = _freeable(gm, name)
         ops, fusion = fuse_ops(lowered, enabled=config.fusion, freeable=freeable)
         dumps.write("fusion", "decisions", lambda: str(fusion))
-        schedule = to_schedule(ops, lowered, freeable, config.memory_budget)  # type: ignore[arg-type]
+        schedule = to_schedule(
+            ops,
+            lowered,
+            freeable,
+            config.memory_budget,  # type: ignore[arg-type]
+            fusion.kernel_of,
+        )
         profile = _profile(config, lowered)
         if talks is not None:
             profile = talks.agree_on_profile(profile)

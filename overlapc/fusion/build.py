@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,18 @@ from overlapc.schedule.model import Buffer, Kind, Node, Origin, Schedule
 
 
 def to_schedule(
-    ops: list[IROp], graph: LoweredGraph, freeable: Collection[str] = (), budget_bytes: int | None = None
+    ops: list[IROp],
+    graph: LoweredGraph,
+    freeable: Collection[str] = (),
+    budget_bytes: int | None = None,
+    kernel_of: Mapping[str, str] | None = None,
 ) -> Schedule:
     """`ops` in their order as a schedule; each node's payload is its op.
 
-    `freeable` names inputs whose memory is ours to free after their last use (saved activations).
+    `freeable` names inputs whose memory is ours to free after their last use (saved activations); `kernel_of` says
+    which fused op each lowered one is part of.
     """
+    order = _order_asked(ops, graph, kernel_of or {})
     buffers: dict[str, Buffer] = {}
     for name in (*graph.inputs, *graph.constants):
         buffers[name] = Buffer(name, _bytes(name, graph), is_input=True, freeable=name in freeable)
@@ -29,11 +35,24 @@ def to_schedule(
         for name in buffers_written(op):
             alias = graph.aliases.get(name)
             buffers[name] = Buffer(name, 0 if alias else _bytes(name, graph), alias_of=alias)
-        nodes.append(_node(op, graph, last_effect if has_effect(op) else ()))
+        after = dict.fromkeys((*order.get(op.name, ()), *(last_effect if has_effect(op) else ())))
+        nodes.append(_node(op, graph, tuple(after)))
         if has_effect(op):
             last_effect = (op.name,)
     outputs = tuple(sorted(output_buffers(graph) & buffers.keys()))
     return Schedule(graph.name, tuple(nodes), buffers, outputs, budget_bytes)
+
+
+def _order_asked(ops: Sequence[IROp], graph: LoweredGraph, kernel_of: Mapping[str, str]) -> dict[str, dict[str, None]]:
+    """For ops that the graph wants after others: which, by the names of ops that are left."""
+    left = {op.name for op in ops}
+    found: dict[str, dict[str, None]] = {}
+    for later, earlier in graph.order.items():
+        to = kernel_of.get(later, later)
+        names = {kernel_of.get(name, name): None for name in earlier}
+        if to in left:
+            found.setdefault(to, {}).update({name: None for name in names if name in left and name != to})
+    return found
 
 
 def _bytes(name: str, graph: LoweredGraph) -> int:

@@ -105,6 +105,7 @@ def edges(ops: Sequence[IROp], graph: LoweredGraph) -> Edges:
     found = Edges([set() for _ in ops], [set() for _ in ops])
     _order_memory(found, ops, graph)
     _order_communication(found, ops)
+    _order_as_asked(found, ops, graph)
     last: int | None = None
     for position, op in enumerate(ops):
         if has_effect(op):
@@ -145,6 +146,15 @@ def _order_memory(found: Edges, ops: Sequence[IROp], graph: LoweredGraph) -> Non
             writer[name] = position
             if isinstance(op, Start):
                 started[name] = position
+
+
+def _order_as_asked(found: Edges, ops: Sequence[IROp], graph: LoweredGraph) -> None:
+    """Order that the graph asks for; what was dead needs no turn."""
+    if graph.order:
+        position = {op.name: at for at, op in enumerate(ops)}
+        for later, earlier in graph.order.items():
+            for name in earlier if later in position else ():
+                found.need(position[later], position.get(name))
 
 
 def _order_communication(found: Edges, ops: Sequence[IROp]) -> None:

@@ -54,6 +54,7 @@ class FusionReport:
 
     fused: list[tuple[str, str, int]] = field(default_factory=list)  # first, second, bytes saved
     refused: dict[tuple[str, str], str] = field(default_factory=dict)
+    kernel_of: dict[str, str] = field(default_factory=dict)  # op -> the fused op it is part of
 
     def __str__(self) -> str:
         lines = [f"fused {a} + {b}: saves {saved} bytes" for a, b, saved in self.fused]
@@ -336,4 +337,5 @@ class Fuser:
         self.report.refused = {
             pair: reason for pair, reason in self.report.refused.items() if group_of[pair[0]] != group_of[pair[1]]
         }
+        self.report.kernel_of = {name: self.groups[number].op.name for name, number in group_of.items()}
         return [self.groups[number].op for number in self.order.order()]

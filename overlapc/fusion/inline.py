@@ -52,6 +52,7 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph) -> list[IROp]:
     now: list[IROp | None] = list(ops)
     kept = output_buffers(graph) | set(graph.aliases.values())
     users: defaultdict[str, set[int]] = defaultdict(set)
+    ordered = {name for later, earlier in graph.order.items() for name in (later, *earlier)}
     overwritten: defaultdict[str, list[int]] = defaultdict(list)  # memory -> positions of what overwrites it
     for position, op_ in enumerate(ops):
         for name in buffers_read(op_):
@@ -63,7 +64,7 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph) -> list[IROp]:
             continue
         # Only now: before, it was a reader, and a loop reads at one index what its terms read at several.
         now[position] = producer = dataclasses.replace(producer, body=simplified(unrolled(producer.body)))
-        if len(producer.outputs) != 1:
+        if len(producer.outputs) != 1 or producer.name in ordered:
             continue
         buffer = producer.outputs[0].buffer
         readers = {at: now[at] for at in sorted(users[buffer])}

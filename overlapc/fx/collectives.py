@@ -26,6 +26,7 @@ from torch import Tensor, fx
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from overlapc.errors import CompileError
+from overlapc.fx.control import done
 from overlapc.fx.gathers import merge_gathers, merge_reductions
 from overlapc.fx.labels import ParamLabel, label_of
 from overlapc.fx.subgraphs import nodes_within
@@ -323,13 +324,13 @@ def _one_wait_each(graph: fx.Graph) -> int:
 
 def _wait_once(graph: fx.Graph, output: fx.Node) -> int:
     """Let everything that reads `output` read it through one wait, right behind it unless there was only that."""
-    users = list(output.users)
+    users = [user for user in output.users if user.target is not done]  # that it was launched is all `done` needs
     if not users or (len(users) == 1 and is_wait(users[0])):
         return 0
     with graph.inserting_after(output):
         wait = graph.call_function(_WAIT, (output,))
     wait.meta = dict(output.meta)
-    output.replace_all_uses_with(wait, delete_user_cb=lambda user: user is not wait)
+    output.replace_all_uses_with(wait, delete_user_cb=lambda user: user is not wait and user.target is not done)
     for old in users:
         if is_wait(old):
             wait.meta = dict(old.meta)

@@ -222,6 +222,9 @@ class LoweredGraph:
     ops: list[IROp]
     outputs: tuple[Any, ...]  # views, sympy expressions, None or Python values
     size_hints: dict[str, int]  # value of each symbol when the graph was traced
+    order: dict[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # op -> ops it runs after though it reads nothing of them
 
     def root(self, buffer: str) -> str:
         """The buffer that owns the memory."""

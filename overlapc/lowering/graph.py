@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._sympy.functions import FloatPow, FloatTrueDiv, IntTrueDiv, ToFloat
 
 from overlapc.errors import CompileError, OverlapcError
+from overlapc.fx.control import done, order_of
 from overlapc.fx.subgraphs import carries_graphs
 from overlapc.fx.versions import symbol_hint
 from overlapc.ir.body import (
@@ -42,7 +43,20 @@ from overlapc.ir.body import (
 )
 from overlapc.ir.body import op as make_op
 from overlapc.ir.indexing import is_one, is_plain, loop_symbol, substitute
-from overlapc.ir.ops import Extern, Handle, IROp, Layout, Loops, LoweredGraph, Provenance, Start, View, Wait, tree_map
+from overlapc.ir.ops import (
+    Extern,
+    Handle,
+    IROp,
+    Layout,
+    Loops,
+    LoweredGraph,
+    Provenance,
+    Start,
+    View,
+    Wait,
+    buffers_written,
+    tree_map,
+)
 from overlapc.lowering.table import LIBRARY_CALLS, OUT_VARIANTS, Impossible, lowering_of
 from overlapc.runtime.support import owned
 
@@ -140,6 +154,7 @@ class Context:
         self.latest: dict[str, str] = {}  # root buffer -> its name after the latest mutation
         self.given: dict[str, View] = {}  # copy of an input -> the input
         self.mutated: dict[str, str] = {}  # name after a mutation -> root buffer
+        self.made_by: dict[str, str] = {}  # buffer -> the op that wrote it
         self.flying: set[str] = set()  # results of collectives, until their wait
         self.known: set[str] = set()  # symbols that the arguments or an earlier op bring
         self.graph = LoweredGraph(name, (), {}, {}, {}, {}, {}, [], (), {})
@@ -150,6 +165,7 @@ class Context:
 
     def run(self, node: Node) -> None:
         self.node = node
+        count = len(self.graph.ops)
         if node.op == "placeholder":
             self.env[node] = self._input(node)
         elif node.op == "get_attr":
@@ -159,6 +175,16 @@ class Context:
         else:
             assert node.op == "call_function", f"unexpected FX node kind {node.op}"
             self.env[node] = self._call(node)
+        self._order(node, self.graph.ops[count:])
+
+    def _order(self, node: Node, made: Sequence[IROp]) -> None:
+        """Notes what makes which buffer, and what the graph wants `made` to run after."""
+        self.made_by.update((name, op.name) for op in made for name in buffers_written(op))
+        mark = order_of(node)
+        if mark is not None:
+            earlier = dict.fromkeys(self.made_by.get(leaf.buffer) for leaf in _named(self._resolve(mark.args)))
+            names = tuple(name for name in earlier if name is not None)
+            self.graph.order.update({op.name: names for op in made if names})
 
     def finish(self) -> LoweredGraph:
         return self.graph
@@ -208,6 +234,8 @@ class Context:
             args = (self.given[args[0].buffer], *args[1:])  # the caller's tensor, not our copy of it
         value = node.meta.get("val")
         target = node.target
+        if target is done:
+            return None
         assert callable(target), f"the target of a call is {target!r}"
         if target is operator.getitem and not isinstance(args[0], View | Handle):
             return args[0][args[1]]
@@ -674,6 +702,10 @@ def _leaves(tree: Any) -> list[Any]:
 
 def _views(tree: Any) -> list[View]:
     return [leaf for leaf in _leaves(tree) if isinstance(leaf, View)]
+
+
+def _named(tree: Any) -> list[View | Handle]:
+    return [leaf for leaf in _leaves(tree) if isinstance(leaf, View | Handle)]
 
 
 def _mutated(target: Any, args: Any, kwargs: Mapping[str, Any]) -> list[View]:
