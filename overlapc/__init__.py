@@ -22,14 +22,14 @@ if TYPE_CHECKING:
         ScheduleError,
         ToolchainError,
     )
-    from overlapc.parallel import fully_shard
+    from overlapc.parallel import adopt_fsdp2, fully_shard, no_sync
 
 __version__ = "0.1.0"
 
 # Imported when first used: `import overlapc` costs nothing, and the command line answers before torch is there.
 _HOMES = {
     "Config": "overlapc.config",
-    "fully_shard": "overlapc.parallel",
+    **dict.fromkeys(("adopt_fsdp2", "fully_shard", "no_sync"), "overlapc.parallel"),
     **dict.fromkeys(
         (
             "CompileError",
@@ -53,7 +53,9 @@ __all__ = [
     "ScheduleError",
     "ToolchainError",
     "__version__",
+    "adopt_fsdp2",
     "fully_shard",
+    "no_sync",
     "report",
 ]
 

@@ -42,7 +42,7 @@ from overlapc.fx.decompositions import decompositions
 from overlapc.fx.partition import partition
 from overlapc.fx.sizes import guessed_size
 from overlapc.fx.subgraphs import is_loop, return_tuple, subgraphs
-from overlapc.fx.versions import check_torch_version
+from overlapc.fx.versions import check_torch_version, runs_under_fsdp2
 from overlapc.ir.ops import Extern, Loops, LoweredGraph, Start
 from overlapc.lowering import Communication, lower, provenance
 from overlapc.passes.base import Context, Result, run_pipeline, select
@@ -86,6 +86,8 @@ def _compile(
         check_torch_version()
         config = Config.of(options)
         select(config.passes)  # an unknown pass is an error now, not after the first graph was lowered
+        if runs_under_fsdp2():
+            _advise_adoption()
         number = next(_numbers)
         compiler = aot_autograd(
             fw_compiler=partial(each, config=config, name=f"forward_{number}"),
@@ -184,6 +186,15 @@ def _planned(gm: GraphModule, config: Config, name: str, *, within: bool = False
     result, _ = plan_graph(gm, config=config, name=name, dumps=dump.Dumps(config, name), inner=inner)
     _report(result, time.perf_counter() - began, within)
     return Built(make_boxed_func(gm.forward), result.after.step_ns)
+
+
+def _advise_adoption() -> None:
+    warnings.warn(
+        "overlapc compiles a module in the forward of FSDP2's fully_shard, whose gathers and reductions run in hooks"
+        " that Dynamo does not trace: they stay outside of the graph, and nothing can be scheduled around them.\n"
+        "hint: model = overlapc.adopt_fsdp2(model) before torch.compile takes the model over as it is",
+        stacklevel=2,
+    )
 
 
 def _as_it_stands(gm: GraphModule, node: Node) -> Callable[..., Any]:

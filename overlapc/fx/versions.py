@@ -6,8 +6,10 @@ import re
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 # Names without a public spelling in any supported version; imported here only, so that a move is one edit.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -37,6 +39,42 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def in_backward() -> bool:
     """Whether this thread runs the autograd engine, as when an eager checkpoint repeats its forward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def fsdp2_state(module: nn.Module) -> Any:
+    """What FSDP2 holds about a module that was given to its `fully_shard`, or None."""
+    return _get_module_state(module) if isinstance(module, FSDPModule) else None
+
+
+def fsdp2_groups(state: Any) -> list[Any]:
+    """The parameter groups of one `fully_shard` call, where torch 2.11 knew of one at most."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def release_fsdp2(state: Any) -> None:
+    """Undo what FSDP2's `fully_shard` did to its modules, except for their parameters, which stay sharded."""
+    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+    for group in fsdp2_groups(state):
+        handles += group._module_to_pre_save_state_dict_hook_handle.values()
+        handles += group._module_to_pre_load_state_dict_hook_handle.values()
+        handles += [param._post_load_hook_handle for param in group.fsdp_params]
+    for handle in handles:
+        handle.remove()
+    for module in state._modules:
+        del _module_state_mapping[module]
+        module.__class__ = next(cls for cls in type(module).__mro__[1:] if not issubclass(cls, FSDPModule))
+        for inner in module.modules():
+            for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+                inner.__dict__.pop(mark, None)
+
+
+def runs_under_fsdp2() -> bool:
+    """Whether some module that FSDP2 manages is in its forward now."""
+    states = {id(state): state for ref in _module_state_mapping.values() if (state := ref()) is not None}
+    return any(getattr(getattr(state, "_training_state", None), "name", "") == "FORWARD" for state in states.values())
 
 
 def is_opaque_input(value: Any) -> bool:
@@ -76,10 +114,14 @@ __all__ = [
     "FIRST",
     "StridedShard",
     "check_torch_version",
+    "fsdp2_groups",
+    "fsdp2_state",
     "group_name_of",
     "in_backward",
     "is_opaque_input",
+    "release_fsdp2",
     "root_mesh",
+    "runs_under_fsdp2",
     "size_hint",
 ]
 

@@ -1,6 +1,7 @@
 """Data and tensor parallelism that puts its collectives into the graph."""
 
-from overlapc.parallel.access import FSDPModule
+from overlapc.parallel.access import FSDPModule, no_sync
+from overlapc.parallel.adopt import adopt_fsdp2
 from overlapc.parallel.fsdp import MixedPrecisionPolicy, fully_shard
 
-__all__ = ["FSDPModule", "MixedPrecisionPolicy", "fully_shard"]
+__all__ = ["FSDPModule", "MixedPrecisionPolicy", "adopt_fsdp2", "fully_shard", "no_sync"]

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from overlapc.fx.versions import in_backward
-from overlapc.parallel.gather import ShardedParam, ShardGroup, unshard
+from overlapc.parallel.gather import ShardedParam, ShardGroup, reduce_with, unshard, unsynced_leaf
+
+# By the key of a ShardedParam: the sharded parameter, and its full gradient that is not reduced yet.
+Pending = dict[str, tuple[DTensor, Tensor]]
 
 
 class _Forward(threading.local):
@@ -30,9 +35,10 @@ _forward = _Forward()
 class FSDPModule:
     """Mixed into the class of every module given to `fully_shard`: casts around forward and says it runs."""
 
-    _overlapc_group: ShardGroup
+    _overlapc_group: ShardGroup | None
     _overlapc_input_dtype: torch.dtype | None
     _overlapc_output_dtype: torch.dtype | None
+    _overlapc_pending: Pending  # gradients that the next forward's backward has to reduce
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._overlapc_input_dtype is not None:
@@ -46,9 +52,53 @@ class FSDPModule:
                 output = super().__call__(*args, **kwargs)  # type: ignore[misc]
             finally:
                 _forward.depth -= 1
+        if self._overlapc_pending and torch.is_grad_enabled():
+            output = self._reduce_pending(output)
         if self._overlapc_output_dtype is not None:
             output = _cast(output, self._overlapc_output_dtype)
         return output
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether forwards from now on reduce their gradients in backward; FSDP2's method of this name.
+
+            model.set_requires_gradient_sync(False)   # before all micro-batches of a step but the last
+            model.set_requires_gradient_sync(True)    # before the last one's forward
+
+        Without, gradients add up unsharded, in the reduce dtype and in memory of their own. The next forward of
+        this module that runs with it on takes them along: its backward reduces the sum.
+        """
+        assert isinstance(self, nn.Module)
+        modules = list(self.modules()) if recurse else [self]
+        if requires_gradient_sync:
+            self._overlapc_pending = {**self._overlapc_pending, **_take_unsynced(modules)}
+        else:
+            _keep_unsynced(modules)
+
+    def _reduce_pending(self, output: Any) -> Any:
+        """`output` with the reduction of pending gradients behind the first tensor in it that backward starts from."""
+        leaves, tree = pytree.tree_flatten(output)
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                keys, pending = list(self._overlapc_pending), list(self._overlapc_pending.values())
+                leaves[at] = reduce_with(leaf, [shard for shard, _ in pending], keys, [grad for _, grad in pending])
+                self._overlapc_pending = {}
+                break
+        return pytree.tree_unflatten(leaves, tree)
+
+
+@contextmanager
+def no_sync(module: FSDPModule) -> Iterator[None]:
+    """Within, forwards leave their gradients unreduced; see `FSDPModule.set_requires_gradient_sync`.
+
+    with overlapc.no_sync(model):
+        step(*first).backward()
+    step(*last).backward()                    # reduces the gradients of both
+    """
+    module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
 
 
 def group_of(module: nn.Module) -> ShardGroup | None:
@@ -68,17 +118,60 @@ def manage(module: nn.Module, params: dict[str, ShardedParam]) -> None:
     module.__dict__["_overlapc_params"] = {**managed(module), **params}
     keys = {name: param.key for name, param in params.items()}
     module.__dict__["_overlapc_keys"] = {**module.__dict__.get("_overlapc_keys", {}), **keys}
+    module.__dict__.setdefault("_overlapc_unsynced", {})
     _set_class(module, params, group=False)
 
 
 def make_group(
-    module: nn.Module, group: ShardGroup, input_dtype: torch.dtype | None, output_dtype: torch.dtype | None
+    module: nn.Module, group: ShardGroup | None, input_dtype: torch.dtype | None, output_dtype: torch.dtype | None
 ) -> None:
-    """Let calls of `module` cast their floating inputs and outputs and count as forward."""
+    """Let calls of `module` cast their floating inputs and outputs and count as forward; None: it has no parameters."""
     module.__dict__["_overlapc_group"] = group
     module.__dict__["_overlapc_input_dtype"] = input_dtype
     module.__dict__["_overlapc_output_dtype"] = output_dtype
+    module.__dict__["_overlapc_pending"] = {}
     _set_class(module, (), group=True)
+
+
+def name_groups(root: nn.Module) -> None:
+    """Let every group at or below `root` know its path."""
+    for path, module in root.named_modules():
+        group = group_of(module)
+        if group is not None:
+            group.path = path
+
+
+def _keep_unsynced(modules: Iterable[nn.Module]) -> None:
+    """Let gradients of the modules' parameters add up in leaves, with those that wait to be reduced."""
+    modules = list(modules)
+    pending: Pending = {}
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            pending.update(module._overlapc_pending)
+            module._overlapc_pending = {}
+    leaves: dict[str, Tensor] = {}  # tied parameters share one
+    for module in modules:
+        for name, sharded in managed(module).items():
+            param = module._parameters[name]
+            unsynced = module.__dict__["_overlapc_unsynced"]
+            if param is None or not param.requires_grad or name in unsynced:
+                continue
+            if sharded.key not in leaves:
+                leaves[sharded.key] = unsynced_leaf(param, sharded.key)
+                leaves[sharded.key].grad = pending[sharded.key][1] if sharded.key in pending else None
+            unsynced[name] = leaves[sharded.key]
+
+
+def _take_unsynced(modules: Iterable[nn.Module]) -> Pending:
+    """Stop that; what has added up."""
+    taken: Pending = {}
+    for module in modules:
+        unsynced = module.__dict__.get("_overlapc_unsynced", {})
+        for name, leaf in unsynced.items():
+            if leaf.grad is not None:
+                taken[managed(module)[name].key] = (module._parameters[name], leaf.grad)  # type: ignore[assignment]
+        unsynced.clear()
+    return taken
 
 
 def _set_class(module: nn.Module, names: Iterable[str], group: bool) -> None:
@@ -101,7 +194,7 @@ def _property(name: str) -> property:
     def get(self: Any) -> Tensor | None:
         param = self._parameters[name]
         if torch.compiler.is_dynamo_compiling() or _forward.depth or in_backward():
-            return unshard(param, self._overlapc_keys[name])
+            return unshard(param, self._overlapc_keys[name], self._overlapc_unsynced.get(name))
         return param
 
     return property(get)

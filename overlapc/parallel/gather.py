@@ -72,14 +72,14 @@ _count = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class ShardedParam:
-    """One parameter's way from its shard to the gathered tensor and back. Sizes are of dim 0."""
+    """One parameter's way from its shard to the gathered tensor and back. Lengths are of dim `dim`."""
 
     name: str  # seen from the group's module
     group: ShardGroup
-    ndim: int
-    rows: int  # of the gathered tensor
-    chunk_rows: int  # of the largest shard, which all ranks send
-    local_rows: int  # of this rank's shard
+    dim: int  # that is sharded; other dims than 0 are even
+    length: int  # of the gathered tensor
+    chunk: int  # of the largest shard, which all ranks send
+    local: int  # of this rank's shard
     dtype: torch.dtype  # of the shard, and of its gradient
     param_dtype: torch.dtype | None  # of the gathered tensor, when it differs from dtype
     reduce_dtype: torch.dtype | None  # gradients are reduced in it, when it differs from the computed one
@@ -99,7 +99,7 @@ class ShardedParam:
     @property
     def uneven(self) -> bool:
         """Whether ranks pad. The same on all ranks, so that their graphs have the same nodes."""
-        return self.rows != self.chunk_rows * self.group.axis.size
+        return self.length != self.chunk * self.group.axis.size
 
     @property
     def label(self) -> ParamLabel:
@@ -118,37 +118,80 @@ class ShardedParam:
 
 
 @torch.compiler.allow_in_graph
-def unshard(param: DTensor, key: str) -> Tensor:
+def unshard(param: DTensor, key: str, unsynced: Tensor | None = None) -> Tensor:
     """The gathered parameter: a plain tensor, or a DTensor on the tensor-parallel mesh.
 
     `param` is the sharded parameter that the ShardedParam with this key describes. Gradients flow back reduced
-    and sharded. One node in Dynamo's graph, traced through by AOTAutograd.
+    and sharded, or, given `unsynced` (an `unsynced_leaf`), to that one as they are. One node in Dynamo's graph,
+    traced through by AOTAutograd.
     """
     sharded = _params[key]
     if not isinstance(param, DTensor):
         raise ConfigError(
             f"parameter {sharded.label.param} was replaced by a plain tensor; load DTensors, or copy into it"
         )
-    full: Tensor = _Unshard.apply(param.to_local(), key)
+    full: Tensor = _Unshard.apply(param.to_local(), key, unsynced)
     tp = sharded.tensor_parallel
     if tp is None:
         return full
     return DTensor.from_local(full, tp.mesh, tp.placements, run_check=False, shape=tp.shape, stride=tp.stride)
 
 
+def unsynced_leaf(param: Tensor, key: str) -> Tensor:
+    """What gradients of the parameter add up in, as `.grad`, while they are not reduced: a leaf without memory."""
+    assert isinstance(param, DTensor)
+    sharded = _params[key]
+    shard = param.to_local()
+    shape = [*shard.shape]
+    shape[sharded.dim] = sharded.length
+    dtype = sharded.reduce_dtype or sharded.param_dtype or sharded.dtype
+    return shard.new_empty(1, dtype=dtype).expand(shape).requires_grad_()
+
+
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, key: str) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, key: str, unsynced: Tensor | None) -> Tensor:
         ctx.key = key
+        ctx.unsynced_dtype = None if unsynced is None else unsynced.dtype
         sharded = _params[key]
         with annotate(sharded.label):
             return _gather(shard, sharded)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        if ctx.unsynced_dtype is not None:
+            return None, None, grad.to(ctx.unsynced_dtype)
         sharded = _params[ctx.key]
         with annotate(sharded.label):
-            return _reduce(grad, sharded), None
+            return _reduce(grad, sharded), None, None
+
+
+@torch.compiler.allow_in_graph
+def reduce_with(output: Tensor, shards: list[DTensor], keys: list[str], pending: list[Tensor]) -> Tensor:
+    """`output`, through whose backward the gathered parameters' `pending` gradients are reduced, too.
+
+    They reach the sharded parameters besides those of the step; in a compiled graph the two are added up first
+    and reduced once (`fx.gathers.merge_reductions`).
+    """
+    locals_ = [shard.to_local() for shard in shards]
+    result: Tensor = _ReduceWith.apply(output, keys, len(locals_), *locals_, *pending)
+    return result
+
+
+class _ReduceWith(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, keys: list[str], count: int, *tensors: Tensor) -> Tensor:
+        ctx.keys = keys
+        ctx.save_for_backward(*tensors[count:])
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        reduced = []
+        for key, pending in zip(ctx.keys, ctx.saved_tensors, strict=True):
+            with annotate(_params[key].label):
+                reduced.append(_reduce(pending, _params[key]))
+        return grad, None, None, *reduced, *(None for _ in reduced)
 
 
 def _gather(shard: Tensor, param: ShardedParam) -> Tensor:
@@ -156,23 +199,27 @@ def _gather(shard: Tensor, param: ShardedParam) -> Tensor:
     axis = param.group.axis
     full = shard if param.param_dtype is None else shard.to(param.param_dtype)
     if param.uneven:
-        full = _pad(full, param.chunk_rows)
+        full = _pad(full, param.chunk)
     if axis.size > 1:
         full = _ops.wait_tensor(_ops.all_gather_into_tensor(full.contiguous(), axis.size, axis.group))
+    if param.dim:
+        full = full.unflatten(0, (axis.size, -1)).movedim(0, param.dim).flatten(param.dim, param.dim + 1)
     if param.uneven:
-        full = full.narrow(0, 0, param.rows)
+        full = full.narrow(0, 0, param.length)
     return full.view_as(full) if full is shard else full
 
 
 def _reduce(grad: Tensor, param: ShardedParam) -> Tensor:
-    """The gradient of the gathered parameter, averaged over data-parallel ranks, this rank's rows of it."""
+    """The gradient of the gathered parameter, averaged over data-parallel ranks, this rank's part of it."""
     axis, replicate = param.group.axis, param.group.replicate
     if param.reduce_dtype is not None:
         grad = grad.to(param.reduce_dtype)
     if param.divide_before != 1:
         grad = grad / param.divide_before
     if param.uneven:
-        grad = _pad(grad, param.chunk_rows * axis.size)
+        grad = _pad(grad, param.chunk * axis.size)
+    if param.dim:
+        grad = grad.unflatten(param.dim, (axis.size, -1)).movedim(param.dim, 0).flatten(0, 1)
     if axis.size > 1:
         grad = _ops.wait_tensor(_ops.reduce_scatter_tensor(grad.contiguous(), param.reduce_op, axis.size, axis.group))
     if replicate is not None and replicate.size > 1:
@@ -180,7 +227,7 @@ def _reduce(grad: Tensor, param: ShardedParam) -> Tensor:
     if param.divide_after != 1:
         grad = grad / param.divide_after
     if param.uneven:
-        grad = grad.narrow(0, 0, param.local_rows)
+        grad = grad.narrow(0, 0, param.local)
     return grad.to(param.dtype)
 
 

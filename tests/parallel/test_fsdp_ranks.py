@@ -163,6 +163,14 @@ def _four_ranks(folder: str) -> dict[str, Any]:
     dcp.load(state, checkpoint_id=folder)
     theirs.load_state_dict(state["model"])
     seen["checkpoint"] = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+    with torch.no_grad():
+        for param in theirs.parameters():
+            param.mul_(-2)
+    dcp.save({"model": theirs.state_dict()}, checkpoint_id=f"{folder}/back")
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=f"{folder}/back")
+    model.load_state_dict(state["model"])
+    seen["checkpoint back"] = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
 
     four = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     uneven = shard(model_of(vocab=22, hidden=9), four)
@@ -222,6 +230,7 @@ def test_shards_and_checkpoints_interchange_with_fsdp2(four):
         assert any("Strided" in ours or "_S" in ours for ours, _ in seen["placements"])
         assert seen["same shards"]
         assert seen["checkpoint"]
+        assert seen["checkpoint back"]
 
 
 def test_ranks_with_different_shards_have_the_same_ops(four):

@@ -1,0 +1,112 @@
+"""Take over a model that FSDP2 sharded, so that its collectives become nodes of the compiled graph.
+
+    for block in model.layers:
+        torch.distributed.fsdp.fully_shard(block, mesh=mesh)
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    step = torch.compile(overlapc.adopt_fsdp2(model), backend="overlapc")
+
+FSDP2 gathers and reduces in hooks that Dynamo does not trace (torch 2.11 to 2.13 disable it for them), so a compiler
+sees only the compute between them. Here the hooks go and the very same DTensor parameters stay, under `fully_shard`'s
+management: optimizers and checkpoints made before keep working.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import nn
+
+from overlapc.errors import ConfigError
+from overlapc.fx.versions import fsdp2_groups, fsdp2_state, release_fsdp2
+from overlapc.parallel.access import make_group, manage, name_groups
+from overlapc.parallel.gather import ShardedParam
+from overlapc.parallel.sharding import describe, group_on
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def adopt_fsdp2(model: _Module) -> _Module:
+    """Manage every module of `model` that FSDP2 manages, in place, with the same groups and options; returns it.
+
+    Call it after all `fully_shard` calls, before `torch.compile`. Nothing is copied or communicated.
+
+    Raises ConfigError when FSDP2 manages no module here, and for what has no counterpart: CPU offload, several
+    meshes in one call, all-gather extensions, replicated (DDP) parameters, a gradient divisor of the user's.
+    """
+    states = {id(state): state for module in model.modules() if (state := fsdp2_state(module)) is not None}
+    if not states:
+        raise ConfigError(f"adopt_fsdp2: FSDP2 manages no module of this {type(model).__name__}; nothing to take over")
+    paths = {module: path for path, module in model.named_modules()}
+    for state in states.values():
+        _refuse(state, paths)
+    for state in states.values():
+        _adopt(state)
+    name_groups(model)
+    return model
+
+
+def _refuse(state: Any, paths: dict[nn.Module, str]) -> None:
+    """ConfigError, before anything was changed, for what cannot be taken over."""
+    where = paths.get(state._modules[0]) or "the model"
+    groups = fsdp2_groups(state)
+    if len(groups) > 1:
+        raise ConfigError(f"adopt_fsdp2: parameters of {where} lie on several meshes; call fully_shard for each")
+    for group in groups:
+        if group.mesh_info.shard_mesh_dim is None:
+            raise ConfigError(f"adopt_fsdp2: parameters of {where} are replicated, not sharded")
+        if getattr(group.mesh_info, "is_spmd_mesh", False):
+            raise ConfigError(f"adopt_fsdp2: {where} was sharded with dp_mesh_dims; pass the data-parallel mesh axes")
+        if group.gradient_divide_factor is not None:
+            raise ConfigError(f"adopt_fsdp2: {where} has a gradient divide factor; scale the loss instead")
+        for param in group.fsdp_params:
+            name = f"parameter {param._module_info.param_name} of {where}"
+            if param.offload_to_cpu:
+                raise ConfigError(f"adopt_fsdp2: {name} is offloaded to the CPU")
+            if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+                raise ConfigError(f"adopt_fsdp2: {name} has an all-gather extension")
+
+
+def _adopt(state: Any) -> None:
+    """Give one `fully_shard` call's modules and parameters to us."""
+    modules, policy = state._modules, state._mp_policy
+    ours = None  # stays so where inner calls took all parameters
+    for group in fsdp2_groups(state):
+        group._to_sharded()
+        mesh = group.mesh_info.mesh
+        ours = group_on(mesh, _reshard_after_forward(state, group))
+        for param in group.fsdp_params:
+            info = param._module_info
+            dim = param.fsdp_placement.dim
+            name = _path_of(info.module, info.param_name, modules)
+            sharded = describe(name, param.sharded_param, mesh, ours, policy, dim, param._orig_size[dim])
+            _manage(info, sharded)
+    release_fsdp2(state)
+    for module in modules:
+        cast = policy.param_dtype if policy.cast_forward_inputs else None
+        make_group(module, ours, cast, policy.output_dtype)
+
+
+def _manage(info: Any, sharded: ShardedParam) -> None:
+    """Manage the parameter wherever it is registered, tied places included."""
+    places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+    for module, name in places:
+        manage(module, {name: sharded})
+
+
+def _path_of(owner: nn.Module, name: str, modules: tuple[nn.Module, ...]) -> str:
+    """The parameter's name, seen from the module that was given to `fully_shard`."""
+    for module in modules:
+        for path, inner in module.named_modules():
+            if inner is owner:
+                return f"{path}.{name}" if path else name
+    return name
+
+
+def _reshard_after_forward(state: Any, group: Any) -> bool | int | None:
+    """The option that the user gave to FSDP2."""
+    if state._auto_reshard_after_forward:
+        return None
+    after = group.post_forward_mesh_info
+    if after is None:
+        return False
+    return True if after is group.mesh_info else after.shard_mesh_size

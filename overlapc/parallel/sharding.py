@@ -1,0 +1,205 @@
+"""How one parameter is laid out over a mesh: its sharded DTensor, and the description that gathers it.
+
+The layouts are FSDP2's (same placements, same rows on every rank), so that checkpoints interchange.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from overlapc.errors import ConfigError
+from overlapc.fx.versions import StridedShard, root_mesh
+from overlapc.parallel.gather import Axis, ShardedParam, ShardGroup, TensorParallel
+
+_post_meshes: weakref.WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
+def group_on(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> ShardGroup:
+    """A group of parameters sharded over the last axis of `mesh`, and replicated over the first of two."""
+    axes = _axes(mesh)
+    group = ShardGroup(reshard_after_forward, axes[-1], axes[0] if len(axes) == 2 else None)
+    group.post = _post_forward(mesh, group)
+    return group
+
+
+def _axes(mesh: DeviceMesh) -> list[Axis]:
+    if mesh.ndim > 2:
+        raise ConfigError(
+            f"fully_shard: the mesh has {mesh.ndim} axes {mesh.mesh_dim_names}; pass the data-parallel one (FSDP) "
+            "or two (HSDP), such as mesh['dp']"
+        )
+    names = mesh.mesh_dim_names or (("dp",) if mesh.ndim == 1 else ("dp_replicate", "dp_shard"))
+    return [Axis(name, mesh.get_group(dim).group_name, mesh.size(dim)) for dim, name in enumerate(names)]
+
+
+def _post_forward(mesh: DeviceMesh, group: ShardGroup) -> tuple[Axis, int] | None:
+    """The axis of `reshard_after_forward=int` ranks and our rank on it; None for all ranks or one."""
+    count = group.reshard_after_forward
+    if count is None or isinstance(count, bool):
+        return None
+    if count < 1 or group.axis.size % count:
+        raise ConfigError(
+            f"fully_shard: reshard_after_forward={count} does not divide the {group.axis.size} ranks of "
+            f"mesh axis {group.axis.name!r}"
+        )
+    if count in (1, group.axis.size):
+        group.reshard_after_forward = count > 1
+        return None
+    meshes = _post_meshes.setdefault(mesh, {})  # groups are costly, and one queue is meant to serve all
+    if count not in meshes:
+        ranks = mesh.mesh.view(-1, count)
+        names = (f"{group.axis.name}_outer", f"{group.axis.name}_post")
+        meshes[count] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+    small = meshes[count]
+    return Axis(f"{group.axis.name}_post", small.get_group(1).group_name, count), small.get_local_rank(1)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+@torch.no_grad()
+def shard(
+    name: str,
+    param: nn.Parameter,
+    mesh: DeviceMesh,
+    group: ShardGroup,
+    policy: MixedPrecisionPolicy,
+    dim: int,
+    device: torch.device,
+) -> tuple[nn.Parameter, ShardedParam]:
+    """The DTensor parameter, sharded on `dim`, that replaces `param`, and how to gather it."""
+    if param.ndim == 0:
+        raise ConfigError(f"fully_shard: parameter {name} is a scalar; make it a tensor of one element")
+    if not -param.ndim <= dim < param.ndim:
+        raise ConfigError(f"fully_shard: parameter {name} has {param.ndim} dims; it cannot be sharded on dim {dim}")
+    dim %= param.ndim
+    full_mesh, placements = _placements(name, param, mesh, dim)
+    local = param.to_local() if isinstance(param, DTensor) else param.detach()
+    length = local.shape[dim]
+    chunk = -(-length // group.axis.size)
+    if dim and length % group.axis.size:
+        raise ConfigError(
+            f"fully_shard: parameter {name} has {length} entries on dim {dim}, which {group.axis.size} ranks do not"
+            " divide; only dim 0 may be sharded unevenly"
+        )
+    start = min(mesh.get_local_rank(mesh.ndim - 1) * chunk, length)
+    # A copy, so that the unsharded parameter can be freed.
+    mine = local.narrow(dim, start, min(chunk, length - start)).clone(memory_format=torch.contiguous_format)
+    if not mine.is_meta:
+        mine = mine.to(device)
+    dtensor = DTensor.from_local(
+        mine, full_mesh, placements, run_check=False, shape=param.shape, stride=_contiguous_stride(param)
+    )
+    sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
+    return sharded, describe(name, sharded, mesh, group, policy, dim, length)
+
+
+def describe(
+    name: str,
+    param: nn.Parameter,
+    mesh: DeviceMesh,
+    group: ShardGroup,
+    policy: MixedPrecisionPolicy,
+    dim: int,
+    length: int,
+) -> ShardedParam:
+    """How to gather `param`, a DTensor sharded on `dim` over `mesh` and perhaps over axes of tensor parallelism.
+
+    length: of dim `dim` of the gathered tensor, on this tensor-parallel rank.
+    """
+    data = param.data
+    assert isinstance(data, DTensor)
+    parallel = _tensor_parallel(data, mesh)
+    if parallel is not None and group.post is not None:
+        raise ConfigError(
+            f"fully_shard: parameter {name} is tensor parallel; reshard_after_forward must be True or False there"
+        )
+    # FSDP2's rule: casts that change nothing are dropped, and integer parameters are never cast.
+    floating = param.dtype.is_floating_point
+    param_dtype = policy.param_dtype if floating and policy.param_dtype != param.dtype else None
+    computed = param_dtype or param.dtype
+    reduced = policy.reduce_dtype or computed
+    reduce_op, before, after = _mean(group, reduced, mesh.device_type)
+    return ShardedParam(
+        name=name,
+        group=group,
+        dim=dim,
+        length=length,
+        chunk=-(-length // group.axis.size),
+        local=data.to_local().shape[dim],
+        dtype=param.dtype,
+        param_dtype=param_dtype,
+        reduce_dtype=reduced if reduced != computed else None,
+        reduce_op=reduce_op,
+        divide_before=before,
+        divide_after=after,
+        tensor_parallel=parallel,
+    )
+
+
+def _placements(name: str, param: Tensor, mesh: DeviceMesh, dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Mesh and placements of the sharded parameter, the ones FSDP2 gives it, so that checkpoints interchange."""
+    replicate: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - 1)
+    if not isinstance(param, DTensor):
+        return mesh, (*replicate, Shard(dim))
+    other = param.device_mesh
+    root = root_mesh(mesh)
+    names = (mesh.mesh_dim_names or ()) + (other.mesh_dim_names or ())
+    if root_mesh(other) is not root or len(names) != mesh.ndim + other.ndim or len(set(names)) != len(names):
+        raise ConfigError(
+            f"fully_shard: parameter {name} is a DTensor on mesh axes {other.mesh_dim_names}, which are not other "
+            f"axes of the same mesh as {mesh.mesh_dim_names}; slice both from one init_device_mesh(...)"
+        )
+    # Sharding a dim a second time, inside the tensor-parallel shard: the data-parallel axis comes first in the
+    # mesh but cuts last, which is what a strided shard says.
+    split = 1
+    for axis, placement in enumerate(param.placements):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            split *= other.size(axis)
+    placed: Placement = StridedShard(dim, split_factor=split) if split > 1 else Shard(dim)
+    return root[names], (*replicate, placed, *param.placements)
+
+
+def _tensor_parallel(param: DTensor, mesh: DeviceMesh) -> TensorParallel | None:
+    """What is left of a sharded parameter's mesh and placements when it is gathered over `mesh`."""
+    names = (param.device_mesh.mesh_dim_names or ())[mesh.ndim :]
+    if not names:
+        return None
+    other = root_mesh(mesh)[names]
+    return TensorParallel(other, tuple(param.placements[mesh.ndim :]), param.shape, tuple(param.stride()))
+
+
+def _contiguous_stride(param: Tensor) -> tuple[int, ...]:
+    stride = [1]
+    for size in reversed(param.shape[1:]):
+        stride.insert(0, stride[0] * max(size, 1))
+    return tuple(stride)
+
+
+def _mean(group: ShardGroup, dtype: torch.dtype, device_type: str) -> tuple[str, float, float]:
+    """(reduction, divisor before, divisor after) of gradients, as FSDP2 chooses them.
+
+    NCCL averages by itself; elsewhere a sum is divided where it is smallest, after the scatter. In fp16 a sum
+    over ranks could overflow, so half of the division happens before.
+    """
+    ranks = group.axis.size * (group.replicate.size if group.replicate else 1)
+    if ranks == 1:
+        return "sum", 1.0, 1.0
+    if dtype not in (torch.float32, torch.bfloat16, torch.float64):
+        before = 1
+        while ranks % before == 0 and ranks / before > before:
+            before *= 2
+        return "sum", float(before), ranks / before
+    if device_type == "cuda":
+        return "avg", 1.0, 1.0
+    return "sum", 1.0, float(ranks)

@@ -1,0 +1,233 @@
+"""Ten training steps on real ranks, beside eager FSDP2 (or eager TP): the same batches, the same optimizer.
+
+Used with gloo by test_parity_steps.py and with NCCL by tests/multigpu.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp as fsdp2
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import overlapc
+from overlapc.parallel import FSDPModule, fully_shard
+from tests.parallel.moe import MoE
+from tests.parallel.tiny import Tiny
+
+LENGTH = 6  # of a sequence; divides by the tensor-parallel ranks
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+HALF_ROOT = replace(HALF, output_dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is spread, and how it is trained. Axes of size 1 are left out of meshes."""
+
+    name: str
+    dp: int = 1
+    replicas: int = 1
+    tp: int = 1
+    how: dict[str, Any] = field(default_factory=dict)  # options of fully_shard
+    root: dict[str, Any] = field(default_factory=dict)  # of its call on the whole model, in place of those
+    sizes: dict[str, Any] = field(default_factory=dict)  # of Tiny
+    frozen: str = ""  # parameters whose names begin so need no gradient
+    micro: int = 1  # batches a step; all but the last without reduction
+    fsdp2: str = ""  # FSDP2's fully_shard: "adopt" takes it over, "hooks" leaves it as it is
+    experts: str = ""  # "even", "uneven": a mixture of experts over all ranks in place of Tiny
+    adam: bool = False
+    tolerance: float = 2e-5
+
+
+def on_dim_1(param: nn.Parameter) -> Shard | None:
+    """Matrices by columns."""
+    return Shard(1) if param.ndim == 2 else None
+
+
+TWO = (
+    Case("reshard", dp=2, adam=True, tolerance=1e-4),
+    Case("keep", dp=2, how={"reshard_after_forward": False}),
+    Case("frozen, tied", dp=2, sizes={"tied": True}, frozen="layers.0.up"),
+    Case("uneven", dp=2, sizes={"vocab": 23, "hidden": 17}, how={"reshard_after_forward": True}),
+    Case("other dim", dp=2, how={"shard_placement_fn": on_dim_1, "reshard_after_forward": True}),
+    Case("mixed precision", dp=2, how={"mp_policy": HALF}, root={"mp_policy": HALF_ROOT}, tolerance=2e-2),
+    Case("checkpoint inside", dp=2, sizes={"ac": "inside"}),
+    Case("checkpoint around", dp=2, sizes={"ac": "around", "tied": True}, how={"reshard_after_forward": True}),
+    Case("accumulate", dp=2, micro=3, sizes={"tied": True}),
+    Case("adopt", dp=2, fsdp2="adopt", micro=2),
+    Case("hooks", dp=2, fsdp2="hooks"),
+    Case("tp", tp=2),
+    Case("experts", dp=2, experts="even"),
+    Case("experts uneven", dp=2, experts="uneven"),
+)
+FOUR = (
+    Case("to fewer ranks", dp=4, how={"reshard_after_forward": 2}),
+    Case("hsdp accumulate", dp=2, replicas=2, micro=2),
+    Case("tp + fsdp", dp=2, tp=2, how={"mp_policy": HALF}, root={"mp_policy": HALF_ROOT}, tolerance=2e-2),
+    Case("adopt tp + fsdp", dp=2, tp=2, fsdp2="adopt", sizes={"ac": "around"}),
+    Case("experts", dp=4, experts="even"),
+)
+
+
+def tensor_parallel(model: Tiny, mesh: DeviceMesh) -> None:
+    """Megatron's plan with sequence parallelism between the linears."""
+    for layer in model.layers:
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(layer, mesh, plan)
+    root = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, root)
+
+
+def spread(case: Case, mesh: DeviceMesh, apply: Callable[..., Any]) -> nn.Module:
+    """The model of a case, from the same numbers every time."""
+    torch.manual_seed(0)
+    device = mesh.device_type
+    if case.experts:
+        model: nn.Module = MoE(mesh["dp"].get_group(), even=case.experts == "even").to(device)
+    else:
+        model = Tiny(**case.sizes).to(device)
+    for name, param in model.named_parameters():
+        if case.frozen and name.startswith(case.frozen):
+            param.requires_grad_(False)
+    if case.tp > 1:
+        tensor_parallel(model, mesh["tp"])
+    if case.dp > 1:
+        axes = mesh["dp"] if case.replicas == 1 else mesh["replicate", "dp"]
+        # Each rank has experts of its own, whose gradients nobody shares.
+        ignored = {"ignored_params": set(model.experts.parameters())} if isinstance(model, MoE) else {}
+        for layer in () if isinstance(model, MoE) else model.layers:
+            apply(layer, mesh=axes, **case.how)
+        apply(model, mesh=axes, **{**case.how, **case.root}, **ignored)
+    return model
+
+
+def train(case: Case, model: nn.Module, step: Callable[..., Tensor], mesh: DeviceMesh, steps: int) -> dict[str, Any]:
+    """Losses of this rank and the last step's full gradients."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=1e-3) if case.adam else torch.optim.SGD(params, lr=0.1)
+    rank = mesh.get_local_rank("replicate") * case.dp + mesh.get_local_rank("dp")
+    generator = torch.Generator().manual_seed(100 + rank)
+    losses = []
+    for number in range(steps):
+        optimizer.zero_grad()
+        for micro in range(case.micro):
+            if case.micro > 1:
+                model.set_requires_gradient_sync(micro == case.micro - 1)
+            vocab = case.sizes.get("vocab", 24)
+            tokens, targets = (torch.randint(vocab, (2, LENGTH), generator=generator) for _ in range(2))
+            loss = step(tokens.to(mesh.device_type), targets.to(mesh.device_type))
+            (loss / case.micro).backward()
+            losses.append(loss.item())
+        if number < steps - 1:
+            optimizer.step()
+    grads = {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+    return {"losses": losses, "grads": grads}
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def compare(case: Case, device: str, steps: int = 10) -> dict[str, Any]:
+    """The largest relative differences of losses and of gradients, and what was compiled."""
+    sizes = (case.replicas, case.dp, case.tp)
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=("replicate", "dp", "tp"))
+    theirs_model = spread(case, mesh, fsdp2.fully_shard)
+    theirs = train(case, theirs_model, theirs_model, mesh, steps)
+    model = spread(case, mesh, fsdp2.fully_shard if case.fsdp2 else fully_shard)
+    if case.fsdp2 == "adopt":
+        assert overlapc.adopt_fsdp2(model) is model
+        assert isinstance(model, FSDPModule)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        whole = case.fsdp2 != "hooks"
+        compiled = torch.compile(model, backend="overlapc", fullgraph=whole, options={"rank_timeout": 120})
+        ours = train(case, model, compiled, mesh, steps)
+    assert list(ours["grads"]) == list(theirs["grads"]), "other parameters have gradients"
+    return {
+        "losses": max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)),
+        "grads": {name: difference(ours["grads"][name], theirs["grads"][name]) for name in theirs["grads"]},
+        "graphs": torch._dynamo.utils.counters["overlapc"]["graphs"],
+        "collectives": torch._dynamo.utils.counters["overlapc"]["collectives"],
+        "advised": sum("adopt_fsdp2" in str(warning.message) for warning in said),
+    }
+
+
+def overlap_changes(device: str) -> dict[str, Any]:
+    """What the passes change in a bfloat16 step besides its order: nothing, bit for bit."""
+    case = Case("bf16", dp=2, how={"mp_policy": HALF, "reshard_after_forward": True})
+    mesh = init_device_mesh(device, (1, 2, 1), mesh_dim_names=("replicate", "dp", "tp"))
+    runs = []
+    for passes in (None, "none"):
+        model = spread(case, mesh, fully_shard)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        options = {"rank_timeout": 120, **({} if passes is None else {"passes": passes})}
+        made = train(case, model, torch.compile(model, backend="overlapc", options=options), mesh, 3)
+        runs.append((made, dict(torch._dynamo.utils.counters["overlapc"])))
+    (on, counted), (off, counted_off) = runs
+    return {
+        "losses": on["losses"] == off["losses"],
+        "grads": all(torch.equal(on["grads"][name], off["grads"][name]) for name in off["grads"]),
+        "kernels": (counted["kernels"], counted_off["kernels"]),
+        "collectives": (counted["collectives"], counted_off["collectives"]),
+    }
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """Of two gradients, in units of the larger one's norm; both may be nothing but rounding."""
+    return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-6))
+
+
+def seen_by(cases: tuple[Case, ...], device: str) -> dict[str, dict[str, Any]]:
+    """`compare` for every case, on every rank; two ranks also see what the passes change."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank())
+    seen = {case.name: compare(case, device) for case in cases}
+    if dist.get_world_size() == 2:
+        seen["overlap"] = overlap_changes(device)
+    return seen
+
+
+def check(outcomes: list[dict[str, dict[str, Any]]], case: Case) -> None:
+    for outcome in outcomes:
+        seen = outcome[case.name]
+        assert seen["losses"] <= case.tolerance, (case.name, seen["losses"])
+        worst = max(seen["grads"], key=seen["grads"].__getitem__)
+        assert seen["grads"][worst] <= 10 * case.tolerance, (case.name, worst, seen["grads"][worst])
+        assert (seen["collectives"] > 0) == (case.fsdp2 != "hooks")
+        assert (seen["advised"] > 0) == (case.fsdp2 == "hooks")
+
+
+def check_overlap(outcomes: list[dict[str, dict[str, Any]]]) -> None:
+    for outcome in outcomes:
+        seen = outcome["overlap"]
+        assert seen["losses"]
+        assert seen["grads"]
+        assert seen["kernels"][0] == seen["kernels"][1] > 0
+        assert seen["collectives"][0] < seen["collectives"][1], "the passes did nothing: no bucket was made"
