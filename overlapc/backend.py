@@ -39,6 +39,7 @@ from overlapc.fusion.build import op_name, to_schedule
 from overlapc.fx.collectives import GroupNames, canonicalize, find_collectives
 from overlapc.fx.control import inline_control_deps
 from overlapc.fx.decompositions import decompositions
+from overlapc.fx.fsdp2 import clean_up
 from overlapc.fx.partition import partition
 from overlapc.fx.sizes import guessed_size
 from overlapc.fx.subgraphs import is_loop, return_tuple, subgraphs
@@ -145,6 +146,7 @@ def plan_graph(
 ) -> tuple[Result, LoweredGraph]:
     """The stages up to the final schedule, before any code is generated. `inner`: the graphs that `gm` carries."""
     inline_control_deps(gm)
+    clean_up(gm)
     canonicalize(gm)
     dumps.write("fx", "graph", lambda: gm.print_readable(print_output=False))
     communication = _communication(gm)

@@ -1,0 +1,141 @@
+"""Parameters that a graph fills for a while: read the value that fills them instead (S23).
+
+FSDP2 keeps each unsharded parameter as a tensor without storage and, around the ops that need it, does
+
+    resize(p, full); fsdp.copy_(p, gathered); y = mm(x, p); resize(p, 0)   ->   y = mm(x, gathered)
+
+`remove_fills` does the replacement for every such region of every input, a layer that is used twice included. The
+parameter is then never written, and the gathered tensor is freed when nothing needs it any more.
+
+What it leaves alone, with a warning: regions that are not `full, copy, reads, 0`. What it refuses, as the user's
+change would be lost when the storage goes: a graph that writes into an unsharded parameter itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed.fsdp  # registers the ops
+from torch import Tensor, fx
+
+from overlapc.errors import CompileError
+from overlapc.fx.writer import argument
+
+aten = torch.ops.aten
+_RESIZE = torch.ops.inductor.resize_storage_bytes_.default
+_FILL = torch.ops.fsdp.copy_.default
+
+# torch's resize does not say in its schema that it changes its argument; a scheduler needs to know.
+_library = torch.library.Library("overlapc", "FRAGMENT")
+_library.define("resize_storage_(Tensor(a!) tensor, SymInt bytes) -> ()")
+
+
+@torch.library.impl(_library, "resize_storage_", "CompositeExplicitAutograd")
+def _resize_storage(tensor: Tensor, size_bytes: int) -> None:
+    tensor.untyped_storage().resize_(size_bytes)
+
+
+fx.node.has_side_effect(torch.ops.overlapc.resize_storage_.default)
+
+
+@dataclass
+class _Region:
+    """Nodes from one resize to full up to the resize to nothing."""
+
+    begin: fx.Node
+    fill: fx.Node | None = None
+    reads: list[fx.Node] = field(default_factory=list)
+    end: fx.Node | None = None
+
+
+def remove_fills(graph: fx.Graph) -> int:
+    """Do the above for all inputs; how many regions went. CompileError for a write of the user's."""
+    position = {node: at for at, node in enumerate(graph.nodes)}
+    removed = 0
+    resized: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in graph.find_nodes(op="call_function", target=_RESIZE):
+        resized[argument(node, 0)].append(node)
+    for param in resized:
+        regions = _regions(param, sorted(param.users, key=position.__getitem__))
+        if isinstance(regions, str):
+            warnings.warn(
+                f"overlapc leaves the storage of {param.name} as the graph manages it: {regions}", stacklevel=2
+            )
+            for node in resized[param]:
+                node.target = torch.ops.overlapc.resize_storage_.default
+            continue
+        for region in regions:
+            assert region.fill is not None
+            assert region.end is not None
+            value = argument(region.fill, 1)
+            for read in region.reads:
+                read.replace_input_with(param, value)
+            for node in (region.begin, region.fill, region.end):
+                graph.erase_node(node)
+            removed += 1
+    return removed
+
+
+def _regions(param: fx.Node, users: list[fx.Node]) -> list[_Region] | str:
+    """The regions of an unsharded parameter, or why its storage cannot be taken out of the graph."""
+    full = _bytes(param.meta["val"])
+    regions: list[_Region] = []
+    for user in users:
+        current = regions[-1] if regions and regions[-1].end is None else None
+        if user.target is _RESIZE:
+            size = argument(user, 1)
+            if size == full and current is None:
+                regions.append(_Region(user))
+            elif size == 0 and current is not None and current.fill is not None:
+                current.end = user
+            else:
+                return f"{user.name} resizes it to {size} bytes out of turn (it has {full})"
+        elif user.target is _FILL and argument(user, 0) is param:
+            if current is None or current.fill is not None or current.reads:
+                return f"{user.name} fills it out of turn"
+            if not _alike(param, argument(user, 1)):
+                return f"{user.name} fills it with a tensor of another layout"
+            current.fill = user
+        elif _writes(user, param):
+            raise CompileError(
+                f"{user.name} = {user.target} writes into {param.name}, an unsharded parameter of FSDP2\n"
+                f"   {(user.meta.get('stack_trace') or 'unknown line').strip().splitlines()[-1]}\n"
+                "The change would be lost when the parameter is resharded.\n"
+                "hint: change the sharded parameter, outside of forward and backward"
+            )
+        elif current is None or current.fill is None or user.op == "output":
+            return f"{user.name} reads it while it has no storage"
+        else:
+            current.reads.append(user)
+    if regions and regions[-1].end is None:
+        return "it is not resized to nothing at the end"
+    return regions
+
+
+def _writes(user: fx.Node, param: fx.Node) -> bool:
+    """Whether an op changes `param` by its schema."""
+    target = user.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    for at, declared in enumerate(target._schema.arguments):
+        given = user.args[at] if at < len(user.args) else user.kwargs.get(declared.name)
+        written = declared.alias_info is not None and declared.alias_info.is_write
+        if written and (given is param or (isinstance(given, (list, tuple)) and param in given)):
+            return True
+    return False
+
+
+def _alike(param: fx.Node, value: Any) -> bool:
+    """Whether reading `value` is reading what was copied from it into `param`."""
+    if not isinstance(value, fx.Node):
+        return False
+    ours, given = param.meta["val"], value.meta["val"]
+    return ours.shape == given.shape and ours.stride() == given.stride() and ours.dtype == given.dtype
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.numel() * tensor.element_size()

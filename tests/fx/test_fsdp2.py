@@ -1,0 +1,202 @@
+"""Graphs with FSDP2's own ops: storage that comes and goes, and flat buckets."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from overlapc.errors import CompileError
+from overlapc.fx.collectives import canonicalize
+from overlapc.fx.fsdp2 import clean_up
+from overlapc.fx.labels import label_of
+from tests.fx import fsdp2_ops
+from tests.fx.fsdp2_ops import empty, fill, gather, reduce
+from tests.parallel.tiny import Recorder, ops
+from tests.ranks import values_on_ranks
+
+FLAT = {"all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "copy_", "resize_storage_bytes_", "cat"}
+RANKS = 4
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo(world):
+    torch._dynamo.reset()
+
+
+def graph_of(function: Any, *args: Any) -> fx.GraphModule:
+    """What AOTAutograd makes of the function."""
+    recorder = Recorder()
+    with torch.no_grad():
+        torch.compile(function, backend=recorder, fullgraph=True)(*args)
+    (module,) = recorder.forward
+    return module
+
+
+def without_storage(*shape: int) -> Tensor:
+    param = torch.empty(shape)
+    empty(param)
+    return param
+
+
+def group() -> str:
+    return dist.group.WORLD.group_name  # type: ignore[union-attr]
+
+
+def layer() -> fx.GraphModule:
+    shards = [torch.randn(1, 6), torch.randn(1, 4)]
+    params = [without_storage(4, 6), without_storage(4, 4)]
+    return graph_of(two_layers, torch.randn(3, 4), shards, params, group())
+
+
+def two_layers(x: Tensor, shards: list[Tensor], params: list[Tensor], name: str) -> Tensor:
+    """The same layer twice, each time gathered anew."""
+    for _ in range(2):
+        for param, flat in zip(params, gather(shards, name, RANKS, 0), strict=True):
+            fill(param, flat)
+        x = (x @ params[0])[:, :4] @ params[1]
+        for param in params:
+            empty(param)
+    return x
+
+
+def test_a_layer_reads_what_was_gathered_without_copies_or_storage():
+    module = layer()
+    assert FLAT & set(ops(module)), "nothing was captured"
+    assert clean_up(module)
+    canonicalize(module)
+    assert not FLAT & set(ops(module))
+    assert all(not node.users for node in module.graph.find_nodes(op="placeholder") if node.meta["val"].shape == (4, 6))
+    starts = [node for node in module.graph.nodes if "all_gather" in str(node.target)]
+    assert [node.args[0].target for node in starts] == [torch.ops.aten.view.default] * 2  # of the shards; once for both
+    assert len({label_of(node).group for node in starts}) == 1, "one unit for the bucket pass"
+    assert clean_up(module) == 0
+
+
+def test_gradients_are_scattered_where_they_lie_and_uneven_ones_padded():
+    module = graph_of(reduce, [torch.randn(8, 6), torch.randn(5, 4)], [2, 2], group(), group(), RANKS)
+    assert clean_up(module)
+    canonicalize(module)
+    names = ops(module)
+    assert names.count("reduce_scatter_tensor") == names.count("all_reduce") == names.count("div") == 2
+    assert names.count("constant_pad_nd") == names.count("slice") == 1
+    assert not FLAT & set(names)
+    scatter = next(node for node in module.graph.nodes if "reduce_scatter" in str(node.target))
+    assert scatter.args[0].op == "placeholder"
+
+
+def test_a_reduction_that_is_read_as_a_whole_stays_whole():
+    def whole(grads: list[Tensor], name: str) -> tuple[Tensor, Tensor]:
+        flat = torch.empty(32)
+        torch.ops.fsdp.chunk_cat(grads, 0, RANKS, out=flat.view(RANKS, -1))
+        reduced = fsdp2_ops._c10d.wait_tensor(fsdp2_ops._c10d.reduce_scatter_tensor(flat, "sum", RANKS, name))
+        return torch.as_strided(reduced, (1, 4), (4, 1), 0), reduced.sum()
+
+    module = graph_of(whole, [torch.randn(4, 4), torch.randn(4, 4)], group())
+    clean_up(module)
+    canonicalize(module)
+    assert ops(module).count("reduce_scatter_tensor") == 1
+    assert "chunk_cat" not in ops(module)
+    assert ops(module).count("cat") == 1
+
+
+def test_a_gather_that_is_read_as_a_whole_is_split_by_generated_copies():
+    def whole(shards: list[Tensor], name: str) -> tuple[Tensor, Tensor]:
+        sizes = [shard.numel() for shard in shards]
+        mine, _ = torch.ops.fsdp.all_gather_copy_in(shards, torch.empty(RANKS * sum(sizes)), sizes, sum(sizes), 0)
+        flat = fsdp2_ops._c10d.wait_tensor(fsdp2_ops._c10d.all_gather_into_tensor(mine, RANKS, name))
+        outs = [torch.empty(RANKS * size) for size in sizes]
+        torch.ops.fsdp.split_with_sizes_copy(
+            flat.view(RANKS, -1), sizes, dim=1, out=[out.view(RANKS, -1) for out in outs]
+        )
+        return outs[1], flat.sum()
+
+    module = graph_of(whole, [torch.randn(6), torch.randn(8)], group())
+    clean_up(module)
+    canonicalize(module)
+    names = ops(module)
+    assert names.count("all_gather_into_tensor") == names.count("cat") == names.count("split_with_sizes") == 1
+    assert "all_gather_copy_in" not in names
+
+
+def use(x: Tensor, param: Tensor, value: Tensor) -> Tensor:
+    fill(param, value)
+    y = x @ param
+    empty(param)
+    return y
+
+
+def resized_too_small(x: Tensor, param: Tensor, value: Tensor) -> Tensor:
+    param.untyped_storage().resize_(2 * param.numel() * param.element_size())
+    torch.ops.fsdp.copy_(param, value)
+    y = x @ param
+    empty(param)
+    return y
+
+
+def never_emptied(x: Tensor, param: Tensor, value: Tensor) -> Tensor:
+    fill(param, value)
+    return x @ param
+
+
+def filled_twice(x: Tensor, param: Tensor, value: Tensor) -> Tensor:
+    fill(param, value)
+    y = x @ param
+    torch.ops.fsdp.copy_(param, value * 2)
+    y = y + x @ param
+    empty(param)
+    return y
+
+
+ODD = {
+    resized_too_small: "out of turn",
+    never_emptied: "not resized to nothing",
+    filled_twice: "fills it out of turn",
+}
+
+
+@pytest.mark.parametrize("function", ODD, ids=lambda function: function.__name__)
+def test_odd_storage_is_left_alone_with_a_warning_and_still_right(function):
+    x, value = torch.randn(3, 4), torch.randn(4, 6)
+    want_param, got_param = without_storage(4, 6), without_storage(4, 6)
+    with torch.no_grad():
+        want = function(x, want_param, value)
+        with pytest.warns(UserWarning, match=ODD[function]):
+            got = torch.compile(function, backend="overlapc", fullgraph=True)(x, got_param, value)
+    torch.testing.assert_close(got, want)
+    assert got_param.untyped_storage().size() == want_param.untyped_storage().size()
+    if want_param.untyped_storage().size():
+        assert torch.equal(got_param, want_param)
+
+
+def test_storage_as_fsdp2_manages_it_needs_no_warning():
+    x, value, param = torch.randn(3, 4), torch.randn(4, 6), without_storage(4, 6)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        got = torch.compile(use, backend="overlapc", fullgraph=True)(x, param, value)
+    torch.testing.assert_close(got, x @ value)
+    assert param.untyped_storage().size() == 0
+
+
+def test_a_write_into_an_unsharded_parameter_is_an_error_that_says_where():
+    module = graph_of(use, torch.randn(3, 4), without_storage(4, 6), torch.randn(4, 6))
+    product = next(node for node in module.graph.nodes if node.target is torch.ops.aten.mm.default)
+    param = product.args[1]
+    with module.graph.inserting_after(product):
+        write = module.graph.call_function(torch.ops.aten.mul_.Tensor, (param, 2))
+    write.meta = dict(product.meta)
+    with pytest.raises(CompileError, match=rf"writes into {param.name}, an unsharded parameter(.|\n)*hint: change the"):
+        clean_up(module)
+
+
+def test_both_directions_match_fsdp2s_ops_on_real_ranks():
+    for seen in values_on_ranks(fsdp2_ops.case, 2):
+        assert seen["forward"] <= 1e-5
+        assert seen["reduced"] <= 1e-5
+        assert seen["left in storage"] == 0
+        assert seen["collectives"] < 6, "no bucket was made"
+        assert seen["fallbacks"] == 0
