@@ -46,6 +46,7 @@ from overlapc.fx.subgraphs import is_loop, return_tuple, subgraphs
 from overlapc.fx.versions import check_torch_version, runs_under_fsdp2
 from overlapc.ir.ops import Extern, Loops, LoweredGraph, Start
 from overlapc.lowering import Communication, lower, provenance
+from overlapc.lowering.product import Product
 from overlapc.passes.base import Context, Result, run_pipeline, select
 from overlapc.report import record
 from overlapc.report.build import graph_record
@@ -154,7 +155,7 @@ def plan_graph(
         if talks is not None:
             names = GroupNames(gm.graph)
             talks.agree_on_graph(canonical_lines(gm.graph, names.__getitem__))
-        lowered = lower(gm, name, partial(_generates, config), communication.get)
+        lowered = lower(gm, name, partial(_generates, config), communication.get, _native_product(config))
         dumps.write("ir", "lowered", lambda: str(lowered))
         freeable = _freeable(gm, name)
         ops, fusion = fuse_ops(lowered, enabled=config.fusion, freeable=freeable)
@@ -297,6 +298,10 @@ def _generates(config: Config, device: torch.device) -> bool:
         return False
     _import_generator(device.type)
     return codegen.has_generator(device.type)
+
+
+def _native_product(config: Config) -> Callable[[Product], bool]:
+    return lambda product: config.matmul == "native"
 
 
 def _import_generator(device_type: str) -> None:

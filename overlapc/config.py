@@ -85,6 +85,15 @@ def _names(text: Any) -> tuple[str | Callable[..., Any], ...] | None:
     return tuple(text)
 
 
+def _one_of(*choices: str) -> Callable[[Any], str]:
+    def read(text: Any) -> str:
+        if text not in choices:
+            raise ConfigError(unknown_name("value", str(text), choices))
+        return str(text)
+
+    return read
+
+
 def _words(text: Any) -> frozenset[str]:
     if not text:
         return frozenset()
@@ -151,6 +160,11 @@ class Config:
     rank_check: bool = _knob(True, _bool, "compare graphs and collective orders between ranks")
     fusion: bool = _knob(True, _bool, "fuse generated kernels")
     native: bool = _knob(True, _bool, "generate kernels; off runs every op as an extern call (for bisection)")
+    matmul: str = _knob(
+        "library",
+        _one_of("library", "native"),
+        "matrix products: library calls, or kernels of ours with what is around them fused in (native)",
+    )
     verify: bool = _knob(True, _bool, "check the schedule after every pass")
     dump: frozenset[str] | str = _knob(
         frozenset(), _words, "stages to write as text: fx, ir, fusion, passes, program, kernels, all"

@@ -79,7 +79,7 @@ def _node(op: IROp, graph: LoweredGraph, after: tuple[str, ...]) -> Node:
 
 def _kind(op: IROp) -> tuple[Kind, str, Any]:
     if isinstance(op, Loops):
-        return Kind.KERNEL, "kernel", None
+        return Kind.KERNEL, "product" if op.body.dots() else "kernel", None
     if isinstance(op, Wait):
         return Kind.WAIT, "wait", None
     if isinstance(op, Start):

@@ -42,6 +42,11 @@ class Group:
     starts: int = 0  # bit set of the starts that come after it
 
     @property
+    def dots(self) -> bool:
+        """Whether it holds a matrix product."""
+        return isinstance(self.op, Loops) and bool(self.op.body.dots())
+
+    @property
     def kernel(self) -> Loops:
         """The op of a group that is generated code."""
         assert isinstance(self.op, Loops), f"{self.op.name} is no generated kernel"
@@ -215,6 +220,8 @@ class Fuser:
         """The merged body, or why the two kernels stay apart."""
         if a.kernel.device != b.kernel.device:
             return Refusal("they run on different devices")
+        if (a.dots or b.dots) and a.kernel.body.reduction and b.kernel.body.reduction:
+            return Refusal("a matrix product shares its kernel with no other reduction")
         if len(a.reads | b.reads | a.writes | b.writes) > MOST_BUFFERS:
             return Refusal(f"together they use more than {MOST_BUFFERS} buffers")
         # A kernel that a start waits for would have to wait for a communication that it did not need, or a start
@@ -237,6 +244,8 @@ class Fuser:
             merged = self._reordered(a, b) or merged
         if isinstance(merged, Refusal):
             return merged
+        if (a.dots or b.dots) and merged.stores_terms():
+            return Refusal("it would need the single terms of a matrix product")
         if len(merged.values()) > LARGEST_KERNEL:
             return Refusal(f"together they compute more than {LARGEST_KERNEL} values")
         unsafe = self._unsafe_change(a, b, merged)

@@ -60,7 +60,11 @@ def _loops_work(op: Loops, graph: LoweredGraph) -> Work:
             read[store.buffer] = min(whole, touched)
     # One operation a value and iteration: element-wise kernels are bound by memory, so a rough count will do.
     flops = iterations * sum(isinstance(value, Op | Reduce | Scan) for value in values)
-    return Work(flops, sum(read.values()), written, "float32", _form(op, graph))
+    dtype = "float32"
+    if op.body.dots():  # a multiplication and an addition a term; what comes before and after them does not count
+        flops = 2 * iterations
+        dtype = str(next(load.memory_dtype for load in op.body.loads())).removeprefix("torch.")
+    return Work(flops, sum(read.values()), written, dtype, _form(op, graph))
 
 
 def _form(op: Loops, graph: LoweredGraph) -> str:

@@ -83,13 +83,15 @@ def lower(
     name: str,
     generates: Callable[[torch.device], bool],
     comm_of: Callable[[Node], Communication | None],
+    native_product: Callable[[Any], bool] = lambda product: False,
 ) -> LoweredGraph:
     """The ops of `gm`, an AOTAutograd graph whose nodes carry fake tensors in `meta["val"]`.
 
-    `generates` tells on which devices kernels can be generated; `comm_of` says which nodes communicate.
+    `generates` tells on which devices kernels can be generated; `comm_of` says which nodes communicate;
+    `native_product` which matrix products (`product.Product`) are to be kernels of our own.
     Raises CompileError naming the FX node and the user's line when a node cannot be lowered at all.
     """
-    context = Context(gm, name, generates, comm_of)
+    context = Context(gm, name, generates, comm_of, native_product)
     for node in gm.graph.nodes:
         try:
             context.run(node)
@@ -146,10 +148,12 @@ class Context:
         name: str,
         generates: Callable[[torch.device], bool],
         comm_of: Callable[[Node], Communication | None],
+        native_product: Callable[[Any], bool],
     ) -> None:
         self.gm = gm
         self.generates = generates
         self.comm_of = comm_of
+        self.native_product = native_product
         self.env: dict[Node, Any] = {}
         self.latest: dict[str, str] = {}  # root buffer -> its name after the latest mutation
         self.given: dict[str, View] = {}  # copy of an input -> the input
@@ -258,7 +262,6 @@ class Context:
                 return rule(self, *args, **kwargs)
             except Impossible:
                 del self.graph.ops[count:]
-                return self.extern(target, args, kwargs, fallback=True)
         return self.extern(target, args, kwargs, fallback=target not in LIBRARY_CALLS and not carries_graphs(node))
 
     def _resolve(self, tree: Any) -> Any:
@@ -634,7 +637,7 @@ def _printable(body: Body) -> Body:
 
 
 # What a reduction over nothing yields; maxima and minima of nothing are errors before they get here.
-_IDENTITY = {"sum": 0, "prod": 1, "any": False, "all": True}
+_IDENTITY = {"sum": 0, "dot": 0, "prod": 1, "any": False, "all": True}
 
 
 def without_trivial_reductions(body: Body) -> Body:

@@ -201,6 +201,12 @@ def to_fp16(x):
 
 
 @triton.jit
+def dot(a, b, accumulated, precision: tl.constexpr):
+    """`a @ b + accumulated` of tiles, summed in float32; precision: how float32 factors are multiplied."""
+    return tl.dot(a, b, accumulated, input_precision=precision)
+
+
+@triton.jit
 def divide(a, b):
     """IEEE division; Triton's `/` is 2 ulp off in fp32."""
     if a.dtype == tl.float32:

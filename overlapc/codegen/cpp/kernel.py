@@ -26,7 +26,7 @@ from overlapc.codegen.cpp.function import Function
 from overlapc.codegen.cpp.plan import plan
 from overlapc.codegen.cpp.reduce import ReductionFunction
 from overlapc.codegen.kernel import KernelSource, Launcher, register
-from overlapc.ir.body import Body, Cast
+from overlapc.ir.body import Body, Cast, with_sums
 from overlapc.runtime.cpp_launch import CppKernel, load_kernels
 
 _HINT_CHARACTERS = 60
@@ -61,6 +61,7 @@ class CppGenerator:
         self, body: Body, hint: str, comment: str = "", size_hints: Mapping[str, int] | None = None
     ) -> KernelSource:
         """C++ for `body`; equal bodies give equal text whatever their buffers are called."""
+        body = with_sums(body)
         buffers = _argument_names(body)
         sizes = tuple(body.size_symbols())
         kind = ReductionFunction if body.reduction else Function

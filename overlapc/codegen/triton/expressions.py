@@ -272,7 +272,7 @@ def converted_name(text: str, source: torch.dtype, to: torch.dtype) -> str:
 
 def neutral(kind: str, dtype: torch.dtype) -> str:
     """What leaves a reduction of `kind` over `dtype` unchanged."""
-    if kind in ("sum", "prod"):
+    if kind in ("sum", "dot", "prod"):
         one = kind == "prod"
         return number_text(float(one) if dtype.is_floating_point else int(one))
     if kind in ("any", "all"):

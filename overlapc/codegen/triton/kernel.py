@@ -17,6 +17,7 @@ import torch
 from torch.utils._sympy.functions import FloorDiv
 
 from overlapc.codegen.kernel import KernelSource, Launcher, register
+from overlapc.codegen.triton import products
 from overlapc.codegen.triton import tiling as tilings
 from overlapc.codegen.triton.expressions import COMPUTE, POINTER, unprintable, unsupported
 from overlapc.codegen.triton.shape import KernelShape
@@ -46,6 +47,9 @@ class TritonGenerator:
                 return f"no {item.memory_dtype} in Triton kernels"
             if dtypes.setdefault(item.buffer, item.memory_dtype) is not item.memory_dtype:
                 return f"{item.buffer} is read as {dtypes[item.buffer]} and as {item.memory_dtype}"
+        reason = products.refuse(body) if body.dots() else None
+        if reason is not None:
+            return reason
         for store in body.stores:
             if store.is_atomic and store.memory_dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
                 return f"no atomic {store.mode} to {store.memory_dtype}"
@@ -73,7 +77,8 @@ class TritonGenerator:
         known = size_hints or {}
         hints = {symbol: known.get(str(symbol), tilings.DEFAULT_HINT) for symbol in body.size_symbols()}
         name = re.sub(r"\W+", "_", hint).strip("_") or "kernel"
-        shape = KernelShape(body, tiling or tilings.choose(body, hints), name)
+        choose = products.choose if body.dots() else tilings.choose
+        shape = KernelShape(body, tiling or choose(body, hints), name)
         return _source(shape, comment, tuple(hints.values()))
 
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
@@ -130,7 +135,9 @@ def _source(shape: KernelShape, comment: str, hints: tuple[int, ...]) -> KernelS
         text += "\n\n@triton.jit\n" + "\n".join([head, *function.lines]) + "\n"
     dtypes = tilings.memory_dtypes(shape.body)
     launch = Launch(
-        stages=tuple(Stage(function.name, function.programs, function.num_warps) for function in functions),
+        stages=tuple(
+            Stage(function.name, function.programs, function.num_warps, tiling.num_stages) for function in functions
+        ),
         pointers=tuple(POINTER[dtypes[buffer]] for buffer in shape.arguments),
         scratch=tuple((item.dtype, sympy.expand(item.elements)) for item in scratch),
         constants=tuple(constants.items()),
@@ -150,7 +157,9 @@ def _whole_function(shape: KernelShape) -> _Function:
     if "y" in shape.axes:
         programs = programs * _blocks(shape.numel["y"], shape.tiling.yblock)
     programs = programs * numel(loop.size for loop in shape.tiling.grid)
-    return _Function(shape.name, StageWriter(shape).whole(*shape.divided_stores()), programs, shape.tiling.num_warps)
+    dot = shape.tiling.form == "dot"
+    lines = products.lines(shape) if dot else StageWriter(shape).whole(*shape.divided_stores())
+    return _Function(shape.name, lines, programs, shape.tiling.num_warps)
 
 
 def _totals_functions(shape: KernelShape) -> Iterator[_Function]:

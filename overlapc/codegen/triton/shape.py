@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 
 import sympy
@@ -35,11 +36,12 @@ class KernelShape:
         self.numel = {axis: numel(loop.size for loop in loops) for axis, loops in self.axes.items()}
         self.index_name = {axis: str(loops[0].symbol) if len(loops) == 1 else axis for axis, loops in self.axes.items()}
         self.block = {"y": tiling.yblock, "x": tiling.xblock, "r": tiling.rblock}
-        self.tile_axes = ("x", "r") if self.is_reduction else ("y", "x") if tiling.y else ("x",)
+        self.tile_axes = tile_axes(tiling)
+        self.suffix = ""  # of index variables, where one axis has two of them
         self.index_bounds, self.index_dtype = self._index_width()
         position = torch.int64 if self.index_dtype != "tl.int32" else torch.int32
         roots = [value for store in body.stores for value in store.operands()]
-        self.levels = accumulations(roots, tiling.form in ("looped", "split"), position)
+        self.levels = [] if tiling.form == "dot" else accumulations(roots, tiling.form in ("looped", "split"), position)
         scans = [value for value in body.values() if isinstance(value, Scan)]
         assert not (scans and tiling.form == "split"), "a scan cannot be split among programs"
         self.scans = {scan: scanning(scan, number, position) for number, scan in enumerate(scans)}
@@ -61,6 +63,14 @@ class KernelShape:
         if unknown or max(known, default=0) >= _INT32_LIMIT:
             return (), "tl.int64"
         return open_ended, "INDEX" if open_ended else "tl.int32"
+
+    def seen_over(self, axes: tuple[str, ...], suffix: str = "") -> KernelShape:
+        """The same kernel where tiles span other axes: the factors of a matrix product."""
+        other = copy.copy(self)
+        other.tile_axes = axes
+        other.suffix = suffix
+        other.index_name = {axis: f"{name}{suffix}" for axis, name in self.index_name.items()}
+        return other
 
     # Text shared by all stages
 
@@ -120,6 +130,13 @@ class KernelShape:
         tail = f", {self.tiling.splits} programs a row" if self.tiling.form == "split" else ""
         tail += f", {self.tiling.splits} programs share the rows" if self.tiling.form == "totals" else ""
         return f"{self.tiling.form}: {', '.join(parts)}, {self.tiling.num_warps} warps{tail}"
+
+
+def tile_axes(tiling: Tiling) -> tuple[str, ...]:
+    """The axes of a kernel's blocks, as dims of a tile; a matrix product's tiles span two of its three."""
+    if tiling.form == "dot":
+        return ("y", "x", "r")
+    return ("x", "r") if tiling.r else ("y", "x") if tiling.y else ("x",)
 
 
 def term(text: str) -> str:

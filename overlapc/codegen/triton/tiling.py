@@ -8,6 +8,7 @@ Forms of a kernel:
     tiled       pointwise; two loops as axes y and x, for bodies that read along one and write along the other
     persistent  reduction whose row fits a tile [x, r]: everything is read once
     looped      reduction in tiles [x, r] over r, one pass a reduction depth
+    dot         matrix product in tiles [y, x], over r; y and x are the loops that only one factor varies with
     split       looped, with r divided among programs: too few rows to fill the device, and nothing to scan
     totals      persistent, with the rows divided among programs that each total the columns of theirs
 
@@ -47,6 +48,7 @@ class Tiling:
     yblock: int = 1
     grid: tuple[Loop, ...] = ()  # loops that are one value in a whole program
     splits: int = 1
+    num_stages: int = 0  # of a pipelined loop over r; 0: Triton's default
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ class ValueWriter(AxisWriter):
         self.names: dict[Value, str] = {}
         self.value_axes: dict[Value, frozenset[str]] = {}
         self.count = 0
+        self.zero_outside = False  # whether what lies outside of a tile must read as 0
         self.rereads = False  # whether a later pass reads what this one does
 
     def fresh(self) -> str:
@@ -175,19 +176,23 @@ class ValueWriter(AxisWriter):
         return self.kernel.printer({**axes, **self.symbols, **bound})(self.flattened(expr))
 
     def load(self, load: Load, names: Mapping[Value, str]) -> str:
+        text = self.raw(load, names)
+        if load.memory_dtype is torch.bool:
+            return f"{text} != 0"
+        return converted_name(text, load.memory_dtype, load.dtype)
+
+    def raw(self, load: Load, names: Mapping[Value, str]) -> str:
+        """The elements as they lie in memory."""
         index = self.index(load.index, load.indirect, names)
         if load.mask is not None and not self.value_axes[load.mask] <= self.address_axes(load):
             # One address for many elements: Triton wants it as wide as the mask.
             index = f"{term(index)} + tl.where({names[load.mask]}, 0, 0)"
         pointer = f"{self.kernel.arguments[load.buffer]} + {term(index)}"
         arguments = self.mask_argument(self.axes_of(load), None if load.mask is None else names[load.mask])
-        if load.mask is not None:
+        if load.mask is not None or (arguments and self.zero_outside):
             arguments += ", other=0.0" if load.memory_dtype.is_floating_point else ", other=0"
         arguments += self.eviction(load)
-        text = f"tl.load({pointer}{arguments})"
-        if load.memory_dtype is torch.bool:
-            return f"{text} != 0"
-        return converted_name(text, load.memory_dtype, load.dtype)
+        return f"tl.load({pointer}{arguments})"
 
     def eviction(self, load: Load) -> str:
         """What the cache should do with a load in a loop over r: keep what is read again, drop what is not."""
