@@ -14,6 +14,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -57,7 +58,7 @@ def main() -> None:
         a, b = case.tensors["a"].cuda(), case.tensors["b"].cuda()
         right = b.T if transposed else b
         out = torch.empty(m, n, dtype=bf16, device="cuda")
-        library = (lambda a, right, out: lambda: torch.mm(a, right, out=out))(a, right, out)
+        library = partial(torch.mm, a, right, out=out)
         rows.append(_row(name, case, {"a": a, "b": b, "y": out}, [library], 2 * m * n * k))
     for name, m, n, k, _ in shapes(arguments.tokens)[:3]:
         case = cases.linear_silu(m, n, k)
@@ -82,7 +83,7 @@ def _row(
             launcher = generator.load([source], Path(folder))[source.name]
             given = [tensors[buffer] for buffer in source.buffers]
             tile = f"{tiling.yblock}x{tiling.xblock}x{tiling.rblock} {tiling.num_warps} {tiling.num_stages}"
-            runs[tile] = (lambda launcher, given: lambda: launcher(*given))(launcher, given)
+            runs[tile] = partial(launcher, *given)
             times[tile] = compute_ns(clock, runs[tile], rounds=1)
         best = min(times, key=times.__getitem__)
 
