@@ -9,6 +9,7 @@ import torch
 
 from overlapc.codegen.cpp.expressions import (
     C_TYPE,
+    FORMAT,
     MEMORY_TYPE,
     cast_text,
     constant_text,
@@ -18,6 +19,7 @@ from overlapc.codegen.cpp.expressions import (
     store_text,
 )
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
+from overlapc.codegen.cpp.pieces import Piece, pieces
 from overlapc.codegen.cpp.plan import BLOCK, CONFLICT_BLOCK, PARALLEL_WORK, TRANSPOSE_BLOCK, Plan
 from overlapc.ir.body import (
     Body,
@@ -49,6 +51,8 @@ class Function:
         self.number = {value: at for at, value in enumerate(self.values)}
         self.lines: list[str] = []
         self.depth = 0
+        self.bits: dict[str, str] = {}  # name of a number -> name of the bits it was read from
+        self.facts: Mapping[Value, bool] = {}  # conditions that hold, or do not, where we are writing
         reduced = {loop.symbol for loop in body.reduction}
         self.varies = depends_on(self.values, reduced)  # with a reduction loop
         self.stage = reduction_depth(self.values)
@@ -82,6 +86,11 @@ class Function:
     def open(self, loop: For) -> None:
         for text in loop.before:
             self.line(text)
+        self.begin(loop)
+
+    def begin(self, loop: For) -> None:
+        if loop.pragma:
+            self.line(loop.pragma)
         self.line(loop.header + " {")
         self.depth += 1
         for text in loop.inside:
@@ -118,10 +127,7 @@ class Function:
     def statement(self, value: Value, known: Mapping[Value, str]) -> str:
         """The C++ expression of one value over the names of its operands."""
         if isinstance(value, Load):
-            text = load_text(self.place(value, known), value.memory_dtype)
-            if value.mask is None:
-                return text
-            return f"{known[value.mask]} ? {text} : {constant_text(0, value.dtype)}"
+            return self.element(value, known)
         if isinstance(value, Index):
             return f"{C_TYPE[value.dtype]}({index_text(value.expr)})"
         if isinstance(value, Cast):
@@ -130,7 +136,20 @@ class Function:
             number = self.checks.index(value.message) + 1
             return f"({known[value.condition]} ? (void)0 : (void)(failed = {number}), {known[value.arg]})"
         assert isinstance(value, Op), f"{type(value).__name__} is not computed in place"
+        if value.name == "where" and value.args[0] in self.facts:
+            return known[self.operands_of(value)[0]]
         return operation_text(value, [known[arg] for arg in value.args])
+
+    def element(self, load: Load, known: Mapping[Value, str]) -> str:
+        """What is read: the number, or the bits of one in a format that nothing is computed in."""
+        raw = load.memory_dtype in FORMAT
+        zero = "uint16_t(0)" if raw else constant_text(0, load.dtype)
+        if load.mask is not None and self.facts.get(load.mask) is False:
+            return zero
+        text = self.place(load, known) if raw else load_text(self.place(load, known), load.memory_dtype)
+        if load.mask is None or load.mask in self.facts:
+            return text
+        return f"{known[load.mask]} ? {text} : {zero}"
 
     def place(self, access: Load | Store, known: Mapping[Value, str]) -> str:
         """`in0[4096 * p0 + r0]`."""
@@ -150,11 +169,14 @@ class Function:
     def store(self, store: Store, known: Mapping[Value, str]) -> str:
         assert not store.is_total, f"{store.buffer} is a total of columns, and this kernel reduces no rows"
         place = self.place(store, known)
-        value = known[store.value]
-        source = store.value.dtype
+        stored = self._as_stored(store, known)
+        value, source = known[stored], stored.dtype
+        if isinstance(stored, Load) and stored.memory_dtype == store.memory_dtype and value in self.bits:
+            text = f"{place} = {self.bits[value]};"
+            return text if store.mask is None else f"if ({known[store.mask]}) {text}"
         if store.is_atomic:
             source = torch.float32 if store.memory_dtype in (torch.bfloat16, torch.float16) else store.memory_dtype
-            present, value = load_text(place, store.memory_dtype), cast_text(value, store.value.dtype, source)
+            present, value = load_text(place, store.memory_dtype), cast_text(value, stored.dtype, source)
             if store.mode == "add":
                 value = f"{present} + {value}"
             else:
@@ -162,6 +184,18 @@ class Function:
                 value = f"{name}<{C_TYPE[source]}>({present}, {value})"
         text = f"{place} = {store_text(value, source, store.memory_dtype)};"
         return text if store.mask is None else f"if ({known[store.mask]}) {text}"
+
+    def _as_stored(self, store: Store, known: Mapping[Value, str]) -> Value:
+        """The value to write: behind selects that are decided here, and before a conversion that storing does anyway."""
+        stored = store.value
+        while store.mode == "set":
+            (behind,) = operands if len(operands := self.operands_of(stored)) == 1 else (stored,)
+            select = isinstance(stored, Op) and stored.name == "where"
+            conversion = isinstance(stored, Cast) and stored.to == store.memory_dtype
+            if behind not in known or not (select or conversion) or behind is stored:
+                break
+            stored = behind
+        return stored
 
     def needed(self, roots: Iterable[Value], known: Mapping[Value, str]) -> list[Value]:
         """What must be computed for `roots` when `known` is there already, operands first."""
@@ -171,18 +205,36 @@ class Function:
             value = stack.pop()
             if value not in found:
                 found.add(value)
-                stack.extend(operand for operand in value.operands() if operand not in known)
+                stack.extend(operand for operand in self.operands_of(value) if operand not in known)
         return sorted(found, key=self.number.__getitem__)
+
+    def operands_of(self, value: Value) -> tuple[Value, ...]:
+        """What `value` is computed from, going by `facts`."""
+        if value in self.facts:
+            return ()
+        if isinstance(value, Op) and value.name == "where" and value.args[0] in self.facts:
+            return (value.args[1 if self.facts[value.args[0]] else 2],)
+        if isinstance(value, Load) and value.mask is not None and value.mask in self.facts:
+            return tuple(bound for _, bound in value.indirect) if self.facts[value.mask] else ()
+        return value.operands()
 
     def define(self, values: Iterable[Value], known: dict[Value, str]) -> None:
         """Writes `const` definitions of values, and adds their names to `known`."""
         for value in values:
+            if value in self.facts:
+                known[value] = "true" if self.facts[value] else "false"
+                continue
             if isinstance(value, Constant):
                 text = constant_text(value.number, value.dtype)
                 known[value] = f"({text})" if text.startswith("-") else text
                 continue
             name = f"v{self.number[value]}"
-            self.line(f"const {C_TYPE[value.dtype]} {name} = {self.statement(value, known)};")
+            if isinstance(value, Load) and value.memory_dtype in FORMAT:
+                bits = self.bits[name] = f"b{self.number[value]}"
+                self.line(f"const uint16_t {bits} = {self.element(value, known)};")
+                self.line(f"const float {name} = load_{FORMAT[value.memory_dtype]}({bits});")
+            else:
+                self.line(f"const {C_TYPE[value.dtype]} {name} = {self.statement(value, known)};")
             known[value] = name
 
     def nest(
@@ -195,25 +247,55 @@ class Function:
     ) -> None:
         """Loops around the lines of `finish`, with what `roots` need computed as far out as it can be.
 
-        Nothing may stand between the first `collapsed` loops.
+        The innermost loop is written in pieces. Nothing may stand between the first `collapsed` loops.
         """
         names = dict(known)
+        roots = list(roots)
         at_level: list[list[Value]] = [[] for _ in range(len(loops) + 1)]
-        position = {loop.symbol: at + 1 for at, loop in enumerate(loops) if loop.symbol is not None}
+        position = {loop.loop.symbol: at + 1 for at, loop in enumerate(loops) if loop.loop is not None}
         level: dict[Value, int] = {}
         for value in self.needed(roots, known):
             own = max((position.get(symbol, 0) for symbol in self.symbols[value]), default=0)
             own = max([own, collapsed, *(level.get(operand, 0) for operand in value.operands())])
             level[value] = own
             at_level[own].append(value)
-        for at, values in enumerate(at_level):
+        for loop, values in zip(loops[:-1], at_level, strict=False):
             self.define(values, names)
-            if at < len(loops):
-                self.open(loops[at])
-        for text in finish(names):
-            self.line(text)
-        for loop in reversed(loops):
+            self.open(loop)
+        if loops:
+            self.define(at_level[-2], names)
+            self.innermost(loops[-1], len(loops) > collapsed, at_level[-1], roots, names, finish)
+        else:
+            self.define(at_level[-1], names)
+            for text in finish(names):
+                self.line(text)
+        for loop in reversed(loops[:-1]):
             self.close(loop)
+
+    def innermost(
+        self,
+        loop: For,
+        divisible: bool,
+        values: Sequence[Value],
+        roots: Sequence[Value],
+        known: Mapping[Value, str],
+        finish: Callable[[Mapping[Value, str]], Iterable[str]],
+    ) -> None:
+        """The loop around the lines of `finish` and the `values` that `roots` need there, in pieces where it pays."""
+        for text in loop.before:
+            self.line(text)
+        assert loop.loop is not None
+        for piece in pieces(values, loop.loop) if divisible and loop.counts_positions else [Piece()]:
+            self.facts = piece.facts
+            names = dict(known)
+            self.begin(loop.between(piece.begin, piece.end))
+            self.define(self.needed(roots, names), names)
+            for text in finish(names):
+                self.line(text)
+            self.close()
+        self.facts = {}
+        for text in loop.after:
+            self.line(text)
 
     def store_nest(
         self, loops: Sequence[For], stores: Sequence[Store], known: Mapping[Value, str], collapsed: int = 0
@@ -241,12 +323,12 @@ class Function:
         for loop in loops[:-1]:
             loop.inside = []
         loops[-1].inside = moved + loops[-1].inside
-        loops[0].before.append(pragma)
+        loops[0].pragma = pragma
         return len(loops)
 
     def simd(self, loop: For, clauses: str = "") -> For:
         if self.plan.simd:
-            loop.before.append(f"#pragma omp simd{clauses}")
+            loop.pragma = f"#pragma omp simd{clauses}"
         return loop
 
     def write(self) -> None:
