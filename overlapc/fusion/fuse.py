@@ -16,7 +16,7 @@ from overlapc.fusion.deps import edges, output_buffers
 from overlapc.fusion.live import LiveBytes
 from overlapc.fusion.loop_order import in_order_of, scattered_bytes
 from overlapc.fusion.merge import Refusal, merge, same_space, without_stores
-from overlapc.fusion.mixed_order import crosses, merge_across
+from overlapc.fusion.mixed_order import crosses, merge_across, skips
 from overlapc.fusion.order import MergingOrder
 from overlapc.ir.body import Body
 from overlapc.ir.hazards import overwrites_in_place, scatters
@@ -235,6 +235,10 @@ class Fuser:
         if not self.memory.fits(early.runs_at, late.runs_at, held):
             return Refusal(f"it would keep {held} bytes alive past the peak of memory")
         merged = merge(a.kernel.body, b.kernel.body)
+        if not isinstance(merged, Refusal) and a.kernel.body.reduction and b.kernel.body.reduction:
+            square = crosses(a.kernel.body, b.kernel.body)
+            if square and skips(merged, a.kernel.body, b.kernel.body, self.bytes_of):
+                merged = Refusal("one reduces the rows, the other the columns of a square matrix")
         if isinstance(merged, Refusal) and self.across and crosses(a.kernel.body, b.kernel.body):
             across = merge_across(a.kernel.body, b.kernel.body, self.graph.hint, self.bytes_of)
             if isinstance(across, Refusal):

@@ -171,7 +171,8 @@ class Function:
         place = self.place(store, known)
         stored = self._as_stored(store, known)
         value, source = known[stored], stored.dtype
-        if isinstance(stored, Load) and stored.memory_dtype == store.memory_dtype and value in self.bits:
+        unchanged = isinstance(stored, Load) and stored.memory_dtype == store.memory_dtype and store.mode == "set"
+        if unchanged and value in self.bits:
             text = f"{place} = {self.bits[value]};"
             return text if store.mask is None else f"if ({known[store.mask]}) {text}"
         if store.is_atomic:
@@ -186,13 +187,15 @@ class Function:
         return text if store.mask is None else f"if ({known[store.mask]}) {text}"
 
     def _as_stored(self, store: Store, known: Mapping[Value, str]) -> Value:
-        """The value to write: behind selects that are decided here, and before a conversion that storing does anyway."""
+        """The value to write: behind selects decided here, and before a conversion that storing does anyway."""
         stored = store.value
         while store.mode == "set":
-            (behind,) = operands if len(operands := self.operands_of(stored)) == 1 else (stored,)
-            select = isinstance(stored, Op) and stored.name == "where"
-            conversion = isinstance(stored, Cast) and stored.to == store.memory_dtype
-            if behind not in known or not (select or conversion) or behind is stored:
+            decided = isinstance(stored, Op) and stored.name == "where" and stored.args[0] in self.facts
+            converts = isinstance(stored, Cast) and stored.to == store.memory_dtype
+            if not (decided or converts):
+                break
+            (behind,) = self.operands_of(stored)
+            if behind not in known:
                 break
             stored = behind
         return stored
