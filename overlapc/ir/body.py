@@ -3,7 +3,7 @@
 A value is made once: building an equal one again returns the same object, so equality is identity, shared work
 is shared by construction, and a rewrite is a function from value to value.
 
-Dtypes: a value's `dtype` is what the kernel computes in. float16 and bfloat16 are memory formats: a `Load` of them
+Dtypes: a value's `dtype` is what the kernel computes in. `LOW_PRECISION` are memory formats: a `Load` of them
 yields float32, a `Store` to them rounds, and `Cast` to one of them rounds through it and yields float32.
 """
 
@@ -21,12 +21,12 @@ import torch
 
 from overlapc.ir.indexing import Ranges, free_symbols, loop_symbol, numel, simplify, substitute
 
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
+LOW_PRECISION = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a kernel computes on elements stored as `dtype`."""
-    return torch.float32 if dtype in _LOW_PRECISION else dtype
+    return torch.float32 if dtype in LOW_PRECISION else dtype
 
 
 _made: WeakValueDictionary[tuple[Any, ...], Value]

@@ -68,6 +68,8 @@ GENERATED_DTYPES = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
      torch.int32, torch.int64)
 )  # fmt: skip
+# On devices whose instructions convert it (NVIDIA: Ada and later); on others such tensors are computed by calls.
+_FLOAT8 = frozenset((torch.float8_e4m3fn,))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -289,12 +291,13 @@ class Context:
         if not outputs or not self.generates(outputs[0].device):
             return False
         device = outputs[0].device
+        dtypes = GENERATED_DTYPES | _FLOAT8 if _converts_float8(device) else GENERATED_DTYPES
         for tensor in outputs:
-            if tensor.dtype not in GENERATED_DTYPES or tensor.device != device or tensor.layout != torch.strided:
+            if tensor.dtype not in dtypes or tensor.device != device or tensor.layout != torch.strided:
                 return False
         if any(isinstance(leaf, Handle) for leaf in _leaves((args, kwargs))):
             return False  # a number that only run time knows, or no strided tensor
-        return all(view.dtype in GENERATED_DTYPES and view.layout.device == device for view in _views((args, kwargs)))
+        return all(view.dtype in dtypes and view.layout.device == device for view in _views((args, kwargs)))
 
     # --- sizes and layouts
 
@@ -756,3 +759,9 @@ def _promotable(arg: Any) -> Any:
 
 
 __all__ = ["Context", "Op", "cast", "constant", "lower", "provenance"]
+
+
+def _converts_float8(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)

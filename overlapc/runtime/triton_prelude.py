@@ -164,16 +164,14 @@ def last(v):
 
 
 @triton.jit
-def online_value(peak, v):
-    """exp(-|peak - v|), the one factor an online softmax step needs; 1 where both are equal (infinities too)."""
-    return tl.where(peak == v, 1.0, libdevice.exp(-tl.abs(peak - v)))
+def online_total(peak, top, total, v):
+    """Lane sums of exp(v - peak), made relative to the new peak `top` of the row, and this tile's added.
 
-
-@triton.jit
-def online_total(peak, total, v):
-    """The running sum of exp(v - peak) once `v` has joined it, relative to the new peak max(peak, v)."""
-    factor = online_value(peak, v)
-    return tl.where(v > peak, total * factor + 1.0, total + factor)
+    The fast exponential: its error grows with v - top, as the term's weight in the sum shrinks. While nothing but
+    -inf was seen the sum stays 0.
+    """
+    base = tl.where(top == float("-inf"), tl.full([], 0.0, top.dtype), top)
+    return total * tl.exp(peak - base) + tl.exp(v - base)
 
 
 @triton.jit
@@ -192,6 +190,12 @@ def online_finish(peak, total):
 def to_bf16(x):
     """Rounded to nearest even."""
     return x.to(tl.bfloat16)
+
+
+@triton.jit
+def to_fp8e4nv(x):
+    """Rounded to nearest even; NaN beyond the largest number, where the instruction would give that number."""
+    return tl.where(tl.abs(x) > 464.0, float("nan"), x).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -226,6 +230,42 @@ def sqrt(x):
 @triton.jit
 def sigmoid(x):
     return divide(tl.full([], 1.0, x.dtype), libdevice.exp(-x) + 1.0)
+
+
+@triton.jit
+def coarse_div(a, b):
+    """a / b, off by at most two units in the last place."""
+    return a / b
+
+
+@triton.jit
+def coarse_exp(x):
+    return tl.exp(x)
+
+
+@triton.jit
+def coarse_sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def coarse_tanh(x):
+    """1 - 2 / (exp(2x) + 1), and a series where that cancels; relative error under 1e-5."""
+    square = x * x
+    series = x - x * square * (1.0 / 3.0 - square * (2.0 / 15.0))
+    return tl.where(square < 0.01, series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
+
+
+@triton.jit
+def coarse_erf(x):
+    """Abramowitz and Stegun 7.1.26, and a series near 0, where its absolute error of 1.5e-7 would count."""
+    size = tl.abs(x)
+    square = x * x
+    t = 1.0 / (1.0 + 0.3275911 * size)
+    tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    far = 1.0 - tail * tl.exp(-square)
+    series = x * (1.1283791671 - square * (0.3761263890 - square * 0.1128379167))
+    return tl.where(square < 0.01, series, tl.where(x < 0, -far, far))
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import torch
 
 from overlapc.codegen.triton.accumulate import accumulations, scanning
 from overlapc.codegen.triton.expressions import IndexPrinter
+from overlapc.codegen.triton.precision import coarse_values
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body, Reduce, Scan, Store, Value, depends_on, topological
 from overlapc.ir.indexing import bounds, numel
@@ -39,6 +40,7 @@ class KernelShape:
         self.tile_axes = tile_axes(tiling)
         self.suffix = ""  # of index variables, where one axis has two of them
         self.index_bounds, self.index_dtype = self._index_width()
+        self.coarse = coarse_values(body)
         position = torch.int64 if self.index_dtype != "tl.int32" else torch.int32
         roots = [value for store in body.stores for value in store.operands()]
         self.levels = [] if tiling.form == "dot" else accumulations(roots, tiling.form in ("looped", "split"), position)
