@@ -41,6 +41,7 @@ from overlapc.fx.control import inline_control_deps
 from overlapc.fx.decompositions import decompositions
 from overlapc.fx.fsdp2 import clean_up
 from overlapc.fx.partition import partition
+from overlapc.fx.random import draw_once
 from overlapc.fx.sizes import guessed_size
 from overlapc.fx.subgraphs import is_loop, return_tuple, subgraphs
 from overlapc.fx.versions import check_torch_version, runs_under_fsdp2
@@ -95,7 +96,7 @@ def _compile(
             fw_compiler=partial(each, config=config, name=f"forward_{number}"),
             bw_compiler=partial(each, config=config, name=f"backward_{number}"),
             inference_compiler=partial(each, config=config, name=f"inference_{number}"),
-            decompositions=decompositions(),
+            decompositions=decompositions(native_random=not config.fallback_random),
             partition_fn=partition,
             keep_inference_input_mutations=True,
         )
@@ -149,6 +150,7 @@ def plan_graph(
     inline_control_deps(gm)
     clean_up(gm)
     canonicalize(gm)
+    draw_once(gm.graph)
     dumps.write("fx", "graph", lambda: gm.print_readable(print_output=False))
     communication = _communication(gm)
     with _together(gm, communication, config, name) as talks:

@@ -165,6 +165,11 @@ class Config:
         _one_of("library", "native"),
         "matrix products: library calls, or kernels of ours with what is around them fused in (native)",
     )
+    fallback_random: bool = _knob(
+        False,
+        _bool,
+        "draw random numbers by torch's own ops, the same that eager draws (default: in generated kernels)",
+    )
     verify: bool = _knob(True, _bool, "check the schedule after every pass")
     dump: frozenset[str] | str = _knob(
         frozenset(), _words, "stages to write as text: fx, ir, fusion, passes, program, kernels, all"

@@ -218,6 +218,10 @@ OPERATIONS: Mapping[str, int] = {
         2,
     ),
     "where": 3,  # condition (bool), value if true, value if false
+    # Of key, upper counter and position (int64 each), as runtime/philox.py has it: a word from 0 to 2^32 - 1 as int64,
+    # and a float32 of [0, 1) from its upper 24 bits.
+    "random_word": 3,
+    "random": 3,
 }
 COMPARISONS = frozenset("eq ne lt le gt ge isnan isinf signbit logical_not logical_and logical_or logical_xor".split())
 REDUCTIONS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "dot")

@@ -164,6 +164,7 @@ _ROUNDING = frozenset({"floor", "ceil", "trunc", "round"})
 HEAVY = dict.fromkeys(_MATH | {"exp", "sigmoid", "pow"}, 10) | dict.fromkeys(
     ("floor", "ceil", "trunc", "sqrt", "copysign"), 1
 )
+HEAVY |= dict.fromkeys(("random", "random_word"), 40)  # ten rounds of two products
 _SCAN_WEIGHT = 10  # each waits for the one before it
 # No vector version exists: the loop around it runs one element at a time.
 SCALAR_ONLY = frozenset({"lgamma", "nextafter"})
@@ -173,6 +174,8 @@ def operation_text(op: Op, args: list[str]) -> str:
     """C++ for an element-wise operation on arguments that are names or literals."""
     if op.name == "bitcast":
         return f"bits<{C_TYPE[op.dtype]}>({args[0]})"
+    if op.name in _RANDOM:
+        return f"{op.name}({', '.join(args)})"
     dtype = op.args[-1].dtype
     kind = C_TYPE[dtype]
     text = _operation(op, args, dtype, kind)
@@ -180,6 +183,7 @@ def operation_text(op: Op, args: list[str]) -> str:
     return text if computed == op.dtype else _convert(f"({text})", computed, op.dtype)
 
 
+_RANDOM = frozenset({"random", "random_word"})
 _YIELDS_BOOL = frozenset("eq ne lt le gt ge isnan isinf signbit logical_not".split()) | _LOGICAL.keys()
 
 

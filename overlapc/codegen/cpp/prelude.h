@@ -207,6 +207,30 @@ INLINE bool sign_bit(double x) { return int64_t(bits<uint64_t>(x)) < 0; }
 template <class T>
 INLINE bool sign_bit(T x) { return x < 0; }
 
+// ---- random numbers: Philox 4x32-10, word `position` of a stream (runtime/philox.py says which)
+
+INLINE uint32_t philox(int64_t key, int64_t upper, int64_t position) {
+  uint32_t k0 = uint32_t(key), k1 = uint32_t(uint64_t(key) >> 32);
+  uint32_t c0 = uint32_t(position >> 2), c1 = uint32_t(uint64_t(position) >> 34);
+  uint32_t c2 = uint32_t(upper), c3 = uint32_t(uint64_t(upper) >> 32);
+#pragma GCC unroll 10
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t(c0) * 0xD2511F53u, b = uint64_t(c2) * 0xCD9E8D57u;
+    c0 = uint32_t(b >> 32) ^ c1 ^ k0;
+    c1 = uint32_t(b);
+    c2 = uint32_t(a >> 32) ^ c3 ^ k1;
+    c3 = uint32_t(a);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  const uint32_t low = position & 1 ? c1 : c0, high = position & 1 ? c3 : c2;
+  return position & 2 ? high : low;
+}
+INLINE int64_t random_word(int64_t key, int64_t upper, int64_t position) { return philox(key, upper, position); }
+INLINE float random(int64_t key, int64_t upper, int64_t position) {
+  return float(int32_t(philox(key, upper, position) >> 8)) * 0x1p-24f;
+}
+
 // ---- reductions
 
 // Integers in the order of floats, NaN beyond every number: compilers vectorize an integer max, a NaN-aware one not.

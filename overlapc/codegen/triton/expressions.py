@@ -177,6 +177,8 @@ def operation(op: Op, args: Sequence[str], coarse: bool = False) -> str:
     name, first = op.name, args[0]
     if name == "where":
         return f"tl.where({', '.join(args)})"
+    if name in ("random", "random_word"):
+        return f"ops.{name}({', '.join(args)})"
     if name == "bitcast":
         return f"{first}.to({COMPUTE[op.dtype]}, bitcast=True)"
     if dtype is torch.bool:
