@@ -175,6 +175,9 @@ class Config:
         frozenset(), _words, "stages to write as text: fx, ir, fusion, passes, program, kernels, all"
     )
     dump_dir: Path | str = _knob(Path("overlapc_dump"), _path, "folder that dumps go to")
+    warm_start: bool = _knob(
+        True, _bool, "keep compiled graphs in cache_dir and take them from there; off compiles every graph anew"
+    )
     cache_dir: Path | str = _knob(Path("~/.cache/overlapc"), _path, "compiled kernels and measurements")
 
     def __post_init__(self) -> None:
