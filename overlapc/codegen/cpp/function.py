@@ -20,7 +20,7 @@ from overlapc.codegen.cpp.expressions import (
 )
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
 from overlapc.codegen.cpp.pieces import Piece, pieces
-from overlapc.codegen.cpp.plan import BLOCK, CONFLICT_BLOCK, PARALLEL_WORK, TRANSPOSE_BLOCK, Plan
+from overlapc.codegen.cpp.plan import BLOCK, CONFLICT_BLOCK, PARALLEL_WORK, TILED_BLOCK, TRANSPOSE_BLOCK, Plan, stride
 from overlapc.ir.body import (
     Body,
     Cast,
@@ -28,6 +28,7 @@ from overlapc.ir.body import (
     Constant,
     Index,
     Load,
+    Loop,
     Op,
     Reduce,
     Scan,
@@ -51,6 +52,7 @@ class Function:
         self.number = {value: at for at, value in enumerate(self.values)}
         self.lines: list[str] = []
         self.depth = 0
+        self.tiles: dict[Load, str] = {}
         self.bits: dict[str, str] = {}  # name of a number -> name of the bits it was read from
         self.facts: Mapping[Value, bool] = {}  # conditions that hold, or do not, where we are writing
         reduced = {loop.symbol for loop in body.reduction}
@@ -153,6 +155,12 @@ class Function:
 
     def place(self, access: Load | Store, known: Mapping[Value, str]) -> str:
         """`in0[4096 * p0 + r0]`."""
+        if isinstance(access, Load) and access in self.tiles:
+            rows, columns = self.plan.blocked, self.plan.vector
+            assert rows is not None
+            assert columns is not None
+            row, column = (f"({loop.symbol} - {loop.symbol}_block)" for loop in (rows, columns))
+            return f"{self.tiles[access]}[{TILED_BLOCK[1]} * {row} + {column}]"
         index = access.index
         if access.indirect:
             names = {}
@@ -341,7 +349,9 @@ class Function:
         inner = [plain(loop) for loop in plan.serial]
         vector = plan.vector
         if vector is not None and plan.blocked is not None:
-            parallel += [blocks(plan.blocked, TRANSPOSE_BLOCK[0]), blocks(vector, TRANSPOSE_BLOCK[1])]
+            self.tiles = self._tiled(plan.blocked, vector)
+            rows, columns = TILED_BLOCK if self.tiles else TRANSPOSE_BLOCK
+            parallel += [blocks(plan.blocked, rows), blocks(vector, columns)]
             inner += [in_block(plan.blocked), self.simd(in_block(vector))]
         elif vector is not None:
             step = CONFLICT_BLOCK if plan.serial and not plan.outer else BLOCK
@@ -351,4 +361,32 @@ class Function:
             else:
                 inner.append(self.simd(plain(vector)))
         collapsed = self.on_threads(parallel, self.body.numel())
+        if plan.blocked is not None and vector is not None:
+            parallel[-1].inside += self._fill_tiles(plan.blocked, vector)
         self.store_nest([*parallel, *inner], self.body.stores, {}, collapsed)
+
+    # ---- transposed reads
+
+    def _tiled(self, blocked: Loop, vector: Loop) -> dict[Load, str]:
+        """Loads that go through memory along `blocked`, and the name of the tile that each is turned round in."""
+        found = {}
+        for load in self.body.loads():
+            across, along = (stride(load.index, loop.symbol) for loop in (vector, blocked))
+            always = load.mask is None and not load.indirect
+            plain_type = load.memory_dtype == self.memory_dtype[load.buffer]
+            if along == 1 and across not in (None, 0, 1) and always and plain_type:
+                found[load] = f"tile{self.number[load]}"
+        return found
+
+    def _fill_tiles(self, blocked: Loop, vector: Loop) -> list[str]:
+        """Lines that turn the block at hand round, for every load of `tiles`."""
+        rows, columns = TILED_BLOCK
+        origin = {loop.symbol: sympy.Symbol(f"{loop.symbol}_block", integer=True) for loop in (blocked, vector)}
+        height, width = (f"{loop.symbol}_end - {loop.symbol}_block" for loop in (blocked, vector))
+        lines = []
+        for load, tile in self.tiles.items():
+            first = f"{self.arguments[load.buffer]} + {index_text(load.index.xreplace(origin))}"
+            step = stride(load.index, vector.symbol)
+            lines.append(f"{MEMORY_TYPE[load.memory_dtype]} {tile}[{rows} * {columns}];")
+            lines.append(f"transpose_tile<{columns}>({tile}, {first}, {index_text(step)}, {height}, {width});")
+        return lines
