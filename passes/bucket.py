@@ -8,8 +8,8 @@ result before the last one has arrived, none sent before the last one is compute
 
 - only collectives of one process group, kind and `Comm.unit` share a bucket, reductions of one dtype, and no other
   unit's stands between them: what is needed at another time (embedding and head of one root module) stays apart;
-- units that are mostly latency (many ranks, small parameters) are joined with their neighbours, if that simulates
-  faster than each on its own;
+- units that nothing covers and that are mostly latency (many ranks, small parameters) are joined with their
+  neighbours, if that simulates faster than each on its own;
 - gathers start where the first of them did, with the casts and views that the others need in front; reductions where
   the last did, with what reads them behind. A collective that cannot move there begins a bucket of its own;
 - a bucket that no compute can cover (the first gathers of a step, the last reductions) is cut into pieces, each
@@ -75,7 +75,7 @@ def _merged(
 ) -> tuple[Schedule, PassReport, bool]:
     """All rounds, one for collectives that are alike, each on what the one before left; whether units were joined.
 
-    across: units that are nothing but latency may share a bucket. pieces: every bucket is cut.
+    across: units that nothing covers and that are mostly latency may share a bucket. pieces: every bucket is cut.
     """
     report, joined = PassReport("bucket"), False
     alike = dict.fromkeys(
@@ -140,7 +140,12 @@ class _Round:
     def run(self) -> Schedule:
         """The schedule with this round's buckets, or itself."""
         place = self._up if self.forward else self._down
-        units = [place(run) for run in self._runs()]
+        runs = self._runs()
+        units = [place(run) for run in runs]
+        if self.across:
+            joined = self._joined(runs, self._covered(units))
+            self.joined = len(joined) < len(runs)
+            units = [place(run) for run in joined] if self.joined else units
         buckets: list[_Bucket] = []
         for placed, covered in zip(units, self._covered(units), strict=True):
             for each in placed:
@@ -157,25 +162,26 @@ class _Round:
     # Which collectives belong together
 
     def _runs(self) -> list[list[int]]:
-        """Members of one unit between which no other unit's collective like them stands.
+        """Members of one unit between which no other unit's collective like them stands."""
+        runs = [(unit, list(run)) for unit, run in groupby(self.ours, key=lambda at: comm_of(self.nodes[at]).unit)]
+        return [run for unit, run in runs if unit]
 
-        `across` units where each is mostly latency: on many ranks, or with small parameters.
-        """
-        runs: list[list[int]] = []
+    def _joined(self, runs: list[list[int]], covered: Sequence[bool]) -> list[list[int]]:
+        """Runs that nothing covers and that are mostly latency with the next ones like them, until that is a share."""
+        number = {at: number for number, at in enumerate(self.ours)}
+        joined: list[list[int]] = []
         open_ns = 0.0  # of the last run, while others may join it
-        for unit, group in groupby(self.ours, key=lambda at: comm_of(self.nodes[at]).unit):
-            run = list(group)
+        for run, hidden in zip(runs, covered, strict=True):
             run_ns = self._bucket_ns(run)
-            bound = bool(unit) and self.across and 0 < run_ns <= LATENCY_BOUND * self.cost.latency_ns
-            if bound and 0 < open_ns < PIECE_FLOORS * self.cost.latency_ns:
-                runs[-1] += run
-                open_ns = self._bucket_ns(runs[-1])
-                self.joined = True
+            bound = not hidden and 0 < run_ns <= LATENCY_BOUND * self.cost.latency_ns
+            follows = bool(joined) and number[joined[-1][-1]] + 1 == number[run[0]]
+            if bound and follows and 0 < open_ns < PIECE_FLOORS * self.cost.latency_ns:
+                joined[-1] = [*joined[-1], *run]
+                open_ns = self._bucket_ns(joined[-1])
             else:
-                if unit:
-                    runs.append(run)
+                joined.append(run)
                 open_ns = run_ns if bound else 0.0
-        return runs
+        return joined
 
     def _is_ours(self, node: Node) -> bool:
         return node.comm is not None and not node.mutates and _Alike.of(node.comm) == self.alike
