@@ -32,13 +32,17 @@ def merge(first: Body, second: Body) -> Body | Refusal:
     if isinstance(aligned, Refusal):
         return aligned
     first, second = aligned
-    stored = {store.buffer: store for store in first.stores}
+    stored: dict[str, list[Store]] = {}
+    for store in first.stores:
+        stored.setdefault(store.buffer, []).append(store)
     clash: list[str] = []
 
     def replace(value: Value) -> Value | None:
         if not isinstance(value, Load) or value.buffer not in stored:
             return None
-        store = stored[value.buffer]
+        # Several stores to one buffer are to different elements of it.
+        same = [store for store in stored[value.buffer] if store.index == value.index]
+        store = (same or stored[value.buffer])[0]
         if store.is_total:
             clash.append(f"{value.buffer} is a total, known only when the first is done")
         elif value.indirect or store.indirect or store.mode != "set" or store.mask is not None:

@@ -1,0 +1,57 @@
+"""The largest elements of short rows, by reductions: values, places, ties, NaN and infinities as in eager."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from overlapc.backend import overlapc
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    counters["overlapc"].clear()
+    return torch.compile(function, backend=overlapc, dynamic=False)
+
+
+@pytest.mark.parametrize(("size", "dim", "k"), [((5, 24), -1, 6), ((3, 9, 4), 1, 3), ((17,), 0, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_values_and_places(size: tuple[int, ...], dim: int, k: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    count = math.prod(size)
+    x = torch.randperm(count).view(size).to(dtype)  # no ties: their order is open
+    values, places = compiled(lambda x: x.topk(k, dim))(x)
+    want = x.topk(k, dim)
+    assert torch.equal(values, want.values)
+    assert torch.equal(places, want.indices)
+    assert counters["overlapc"]["fallbacks"] == 0
+
+
+def test_infinities_nan_and_ties_are_chosen_once_each() -> None:
+    inf, nan = math.inf, math.nan
+    x = torch.tensor([[-inf, -inf, 1.0, -inf], [nan, inf, nan, 0.0], [2.0, 2.0, 2.0, 2.0]])
+    values, places = compiled(lambda x: x.topk(3))(x)
+    torch.testing.assert_close(values, x.topk(3).values, equal_nan=True)
+    assert places.tolist() == [[2, 0, 1], [0, 2, 1], [0, 1, 2]]
+
+
+def test_what_reads_the_chosen_elements_sees_them() -> None:
+    torch.manual_seed(0)
+
+    def router(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weights, chosen = x.softmax(-1).topk(4, -1)
+        return weights / weights.sum(-1, keepdim=True), chosen, weights[:, 1] * 2
+
+    x = torch.randn(33, 16)
+    torch.testing.assert_close(compiled(router)(x), router(x))
+    assert counters["overlapc"]["fallbacks"] == 0
+
+
+def test_long_rows_are_the_librarys() -> None:
+    x = torch.randn(3, 5000)
+    assert torch.equal(compiled(lambda x: x.topk(3).values)(x), x.topk(3).values)
+    assert counters["overlapc"]["fallbacks"] == 1
