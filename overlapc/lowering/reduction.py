@@ -198,7 +198,7 @@ def _chosen(value: Value, place: Value, length: int, count: int) -> list[tuple[V
     """The `count` largest of a row and their places, in order."""
     lowest = -math.inf if value.dtype.is_floating_point else torch.iinfo(value.dtype).min
     left: Value | None = None  # whether the element was not chosen yet
-    found = []
+    found: list[tuple[Value, Value]] = []
     for _ in range(count):
         candidate = value if left is None else op("where", left, value, constant(lowest, value.dtype))
         best = Reduce("max", candidate, value.dtype)
