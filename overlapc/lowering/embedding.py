@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 
-from overlapc.ir.body import Body, Index, Load, Value, compute_dtype, op
+from overlapc.ir.body import Body, Index, Load, Store, Value, compute_dtype, op
 from overlapc.ir.indexing import flat_index, loop_symbol, numel
 from overlapc.ir.ops import Layout, View
 from overlapc.lowering.graph import Context, cast, constant
-from overlapc.lowering.indexing import Place, both, picked, place, positioned
+from overlapc.lowering.indexing import Place, both, masked_element, picked, place, positioned
 from overlapc.lowering.scatter import Position, contiguous, contiguous_strides, refuse_if_deterministic, store_at
 from overlapc.lowering.table import Impossible, lowers
 
@@ -42,13 +43,14 @@ def embedding_dense_backward(
     """Rows of `grad` added up by token.
 
     In a low precision the sums are float32. A table of them as large as the vocabulary would be written and read
-    whole: where there are fewer tokens than words, each word that occurs gets the row of one of its tokens instead.
+    whole: where there are fewer tokens than words, only words that occur more than once get a row of sums.
     """
     if scale_grad_by_freq:
         raise Impossible("gradients scaled by how often a token occurs")
     refuse_if_deterministic()
     out = context.layout(context.value_of(), offset=sympy.S.Zero)
-    if grad.dtype == compute_dtype(grad.dtype) or _hint(context, numel(indices.size)) >= _hint(context, out.size[0]):
+    many = not indices.size or _hint(context, numel(indices.size)) >= _hint(context, out.size[0])
+    if many or grad.dtype == compute_dtype(grad.dtype):
         return _added_up(context, grad, indices, padding_idx, out)
     return _added_up_by_owner(context, grad, indices, padding_idx, out)
 
@@ -91,58 +93,117 @@ def _added_up(context: Context, grad: View, indices: View, padding_idx: Any, out
 
 
 def _added_up_by_owner(context: Context, grad: View, indices: View, padding_idx: Any, out: Layout) -> View:
-    """Every word's owner is the last of its tokens; its row in `sums` holds the word's gradient.
+    """A word that occurs once has the row of that token; one that occurs often is added up in its last token's row.
 
-    owner[indices[n]] max= n;  sums[owner[indices[n]], d] += grad[n, d];  out[v, d] = sums[owner[v], d] or 0
+    ends[0, word] = its last token, ends[1, word] = its first one counted from the end; -1 for none
+    sums[n, d]    = grad[n, d]     for the last token of a word that has others
+    sums[last, d] += grad[n, d]    for the others
+    out[v, d]     = grad[last, d] if it is the only one, else sums[last, d]; 0 for words that do not occur
     """
-    device, words, width = out.device, out.size[0], out.size[1]
-    tokens = numel(indices.size)
+    tokens, width = numel(indices.size), out.size[1]
+    if not _rows_follow(grad.layout):
+        copied = contiguous(out.device, grad.dtype, grad.size)
+        grad = context.pointwise(lambda value: value, grad, name=context.name_for("grad"), layout=copied)
+    ends = _ends(context, indices, padding_idx, out)
+    rows = contiguous(out.device, torch.float32, (*indices.size, width))
+    number_strides = contiguous_strides(indices.size)
+
+    def each(position: Position) -> tuple[Value, Value, _Occurrences]:
+        """The token's number, whether it counts, and where its word occurs."""
+        token = _token(context, indices, position[:-1])
+        spot = place(ends, (sympy.S.Zero, sympy.S.Zero), {1: token})
+        counts = both(spot.inside, *_counts(token, padding_idx))
+        number = Index(flat_index(position[:-1], number_strides, sympy.S.Zero), torch.int32)
+        return number, counts, _occurrences(ends, spot.indirect[0][1], counts, tokens)
+
+    def begin(target: View) -> Body:
+        loops, position = context.loops_over(rows)
+        number, counts, found = each(position)
+        mine = both(counts, op("eq", found.last, number), op("ne", found.first, number))
+        value = cast(masked_element(grad, position, mine), torch.float32)
+        return Body(loops, (), (Store(target.buffer, target.layout.at(position), value, torch.float32, mask=mine),))
+
+    sums = context.loops(begin, rows, context.name_for("sums"))
+
+    def add(target: View) -> Body:
+        loops, position = context.loops_over(rows)
+        number, counts, found = each(position)
+        other = both(counts, op("ne", found.last, number))
+        value = masked_element(grad, position, other)
+        return Body(loops, (), (store_at(target, _row(target, found.last, position[-1], other), value, "add"),))
+
+    sums = context.update(sums, add)
+
+    def finish(result: View) -> Body:
+        loops, position = context.loops_over(result.layout)
+        found = _occurrences(ends, Index(position[0]), None, tokens)
+        occurs = op("ge", found.last, constant(0, torch.int32))
+        alone = op("eq", found.last, found.first)
+        one = _load(grad, _row(grad, found.last, position[1], both(occurs, alone)))
+        many = _load(sums, _row(sums, found.last, position[1], both(occurs, op("logical_not", alone))))
+        return Body(loops, (), (context.store(result, position, op("where", alone, one, many)),))
+
+    return context.loops(finish)
+
+
+@dataclass(frozen=True, slots=True)
+class _Occurrences:
+    """Numbers (int32) of the last and the first token of a word; below 0 for one that does not occur."""
+
+    last: Value
+    first: Value
+
+
+def _ends(context: Context, indices: View, padding_idx: Any, out: Layout) -> View:
+    """The table of first and last tokens, see `_added_up_by_owner`."""
+    size = (sympy.Integer(2), out.size[0])
     nobody = constant(-1, torch.int32)
-    owner = context.pointwise(
-        lambda: nobody, name=context.name_for("owner"), layout=contiguous(device, torch.int32, (words,))
+    ends = context.pointwise(
+        lambda: nobody, name=context.name_for("ends"), layout=contiguous(out.device, torch.int32, size)
     )
     strides = contiguous_strides(indices.size)
 
     def claim(target: View) -> Body:
-        loops, position = context.loops_over(contiguous(device, torch.int32, indices.size))
+        loops, position = context.loops_over(contiguous(out.device, torch.int32, indices.size))
         token = _token(context, indices, position)
-        spot = _with(place(target, (sympy.S.Zero,), {0: token}), _counts(token, padding_idx))
-        number = Index(flat_index(position, strides, sympy.S.Zero), torch.int32)
-        return Body(loops, (), (store_at(target, spot, number, "max"),))
+        number = flat_index(position, strides, sympy.S.Zero)
+        stores = []
+        for end, value in enumerate((number, numel(indices.size) - 1 - number)):
+            spot = _with(place(target, (sympy.Integer(end), sympy.S.Zero), {1: token}), _counts(token, padding_idx))
+            stores.append(store_at(target, spot, Index(value, torch.int32), "max"))
+        return Body(loops, (), tuple(stores))
 
-    owner = context.update(owner, claim)
-    sums = context.pointwise(
-        lambda: constant(0, torch.float32),
-        name=context.name_for("sums"),
-        layout=contiguous(device, torch.float32, (tokens, width)),
-    )
+    return context.update(ends, claim)
 
-    def add(target: View) -> Body:
-        loops, position = context.loops_over(contiguous(device, torch.float32, grad.size))
-        token = _token(context, indices, position[:-1])
-        spot = _with(place(owner, (sympy.S.Zero,), {0: token}), _counts(token, padding_idx))
-        row = Load(owner.buffer, spot.index, torch.int32, spot.inside, spot.indirect)
-        return Body(
-            loops, (), (store_at(target, _row(target, row, position[-1], spot.inside), grad_at(position), "add"),)
+
+def _occurrences(ends: View, word: Value, known: Value | None, tokens: sympy.Expr) -> _Occurrences:
+    """Where `word` (int64) occurs; nothing is read where `known` is false."""
+    if isinstance(word, Index):
+        last, turned = (
+            Load(ends.buffer, ends.layout.at((sympy.Integer(end), word.expr)), torch.int32) for end in (0, 1)
         )
+    else:
+        symbol = loop_symbol("i", 0)
+        last, turned = (
+            Load(ends.buffer, ends.layout.at((sympy.Integer(end), symbol)), torch.int32, known, ((symbol, word),))
+            for end in (0, 1)
+        )
+    return _Occurrences(last, op("sub", Index(tokens - 1, torch.int32), turned))
 
-    def grad_at(position: Position) -> Value:
-        return context.element(grad, position)
 
-    sums = context.update(sums, add)
-
-    def body(result: View) -> Body:
-        loops, position = context.loops_over(result.layout)
-        row = Load(owner.buffer, position[0], torch.int32)
-        owned = op("ge", row, constant(0, torch.int32))
-        spot = _row(sums, row, position[1], owned)
-        total = Load(sums.buffer, spot.index, torch.float32, spot.inside, spot.indirect)
-        return Body(loops, (), (context.store(result, position, total),))
-
-    return context.loops(body)
+def _rows_follow(layout: Layout) -> bool:
+    """Whether the rows of all tokens lie at one distance from each other, in the order of their numbers."""
+    follow = zip(layout.size[1:-1], layout.stride[:-2], layout.stride[1:-1], strict=True)
+    return all(sympy.expand(outer - extent * inner) == 0 for extent, outer, inner in follow)
 
 
 def _row(target: View, row: Value, column: sympy.Expr, known: Value) -> Place:
-    """`target[row, column]` where `known` says that there is such a row."""
+    """Column `column` of the token numbered `row` where `known` says that there is one; `target` is [tokens..., d]."""
     symbol = loop_symbol("i", 0)
-    return Place(target.layout.at((symbol, column)), known, ((symbol, cast(row, torch.int64)),))
+    step, inner = target.layout.stride[-2:]
+    index = target.layout.offset + symbol * step + column * inner
+    return Place(index, known, ((symbol, cast(row, torch.int64)),))
+
+
+def _load(x: View, spot: Place) -> Value:
+    return cast(Load(x.buffer, spot.index, x.dtype, spot.inside, spot.indirect), torch.float32)

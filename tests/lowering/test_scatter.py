@@ -130,6 +130,15 @@ def test_the_gradient_of_an_embedding(words, dtype, padding, dynamic):
     assert ours <= eager
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (6, 1), (1, 6), (2, 1, 3)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_the_gradient_of_an_embedding_of_odd_shapes(shape, strided):
+    tokens = torch.randint(4, shape)
+    grad = numbers(*shape[::-1], 5, dtype=torch.bfloat16).permute(*range(len(shape))[::-1], len(shape))
+    grad = grad if strided else grad.contiguous()
+    same(lambda g, t: aten.embedding_dense_backward(g, t, 50, -1, False), grad, tokens, rtol=0.02, atol=0.02)
+
+
 def test_deterministic_algorithms_run_the_call():
     counters.clear()
     torch.use_deterministic_algorithms(True)
