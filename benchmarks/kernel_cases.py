@@ -497,7 +497,7 @@ def _(make: Inputs) -> Problem:
     def run(shards: list[Tensor]) -> Tensor:
         return torch.cat([shard.to(torch.bfloat16).reshape(-1) for shard in shards])
 
-    return Problem(run, ([make.normal(*shape, dtype=torch.float32) for shape in _shards(make)] * 2,))
+    return Problem(run, ([make.normal(*shape, dtype=torch.float32) for shape in [*_shards(make), *_shards(make)]],))
 
 
 @problem("FSDP copy-out")

@@ -269,9 +269,9 @@ def profiled(call: Callable[[], Any]) -> list[tuple[str, float]]:
             call()
         torch.cuda.synchronize()
     totals: dict[str, float] = {}
-    for event in recorded.events():
-        if event.device_type is torch.autograd.DeviceType.CUDA:
-            totals[event.name] = totals.get(event.name, 0.0) + event.self_device_time_total / 3
+    for event in recorded.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA:
+            totals[event.name()] = totals.get(event.name(), 0.0) + event.duration_ns() / 3e3
     return sorted(totals.items(), key=lambda item: -item[1])
 
 

@@ -81,9 +81,13 @@ class Compilation:
             f"\nhint: the whole error is in the output of rank {self._meetings.rank}"
         )
 
-    def agree_on_graph(self, lines: Sequence[str]) -> None:
-        """All ranks compile the graph that `lines` (see canonical_lines) describe."""
-        self._agree("graph", "ranks compile different graphs", lines)
+    def agree_on_graph(self, lines: Sequence[str], kept: str = "") -> bool:
+        """All ranks compile the graph that `lines` (see canonical_lines) describe.
+
+        kept: what this rank has of it from an earlier compilation, as a hash, "" for nothing. True if all have the
+        same: then they may all use that, and must agree on nothing more.
+        """
+        return bool(self._agree("graph", "ranks compile different graphs", lines, kept.encode(), _common))
 
     def agree_on_order(self, lines: Sequence[str]) -> None:
         """All ranks will issue the collectives that `lines` describe, one a line, in this order."""
@@ -161,6 +165,11 @@ def _compare(combine: Callable[[Sequence[bytes]], bytes], brought: Mapping[int, 
         )
     variants = sorted(by_digest.values(), key=lambda ranks: (-len(ranks), ranks[0]))
     return json.dumps({"digest": "", "variants": variants}).encode()
+
+
+def _common(brought: Sequence[bytes]) -> bytes:
+    """What all brought, if it is the same; else nothing."""
+    return brought[0] if len(set(brought)) == 1 else b""
 
 
 def _medians(columns: Sequence[bytes]) -> bytes:

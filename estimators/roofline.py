@@ -34,7 +34,8 @@ class Roofline:
             seconds = work.flops / rate
         accessed = work.read_bytes + work.write_bytes
         if accessed:
-            moving_ns = profile.generated_ns(work.form, accessed) if node.kind is Kind.KERNEL else None
+            generated = node.kind is Kind.KERNEL and node.op != "product"
+            moving_ns = profile.generated_ns(work.form, accessed) if generated else None
             if moving_ns is None:
                 if profile.memory_bytes_per_s is None:
                     return None
@@ -44,8 +45,8 @@ class Roofline:
 
     def _flops_per_s(self, node: Node, work: Work) -> float | None:
         profile = self.profile
-        if node.kind is Kind.KERNEL:
-            # Generated kernels run on the vector units, whatever dtype they load and store.
+        if node.kind is Kind.KERNEL and node.op != "product":
+            # Generated kernels run on the vector units, whatever dtype they load and store; products do not.
             return profile.flops_per_s.get("vector") or profile.rate(work.dtype)
         curve = "matmul"
         if "attention" in node.op:

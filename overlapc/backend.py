@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,14 +25,13 @@ from overlapc.codegen import kernel as codegen
 from overlapc.codegen.bucket import merge_starts
 from overlapc.codegen.kernel import KernelSource
 from overlapc.codegen.program import build_program
-from overlapc.codegen.python import PythonWrapper
 from overlapc.config import Config
 from overlapc.errors import CompileError, OverlapcError
 from overlapc.estimators.agreement import Compilation, party
 from overlapc.estimators.base import Estimator, FirstKnown, estimate_schedule
 from overlapc.estimators.canonical import canonical_lines
 from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
-from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.device import DeviceProfile, profile_to_json
 from overlapc.estimators.profile_trace import EarlierRun, UserHook
 from overlapc.estimators.roofline import Roofline
 from overlapc.fusion import fuse_ops
@@ -41,19 +41,23 @@ from overlapc.fx.control import inline_control_deps
 from overlapc.fx.decompositions import decompositions
 from overlapc.fx.fsdp2 import clean_up
 from overlapc.fx.partition import partition
+from overlapc.fx.random import draw_once
 from overlapc.fx.sizes import guessed_size
 from overlapc.fx.subgraphs import is_loop, return_tuple, subgraphs
 from overlapc.fx.versions import check_torch_version, runs_under_fsdp2
-from overlapc.ir.ops import Combo, Extern, Loops, LoweredGraph, Start, loops_of
+from overlapc.ir.ops import Extern, Loops, LoweredGraph, Start, tree_leaves
 from overlapc.lowering import Communication, lower, provenance
+from overlapc.lowering.product import Product
 from overlapc.passes.base import Context, Result, run_pipeline, select
 from overlapc.report import record
 from overlapc.report.build import graph_record
 from overlapc.report.earlier import earlier_run
 from overlapc.runtime.counters import count
-from overlapc.runtime.marks import switching
 from overlapc.runtime.support import unboxed
 from overlapc.schedule.model import Estimate, Kind, Schedule
+from overlapc.warm import graph as warm_graph
+from overlapc.warm import step as warm_step
+from overlapc.warm.fingerprint import NotCacheable, environment_key, graph_key, user_graph_key
 
 _numbers = itertools.count()
 
@@ -66,41 +70,46 @@ def overlapc(
     Raises ConfigError for options it cannot use, CompileError with the FX node and the user's line for a graph it
     cannot compile, RanksDisagree when ranks compile different graphs.
     """
-    return _compile(compile_graph, gm, example_inputs, options)
+    try:
+        config = Config.of(options)
+        if runs_under_fsdp2():
+            _advise_adoption()
+        number = next(_numbers)
+        key = _step_key(gm, example_inputs, config)
+        kept = warm_step.find(key, config.cache_dir) if key is not None else None  # type: ignore[arg-type]
+        if kept is not None:
+            return warm_step.bound(*kept, partial(_from_cache, config=config, number=number))
+        watch = warm_step.StepWatch(key, config.cache_dir)  # type: ignore[arg-type]
+        return watch.watched(_compile(partial(compile_graph, watch=watch), gm, example_inputs, config, number))
+    except OverlapcError as error:
+        raise _direct(error) from error.__cause__
 
 
 def plan_only(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | Config | None = None
 ) -> Callable[..., Any]:
     """A backend that plans and records a graph on fake tensors, for `overlapc plan`; no kernel is generated."""
-    return _compile(_plan_only, gm, example_inputs, options)
+    try:
+        return _compile(_plan_only, gm, example_inputs, Config.of(options), next(_numbers))
+    except OverlapcError as error:
+        raise _direct(error) from error.__cause__
 
 
 def _compile(
-    each: Callable[..., Callable[..., Any]],
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    options: Mapping[str, Any] | Config | None,
+    each: Callable[..., Callable[..., Any]], gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int
 ) -> Callable[..., Any]:
     """Forward and backward of `gm`, each handed to `each`."""
-    try:
-        check_torch_version()
-        config = Config.of(options)
-        select(config.passes)  # an unknown pass is an error now, not after the first graph was lowered
-        if runs_under_fsdp2():
-            _advise_adoption()
-        number = next(_numbers)
-        compiler = aot_autograd(
-            fw_compiler=partial(each, config=config, name=f"forward_{number}"),
-            bw_compiler=partial(each, config=config, name=f"backward_{number}"),
-            inference_compiler=partial(each, config=config, name=f"inference_{number}"),
-            decompositions=decompositions(),
-            partition_fn=partition,
-            keep_inference_input_mutations=True,
-        )
-        return compiler(gm, example_inputs)
-    except OverlapcError as error:
-        raise _direct(error) from error.__cause__
+    check_torch_version()
+    select(config.passes)  # an unknown pass is an error now, not after the first graph was lowered
+    compiler = aot_autograd(
+        fw_compiler=partial(each, config=config, name=f"forward_{number}"),
+        bw_compiler=partial(each, config=config, name=f"backward_{number}"),
+        inference_compiler=partial(each, config=config, name=f"inference_{number}"),
+        decompositions=decompositions(native_random=not config.fallback_random),
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    return compiler(gm, example_inputs)
 
 
 @dataclass(frozen=True)
@@ -109,52 +118,114 @@ class Built:
 
     call: Callable[[list[Any]], Any]
     step_ns: float | None
+    kept: bool = False  # a later process can have it from the cache
 
 
-def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str) -> Callable[..., Any]:
-    """One graph of ATen ops and functional collectives: the whole way."""
-    return _build(gm, config, name).call
+def compile_graph(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    config: Config,
+    name: str,
+    watch: warm_step.StepWatch | None = None,
+) -> Callable[..., Any]:
+    """One graph of ATen ops and functional collectives: the whole way. `watch` sees the graphs of the step."""
+    key = _graph_key(gm, config, name)
+    built = _build(gm, config, name, key=key)
+    if watch is not None:
+        watch.compiled(name.split("_")[0], gm, built.call, key if built.kept else None)
+    return built.call
 
 
-def _build(gm: GraphModule, config: Config, name: str, *, within: bool = False) -> Built:
-    """`compile_graph` as the list of its stages. within: another graph carries this one, and is reported."""
+def _build(gm: GraphModule, config: Config, name: str, *, key: str | None = None, within: bool = False) -> Built:
+    """`compile_graph` as the list of its stages. within: another graph carries this one, and is reported.
+
+    key: under which the result is looked for, and kept; None for neither.
+    """
     began = time.perf_counter()
     guessed = guessed_size(gm.graph)
     if guessed is not None:
         return Built(_as_it_stands(gm, guessed), None)
     dumps = dump.Dumps(config, name)
     inner = _inner_graphs(gm, config, name, _build)
-    result, lowered = plan_graph(gm, config=config, name=name, dumps=dumps, inner=inner)
+    key = None if inner else key
+    kept = warm_graph.find(key, config.cache_dir) if key is not None else None  # type: ignore[arg-type]
+    planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=inner, kept=kept)
+    if planned is None:
+        assert kept is not None
+        return Built(_run(kept, config, name, began, gm=gm), kept.record.after.step_ns, kept=True)
+    result, lowered = planned
     for constant, module in lowered.constants.items():
         if isinstance(module, GraphModule) and module in inner:
             lowered.constants[constant] = inner[module].call
     sources = generate_kernels(result.schedule, lowered)
-    launchers = load_kernels(sources, result.schedule, config)
     program = build_program(result.schedule, lowered, sources)
     dumps.write("program", "program", lambda: str(program))
     dumps.write("kernels", "kernels", lambda: "\n\n".join(source.text for source in program.kernels()))
-    wrapper = PythonWrapper(program)
-    dumps.write("program", "wrapper", lambda: wrapper.source, suffix="py")
-    call = switching(wrapper.bind(launchers), lambda: PythonWrapper(program, marked=True).bind(launchers))
-    call._boxed_call = True  # type: ignore[attr-defined]
-    _report(result, time.perf_counter() - began, within)
-    return Built(call, result.after.step_ns)
+    compiled, objects = warm_graph.compiled_graph(
+        program,
+        _kernels(sources, result.schedule),
+        gm,
+        graph_record(result, fallbacks=_fallbacks(result)),
+        _counts(result),
+        collective_lines(result.schedule),
+    )
+    dumps.write("program", "wrapper", lambda: compiled.wrapper.replace(warm_graph.NAME, name), suffix="py")
+    call = _run(compiled, config, name, began, objects=objects, within=within)
+    return Built(call, result.after.step_ns, kept=key is not None and _keep(key, compiled, config))
+
+
+def _run(
+    compiled: warm_graph.CompiledGraph,
+    config: Config,
+    name: str,
+    began: float,
+    *,
+    objects: Mapping[str, Any] | None = None,
+    gm: GraphModule | None = None,
+    within: bool = False,
+) -> Callable[[list[Any]], Any]:
+    """A compiled graph made callable, counted and reported under the name it has in this process."""
+    for device_type, _ in compiled.kernels:
+        _import_generator(device_type)
+    named = compiled.named(name)
+    call = named.bind(config.cache_dir, objects, gm)  # type: ignore[arg-type]
+    for counter, times in named.counts.items():
+        count(counter, times)
+    if not within:
+        record.add(replace(named.record, compile_seconds=time.perf_counter() - began))
+    return call
 
 
 def plan_graph(
-    gm: GraphModule, *, config: Config, name: str, dumps: dump.Dumps, inner: Mapping[GraphModule, Built]
-) -> tuple[Result, LoweredGraph]:
-    """The stages up to the final schedule, before any code is generated. `inner`: the graphs that `gm` carries."""
+    gm: GraphModule,
+    *,
+    config: Config,
+    name: str,
+    dumps: dump.Dumps,
+    inner: Mapping[GraphModule, Built],
+    kept: warm_graph.CompiledGraph | None = None,
+) -> tuple[Result, LoweredGraph] | None:
+    """The stages up to the final schedule, before any code is generated. `inner`: the graphs that `gm` carries.
+
+    kept: this graph as it was compiled before. If every rank has it with the same order of collectives there is
+    nothing to plan, and None is returned.
+    """
     inline_control_deps(gm)
     clean_up(gm)
     canonicalize(gm)
+    draw_once(gm.graph)
     dumps.write("fx", "graph", lambda: gm.print_readable(print_output=False))
     communication = _communication(gm)
     with _together(gm, communication, config, name) as talks:
         if talks is not None:
             names = GroupNames(gm.graph)
-            talks.agree_on_graph(canonical_lines(gm.graph, names.__getitem__))
-        lowered = lower(gm, name, partial(_generates, config), communication.get)
+            brought = "" if kept is None else kept.order
+            if not talks.agree_on_graph(canonical_lines(gm.graph, names.__getitem__), brought):
+                kept = None
+        if kept is not None:
+            return None
+        lowered = lower(gm, name, partial(_generates, config), communication.get, _native_product(config))
         dumps.write("ir", "lowered", lambda: str(lowered))
         freeable = _freeable(gm, name)
         ops, fusion = fuse_ops(lowered, enabled=config.fusion, freeable=freeable)
@@ -166,7 +237,7 @@ def plan_graph(
             config.memory_budget,  # type: ignore[arg-type]
             fusion.kernel_of,
         )
-        profile = _profile(config, lowered)
+        profile = _profile(config, _device_types(gm))
         if talks is not None:
             profile = talks.agree_on_profile(profile)
         chain = _chain(profile, config, name, _times_of_inner(gm, inner))
@@ -185,8 +256,14 @@ def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config
 def _planned(gm: GraphModule, config: Config, name: str, *, within: bool = False) -> Built:
     began = time.perf_counter()
     inner = _inner_graphs(gm, config, name, _planned)
-    result, _ = plan_graph(gm, config=config, name=name, dumps=dump.Dumps(config, name), inner=inner)
-    _report(result, time.perf_counter() - began, within)
+    planned = plan_graph(gm, config=config, name=name, dumps=dump.Dumps(config, name), inner=inner)
+    assert planned is not None, "there was no cache to take it from"
+    result = planned[0]
+    for counter, times in _counts(result).items():
+        count(counter, times)
+    if not within:
+        seconds = time.perf_counter() - began
+        record.add(graph_record(result, fallbacks=_fallbacks(result), compile_seconds=seconds))
     return Built(make_boxed_func(gm.forward), result.after.step_ns)
 
 
@@ -299,6 +376,10 @@ def _generates(config: Config, device: torch.device) -> bool:
     return codegen.has_generator(device.type)
 
 
+def _native_product(config: Config) -> Callable[[Product], bool]:
+    return lambda product: config.matmul == "native"
+
+
 def _import_generator(device_type: str) -> None:
     """Generators of ours register when they are imported; others are registered by who brings them."""
     if device_type == "cpu":
@@ -315,14 +396,18 @@ def _freeable(gm: GraphModule, name: str) -> set[str]:
     return {each for each in names if not each.startswith(("primals_", "tangents_"))}
 
 
-def _profile(config: Config, graph: LoweredGraph) -> DeviceProfile:
+def _device_types(gm: GraphModule) -> set[str]:
+    values = tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
+    return {value.device.type for value in values if isinstance(value, torch.Tensor)}
+
+
+def _profile(config: Config, device_types: Collection[str]) -> DeviceProfile:
     from overlapc.estimators.calibrate import profile_for
     from overlapc.estimators.device import load_profile
 
     if config.profile is not None:
         return load_profile(config.profile)
-    devices = {view.layout.device.type for view in graph.views.values()}
-    return profile_for("cuda" if "cuda" in devices else "cpu", config.cache_dir)  # type: ignore[arg-type]
+    return profile_for("cuda" if "cuda" in device_types else "cpu", config.cache_dir)  # type: ignore[arg-type]
 
 
 def _chain(profile: DeviceProfile, config: Config, graph: str, inner: Estimator) -> FirstKnown:
@@ -368,63 +453,105 @@ def generate_kernels(schedule: Schedule, graph: LoweredGraph) -> dict[str, Kerne
     sources = {}
     for node in schedule.nodes:
         op = node.payload
-        if not isinstance(op, Loops | Combo):
+        if not isinstance(op, Loops):
             continue
         generator = codegen.generator_for(op.device.type)
-        for part in loops_of(op):
-            reason = generator.refuse(part.body)
-            if reason is not None:
-                raise CompileError(
-                    f"cannot generate a kernel for {' '.join(part.origin.fx)}: {reason}\n   at {part.origin.source}\n"
-                    'hint: options={"native": False} runs every op as it stands; please report this graph'
-                )
+        reason = generator.refuse(op.body)
+        if reason is not None:
+            raise CompileError(
+                f"cannot generate a kernel for {' '.join(op.origin.fx)}: {reason}\n   at {op.origin.source}\n"
+                'hint: options={"native": False} runs every op as it stands; please report this graph'
+            )
         comment = f"{' '.join(op.origin.fx)} | {op.origin.source}"
-        if isinstance(op, Combo):
-            sources[op.name] = generator.combine([part.body for part in op.parts], _hint(op), comment)
-        else:
-            sources[op.name] = generator.generate(op.body, _hint(op), comment, graph.size_hints)
+        sources[op.name] = generator.generate(op.body, _hint(op), comment, graph.size_hints)
     return sources
 
 
-def _hint(op: Loops | Combo) -> str:
+def _hint(op: Loops) -> str:
     """`mul_rsqrt_sum`: the distinct ops in it, as a readable part of the kernel's name."""
     names = dict.fromkeys(re.sub(r"_?\d+$", "", name).strip("_") for name in op.origin.fx)
     return "_".join(list(names)[:6])
 
 
-def load_kernels(sources: Mapping[str, KernelSource], schedule: Schedule, config: Config) -> dict[str, Any]:
-    """Launchers of all kernels by kernel name; equal kernels are compiled once."""
-    by_device: dict[str, dict[str, KernelSource]] = {}
+def _kernels(sources: Mapping[str, KernelSource], schedule: Schedule) -> list[tuple[str, KernelSource]]:
+    """(device type, source) of every kernel once, by first launch."""
+    found: dict[str, tuple[str, KernelSource]] = {}
     for node in schedule.nodes:
-        if isinstance(node.payload, Loops | Combo):
+        if isinstance(node.payload, Loops):
             source = sources[node.payload.name]
-            by_device.setdefault(node.payload.device.type, {})[source.name] = source
-    launchers: dict[str, Any] = {}
-    for device_type, kernels in by_device.items():
-        generator = codegen.generator_for(device_type)
-        launchers.update(generator.load(list(kernels.values()), config.cache_dir))  # type: ignore[arg-type]
-    return launchers
+            found.setdefault(source.name, (node.payload.device.type, source))
+    return list(found.values())
 
 
 # --- report
 
 
-def _report(result: Result, seconds: float, within: bool) -> None:
-    kinds = Counter(node.kind for node in result.schedule.nodes)
-    fallbacks: Counter[str] = Counter()
+def _fallbacks(result: Result) -> dict[str, int]:
+    """Calls for want of a lowering, by op."""
+    found: Counter[str] = Counter()
     for node in result.schedule.nodes:
         op = node.payload.call if isinstance(node.payload, Start) else node.payload
         if isinstance(op, Extern) and op.fallback:
-            fallbacks[op_name(op.target)] += 1
-    count("graphs")
-    count("kernels", kinds[Kind.KERNEL])
-    count("externs", kinds[Kind.EXTERN] - sum(fallbacks.values()))
-    count("collectives", kinds[Kind.START] + kinds[Kind.COMM])
-    count("fallbacks", sum(fallbacks.values()))
-    for name, times in fallbacks.items():
-        count(f"fallback {name}", times)
-    if not within:
-        record.add(graph_record(result, fallbacks=dict(fallbacks), compile_seconds=seconds))
+            found[op_name(op.target)] += 1
+    return dict(found)
+
+
+def _counts(result: Result) -> dict[str, int]:
+    """What one compiled graph adds to `counters["overlapc"]`."""
+    kinds = Counter(node.kind for node in result.schedule.nodes)
+    fallbacks = _fallbacks(result)
+    return {
+        "graphs": 1,
+        "kernels": kinds[Kind.KERNEL],
+        "externs": kinds[Kind.EXTERN] - sum(fallbacks.values()),
+        "collectives": kinds[Kind.START] + kinds[Kind.COMM],
+        "fallbacks": sum(fallbacks.values()),
+        **{f"fallback {name}": times for name, times in fallbacks.items()},
+    }
+
+
+# --- warm start
+
+
+def _step_key(gm: GraphModule, inputs: Sequence[Any], config: Config) -> str | None:
+    """Under which the whole step is kept; None when it must be compiled each time."""
+    if not config.warm_start or config.dump:
+        return None
+    try:
+        devices = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}
+        return user_graph_key(gm, inputs, "step", environment_key(config), _profile_text(config, devices))
+    except NotCacheable:
+        return None
+
+
+def _graph_key(gm: GraphModule, config: Config, name: str) -> str | None:
+    """The same for one graph of ATen ops."""
+    if not config.warm_start or config.dump:
+        return None
+    try:
+        profile = _profile_text(config, _device_types(gm))
+        return graph_key(gm, name.split("_")[0], environment_key(config), profile)
+    except NotCacheable as reason:
+        count(f"not kept: {reason}")
+        return None
+
+
+def _profile_text(config: Config, device_types: Collection[str]) -> str:
+    return json.dumps(profile_to_json(_profile(config, device_types)))
+
+
+def _from_cache(compiled: warm_graph.CompiledGraph, *, config: Config, number: int) -> Callable[[list[Any]], Any]:
+    kind = compiled.name.split("_")[0]
+    return _run(compiled, config, f"{kind}_{number}", time.perf_counter())
+
+
+def _keep(key: str, compiled: warm_graph.CompiledGraph, config: Config) -> bool:
+    try:
+        warm_graph.keep(key, compiled, config.cache_dir)  # type: ignore[arg-type]
+    except NotCacheable as reason:
+        count(f"not kept: {reason}")
+        return False
+    return True
 
 
 def _direct(error: OverlapcError) -> OverlapcError:

@@ -85,6 +85,15 @@ def _names(text: Any) -> tuple[str | Callable[..., Any], ...] | None:
     return tuple(text)
 
 
+def _one_of(*choices: str) -> Callable[[Any], str]:
+    def read(text: Any) -> str:
+        if text not in choices:
+            raise ConfigError(unknown_name("value", str(text), choices))
+        return str(text)
+
+    return read
+
+
 def _words(text: Any) -> frozenset[str]:
     if not text:
         return frozenset()
@@ -151,11 +160,24 @@ class Config:
     rank_check: bool = _knob(True, _bool, "compare graphs and collective orders between ranks")
     fusion: bool = _knob(True, _bool, "fuse generated kernels")
     native: bool = _knob(True, _bool, "generate kernels; off runs every op as an extern call (for bisection)")
+    matmul: str = _knob(
+        "library",
+        _one_of("library", "native"),
+        "matrix products: library calls, or kernels of ours with what is around them fused in (native)",
+    )
+    fallback_random: bool = _knob(
+        False,
+        _bool,
+        "draw random numbers by torch's own ops, the same that eager draws (default: in generated kernels)",
+    )
     verify: bool = _knob(True, _bool, "check the schedule after every pass")
     dump: frozenset[str] | str = _knob(
         frozenset(), _words, "stages to write as text: fx, ir, fusion, passes, program, kernels, all"
     )
     dump_dir: Path | str = _knob(Path("overlapc_dump"), _path, "folder that dumps go to")
+    warm_start: bool = _knob(
+        True, _bool, "keep compiled graphs in cache_dir and take them from there; off compiles every graph anew"
+    )
     cache_dir: Path | str = _knob(Path("~/.cache/overlapc"), _path, "compiled kernels and measurements")
 
     def __post_init__(self) -> None:

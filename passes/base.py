@@ -65,6 +65,13 @@ class Context:
             peak = analyze(schedule).peak_bytes
         return int(peak * (1 + self.peak_increase))
 
+    def timeline(self, schedule: Schedule) -> Timeline:
+        """The simulator's replay of `schedule`, kept with it: one pass asks for what the one before was judged by."""
+        known: Timeline | None = schedule.__dict__.get("_timeline")
+        if known is None or known.profile is not self.profile:
+            known = schedule.__dict__["_timeline"] = simulate(schedule, self.profile)
+        return known
+
 
 @dataclass
 class PassReport:
@@ -180,7 +187,7 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
             f"hint: raise memory_budget, shard more, or checkpoint activations"
         )
     ctx = dataclasses.replace(ctx, incoming_peak_bytes=incoming.peak_bytes)
-    before = simulate(schedule, ctx.profile)
+    before = ctx.timeline(schedule)
     reports: list[PassReport] = []
     current = schedule
     for number, (name, each) in enumerate(passes, 1):
@@ -208,7 +215,7 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
         reports.append(report)
         if name == last:
             break
-    after = before if current is schedule else simulate(current, ctx.profile)
+    after = before if current is schedule else ctx.timeline(current)
     return Result(current, tuple(reports), before, after, _records(reports, before, after))
 
 
@@ -220,7 +227,7 @@ def keep_if_better(
         return schedule, report
     if analyze(moved).peak_bytes > ctx.limit_bytes(schedule):
         why = Reason.MEMORY
-    elif simulate(moved, ctx.profile).step_ns > simulate(schedule, ctx.profile).step_ns * (1 + _ROUNDING):
+    elif ctx.timeline(moved).step_ns > ctx.timeline(schedule).step_ns * (1 + _ROUNDING):
         why = Reason.SLOWER
     else:
         return moved, report

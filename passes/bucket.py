@@ -6,8 +6,10 @@
 A bucket saves the latency of every collective but one, and ranks meet once for all of it. It costs waiting (no
 result before the last one has arrived, none sent before the last one is computed) and memory. Which is why
 
-- only collectives of one process group, kind, dtype and `Comm.unit` share a bucket, and no other unit's stands
-  between them: what is needed at another time (the embedding and the head of one root module) stays apart;
+- only collectives of one process group, kind and `Comm.unit` share a bucket, reductions of one dtype, and no other
+  unit's stands between them: what is needed at another time (embedding and head of one root module) stays apart;
+- units that nothing covers and that are mostly latency (many ranks, small parameters) are joined with their
+  neighbours, if that simulates faster than each on its own;
 - gathers start where the first of them did, with the casts and views that the others need in front; reductions where
   the last did, with what reads them behind. A collective that cannot move there begins a bucket of its own;
 - a bucket that no compute can cover (the first gathers of a step, the last reductions) is cut into pieces, each
@@ -24,28 +26,36 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
+from overlapc.passes.bucket_cost import BucketCost, Sum, comm_of, ns_of
 from overlapc.passes.queues import CARRIED_SHARE, COMPUTE
 from overlapc.passes.reasons import Reason
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why
-from overlapc.schedule.model import Comm, Estimate, Kind, Node, Origin, Schedule
+from overlapc.schedule.model import Comm, Kind, Node, Origin, Schedule
 
 GATHERS = ("all_gather",)
 REDUCTIONS = ("reduce_scatter", "all_reduce")
 # A piece takes at least this many times the latency of one collective, so that latency is at most a tenth of it.
 PIECE_FLOORS = 10.0
+# A bucket that takes at most this many latencies would hardly take longer with more in it.
+LATENCY_BOUND = 2.0
 
 
 @register_pass("bucket")
 def bucket(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
     """Whole units first, then pieces; see the module."""
-    report = PassReport("bucket")
-    for everything_in_pieces in (False, True):
-        merged, report = _merged(schedule, ctx, everything_in_pieces)
-        kept, said = keep_if_better(schedule, merged, ctx, report)
-        if kept is not schedule or merged is schedule:
-            return kept, said
+    across, report, joined = _merged(schedule, ctx, across=True)
+    kept, said = keep_if_better(schedule, across, ctx, report)
+    if joined:
+        within, report, _ = _merged(schedule, ctx)
+        kept, said = _better((kept, said), keep_if_better(schedule, within, ctx, report), ctx)
+    if kept is schedule and across is not schedule:
+        in_pieces, report, _ = _merged(schedule, ctx, pieces=True)
+        kept, said = keep_if_better(schedule, in_pieces, ctx, report)
+    if kept is not schedule or not report.merged:
+        return kept, said
     undone = PassReport("bucket")
     for name, members in report.merged.items():
         for member in members:
@@ -53,34 +63,45 @@ def bucket(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
     return schedule, undone
 
 
-def _merged(schedule: Schedule, ctx: Context, pieces: bool) -> tuple[Schedule, PassReport]:
-    """All rounds: one for collectives that are alike, each on what the one before left."""
-    report = PassReport("bucket")
+def _better(
+    one: tuple[Schedule, PassReport], other: tuple[Schedule, PassReport], ctx: Context
+) -> tuple[Schedule, PassReport]:
+    steps_ns = [simulate(each, ctx.profile).step_ns for each, _ in (one, other)]
+    return one if steps_ns[0] < steps_ns[1] else other
+
+
+def _merged(
+    schedule: Schedule, ctx: Context, *, across: bool = False, pieces: bool = False
+) -> tuple[Schedule, PassReport, bool]:
+    """All rounds, one for collectives that are alike, each on what the one before left; whether units were joined.
+
+    across: units that nothing covers and that are mostly latency may share a bucket. pieces: every bucket is cut.
+    """
+    report, joined = PassReport("bucket"), False
     alike = dict.fromkeys(
-        _Alike.of(node.comm) for node in schedule.starts() if node.comm is not None and node.comm.unit
+        _Alike.of(comm_of(node)) for node in schedule.starts() if node.comm and node.comm.unit and not node.mutates
     )
     for collective in (*GATHERS, *REDUCTIONS):  # an all-reduce may need what a reduce-scatter brings
         for each in alike:
             if each.collective == collective:
-                schedule = _Round(schedule, ctx, each, pieces, report).run()
-    return schedule, report
+                round_ = _Round(schedule, ctx, each, across, pieces, report)
+                schedule = round_.run()
+                joined |= round_.joined
+    return schedule, report, joined
 
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """What collectives of one bucket have in common.
-
-    One dtype: gloo's coalesced gather of several dtypes gives wrong numbers (torch 2.13), its all-reduce refuses.
-    """
+    """What collectives of one bucket have in common: reductions their dtype, while gathers move bytes."""
 
     collective: str
     group: str
-    dtype: str
+    dtype: str  # "" for gathers
     size: int
 
     @classmethod
     def of(cls, comm: Comm) -> _Alike:
-        return cls(comm.collective, comm.group, comm.dtype, comm.size)
+        return cls(comm.collective, comm.group, "" if comm.collective in GATHERS else comm.dtype, comm.size)
 
 
 @dataclass
@@ -91,41 +112,27 @@ class _Bucket:
     carried: set[int] = field(default_factory=set)
 
 
-@dataclass(slots=True)
-class _Sum:
-    """What the estimate of a bucket is made of; members are added one by one."""
-
-    first: Node | None = None
-    count: int = 0
-    bytes: int = 0
-    apart_ns: float = 0.0  # one after the other
-    longest_ns: float = 0.0
-    known: bool = True
-
-    def add(self, node: Node) -> None:
-        self.first = self.first or node
-        self.count += 1
-        self.bytes += _comm(node).bytes
-        self.apart_ns += _ns(node)
-        self.longest_ns = max(self.longest_ns, _ns(node))
-        self.known &= node.estimate is not None
-
-
 class _Round:
     """Merging collectives that are alike. Nodes are positions."""
 
-    def __init__(self, schedule: Schedule, ctx: Context, alike: _Alike, pieces: bool, report: PassReport) -> None:
+    def __init__(
+        self, schedule: Schedule, ctx: Context, alike: _Alike, across: bool, pieces: bool, report: PassReport
+    ) -> None:
         self.schedule = schedule
         self.nodes = schedule.nodes
         self.ctx = ctx
         self.alike = alike
         self.forward = alike.collective in GATHERS
+        self.across = across
         self.pieces = pieces
+        self.joined = False  # whether a run holds more than one unit
         self.report = report
         self.deps = dependencies.of(schedule)
         self.busy = [0.0]  # compute before each position, in ns
         for node in self.nodes:
-            self.busy.append(self.busy[-1] + (_ns(node) if node.kind in COMPUTE else 0.0))
+            self.busy.append(self.busy[-1] + (ns_of(node) if node.kind in COMPUTE else 0.0))
+        self.ours = [at for at, node in enumerate(self.nodes) if node.kind is Kind.START and self._is_ours(node)]
+        self.cost = BucketCost(ctx, self.nodes[self.ours[0]])
         self.waits: dict[int, list[int]] = {}
         for wait, start in schedule.started.items():
             self.waits.setdefault(start, []).append(wait)
@@ -133,7 +140,12 @@ class _Round:
     def run(self) -> Schedule:
         """The schedule with this round's buckets, or itself."""
         place = self._up if self.forward else self._down
-        units = [place(run) for run in self._runs()]
+        runs = self._runs()
+        units = [place(run) for run in runs]
+        if self.across:
+            joined = self._joined(runs, self._covered(units))
+            self.joined = len(joined) < len(runs)
+            units = [place(run) for run in joined] if self.joined else units
         buckets: list[_Bucket] = []
         for placed, covered in zip(units, self._covered(units), strict=True):
             for each in placed:
@@ -149,12 +161,27 @@ class _Round:
 
     # Which collectives belong together
 
-    def _runs(self) -> Iterator[list[int]]:
+    def _runs(self) -> list[list[int]]:
         """Members of one unit between which no other unit's collective like them stands."""
-        positions = [at for at, node in enumerate(self.nodes) if node.kind is Kind.START and self._is_ours(node)]
-        for unit, run in groupby(positions, key=lambda at: _comm(self.nodes[at]).unit):
-            if unit:
-                yield list(run)
+        runs = [(unit, list(run)) for unit, run in groupby(self.ours, key=lambda at: comm_of(self.nodes[at]).unit)]
+        return [run for unit, run in runs if unit]
+
+    def _joined(self, runs: list[list[int]], covered: Sequence[bool]) -> list[list[int]]:
+        """Runs that nothing covers and that are mostly latency with the next ones like them, until that is a share."""
+        number = {at: number for number, at in enumerate(self.ours)}
+        joined: list[list[int]] = []
+        open_ns = 0.0  # of the last run, while others may join it
+        for run, hidden in zip(runs, covered, strict=True):
+            run_ns = self._bucket_ns(run)
+            bound = not hidden and 0 < run_ns <= LATENCY_BOUND * self.cost.latency_ns
+            follows = bool(joined) and number[joined[-1][-1]] + 1 == number[run[0]]
+            if bound and follows and 0 < open_ns < PIECE_FLOORS * self.cost.latency_ns:
+                joined[-1] = [*joined[-1], *run]
+                open_ns = self._bucket_ns(joined[-1])
+            else:
+                joined.append(run)
+                open_ns = run_ns if bound else 0.0
+        return joined
 
     def _is_ours(self, node: Node) -> bool:
         return node.comm is not None and not node.mutates and _Alike.of(node.comm) == self.alike
@@ -181,27 +208,20 @@ class _Round:
         return covered
 
     def _bucket_ns(self, members: Sequence[int]) -> float:
-        total = _Sum()
-        for at in members:
-            total.add(self.nodes[at])
-        return self._sum_ns(total)
-
-    def _sum_ns(self, total: _Sum) -> float:
-        estimate = self._estimate(total)
-        return 0.0 if estimate is None else estimate.ns
+        return self.cost.ns(Sum.of(self.nodes[at] for at in members))
 
     def _cut(self, members: list[int]) -> list[list[int]]:
         """Pieces in order, each no shorter than PIECE_FLOORS latencies."""
-        least_ns = PIECE_FLOORS * self.ctx.profile.collective_latency_ns
+        least_ns = PIECE_FLOORS * self.cost.latency_ns
         parts: list[list[int]] = []
-        total = _Sum()
+        total = Sum()
         for at in members:
-            if not parts or self._sum_ns(total) >= least_ns:
+            if not parts or self.cost.ns(total) >= least_ns:
                 parts.append([])
-                total = _Sum()
+                total = Sum()
             parts[-1].append(at)
             total.add(self.nodes[at])
-        if len(parts) > 1 and self._sum_ns(total) < least_ns:
+        if len(parts) > 1 and self.cost.ns(total) < least_ns:
             parts[-2:] = [parts[-2] + parts[-1]]
         return parts
 
@@ -226,7 +246,7 @@ class _Round:
         if not self.ctx.reorder_collectives and self._passes_others(bucket.members[-1], start):
             return None
         first = bucket.members[0]
-        allowed_ns = CARRIED_SHARE * _ns(self.nodes[start])
+        allowed_ns = CARRIED_SHARE * ns_of(self.nodes[start])
         needs: set[int] = set()
         stack = [start]
         while stack:
@@ -234,7 +254,7 @@ class _Round:
                 if before < first or before in bucket.carried or before in needs:
                     continue
                 node = self.nodes[before]
-                cost_ns = _ns(node) if node.kind in COMPUTE else 0.0
+                cost_ns = ns_of(node) if node.kind in COMPUTE else 0.0
                 allowed_ns -= cost_ns
                 if node.kind not in (*COMPUTE, Kind.VIEW, Kind.NOOP) or (cost_ns > 0 and allowed_ns < 0):
                     self.report.because(self.nodes[start], Reason.DATA, node.name)
@@ -297,11 +317,10 @@ class _Round:
                     self.report.because(node, Reason.NO_BUCKET, payload)
                 return None
         names = {node.name for node in nodes}
-        total = _Sum()
-        for node in nodes:
-            total.add(node)
+        dtypes = {comm_of(node).dtype for node in nodes}
+        total = Sum.of(nodes)
         first = nodes[0]
-        comm = _comm(first)
+        comm = comm_of(first)
         return Node(
             name=f"{first.name}+{len(nodes) - 1}",
             kind=Kind.START,
@@ -309,26 +328,12 @@ class _Round:
             reads=_joined(node.reads for node in nodes),
             writes=_joined(node.writes for node in nodes),
             after=tuple(name for name in _joined(node.after for node in nodes) if name not in names),
-            comm=replace(comm, bytes=total.bytes),
-            estimate=self._estimate(total),
+            comm=replace(comm, bytes=total.bytes, dtype=comm.dtype if len(dtypes) == 1 else "mixed"),
+            estimate=self.cost.estimate(total),
             scratch_bytes=sum(node.scratch_bytes for node in nodes),
             origin=Origin(_joined(node.origin.fx for node in nodes), first.origin.source, comm.unit),
             payload=payload,
         )
-
-    def _estimate(self, total: _Sum) -> Estimate | None:
-        """One launch over all bytes: by whoever estimates, else the sum of the members less latencies saved."""
-        first = total.first
-        if first is None or first.estimate is None or not total.known:
-            return None
-        if total.count == 1:
-            return first.estimate
-        whole = replace(first, estimate=None, comm=replace(_comm(first), bytes=total.bytes))
-        found = None if self.ctx.estimate is None else self.ctx.estimate(whole)
-        if found is not None:
-            return Estimate(min(found.ns, total.apart_ns), found.source)
-        saved_ns = (total.count - 1) * self.ctx.profile.collective_latency_ns
-        return Estimate(max(total.longest_ns, total.apart_ns - saved_ns), first.estimate.source)
 
     def _rebuilt(self, merged: Sequence[tuple[_Bucket, Node]]) -> Schedule:
         """A new schedule: its order is the one that dependences among collectives count from."""
@@ -340,7 +345,7 @@ class _Round:
             self.report.merged[node.name] = tuple(
                 name for member in members for name in self.report.merged.pop(member.name, (member.name,))
             )
-            self.report.because(node, Reason.MERGED, _comm(node).unit)
+            self.report.because(node, Reason.MERGED, comm_of(node).unit)
             for at, member in zip(each.members, members, strict=True):
                 renamed[member.name] = node.name
                 self.report.reasons.pop(member.name, None)
@@ -369,15 +374,6 @@ def _after_renamed(node: Node, renamed: dict[str, str]) -> Node:
         return node
     after = tuple(dict.fromkeys(renamed.get(name, name) for name in node.after))
     return replace(node, after=tuple(name for name in after if name != node.name))
-
-
-def _ns(node: Node) -> float:
-    return 0.0 if node.estimate is None else node.estimate.ns
-
-
-def _comm(node: Node) -> Comm:
-    assert node.comm is not None
-    return node.comm
 
 
 def _joined(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import heapq
 
-from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
 from overlapc.passes.queues import Queues
 from overlapc.passes.reasons import Reason
@@ -43,7 +42,7 @@ class _Fill:
     def __init__(self, schedule: Schedule, ctx: Context) -> None:
         self.nodes = schedule.nodes
         self.deps = dependencies.of(schedule)
-        self.queues = Queues(schedule, simulate(schedule, ctx.profile), ctx.overlap_margin)
+        self.queues = Queues(schedule, ctx.timeline(schedule), ctx.overlap_margin)
         self.missing = [len(preds) for preds in self.deps.preds]
         self.blocks = self._first_blocked()
         self.ready: list[tuple[int, int]] = []

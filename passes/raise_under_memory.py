@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 import math
 
-from overlapc.estimators.timeline import Timeline, simulate
+from overlapc.estimators.timeline import Timeline
 from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
 from overlapc.passes.queues import CARRIED_SHARE, COMPUTE, Queues
 from overlapc.passes.raise_collectives import reason_of
@@ -43,7 +43,7 @@ def raise_under_memory(schedule: Schedule, ctx: Context) -> tuple[Schedule, Pass
     """Rounds of raising, each judged by the simulator; see the module."""
     report = PassReport("raise_under_memory")
     limit = ctx.limit_bytes(schedule)
-    current, timeline = schedule, simulate(schedule, ctx.profile)
+    current, timeline = schedule, ctx.timeline(schedule)
     for _ in range(ROUNDS):
         moved, said = _Round(current, timeline, limit, ctx).run()
         if moved is current:
@@ -55,7 +55,7 @@ def raise_under_memory(schedule: Schedule, ctx: Context) -> tuple[Schedule, Pass
                 _merge(report, said)
             break
         _merge(report, said)
-        before, current, timeline = timeline, kept, simulate(kept, ctx.profile)
+        before, current, timeline = timeline, kept, ctx.timeline(kept)
         if timeline.step_ns > before.step_ns * (1 - WORTH_IT):
             break
     return current, report

@@ -12,7 +12,6 @@ Keeps: data dependences, the order of starts, the memory limit.
 
 from __future__ import annotations
 
-from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
 from overlapc.passes.queues import CARRIED_SHARE, COMPUTE, Queues
 from overlapc.passes.raise_collectives import reason_of
@@ -46,7 +45,7 @@ class Sink:
         self.schedule = schedule
         self.report = PassReport(self.name)
         self.deps = dependencies.of(schedule)
-        self.queues = Queues(schedule, simulate(schedule, ctx.profile), ctx.overlap_margin)
+        self.queues = Queues(schedule, ctx.timeline(schedule), ctx.overlap_margin)
         self.limit = ctx.limit_bytes(schedule)
         self.usual = min(analyze(schedule).peak_bytes, self.limit)
         self.life = lifetimes(schedule)

@@ -1,7 +1,7 @@
 """One launch for many collectives: the payload of a bucket.
 
 `_c10d_functional` has a coalesced form of each collective that takes and gives lists of tensors: one NCCL group
-launch over the tensors where they lie. Gloo runs them one after the other.
+launch over the tensors where they lie. Gloo runs them one after the other. Gathers of several dtypes go as bytes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from typing import Any
 import torch
 
 from overlapc.ir.ops import Extern, Start, View
+from overlapc.runtime.collectives import all_gather_bytes_coalesced
 
 _c10d = torch.ops._c10d_functional
-_COALESCED: dict[Any, Any] = {
-    getattr(_c10d, name).default: getattr(_c10d, f"{name}_coalesced").default
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+_NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+_NAME_OF: dict[Any, str] = {
+    **{getattr(_c10d, name).default: name for name in _NAMES},
+    **{getattr(_c10d, f"{name}_coalesced").default: name for name in _NAMES},
+    all_gather_bytes_coalesced: "all_gather_into_tensor",
 }
 
 
@@ -25,10 +28,11 @@ def merge_starts(starts: Sequence[Start]) -> Start | str:
 
     Coalesced starts may be merged once more. All have to agree in everything but their tensors.
     """
-    targets = {_coalesced(start.call.target) for start in starts}
-    target = targets.pop()
-    if targets or target is None:
+    names = {_NAME_OF.get(start.call.target, "") for start in starts}
+    name = names.pop()
+    if names or not name:
         return f"no coalesced form of {starts[0].call.target}"
+    target = getattr(_c10d, f"{name}_coalesced").default
     first = starts[0]
     rest = first.call.args[1:]  # reduction, group size, group
     if any(start.call.args[1:] != rest or start.call.kwargs != first.call.kwargs for start in starts):
@@ -38,17 +42,15 @@ def merge_starts(starts: Sequence[Start]) -> Start | str:
     if not all(isinstance(view, View) for view in (*inputs, *results)):
         return "not all are tensors"
     if len({view.layout.dtype for view in inputs}) > 1:
-        return "dtypes differ"
+        if name != "all_gather_into_tensor":
+            return "dtypes differ"
+        target = all_gather_bytes_coalesced
     origin = first.origin
     for start in starts[1:]:
         origin = origin.joined(start.origin)
-    name = f"{first.name}+{len(starts) - 1}"
-    call = Extern(name, target, (inputs, *rest), dict(first.call.kwargs), results, origin=origin, pure=False)
-    return Start(name, call, first.comm, origin)
-
-
-def _coalesced(target: Any) -> Any:
-    return target if target in _COALESCED.values() else _COALESCED.get(target)
+    bucket = f"{first.name}+{len(starts) - 1}"
+    call = Extern(bucket, target, (inputs, *rest), dict(first.call.kwargs), results, origin=origin, pure=False)
+    return Start(bucket, call, first.comm, origin)
 
 
 def _as_list(value: Any) -> list[Any]:

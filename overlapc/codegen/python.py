@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import linecache
 import math
 from collections.abc import Callable, Mapping
@@ -26,37 +27,39 @@ from overlapc.codegen.program import (
     TakeOver,
     WaitFor,
 )
+from overlapc.fx.versions import group_name_of, resolve_group
 from overlapc.ir.ops import Handle, Layout, Provenance, View
 from overlapc.runtime import marks, support
 
+Boxed = Callable[[list[Any]], tuple[Any, ...]]
 _sizes = PythonPrinter()
 
 
 class PythonWrapper:
-    """Prints a program; `source` is the module text, `bind` makes it callable."""
+    """Prints a program. `source` is the module text: run with `objects` and the kernels' launchers, it has `call`.
+
+    `call(args)` takes one list of arguments, which it empties (boxed).
+    """
 
     def __init__(self, program: Program, *, marked: bool = False) -> None:
         """marked: with a profiler's mark around every node (runtime/marks.py)."""
         self.program = program
-        self.objects: dict[str, Any] = {"torch": torch, "rt": support, "math": math, **program.constants}
+        # One numbering with and without marks, so that both printings can share their objects.
+        known = {"torch": torch, "rt": support, "math": math, "mark": marks.mark}
+        self.objects: dict[str, Any] = {**known, **program.constants}
+        # How a later process finds them again; "" for what it cannot. Constants come with the graph.
+        self.texts = {"torch": "torch", "rt": "overlapc.runtime.support", "math": "math"}
+        self.texts["mark"] = "overlapc.runtime.marks:mark"
         self.names: dict[int, str] = {}
         self.header: list[str] = []
-        if marked:
-            self.objects["mark"] = marks.mark
         body = [
             line for item in program.instructions for line in (self._in_mark(item) if marked else self._print(item))
         ]
         self.source = "\n".join([*self._head(), *(f"    {line}" for line in body), ""])
 
-    def bind(self, launchers: Mapping[str, Launcher]) -> Callable[[list[Any]], tuple[Any, ...]]:
-        """The function, with kernels bound. It takes one list of arguments, which it empties (boxed)."""
-        filename = f"<overlapc {self.program.name}>"
-        # Registered so that tracebacks and debuggers show the generated lines.
-        linecache.cache[filename] = (len(self.source), None, self.source.splitlines(keepends=True), filename)
-        space = {**self.objects, **launchers}
-        exec(compile(self.source, filename, "exec"), space)
-        call: Callable[[list[Any]], tuple[Any, ...]] = space["call"]
-        return call
+    def bind(self, launchers: Mapping[str, Launcher]) -> Boxed:
+        """The function, with kernels bound."""
+        return function_of(self.source, f"<overlapc {self.program.name}>", {**self.objects, **launchers})
 
     def _head(self) -> list[str]:
         lines = [f"# overlapc: {self.program.name}", *self.header, "", "", "def call(args):"]
@@ -186,6 +189,7 @@ class PythonWrapper:
             if id(target) not in self.names:
                 self.names[id(target)] = name
                 self.objects[name] = target
+                self.texts[name] = text_of(target)
                 self.header.append(f"{name} = torch.ops.{path}")
             return name
         return self._object(target, getattr(target, "__name__", "target"))
@@ -196,8 +200,56 @@ class PythonWrapper:
             name = f"{hint}_{len(self.objects)}"
             self.names[id(value)] = name
             self.objects[name] = value
+            self.texts[name] = text_of(value)
             self.header.append(f"# {name}: {str(value).splitlines()[0][:100]}")
         return self.names[id(value)]
+
+
+def function_of(source: str, filename: str, names: Mapping[str, Any]) -> Boxed:
+    """`call` of a wrapper's source, over what it calls by name."""
+    # Registered so that tracebacks and debuggers show the generated lines.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    space = dict(names)
+    exec(compile(source, filename, "exec"), space)
+    call: Boxed = space["call"]
+    return call
+
+
+def text_of(value: Any) -> str:
+    """How `rebuild` finds `value` in another process: `aten.mm.out`, `operator:mul`; "" when it cannot."""
+    if isinstance(value, torch._ops.OpOverload):
+        return f"torch.ops:{value}"
+    if isinstance(value, torch.device):
+        return f"torch.device:{value}"
+    inner = getattr(value, "copies_results_of", None)
+    if inner is not None:
+        text = text_of(inner)
+        return f"owned:{text}" if text else ""
+    group = group_name_of(value) if hasattr(getattr(value, "real_obj", value), "group_name") else None
+    if group is not None:
+        return f"group:{group}"
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if module in _MODULES and getattr(importlib.import_module(module), name, None) is value:
+        return f"{module}:{name}"
+    return ""
+
+
+_MODULES = frozenset({"torch", "operator", "_operator", "math", "builtins", "overlapc.runtime.support"})
+
+
+def rebuild(text: str) -> Any:
+    """The object that `text_of` described."""
+    module, _, path = text.partition(":")
+    if module == "owned":
+        return support.owned(rebuild(path))
+    if module == "torch.device":
+        return torch.device(path)
+    if module == "group":
+        return resolve_group(path)
+    held: Any = torch.ops if module == "torch.ops" else importlib.import_module(module)
+    for part in path.split(".") if path else ():
+        held = getattr(held, part)
+    return held
 
 
 def _origin(origin: Provenance) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from overlapc.fusion.deps import has_effect, mutated, output_buffers, reads_of
 from overlapc.fusion.work import work_of
-from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start, Wait, buffers_written
+from overlapc.ir.ops import IROp, Loops, LoweredGraph, Start, Wait, buffers_written
 from overlapc.schedule.model import Buffer, Kind, Node, Origin, Schedule
 
 
@@ -78,8 +78,8 @@ def _node(op: IROp, graph: LoweredGraph, after: tuple[str, ...]) -> Node:
 
 
 def _kind(op: IROp) -> tuple[Kind, str, Any]:
-    if isinstance(op, Loops | Combo):
-        return Kind.KERNEL, "kernel", None
+    if isinstance(op, Loops):
+        return Kind.KERNEL, "product" if op.body.dots() else "kernel", None
     if isinstance(op, Wait):
         return Kind.WAIT, "wait", None
     if isinstance(op, Start):

@@ -126,6 +126,8 @@ def _pays(producer: Loops, consumers: list[Loops], graph: LoweredGraph) -> bool:
     for consumer in consumers:
         if len(values) + len(consumer.body.values()) > LARGEST_BODY:
             return False
+        if consumer.body.dots() and any(load.indirect for load in loads):
+            return False  # tiles of a matrix product are fetched ahead, which needs addresses that are known ahead
         indices = {load.index for load in consumer.body.loads() if load.buffer == buffer}
         if len(indices) > 2 or (len(indices) == 2 and len(values) > MOST_RECOMPUTED):
             return False

@@ -53,9 +53,15 @@ def merge_across(first: Body, second: Body, hint: Callable[[sympy.Expr], int], b
     merged = merge(*pair)
     if isinstance(merged, Refusal):
         return merged
-    if _skipped(merged, bytes_of) > _skipped(first, bytes_of) + _skipped(second, bytes_of):
-        return Refusal("one of them would skip through memory")
-    return merged
+    return Refusal("one of them would skip through memory") if skips(merged, first, second, bytes_of) else merged
+
+
+def skips(merged: Body, first: Body, second: Body, bytes_of: Bytes) -> bool:
+    """Whether the merged kernel strides through more memory than its parts do.
+
+    So it is when one went over the rows of a square matrix and the other over its columns.
+    """
+    return _skipped(merged, bytes_of) > _skipped(first, bytes_of) + _skipped(second, bytes_of)
 
 
 def _skipped(body: Body, bytes_of: Bytes) -> int:

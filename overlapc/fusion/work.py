@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from overlapc.ir.body import Load, Op, Reduce, Scan
-from overlapc.ir.ops import Combo, Extern, IROp, Loops, LoweredGraph, View, loops_of, tree_map, views_read
+from overlapc.ir.ops import Extern, IROp, Loops, LoweredGraph, View, tree_map, views_read
 from overlapc.schedule.model import Work
 
 aten = torch.ops.aten
@@ -19,12 +18,8 @@ _LONG_ROW = 16384  # elements: longer ones do not stay in registers and are read
 
 def work_of(op: IROp, graph: LoweredGraph) -> Work:
     """FLOPs and bytes of one op at the traced sizes; bytes count each buffer once, by what is accessed."""
-    if isinstance(op, Loops | Combo):
-        works = [_loops_work(part, graph) for part in loops_of(op)]
-        flops, read_bytes, write_bytes = (
-            sum(numbers) for numbers in zip(*((w.flops, w.read_bytes, w.write_bytes) for w in works), strict=True)
-        )
-        return replace(works[0], flops=flops, read_bytes=read_bytes, write_bytes=write_bytes)  # all of one form
+    if isinstance(op, Loops):
+        return _loops_work(op, graph)
     read: dict[str, int] = {}
     for view in views_read(op):
         if isinstance(view, View):
@@ -65,7 +60,11 @@ def _loops_work(op: Loops, graph: LoweredGraph) -> Work:
             read[store.buffer] = min(whole, touched)
     # One operation a value and iteration: element-wise kernels are bound by memory, so a rough count will do.
     flops = iterations * sum(isinstance(value, Op | Reduce | Scan) for value in values)
-    return Work(flops, sum(read.values()), written, "float32", _form(op, graph))
+    dtype = "float32"
+    if op.body.dots():  # a multiplication and an addition a term; what comes before and after them does not count
+        flops = 2 * iterations
+        dtype = str(next(load.memory_dtype for load in op.body.loads())).removeprefix("torch.")
+    return Work(flops, sum(read.values()), written, dtype, _form(op, graph))
 
 
 def _form(op: Loops, graph: LoweredGraph) -> str:

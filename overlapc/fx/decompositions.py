@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch.utils._pytree import tree_map
 
+from overlapc.fx.random import random_decompositions
+
 aten = torch.ops.aten
 
 # Lowered whole (overlapc/lowering) or library kernels: their decompositions move more bytes.
@@ -81,20 +83,18 @@ BROKEN_UP = (
 
 
 @lru_cache(None)
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Op -> decomposition, for `aot_autograd(decompositions=…)`."""
+def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
+    """Op -> decomposition, for `aot_autograd(decompositions=…)`.
+
+    With `native_random`, random numbers come from generated code; without, from torch's own ops, as eager's do.
+    """
     kept = {getattr(packet, overload) for packet in KEPT for overload in packet.overloads()}
     table = {**core_aten_decompositions(), **get_decompositions(BROKEN_UP)}
     backward = aten.native_group_norm_backward.default
     table[backward] = in_float32(table[backward])
     table[aten.nll_loss_backward.default] = nll_loss_backward
-    table[aten._foreach_norm.Scalar] = norms
-    return {target: rule for target, rule in table.items() if target not in kept}
-
-
-def norms(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """`_foreach_norm` as the norm of each, so that each fuses with its neighbours and all share launches again."""
-    return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
+    table = {target: rule for target, rule in table.items() if target not in kept}
+    return table | random_decompositions() if native_random else table
 
 
 def nll_loss_backward(

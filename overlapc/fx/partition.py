@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from overlapc.fx.collectives import canonicalize
 from overlapc.fx.gathers import Gather, parameter_gathers
+from overlapc.fx.random import draw_once
 from overlapc.fx.recompute import recompute_expansions
 
 aten = torch.ops.aten
@@ -39,6 +40,7 @@ def partition(
     `options` are those of torch's partitioners (`static_lifetime_input_indices`), passed through.
     """
     canonicalize(joint_module)
+    draw_once(joint_module.graph)
     joint_module.graph.eliminate_dead_code()  # reads that nothing computes with would count as uses
     regathered: dict[str, str] = {}  # name of the backward gather's wait -> of the forward one's
     for gather in list(parameter_gathers(joint_module.graph)):

@@ -99,6 +99,48 @@ def group_name_of(group: Any) -> str | None:
     return group.group_name
 
 
+def resolve_group(name: str) -> Any:
+    """The process group of that name in this process."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def step_metadata() -> list[bool] | None:
+    """Of the step that AOTAutograd is compiling on this thread: whether each output has a gradient.
+
+    None when outputs alias anything, inputs are mutated, tensors are subclasses, or graphs take or return more than
+    the user's tensors (tokens, random state, sizes): then only torch's own wrapper can call its graphs.
+    """
+    context = torch._guards.TracingContext.try_get()
+    found: Any = getattr(context, "fw_metadata", None)
+    if found is None:
+        return None
+    mutated = any(
+        each.mutates_data or each.mutates_metadata or each.mutation_inductor_storage_resize for each in found.input_info
+    )
+    special = (
+        found.num_intermediate_bases
+        or found.tokens
+        or found.num_backward_tokens
+        or found.num_graphsafe_rng_states
+        or found.is_rng_op_functionalized
+        or found.num_symints_saved_for_bw
+        or getattr(found, "num_tensors_saved_with_no_vc_check", None)
+        or getattr(found, "num_opaque_objects_saved_for_bw", None)
+        or found.grad_enabled_mutation is not None
+    )
+    plain_outputs = all(
+        each.output_type.name == "non_alias" and issubclass(each.raw_type, torch.Tensor) and not each.dynamic_dims
+        for each in found.output_info
+    )
+    subclasses = any(type(each).__name__ == "SubclassCreationMeta" for each in found.subclass_inp_meta)
+    subclasses |= any(type(each).__name__ == "SubclassCreationMeta" for each in found.subclass_fw_graph_out_meta)
+    if mutated or special or subclasses or not plain_outputs:
+        return None
+    return [each.requires_grad for each in found.output_info]
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """A number to plan with for a size that may be symbolic.
 
@@ -120,9 +162,11 @@ __all__ = [
     "in_backward",
     "is_opaque_input",
     "release_fsdp2",
+    "resolve_group",
     "root_mesh",
     "runs_under_fsdp2",
     "size_hint",
+    "step_metadata",
 ]
 
 

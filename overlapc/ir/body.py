@@ -3,7 +3,7 @@
 A value is made once: building an equal one again returns the same object, so equality is identity, shared work
 is shared by construction, and a rewrite is a function from value to value.
 
-Dtypes: a value's `dtype` is what the kernel computes in. float16 and bfloat16 are memory formats: a `Load` of them
+Dtypes: a value's `dtype` is what the kernel computes in. `LOW_PRECISION` are memory formats: a `Load` of them
 yields float32, a `Store` to them rounds, and `Cast` to one of them rounds through it and yields float32.
 """
 
@@ -21,12 +21,12 @@ import torch
 
 from overlapc.ir.indexing import Ranges, free_symbols, loop_symbol, numel, simplify, substitute
 
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
+LOW_PRECISION = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a kernel computes on elements stored as `dtype`."""
-    return torch.float32 if dtype in _LOW_PRECISION else dtype
+    return torch.float32 if dtype in LOW_PRECISION else dtype
 
 
 _made: WeakValueDictionary[tuple[Any, ...], Value]
@@ -166,7 +166,8 @@ class Reduce(Value):
     """`arg` reduced over all reduction loops of the kernel; the same for every iteration of them.
 
     `kind` is one of `REDUCTIONS`. argmax/argmin yield the int64 position in the flattened reduction space,
-    the first on ties, a NaN before all numbers.
+    the first on ties, a NaN before all numbers. "dot" is the sum of a product, an `Op` "mul" of two float32 values:
+    an element of a matrix product. Factors that are `Cast` to a low precision may be multiplied in it.
     """
 
     kind: str
@@ -217,9 +218,13 @@ OPERATIONS: Mapping[str, int] = {
         2,
     ),
     "where": 3,  # condition (bool), value if true, value if false
+    # Of key, upper counter and position (int64 each), as runtime/philox.py has it: a word from 0 to 2^32 - 1 as int64,
+    # and a float32 of [0, 1) from its upper 24 bits.
+    "random_word": 3,
+    "random": 3,
 }
 COMPARISONS = frozenset("eq ne lt le gt ge isnan isinf signbit logical_not logical_and logical_or logical_xor".split())
-REDUCTIONS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
+REDUCTIONS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "dot")
 SCANS = ("sum", "prod", "logsumexp", "max", "min", "argmax", "argmin")
 ATOMICS = ("add", "max", "min")  # how a `Store` may combine
 TOTALS = ("sum", "prod")  # reductions that a `Store` may do
@@ -303,6 +308,17 @@ class Body:
 
     def loads(self) -> list[Load]:
         return [value for value in self.values() if isinstance(value, Load)]
+
+    def dots(self) -> list[Reduce]:
+        """Matrix products in it."""
+        return [value for value in self.values() if isinstance(value, Reduce) and value.kind == "dot"]
+
+    def stores_terms(self) -> bool:
+        """Whether something is stored for every iteration of the reduction loops."""
+        reduced = {loop.symbol for loop in self.reduction}
+        roots = [value for store in self.stores for value in store.operands()]
+        varies = depends_on(roots, reduced)
+        return any(varies[value] for value in roots) or any(reduced & store.index.free_symbols for store in self.stores)
 
     def scans(self) -> bool:
         """Whether the reduction loops must run in their order."""
@@ -526,6 +542,17 @@ def reduction_depth(roots: Iterable[Value]) -> dict[Value, int]:
         below = max((depth[operand] for operand in value.operands()), default=0)
         depth[value] = below + 1 if isinstance(value, Reduce) else below
     return depth
+
+
+def with_sums(body: Body) -> Body:
+    """`body` with its matrix products as plain sums, for a generator without tensor cores."""
+    if not body.dots():
+        return body
+
+    def replace(value: Value) -> Value | None:
+        return Reduce("sum", value.arg, value.dtype) if isinstance(value, Reduce) and value.kind == "dot" else None
+
+    return rewrite(body, body.loops, body.reduction, replace=replace)
 
 
 def as_number(value: Value) -> float | int | bool | None:

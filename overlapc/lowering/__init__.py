@@ -1,6 +1,18 @@
 """ATen graphs to loop IR: `lower` walks a graph; one file a family of ops says how."""
 
-from overlapc.lowering import embedding, foreach, indexing, part, pointwise, reduction, scan, scatter, view
+from overlapc.lowering import (
+    embedding,
+    foreach,
+    indexing,
+    part,
+    pointwise,
+    product,
+    random,
+    reduction,
+    scan,
+    scatter,
+    view,
+)
 from overlapc.lowering.graph import Communication, lower, provenance
 from overlapc.lowering.table import LIBRARY_CALLS, lowered_ops
 
@@ -14,7 +26,9 @@ __all__ = [
     "lowered_ops",
     "part",
     "pointwise",
+    "product",
     "provenance",
+    "random",
     "reduction",
     "scan",
     "scatter",

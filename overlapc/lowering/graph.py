@@ -68,6 +68,8 @@ GENERATED_DTYPES = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
      torch.int32, torch.int64)
 )  # fmt: skip
+# On devices whose instructions convert it (NVIDIA: Ada and later); on others such tensors are computed by calls.
+_FLOAT8 = frozenset((torch.float8_e4m3fn,))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,13 +85,15 @@ def lower(
     name: str,
     generates: Callable[[torch.device], bool],
     comm_of: Callable[[Node], Communication | None],
+    native_product: Callable[[Any], bool] = lambda product: False,
 ) -> LoweredGraph:
     """The ops of `gm`, an AOTAutograd graph whose nodes carry fake tensors in `meta["val"]`.
 
-    `generates` tells on which devices kernels can be generated; `comm_of` says which nodes communicate.
+    `generates` tells on which devices kernels can be generated; `comm_of` says which nodes communicate;
+    `native_product` which matrix products (`product.Product`) are to be kernels of our own.
     Raises CompileError naming the FX node and the user's line when a node cannot be lowered at all.
     """
-    context = Context(gm, name, generates, comm_of)
+    context = Context(gm, name, generates, comm_of, native_product)
     for node in gm.graph.nodes:
         try:
             context.run(node)
@@ -146,10 +150,12 @@ class Context:
         name: str,
         generates: Callable[[torch.device], bool],
         comm_of: Callable[[Node], Communication | None],
+        native_product: Callable[[Any], bool],
     ) -> None:
         self.gm = gm
         self.generates = generates
         self.comm_of = comm_of
+        self.native_product = native_product
         self.env: dict[Node, Any] = {}
         self.latest: dict[str, str] = {}  # root buffer -> its name after the latest mutation
         self.given: dict[str, View] = {}  # copy of an input -> the input
@@ -258,7 +264,6 @@ class Context:
                 return rule(self, *args, **kwargs)
             except Impossible:
                 del self.graph.ops[count:]
-                return self.extern(target, args, kwargs, fallback=True)
         return self.extern(target, args, kwargs, fallback=target not in LIBRARY_CALLS and not carries_graphs(node))
 
     def _resolve(self, tree: Any) -> Any:
@@ -286,12 +291,13 @@ class Context:
         if not outputs or not self.generates(outputs[0].device):
             return False
         device = outputs[0].device
+        dtypes = GENERATED_DTYPES | _FLOAT8 if _converts_float8(device) else GENERATED_DTYPES
         for tensor in outputs:
-            if tensor.dtype not in GENERATED_DTYPES or tensor.device != device or tensor.layout != torch.strided:
+            if tensor.dtype not in dtypes or tensor.device != device or tensor.layout != torch.strided:
                 return False
         if any(isinstance(leaf, Handle) for leaf in _leaves((args, kwargs))):
             return False  # a number that only run time knows, or no strided tensor
-        return all(view.dtype in GENERATED_DTYPES and view.layout.device == device for view in _views((args, kwargs)))
+        return all(view.dtype in dtypes and view.layout.device == device for view in _views((args, kwargs)))
 
     # --- sizes and layouts
 
@@ -634,7 +640,7 @@ def _printable(body: Body) -> Body:
 
 
 # What a reduction over nothing yields; maxima and minima of nothing are errors before they get here.
-_IDENTITY = {"sum": 0, "prod": 1, "any": False, "all": True}
+_IDENTITY = {"sum": 0, "dot": 0, "prod": 1, "any": False, "all": True}
 
 
 def without_trivial_reductions(body: Body) -> Body:
@@ -753,3 +759,9 @@ def _promotable(arg: Any) -> Any:
 
 
 __all__ = ["Context", "Op", "cast", "constant", "lower", "provenance"]
+
+
+def _converts_float8(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 
-from overlapc.ir.body import Body, Cast, Constant, Index, Value, op
+from overlapc.ir.body import LOW_PRECISION, Body, Cast, Constant, Index, Value, op
 from overlapc.ir.ops import View
 from overlapc.lowering.graph import Context, cast, constant
 from overlapc.lowering.table import Impossible, lowers, lowers_by_name
@@ -337,7 +337,7 @@ def convert_element_type(context: Context, x: View, dtype: torch.dtype) -> View:
 
 def convert(value: Value, dtype: torch.dtype) -> Value:
     """A cast the user asked for: rounds to low precision, unlike intermediate results."""
-    if dtype in (torch.float16, torch.bfloat16) or value.dtype != dtype:
+    if dtype in LOW_PRECISION or value.dtype != dtype:
         return truth(value) if dtype == torch.bool else Cast(value, dtype)
     return value
 

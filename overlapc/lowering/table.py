@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from overlapc.errors import OverlapcError
+from overlapc.fx.random import ops as our_ops
 
 aten = torch.ops.aten
 
@@ -22,6 +23,8 @@ _by_name: dict[str, Rule] = {}
 
 # Library kernels we call on purpose: not fallbacks.
 LIBRARY_CALLS: set[Any] = {
+    our_ops.seed.default,
+    our_ops.seeds.default,
     aten.mm.default,
     aten.bmm.default,
     aten.addmm.default,

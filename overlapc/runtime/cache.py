@@ -33,10 +33,14 @@ def content_key(*parts: str | bytes) -> str:
 
 
 class KernelCache:
-    """Files under `root/kernels`, each with a `.sha256` beside it that vouches for it."""
+    """Files under `root/<kind>`, each with a `.sha256` beside it that vouches for it.
 
-    def __init__(self, root: Path | str) -> None:
-        self.root = Path(root) / "kernels"
+    `kind` also names the counters: `kernel_compiles` and `kernel_cache_hits` for "kernels".
+    """
+
+    def __init__(self, root: Path | str, kind: str = "kernels") -> None:
+        self.root = Path(root) / kind
+        self._one = kind.removesuffix("s")
         self._seen: set[Path] = set()  # checked by this process already
 
     def path(self, key: str, suffix: str) -> Path:
@@ -52,17 +56,36 @@ class KernelCache:
         """
         path = self.path(key, suffix)
         if self._whole(path):
-            count("kernel_cache_hits")
+            count(f"{self._one}_cache_hits")
             return path
         lock = self._lock(path)
         try:
             if not self._whole(path):  # nobody built it while we waited
                 self._build(path, suffix, build)
             else:
-                count("kernel_cache_hits")
+                count(f"{self._one}_cache_hits")
         finally:
             lock.release()
         return path
+
+    def read(self, key: str, suffix: str) -> bytes | None:
+        """The entry's content if a whole one is there; a torn or damaged one is as good as none."""
+        path = self.path(key, suffix)
+        try:
+            content = path.read_bytes()
+            whole = _voucher(path).read_text() == hashlib.sha256(content).hexdigest()
+        except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+            whole = False
+        if not whole:
+            self._seen.discard(path)
+            return None
+        return content
+
+    def drop(self, key: str, suffix: str) -> None:
+        """Forgets an entry that is whole, but not what its reader expects: the next `get_or_build` makes it anew."""
+        path = self.path(key, suffix)
+        self._seen.discard(path)
+        _voucher(path).unlink(missing_ok=True)
 
     def _lock(self, path: Path) -> BaseFileLock:
         """The entry's lock, held; the system drops it when a process dies."""
@@ -85,7 +108,7 @@ class KernelCache:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
             temporary = Path(folder) / f"new{suffix}"
             build(temporary)
-            count("kernel_compiles")
+            count(f"{self._one}_compiles")
             vouch = Path(folder) / "sha256"
             vouch.write_text(_sha256(temporary))
             # The old voucher goes first: a crash between the two renames must not leave one for another file.

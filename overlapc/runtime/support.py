@@ -75,6 +75,7 @@ def owned(target: Callable[..., Any]) -> Callable[..., Any]:
         return torch.utils._pytree.tree_map(copy, target(*args, **kwargs))
 
     call.__name__ = f"owned_{getattr(target, '__name__', 'call')}"
+    call.copies_results_of = target  # type: ignore[attr-defined]
     return call
 
 

@@ -1,7 +1,8 @@
 """Generated Triton kernels through Triton's interpreter, on CPU tensors: slow, and needs no GPU.
 
-The interpreter lacks libdevice, rounds bfloat16 wrongly and runs custom reductions element by element; for these
-torch's CPU functions stand in. All else, the prelude's compositions included, is the source that runs on a GPU.
+The interpreter lacks libdevice, rounds bfloat16 wrongly, multiplies its bit patterns, and runs custom reductions
+element by element; for these torch's CPU functions stand in. All else, the prelude's compositions included, is the
+source that runs on a GPU.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def _prelude() -> ModuleType:
     replacements: dict[str, Any] = {
         "range": _range,
         "to_bf16": _to_bf16,
+        "dot": _dot,
         "reduce_sum": _reduction(lambda data: data.sum(1, keepdims=True, dtype=data.dtype)),
         "reduce_prod": _reduction(lambda data: data.prod(1, keepdims=True, dtype=data.dtype)),
         "reduce_max": _reduction(lambda data: data.max(1, keepdims=True)),
@@ -89,6 +91,12 @@ def _reduction(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[tl.ten
 def _to_bf16(x: tl.tensor) -> tl.tensor:
     rounded = torch.from_numpy(np.array(x.handle.data)).to(torch.bfloat16)
     return _tensor(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16, x.type.is_block())
+
+
+def _dot(a: tl.tensor, b: tl.tensor, accumulated: tl.tensor, precision: Any) -> tl.tensor:
+    """Triton's own multiplies the bit patterns of bfloat16."""
+    left, right = (tile.to(tl.float32).handle.data for tile in (a, b))
+    return _tensor(np.matmul(left, right) + accumulated.handle.data, tl.float32, True)
 
 
 def _range(*bounds: Any) -> range:

@@ -37,6 +37,7 @@ class Stage:
     function: str
     programs: sympy.Expr  # grid size, from the kernel's size symbols
     num_warps: int
+    num_stages: int = 0  # loads in flight in a pipelined loop; 0: Triton's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Launch:
 
     def identity(self) -> str:
         """What tells two kernels of equal text apart."""
-        stages = [(stage.function, str(stage.programs), stage.num_warps) for stage in self.stages]
+        stages = [(stage.function, str(stage.programs), stage.num_warps, stage.num_stages) for stage in self.stages]
         return repr((stages, self.pointers, [(str(dtype), str(size)) for dtype, size in self.scratch], self.constants))
 
     @property
@@ -235,6 +236,8 @@ def _compile(source: Source, function: Any, stage: Stage, variant: Variant, targ
     multiples += [len(pointers) + at for at in range(len(source.sizes)) if variant.divisible >> at & 1]
     attributes = {(at,): [["tt.divisibility", 16]] for at in multiples}
     options: dict[str, Any] = {"num_warps": stage.num_warps}
+    if stage.num_stages:
+        options["num_stages"] = stage.num_stages
     if "tl.device_assert(" in source.text:
         # Triton drops assertions otherwise; with them come checks that integers do not wrap, which ours may.
         options |= {"debug": True, "sanitize_overflow": False}

@@ -164,16 +164,14 @@ def last(v):
 
 
 @triton.jit
-def online_value(peak, v):
-    """exp(-|peak - v|), the one factor an online softmax step needs; 1 where both are equal (infinities too)."""
-    return tl.where(peak == v, 1.0, libdevice.exp(-tl.abs(peak - v)))
+def online_total(peak, top, total, v):
+    """Lane sums of exp(v - peak), made relative to the new peak `top` of the row, and this tile's added.
 
-
-@triton.jit
-def online_total(peak, total, v):
-    """The running sum of exp(v - peak) once `v` has joined it, relative to the new peak max(peak, v)."""
-    factor = online_value(peak, v)
-    return tl.where(v > peak, total * factor + 1.0, total + factor)
+    The fast exponential: its error grows with v - top, as the term's weight in the sum shrinks. While nothing but
+    -inf was seen the sum stays 0.
+    """
+    base = tl.where(top == float("-inf"), tl.full([], 0.0, top.dtype), top)
+    return total * tl.exp(peak - base) + tl.exp(v - base)
 
 
 @triton.jit
@@ -195,9 +193,21 @@ def to_bf16(x):
 
 
 @triton.jit
+def to_fp8e4nv(x):
+    """Rounded to nearest even; NaN beyond the largest number, where the instruction would give that number."""
+    return tl.where(tl.abs(x) > 464.0, float("nan"), x).to(tl.float8e4nv)
+
+
+@triton.jit
 def to_fp16(x):
     """Rounded to nearest even."""
     return x.to(tl.float16)
+
+
+@triton.jit
+def dot(a, b, accumulated, precision: tl.constexpr):
+    """`a @ b + accumulated` of tiles, summed in float32; precision: how float32 factors are multiplied."""
+    return tl.dot(a, b, accumulated, input_precision=precision)
 
 
 @triton.jit
@@ -220,6 +230,42 @@ def sqrt(x):
 @triton.jit
 def sigmoid(x):
     return divide(tl.full([], 1.0, x.dtype), libdevice.exp(-x) + 1.0)
+
+
+@triton.jit
+def coarse_div(a, b):
+    """a / b, off by at most two units in the last place."""
+    return a / b
+
+
+@triton.jit
+def coarse_exp(x):
+    return tl.exp(x)
+
+
+@triton.jit
+def coarse_sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def coarse_tanh(x):
+    """1 - 2 / (exp(2x) + 1), and a series where that cancels; relative error under 1e-5."""
+    square = x * x
+    series = x - x * square * (1.0 / 3.0 - square * (2.0 / 15.0))
+    return tl.where(square < 0.01, series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
+
+
+@triton.jit
+def coarse_erf(x):
+    """Abramowitz and Stegun 7.1.26, and a series near 0, where its absolute error of 1.5e-7 would count."""
+    size = tl.abs(x)
+    square = x * x
+    t = 1.0 / (1.0 + 0.3275911 * size)
+    tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    far = 1.0 - tail * tl.exp(-square)
+    series = x * (1.1283791671 - square * (0.3761263890 - square * 0.1128379167))
+    return tl.where(square < 0.01, series, tl.where(x < 0, -far, far))
 
 
 @triton.jit
@@ -295,3 +341,32 @@ def shift_right(a, b, LAST: tl.constexpr):
     """a >> b; as by LAST places (all bits but the sign) where b is negative or larger."""
     last = tl.full([], LAST, b.dtype)
     return a >> tl.where((b < 0) | (b > last), last, b)
+
+
+@triton.jit
+def _philox(key, upper, position):
+    """Word `position` of a stream, uint32: Philox 4x32-10 as runtime/philox.py has it."""
+    k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    c0, c1 = (position >> 2).to(tl.uint32), (position >> 34).to(tl.uint32)
+    c2, c3 = upper.to(tl.uint32) + c0 - c0, (upper >> 32).to(tl.uint32) + c0 - c0
+    factor0, factor1 = tl.full([], 0xD2511F53, tl.uint32), tl.full([], 0xCD9E8D57, tl.uint32)
+    step0, step1 = tl.full([], 0x9E3779B9, tl.uint32), tl.full([], 0xBB67AE85, tl.uint32)
+    for _ in tl.static_range(10):
+        high0, low0 = tl.umulhi(c0, factor0), c0 * factor0
+        high1, low1 = tl.umulhi(c2, factor1), c2 * factor1
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + step0, k1 + step1
+    odd = (position & 1) != 0
+    return tl.where((position & 2) != 0, tl.where(odd, c3, c2), tl.where(odd, c1, c0))
+
+
+@triton.jit
+def random_word(key, upper, position):
+    """A number from 0 to 2^32 - 1, as int64."""
+    return _philox(key, upper, position).to(tl.int64)
+
+
+@triton.jit
+def random(key, upper, position):
+    """A number of [0, 1), from the upper 24 bits of a word."""
+    return (_philox(key, upper, position) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24

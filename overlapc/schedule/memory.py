@@ -11,7 +11,7 @@ never die. Aliases (views, waits, in-place results) take nothing. A node's scrat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from overlapc.schedule.model import Kind, Schedule
@@ -52,7 +52,27 @@ class MemoryProfile:
 
 
 def lifetimes(schedule: Schedule) -> Lifetimes:
-    """Storages of a schedule and who touches them. O(names read and written)."""
+    """Storages of a schedule and who touches them. Cached on the schedule; O(names read and written)."""
+    cached: Lifetimes | None = schedule.__dict__.get("_lifetimes")
+    if cached is None:
+        base = schedule.moved_from
+        cached = _lifetimes(schedule) if base is None else _reordered(lifetimes(base), base, schedule)
+        schedule.__dict__["_lifetimes"] = cached  # like cached_property: a fact about an immutable value
+    return cached
+
+
+def _reordered(life: Lifetimes, old: Schedule, new: Schedule) -> Lifetimes:
+    """`life` of the order `old`, its nodes counted as in `new`."""
+    was = [old.position(node.name) for node in new.nodes]
+    return replace(
+        life,
+        touches=tuple(life.touches[at] for at in was),
+        allocates=tuple(life.allocates[at] for at in was),
+        scratch=tuple(life.scratch[at] for at in was),
+    )
+
+
+def _lifetimes(schedule: Schedule) -> Lifetimes:
     produced = {schedule.root(name) for node in schedule.nodes for name in node.writes}
     inputs = [
         buffer
@@ -111,16 +131,17 @@ def _profile(life: Lifetimes, order: Sequence[int]) -> MemoryProfile:
     for at, node in enumerate(order):
         for storage in life.touches[node]:
             last[storage] = at
-    dying: list[list[int]] = [[] for _ in order]
+    dying: dict[int, list[int]] = {}
     for storage, at in last.items():
-        dying[at].append(storage)
+        dying.setdefault(at, []).append(storage)
     live = life.base_bytes
     during: list[int] = []
     for at, node in enumerate(order):
         live += life.allocates[node]
         during.append(live + life.scratch[node])
-        live -= sum(life.bytes[storage] for storage in dying[at])
-    frees = tuple(tuple(life.roots[storage] for storage in storages) for storages in dying)
+        if at in dying:
+            live -= sum(life.bytes[storage] for storage in dying[at])
+    frees = tuple(tuple(life.roots[storage] for storage in dying.get(at, ())) for at in range(len(order)))
     return MemoryProfile(tuple(during), frees, life.base_bytes)
 
 

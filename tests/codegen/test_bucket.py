@@ -8,6 +8,7 @@ import torch
 
 from overlapc.codegen.bucket import merge_starts
 from overlapc.ir.ops import Extern, Layout, Provenance, Start, View
+from overlapc.runtime.collectives import all_gather_bytes_coalesced
 from overlapc.schedule.model import Comm
 
 c10d = torch.ops._c10d_functional
@@ -23,9 +24,9 @@ def gather(name: str, dtype: torch.dtype = torch.float32, group: str = "1") -> S
     return Start(name, call, Comm("all_gather", 16, "dp", 2), Provenance((name,)))
 
 
-def scatter(name: str, reduction: str) -> Start:
-    args = (view(f"{name}_in", 4), reduction, 2, "1")
-    call = Extern(name, c10d.reduce_scatter_tensor.default, args, {}, view(name, 2), pure=False)
+def scatter(name: str, reduction: str, dtype: torch.dtype = torch.float32) -> Start:
+    args = (view(f"{name}_in", 4, dtype), reduction, 2, "1")
+    call = Extern(name, c10d.reduce_scatter_tensor.default, args, {}, view(name, 2, dtype), pure=False)
     return Start(name, call, Comm("reduce_scatter", 16, "dp", 2))
 
 
@@ -47,10 +48,20 @@ def test_buckets_merge_once_more():
     assert [output.buffer for output in three.outputs] == ["a", "b", "c"]
 
 
+def test_gathers_of_several_dtypes_go_as_bytes():
+    mixed = merge_starts([gather("a"), gather("b", torch.bfloat16)])
+    assert isinstance(mixed, Start)
+    assert mixed.call.target is all_gather_bytes_coalesced
+    three = merge_starts([mixed, gather("c")])
+    assert isinstance(three, Start)
+    assert three.call.target is all_gather_bytes_coalesced
+    assert [output.buffer for output in three.outputs] == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize(
     ("starts", "why"),
     [
-        ([gather("a"), gather("b", torch.bfloat16)], "dtypes differ"),
+        ([scatter("a", "sum"), scatter("b", "sum", torch.bfloat16)], "dtypes differ"),
         ([gather("a"), gather("b", group="2")], "reductions or process groups differ"),
         ([scatter("a", "sum"), scatter("b", "avg")], "reductions or process groups differ"),
         ([gather("a"), scatter("b", "sum")], "no coalesced form of _c10d_functional.all_gather_into_tensor.default"),

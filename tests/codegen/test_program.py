@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import overlapc.codegen.cpp  # noqa: F401 (registers the generator)
-from overlapc.backend import generate_kernels, load_kernels
+from overlapc.backend import generate_kernels
+from overlapc.codegen.kernel import generator_for
 from overlapc.codegen.program import Allocate, Free, Launch, Program, TakeOver, build_program
 from overlapc.codegen.python import PythonWrapper
 from overlapc.config import Config
@@ -39,7 +40,7 @@ def compiled(
     sources = generate_kernels(schedule, lowered)
     program = build_program(schedule, lowered, sources)
     wrapper = PythonWrapper(program)
-    return program, wrapper, wrapper.bind(load_kernels(sources, schedule, Config.of({})))
+    return program, wrapper, wrapper.bind(generator_for("cpu").load(program.kernels(), Config.of({}).cache_dir))
 
 
 def of(program: Program, kind: type) -> list[Any]:

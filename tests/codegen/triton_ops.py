@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import sympy
 import torch
 import torch.nn.functional as F
 
-from overlapc.ir.body import Body, Cast, Constant, Load, Store, Value, op
-from tests.codegen.triton_cases import Case, Tensors, loop, p0
+from overlapc.ir.body import ATOMICS, Body, Cast, Constant, Index, Load, Store, Value, op
+from overlapc.runtime import philox
+from tests.codegen.triton_cases import Case, Tensors, i0, loop, p0
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -218,9 +220,86 @@ def where_and_constants() -> Case:
     return Case("where_and_constants", Body((loop(p0, 6),), (), stores), tensors, expected, tolerance=0.0)
 
 
+def random_numbers() -> Case:
+    """Words and numbers of a stream, at positions beyond 32 bits too: bit by bit what runtime/philox.py says."""
+    count, far = 1000, 2**36 + 5
+    seed = [Load("seed", sympy.Integer(at), torch.int64) for at in range(2)]
+    positions = {"near": p0, "far": 3 * p0 + far}
+    names = ("random", "random_word")
+    stores, tensors = [], {"seed": torch.tensor([-(2**62) + 12345, 2**61 + 987654321])}
+    for place, position in positions.items():
+        for name in names:
+            dtype = torch.float32 if name == "random" else torch.int64
+            value = op(name, *seed, Index(position), dtype=dtype)
+            stores.append(Store(f"{name}_{place}", p0, value, dtype))
+            tensors[f"{name}_{place}"] = torch.zeros(count, dtype=dtype)
+
+    def expected(t: Tensors) -> Tensors:
+        at = torch.arange(count, device=t["seed"].device)
+        found = {place: philox.words(t["seed"], where) for place, where in (("near", at), ("far", 3 * at + far))}
+        words = {f"random_word_{place}": word for place, word in found.items()}
+        return words | {f"random_{place}": (word >> 8).float() * 2.0**-24 for place, word in found.items()}
+
+    return Case("random_numbers", Body((loop(p0, count),), (), tuple(stores)), tensors, expected, tolerance=0.0)
+
+
+def bitcasts() -> Case:
+    """The bits of floats as integers and back."""
+    stores, tensors = [], {}
+    pairs = [(torch.float32, torch.int32), (torch.float64, torch.int64)]
+    for wide, bits in pairs:
+        numbers = torch.tensor([0.0, -0.0, 1.5, -3.25, math.inf, -math.inf, 1e-40], dtype=wide)
+        tensors |= {f"x_{bits}": numbers, f"bits_{bits}": numbers.view(bits) * 0, f"back_{bits}": numbers * 0}
+        value = op("bitcast", Load(f"x_{bits}", p0, wide), dtype=bits)
+        turned = op("bitwise_xor", value, Constant(torch.iinfo(bits).min, bits))
+        stores += [
+            Store(f"bits_{bits}", p0, value, bits),
+            Store(f"back_{bits}", p0, op("bitcast", turned, dtype=wide), wide),
+        ]
+
+    def expected(t: Tensors) -> Tensors:
+        found = {}
+        for _, bits in pairs:
+            found |= {f"bits_{bits}": t[f"x_{bits}"].view(bits), f"back_{bits}": -t[f"x_{bits}"]}
+        return found
+
+    return Case("bitcasts", Body((loop(p0, 7),), (), tuple(stores)), tensors, expected, tolerance=0.0)
+
+
+def atomics() -> Case:
+    """Every way in which iterations combine in one element, where a mask allows it."""
+    count, places = 600, 7
+    generator = torch.Generator().manual_seed(11)
+    where = Load("where", p0, torch.int64)
+    mask = op("ne", where, Constant(3, torch.int64))
+    dtypes = [torch.int32, torch.int64, torch.float32, torch.float64]
+    stores: list[Store] = []
+    tensors: Tensors = {"where": torch.randint(places, (count,), generator=generator)}
+    for dtype in dtypes:
+        tensors[f"x_{dtype}"] = torch.randint(-1000, 1000, (count,), generator=generator).to(dtype)
+        for mode in ATOMICS if not dtype.is_floating_point else ("add",):
+            name = f"{mode}_{dtype}"
+            tensors[name] = torch.full((places,), 5).to(dtype)
+            stores.append(Store(name, i0, Load(f"x_{dtype}", p0, dtype), dtype, mode, mask, ((i0, where),)))
+
+    def expected(t: Tensors) -> Tensors:
+        kept = t["where"] != 3
+        found = {}
+        for store in stores:
+            reduce = {"add": "sum", "max": "amax", "min": "amin"}[store.mode]
+            source = t[f"x_{store.memory_dtype}"][kept]
+            found[store.buffer] = t[store.buffer].scatter_reduce(0, t["where"][kept], source, reduce)
+        return found
+
+    return Case("atomics", Body((loop(p0, count),), (), tuple(stores)), tensors, expected, tolerance=0.0)
+
+
 def all_cases() -> list[Case]:
     return [
         *(elementwise(dtype, arity) for dtype in DTYPES for arity in (1, 2)),
         *(casts(dtype) for dtype in DTYPES),
         where_and_constants(),
+        random_numbers(),
+        bitcasts(),
+        atomics(),
     ]

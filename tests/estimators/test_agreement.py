@@ -230,7 +230,7 @@ def test_a_restarted_job_does_not_read_what_the_last_one_left() -> None:
     with pytest.raises(RanksDisagree):
         Party(store, 0, (0, 1), "job/0").compilation("f", 0.05).agree_on_graph(LINES)
     outcomes = on_ranks(2, lambda party, rank: party.compilation("f", 20).agree_on_graph(LINES), store, "job/1")
-    assert outcomes == [None, None]
+    assert outcomes == [False, False]  # nobody has kept anything
 
 
 def test_an_answer_of_another_job_in_the_same_store_is_not_taken_for_ours() -> None:
@@ -314,7 +314,7 @@ def test_many_ranks_agree_in_little_work_each(kind: str, count: int) -> None:
 def test_agreeing_on_a_large_graph_is_quick() -> None:
     lines = [f"v{i} = aten.mm.default(v{i - 1}, v0) : bf16 2d" for i in range(20_000)]
     began = time.monotonic()
-    assert on_ranks(8, lambda party, rank: party.compilation("f", 20).agree_on_graph(lines)) == [None] * 8
+    assert on_ranks(8, lambda party, rank: party.compilation("f", 20).agree_on_graph(lines)) == [False] * 8
     assert time.monotonic() - began < 2
 
 
@@ -324,3 +324,14 @@ def test_agreeing_on_a_large_graph_is_quick() -> None:
 )
 def test_ranks_print_as_runs(ranks: list[int], text: str) -> None:
     assert format_ranks(ranks) == text
+
+
+def test_what_all_have_kept_is_used_and_what_some_have_is_not():
+    def agree(kept: list[str]) -> list[Any]:
+        return on_ranks(
+            len(kept), lambda party, rank: party.compilation("f", 20).agree_on_graph(["v0 = placeholder"], kept[rank])
+        )
+
+    assert agree(["order", "order", "order"]) == [True] * 3
+    assert agree(["order", "", "order"]) == [False] * 3
+    assert agree(["order", "order", "another"]) == [False] * 3

@@ -172,3 +172,12 @@ def test_gradients_of_an_activation_and_of_a_bias_are_one_kernel() -> None:
 
     (kernel,) = kernels_of(backward, torch.empty(64, 32), torch.empty(64, 32))
     assert kernel.body.reduction_numel() == sympy.Integer(64)
+
+
+def test_rows_and_columns_of_a_square_matrix_stay_apart() -> None:
+    def function(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return a.sum(0), a.sum(1)
+
+    ops, report = fuse_ops(capture(function, torch.randn(64, 64)))
+    assert sum(isinstance(each, Loops) for each in ops) == 2
+    assert any("square" in reason for reason in report.refused.values())

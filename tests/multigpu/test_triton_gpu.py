@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from overlapc.codegen.triton import TritonGenerator
+from tests.codegen.product_cases import large_product_cases
 from tests.codegen.scan_cases import large_scan_cases, scan_cases
 from tests.codegen.triton_cases import Case, large, noise, small, swiglu, symbolic, variants
 from tests.codegen.triton_ops import all_cases
@@ -26,7 +27,7 @@ SMALL = [(case, form, tiling) for case in small() + scan_cases() for form, tilin
 @pytest.fixture(scope="module")
 def large_cases() -> list[Case]:
     """Made on demand: these are gigabytes that a run without a GPU should not touch."""
-    return large() + large_scan_cases()
+    return large() + large_scan_cases() + large_product_cases()
 
 
 def _check(named: list[tuple[str, Case, object]], cache_dir: Path) -> None:

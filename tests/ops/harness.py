@@ -202,7 +202,7 @@ def classify(op: OpInfo, sample: SampleInput, dynamic: bool, options: dict[str, 
     """Runs `sample` in eager and with overlapc; on failure also with `aot_eager`, to know whose failure it is."""
 
     def ours(gm: Any, inputs: Any) -> Any:
-        return backend(gm, inputs, options=options or {})
+        return backend(gm, inputs, options={"fallback_random": True, **(options or {})})
 
     name = full_name(op)
     try:

@@ -57,13 +57,60 @@ def test_reductions_of_a_module_start_as_one_where_the_last_did():
     assert order_of(moved) == ["g", "h", "r+1", "s", "o", "w", "last"]
 
 
-@pytest.mark.parametrize(
-    "other", ["@tp(2) dtype=bf16 unit=m", "@dp(2) dtype=fp32 unit=m", "@dp(2) dtype=bf16 unit=n", "@dp(2) dtype=bf16"]
-)
-def test_another_group_dtype_or_module_stays_apart(other):
+@pytest.mark.parametrize("other", ["@tp(2) dtype=bf16 unit=m", "@dp(2) dtype=bf16 unit=n", "@dp(2) dtype=bf16"])
+def test_another_group_or_module_stays_apart(other):
     text = LAYER.replace("all_gather(d) @dp(2) dtype=bf16 unit=m", f"all_gather(d) {other}")
     moved, _ = bucketed(text)
     assert "b" in order_of(moved)
+
+
+def test_gathers_of_another_dtype_join_and_reductions_do_not():
+    moved, _ = bucketed(LAYER.replace("all_gather(d) @dp(2) dtype=bf16", "all_gather(d) @dp(2) dtype=fp32"))
+    assert moved.node("a+1").comm.dtype == "mixed"
+    text = """
+        x = kernel(p) : 4B 5us; r = reduce_scatter(x) @dp(2) dtype=bf16 unit=m : 2B 30us
+        y = kernel(p) : 4B 5us; t = reduce_scatter(y) @dp(2) dtype={} unit=m : 2B 30us
+        s = wait(r); w = wait(t); return s, w
+    """
+    assert [node.name for node in bucketed(text.format("bf16"))[0].starts()] == ["r+1"]
+    assert [node.name for node in bucketed(text.format("fp32"))[0].starts()] == ["r", "t"]
+
+
+def units(each_us: float, count: int = 4) -> str:
+    """`count` modules of one gather each, and one kernel each."""
+    gathers = [f"a{at} = all_gather(p{at}) @dp unit=m{at} : 8B {each_us}us" for at in range(count)]
+    uses = [f"w{at} = wait(a{at}); k{at} = kernel(w{at}) : 0B 5us" for at in range(count)]
+    return ";".join(gathers + uses)
+
+
+def test_modules_that_are_nothing_but_latency_share_a_bucket():
+    latency, _ = bucketed(units(15))
+    assert [node.name for node in latency.starts()] == ["a0+3"]
+    enough, _ = bucketed(units(60))
+    assert [node.name for node in enough.starts()] == ["a0", "a1", "a2", "a3"]
+
+
+def test_latency_is_that_of_the_group():
+    """1,024 ranks take a thousand steps: 60 us are nothing but latency there, and pieces would be no sooner."""
+
+    def slow_start(node):
+        return Estimate(55e3 + node.comm.bytes * 1e3, "asked")
+
+    moved, _ = bucketed(units(60), estimate=slow_start)
+    assert [node.name for node in moved.starts()] == ["a0+3"]
+    one_module = units(60).replace("m1", "m0").replace("m2", "m0").replace("m3", "m0")
+    assert len(bucketed(one_module)[0].starts()) == 2
+    assert len(bucketed(one_module, estimate=slow_start)[0].starts()) == 1
+
+
+def test_modules_are_joined_only_where_that_is_faster():
+    """The second module's parameter is made by compute that the first one's would have to wait for."""
+    text = """
+        a = all_gather(p) @dp unit=m : 8B 15us; u = wait(a); y = kernel(u) : 0B 500us
+        c = kernel(y) : 8B 1us; b = all_gather(c) @dp unit=n : 8B 15us; v = wait(b); z = kernel(v) : 0B 5us
+    """
+    moved, _ = bucketed(text)
+    assert [node.name for node in moved.starts()] == ["a", "b"]
 
 
 def test_what_another_module_stands_between_stays_apart():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -24,9 +24,13 @@ CASES = [("fp32", (1, 2)), ("bf16", (1, 2)), ("fp32", (2, 1))]  # precision, (re
 
 
 def steps(cases: Sequence[tuple[str, tuple[int, int]]]) -> list[dict[str, Any]]:
-    """On every rank, for each case: what one step gives with buckets and without, and how many collectives it took."""
+    """On every rank, for each case: what one step gives with buckets and without, and how many collectives it took.
+
+    The last is that of `precisions`.
+    """
     torch.set_num_threads(1)
-    return [{passes: step(precision, shape, passes) for passes in ("bucket", "none")} for precision, shape in cases]
+    seen = [{passes: step(precision, shape, passes) for passes in ("bucket", "none")} for precision, shape in cases]
+    return [*seen, precisions()]
 
 
 def step(precision: str, shape: tuple[int, int], passes: str) -> dict[str, Any]:
@@ -45,6 +49,38 @@ def step(precision: str, shape: tuple[int, int], passes: str) -> dict[str, Any]:
     grads = {name: local(parameter.grad) for name, parameter in model.named_parameters()}
     counters = torch._dynamo.utils.counters["overlapc"]
     return {"loss": loss.detach(), "grads": grads, "collectives": counters["collectives"]}
+
+
+class Precisions(nn.Module):
+    """Parameters of three dtypes in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rough = nn.Parameter(torch.linspace(-1, 1, 24).view(6, 4).bfloat16())
+        self.fine = nn.Parameter(torch.linspace(-2, 1, 16).view(4, 4))
+        self.bias = nn.Parameter(torch.linspace(0, 1, 5))  # uneven
+        self.counts = nn.Parameter(torch.arange(6), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x @ self.rough.float() @ self.fine).sum(1) * self.counts[:4] + self.bias[:4]).sin().sum()
+
+
+def precisions() -> dict[str, dict[str, Any]]:
+    """With buckets and without: one step of the module above."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    seen = {}
+    for passes in ("bucket", "none"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = overlapc.fully_shard(Precisions(), mesh)
+        options = {"rank_timeout": 60, "passes": passes, "peak_increase": 2.0}
+        step = torch.compile(model, backend="overlapc", fullgraph=True, options=options)
+        loss = step(torch.arange(24.0).view(4, 6) / 24 + dist.get_rank())
+        collectives = torch._dynamo.utils.counters["overlapc"]["collectives"]
+        loss.backward()
+        grads = {name: local(parameter.grad) for name, parameter in model.named_parameters() if parameter.requires_grad}
+        seen[passes] = {"loss": loss.detach(), "grads": grads, "forward": collectives}
+    return seen
 
 
 def local(grad: Any) -> Tensor:
@@ -66,3 +102,12 @@ def test_buckets_change_no_bit_and_launch_less(outcomes, number):
             assert torch.equal(with_buckets["grads"][name], grad), name
         # Nine parameters a layer, in both directions and once more for backward's gathers.
         assert with_buckets["collectives"] <= without["collectives"] / 2
+
+
+def test_gathers_of_three_dtypes_are_one_launch(outcomes):
+    for outcome in outcomes:
+        with_buckets, without = outcome[-1]["bucket"], outcome[-1]["none"]
+        assert (with_buckets["forward"], without["forward"]) == (1, 4)
+        assert torch.equal(with_buckets["loss"], without["loss"])
+        for name, grad in without["grads"].items():
+            assert torch.equal(with_buckets["grads"][name], grad), name

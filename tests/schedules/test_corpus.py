@@ -2,7 +2,9 @@
 
 import pytest
 
+from overlapc.config import Config
 from overlapc.estimators.timeline import simulate
+from overlapc.launch.plan import plan_text as plan_text_of_file
 from overlapc.passes.base import run_pipeline
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Estimate, Schedule
@@ -42,6 +44,16 @@ def test_plans_fit_and_are_no_slower(path):
     assert result.after.step_ns <= result.before.step_ns
     before, after = (simulate(stretched(each, 1.5), ctx.profile) for each in (result.before.schedule, result.schedule))
     assert after.step_ns <= before.step_ns
+
+
+@pytest.mark.parametrize("passes", ["default", "none", "raise_collectives,sink_waits"])
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
+def test_overlapc_plan_takes_any_of_it(path, passes):
+    text = path.read_text()
+    config = Config(profile="h200-nvlink", passes=None if passes == "default" else passes)
+    (graph,) = plan_text_of_file(text, config).steps[0].graphs
+    assert graph.name == parse(text).name
+    assert graph.after.step_ns <= graph.before.step_ns
 
 
 @pytest.mark.parametrize("times", [1.0, 1.5])

@@ -29,7 +29,8 @@ MEMORY_TYPE: Mapping[torch.dtype, str] = {
     torch.bfloat16: "uint16_t",
     torch.float16: "uint16_t",
 }
-_FORMAT = {torch.bfloat16: "bf16", torch.float16: "f16"}
+# Formats that are only read and written, by the name of their functions in prelude.h.
+FORMAT = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _FLOAT_MAX = 3.4028234663852886e38
 
 
@@ -102,22 +103,22 @@ def constant_text(number: float | int | bool, dtype: torch.dtype) -> str:
 
 def load_text(place: str, memory_dtype: torch.dtype) -> str:
     """The value stored at `place`, such as `in0[i]`."""
-    if memory_dtype in _FORMAT:
-        return f"load_{_FORMAT[memory_dtype]}({place})"
+    if memory_dtype in FORMAT:
+        return f"load_{FORMAT[memory_dtype]}({place})"
     return f"{place} != 0" if memory_dtype == torch.bool else place
 
 
 def cast_text(value: str, source: torch.dtype, to: torch.dtype) -> str:
     """`value` of dtype `source` as the C++ type that computes `to`."""
-    if to in _FORMAT:
-        return f"round_{_FORMAT[to]}({_convert(value, source, torch.float32)})"
+    if to in FORMAT:
+        return f"round_{FORMAT[to]}({_convert(value, source, torch.float32)})"
     return _convert(value, source, to)
 
 
 def store_text(value: str, source: torch.dtype, memory_dtype: torch.dtype) -> str:
     """`value` of dtype `source` as an element of memory."""
-    if memory_dtype in _FORMAT:
-        return f"store_{_FORMAT[memory_dtype]}({_convert(value, source, torch.float32)})"
+    if memory_dtype in FORMAT:
+        return f"store_{FORMAT[memory_dtype]}({_convert(value, source, torch.float32)})"
     if memory_dtype == torch.bool:
         return f"uint8_t({_convert(value, source, torch.bool)})"
     return _convert(value, source, memory_dtype)
@@ -163,6 +164,7 @@ _ROUNDING = frozenset({"floor", "ceil", "trunc", "round"})
 HEAVY = dict.fromkeys(_MATH | {"exp", "sigmoid", "pow"}, 10) | dict.fromkeys(
     ("floor", "ceil", "trunc", "sqrt", "copysign"), 1
 )
+HEAVY |= dict.fromkeys(("random", "random_word"), 40)  # ten rounds of two products
 _SCAN_WEIGHT = 10  # each waits for the one before it
 # No vector version exists: the loop around it runs one element at a time.
 SCALAR_ONLY = frozenset({"lgamma", "nextafter"})
@@ -172,6 +174,8 @@ def operation_text(op: Op, args: list[str]) -> str:
     """C++ for an element-wise operation on arguments that are names or literals."""
     if op.name == "bitcast":
         return f"bits<{C_TYPE[op.dtype]}>({args[0]})"
+    if op.name in _RANDOM:
+        return f"{op.name}({', '.join(args)})"
     dtype = op.args[-1].dtype
     kind = C_TYPE[dtype]
     text = _operation(op, args, dtype, kind)
@@ -179,6 +183,7 @@ def operation_text(op: Op, args: list[str]) -> str:
     return text if computed == op.dtype else _convert(f"({text})", computed, op.dtype)
 
 
+_RANDOM = frozenset({"random", "random_word"})
 _YIELDS_BOOL = frozenset("eq ne lt le gt ge isnan isinf signbit logical_not".split()) | _LOGICAL.keys()
 
 

@@ -9,6 +9,7 @@ import torch
 
 from overlapc.codegen.cpp.expressions import (
     C_TYPE,
+    FORMAT,
     MEMORY_TYPE,
     cast_text,
     constant_text,
@@ -18,7 +19,8 @@ from overlapc.codegen.cpp.expressions import (
     store_text,
 )
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
-from overlapc.codegen.cpp.plan import BLOCK, CONFLICT_BLOCK, PARALLEL_WORK, TRANSPOSE_BLOCK, Plan
+from overlapc.codegen.cpp.pieces import Piece, pieces
+from overlapc.codegen.cpp.plan import BLOCK, CONFLICT_BLOCK, PARALLEL_WORK, TILED_BLOCK, TRANSPOSE_BLOCK, Plan, stride
 from overlapc.ir.body import (
     Body,
     Cast,
@@ -26,6 +28,7 @@ from overlapc.ir.body import (
     Constant,
     Index,
     Load,
+    Loop,
     Op,
     Reduce,
     Scan,
@@ -49,6 +52,9 @@ class Function:
         self.number = {value: at for at, value in enumerate(self.values)}
         self.lines: list[str] = []
         self.depth = 0
+        self.tiles: dict[Load, str] = {}
+        self.bits: dict[str, str] = {}  # name of a number -> name of the bits it was read from
+        self.facts: Mapping[Value, bool] = {}  # conditions that hold, or do not, where we are writing
         reduced = {loop.symbol for loop in body.reduction}
         self.varies = depends_on(self.values, reduced)  # with a reduction loop
         self.stage = reduction_depth(self.values)
@@ -82,6 +88,11 @@ class Function:
     def open(self, loop: For) -> None:
         for text in loop.before:
             self.line(text)
+        self.begin(loop)
+
+    def begin(self, loop: For) -> None:
+        if loop.pragma:
+            self.line(loop.pragma)
         self.line(loop.header + " {")
         self.depth += 1
         for text in loop.inside:
@@ -93,16 +104,15 @@ class Function:
         for text in loop.after if loop is not None else ():
             self.line(text)
 
-    def parameter_type(self, buffer: str) -> str:
-        """`float*`, or `const float*` for what is only read."""
-        stored = any(store.buffer == buffer for store in self.body.stores)
-        return f"{'' if stored else 'const '}{MEMORY_TYPE[self.memory_dtype[buffer]]}*"
-
-    def text(self, linkage: str = 'extern "C"', name: str = "KERNEL_NAME") -> str:
-        """The whole function."""
-        parameters = [f"{self.parameter_type(buffer)} {argument}" for buffer, argument in self.arguments.items()]
+    def text(self) -> str:
+        """The whole function, named KERNEL_NAME."""
+        stored = {store.buffer for store in self.body.stores}
+        parameters = [
+            f"{'' if buffer in stored else 'const '}{MEMORY_TYPE[self.memory_dtype[buffer]]}* {argument}"
+            for buffer, argument in self.arguments.items()
+        ]
         parameters += [f"int64_t {symbol}" for symbol in self.sizes] + ["int64_t threads"]
-        self.line(f"{linkage} {'int32_t' if self.checks else 'void'} {name}({', '.join(parameters)}) {{")
+        self.line(f'extern "C" {"int32_t" if self.checks else "void"} KERNEL_NAME({", ".join(parameters)}) {{')
         self.depth += 1
         if self.checks:  # volatile: every thread and lane may set it, and none of that may be optimized away
             for number, message in enumerate(self.checks, 1):
@@ -119,10 +129,7 @@ class Function:
     def statement(self, value: Value, known: Mapping[Value, str]) -> str:
         """The C++ expression of one value over the names of its operands."""
         if isinstance(value, Load):
-            text = load_text(self.place(value, known), value.memory_dtype)
-            if value.mask is None:
-                return text
-            return f"{known[value.mask]} ? {text} : {constant_text(0, value.dtype)}"
+            return self.element(value, known)
         if isinstance(value, Index):
             return f"{C_TYPE[value.dtype]}({index_text(value.expr)})"
         if isinstance(value, Cast):
@@ -131,10 +138,29 @@ class Function:
             number = self.checks.index(value.message) + 1
             return f"({known[value.condition]} ? (void)0 : (void)(failed = {number}), {known[value.arg]})"
         assert isinstance(value, Op), f"{type(value).__name__} is not computed in place"
+        if value.name == "where" and value.args[0] in self.facts:
+            return known[self.operands_of(value)[0]]
         return operation_text(value, [known[arg] for arg in value.args])
+
+    def element(self, load: Load, known: Mapping[Value, str]) -> str:
+        """What is read: the number, or the bits of one in a format that nothing is computed in."""
+        raw = load.memory_dtype in FORMAT
+        zero = "uint16_t(0)" if raw else constant_text(0, load.dtype)
+        if load.mask is not None and self.facts.get(load.mask) is False:
+            return zero
+        text = self.place(load, known) if raw else load_text(self.place(load, known), load.memory_dtype)
+        if load.mask is None or load.mask in self.facts:
+            return text
+        return f"{known[load.mask]} ? {text} : {zero}"
 
     def place(self, access: Load | Store, known: Mapping[Value, str]) -> str:
         """`in0[4096 * p0 + r0]`."""
+        if isinstance(access, Load) and access in self.tiles:
+            rows, columns = self.plan.blocked, self.plan.vector
+            assert rows is not None
+            assert columns is not None
+            row, column = (f"({loop.symbol} - {loop.symbol}_block)" for loop in (rows, columns))
+            return f"{self.tiles[access]}[{TILED_BLOCK[1]} * {row} + {column}]"
         index = access.index
         if access.indirect:
             names = {}
@@ -151,11 +177,15 @@ class Function:
     def store(self, store: Store, known: Mapping[Value, str]) -> str:
         assert not store.is_total, f"{store.buffer} is a total of columns, and this kernel reduces no rows"
         place = self.place(store, known)
-        value = known[store.value]
-        source = store.value.dtype
+        stored = self._as_stored(store, known)
+        value, source = known[stored], stored.dtype
+        unchanged = isinstance(stored, Load) and stored.memory_dtype == store.memory_dtype and store.mode == "set"
+        if unchanged and value in self.bits:
+            text = f"{place} = {self.bits[value]};"
+            return text if store.mask is None else f"if ({known[store.mask]}) {text}"
         if store.is_atomic:
             source = torch.float32 if store.memory_dtype in (torch.bfloat16, torch.float16) else store.memory_dtype
-            present, value = load_text(place, store.memory_dtype), cast_text(value, store.value.dtype, source)
+            present, value = load_text(place, store.memory_dtype), cast_text(value, stored.dtype, source)
             if store.mode == "add":
                 value = f"{present} + {value}"
             else:
@@ -163,6 +193,20 @@ class Function:
                 value = f"{name}<{C_TYPE[source]}>({present}, {value})"
         text = f"{place} = {store_text(value, source, store.memory_dtype)};"
         return text if store.mask is None else f"if ({known[store.mask]}) {text}"
+
+    def _as_stored(self, store: Store, known: Mapping[Value, str]) -> Value:
+        """The value to write: behind selects decided here, and before a conversion that storing does anyway."""
+        stored = store.value
+        while store.mode == "set":
+            decided = isinstance(stored, Op) and stored.name == "where" and stored.args[0] in self.facts
+            converts = isinstance(stored, Cast) and stored.to == store.memory_dtype
+            if not (decided or converts):
+                break
+            (behind,) = self.operands_of(stored)
+            if behind not in known:
+                break
+            stored = behind
+        return stored
 
     def needed(self, roots: Iterable[Value], known: Mapping[Value, str]) -> list[Value]:
         """What must be computed for `roots` when `known` is there already, operands first."""
@@ -172,18 +216,36 @@ class Function:
             value = stack.pop()
             if value not in found:
                 found.add(value)
-                stack.extend(operand for operand in value.operands() if operand not in known)
+                stack.extend(operand for operand in self.operands_of(value) if operand not in known)
         return sorted(found, key=self.number.__getitem__)
+
+    def operands_of(self, value: Value) -> tuple[Value, ...]:
+        """What `value` is computed from, going by `facts`."""
+        if value in self.facts:
+            return ()
+        if isinstance(value, Op) and value.name == "where" and value.args[0] in self.facts:
+            return (value.args[1 if self.facts[value.args[0]] else 2],)
+        if isinstance(value, Load) and value.mask is not None and value.mask in self.facts:
+            return tuple(bound for _, bound in value.indirect) if self.facts[value.mask] else ()
+        return value.operands()
 
     def define(self, values: Iterable[Value], known: dict[Value, str]) -> None:
         """Writes `const` definitions of values, and adds their names to `known`."""
         for value in values:
+            if value in self.facts:
+                known[value] = "true" if self.facts[value] else "false"
+                continue
             if isinstance(value, Constant):
                 text = constant_text(value.number, value.dtype)
                 known[value] = f"({text})" if text.startswith("-") else text
                 continue
             name = f"v{self.number[value]}"
-            self.line(f"const {C_TYPE[value.dtype]} {name} = {self.statement(value, known)};")
+            if isinstance(value, Load) and value.memory_dtype in FORMAT:
+                bits = self.bits[name] = f"b{self.number[value]}"
+                self.line(f"const uint16_t {bits} = {self.element(value, known)};")
+                self.line(f"const float {name} = load_{FORMAT[value.memory_dtype]}({bits});")
+            else:
+                self.line(f"const {C_TYPE[value.dtype]} {name} = {self.statement(value, known)};")
             known[value] = name
 
     def nest(
@@ -196,25 +258,55 @@ class Function:
     ) -> None:
         """Loops around the lines of `finish`, with what `roots` need computed as far out as it can be.
 
-        Nothing may stand between the first `collapsed` loops.
+        The innermost loop is written in pieces. Nothing may stand between the first `collapsed` loops.
         """
         names = dict(known)
+        roots = list(roots)
         at_level: list[list[Value]] = [[] for _ in range(len(loops) + 1)]
-        position = {loop.symbol: at + 1 for at, loop in enumerate(loops) if loop.symbol is not None}
+        position = {loop.loop.symbol: at + 1 for at, loop in enumerate(loops) if loop.loop is not None}
         level: dict[Value, int] = {}
         for value in self.needed(roots, known):
             own = max((position.get(symbol, 0) for symbol in self.symbols[value]), default=0)
             own = max([own, collapsed, *(level.get(operand, 0) for operand in value.operands())])
             level[value] = own
             at_level[own].append(value)
-        for at, values in enumerate(at_level):
+        for loop, values in zip(loops[:-1], at_level, strict=False):
             self.define(values, names)
-            if at < len(loops):
-                self.open(loops[at])
-        for text in finish(names):
-            self.line(text)
-        for loop in reversed(loops):
+            self.open(loop)
+        if loops:
+            self.define(at_level[-2], names)
+            self.innermost(loops[-1], len(loops) > collapsed, at_level[-1], roots, names, finish)
+        else:
+            self.define(at_level[-1], names)
+            for text in finish(names):
+                self.line(text)
+        for loop in reversed(loops[:-1]):
             self.close(loop)
+
+    def innermost(
+        self,
+        loop: For,
+        divisible: bool,
+        values: Sequence[Value],
+        roots: Sequence[Value],
+        known: Mapping[Value, str],
+        finish: Callable[[Mapping[Value, str]], Iterable[str]],
+    ) -> None:
+        """The loop around the lines of `finish` and the `values` that `roots` need there, in pieces where it pays."""
+        for text in loop.before:
+            self.line(text)
+        assert loop.loop is not None
+        for piece in pieces(values, loop.loop) if divisible and loop.counts_positions else [Piece()]:
+            self.facts = piece.facts
+            names = dict(known)
+            self.begin(loop.between(piece.begin, piece.end))
+            self.define(self.needed(roots, names), names)
+            for text in finish(names):
+                self.line(text)
+            self.close()
+        self.facts = {}
+        for text in loop.after:
+            self.line(text)
 
     def store_nest(
         self, loops: Sequence[For], stores: Sequence[Store], known: Mapping[Value, str], collapsed: int = 0
@@ -242,12 +334,12 @@ class Function:
         for loop in loops[:-1]:
             loop.inside = []
         loops[-1].inside = moved + loops[-1].inside
-        loops[0].before.append(pragma)
+        loops[0].pragma = pragma
         return len(loops)
 
     def simd(self, loop: For, clauses: str = "") -> For:
         if self.plan.simd:
-            loop.before.append(f"#pragma omp simd{clauses}")
+            loop.pragma = f"#pragma omp simd{clauses}"
         return loop
 
     def write(self) -> None:
@@ -257,7 +349,9 @@ class Function:
         inner = [plain(loop) for loop in plan.serial]
         vector = plan.vector
         if vector is not None and plan.blocked is not None:
-            parallel += [blocks(plan.blocked, TRANSPOSE_BLOCK[0]), blocks(vector, TRANSPOSE_BLOCK[1])]
+            self.tiles = self._tiled(plan.blocked, vector)
+            rows, columns = TILED_BLOCK if self.tiles else TRANSPOSE_BLOCK
+            parallel += [blocks(plan.blocked, rows), blocks(vector, columns)]
             inner += [in_block(plan.blocked), self.simd(in_block(vector))]
         elif vector is not None:
             step = CONFLICT_BLOCK if plan.serial and not plan.outer else BLOCK
@@ -267,4 +361,32 @@ class Function:
             else:
                 inner.append(self.simd(plain(vector)))
         collapsed = self.on_threads(parallel, self.body.numel())
+        if plan.blocked is not None and vector is not None:
+            parallel[-1].inside += self._fill_tiles(plan.blocked, vector)
         self.store_nest([*parallel, *inner], self.body.stores, {}, collapsed)
+
+    # ---- transposed reads
+
+    def _tiled(self, blocked: Loop, vector: Loop) -> dict[Load, str]:
+        """Loads that go through memory along `blocked`, and the name of the tile that each is turned round in."""
+        found = {}
+        for load in self.body.loads():
+            across, along = (stride(load.index, loop.symbol) for loop in (vector, blocked))
+            always = load.mask is None and not load.indirect
+            plain_type = load.memory_dtype == self.memory_dtype[load.buffer]
+            if along == 1 and across not in (None, 0, 1) and always and plain_type:
+                found[load] = f"tile{self.number[load]}"
+        return found
+
+    def _fill_tiles(self, blocked: Loop, vector: Loop) -> list[str]:
+        """Lines that turn the block at hand round, for every load of `tiles`."""
+        rows, columns = TILED_BLOCK
+        origin = {loop.symbol: sympy.Symbol(f"{loop.symbol}_block", integer=True) for loop in (blocked, vector)}
+        height, width = (f"{loop.symbol}_end - {loop.symbol}_block" for loop in (blocked, vector))
+        lines = []
+        for load, tile in self.tiles.items():
+            first = f"{self.arguments[load.buffer]} + {index_text(load.index.xreplace(origin))}"
+            step = stride(load.index, vector.symbol)
+            lines.append(f"{MEMORY_TYPE[load.memory_dtype]} {tile}[{rows} * {columns}];")
+            lines.append(f"transpose_tile<{columns}>({tile}, {first}, {index_text(step)}, {height}, {width});")
+        return lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import sympy
 
@@ -14,27 +14,49 @@ from overlapc.ir.body import Loop
 class For:
     """A C++ loop about to be written."""
 
-    header: str
-    symbol: sympy.Symbol | None = None  # the loop symbol it binds
-    before: list[str] = field(default_factory=list)  # lines just before it, pragmas last
+    name: str  # of its variable
+    begin: str
+    end: str
+    loop: Loop | None = None  # of the body, whose symbol is known inside
+    step: int = 1
+    before: list[str] = field(default_factory=list)  # lines just before it
+    pragma: str = ""  # its own, after those
     inside: list[str] = field(default_factory=list)  # first lines of its body
     after: list[str] = field(default_factory=list)  # lines just after it
 
+    @property
+    def counts_positions(self) -> bool:
+        """Whether its variable is the symbol of a loop of the body."""
+        return self.loop is not None and self.name == str(self.loop.symbol)
+
+    @property
+    def header(self) -> str:
+        step = f"++{self.name}" if self.step == 1 else f"{self.name} += {self.step}"
+        return f"for (int64_t {self.name} = {self.begin}; {self.name} < {self.end}; {step})"
+
+    def between(self, begin: sympy.Expr | None, end: sympy.Expr | None) -> For:
+        """The part of it from `begin` up to `end`; None where it goes as far as the whole."""
+        first = self.begin if begin is None else _extreme("at_least", self.begin, index_text(begin))
+        last = self.end if end is None else _extreme("at_most", self.end, index_text(end))
+        return replace(self, begin=first, end=last, before=[], after=[])
+
+
+def _extreme(name: str, a: str, b: str) -> str:
+    if a.isdigit() and b.isdigit():
+        return str(max(int(a), int(b)) if name == "at_least" else min(int(a), int(b)))
+    return f"{name}({a}, {b})"
+
 
 def plain(loop: Loop, begin: str = "0", end: str | None = None) -> For:
-    name = loop.symbol
-    end = index_text(loop.size) if end is None else end
-    return For(f"for (int64_t {name} = {begin}; {name} < {end}; ++{name})", loop.symbol)
+    return For(str(loop.symbol), begin, index_text(loop.size) if end is None else end, loop)
 
 
 def blocks(loop: Loop, step: int, begin: str = "0", end: str | None = None) -> For:
     """The loop over blocks of `loop`; `in_block` is the one over a block."""
     name = f"{loop.symbol}_block"
     end = index_text(loop.size) if end is None else end
-    return For(
-        f"for (int64_t {name} = {begin}; {name} < {end}; {name} += {step})",
-        inside=[f"const int64_t {loop.symbol}_end = at_most({name} + {step}, {end});"],
-    )
+    inside = [f"const int64_t {loop.symbol}_end = at_most({name} + {step}, {end});"]
+    return For(name, begin, end, step=step, inside=inside)
 
 
 def in_block(loop: Loop) -> For:

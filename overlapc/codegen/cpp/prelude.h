@@ -207,6 +207,30 @@ INLINE bool sign_bit(double x) { return int64_t(bits<uint64_t>(x)) < 0; }
 template <class T>
 INLINE bool sign_bit(T x) { return x < 0; }
 
+// ---- random numbers: Philox 4x32-10, word `position` of a stream (runtime/philox.py says which)
+
+INLINE uint32_t philox(int64_t key, int64_t upper, int64_t position) {
+  uint32_t k0 = uint32_t(key), k1 = uint32_t(uint64_t(key) >> 32);
+  uint32_t c0 = uint32_t(position >> 2), c1 = uint32_t(uint64_t(position) >> 34);
+  uint32_t c2 = uint32_t(upper), c3 = uint32_t(uint64_t(upper) >> 32);
+#pragma GCC unroll 10
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t(c0) * 0xD2511F53u, b = uint64_t(c2) * 0xCD9E8D57u;
+    c0 = uint32_t(b >> 32) ^ c1 ^ k0;
+    c1 = uint32_t(b);
+    c2 = uint32_t(a >> 32) ^ c3 ^ k1;
+    c3 = uint32_t(a);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  const uint32_t low = position & 1 ? c1 : c0, high = position & 1 ? c3 : c2;
+  return position & 2 ? high : low;
+}
+INLINE int64_t random_word(int64_t key, int64_t upper, int64_t position) { return philox(key, upper, position); }
+INLINE float random(int64_t key, int64_t upper, int64_t position) {
+  return float(int32_t(philox(key, upper, position) >> 8)) * 0x1p-24f;
+}
+
 // ---- reductions
 
 // Integers in the order of floats, NaN beyond every number: compilers vectorize an integer max, a NaN-aware one not.
@@ -263,6 +287,66 @@ INLINE int64_t running_argmin(T x, int64_t at, T& best, int64_t& best_at) {
   const bool later = (x != x) | (x <= best);
   best = later ? x : best;
   return best_at = later ? at : best_at;
+}
+
+// ---- transposed reads: a block of memory turned round in registers, where reading it column by column would take each
+// element by itself
+
+template <int Bytes> struct bits_type;
+template <> struct bits_type<1> { using type = uint8_t; };
+template <> struct bits_type<2> { using type = uint16_t; };
+template <> struct bits_type<4> { using type = uint32_t; };
+template <> struct bits_type<8> { using type = uint64_t; };
+
+#if defined(__GNUC__) && !defined(__clang__)
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#define VECTOR_BYTES 64
+#else
+#define VECTOR_BYTES 16
+#endif
+// to[i][j] = from[j][i] for i, j < Width, a power of two: rows i and i + Width/2 are interleaved log2(Width) times.
+template <class T, int Width>
+INLINE void transpose_square(T* to, int64_t to_step, const T* from, int64_t from_step) {
+  typedef T Row __attribute__((vector_size(Width * sizeof(T))));
+  Row rows[Width], low, high;
+  for (int i = 0; i < Width; ++i) {
+    low[i] = T((i & 1) * Width + i / 2);
+    high[i] = T((i & 1) * Width + i / 2 + Width / 2);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < Width; ++i) memcpy(&rows[i], from + i * from_step, sizeof(Row));
+#pragma GCC unroll 4
+  for (int round = 1; round < Width; round *= 2) {
+    Row next[Width];
+#pragma GCC unroll 8
+    for (int i = 0; i < Width / 2; ++i) {
+      next[2 * i] = __builtin_shuffle(rows[i], rows[i + Width / 2], low);
+      next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + Width / 2], high);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < Width; ++i) rows[i] = next[i];
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < Width; ++i) memcpy(to + i * to_step, &rows[i], sizeof(Row));
+}
+#endif
+
+// tile[i][j] = from[i + step * j] for i < rows, j < columns; a row of the tile has room for `Columns` elements.
+template <int Columns, class T>
+INLINE void transpose_tile(T* tile, const T* from, int64_t step, int64_t rows, int64_t columns) {
+  int64_t done = 0;
+#ifdef VECTOR_BYTES
+  using Bits = typename bits_type<sizeof(T)>::type;
+  constexpr int width = VECTOR_BYTES / sizeof(T) < 16 ? VECTOR_BYTES / sizeof(T) : 16;
+  const int64_t whole = rows / width * width;
+  for (; done + width <= columns; done += width)
+    for (int64_t i = 0; i < whole; i += width)
+      transpose_square<Bits, width>((Bits*)tile + i * Columns + done, Columns, (const Bits*)from + i + step * done, step);
+  for (int64_t j = 0; j < done; ++j)
+    for (int64_t i = whole; i < rows; ++i) tile[i * Columns + j] = from[i + step * j];
+#endif
+  for (int64_t j = done; j < columns; ++j)
+    for (int64_t i = 0; i < rows; ++i) tile[i * Columns + j] = from[i + step * j];
 }
 
 // ---- index arithmetic (the printer uses / and % where both sides are known to be positive)

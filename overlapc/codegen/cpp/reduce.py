@@ -45,7 +45,7 @@ class ReductionFunction(Function):
         elif plan.columns:
             name = f"{vector.symbol}_block"
             end = index_text(vector.size)
-            tile = For(f"for (int64_t {name} = 0; {name} < {end}; {name} += {self._tile()})")
+            tile = For(name, "0", end, step=self._tile())
             tile.inside.append(f"const int64_t lanes = at_most({self._tile()}, {end} - {name});")
             loops.append(tile)
         if plan.split is None and not plan.serial:
@@ -74,13 +74,13 @@ class ReductionFunction(Function):
         """Memory for a row of totals a chunk; the loops over chunks, and over the rows of one."""
         rows, width = index_text(self.body.numel()), index_text(self.body.reduction_numel())
         self.line(f"const int64_t rows = {rows}, width = {width};")
-        chunk = For(f"for (int64_t chunk = 0; chunk < {CHUNKS}; ++chunk)")
+        chunk = For("chunk", "0", str(CHUNKS))
         for at, store in enumerate(totals):
             kind = C_TYPE[store.value.dtype]
             self.line(f"{kind}* const parts{at} = ({kind}*)malloc(sizeof({kind}) * {CHUNKS} * width);")
             chunk.inside.append(f"{kind}* const part{at} = parts{at} + chunk * width;")
             chunk.inside.append(f"for (int64_t at = 0; at < width; ++at) part{at}[at] = {_IDENTITY[store.mode]};")
-        row = For(f"for (int64_t row = rows * chunk / {CHUNKS}; row < rows * (chunk + 1) / {CHUNKS}; ++row)")
+        row = For("row", f"rows * chunk / {CHUNKS}", f"rows * (chunk + 1) / {CHUNKS}")
         rest: sympy.Expr = sympy.S.One
         for loop in reversed(self.body.loops):
             outermost = loop == self.body.loops[0]
@@ -129,7 +129,7 @@ class ReductionFunction(Function):
         """The vector loop over the columns of a tile."""
         vector = self.plan.vector
         assert vector is not None
-        loop = For("for (int64_t lane = 0; lane < lanes; ++lane)", vector.symbol)
+        loop = For("lane", "0", "lanes", vector)
         loop.inside.append(f"const int64_t {vector.symbol} = {vector.symbol}_block + lane;")
         return self.simd(loop, clauses)
 
@@ -280,7 +280,7 @@ class ReductionFunction(Function):
         totals = [variable for part in accumulators for variable in part.totals]
         for variable in totals:
             self.line(f"{variable.kind} {variable.name}_chunk[{CHUNKS}]{extent};")
-        chunk = For(f"for (int64_t chunk = 0; chunk < {CHUNKS}; ++chunk)")
+        chunk = For("chunk", "0", str(CHUNKS))
         size = index_text(split.size)
         for name, at in (("begin", "chunk"), ("end", "(chunk + 1)")):
             chunk.inside.append(f"const int64_t {split.symbol}_{name} = ({size}) * {at} / {CHUNKS};")

@@ -1,7 +1,7 @@
 """How a kernel accumulates its reductions: tile by tile, lane-wise, then once over the lanes; and how it scans.
 
-An accumulation has one or two states. `update` folds a tile into lane states `[x, r]`; `reduced` turns lane states
-into `[x, 1]`. Reduced states of several programs, side by side, are lane states again: that is all a split needs.
+An accumulation has one or two states. `update` folds a tile into lane states `[x, r]`; `reduced` turns these into
+`[x, 1]`. Reduced states of several programs, side by side, are what `combined` takes: that is all a split needs.
 
 A scan combines the elements of a tile along r, and what an earlier tile left in its carries `[x, 1]` with all of them.
 """
@@ -16,16 +16,18 @@ import torch
 from overlapc.codegen.triton.expressions import COMPUTE, neutral
 from overlapc.ir.body import Op, Reduce, Scan, Value, topological
 
+NEXT = "next"  # of several states, the new ones are next0, next1, …, in this order
 _PRELUDE_NAME = {"any": "max", "all": "min"}
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One lane-wise variable of an accumulation."""
+    """One variable of an accumulation, lane-wise unless it is one number a row."""
 
     name: str
     dtype: torch.dtype
     neutral: str
+    per_row: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Plain:
         return (self.reduce,)
 
     def update(self, states: Sequence[str], value: str, position: str) -> list[str]:
-        """New states, given the current ones."""
+        """New states, given the current ones; behind the end, `value` is the first state's neutral."""
         (state,) = states
         kind = self.reduce.kind
         if kind in ("sum", "prod"):
@@ -55,6 +57,8 @@ class Plain:
         """Statements that reduce lane states into `targets`."""
         kind = _PRELUDE_NAME.get(self.reduce.kind, self.reduce.kind)
         return [f"{targets[0]} = ops.reduce_{kind}({states[0]})"]
+
+    combined = reduced
 
     def results(self, reduced: Sequence[str]) -> list[str]:
         """Values of `provides`, from reduced states."""
@@ -77,14 +81,17 @@ class Position:
 
     def update(self, states: Sequence[str], value: str, position: str) -> list[str]:
         best, at = states
-        sign = ">" if self.reduce.kind == "argmax" else "<"
-        # Positions grow from tile to tile, so a tie keeps the earlier one.
-        first_nan = f"(({value} != {value}) & ({best} == {best}))"
-        wins = f"({value} {sign} {best}) | {first_nan} | ({at} == {self.states[1].neutral})"
+        wins = f"{value} {'>' if self.reduce.kind == 'argmax' else '<'} {best}"
+        # Positions grow from tile to tile, so a tie keeps the earlier one. What never wins is neutral, and at 0: that
+        # is the answer for a row in which nothing wins.
+        if self.states[0].dtype.is_floating_point:
+            wins = f"(({wins}) | ({value} != {value})) & ({best} == {best})"
         return [f"tl.where({wins}, {value}, {best})", f"tl.where({wins}, {position}, {at})"]
 
     def reduced(self, states: Sequence[str], targets: Sequence[str]) -> list[str]:
         return [f"{targets[0]}, {targets[1]} = ops.reduce_{self.reduce.kind}({states[0]}, {states[1]})"]
+
+    combined = reduced
 
     def results(self, reduced: Sequence[str]) -> list[str]:
         return [f"{reduced[1]}.to({COMPUTE[self.reduce.dtype]})"]
@@ -109,9 +116,14 @@ class Online:
 
     def update(self, states: Sequence[str], value: str, position: str) -> list[str]:
         peak, total = states
-        return [f"ops.maximum({peak}, {value})", f"ops.online_total({peak}, {total}, {value})"]
+        top = f"ops.maximum({peak}, ops.reduce_max({value}))"  # of the whole tile: one exponential an element
+        return [top, f"ops.online_total({peak}, {NEXT}0, {total}, {value})"]
 
     def reduced(self, states: Sequence[str], targets: Sequence[str]) -> list[str]:
+        return [f"{targets[0]} = {states[0]}", f"{targets[1]} = ops.reduce_sum({states[1]})"]
+
+    def combined(self, states: Sequence[str], targets: Sequence[str]) -> list[str]:
+        """Statements that reduce the parts of several programs."""
         peak, total = states
         return [
             f"{targets[0]} = ops.reduce_max({peak})",
@@ -171,16 +183,15 @@ def _online_partners(reduces: Sequence[Reduce]) -> dict[Reduce, Reduce]:
 
 def _accumulation(value: Reduce, total: Reduce | None, number: int, position_dtype: torch.dtype) -> Accumulation:
     if total is not None:
-        peak = State(f"peak{number}", value.dtype, neutral("max", value.dtype))
+        peak = State(f"peak{number}", value.dtype, neutral("max", value.dtype), per_row=True)
         return Online(value, total, (peak, State(f"total{number}", total.dtype, "0.0")))
     if value.kind in ("argmax", "argmin"):
         dtype = torch.int32 if value.arg.dtype is torch.bool else value.arg.dtype
-        last = str(torch.iinfo(position_dtype).max)
         return Position(
             value,
             (
                 State(f"{value.kind[3:]}{number}", dtype, neutral(value.kind, dtype)),
-                State(f"at{number}", position_dtype, last),
+                State(f"at{number}", position_dtype, "0"),
             ),
         )
     # A bool maximum or minimum is any or all.

@@ -37,7 +37,7 @@ class AxisWriter:
         """Which tile this program computes."""
         kernel, emit = self.kernel, self.top
         self.sizes_as_indices()
-        program = kernel.widened(kernel.program)
+        program = kernel.widened("tl.program_id(0)")
         tiling = kernel.tiling
         if split:
             emit(f"program = {program}")
@@ -49,13 +49,7 @@ class AxisWriter:
                 blocks = f"(({kernel.size_text(kernel.numel[axis])} + {axis.upper()}BLOCK - 1) // {axis.upper()}BLOCK)"
                 self.axis(axis, f"program % {blocks}", emit)
                 emit(f"program = program // {blocks}")
-            for loop in reversed(tiling.grid):
-                if loop is tiling.grid[0]:
-                    emit(f"{loop.symbol} = program")
-                else:
-                    emit(f"{loop.symbol} = program % {kernel.size_text(loop.size)}")
-                    emit(f"program = program // {kernel.size_text(loop.size)}")
-                self.symbols[loop.symbol] = str(loop.symbol)
+            self.fixed_loops("program")
         else:
             self.axis("x", program, emit)
 
@@ -64,6 +58,18 @@ class AxisWriter:
         if self.kernel.index_dtype == "INDEX":
             for size in self.kernel.sizes:
                 self.top(f"{size} = {size}.to(INDEX)")
+
+    def fixed_loops(self, number: str) -> None:
+        """Loops that are one value in a whole program, from the variable `number` that counts their iterations."""
+        kernel, emit = self.kernel, self.top
+        grid = kernel.tiling.grid
+        for loop in reversed(grid):
+            if loop is grid[0]:
+                emit(f"{loop.symbol} = {number}")
+            else:
+                emit(f"{loop.symbol} = {number} % {kernel.size_text(loop.size)}")
+                emit(f"{number} = {number} // {kernel.size_text(loop.size)}")
+            self.symbols[loop.symbol] = str(loop.symbol)
 
     def axis(self, axis: str, tile: str, emit: Scope) -> None:
         """Index variable, mask and loop symbols of tile number `tile` along `axis`."""
@@ -80,8 +86,9 @@ class AxisWriter:
         name = kernel.index_name[axis]
         emit(f"{name} = ({text}){subscript}" if subscript else f"{name} = {text}")
         if kernel.is_masked(axis):
-            emit(f"{axis}mask = {name} < {kernel.size_text(kernel.numel[axis])}")
-            self.masks[axis] = f"{axis}mask"
+            mask = f"{axis}mask{kernel.suffix}"
+            emit(f"{mask} = {name} < {kernel.size_text(kernel.numel[axis])}")
+            self.masks[axis] = mask
         loops = kernel.axes[axis]
         if len(loops) == 1:
             self.symbols[loops[0].symbol] = name
@@ -94,8 +101,9 @@ class AxisWriter:
                 text = name if step == 1 else f"{name} // {kernel.size_text(step)}"
                 if position > 0:
                     text = f"{text if step == 1 else f'({text})'} % {kernel.size_text(loop.size)}"
-                emit(f"{loop.symbol} = {text}")
-                self.symbols[loop.symbol] = str(loop.symbol)
+                part = f"{loop.symbol}{kernel.suffix}"
+                emit(f"{part} = {text}")
+                self.symbols[loop.symbol] = part
             step = sympy.expand(step * loop.size)
 
     def symbols_needed(self, axis: str) -> set[sympy.Symbol]:

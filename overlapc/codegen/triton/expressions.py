@@ -20,7 +20,7 @@ COMPUTE = {
 POINTER = {
     torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
     torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
-    torch.bool: "*u8",
+    torch.bool: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 
 
@@ -143,6 +143,7 @@ _PRELUDE = {
     "sign": "sign", "signbit": "signbit", "sqrt": "sqrt", "sigmoid": "sigmoid", "div": "divide",
     "maximum": "maximum", "minimum": "minimum", "remainder": "remainder", "floor_div": "floor_div",
 }  # fmt: skip
+_COARSE = frozenset(("div", "exp", "sigmoid", "tanh", "erf"))
 _FLOAT_ONLY = _LIBDEVICE - {"pow", "fmod", "trunc"} | {"sqrt", "rsqrt", "reciprocal", "sigmoid", "div"}
 
 
@@ -168,12 +169,16 @@ def as_literal(op: Op, position: int) -> str | None:
     return f"({text})" if text.startswith("-") else text
 
 
-def operation(op: Op, args: Sequence[str]) -> str:
-    """Text of `op` on the texts of its arguments (names or literals)."""
+def operation(op: Op, args: Sequence[str], coarse: bool = False) -> str:
+    """Text of `op` on the texts of its arguments (names or literals); `coarse`: see precision.py."""
     dtype = op.args[-1].dtype
+    if coarse and op.name in _COARSE:
+        return f"ops.coarse_{op.name}({', '.join(args)})"
     name, first = op.name, args[0]
     if name == "where":
         return f"tl.where({', '.join(args)})"
+    if name in ("random", "random_word"):
+        return f"ops.{name}({', '.join(args)})"
     if name == "bitcast":
         return f"{first}.to({COMPUTE[op.dtype]}, bitcast=True)"
     if dtype is torch.bool:
@@ -259,6 +264,8 @@ def converted(text: str, source: torch.dtype, to: torch.dtype) -> str:
         return f"{text} != 0"
     if to is torch.bfloat16:
         return f"ops.to_bf16({converted_name(text, source, torch.float32)})"
+    if to is torch.float8_e4m3fn:
+        return f"ops.to_fp8e4nv({converted_name(text, source, torch.float32)})"
     if to is torch.float16:
         return f"ops.to_fp16({converted_name(text, source, torch.float32)})"
     if source.is_floating_point and to in (torch.uint8, torch.int8, torch.int16):
@@ -272,7 +279,7 @@ def converted_name(text: str, source: torch.dtype, to: torch.dtype) -> str:
 
 def neutral(kind: str, dtype: torch.dtype) -> str:
     """What leaves a reduction of `kind` over `dtype` unchanged."""
-    if kind in ("sum", "prod"):
+    if kind in ("sum", "dot", "prod"):
         one = kind == "prod"
         return number_text(float(one) if dtype.is_floating_point else int(one))
     if kind in ("any", "all"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 
 import sympy
@@ -9,6 +10,7 @@ import torch
 
 from overlapc.codegen.triton.accumulate import accumulations, scanning
 from overlapc.codegen.triton.expressions import IndexPrinter
+from overlapc.codegen.triton.precision import coarse_values
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body, Reduce, Scan, Store, Value, depends_on, topological
 from overlapc.ir.indexing import bounds, numel
@@ -19,17 +21,7 @@ _INT32_LIMIT = 2**31 - 2**20  # room for the last, partly masked tile
 class KernelShape:
     """What all stages of one kernel share: arguments, axes and index arithmetic."""
 
-    def __init__(
-        self,
-        body: Body,
-        tiling: Tiling,
-        name: str,
-        program: str = "tl.program_id(0)",
-        known: tuple[Mapping[sympy.Symbol, int], ...] = (),
-    ) -> None:
-        """`program` is the text of a program's number; `known` gives all the sizes that symbols will ever have."""
-        self.program = program
-        self.known = known
+    def __init__(self, body: Body, tiling: Tiling, name: str) -> None:
         self.body = body
         self.tiling = tiling
         self.name = name
@@ -45,11 +37,13 @@ class KernelShape:
         self.numel = {axis: numel(loop.size for loop in loops) for axis, loops in self.axes.items()}
         self.index_name = {axis: str(loops[0].symbol) if len(loops) == 1 else axis for axis, loops in self.axes.items()}
         self.block = {"y": tiling.yblock, "x": tiling.xblock, "r": tiling.rblock}
-        self.tile_axes = ("x", "r") if self.is_reduction else ("y", "x") if tiling.y else ("x",)
+        self.tile_axes = tile_axes(tiling)
+        self.suffix = ""  # of index variables, where one axis has two of them
         self.index_bounds, self.index_dtype = self._index_width()
+        self.coarse = coarse_values(body)
         position = torch.int64 if self.index_dtype != "tl.int32" else torch.int32
         roots = [value for store in body.stores for value in store.operands()]
-        self.levels = accumulations(roots, tiling.form in ("looped", "split"), position)
+        self.levels = [] if tiling.form == "dot" else accumulations(roots, tiling.form in ("looped", "split"), position)
         scans = [value for value in body.values() if isinstance(value, Scan)]
         assert not (scans and tiling.form == "split"), "a scan cannot be split among programs"
         self.scans = {scan: scanning(scan, number, position) for number, scan in enumerate(scans)}
@@ -66,13 +60,19 @@ class KernelShape:
             else:
                 # Values from memory are int64, so sums with them are too; anything else we cannot bound is not.
                 unknown = unknown or not any(str(symbol).startswith("i") for symbol in expr.free_symbols)
-        if self.known:
-            largest = {expr.subs(sizes) for expr in largest for sizes in self.known}
         known = [int(expr) for expr in largest if expr.is_Integer]
         open_ended = tuple(sorted((expr for expr in largest if not expr.is_Integer), key=str))
         if unknown or max(known, default=0) >= _INT32_LIMIT:
             return (), "tl.int64"
         return open_ended, "INDEX" if open_ended else "tl.int32"
+
+    def seen_over(self, axes: tuple[str, ...], suffix: str = "") -> KernelShape:
+        """The same kernel where tiles span other axes: the factors of a matrix product."""
+        other = copy.copy(self)
+        other.tile_axes = axes
+        other.suffix = suffix
+        other.index_name = {axis: f"{name}{suffix}" for axis, name in self.index_name.items()}
+        return other
 
     # Text shared by all stages
 
@@ -84,8 +84,8 @@ class KernelShape:
 
     def is_masked(self, axis: str) -> bool:
         """Whether the last tile of an axis may reach past its end."""
-        sizes = [self.numel[axis].subs(sizes) for sizes in self.known] or [self.numel[axis]]
-        return not all(size.is_Integer and size > 0 and int(size) % self.block[axis] == 0 for size in sizes)
+        size = self.numel[axis]
+        return not (size.is_Integer and size > 0 and int(size) % self.block[axis] == 0)
 
     def shape(self, axes: Iterable[str]) -> str:
         """Tile shape with 1 for axes that are not in `axes`."""
@@ -132,6 +132,13 @@ class KernelShape:
         tail = f", {self.tiling.splits} programs a row" if self.tiling.form == "split" else ""
         tail += f", {self.tiling.splits} programs share the rows" if self.tiling.form == "totals" else ""
         return f"{self.tiling.form}: {', '.join(parts)}, {self.tiling.num_warps} warps{tail}"
+
+
+def tile_axes(tiling: Tiling) -> tuple[str, ...]:
+    """The axes of a kernel's blocks, as dims of a tile; a matrix product's tiles span two of its three."""
+    if tiling.form == "dot":
+        return ("y", "x", "r")
+    return ("x", "r") if tiling.r else ("y", "x") if tiling.y else ("x",)
 
 
 def term(text: str) -> str:

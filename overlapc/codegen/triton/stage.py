@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from overlapc.codegen.triton.accumulate import Accumulation, Online, Position
+from overlapc.codegen.triton.accumulate import NEXT, Accumulation, Online, Position
 from overlapc.codegen.triton.axes import Scope
 from overlapc.codegen.triton.expressions import COMPUTE
 from overlapc.codegen.triton.shape import term
@@ -55,7 +55,7 @@ class StageWriter(ValueWriter):
         kernel, function = self.kernel, self.top
         totals = kernel.totals()
         self.sizes_as_indices()
-        function(f"program = {kernel.widened(kernel.program)}")
+        function(f"program = {kernel.widened('tl.program_id(0)')}")
         self.axis("r", "0", function)
         for at, store in enumerate(totals):
             shape = kernel.shape(("x", "r"))
@@ -96,7 +96,7 @@ class StageWriter(ValueWriter):
         kernel = self.kernel
         totals = kernel.totals()
         self.sizes_as_indices()
-        self.axis_index("r", f"{kernel.widened(kernel.program)} * COLUMNS + tl.arange(0, COLUMNS)", self.top)
+        self.axis_index("r", f"{kernel.widened('tl.program_id(0)')} * COLUMNS + tl.arange(0, COLUMNS)", self.top)
         columns = kernel.size_text(kernel.numel["r"])
         if "r" not in self.masks:  # tiles of rows fit the columns, blocks of them need not
             self.top(f"rmask = {kernel.index_name['r']} < {columns}")
@@ -171,7 +171,7 @@ class StageWriter(ValueWriter):
         self.compute_outer(roots)
         for accumulation in level:
             for state in accumulation.states:
-                shape = self.kernel.shape(("x", "r"))
+                shape = self.kernel.shape(("x",) if state.per_row else ("x", "r"))
                 self.top(f"{state.name} = tl.full({shape}, {state.neutral}, {COMPUTE[state.dtype]})")
         with_r = self.open_scanning_loop(first, last, roots)
         names = dict(self.names)
@@ -179,14 +179,16 @@ class StageWriter(ValueWriter):
         for accumulation in level:
             states = [state.name for state in accumulation.states]
             value = self.lanes(with_r, names, accumulation)
+            if "r" in self.masks:
+                masked = self.fresh()
+                with_r(f"{masked} = tl.where({self.masks['r']}, {value}, {accumulation.states[0].neutral})")
+                value = masked
             new = accumulation.update(states, value, self.position_of(accumulation))
             if len(states) > 1:  # each new state is computed from all old ones
                 for at, text in enumerate(new):
-                    with_r(f"next{at} = {text}")
-                new = [f"next{at}" for at in range(len(new))]
+                    with_r(f"{NEXT}{at} = {text}")
+                new = [f"{NEXT}{at}" for at in range(len(new))]
             for old, text in zip(states, new, strict=True):
-                if "r" in self.masks:
-                    text = f"tl.where({self.masks['r']}, {text}, {old})"
                 with_r(f"{old} = {text}")
         self.write(with_r, names, stores, ("x", "r"))
         self.close_axis("r")
@@ -208,7 +210,7 @@ class StageWriter(ValueWriter):
                 targets.append(f"{state.name}_all")
                 where = self.part(state.name, "tl.arange(0, SPLITS)[None, :]")
                 self.top(f"{parts[-1]} = tl.load({where}{self.mask_argument(('x',))})")
-            for line in accumulation.reduced(parts, targets):
+            for line in accumulation.combined(parts, targets):
                 self.top(line)
             self.define(accumulation, targets)
 

@@ -8,6 +8,7 @@ Forms of a kernel:
     tiled       pointwise; two loops as axes y and x, for bodies that read along one and write along the other
     persistent  reduction whose row fits a tile [x, r]: everything is read once
     looped      reduction in tiles [x, r] over r, one pass a reduction depth
+    dot         matrix product in tiles [y, x], over r; y and x are the loops that only one factor varies with
     split       looped, with r divided among programs: too few rows to fill the device, and nothing to scan
     totals      persistent, with the rows divided among programs that each total the columns of theirs
 
@@ -17,16 +18,18 @@ Sizes that are symbols enter with their hints; any size stays correct, hints onl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import sympy
 import torch
 
-from overlapc.ir.body import Body, Load, Loop, Reduce, Store
+from overlapc.codegen.triton.accumulate import accumulations
+from overlapc.ir.body import Body, Load, Loop, Reduce, Store, reduction_depth
 from overlapc.ir.indexing import free_symbols
 
 MULTIPROCESSORS = 132  # of an H100/H200 SXM; other devices only get less fitting block sizes
-_PERSISTENT_LIMIT = 16384  # elements of a row; 16 a thread at 32 warps
+_PERSISTENT_LIMIT = 32768  # elements of a row that is one tile: 64 a thread at 16 warps
+_ONE_PASS_LIMIT = 8192  # of a row that is read once anyway: a loop over smaller tiles keeps more programs on the device
 # Of the launch that adds up the programs' totals: a warp's width of columns, twice for loads of 16 bytes.
 TOTALS_COLUMNS = 64
 TOTALS_WARPS = 4
@@ -47,10 +50,7 @@ class Tiling:
     yblock: int = 1
     grid: tuple[Loop, ...] = ()  # loops that are one value in a whole program
     splits: int = 1
-
-    def with_splits(self, splits: int) -> Tiling:
-        """The same with r, or the rows, divided among another number of programs."""
-        return replace(self, splits=splits)
+    num_stages: int = 0  # of a pipelined loop over r; 0: Triton's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +156,20 @@ def _pointwise(body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence
 
 
 def _has_row_values(body: Body, loops: Sequence[Loop], sizes: Mapping[sympy.Symbol, int]) -> bool:
-    """Whether something is loaded once a row of long rows that fill blocks of 1024 well."""
+    """Whether long rows that fill blocks of 1024 well share something: a value a row, or one row for all of them.
+
+    In a program of one row, neither the first is loaded more than once nor the second's index divided out.
+    """
     if len(loops) < 2:
         return False
     last = loops[-1].symbol
     length = sizes[last]
     fits = length >= 1024 and 8 * (-length % 1024) <= length
-    return fits and any(last not in load.index.free_symbols and not load.indirect for load in body.loads())
+    rows = {loop.symbol for loop in loops[:-1]}
+    return fits and any(
+        not load.indirect and (last not in load.index.free_symbols or rows.isdisjoint(load.index.free_symbols))
+        for load in body.loads()
+    )
 
 
 def _reduction(
@@ -191,8 +198,11 @@ def _reduction(
         r = _last(r, best)
 
     static = not free_symbols(loop.size for loop in body.reduction)
-    streams = len({value.buffer for value in body.loads() if reduced & value.index.free_symbols})
-    row_limit = _PERSISTENT_LIMIT // (1 if streams <= 2 else 2 if streams <= 4 else 4)  # registers
+    whole = max((access.bytes for access in inner), default=0)
+    streams = sum(4 * access.bytes >= whole and not access.is_store for access in inner)  # as large as all of x and r
+    row_limit = _PERSISTENT_LIMIT // (1 if streams <= 1 else 2 if streams <= 2 else 4)  # registers
+    if _passes(body, reduced) == 1:
+        row_limit = min(row_limit, _ONE_PASS_LIMIT)
     if columns:
         width = 64 if all(load.memory_dtype.itemsize <= 2 for load in body.loads()) else 32
         xblock = min(width, power_of_two(rows))
@@ -215,6 +225,15 @@ def _reduction(
         splits = 1 << max(0, wanted.bit_length() - 1) if wanted >= 2 else 1
     form = "persistent" if fits else "split" if splits > 1 else "looped"
     return Tiling(form, x, xblock, num_warps, r=r, rblock=rblock, splits=splits)
+
+
+def _passes(body: Body, reduced: set[sympy.Symbol]) -> int:
+    """How often a loop over tiles of a row would read it: once a depth of reductions, once for stores after them."""
+    roots = [value for store in body.stores for value in store.operands()]
+    depth = reduction_depth(roots)
+    maxima = accumulations(roots, True, torch.int32)  # with maximum and sum of exponentials in one
+    after = any(reduced & store.index.free_symbols and depth[store.value] for store in body.stores)
+    return len(maxima) + after
 
 
 def _totals(body: Body, rows: int, length: int, best: sympy.Symbol | None) -> Tiling:

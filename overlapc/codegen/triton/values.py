@@ -20,6 +20,8 @@ from overlapc.codegen.triton.expressions import (
 from overlapc.codegen.triton.shape import KernelShape, axis_symbol, term
 from overlapc.ir.body import Cast, Checked, Constant, Index, Load, Op, Reduce, Scan, Store, Value
 
+_ORDER = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
 
 class ValueWriter(AxisWriter):
     """Writes statements that compute values; `names` holds those computed for the whole function."""
@@ -29,6 +31,7 @@ class ValueWriter(AxisWriter):
         self.names: dict[Value, str] = {}
         self.value_axes: dict[Value, frozenset[str]] = {}
         self.count = 0
+        self.zero_outside = False  # whether what lies outside of a tile must read as 0
         self.rereads = False  # whether a later pass reads what this one does
 
     def fresh(self) -> str:
@@ -116,11 +119,12 @@ class ValueWriter(AxisWriter):
         return f"tl.broadcast_to({self.kernel.index_name['r']}, {self.kernel.shape(('x', 'r'))})"
 
     def literals(self, order: Sequence[Value]) -> set[Value]:
-        """Constants that every use can write as a bare number."""
-        wanted: set[Value] = {value for value in order if isinstance(value, Constant)}
+        """Constants and positions that every use writes in place: bare numbers, indices that are compared."""
+        wanted: set[Value] = {value for value in order if isinstance(value, Constant | Index)}
         for value in order:
             for position, operand in enumerate(value.operands()):
-                if operand in wanted and not (isinstance(value, Op) and as_literal(value, position)):
+                in_place = isinstance(value, Op) and (self.compares_positions(value) or as_literal(value, position))
+                if operand in wanted and not in_place:
                     wanted.discard(operand)
         used = {operand for value in order for operand in value.operands()}
         return wanted & used
@@ -156,8 +160,25 @@ class ValueWriter(AxisWriter):
         if isinstance(value, Checked):
             return names[value.arg]
         assert isinstance(value, Op)
+        if self.compares_positions(value):
+            left, right = (self.position_text(arg) for arg in value.args)
+            return f"({left}) {_ORDER[value.name]} ({right})"
         args = [names[arg] if arg in names else as_literal(value, at) for at, arg in enumerate(value.args)]
-        return operation(value, [arg for arg in args if arg is not None])
+        return operation(value, [arg for arg in args if arg is not None], value in self.kernel.coarse)
+
+    def compares_positions(self, value: Op) -> bool:
+        """Whether all that is compared are indices and small numbers: then in the width of indices."""
+        return value.name in _ORDER and all(
+            (isinstance(arg, Index) and arg.dtype is torch.int64)
+            or (isinstance(arg, Constant) and arg.dtype is torch.int64 and abs(int(arg.number)) < 2**30)
+            for arg in value.args
+        )
+
+    def position_text(self, value: Value) -> str:
+        if isinstance(value, Constant):
+            return str(int(value.number))
+        assert isinstance(value, Index)
+        return self.index(value.expr, (), {})
 
     def index_value(self, value: Index) -> str:
         if value.expr.is_Integer:
@@ -175,19 +196,23 @@ class ValueWriter(AxisWriter):
         return self.kernel.printer({**axes, **self.symbols, **bound})(self.flattened(expr))
 
     def load(self, load: Load, names: Mapping[Value, str]) -> str:
+        text = self.raw(load, names)
+        if load.memory_dtype is torch.bool:
+            return f"{text} != 0"
+        return converted_name(text, load.memory_dtype, load.dtype)
+
+    def raw(self, load: Load, names: Mapping[Value, str]) -> str:
+        """The elements as they lie in memory."""
         index = self.index(load.index, load.indirect, names)
         if load.mask is not None and not self.value_axes[load.mask] <= self.address_axes(load):
             # One address for many elements: Triton wants it as wide as the mask.
             index = f"{term(index)} + tl.where({names[load.mask]}, 0, 0)"
         pointer = f"{self.kernel.arguments[load.buffer]} + {term(index)}"
         arguments = self.mask_argument(self.axes_of(load), None if load.mask is None else names[load.mask])
-        if load.mask is not None:
+        if load.mask is not None or (arguments and self.zero_outside):
             arguments += ", other=0.0" if load.memory_dtype.is_floating_point else ", other=0"
         arguments += self.eviction(load)
-        text = f"tl.load({pointer}{arguments})"
-        if load.memory_dtype is torch.bool:
-            return f"{text} != 0"
-        return converted_name(text, load.memory_dtype, load.dtype)
+        return f"tl.load({pointer}{arguments})"
 
     def eviction(self, load: Load) -> str:
         """What the cache should do with a load in a loop over r: keep what is read again, drop what is not."""

@@ -1,0 +1,167 @@
+"""Compile time of a Llama, cold and warm, ours beside Inductor's: fresh processes, systems alternating.
+
+    python benchmarks/compile_time.py                                  # small width, CPU
+    python benchmarks/compile_time.py --device cuda --model 8b         # Llama-8B shape, 8 layers, one GPU
+
+*cold*: the first forward + backward with an empty cache folder; *warm*: the same in the next process, with what the
+first left there; wall time, and CPU time of the process with its children, which other work on the machine disturbs
+less. Both hold tracing, the compiler's own imports and one run of the step; building the model, moving it
+and the device's start do not count. `eager` (Dynamo alone) and `aot_eager` (Dynamo + AOTAutograd) are floors: what
+torch needs before a backend is asked. The last columns are the compiler's own counts: kernels that were compiled, and
+steps (ours) or graphs (Inductor) that came whole from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+SYSTEMS = ("overlapc", "inductor", "aot_eager", "eager")
+
+
+def main() -> None:
+    args = arguments()
+    if args.worker:
+        print("RESULT " + json.dumps(measure(args.worker, args)))
+        return
+    systems = args.systems.split(",")
+    seconds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for _ in range(args.rounds):
+        with tempfile.TemporaryDirectory(prefix="compile_time") as folder:
+            for phase in ("cold", "warm"):
+                for system in systems:
+                    seconds.setdefault((system, phase), []).append(run(system, Path(folder) / system, args))
+    rows = []
+    for system in systems:
+        row: list[Any] = [system]
+        for phase in ("cold", "warm"):
+            row.append(statistics.median(each["cpu_s"] for each in seconds[system, phase]))
+            row.append(statistics.median(each["first_s"] for each in seconds[system, phase]))
+            if "inductor" in systems:
+                theirs = statistics.median(each["first_s"] for each in seconds["inductor", phase])
+                row.append(f"{row[-1] / theirs:.2f}")
+        last = seconds[system, "warm"][-1]
+        rows.append([*row, last["step_s"], last["compiles"], last["from_cache"], last["loss"]])
+    ratio = ["/ inductor"] if "inductor" in systems else []
+    on = seconds[systems[0], "warm"][-1]["on"]
+    print(f"{args.device}, {args.model}, {args.layers} layers, sequence {args.seq}; {on}")
+    headers = [
+        "system",
+        "cold cpu s",
+        "cold s",
+        *ratio,
+        "warm cpu s",
+        "warm s",
+        *ratio,
+        "step s",
+        "compiles warm",
+        "from cache warm",
+        "loss",
+    ]
+    print(tabulate(rows, headers, floatfmt=".3f"))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", choices=("small", "8b"), default="small", help="width: 256, or Llama-8B's 4096")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=1, help="pairs of cold and warm, each with new folders")
+    parser.add_argument("--systems", default="overlapc,inductor", help=f"of {', '.join(SYSTEMS)}")
+    parser.add_argument("--timeout", type=float, default=280.0, help="seconds a process may take")
+    parser.add_argument("--profile", type=Path, help="write cProfile statistics of the first step here")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run(system: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """One process of one system over the cache folders of that system."""
+    root = Path(__file__).resolve().parents[1]
+    given = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH", "")))),
+        "OVERLAPC_CACHE_DIR": str(cache / "overlapc"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+    }
+    command = [sys.executable, __file__, "--worker", system]
+    for name in ("device", "model", "layers", "seq"):
+        command += [f"--{name}", str(getattr(args, name))]
+    if args.profile:
+        command += ["--profile", f"{args.profile}.{system}"]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=args.timeout)
+    found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not found:
+        raise SystemExit(f"{system} failed ({done.returncode}):\n{done.stdout}\n{done.stderr}")
+    return json.loads(found[0].removeprefix("RESULT "))
+
+
+def measure(system: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The first step and an ordinary one, in this process."""
+    import torch
+
+    from overlapc.launch.llama import Llama, LlamaConfig
+
+    shape = LlamaConfig.llama_8b(args.layers, args.seq)
+    if args.model == "small":
+        shape = LlamaConfig(256, args.layers, 4, 2, 768, 512, args.seq)
+    torch.manual_seed(0)
+    with torch.device(args.device):
+        model = Llama(shape)
+        tokens = torch.randint(0, shape.vocab, (1, args.seq))
+    if args.device == "cuda":
+        model.to(torch.bfloat16)
+        (torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")).sum().item()
+    torch.zeros(4, requires_grad=True).sum().backward()
+    began, cpu_began = time.perf_counter(), sum(os.times()[:4])
+    compiled = torch.compile(model, backend=system, fullgraph=True)
+    setup = time.perf_counter() - began  # imports the backend, some of them
+
+    def step() -> float:
+        began = time.perf_counter()
+        loss = compiled(tokens, tokens)
+        loss.backward()
+        step.loss = loss.item()  # type: ignore[attr-defined]
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+        model.zero_grad(set_to_none=True)
+        return time.perf_counter() - began
+
+    if args.profile:
+        import cProfile
+
+        with cProfile.Profile() as profile:
+            first = step()
+        profile.dump_stats(args.profile)
+    else:
+        first = step()
+    cpu = sum(os.times()[:4]) - cpu_began
+    usual = min(step() for _ in range(3))
+    counters = torch._dynamo.utils.counters
+    ours = counters["overlapc"]
+    return {
+        "first_s": setup + first,
+        "cpu_s": cpu,
+        "step_s": usual,
+        "loss": step.loss,  # type: ignore[attr-defined]
+        "compiles": ours["kernel_compiles"] if system == "overlapc" else counters["inductor"]["fxgraph_cache_miss"],
+        "from_cache": ours["steps_from_cache"] if system == "overlapc" else counters["inductor"]["fxgraph_cache_hit"],
+        "on": f"torch {torch.__version__}, {torch.cuda.get_device_name() if args.device == 'cuda' else 'CPU'}",
+    }
+
+
+if __name__ == "__main__":
+    main()

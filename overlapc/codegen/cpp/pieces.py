@@ -1,0 +1,110 @@
+"""A loop in pieces within which conditions on positions do not change, so that masks and selects go away.
+
+    for p0 < 96: y[p0] = p0 < 32 ? a[p0] : b[p0 - 32]   ->   for p0 < 32: y[p0] = a[p0];  for 32 <= p0 < 96: y[p0] = …
+
+Concatenation, padding, rotary embeddings and causal masks are such loops. A border may depend on outer loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import sympy
+
+from overlapc.codegen.cpp.plan import stride
+from overlapc.ir.body import Constant, Index, Loop, Op, Value
+
+MOST_PIECES = 16  # of one loop; every piece repeats its body
+SHORTEST_PIECE = 16  # iterations on average; shorter ones fill no vector
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Iterations from `begin` up to `end` (None: the loop's own), and bool values that are known there."""
+
+    begin: sympy.Expr | None = None
+    end: sympy.Expr | None = None
+    facts: Mapping[Value, bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Border:
+    """A condition that is `below` for iterations before `at` and the opposite from there on."""
+
+    at: sympy.Expr
+    below: bool
+
+
+def pieces(values: Sequence[Value], loop: Loop) -> list[Piece]:
+    """Pieces of `loop` in order, for a body of `values` (operands first); one when it should stay whole."""
+    borders = {value: border for value in values if (border := _border(value, loop.symbol)) is not None}
+    places = _sorted({border.at for border in borders.values()})
+    if places is not None and loop.size.is_Integer:
+        places = [at for at in places if not at.is_Integer or 0 < at < loop.size]
+        if int(loop.size) < SHORTEST_PIECE * (len(places) + 1):
+            return [Piece()]
+    if not places or len(places) >= MOST_PIECES:
+        return [Piece()]
+    found = []
+    for begin, end in zip([None, *places], [*places, None], strict=True):
+        known = {value: border.below == _is_before(begin, border.at) for value, border in borders.items()}
+        found.append(Piece(begin, end, _consequences(values, known)))
+    return found
+
+
+def _border(value: Value, symbol: sympy.Symbol) -> _Border | None:
+    """Where a comparison of positions changes along `symbol`; None for any other value."""
+    if not isinstance(value, Op) or value.name not in ("lt", "le", "gt", "ge"):
+        return None
+    left, right = map(_position, value.args)
+    if left is None or right is None:
+        return None
+    difference = sympy.expand(left - right)
+    step = stride(difference, symbol)
+    if step not in (1, -1):
+        return None
+    rest = sympy.expand(difference - step * symbol)
+    strictly, falls = value.name in ("lt", "ge"), step == -1
+    less = value.name in ("lt", "le")  # of `left`; the other two are their opposites
+    at = -rest + (0 if strictly else 1) if not falls else rest + (1 if strictly else 0)
+    return _Border(at, less != falls)
+
+
+def _position(value: Value) -> sympy.Expr | None:
+    if isinstance(value, Index):
+        return value.expr
+    if isinstance(value, Constant) and not value.dtype.is_floating_point:
+        return sympy.Integer(int(value.number))
+    return None
+
+
+def _sorted(places: Iterable[sympy.Expr]) -> list[sympy.Expr] | None:
+    """In the order of their values; None where that depends on symbols."""
+    places = list(places)
+    distances = [sympy.expand(at - places[0]) for at in places]
+    if not all(distance.is_Integer for distance in distances):
+        return None
+    return [at for _, at in sorted(zip(distances, places, strict=True), key=lambda pair: int(pair[0]))]
+
+
+def _is_before(begin: sympy.Expr | None, at: sympy.Expr) -> bool:
+    """Whether a piece that starts at `begin` lies before the border `at`."""
+    if begin is None:
+        return not (at.is_Integer and at <= 0)
+    return bool(sympy.expand(at - begin) > 0)
+
+
+def _consequences(values: Iterable[Value], known: dict[Value, bool]) -> dict[Value, bool]:
+    """`known` and what follows from it by and, or, not."""
+    for value in values:
+        if value in known or not isinstance(value, Op):
+            continue
+        args = [known.get(arg) for arg in value.args]
+        if value.name == "logical_not" and args[0] is not None:
+            known[value] = not args[0]
+        elif value.name == "logical_and" and (False in args or args == [True, True]):
+            known[value] = False not in args
+        elif value.name == "logical_or" and (True in args or args == [False, False]):
+            known[value] = True in args
+    return known

@@ -1,0 +1,250 @@
+"""Random ops as functions of a seed, so that they fuse, and repeat exactly where backward computes them again.
+
+    torch.rand(4) -> uniform(seed(), [4])        and in a whole graph        s0, s1, … = seeds(n), drawn once
+
+The seeds come from torch's generator of the device when the graph runs: each run draws others, and `torch.manual_seed`
+repeats them. Only the seeds are drawn; a number depends on its seed and its position alone (`runtime/philox.py`), so a
+checkpoint that repeats its forward in backward gets the same numbers from the same seed, which is saved.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._prims_common import make_contiguous_strides_for
+
+from overlapc.runtime import philox
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("overlapc", "DEF")
+_seeded = (torch.Tag.nondeterministic_seeded,)
+_library.define("seed(Device device) -> Tensor", tags=_seeded)
+_library.define("seeds(int count, Device device) -> Tensor[]", tags=_seeded)
+_library.define("uniform(Tensor seed, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor")
+_library.define("normal(Tensor seed, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor")
+_library.define(
+    "integers(Tensor seed, SymInt low, SymInt high, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor"
+)
+ops = torch.ops.overlapc
+
+
+def _implement(name: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    _library.impl(name, real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"overlapc::{name}", fake, lib=_library)
+
+
+def _draw(count: int, device: torch.device) -> list[Tensor]:
+    return [seed.clone() for seed in philox.draw(count, device)]  # results of an op may not share memory
+
+
+def _laid_out(flat: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    made = torch.empty_strided(size, stride, dtype=flat.dtype, device=flat.device)
+    return made.copy_(flat.view(size))
+
+
+def _count(size: Sequence[int]) -> int:
+    count = 1
+    for extent in size:
+        count *= extent
+    return count
+
+
+def _like(seed: Tensor, *args: Any) -> Tensor:
+    size, stride, dtype = args[-3:]
+    return torch.empty_strided(size, stride, dtype=dtype, device=seed.device)
+
+
+def _uniform(seed: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return _laid_out(philox.uniform(seed, _count(size), dtype), size, stride)
+
+
+def _normal(seed: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return _laid_out(philox.normal(seed, _count(size), dtype), size, stride)
+
+
+def _integers(
+    seed: Tensor, low: int, high: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    return _laid_out(philox.integers(seed, _count(size), low, high, dtype), size, stride)
+
+
+def _empty_seeds(count: int, device: torch.device) -> list[Tensor]:
+    return [torch.empty(2, dtype=torch.int64, device=device) for _ in range(count)]
+
+
+_implement("seed", lambda device: _draw(1, device)[0], lambda device: _empty_seeds(1, device)[0])
+_implement("seeds", _draw, _empty_seeds)
+_implement("uniform", _uniform, _like)
+_implement("normal", _normal, _like)
+_implement("integers", _integers, _like)
+
+
+# --- torch's random ops in these terms: decompositions
+
+_FLOATS = frozenset(philox.UNIFORM_BITS)
+_DEVICES = ("cpu", "cuda")
+
+
+def _uniform_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return ops.uniform(ops.seed(x.device), x.shape, _strides(x), dtype or x.dtype)
+
+
+def _strides(x: Tensor) -> Sequence[int]:
+    return torch.empty_like(x, device="meta").stride()
+
+
+def _factory(op: Any) -> Callable[..., Any]:
+    def call(
+        size: Sequence[int],
+        dtype: torch.dtype | None = None,
+        layout: Any = None,
+        device: Any = None,
+        pin_memory: bool | None = None,
+    ) -> Any:
+        dtype, device = dtype or torch.get_default_dtype(), torch.device(device or "cpu")
+        if dtype not in _FLOATS or device.type not in _DEVICES or layout not in (None, torch.strided) or pin_memory:
+            return NotImplemented
+        return op(ops.seed(device), size, make_contiguous_strides_for(tuple(size)), dtype)
+
+    return call
+
+
+def _factory_like(op: Any) -> Callable[..., Any]:
+    def call(
+        x: Tensor,
+        dtype: torch.dtype | None = None,
+        layout: Any = None,
+        device: Any = None,
+        pin_memory: bool | None = None,
+        memory_format: Any = None,
+    ) -> Any:
+        dtype, device = dtype or x.dtype, torch.device(device or x.device)
+        if dtype not in _FLOATS or device.type not in _DEVICES or layout not in (None, torch.strided) or pin_memory:
+            return NotImplemented
+        like = torch.empty_like(x, device="meta", memory_format=memory_format or torch.preserve_format)
+        return op(ops.seed(device), x.shape, like.stride(), dtype)
+
+    return call
+
+
+def _randint(low: int, high: int, size: Sequence[int], dtype: Any, layout: Any, device: Any, pin_memory: Any) -> Any:
+    dtype, device = dtype or torch.int64, torch.device(device or "cpu")
+    if dtype not in _INTEGERS or device.type not in _DEVICES or layout not in (None, torch.strided) or pin_memory:
+        return NotImplemented
+    return ops.integers(ops.seed(device), low, high, size, make_contiguous_strides_for(tuple(size)), dtype)
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def randint(
+    high: int,
+    size: Sequence[int],
+    dtype: Any = torch.int64,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> Any:
+    return _randint(0, high, size, dtype, layout, device, pin_memory)
+
+
+def randint_low(
+    low: int, high: int, size: Sequence[int], dtype: Any = torch.int64, layout: Any = None, device: Any = None,
+    pin_memory: Any = None,
+) -> Any:  # fmt: skip
+    return _randint(low, high, size, dtype, layout, device, pin_memory)
+
+
+def native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
+    if not _supported(x):
+        return NotImplemented
+    if train is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = _uniform_like(x, torch.float32) >= p
+    return torch.where(kept, x, 0.0) * (0.0 if p == 1 else 1.0 / (1.0 - p)), kept
+
+
+def bernoulli(x: Tensor) -> Any:
+    if not _supported(x):
+        return NotImplemented
+    return (_uniform_like(x, torch.float64 if x.dtype == torch.float64 else torch.float32) < x).to(x.dtype)
+
+
+def bernoulli_p(x: Tensor, p: float) -> Any:
+    if x.dtype.is_complex or x.device.type not in _DEVICES:
+        return NotImplemented
+    return (_uniform_like(x, torch.float32) < p).to(x.dtype)
+
+
+def bernoulli_tensor(x: Tensor, p: Tensor) -> Any:
+    if x.dtype.is_complex or x.device.type not in _DEVICES or not p.dtype.is_floating_point:
+        return NotImplemented
+    return (_uniform_like(x, torch.float32) < p).to(x.dtype)
+
+
+def uniform(x: Tensor, low: float = 0.0, high: float = 1.0) -> Any:
+    return _uniform_like(x) * (high - low) + low if _supported(x) else NotImplemented
+
+
+def normal_functional(x: Tensor, mean: float = 0.0, std: float = 1.0) -> Any:
+    if not _supported(x):
+        return NotImplemented
+    return ops.normal(ops.seed(x.device), x.shape, _strides(x), x.dtype) * std + mean
+
+
+def exponential(x: Tensor, rate: float = 1.0) -> Any:
+    if not _supported(x):
+        return NotImplemented
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return (-torch.log1p(-_uniform_like(x, wide)) / rate).to(x.dtype)
+
+
+def _supported(x: Tensor) -> bool:
+    return x.dtype in _FLOATS and x.device.type in _DEVICES
+
+
+def random_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Random op -> what it is made of."""
+    return {
+        aten.rand.default: _factory(ops.uniform),
+        aten.randn.default: _factory(ops.normal),
+        aten.rand_like.default: _factory_like(ops.uniform),
+        aten.randn_like.default: _factory_like(ops.normal),
+        aten.randint.default: randint,
+        aten.randint.low: randint_low,
+        aten.native_dropout.default: native_dropout,
+        aten.bernoulli.default: bernoulli,
+        aten.bernoulli.p: bernoulli_p,
+        aten.bernoulli.Tensor: bernoulli_tensor,
+        aten.uniform.default: uniform,
+        aten.normal_functional.default: normal_functional,
+        aten.exponential.default: exponential,
+    }
+
+
+def draw_once(graph: fx.Graph) -> None:
+    """All seeds of a device in one draw, where the first node of the graph stands; each has memory of its own."""
+    drawn: dict[torch.device, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is ops.seed.default:
+            drawn.setdefault(node.meta["val"].device, []).append(node)
+    if not drawn:
+        return
+    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    for device, nodes in drawn.items():
+        with graph.inserting_before(first):
+            seeds = graph.call_function(ops.seeds.default, (len(nodes), device))
+            seeds.meta["val"] = [node.meta["val"] for node in nodes]
+            for at, node in enumerate(nodes):
+                one = graph.call_function(operator.getitem, (seeds, at))
+                one.meta["val"] = node.meta["val"]
+                node.replace_all_uses_with(one)
+                graph.erase_node(node)
+
+
+__all__ = ["draw_once", "ops", "random_decompositions"]

@@ -1,0 +1,89 @@
+"""Random numbers from a seed and the element's position, in any kernel that needs them (see fx/random.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+
+from overlapc.ir.body import Index, Load, Value, op
+from overlapc.ir.indexing import flat_index
+from overlapc.ir.ops import View
+from overlapc.lowering.graph import Context, cast, constant
+from overlapc.lowering.indexing import positioned
+from overlapc.lowering.scatter import contiguous_strides
+from overlapc.lowering.table import lowers_by_name
+from overlapc.runtime.philox import UNIFORM_BITS, draw
+
+
+class _Stream:
+    """The numbers of one seed, for one element."""
+
+    def __init__(self, seed: View, number: sympy.Expr) -> None:
+        self.seed = tuple(Load(seed.buffer, seed.layout.at((sympy.Integer(at),)), torch.int64) for at in range(2))
+        self.number = number
+
+    def word(self, each: int, position: int) -> Value:
+        """Word `position` of the `each` words that every element has, as int64."""
+        return op("random_word", *self.seed, Index(each * self.number + position))
+
+    def uniform(self, each: int, position: int, dtype: torch.dtype) -> Value:
+        """Number `position` of the `each` numbers of [0, 1) that every element has."""
+        if dtype == torch.float64:
+            high, low = (self.word(2 * each, 2 * position + half) for half in range(2))
+            upper = op("shift_left", high, constant(21, torch.int64))
+            whole = op("bitwise_or", upper, op("shift_right", low, constant(11, torch.int64)))
+            return op("mul", cast(whole, dtype), constant(2.0**-53, dtype))
+        bits = UNIFORM_BITS[dtype]
+        number = op("random", *self.seed, Index(each * self.number + position), dtype=torch.float32)
+        if bits == UNIFORM_BITS[torch.float32]:
+            return number
+        steps = op("floor", op("mul", number, constant(2.0**bits, torch.float32)))  # so that none rounds up to 1
+        return op("mul", steps, constant(2.0**-bits, torch.float32))
+
+
+def _stream(seed: View, position: Sequence[sympy.Expr], size: Sequence[sympy.Expr]) -> _Stream:
+    return _Stream(seed, flat_index(position, contiguous_strides(size), sympy.S.Zero))
+
+
+@lowers_by_name("overlapc.seeds.default")
+def seeds(context: Context, count: int, device: torch.device) -> Any:
+    return context.extern(draw, (count, device), {}, pure=False)
+
+
+@lowers_by_name("overlapc.uniform.default")
+def uniform(context: Context, seed: View, size: Sequence[Any], stride: Any, dtype: torch.dtype) -> View:
+    extents = [sympy.sympify(extent) for extent in size]
+    return positioned(context, lambda position: _stream(seed, position, extents).uniform(1, 0, dtype))
+
+
+@lowers_by_name("overlapc.normal.default")
+def normal(context: Context, seed: View, size: Sequence[Any], stride: Any, dtype: torch.dtype) -> View:
+    extents = [sympy.sympify(extent) for extent in size]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def value(position: tuple[sympy.Expr, ...]) -> Value:
+        stream = _stream(seed, position, extents)
+        away = op("sub", constant(1, wide), stream.uniform(2, 0, wide))  # never 0, which has no logarithm
+        radius = op("sqrt", op("mul", constant(-2, wide), op("log", away)))
+        return op("mul", radius, op("cos", op("mul", constant(2 * math.pi, wide), stream.uniform(2, 1, wide))))
+
+    return positioned(context, value)
+
+
+@lowers_by_name("overlapc.integers.default")
+def integers(
+    context: Context, seed: View, low: Any, high: Any, size: Sequence[Any], stride: Any, dtype: torch.dtype
+) -> View:
+    extents = [sympy.sympify(extent) for extent in size]
+
+    def value(position: tuple[sympy.Expr, ...]) -> Value:
+        stream = _stream(seed, position, extents)
+        whole = op("bitwise_xor", op("shift_left", stream.word(2, 0), constant(31, torch.int64)), stream.word(2, 1))
+        start, span = sympy.sympify(low), sympy.sympify(high) - low
+        return cast(op("add", op("remainder", whole, Index(span)), Index(start)), dtype)
+
+    return positioned(context, value)

@@ -1,0 +1,71 @@
+"""Random numbers as a function of a seed and a position: Philox 4x32-10 (Salmon et al., SC 2011).
+
+Word k of a stream is word k % 4 of the block with counter k // 4. A stream's seed is two int64: the first is the key,
+the second the upper half of the counter. Generated kernels compute the same words (`prelude.h`, `triton_prelude.py`);
+these functions do it with torch's ops, for graphs that run op by op and as what kernels are tested against.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)  # what the key grows by in each round
+_MASK = 0xFFFFFFFF
+# Steps between neighbouring numbers of [0, 1) that a dtype resolves up to 1, as a power of two.
+UNIFORM_BITS = {torch.float32: 24, torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
+
+
+def draw(count: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Seeds of `count` streams from the device's generator; they share memory, 16 bytes each."""
+    return torch.empty((count, 2), dtype=torch.int64, device=device).random_().unbind()
+
+
+def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Upper and lower 32 bits of a product of two numbers below 2^32, in int64 without overflow."""
+    low = (a & 0xFFFF) * b
+    high = (a >> 16) * b + (low >> 16)
+    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def words(seed: Tensor, position: Tensor) -> Tensor:
+    """The words of `seed` (int64, two elements) at `position` (int64): numbers from 0 to 2^32 - 1, as int64."""
+    key = [seed[0] & _MASK, (seed[0] >> 32) & _MASK]
+    block = position >> 2
+    c0, c1 = block & _MASK, (block >> 32) & _MASK
+    c2, c3 = (seed[1] & _MASK).expand_as(block), ((seed[1] >> 32) & _MASK).expand_as(block)
+    for _ in range(ROUNDS):
+        high0, low0 = _product(MULTIPLIERS[0], c0)
+        high1, low1 = _product(MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ key[0], low1, high0 ^ c3 ^ key[1], low0
+        key = [(key[at] + WEYL[at]) & _MASK for at in range(2)]
+    return torch.stack((c0, c1, c2, c3), -1).gather(-1, (position & 3)[..., None])[..., 0]
+
+
+def uniform(seed: Tensor, count: int, dtype: torch.dtype, start: int = 0) -> Tensor:
+    """Numbers `start` … `start + count - 1` of [0, 1)."""
+    at = torch.arange(start, start + count, device=seed.device)
+    if dtype == torch.float64:
+        whole = (words(seed, 2 * at) << 21) | (words(seed, 2 * at + 1) >> 11)
+        return whole.double() * 2.0**-53
+    bits = UNIFORM_BITS[dtype]
+    return ((words(seed, at) >> (32 - bits)).float() * 2.0**-bits).to(dtype)
+
+
+def normal(seed: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """The first `count` numbers of a standard normal distribution, by Box and Muller's transform."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    pairs = uniform(seed, 2 * count, wide).view(count, 2)
+    radius = (-2.0 * (1.0 - pairs[:, 0]).log()).sqrt()
+    return (radius * (2 * math.pi * pairs[:, 1]).cos()).to(dtype)
+
+
+def integers(seed: Tensor, count: int, low: int, high: int, dtype: torch.dtype) -> Tensor:
+    """The first `count` whole numbers from `low` to `high - 1`; the smallest are likelier by (high - low) / 2^63."""
+    at = torch.arange(count, device=seed.device)
+    whole = (words(seed, 2 * at) << 31) ^ words(seed, 2 * at + 1)
+    return (low + whole % (high - low)).to(dtype)

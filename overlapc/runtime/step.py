@@ -1,0 +1,114 @@
+"""A compiled forward and backward as one differentiable function, for graphs with nothing special about them.
+
+AOTAutograd's own wrapper handles aliased outputs, mutated inputs and tensor subclasses; a graph that has none of these
+needs only what is here. That costs the host less, and it can be rebuilt from a few numbers (`StepPlan`), so that a warm
+start need not trace anything below Dynamo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlapc.errors import OverlapcError
+
+Call = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Tangent:
+    """The gradient that backward takes for one output, in the layout it was compiled for."""
+
+    output: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def fitted(self, given: Tensor | None) -> Tensor:
+        """`given` in this layout, copied if it has another; zeros for None."""
+        if given is None:
+            return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device).zero_()
+        if given.stride() == self.stride and given.dtype == self.dtype:
+            return given
+        if given.shape != self.size:
+            raise OverlapcError(f"the gradient of output {self.output} has size {tuple(given.shape)}, not {self.size}")
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device).copy_(given)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """How a step's graphs are called: forward returns `outputs` results, then what it saves for backward."""
+
+    outputs: int
+    constant: tuple[int, ...]  # outputs without gradient
+    tangents: tuple[Tangent, ...]
+    trains: bool  # there is a backward
+    autocast: bool  # autocast was on: it is in the graphs already, and must be off while they run
+
+
+def step_function(plan: StepPlan, forward: Call, backward: Call) -> Callable[..., tuple[Any, ...]]:
+    """`step(*inputs) -> outputs`, differentiable if `plan` trains.
+
+    `forward` and `backward` take one list, which they empty.
+    """
+    if plan.autocast:
+        forward, backward = _without_autocast(forward), _without_autocast(backward)
+    if not plan.trains:
+        return lambda *inputs: forward(list(inputs))
+    outputs, constant, tangents = plan.outputs, plan.constant, plan.tangents
+
+    class Step(torch.autograd.Function):
+        boxed_grads_call = True  # torch 2.13 then lets go of the gradients that backward has read
+
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            results = forward(list(inputs))
+            ctx.save_for_backward(*results[outputs:])
+            ctx.set_materialize_grads(False)
+            returned = tuple(results[:outputs])
+            if constant:
+                ctx.mark_non_differentiable(*(returned[at] for at in constant))
+            return returned
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            if len(grads) == 1 and isinstance(grads[0], list):
+                (grads,) = grads
+            arguments = list(ctx.saved_tensors)
+            ctx.maybe_clear_saved_tensors()
+            arguments += [tangent.fitted(grads[tangent.output]) for tangent in tangents]
+            if isinstance(grads, list):
+                grads.clear()
+            if torch.is_grad_enabled():  # create_graph=True
+                return _Differentiated.apply(torch.empty(0, requires_grad=True), backward, arguments)
+            return tuple(backward(arguments))
+
+    return Step.apply
+
+
+class _Differentiated(torch.autograd.Function):
+    """Gradients that say so when somebody differentiates them again."""
+
+    @staticmethod
+    def forward(ctx: Any, connected: Tensor, backward: Call, arguments: list[Any]) -> Any:
+        return tuple(backward(arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise OverlapcError(
+            "a compiled step was differentiated twice; compiled graphs have first derivatives only\n"
+            "hint: leave the part that needs second derivatives out of torch.compile"
+        )
+
+
+def _without_autocast(call: Call) -> Call:
+    def run(arguments: list[Any]) -> Any:
+        with torch._C._DisableAutocast():
+            return call(arguments)
+
+    return run

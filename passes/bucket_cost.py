@@ -1,0 +1,83 @@
+"""What a bucket of collectives takes: one launch over all their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from overlapc.passes.base import Context
+from overlapc.schedule.model import Comm, Estimate, Node
+
+
+@dataclass(slots=True)
+class Sum:
+    """What the estimate of a bucket is made of; members are added one by one."""
+
+    first: Node | None = None
+    count: int = 0
+    bytes: int = 0
+    apart_ns: float = 0.0  # one after the other
+    longest_ns: float = 0.0
+    known: bool = True
+
+    @classmethod
+    def of(cls, nodes: Iterable[Node]) -> Sum:
+        total = cls()
+        for node in nodes:
+            total.add(node)
+        return total
+
+    def add(self, node: Node) -> None:
+        self.first = self.first or node
+        self.count += 1
+        self.bytes += comm_of(node).bytes
+        self.apart_ns += ns_of(node)
+        self.longest_ns = max(self.longest_ns, ns_of(node))
+        self.known &= node.estimate is not None
+
+
+class BucketCost:
+    """Estimates of buckets of collectives that are alike."""
+
+    def __init__(self, ctx: Context, one: Node) -> None:
+        self._ctx = ctx
+        self.latency_ns = self._latency_ns(one)
+
+    def estimate(self, total: Sum) -> Estimate | None:
+        """By whoever estimates, else the sum of the members less latencies saved; None if one is unknown."""
+        first = total.first
+        if first is None or first.estimate is None or not total.known:
+            return None
+        if total.count == 1:
+            return first.estimate
+        found = self._asked(first, total.bytes)
+        if found is not None:
+            each_ns = (total.count - 1) * self._ctx.profile.coalesced_tensor_ns
+            return Estimate(min(found.ns + each_ns, total.apart_ns), found.source)
+        saved_ns = (total.count - 1) * self.latency_ns
+        return Estimate(max(total.longest_ns, total.apart_ns - saved_ns), first.estimate.source)
+
+    def ns(self, total: Sum) -> float:
+        """The same in ns, 0 for unknown."""
+        estimate = self.estimate(total)
+        return 0.0 if estimate is None else estimate.ns
+
+    def _latency_ns(self, one: Node) -> float:
+        """A collective's time over and above its bytes. It grows with the group: 1,023 steps for 1,024 ranks."""
+        least = self._asked(one, comm_of(one).size)
+        floor_ns = self._ctx.profile.collective_latency_ns
+        return floor_ns if least is None else max(floor_ns, min(least.ns, ns_of(one) or least.ns))
+
+    def _asked(self, like: Node, size_bytes: int) -> Estimate | None:
+        if self._ctx.estimate is None:
+            return None
+        return self._ctx.estimate(replace(like, estimate=None, comm=replace(comm_of(like), bytes=size_bytes)))
+
+
+def ns_of(node: Node) -> float:
+    return 0.0 if node.estimate is None else node.estimate.ns
+
+
+def comm_of(node: Node) -> Comm:
+    assert node.comm is not None
+    return node.comm

@@ -1,0 +1,16 @@
+"""Kernels that must give the same numbers in C++ as in Triton: the cases of the Triton tests, compiled for the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from overlapc.codegen.cpp import CppGenerator
+from tests.codegen.triton_ops import Case, atomics, bitcasts, random_numbers
+
+
+@pytest.mark.parametrize("case", [random_numbers(), bitcasts(), atomics()], ids=lambda case: case.name)
+def test_cpp_and_triton_agree(case: Case, tmp_path):
+    generator = CppGenerator()
+    source = generator.generate(case.body, case.name)
+    problems = case.run(generator.load([source], tmp_path)[source.name], source, "cpu")
+    assert not problems, "\n".join(problems)

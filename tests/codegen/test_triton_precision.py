@@ -1,0 +1,57 @@
+"""What may be approximate: only what is rounded to a low precision before anybody sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from overlapc.codegen.triton import TritonGenerator
+from overlapc.codegen.triton.precision import coarse_values
+from overlapc.ir.body import Body, Load, Op, Reduce, Store, Value, op
+from tests.codegen.triton_cases import bf16, f32, loop, number, p0, r0
+
+FUNCTIONS = {
+    "tanh": torch.tanh, "erf": torch.erf, "sigmoid": torch.sigmoid, "exp": torch.exp, "div": lambda x: x / 3.7,
+}  # fmt: skip
+
+
+def names(values: frozenset[Value]) -> set[str]:
+    return {value.name for value in values if isinstance(value, Op)}
+
+
+def test_what_is_stored_in_float32_or_compared_stays_exact() -> None:
+    x = Load("x", p0, f32)
+    tanh, exp = op("tanh", x), op("exp", x)
+    chosen = op("where", op("lt", exp, number(2.0)), tanh, x)
+    low = Body((loop(p0, 8),), (), (Store("y", p0, chosen, bf16),))
+    assert names(coarse_values(low)) == {"tanh", "where"}
+    both = Body(low.loops, (), (*low.stores, Store("z", p0, tanh, f32)))
+    assert names(coarse_values(both)) == {"where"}
+
+
+def test_sums_pass_on_what_their_reader_allows() -> None:
+    exp = op("exp", Load("x", 8 * p0 + r0, f32))
+    total = Reduce("sum", exp, f32)
+    for dtype, found in ((bf16, {"exp"}), (f32, set())):
+        body = Body((loop(p0, 4),), (loop(r0, 8),), (Store("y", p0, total, dtype),))
+        assert names(coarse_values(body)) == found
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_approximations_agree_to_the_bits_that_are_kept(name: str, tmp_path: Path) -> None:
+    near, far = torch.logspace(-30, 1.3, 400, base=10.0), torch.linspace(-12, 12, 624)
+    x = torch.cat((far, near, -near))
+    arguments = (Load("x", p0, f32), number(3.7)) if name == "div" else (Load("x", p0, f32),)
+    body = Body((loop(p0, x.numel()),), (), (Store("y", p0, op(name, *arguments), torch.float16),))
+    generator = TritonGenerator()
+    source = generator.generate(body, name)
+    assert f"ops.coarse_{name}(" in source.text
+    y = torch.empty(x.numel(), dtype=torch.float16)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        generator.load([source], tmp_path)[source.name](*({"x": x, "y": y}[buffer] for buffer in source.buffers))
+    want = FUNCTIONS[name](x.double()).to(torch.float16)
+    torch.testing.assert_close(y, want, rtol=2**-10, atol=2**-24)  # one step, subnormal ones included

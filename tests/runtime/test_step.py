@@ -1,0 +1,144 @@
+"""A step without AOTAutograd's wrapper does what autograd expects of any differentiable function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from overlapc.errors import OverlapcError
+from overlapc.runtime.counters import counted
+
+
+@pytest.fixture
+def compiled(tmp_path: Path):
+    """A function compiled so that its next call takes the step from the cache."""
+
+    def compile_warm(function: Any, *inputs: Tensor) -> Any:
+        for _ in range(2):
+            torch._dynamo.reset()
+            options = {"cache_dir": str(tmp_path), "warm_start": True}
+            result = torch.compile(function, backend="overlapc", options=options)
+            before = counted("steps_from_cache")
+            outputs = result(*inputs)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            if any(output.requires_grad for output in outputs):
+                sum(output.sum() for output in outputs if output.requires_grad).backward()
+        assert counted("steps_from_cache") == before + 1
+        for each in inputs:
+            each.grad = None
+        return result
+
+    return compile_warm
+
+
+def leaf(*size: int) -> Tensor:
+    return torch.randn(*size, requires_grad=True)
+
+
+def test_gradients_of_every_input_and_layout(compiled):
+    x, y = leaf(4, 6), leaf(6)
+    frozen = torch.randn(4, 6)
+
+    def function(x: Tensor, y: Tensor, frozen: Tensor) -> Tensor:
+        return (x * y).sin() * frozen
+
+    step = compiled(function, x, y, frozen)
+    for grad in (torch.randn(4, 6), torch.randn(6, 4).t(), torch.ones(1).expand(4, 6)):
+        x.grad = y.grad = None
+        step(x, y, frozen).backward(grad)
+        expected = torch.autograd.grad(function(x, y, frozen), (x, y), grad)
+        torch.testing.assert_close((x.grad, y.grad), expected)
+    assert frozen.grad is None
+
+
+def test_outputs_that_nobody_differentiates_count_as_zero(compiled):
+    x = leaf(5)
+    step = compiled(lambda x: (x.sin(), x.exp()), x)
+    step(x)[1].sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().exp())
+
+
+def test_integers_among_outputs_have_no_gradient(compiled):
+    x = leaf(7)
+    step = compiled(lambda x: (x.sin(), x.argmax(), (x > 0)), x)
+    value, index, mask = step(x)
+    assert value.requires_grad
+    assert not index.requires_grad
+    assert not mask.requires_grad
+    assert index == x.argmax()
+    value.sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().cos())
+
+
+def test_a_step_without_gradients_is_kept_too(compiled):
+    x = torch.randn(5)
+    step = compiled(lambda x: x.sin() + 1, x)
+    torch.testing.assert_close(step(x), x.sin() + 1)
+
+
+def test_backward_may_be_repeated_only_if_asked_for(compiled):
+    x = leaf(5)
+    step = compiled(lambda x: x.sin(), x)
+    loss = step(x).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach().cos())
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_second_derivatives_are_an_error_that_says_so(compiled):
+    x = leaf(5)
+    step = compiled(lambda x: x.sin(), x)
+    (grad,) = torch.autograd.grad(step(x).sum(), x, create_graph=True)
+    torch.testing.assert_close(grad, x.cos())
+    assert grad.requires_grad
+    with pytest.raises(OverlapcError, match="first derivatives only"):
+        grad.sum().backward()
+
+
+def test_autocast_is_in_the_graph_and_not_applied_again(compiled):
+    a, b = leaf(8, 8), leaf(8, 8)
+
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        return (a @ b).float() + torch.ones(8, 8)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        step = compiled(function, a, b)
+        result = step(a, b)
+        expected = function(a, b)
+    assert result.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(result, expected)
+    result.sum().backward()
+    assert a.grad is not None
+    assert a.grad.dtype == torch.float32
+
+
+def test_activations_are_freed_during_backward(compiled):
+    """What backward has read must not be held by its caller."""
+    import weakref
+
+    x = leaf(64, 64)
+    seen: list[bool] = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            seen.append(saved() is not None)
+            return grad
+
+    step = compiled(lambda x: (x @ x).sin(), x)
+    result = step(Probe.apply(x))
+    (product,) = [each for each in result.grad_fn.saved_tensors if each.data_ptr() != x.data_ptr()]
+    saved = weakref.ref(product.untyped_storage())
+    del product
+    result.sum().backward()
+    assert seen == [False]

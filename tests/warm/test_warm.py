@@ -1,0 +1,202 @@
+"""What an earlier compilation left is found, used, and never trusted further than it can be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from overlapc.config import Config
+from overlapc.report import record
+from overlapc.runtime.counters import counted
+from overlapc.warm import stored
+from overlapc.warm.fingerprint import NotCacheable, environment_key
+from tests.ranks import ROOT
+
+COUNTERS = ("kernel_compiles", "graph_compiles", "steps_from_cache", "graph_cache_hits", "kernels", "graphs")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.down(torch.nn.functional.silu(self.up(x)))).square().mean()
+
+
+def step(model: nn.Module, cache: Path, x: Tensor, **options: Any) -> tuple[list[Tensor], dict[str, int]]:
+    """(loss and gradients of one compiled step, what was counted), as in a process that starts now."""
+    torch._dynamo.reset()
+    before = {name: counted(name) for name in COUNTERS}
+    model.zero_grad(set_to_none=True)
+    compiled = torch.compile(
+        model, backend="overlapc", options={"cache_dir": str(cache), "warm_start": True, **options}
+    )
+    loss = compiled(x)
+    loss.backward()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [loss.detach(), *grads], {name: counted(name) - before[name] for name in COUNTERS}
+
+
+@pytest.fixture
+def block() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Block(), torch.randn(8, 16)
+
+
+def test_a_second_start_compiles_nothing_and_gives_the_same_bits(block, tmp_path: Path):
+    model, x = block
+    record.clear()
+    first, cold = step(model, tmp_path, x)
+    second, warm = step(model, tmp_path, x)
+    assert cold["graph_compiles"] == 2
+    assert cold["kernel_compiles"] > 0
+    assert warm["steps_from_cache"] == 1
+    assert (warm["kernel_compiles"], warm["graph_compiles"]) == (0, 0)
+    assert (warm["kernels"], warm["graphs"]) == (cold["kernels"], 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    graphs = record.report_of_process().steps[0].graphs
+    assert len(graphs) == 4
+    for early, late in zip(graphs[:2], graphs[2:], strict=True):
+        assert late.name != early.name
+        assert late.schedule.splitlines()[0].split()[1] == late.name
+        assert (late.after, late.peak_bytes, late.kernels) == (early.after, early.peak_bytes, early.kernels)
+
+
+def test_every_process_starts_warm(tmp_path: Path):
+    script = """
+import sys, torch
+from overlapc.runtime.counters import counted
+from tests.warm.test_warm import Block
+torch.manual_seed(0)
+model = Block()
+options = {"cache_dir": sys.argv[1], "warm_start": True}
+loss = torch.compile(model, backend="overlapc", options=options)(torch.randn(8, 16))
+loss.backward()
+print("SAW", counted("kernel_compiles"), counted("steps_from_cache"), loss.item(), model.up.weight.grad.sum().item())
+"""
+    seen = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=200
+        )
+        assert "SAW" in done.stdout, done.stderr
+        seen.append(done.stdout.split("SAW")[1].split())
+    assert int(seen[0][0]) > 0
+    assert seen[0][1] == "0"
+    assert seen[1][:2] == ["0", "1"]
+    assert seen[0][2:] == seen[1][2:]
+
+
+def test_another_graph_option_or_switch_is_another_entry(block, tmp_path: Path):
+    model, x = block
+    step(model, tmp_path, x)
+    assert step(model, tmp_path, x, fusion=False)[1]["steps_from_cache"] == 0
+    assert step(model, tmp_path, x[:4])[1]["steps_from_cache"] == 0
+    model.up.bias.requires_grad_(False)
+    assert step(model, tmp_path, x)[1]["steps_from_cache"] == 0
+    model.up.bias.requires_grad_(True)
+    assert step(model, tmp_path, x)[1]["steps_from_cache"] == 1
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert step(model, tmp_path, x)[1]["steps_from_cache"] == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_warm_start_can_be_off(block, tmp_path: Path):
+    model, x = block
+    step(model, tmp_path, x, warm_start=False)
+    assert not list(tmp_path.glob("graphs/**/*.json"))
+    assert step(model, tmp_path, x, warm_start=False)[1]["steps_from_cache"] == 0
+
+
+@pytest.mark.parametrize("kind", ["graphs", "steps"])
+@pytest.mark.parametrize("damage", ["torn", "other", "gone"])
+def test_a_damaged_entry_is_compiled_again(block, tmp_path: Path, kind: str, damage: str):
+    model, x = block
+    first, _ = step(model, tmp_path, x)
+    entry = sorted(tmp_path.glob(f"{kind}/**/*.json"))[0]
+    if damage == "torn":
+        entry.write_bytes(entry.read_bytes()[:-20])
+    elif damage == "gone":
+        entry.unlink()
+    else:  # whole by its checksum, but not what we write
+        entry.write_text("{}")
+        from overlapc.runtime.cache import _sha256, _voucher
+
+        _voucher(entry).write_text(_sha256(entry))
+    again, counts = step(model, tmp_path, x)
+    assert counts["steps_from_cache"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert step(model, tmp_path, x)[1]["steps_from_cache"] == 1
+
+
+class Stateful(nn.Module):
+    """Changes a buffer, as no plain step may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x)).square().mean()
+
+
+def test_graphs_start_warm_where_steps_cannot(tmp_path: Path):
+    torch.manual_seed(0)
+    x = torch.randn(8, 16)
+    results, counts, buffers = [], [], []
+    for _ in range(2):
+        torch.manual_seed(1)
+        model = Stateful()
+        result, count = step(model, tmp_path, x)
+        results.append(result)
+        counts.append(count)
+        buffers.append(model.norm.running_mean.clone())
+    assert counts[1]["steps_from_cache"] == 0
+    assert (counts[1]["graph_compiles"], counts[1]["kernel_compiles"]) == (0, 0)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert torch.equal(*buffers)
+    assert buffers[0].abs().sum() > 0
+
+
+def test_tensors_that_a_graph_carries_are_this_process_own(tmp_path: Path):
+    def double(x: Tensor) -> Tensor:
+        return x * torch.tensor([1.0, 2.0, 3.0])
+
+    for _ in range(2):
+        torch._dynamo.reset()
+        options = {"cache_dir": str(tmp_path), "warm_start": True}
+        compiled = torch.compile(double, backend="overlapc", options=options)
+        assert torch.equal(compiled(torch.ones(3)), torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_functions_among_options_cannot_be_kept():
+    with pytest.raises(NotCacheable, match="estimates"):
+        environment_key(Config.of({"estimates": lambda node: None}))
+    assert environment_key(Config.of({})) == environment_key(Config.of({}))
+    assert environment_key(Config.of({})) != environment_key(Config.of({"overlap_margin": 2.0}))
+    assert environment_key(Config.of({})) == environment_key(Config.of({"rank_timeout": 2.0}))
+
+
+def test_stored_values_come_back_equal():
+    import sympy
+    from torch.utils._sympy.functions import FloorDiv
+
+    s0 = sympy.Symbol("s0", integer=True, positive=True)
+    values = (1, 2.5, "x", None, True, (1, (2,)), {"a": [s0 + 1]}, FloorDiv(s0, 8), torch.bfloat16)
+    back = stored.decode(stored.encode(values))
+    assert back == values
+    assert back[6]["a"][0].free_symbols.pop().is_positive
+    with pytest.raises(NotCacheable, match="cannot be stored"):
+        stored.encode(object())
+    with pytest.raises(ValueError, match="not a dataclass of overlapc"):
+        stored.decode({"data": "os:system", "fields": {}})

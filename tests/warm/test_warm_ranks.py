@@ -1,0 +1,60 @@
+"""Ranks that start warm beside ranks that start cold: nobody hangs, and all run the same order."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from overlapc.runtime.counters import counted
+from tests.ranks import values_on_ranks
+
+COUNTERS = ("graph_compiles", "kernel_compiles", "graph_cache_hits", "graphs")
+
+
+def starts(root: str) -> list[dict[str, Any]]:
+    """One training step in each of four starts: cold, warm, warm on rank 0 only, and warm again."""
+    import overlapc
+    from overlapc.launch.llama import Llama, LlamaConfig
+
+    rank = dist.get_rank()
+    cache = Path(root) / str(rank)  # of its own, as on another host
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig.tiny())
+    for layer in model.layers:
+        overlapc.fully_shard(layer, mesh=mesh)
+    overlapc.fully_shard(model, mesh=mesh)
+    tokens = torch.randint(0, 64, (1, 16))
+    seen = []
+    for start in ("cold", "warm", "mixed", "warm"):
+        if start == "mixed" and rank == 1:
+            shutil.rmtree(cache / "graphs")
+        torch._dynamo.reset()
+        before = {name: counted(name) for name in COUNTERS}
+        options = {"cache_dir": str(cache), "warm_start": True, "rank_timeout": 60}
+        compiled = torch.compile(model, backend="overlapc", options=options)
+        loss = compiled(tokens, tokens)
+        loss.backward()
+        grads = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+        model.zero_grad(set_to_none=True)
+        seen.append({"loss": loss.item(), "grads": grads, **{name: counted(name) - before[name] for name in COUNTERS}})
+    return seen
+
+
+def test_ranks_take_kept_graphs_together_or_not_at_all(tmp_path: Path):
+    first, second = values_on_ranks(starts, 2, str(tmp_path), timeout_s=240)
+    for seen in (first, second):
+        cold, warm, mixed, again = seen
+        assert cold["graph_compiles"] == cold["graphs"] == 2
+        assert (warm["graph_compiles"], warm["kernel_compiles"], warm["graphs"]) == (0, 0, 2)
+        assert mixed["graphs"] == 2
+        assert again["graph_compiles"] == 0
+        for start in (warm, mixed, again):
+            assert start["loss"] == cold["loss"]
+            assert all(torch.equal(a, b) for a, b in zip(start["grads"], cold["grads"], strict=True))
+    assert first[2]["graph_cache_hits"] == 2  # compiled beside rank 1, though it had them
+    assert second[2]["graph_compiles"] == 2
