@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 
 from overlapc.errors import OverlapcError
-from overlapc.estimators.device import DeviceProfile, load_profile, profile_from_json
+from overlapc.estimators.device import DeviceProfile, link_to_json, load_profile, profile_from_json, table_from_json
+from overlapc.estimators.fit import fit
 from overlapc.estimators.measure import Effort, Measurement
 
 Derived = dict[str, tuple[Any, str]]  # quantity -> its value and where that comes from
@@ -100,11 +101,12 @@ def measure() -> dict[str, Any]:
 
 def _machine_key() -> str:
     """Changes with anything that makes old numbers wrong."""
-    parts = (_cpu_name(), str(os.cpu_count()), torch.__version__, "2")  # last: version of what is measured
+    parts = (cpu_name(), str(os.cpu_count()), torch.__version__, "3")  # last: version of what is measured
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's model, as the system has it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -123,8 +125,11 @@ def profile_document(
     quantities = {key: {"value": value, "origin": origin} for key, value in measured["quantities"].items()}
     for key, (value, said) in derived(measured["quantities"]).items():
         quantities.setdefault(key, {"value": value, "origin": said})
-    if "host_link" in quantities:
-        quantities["host_link"]["origin"] = f"bandwidth of the largest gather: {origin}; step: a quarter of the floor"
+    if measured["tables"]:
+        found = fit([table_from_json(table) for table in measured["tables"]])
+        fitted = f"fitted to the tables of collectives, {origin}"
+        quantities["collective_floor_ns"] = {"value": found.floor_ns, "origin": fitted}
+        quantities["host_link"] = {"value": link_to_json(found.link), "origin": fitted}
     document = {
         "name": name,
         "origin": origin,
@@ -151,7 +156,7 @@ def median_of(values: Sequence[Any]) -> Any:
 
 def cpu_origin(ranks: int) -> str:
     """How a CPU profile's numbers were found."""
-    return f"measured: {ranks} processes on {_cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    return f"measured: {ranks} processes on {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
 
 
 def cpu_derived(quantities: Mapping[str, Any]) -> Derived:

@@ -54,7 +54,7 @@ class AnalyticCollectives:
         if comm.size == 1:
             return Estimate(self.profile.collective_floor_ns, self.name)
         way = crossed(comm, self.profile)
-        ns = None if way is None else _ring_or_tree_ns(comm, way[1])
+        ns = None if way is None else ring_or_tree_ns(comm, way[1])
         if ns is None:
             return None
         alone = self.profile.slowdown(comm.collective, comm.channels).alone
@@ -75,7 +75,7 @@ def interpolate(table: Table, size_bytes: int) -> float:
     return low_ns + (high_ns - low_ns) * (size_bytes - low) / (high - low)
 
 
-def _ring_or_tree_ns(comm: Comm, link: Link) -> float | None:
+def ring_or_tree_ns(comm: Comm, link: Link) -> float | None:
     """Time on the links alone; None for a collective whose traffic we do not know."""
     ranks, size = comm.size, comm.bytes
     share = (ranks - 1) / ranks

@@ -57,7 +57,7 @@ def load_of(node: Node) -> Load:
     if "attention" in node.op:
         return Load(Beside.ATTENTION)
     results = work.write_bytes // _ITEMSIZE.get(work.dtype.removeprefix("torch."), 2)
-    return Load(Beside.MATMUL, -(-results // _TILE))
+    return Load(Beside.MATMUL, tiles_of(results))
 
 
 def traffic_of(node: Node, profile: DeviceProfile) -> Traffic:
@@ -74,6 +74,16 @@ def traffic_of(node: Node, profile: DeviceProfile) -> Traffic:
     return Traffic(slowdown, name, min(1.0, alone_ns / node.estimate.ns))
 
 
+def tiles_of(results: int) -> int:
+    """Tiles of a matmul with so many results."""
+    return -(-results // _TILE)
+
+
+def waves(tiles: int, multiprocessors: int) -> int:
+    """Rounds in which so many multiprocessors work off so many tiles."""
+    return math.ceil(tiles / max(1, multiprocessors))
+
+
 def compute_stretch(load: Load, beside: Sequence[Traffic], profile: DeviceProfile) -> float:
     """How many times as long compute takes while these collectives run."""
     if not beside:
@@ -81,8 +91,8 @@ def compute_stretch(load: Load, beside: Sequence[Traffic], profile: DeviceProfil
     if load.beside is Beside.MATMUL and load.tiles and profile.multiprocessors:
         held = [each.slowdown.multiprocessors for each in beside]
         if None not in held:
-            left = max(1, profile.multiprocessors - round(sum(each or 0.0 for each in held)))
-            return math.ceil(load.tiles / left) / math.ceil(load.tiles / profile.multiprocessors)
+            left = profile.multiprocessors - round(sum(each or 0.0 for each in held))
+            return waves(load.tiles, left) / waves(load.tiles, profile.multiprocessors)
     return max(each.slowdown.of(load.beside.value) for each in beside)
 
 

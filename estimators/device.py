@@ -212,11 +212,7 @@ def profile_from_json(data: Mapping[str, Any]) -> DeviceProfile:
     for key in ("host_link", "network_link"):
         if key in values:
             values[key] = _link(values[key])
-    tables = []
-    for entry in data.get("tables", ()):
-        tables.append(
-            Table(entry["collective"], int(entry["ranks"]), _points(entry["points"]), str(entry.get("dtype", "")))
-        )
+    tables = [table_from_json(entry) for entry in data.get("tables", ())]
     slowdowns = {
         name: Slowdown(**{key: max(1.0, float(factor)) for key, factor in entry.items()})
         for name, entry in values.pop("slowdowns", {}).items()
@@ -241,6 +237,19 @@ def _link(entry: Mapping[str, Any]) -> Link:
     return Link(float(entry["bytes_per_s"]), float(entry["step_ns"]), protocols)
 
 
+def link_to_json(link: Link) -> dict[str, Any]:
+    """What a profile file holds of a link."""
+    data: dict[str, Any] = {"bytes_per_s": link.bytes_per_s, "step_ns": link.step_ns}
+    if link.protocols:
+        data["protocols"] = [asdict(each) for each in link.protocols]
+    return data
+
+
+def table_from_json(entry: Mapping[str, Any]) -> Table:
+    """A table as a profile file holds it."""
+    return Table(entry["collective"], int(entry["ranks"]), _points(entry["points"]), str(entry.get("dtype", "")))
+
+
 def _points(listed: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted((int(size), float(value)) for size, value in listed))
 
@@ -259,11 +268,7 @@ def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
     for key in ("host_link", "network_link"):
         link = getattr(profile, key)
         if link is not None:
-            values[key] = {
-                "bytes_per_s": link.bytes_per_s,
-                "step_ns": link.step_ns,
-                **({"protocols": [asdict(each) for each in link.protocols]} if link.protocols else {}),
-            }
+            values[key] = link_to_json(link)
     if profile.slowdowns:
         values["slowdowns"] = {
             name: {key: factor for key, factor in asdict(each).items() if factor is not None}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from overlapc.estimators.beside import company, held_multiprocessors, kernel_ns
 from overlapc.estimators.clock import (
     Clock,
     Launch,
@@ -26,6 +27,7 @@ from overlapc.estimators.clock import (
     compute_ns,
     launch_ns,
 )
+from overlapc.estimators.contention import tiles_of
 
 MIB = 2**20
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -60,6 +62,10 @@ class Effort:
     beside_bytes: int  # of collectives, and of copies, that run beside something
     beside_matmul: tuple[int, int, int]
     attention: Mapping[str, Sequence[Attention]] = field(default_factory=dict)
+    # On a GPU contention depends on how a matmul's tiles fill the device: shapes of one wave, of few and of many.
+    beside_matmuls: Sequence[tuple[int, int, int]] = ()
+    beside_attention: Attention | None = None
+    channels: Sequence[int] = ()  # process groups of so many channels are measured too
     layer: Sequence[int] = ()  # elements of the tensors that a coalesced collective moves
     generated_bytes: Sequence[int] = ()  # read and written by a generated kernel
     # Of matmuls right before each matmul and attention that is measured: in short bursts an H200 reached 814 TFLOP/s,
@@ -112,6 +118,9 @@ class Effort:
             collective_dtypes=("bf16", "fp32"),
             beside_bytes=512 * MIB,
             beside_matmul=(8192, 4096, 14336),
+            beside_matmuls=[(4096, 4096, 1024), (4096, 4096, 4096), (4096, 4096, 14336)],
+            beside_attention=Attention(1, 32, 8, 4096, 128),
+            channels=(16, 8, 4),
             layer=_LLAMA_LAYER,
             generated_bytes=[2**power for power in range(18, 31, 3)],
             load_s=0.1,
@@ -153,7 +162,10 @@ class Measurement:
             )
         small = self._random(16, dtype=torch.float32)
         if self.device.type != "cpu":
-            values["kernel_floor_ns"] = compute_ns(self.clock, lambda: small.add_(1.0))
+            values["kernel_floor_ns"] = kernel_ns(lambda: small.add_(1.0), calls=100)
+            values["kernel_gap_ns"] = max(
+                0.0, compute_ns(self.clock, lambda: small.add_(1.0)) - values["kernel_floor_ns"]
+            )
         values["launch_ns"] = launch_ns(self.clock, lambda: small.add_(1.0))
 
     def communication(self) -> None:
@@ -168,16 +180,81 @@ class Measurement:
         self._coalesced(dist.group.WORLD)
 
     def contention(self) -> None:
-        """How much compute and collectives of the whole world slow each other, on default channels."""
+        """How much compute and collectives of the whole world slow each other."""
+        if self.clock.queued:
+            self._contention_by_kernel()
+        else:
+            self._contention_by_clock()
+
+    def _contention_by_kernel(self) -> None:
+        """On default channels, and on fewer; see beside.py."""
+        assert dist.group.WORLD is not None
+        slowdowns: dict[str, dict[str, float]] = {}
+        ordinary: dict[str, float] = {}
+        size = self.effort.beside_bytes
+        for channels in (0, *self.effort.channels):
+            group = dist.group.WORLD if not channels else self._group_on(channels)
+            for collective, dtype in (("all_gather", "bf16"), ("reduce_scatter", "fp32")):
+                launch = launcher(collective, group, size, DTYPES[dtype], self.device)
+                alone_ns = self._agreed(collective_ns(self.clock, launch, calls_for(size, self.clock)))
+                self.say(f"{collective} beside compute, {channels or 'default'} channels")
+                found = self._company(launch, alone_ns)
+                if channels:
+                    slowdowns[f"{collective}@{channels}"] = {**found, "alone": alone_ns / ordinary[collective]}
+                else:
+                    ordinary[collective], slowdowns[collective] = alone_ns, found
+        both = [slowdowns[collective] for collective in ordinary]
+        slowdowns["other"] = {key: sum(each[key] for each in both) / len(both) for key in both[0]}
+        self.quantities["slowdowns"] = slowdowns
+        self.quantities["collective_slowdown"] = slowdowns["other"]["own_matmul"]
+        self.quantities["multiprocessors"] = self._multiprocessors()
+
+    def _multiprocessors(self) -> int:
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    def _group_on(self, channels: int) -> dist.ProcessGroup:
+        """The whole world on at most so many channels."""
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = channels
+        group = dist.new_group(backend="nccl", pg_options=options)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def _company(self, launch: Launch, alone_ns: float) -> dict[str, float]:
+        """A `Slowdown` of this collective. What never had company throughout counts as not slowed."""
+        effort, found = self.effort, {}
+        matmuls = []
+        for shape in effort.beside_matmuls:
+            a, b = self._operands(shape, torch.bfloat16)
+            product = torch.mm(a, b)
+            each = company(lambda a=a, b=b, out=product: torch.mm(a, b, out=out), launch, alone_ns)  # type: ignore[misc]
+            matmuls.append((tiles_of(shape[0] * shape[2]), max(1.0, each.compute or 1.0)))
+            self.facts[f"matmul {shape} beside a collective of {alone_ns / 1e3:.0f} us"] = matmuls[-1][1]
+            found["own_matmul"] = max(1.0, each.collective or 1.0)  # the last, largest matmul's stands
+        found["matmul"] = matmuls[-1][1]
+        found["multiprocessors"] = float(held_multiprocessors(matmuls, self._multiprocessors()))
+        source = self._random(effort.beside_bytes // 8, dtype=torch.float32)
+        target = torch.empty_like(source)
+        each = company(lambda: torch.add(source, 1.0, out=target), launch, alone_ns)
+        found["memory"], found["own_memory"] = max(1.0, each.compute or 1.0), max(1.0, each.collective or 1.0)
+        if effort.beside_attention is not None:
+            query, key, value = self._attention_inputs(effort.beside_attention, torch.bfloat16)
+            with torch.no_grad():
+                each = company(lambda: _attend(query, key, value), launch, alone_ns)
+            found["attention"] = max(1.0, each.compute or 1.0)
+        return found
+
+    def _contention_by_clock(self) -> None:
+        """On a CPU, where nothing waits for a kernel's last wave."""
         effort, clock, device = self.effort, self.clock, self.device
         assert dist.group.WORLD is not None
-        a, b = self._operands(effort.beside_matmul, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        a, b = self._operands(effort.beside_matmul, torch.float32)
         product = torch.mm(a, b)
         source = self._random(effort.beside_bytes // 4, dtype=torch.float32)
         target = torch.empty_like(source)
         beside = {"matmul": lambda: torch.mm(a, b, out=product), "memory": lambda: torch.add(source, 1.0, out=target)}
         # gloo cannot say when a reduce-scatter is done; its gather stands for all collectives.
-        cases = {"all_gather": "bf16", "reduce_scatter": "fp32"} if clock.queued else {"all_gather": "fp32"}
+        cases = {"all_gather": "fp32"}
         slowdowns: dict[str, dict[str, float]] = {}
         for collective, dtype in cases.items():
             launch = launcher(collective, dist.group.WORLD, effort.beside_bytes, DTYPES[dtype], device)
@@ -189,7 +266,7 @@ class Measurement:
                 own_call_ns = compute_ns(clock, call)
                 call_ns = self._agreed(own_call_ns)
                 # The first to be done must have had company all the time: the other is given twice the work.
-                launches = max(1, math.ceil(10 * call_ns / alone_ns)) if clock.queued else 1
+                launches = 1
                 calls = max(1, int(launches * alone_ns / call_ns / 2.5))
                 slowed_ns, _ = beside_ns(clock, launch, launches, call, calls)
                 found[kind] = max(1.0, slowed_ns / own_call_ns)
@@ -199,9 +276,7 @@ class Measurement:
             slowdowns[collective] = found
         kinds = [f"{own}{kind}" for kind in beside for own in ("", "own_")]
         mean = {kind: sum(each[kind] for each in slowdowns.values()) / len(slowdowns) for kind in kinds}
-        if not clock.queued:
-            slowdowns = {}
-        self.quantities["slowdowns"] = {**slowdowns, "other": mean}
+        self.quantities["slowdowns"] = {"other": mean}
         self.quantities["collective_slowdown"] = mean["own_matmul"]
 
     def result(self) -> dict[str, Any]:
@@ -250,23 +325,21 @@ class Measurement:
 
     def _attention(self, case: Attention, dtype: torch.dtype) -> tuple[float, float]:
         """ns of forward and of backward."""
-        shape = (case.batch, case.heads, case.seq, case.width)
-        shared = (case.batch, case.kv_heads, case.seq, case.width)
-        query, key, value = (self._random(*size, dtype=dtype).requires_grad_() for size in (shape, shared, shared))
-
-        def attend() -> Tensor:
-            return F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=case.heads != case.kv_heads
-            )
-
+        query, key, value = (each.requires_grad_() for each in self._attention_inputs(case, dtype))
         with torch.no_grad():
-            forward_ns = compute_ns(self.clock, attend, ahead=self.load)
-        out = attend()
+            forward_ns = compute_ns(self.clock, lambda: _attend(query, key, value), ahead=self.load)
+        out = _attend(query, key, value)
         grad = torch.randn_like(out)
         backward_ns = compute_ns(
             self.clock, lambda: torch.autograd.grad(out, (query, key, value), grad, retain_graph=True), ahead=self.load
         )
         return forward_ns, backward_ns
+
+    def _attention_inputs(self, case: Attention, dtype: torch.dtype) -> list[Tensor]:
+        """Queries, keys and values."""
+        shape = (case.batch, case.heads, case.seq, case.width)
+        shared = (case.batch, case.kv_heads, case.seq, case.width)
+        return [self._random(*size, dtype=dtype) for size in (shape, shared, shared)]
 
     def _curve(self, name: str, points: Sequence[tuple[int, float]]) -> None:
         """One point a size: the median where several shapes have that size. A single size makes no curve."""
@@ -285,7 +358,6 @@ class Measurement:
         return float(slowest.item())
 
     def _collectives(self, group: dist.ProcessGroup) -> None:
-        floors = []
         for collective in self.effort.collectives:
             self.say(f"{collective} on {group.size()} ranks")
             for dtype in self.effort.collective_dtypes:
@@ -296,20 +368,7 @@ class Measurement:
                 launch = launcher(collective, group, self.effort.collective_bytes[0], DTYPES[dtype], self.device)
                 isolated_ns = collective_ns(self.clock, launch, 1, rounds=9)
                 self.facts[f"{collective} {dtype} alone, {points[0][0]} B on {group.size()} ranks, ns"] = isolated_ns
-                floors.append(isolated_ns)
                 self.tables.append({"collective": collective, "ranks": group.size(), "dtype": dtype, "points": points})
-        if group.size() == dist.get_world_size():
-            self._link(group.size(), min(floors))
-
-    def _link(self, ranks: int, floor_ns: float) -> None:
-        """What rings and trees need: latency, and bandwidth from the largest gather."""
-        largest, largest_ns = next(t for t in self.tables if t["collective"] == "all_gather")["points"][-1]
-        moved = largest * (ranks - 1) / ranks
-        self.quantities["collective_floor_ns"] = floor_ns
-        self.quantities["host_link"] = {
-            "bytes_per_s": moved / max(largest_ns - floor_ns, 1.0) * 1e9,
-            "step_ns": floor_ns / 4,
-        }
 
     def _coalesced(self, group: dist.ProcessGroup) -> None:
         """The tensors of a layer in one coalesced gather, against one flat gather of as many bytes."""
@@ -356,6 +415,10 @@ def launcher(
     if collective == "broadcast":
         return lambda: group.broadcast(whole, 0)
     raise ValueError(f"no collective {collective!r}")
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
 
 
 def _median(values: Sequence[float]) -> float:

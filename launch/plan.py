@@ -41,6 +41,7 @@ def plan_text(text: str, config: Config) -> Report:
         estimate=None if config.profile is None else chain.estimate,
         passes=config.passes,
         verify=config.verify,
+        check_memory=config.check_memory,
     )
     graphs = []
     for part in parts(text):

@@ -21,6 +21,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule, Node
 
 from overlapc import dump
+from overlapc.chain import chain_of
 from overlapc.codegen import kernel as codegen
 from overlapc.codegen.bucket import merge_starts
 from overlapc.codegen.kernel import KernelSource
@@ -28,12 +29,10 @@ from overlapc.codegen.program import build_program
 from overlapc.config import Config
 from overlapc.errors import CompileError, OverlapcError
 from overlapc.estimators.agreement import Compilation, party
-from overlapc.estimators.base import Estimator, FirstKnown, estimate_schedule
+from overlapc.estimators.base import Estimator, estimate_schedule
 from overlapc.estimators.canonical import canonical_lines
-from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
 from overlapc.estimators.device import DeviceProfile, profile_to_json
-from overlapc.estimators.profile_trace import EarlierRun, UserHook
-from overlapc.estimators.roofline import Roofline
+from overlapc.estimators.profile_trace import EarlierRun
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.build import op_name, to_schedule
 from overlapc.fx.collectives import GroupNames, canonicalize, find_collectives
@@ -51,7 +50,6 @@ from overlapc.lowering.product import Product
 from overlapc.passes.base import Context, Result, run_pipeline, select
 from overlapc.report import record
 from overlapc.report.build import graph_record
-from overlapc.report.earlier import earlier_run
 from overlapc.runtime.counters import count
 from overlapc.runtime.support import unboxed
 from overlapc.schedule.model import Estimate, Kind, Schedule
@@ -240,7 +238,7 @@ def plan_graph(
         profile = _profile(config, _device_types(gm))
         if talks is not None:
             profile = talks.agree_on_profile(profile)
-        chain = _chain(profile, config, name, _times_of_inner(gm, inner))
+        chain = chain_of(profile, config, lowered, _times_of_inner(gm, inner))
         schedule = _estimated(schedule, chain, talks)
         result = run_pipeline(schedule, _context(config, profile, chain, dumps))
         if talks is not None:
@@ -255,6 +253,7 @@ def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config
 
 def _planned(gm: GraphModule, config: Config, name: str, *, within: bool = False) -> Built:
     began = time.perf_counter()
+    config = replace(config, measure_matmuls=False)  # this machine is not the one that is planned for
     inner = _inner_graphs(gm, config, name, _planned)
     planned = plan_graph(gm, config=config, name=name, dumps=dump.Dumps(config, name), inner=inner)
     assert planned is not None, "there was no cache to take it from"
@@ -410,16 +409,6 @@ def _profile(config: Config, device_types: Collection[str]) -> DeviceProfile:
     return profile_for("cuda" if "cuda" in device_types else "cpu", config.cache_dir)  # type: ignore[arg-type]
 
 
-def _chain(profile: DeviceProfile, config: Config, graph: str, inner: Estimator) -> FirstKnown:
-    """The user's word first, then what was simulated (`inner`), then tables, then models."""
-    said: list[Estimator] = []
-    if callable(config.estimates):
-        said.append(UserHook(config.estimates))
-    elif config.estimates is not None:
-        said.append(earlier_run(config.estimates, graph))
-    return FirstKnown((*said, inner, MeasuredCollectives(profile), AnalyticCollectives(profile), Roofline(profile)))
-
-
 def _estimated(schedule: Schedule, chain: Estimator, talks: Compilation | None) -> Schedule:
     """`schedule` with estimates that are the same on every rank: the median of what each would say."""
     schedule = estimate_schedule(schedule, chain).schedule
@@ -441,6 +430,7 @@ def _context(config: Config, profile: DeviceProfile, chain: Estimator, dumps: du
         merge_payloads=merge_starts,
         passes=config.passes,
         verify=config.verify,
+        check_memory=config.check_memory,
         dump=dumps.writer("passes"),
     )
 

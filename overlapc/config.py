@@ -51,6 +51,10 @@ def _seconds(text: Any) -> float:
     return value
 
 
+def _optional_bool(text: Any) -> bool | None:
+    return None if text is None or text == "" else _bool(text)
+
+
 def _optional_bytes(text: Any) -> int | None:
     return None if text is None or text == "" else parse_bytes(text)
 
@@ -156,6 +160,12 @@ class Config:
         "times that come before all others: a measured record.json, a trace of an earlier run, or a function of a "
         "node that returns ns or None (the same file or function on all ranks)",
     )
+    measure_matmuls: bool | None = _knob(
+        None,
+        _optional_bool,
+        "measure each shape of matmul, attention and convolution once on this device, and keep the times (default: on "
+        "GPUs, unless a profile is named; never with deterministic algorithms)",
+    )
     rank_timeout: float = _knob(300.0, _seconds, "seconds to wait for other ranks while compiling")
     rank_check: bool = _knob(True, _bool, "compare graphs and collective orders between ranks")
     fusion: bool = _knob(True, _bool, "fuse generated kernels")
@@ -169,6 +179,9 @@ class Config:
         False,
         _bool,
         "draw random numbers by torch's own ops, the same that eager draws (default: in generated kernels)",
+    )
+    check_memory: bool = _knob(
+        False, _bool, "compute live memory from scratch after every move of a pass and compare (slow; for debugging)"
     )
     verify: bool = _knob(True, _bool, "check the schedule after every pass")
     dump: frozenset[str] | str = _knob(

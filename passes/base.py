@@ -52,6 +52,7 @@ class Context:
     estimate: Callable[[Node], Estimate | None] | None = None
     merge_payloads: Callable[[Sequence[Any]], Any] | None = None
     verify: bool = True
+    check_memory: bool = False  # compare incremental memory with recomputation after every move
     dump: Callable[[str, str], None] | None = None
     incoming_peak_bytes: int | None = None
 

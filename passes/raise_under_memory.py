@@ -77,7 +77,7 @@ class _Round:
         self.limit = limit_bytes
         self.deps = dependencies.of(schedule)
         self.queues = Queues(schedule, timeline, ctx.overlap_margin)
-        self.memory = MemoryTimeline(schedule)
+        self.memory = MemoryTimeline(schedule, check=ctx.check_memory)
         self.report = PassReport("raise_under_memory")
         count = len(schedule.nodes)
         # Clocks before each position: compute alone, and with the stalls at waits as far as the walk has come.

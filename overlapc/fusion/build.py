@@ -12,6 +12,8 @@ from overlapc.fusion.work import work_of
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, Start, Wait, buffers_written
 from overlapc.schedule.model import Buffer, Kind, Node, Origin, Schedule
 
+CUDA_BLOCK = 512  # bytes: torch's caching allocator gives out multiples of it, and counts them
+
 
 def to_schedule(
     ops: list[IROp],
@@ -57,7 +59,10 @@ def _order_asked(ops: Sequence[IROp], graph: LoweredGraph, kernel_of: Mapping[st
 
 def _bytes(name: str, graph: LoweredGraph) -> int:
     view = graph.views.get(name)
-    return graph.hint(view.layout.storage_bytes()) if view is not None else 0
+    if view is None:
+        return 0
+    size = graph.hint(view.layout.storage_bytes())
+    return -(-size // CUDA_BLOCK) * CUDA_BLOCK if view.layout.device.type == "cuda" else size
 
 
 def _node(op: IROp, graph: LoweredGraph, after: tuple[str, ...]) -> Node:

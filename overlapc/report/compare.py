@@ -8,6 +8,7 @@ from statistics import median
 
 from tabulate import tabulate
 
+from overlapc.report.memory import peaks
 from overlapc.report.record import GraphRecord, StepRecord
 from overlapc.report.times import ms, us
 from overlapc.schedule.model import Kind, Node
@@ -123,7 +124,7 @@ def totals_text(step: StepRecord) -> str:
         ),
     ]
     if step.measured_peak_bytes is not None and graphs:
-        peak = max(graph.peak_bytes for graph in graphs)
+        peak = max(peaks(graphs).values())
         lines.append(
             f"peak memory  {human_bytes(peak)} predicted, {human_bytes(step.measured_peak_bytes)} allocated at most "
             f"(ratio {step.measured_peak_bytes / max(peak, 1):.3f}; optimizer state and the like count too)"

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from overlapc.errors import ScheduleError
 from overlapc.schedule.model import Kind, Schedule
 
 
@@ -150,9 +151,12 @@ class MemoryTimeline:
 
     Reordering a stretch of the order changes what is live only inside that stretch: before and after it the
     same nodes have run. So `try_window` and `apply` cost the stretch, not the schedule.
+
+    check: after every change all is computed from scratch too, and a difference is a ScheduleError (for debugging).
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, *, check: bool = False) -> None:
+        self._schedule, self._check = schedule, check
         self._life = lifetimes(schedule)
         self.order: list[int] = list(range(len(schedule.nodes)))
         self.position: list[int] = list(self.order)
@@ -196,6 +200,8 @@ class MemoryTimeline:
         self.during_bytes[low:high] = during
         for at, node in enumerate(nodes, low):
             self.position[node] = at
+        if self._check:
+            self._compare(low, high)
 
     def move(self, low: int, high: int, to: int) -> None:
         """Move the block at positions low..high-1 so that it begins at `to` (counted without the block)."""
@@ -209,6 +215,21 @@ class MemoryTimeline:
         """Bytes that are live just before the node at a position begins."""
         node = self.order[at]
         return self.during_bytes[at] - self._life.scratch[node] - self._life.allocates[node]
+
+    def _compare(self, low: int, high: int) -> None:
+        """ScheduleError unless what is kept equals what recomputing gives."""
+        whole = _profile(self._life, self.order).during_bytes
+        for at, (kept, found) in enumerate(zip(self.during_bytes, whole, strict=True)):
+            if kept != found:
+                raise ScheduleError(
+                    f"{self._schedule.name}: after positions {low} to {high - 1} changed, {kept} B are said to be live"
+                    f" at {self._schedule.nodes[self.order[at]].name}, and {found} B are\n"
+                    "hint: please report the schedule; OVERLAPC_DUMP=passes writes it"
+                )
+        if self.peak_bytes != max(whole, default=self._life.base_bytes):
+            raise ScheduleError(
+                f"{self._schedule.name}: the peak is said to be {self.peak_bytes} B, not {max(whole)} B"
+            )
 
     def _window(self, low: int, nodes: Sequence[int]) -> tuple[list[int], dict[int, int]]:
         """(live bytes while each node runs, storages that die here -> their new last node)."""

@@ -10,6 +10,9 @@ from overlapc.errors import ConfigError
 from overlapc.estimators.device import load_profile
 from overlapc.launch import calibrate
 from overlapc.launch.calibrate import KERNELS, CalibrateConfig, compile_alone, derived
+from overlapc.report import record
+from overlapc.schedule.model import Kind
+from overlapc.schedule.text import parse
 
 
 def test_a_whole_calibration(tmp_path):
@@ -30,10 +33,12 @@ def test_a_whole_calibration(tmp_path):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_generated_kernels_move_what_they_must(name):
-    function, tensors = KERNELS[name]
-    x, y = torch.rand(4, 4096), torch.rand(4, 4096)
+    function, form, tensors = KERNELS[name].function, KERNELS[name].form, KERNELS[name].moves
+    x, y = torch.rand(8, 4096), torch.rand(8, 4096)
     weight = torch.ones(4096)
     compiled, moved, _ = compile_alone(function, (x, y, weight))
+    (graph,) = record.report_of_process().steps[0].graphs[-1:]
+    assert {node.work.form for node in parse(graph.schedule).nodes if node.kind is Kind.KERNEL} == {form}
     for ours, eager in zip(compiled(x, y, weight), function(x, y, weight), strict=True):
         torch.testing.assert_close(ours, eager)
     assert moved == pytest.approx(tensors * x.nbytes, rel=0.3)

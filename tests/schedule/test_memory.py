@@ -1,6 +1,8 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from overlapc.errors import ScheduleError
 from overlapc.schedule import dependencies
 from overlapc.schedule.memory import MemoryTimeline, analyze
 from overlapc.schedule.text import parse
@@ -89,3 +91,12 @@ def test_moves_give_what_recomputing_gives(schedule, data):
         assert timeline.peak_bytes == fresh.peak_bytes
         assert promised == max(fresh.during_bytes[first:last])
         assert [timeline.position[node] for node in order] == list(range(count))
+
+
+def test_the_debug_mode_names_the_node_where_bytes_went_missing():
+    schedule = parse("a = kernel() : 5B; b = kernel() : 3B; c = kernel(a) : 1B; return c")
+    timeline = MemoryTimeline(schedule, check=True)
+    timeline.move(1, 2, 2)
+    timeline.during_bytes[0] += 1
+    with pytest.raises(ScheduleError, match="6 B are said to be live at a, and 5 B are"):
+        timeline.apply(1, [1, 2])

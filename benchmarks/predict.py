@@ -1,0 +1,280 @@
+"""What overlapc predicts of collectives, memory and whole training steps, beside what is then measured.
+
+    torchrun --nproc-per-node 4 benchmarks/predict.py --profile h200-nvlink
+    torchrun --nproc-per-node 2 benchmarks/predict.py --device cpu --model tiny --seq 64     # does it run?
+
+Schedules are fixed when a case is compiled, before anything of it is measured. Steps are timed without the profiler
+first; the profiler then gives each node's time. `--seconds` bounds the run: cases that would begin later are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import overlapc
+from overlapc.estimators.clock import clock_for, collective_ns
+from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
+from overlapc.estimators.device import DeviceProfile, load_profile
+from overlapc.estimators.library import LibraryCollectives
+from overlapc.estimators.measure import DTYPES, calls_for, launcher
+from overlapc.launch.demo import DemoConfig, shard
+from overlapc.launch.llama import Llama, LlamaConfig, tensor_parallel
+from overlapc.report import record
+from overlapc.report.compare import graph_text, rows, totals_text
+from overlapc.report.memory import peaks
+from overlapc.schedule.model import Comm, Kind, Node
+
+MIB = 2**20
+_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training step. `layers` and `seq` of 0 take the command line's."""
+
+    name: str
+    layers: int = 0
+    seq: int = 0
+    tp: int = 1
+    reshard: bool = True
+    recompute: bool = False
+    passes: str | None = None
+
+    def sizes(self, args: argparse.Namespace) -> tuple[int, int]:
+        return self.layers or args.layers, args.seq // (self.seq or 1)
+
+
+CASES = (  # most telling first: later ones are left out when time runs short. `seq` divides the command line's
+    Case("fsdp"),
+    Case("fsdp, half the sequence", seq=2),
+    Case("tp", tp=-1, layers=4),
+    Case("tp 2 x fsdp", tp=2, layers=4),
+    Case("fsdp, no reshard", layers=4, reshard=False),
+    Case("fsdp, checkpointing", layers=4, recompute=True),
+    Case("fsdp, quarter of the sequence", layers=4, seq=4),
+    Case("fsdp, program order", passes="none"),
+)
+
+
+def main() -> None:
+    args = arguments()
+    began = time.monotonic()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device(args.device)
+    if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", device_id=device if device.index else None)
+    profile = load_profile(args.profile)
+    found: dict[str, Any] = {"profile": profile.name, "world": world, "collectives": collectives(profile, device, args)}
+    show(rank, collectives_text(found["collectives"]))
+    found["steps"] = []
+    for case in CASES:
+        if agreed_seconds(time.monotonic() - began, device) > args.seconds:
+            show(rank, f"{case.name}: left out, {args.seconds} s are over")
+            continue
+        result, texts = step(case, device, args)
+        found["steps"].append(result)
+        show(rank, tabulate([result], headers="keys", floatfmt=".3f"))
+        show(rank, texts[0])
+        if args.out and rank == 0:
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / f"{case.name.replace(' ', '_').replace(',', '')}.txt").write_text("\n\n".join(texts))
+            (args.out / "predict.json").write_text(json.dumps(found, indent=1))
+    show(rank, "\n" + tabulate(found["steps"], headers="keys", floatfmt=".3f"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", default="h200-nvlink", help="device profile: a name or a file")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--model", choices=("8b", "tiny"), default="8b")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--seconds", type=float, default=200.0, help="no case begins later")
+    parser.add_argument("--out", type=Path, help="folder for predict.json and each case's report")
+    return parser.parse_args()
+
+
+def show(rank: int, text: str) -> None:
+    if rank == 0:
+        print(text, flush=True)
+
+
+def agreed_seconds(seconds: float, device: torch.device) -> float:
+    """The slowest rank's clock, so that all ranks leave out the same cases."""
+    slowest = torch.tensor([seconds], device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest.item())
+
+
+# --- collectives
+
+
+def collectives(profile: DeviceProfile, device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Sizes between and at those of the tables, measured now, beside what each estimator says."""
+    world, clock = dist.get_world_size(), clock_for(device)
+    assert dist.group.WORLD is not None
+    sizes = [MIB << power for power in range(11)] if device.type == "cuda" else [2**18, MIB]
+    said = {
+        "table": MeasuredCollectives(profile),
+        "library": LibraryCollectives(),
+        "model": AnalyticCollectives(profile),
+    }
+    found = []
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        for dtype in ("bf16", "fp32"):
+            for size in sizes:
+                launch = launcher(kind, dist.group.WORLD, size, DTYPES[dtype], device)
+                ns = collective_ns(clock, launch, calls_for(size, clock))
+                name = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
+                node = Node("c", Kind.START, kind, comm=Comm(kind, size, "dp", world, name, tuple(range(world))))
+                row: dict[str, Any] = {"collective": kind, "dtype": dtype, "bytes": size, "measured_us": ns / 1e3}
+                for who, estimator in said.items():
+                    estimate = estimator.estimate(node)
+                    row[who] = None if estimate is None else estimate.ns / ns
+                found.append(row)
+    return found
+
+
+def collectives_text(found: list[dict[str, Any]]) -> str:
+    lines = [tabulate(found, headers="keys", floatfmt=".2f")]
+    for who in ("table", "library", "model"):
+        errors = [abs(row[who] - 1) for row in found if row.get(who) is not None]
+        if errors:
+            lines.append(f"{who}: half within {statistics.median(errors):.1%}, all within {max(errors):.0%}")
+    return "\n".join(lines)
+
+
+# --- training steps
+
+
+def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Prediction and measurement of one case, and its reports: totals, then every node of each graph."""
+    record.clear()
+    torch._dynamo.reset()
+    gc.collect()
+    world = dist.get_world_size()
+    cuda = device.type == "cuda"
+    layers, seq = case.sizes(args)
+    tp = world if case.tp < 0 else case.tp
+    shape = LlamaConfig.llama_8b(layers, seq) if args.model == "8b" else LlamaConfig.tiny()
+    mesh = init_device_mesh(device.type, (1, world // tp, tp), mesh_dim_names=("replicate", "dp", "tp"))
+    before_bytes = torch.cuda.memory_allocated() if cuda else 0
+    model, tokens = built(case, shape, mesh, tp, seq, device)
+    options = {"profile": args.profile, "measure_matmuls": True}
+    if case.passes is not None:
+        options["passes"] = case.passes
+    run = torch.compile(model, backend="overlapc", fullgraph=True, options=options)
+    began = time.monotonic()
+
+    def once() -> None:
+        run(tokens, tokens).backward()
+        model.zero_grad(set_to_none=True)
+
+    once()
+    compile_s = time.monotonic() - began
+    graphs = record.report_of_process().steps[0].graphs
+    once()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    times = [taken for _ in range(2) for taken in timed(once, device)]
+    peak_bytes = torch.cuda.max_memory_allocated() - before_bytes if cuda else 0
+    with overlapc.report.measure() as measured:
+        for _ in range(3):
+            once()
+    assert measured.report is not None
+    (seen,) = measured.report.steps
+    predicted_ms = sum(graph.after.step_ns for graph in graphs) / 1e6
+    predicted_peak = max(peaks(graphs).values())
+    step_ms = statistics.median(times)
+    result: dict[str, Any] = {
+        "case": case.name,
+        "layers": layers,
+        "seq": seq,
+        "predicted_ms": predicted_ms,
+        "measured_ms": step_ms,
+        "ratio": step_ms / predicted_ms,
+        "predicted_gib": predicted_peak / 2**30,
+        "measured_gib": peak_bytes / 2**30,
+        "memory_ratio": peak_bytes / predicted_peak,
+    }
+    every = [row for graph in seen.graphs for row in rows(graph)]
+    for kind in ("collective", "kernel", "library call"):
+        errors = [abs(row.ratio - 1) for row in every if row.kind == kind and row.ratio is not None]
+        result[f"{kind}s off"] = statistics.median(errors) if errors else None
+    result["compute alone"] = sum(row.alone_ns or 0.0 for row in every if row.kind != "collective") / 1e6
+    result["compute said"] = sum(row.predicted_ns for row in every if row.kind != "collective") / 1e6
+    result["compute seen"] = sum(row.measured_ns or 0.0 for row in every if row.kind != "collective") / 1e6
+    result["compile_s"] = compile_s
+    return result, [totals_text(seen), *(graph_text(graph) for graph in seen.graphs if graph.measured)]
+
+
+def built(
+    case: Case, shape: LlamaConfig, mesh: Any, tp: int, seq: int, device: torch.device
+) -> tuple[torch.nn.Module, Tensor]:
+    """The sharded model, bf16 compute and fp32 reduction, and its tokens."""
+    with torch.device(device):
+        model = Llama(shape)
+    model.reset_parameters(0)
+    if tp > 1:
+        tensor_parallel(model, mesh["tp"])
+    if case.recompute:
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = Recomputed(layer)
+    shard("overlapc", model, DemoConfig(mesh.size(), device.type, "bf16", tp, reshard=case.reshard), mesh)
+    return model, torch.randint(0, shape.vocab, (1, seq), device=device)
+
+
+class Recomputed(torch.nn.Module):
+    """A block whose activations are computed again in backward."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return checkpoint(self.inner, *args, use_reentrant=False)
+
+
+def timed(once: Any, device: torch.device) -> Iterator[float]:
+    """Milliseconds of each of _STEPS steps."""
+    dist.barrier()
+    once()
+    if device.type != "cuda":
+        for _ in range(_STEPS):
+            began = time.perf_counter()
+            once()
+            yield (time.perf_counter() - began) * 1e3
+        return
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_STEPS + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        once()
+        mark.record()
+    torch.cuda.synchronize()
+    for first, second in itertools.pairwise(marks):
+        yield first.elapsed_time(second)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Library calls measured on this device, once a shape, and kept on disk.
+
+A call's key says all that decides its time: the op, and dtype, sizes and strides of its tensors. The file that keeps
+it is named after the device and the versions of the libraries behind it. The calls run right after other matmuls, as
+they will in a training step: in short bursts from idle, GPUs are faster than they can be for long.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import filelock
+import torch
+
+from overlapc.estimators.calibrate import cpu_name
+from overlapc.estimators.clock import clock_for, compute_ns
+from overlapc.schedule.model import Estimate, Kind, Node
+
+_LOCK_S = 30.0
+_LOAD_CALLS = 100  # matmuls before each measurement, 0.2 ms each on an H200
+_LOAD_SIZE = 4096
+
+
+@dataclass(frozen=True)
+class Call:
+    """A library call that can be made by itself. make: allocates arguments and returns the call."""
+
+    key: str
+    device: torch.device
+    make: Callable[[], Callable[[], object]]
+
+
+class Times:
+    """ns by key, in one file of all processes of a host; a file that cannot be read counts as empty."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        name = f"{_device_name(device)}, {_versions(device)}"
+        self.path = folder / "measured" / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+        self._name = name
+        self._known = self._read()
+
+    def get(self, key: str) -> float | None:
+        return self._known.get(key)
+
+    def put(self, key: str, ns: float) -> None:
+        """Keeps a time; what others kept meanwhile stays. A folder that cannot be written costs only the keeping."""
+        self._known[key] = ns
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(f"{self.path}.lock", timeout=_LOCK_S):
+                self._known = {**self._known, **self._read()}
+                part = self.path.with_suffix(f".{os.getpid()}")
+                part.write_text(json.dumps({"device": self._name, "ns": self._known}, indent=1))
+                part.replace(self.path)  # a reader sees all of it or nothing
+        except (OSError, filelock.Timeout):
+            return
+
+    def _read(self) -> dict[str, float]:
+        try:
+            data = json.loads(self.path.read_text())
+            return {str(key): float(ns) for key, ns in data["ns"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+
+@dataclass(frozen=True)
+class MeasuredCalls:
+    """Knows the calls that `call_of` can make by themselves; measures those that no process has measured yet."""
+
+    call_of: Callable[[Node], Call | None]
+    times: Times
+    name: str = "measured here"
+
+    def estimate(self, node: Node) -> Estimate | None:
+        if node.kind is not Kind.EXTERN:
+            return None
+        call = self.call_of(node)
+        if call is None:
+            return None
+        ns = self.times.get(call.key)
+        if ns is None:
+            ns = measure(call)
+            if ns is None:
+                return None
+            self.times.put(call.key, ns)
+        return Estimate(ns, self.name)
+
+
+def measure(call: Call) -> float | None:
+    """ns of one call on this device under load; None where its arguments do not fit into memory."""
+    clock = clock_for(call.device)
+    try:
+        run = call.make()
+        return compute_ns(clock, run, ahead=_load(call.device) if clock.queued else None)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _load(device: torch.device) -> Callable[[], None]:
+    a = torch.zeros(_LOAD_SIZE, _LOAD_SIZE, dtype=torch.bfloat16, device=device)
+    out = torch.empty_like(a)
+
+    def launch() -> None:
+        for _ in range(_LOAD_CALLS):
+            torch.mm(a, a, out=out)
+
+    return launch
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def _versions(device: torch.device) -> str:
+    parts: Mapping[str, object] = {"torch": torch.__version__}
+    if device.type == "cuda":
+        parts = {**parts, "CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}
+    return ", ".join(f"{name} {version}" for name, version in parts.items())

@@ -1,0 +1,58 @@
+"""Who is asked how long a node takes, in order; every estimate names its source.
+
+1. the user: a function, or a measured run of this job       (`estimates=`)
+2. conditionals and other graphs within this one             (simulated already)
+3. this device: matmuls, attention, convolutions             (`measure_matmuls=`; once a shape, kept on disk)
+4. the profile's tables of collectives                       (measured by `overlapc calibrate`)
+5. the library: NCCL's own estimate
+6. models: rings and trees, roofline at achieved rates
+"""
+
+from __future__ import annotations
+
+import torch
+
+from overlapc.codegen.alone import calls_of
+from overlapc.config import Config
+from overlapc.estimators.base import Estimator, FirstKnown
+from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
+from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.library import LibraryCollectives
+from overlapc.estimators.measured import MeasuredCalls, Times
+from overlapc.estimators.profile_trace import UserHook
+from overlapc.estimators.roofline import Roofline
+from overlapc.ir.ops import LoweredGraph
+from overlapc.report.earlier import earlier_run
+
+
+def chain_of(profile: DeviceProfile, config: Config, graph: LoweredGraph, inner: Estimator) -> FirstKnown:
+    """The estimators for `graph`. `inner` knows the calls of graphs within it."""
+    chain: list[Estimator] = []
+    if callable(config.estimates):
+        chain.append(UserHook(config.estimates))
+    elif config.estimates is not None:
+        chain.append(earlier_run(config.estimates, graph.name))
+    chain.append(inner)
+    device = _device_of(graph)
+    here = device is not None and config.profile is None  # a profile that the user named may stand for another machine
+    if device is not None and _measures(config, device):
+        chain.append(MeasuredCalls(calls_of(graph), Times(config.cache_dir, device)))  # type: ignore[arg-type]
+    chain.append(MeasuredCollectives(profile))
+    if here and device is not None and device.type == "cuda":
+        chain.append(LibraryCollectives())
+    return FirstKnown((*chain, AnalyticCollectives(profile), Roofline(profile)))
+
+
+def _measures(config: Config, device: torch.device) -> bool:
+    """Whether estimates may depend on a measurement taken now. On CPUs, where others disturb it, only if asked."""
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    if config.measure_matmuls is None:
+        return device.type == "cuda" and config.profile is None
+    return config.measure_matmuls
+
+
+def _device_of(graph: LoweredGraph) -> torch.device | None:
+    """The GPU that the graph runs on, else whatever it runs on."""
+    devices = {view.layout.device for view in graph.views.values()}
+    return next((each for each in devices if each.type == "cuda"), next(iter(devices), None))

@@ -1,0 +1,96 @@
+"""Library calls of a graph by themselves, on made-up arguments of the same layouts: what can be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from overlapc.estimators.measured import Call
+from overlapc.ir.ops import Extern, Handle, Layout, LoweredGraph, View, tree_leaves, tree_map
+from overlapc.schedule.model import Node
+
+aten = torch.ops.aten
+# What costs most of a step, and whose time does not depend on the numbers in its arguments.
+_MEASURED = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.convolution.default,
+        aten.convolution_backward.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_backward.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_efficient_attention_backward.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_cudnn_attention_backward.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    }
+)
+
+
+def calls_of(graph: LoweredGraph) -> Callable[[Node], Call | None]:
+    """For nodes of the schedule of `graph`: the call, or None for what is not measured."""
+
+    def call_of(node: Node) -> Call | None:
+        op = node.payload
+        if not isinstance(op, Extern) or op.target not in _MEASURED:
+            return None
+        leaves = tree_leaves((op.args, dict(op.kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, View)]
+        if not tensors or any(isinstance(leaf, Handle) for leaf in leaves):
+            return None
+        args, kwargs = _at_hints((op.args, dict(op.kwargs)), graph)
+        key = f"{op.target}({', '.join(_shown(leaf) for leaf in tree_leaves((args, kwargs)))})"
+
+        def make() -> Callable[[], object]:
+            with unset_fake_temporarily():
+                given, named = tree_map(_made_up, (args, kwargs))
+            return lambda: _called(op.target, given, named)
+
+        return Call(key, tensors[0].layout.device, make)
+
+    return call_of
+
+
+def _called(target: Any, args: Any, kwargs: Any) -> object:
+    with unset_fake_temporarily(), torch.no_grad():
+        return target(*args, **kwargs)
+
+
+def _at_hints(tree: Any, graph: LoweredGraph) -> Any:
+    """The same with every size as the number it was traced with; tensors stay layouts."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, View):
+            layout = value.layout
+            size, stride = (tuple(map(graph.hint, each)) for each in (layout.size, layout.stride))
+            return Layout(layout.device, layout.dtype, size, stride, sympy.Integer(graph.hint(layout.offset)))
+        return graph.hint(value) if isinstance(value, sympy.Expr) else value
+
+    return tree_map(leaf, tree)
+
+
+def _shown(leaf: Any) -> str:
+    if not isinstance(leaf, Layout):
+        return str(leaf)
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    return f"{dtype}[{' '.join(map(str, leaf.size))}]({' '.join(map(str, leaf.stride))})"
+
+
+def _made_up(leaf: Any) -> Any:
+    """A tensor of that layout; random numbers, without a look at the user's generators, where they are floats."""
+    if not isinstance(leaf, Layout):
+        return leaf
+    count = int(sympy.Integer(leaf.storage_numel()))
+    memory: Tensor = torch.zeros(count, dtype=leaf.dtype, device=leaf.device)
+    if leaf.dtype.is_floating_point:
+        memory.normal_(generator=torch.Generator(leaf.device).manual_seed(0))
+    return memory.as_strided(leaf.size, leaf.stride, int(leaf.offset))  # type: ignore[arg-type]

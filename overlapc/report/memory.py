@@ -1,0 +1,34 @@
+"""What a device holds while a graph runs, beyond what the graph itself knows of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from overlapc.report.record import GraphRecord
+from overlapc.schedule.model import Schedule
+from overlapc.schedule.text import parse
+
+_BACKWARD = re.compile(r"backward_(\d+)$")
+
+
+def peaks(graphs: Sequence[GraphRecord]) -> dict[str, int]:
+    """Peak bytes while each graph runs: its own, and for a backward what only its forward was given (a parameter that
+    no gradient needs stays where it is)."""
+    named = {graph.name: graph for graph in graphs}
+    found = {}
+    for graph in graphs:
+        match = _BACKWARD.match(graph.name)
+        forward = named.get(f"forward_{match[1]}") if match else None
+        found[graph.name] = graph.peak_bytes + (0 if forward is None else _held_bytes(forward, graph))
+    return found
+
+
+def _held_bytes(forward: GraphRecord, backward: GraphRecord) -> int:
+    """Inputs of the forward that the backward does not take."""
+    given, taken = _inputs(parse(forward.schedule)), _inputs(parse(backward.schedule))
+    return sum(size for name, size in given.items() if name not in taken)
+
+
+def _inputs(schedule: Schedule) -> dict[str, int]:
+    return {name: buffer.bytes for name, buffer in schedule.buffers.items() if buffer.is_input}

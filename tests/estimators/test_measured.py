@@ -1,0 +1,96 @@
+"""Library calls measured on this device: each shape once, kept for other processes, and only where asked for."""
+
+import json
+
+import pytest
+import torch
+
+import overlapc
+from overlapc.estimators.library import LibraryCollectives
+from overlapc.estimators.measured import Call, MeasuredCalls, Times
+from overlapc.report import record
+from overlapc.schedule.model import Comm, Kind, Node
+from overlapc.schedule.text import parse
+
+CPU = torch.device("cpu")
+
+
+def sources(cache, function, *inputs, **options):
+    """Source of the estimate of every library call in what `function` compiles to."""
+    record.clear()
+    torch._dynamo.reset()
+    torch.compile(function, backend="overlapc", options={"cache_dir": cache, "profile": "cpu-gloo", **options})(*inputs)
+    (graph,) = record.report_of_process().steps[0].graphs
+    return {n.op: n.estimate.source for n in parse(graph.schedule).nodes if n.kind is Kind.EXTERN}
+
+
+def test_matmuls_and_attention_are_measured_once_a_shape(tmp_path):
+    def both(x, w):
+        y = (x @ w).view(1, 2, 8, 16)
+        return torch.nn.functional.scaled_dot_product_attention(y, y, y)
+
+    x, w = torch.randn(16, 32), torch.randn(32, 16)
+    found = sources(tmp_path, both, x, w, measure_matmuls=True)
+    assert found["mm"] == "measured here"
+    assert all(source == "measured here" for op, source in found.items() if "attention" in op)
+    (kept,) = (tmp_path / "measured").glob("*.json")
+    times = json.loads(kept.read_text())["ns"]
+    assert "aten.mm.default(float32[16 32](32 1), float32[32 16](16 1))" in times
+    before = kept.stat().st_mtime_ns
+    sources(tmp_path, both, x, w, measure_matmuls=True)
+    assert kept.stat().st_mtime_ns == before  # nothing was measured again
+
+
+def test_measuring_leaves_the_users_random_numbers_alone(tmp_path):
+    x = torch.randn(8, 8)
+    torch.manual_seed(3)
+    sources(tmp_path, lambda x: x @ x, x, measure_matmuls=True)
+    measured = torch.rand(3)
+    torch.manual_seed(3)
+    assert torch.equal(measured, torch.rand(3))
+
+
+def test_nothing_is_measured_unasked_or_in_deterministic_mode(tmp_path):
+    x = torch.randn(8, 8)
+    assert sources(tmp_path, lambda x: x @ x, x)["mm"] == "roofline cpu-gloo"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert sources(tmp_path, lambda x: x @ x, x, measure_matmuls=True)["mm"] == "roofline cpu-gloo"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not (tmp_path / "measured").exists()
+
+
+def test_processes_keep_each_others_times_and_a_damaged_file_counts_as_empty(tmp_path):
+    one, other = Times(tmp_path, CPU), Times(tmp_path, CPU)
+    one.put("a", 1.0)
+    other.put("b", 2.0)
+    assert other.get("a") == 1.0
+    again = Times(tmp_path, CPU)
+    assert (again.get("a"), again.get("b"), again.get("c")) == (1.0, 2.0, None)
+    again.path.write_text("{")
+    assert Times(tmp_path, CPU).get("a") is None
+
+
+def test_what_does_not_fit_into_memory_stays_with_the_next_estimator(tmp_path):
+    def too_large():
+        raise torch.OutOfMemoryError("not today")
+
+    node = Node("m", Kind.EXTERN, "mm")
+    calls = MeasuredCalls(lambda _: Call("k", CPU, too_large), Times(tmp_path, CPU))
+    assert calls.estimate(node) is None
+    assert not calls.times.path.exists()
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "unknown"])
+def test_the_library_is_asked_only_for_groups_of_its_own(kind):
+    comm = Comm(kind, 2**20, "dp", 4, "bfloat16", (0, 1, 2, 3))
+    assert LibraryCollectives().estimate(Node("g", Kind.START, kind, comm=comm)) is None  # no process group here
+    assert LibraryCollectives().estimate(Node("k", Kind.KERNEL, "kernel")) is None
+
+
+def test_the_users_word_comes_before_a_measurement(tmp_path):
+    x = torch.randn(8, 8)
+    found = sources(tmp_path, lambda x: x @ x, x, measure_matmuls=True, estimates=lambda node: 5.0)
+    assert found["mm"] == "user"
+    assert overlapc.Config(measure_matmuls="").measure_matmuls is None
