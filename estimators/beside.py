@@ -41,7 +41,7 @@ def kernels_of(run: Callable[[], Any]) -> list[Span]:
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         run()
         torch.cuda.synchronize()
-    results = recorded.profiler.kineto_results  # type: ignore[union-attr]
+    results = recorded.profiler.kineto_results
     spans = [
         Span(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
         for event in results.events()

@@ -93,4 +93,4 @@ def _made_up(leaf: Any) -> Any:
     memory: Tensor = torch.zeros(count, dtype=leaf.dtype, device=leaf.device)
     if leaf.dtype.is_floating_point:
         memory.normal_(generator=torch.Generator(leaf.device).manual_seed(0))
-    return memory.as_strided(leaf.size, leaf.stride, int(leaf.offset))  # type: ignore[arg-type]
+    return memory.as_strided(leaf.size, leaf.stride, int(leaf.offset))

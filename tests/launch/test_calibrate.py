@@ -34,7 +34,7 @@ def test_a_whole_calibration(tmp_path):
 @pytest.mark.parametrize("name", KERNELS)
 def test_generated_kernels_move_what_they_must(name):
     function, form, tensors = KERNELS[name].function, KERNELS[name].form, KERNELS[name].moves
-    x, y = torch.rand(8, 4096), torch.rand(8, 4096)
+    x, y = torch.rand(64, 4096), torch.rand(64, 4096)
     weight = torch.ones(4096)
     compiled, moved, _ = compile_alone(function, (x, y, weight))
     (graph,) = record.report_of_process().steps[0].graphs[-1:]
