@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from overlapc.codegen.cpp.expressions import C_TYPE, constant_text
+from overlapc.codegen.cpp.plan import BLOCK
 from overlapc.ir.body import Reduce, Scan
 
 
@@ -33,6 +34,8 @@ class Accumulator:
     result: str  # the value, from the totals
     add: Callable[[str, str], list[str]]  # (value, flat position) -> lines
     combine: Callable[[list[str]], str]  # other totals -> a line
+    # Flat position of a block's first element -> lines before the block, along a row; `fold` comes after it.
+    opening: Callable[[str], list[str]] = field(default=lambda first: [])
 
 
 _LIMITS = {
@@ -54,7 +57,7 @@ def accumulator(reduce: Reduce, number: int, columns: bool, in_order: bool) -> A
     lane = "[lane]" if columns else ""
     kind, dtype = reduce.kind, reduce.arg.dtype
     if kind in ("argmax", "argmin"):
-        return _position(reduce, number, lane, in_order)
+        return _first_position(reduce, number) if in_order and not columns else _position(reduce, number, lane)
     if dtype == torch.bool and reduce.dtype == torch.bool:
         kind = {"sum": "any", "max": "any", "prod": "all", "min": "all"}.get(kind, kind)
     if kind in ("any", "all"):
@@ -88,6 +91,7 @@ def _arithmetic(reduce: Reduce, number: int, lane: str) -> Accumulator:
             f"{kind}({name}{lane})",
             lambda value, at: [f"{part}{lane} += {value};"],
             combine,
+            lambda first: [f"{kind} {part} = 0;"],
         )
     return Accumulator(
         reduce,
@@ -181,25 +185,18 @@ def _ordered(reduce: Reduce, number: int) -> Accumulator:
     )
 
 
-def _position(reduce: Reduce, number: int, lane: str, in_order: bool) -> Accumulator:
+def _position(reduce: Reduce, number: int, lane: str) -> Accumulator:
+    """argmax or argmin, one element after another: of columns, or where positions do not come in order."""
     best, place = f"total{number}{lane}", f"at{number}{lane}"
     kind = C_TYPE[reduce.arg.dtype]
-    order = "max" if reduce.kind == "argmax" else "min"
-
-    def replace(condition: str, value: str, at: str) -> str:
-        if lane:  # selects, which vectorize
-            select = f"{best} = better ? {value} : {best}; {place} = better ? {at} : {place};"
-            return f"{{ const bool better = {condition}; {select} }}"
-        return f"if ({condition}) {{ {best} = {value}; {place} = {at}; }}"
-
-    def any_order(value: str, at: str) -> str:
-        return replace(f"before_{order}<{kind}>({value}, {at}, {best}, {place})", value, at)
+    order = reduce.kind[3:]
 
     def add(value: str, at: str) -> list[str]:
-        if not in_order:
-            return [any_order(value, at)]
-        # Going forward, an equal one never replaces an earlier one; the very first, at INT64_MAX, is always replaced.
-        return [replace(f"beyond_{order}<{kind}>({value}, {best}) | ({place} == INT64_MAX)", value, at)]
+        condition = f"before_{order}<{kind}>({value}, {at}, {best}, {place})"
+        if lane:  # selects, which vectorize
+            select = f"{best} = better ? {value} : {best}; {place} = better ? {at} : {place};"
+            return [f"{{ const bool better = {condition}; {select} }}"]
+        return [f"if ({condition}) {{ {best} = {value}; {place} = {at}; }}"]
 
     return Accumulator(
         reduce,
@@ -213,7 +210,50 @@ def _position(reduce: Reduce, number: int, lane: str, in_order: bool) -> Accumul
         None,
         place,
         add,
-        lambda other: any_order(other[0], other[1]),
+        lambda other: add(other[0], other[1])[0],
+    )
+
+
+def _first_position(reduce: Reduce, number: int) -> Accumulator:
+    """argmax or argmin along a row: the extreme of each block, and only where it is a new one, its first place.
+
+    Everything is compared as integers of the same order (`ordered` in prelude.h; + 0.0 makes both zeros equal).
+    """
+    dtype, larger = reduce.arg.dtype, reduce.kind == "argmax"
+    kind, limit, of_nan = C_TYPE[dtype], _limit(dtype, larger), ""
+    if dtype.is_floating_point:
+        bits = 32 if dtype == torch.float32 else 64
+        of_nan = f"INT{bits}_{'MAX' if larger else 'MIN'}"
+        kind, limit = f"int{bits}_t", f"ordered({limit}, {of_nan})"
+    elif dtype == torch.bool:
+        kind = "uint8_t"
+    sign = ">" if larger else "<"
+    best, place, block, keys, first = (f"{name}{number}" for name in ("total", "at", "best", "keys", "first"))
+
+    def opening(position: str) -> list[str]:
+        return [f"{kind} {keys}[{BLOCK}], {block} = {limit};", f"const int64_t {first} = {position};"]
+
+    def add(value: str, at: str) -> list[str]:
+        key = f"ordered({value} + 0, {of_nan})" if of_nan else f"{kind}({value})"
+        found = f"const {kind} key{number} = {keys}[{at} - {first}] = {key};"
+        return [found, f"{block} = key{number} {sign} {block} ? key{number} : {block};"]
+
+    def combine(other: list[str]) -> str:
+        condition = f"({other[0]} {sign} {best}) | (({other[0]} == {best}) & ({other[1]} < {place}))"
+        return f"if ({condition}) {{ {best} = {other[0]}; {place} = {other[1]}; }}"
+
+    return Accumulator(
+        reduce,
+        number,
+        (Variable(kind, best, limit), Variable("int64_t", place, "INT64_MAX")),
+        None,
+        f"if (({block} {sign} {best}) | ({place} == INT64_MAX)) "
+        f"{{ {best} = {block}; {place} = {first} + first_equal({keys}, {block}); }}",
+        f"{reduce.kind[3:]}: {block}",
+        place,
+        add,
+        combine,
+        opening,
     )
 
 

@@ -262,11 +262,18 @@ INLINE bool before_min(T x, int64_t at, T best, int64_t best_at) {
   return nan != best_nan ? nan : (x < best) | ((x == best) | nan) & (at < best_at);
 }
 
-// The same where x comes later: NaN is not <= anything, and nothing is beyond NaN.
+// Where `key` is found first in an array that holds it, and that has room for a multiple of 64.
 template <class T>
-INLINE bool beyond_max(T x, T best) { return !(x <= best) & (best == best); }
-template <class T>
-INLINE bool beyond_min(T x, T best) { return !(x >= best) & (best == best); }
+INLINE int64_t first_equal(const T* keys, T key) {
+  int64_t at = 0;
+  for (;; at += 64) {
+    int found = 0;
+    for (int64_t j = 0; j < 64; ++j) found |= keys[at + j] == key;
+    if (found) break;
+  }
+  while (keys[at] != key) ++at;
+  return at;
+}
 
 // ---- scans
 

@@ -95,7 +95,7 @@ class ReductionFunction(Function):
         if not store.is_total:
             return super().store(store, known)
         at = [other for other in self.body.stores if other.is_total].index(store)
-        slot = f"part{at}[{self._flat_position()}]"
+        slot = f"part{at}[{index_text(self._flat_position())}]"
         return f"{slot} = {slot} {_SIGN[store.mode]} {known[store.value]};"
 
     def _combine_chunks(self, totals: Sequence[Store]) -> None:
@@ -107,7 +107,7 @@ class ReductionFunction(Function):
         for at, store in enumerate(totals):
             dtype = store.value.dtype
             kind = "double" if dtype.is_floating_point else C_TYPE[dtype]
-            part = f"parts{at}[chunk * width + {self._flat_position()}]"
+            part = f"parts{at}[chunk * width + {index_text(self._flat_position())}]"
             self.line(f"{kind} total{at} = {_IDENTITY[store.mode]};")
             self.line(f"for (int64_t chunk = 0; chunk < {CHUNKS}; ++chunk) total{at} {_SIGN[store.mode]}= {part};")
             value = store_text(f"{C_TYPE[dtype]}(total{at})", dtype, store.memory_dtype)
@@ -328,7 +328,7 @@ class ReductionFunction(Function):
         roots += [value for store in stores for value in store.operands()]
 
         def accumulate(names: Mapping[Value, str]) -> Iterable[str]:
-            positions = self._flat_position()
+            positions = index_text(self._flat_position())
             lines = [text for part in accumulators for text in part.add(names[part.reduce.arg], positions)]
             lines += [self.store(store, names) for store in stores]
             return lines + [f"row{self.number[value]}[{vector.symbol}] = {names[value]};" for value in kept]
@@ -342,11 +342,11 @@ class ReductionFunction(Function):
             else:
                 in_order = scans or any(part.clause is None for part in accumulators)
                 clauses = None if in_order else "".join(f" reduction({part.clause})" for part in accumulators)
-                loops += self._along_rows(partials, split, clauses)
+                loops += self._along_rows(accumulators, split, clauses)
             self.nest(loops, roots, known, accumulate)
 
-    def _along_rows(self, partials: Sequence[Accumulator], split: Loop | None, clauses: str | None) -> list[For]:
-        """The vector loop of a sweep, in blocks that `partials` sum apart; side by side unless `clauses` is None."""
+    def _along_rows(self, parts: Sequence[Accumulator], split: Loop | None, clauses: str | None) -> list[For]:
+        """The vector loop of a sweep, in blocks that end with a fold; side by side unless `clauses` is None."""
         vector = self.plan.vector
         assert vector is not None
         loops: list[For] = []
@@ -357,10 +357,11 @@ class ReductionFunction(Function):
             loops.append(block)
             begin, end = f"{vector.symbol}_block", f"{vector.symbol}_stop"
         inner = plain(vector, begin, end)
-        inner.before += [f"{part.partial} = 0;" for part in partials if part.partial]
+        first = self._flat_position().subs(vector.symbol, sympy.sympify(begin, {begin: sympy.Symbol(begin)}))
+        inner.before += [text for part in parts for text in part.opening(index_text(first))]
         if clauses is not None:
             self.simd(inner, clauses)
-        inner.after += [part.fold for part in partials]
+        inner.after += [part.fold for part in parts if part.fold]
         return [*loops, inner]
 
     def _sweep_columns(self, partials: Sequence[Accumulator], loops: list[For], split: Loop | None) -> None:
@@ -380,12 +381,12 @@ class ReductionFunction(Function):
         fold = " ".join(part.fold for part in partials)
         loops[-1].after.append(f"for (int64_t lane = 0; lane < lanes; ++lane) {{ {fold} }}")
 
-    def _flat_position(self) -> str:
-        """The position in the flattened reduction space, for argmax."""
+    def _flat_position(self) -> sympy.Expr:
+        """The position in the flattened reduction space."""
         position: sympy.Expr = sympy.S.Zero
         for loop in self.body.reduction:
             position = position * loop.size + loop.symbol
-        return index_text(sympy.expand(position))
+        return sympy.expand(position)
 
     def _inner_stores(self, known: Mapping[Value, str]) -> None:
         """The pass after all reductions."""
