@@ -51,6 +51,7 @@ from overlapc.passes.base import Context, Result, run_pipeline, select
 from overlapc.report import record
 from overlapc.report.build import graph_record
 from overlapc.runtime.counters import count
+from overlapc.runtime.deterministic import deterministic, deterministically
 from overlapc.runtime.support import unboxed
 from overlapc.schedule.model import Estimate, Kind, Schedule
 from overlapc.warm import graph as warm_graph
@@ -99,7 +100,12 @@ def _compile(
     """Forward and backward of `gm`, each handed to `each`."""
     check_torch_version()
     select(config.passes)  # an unknown pass is an error now, not after the first graph was lowered
-    compiler = aot_autograd(
+    with deterministic(config.deterministic):
+        return _aot(each, config, number)(gm, example_inputs)
+
+
+def _aot(each: Callable[..., Callable[..., Any]], config: Config, number: int) -> Callable[..., Callable[..., Any]]:
+    return aot_autograd(
         fw_compiler=partial(each, config=config, name=f"forward_{number}"),
         bw_compiler=partial(each, config=config, name=f"backward_{number}"),
         inference_compiler=partial(each, config=config, name=f"inference_{number}"),
@@ -107,7 +113,6 @@ def _compile(
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    return compiler(gm, example_inputs)
 
 
 @dataclass(frozen=True)
@@ -128,8 +133,9 @@ def compile_graph(
     watch: warm_step.StepWatch | None = None,
 ) -> Callable[..., Any]:
     """One graph of ATen ops and functional collectives: the whole way. `watch` sees the graphs of the step."""
-    key = _graph_key(gm, config, name)
-    built = _build(gm, config, name, key=key)
+    with deterministic(config.deterministic):  # backward is compiled when it first runs
+        key = _graph_key(gm, config, name)
+        built = _build(gm, config, name, key=key)
     if watch is not None:
         watch.compiled(name.split("_")[0], gm, built.call, key if built.kept else None)
     return built.call
@@ -167,6 +173,7 @@ def _build(gm: GraphModule, config: Config, name: str, *, key: str | None = None
         graph_record(result, fallbacks=_fallbacks(result)),
         _counts(result),
         collective_lines(result.schedule),
+        tracked=config.check_lifecycle,
     )
     dumps.write("program", "wrapper", lambda: compiled.wrapper.replace(warm_graph.NAME, name), suffix="py")
     call = _run(compiled, config, name, began, objects=objects, within=within)
@@ -187,7 +194,7 @@ def _run(
     for device_type, _ in compiled.kernels:
         _import_generator(device_type)
     named = compiled.named(name)
-    call = named.bind(config.cache_dir, objects, gm)  # type: ignore[arg-type]
+    call = deterministically(named.bind(config.cache_dir, objects, gm), config.deterministic)  # type: ignore[arg-type]
     for counter, times in named.counts.items():
         count(counter, times)
     if not within:
@@ -406,6 +413,8 @@ def _profile(config: Config, device_types: Collection[str]) -> DeviceProfile:
 
     if config.profile is not None:
         return load_profile(config.profile)
+    if torch.are_deterministic_algorithms_enabled():  # what is measured here differs from run to run
+        return load_profile("h200-nvlink" if "cuda" in device_types else "cpu-gloo")
     return profile_for("cuda" if "cuda" in device_types else "cpu", config.cache_dir)  # type: ignore[arg-type]
 
 

@@ -183,6 +183,15 @@ class Config:
     check_memory: bool = _knob(
         False, _bool, "compute live memory from scratch after every move of a pass and compare (slow; for debugging)"
     )
+    deterministic: bool = _knob(
+        False,
+        _bool,
+        "same schedule and same bits in every run: no measuring on this machine, no atomics (also on while "
+        "torch.use_deterministic_algorithms is)",
+    )
+    check_lifecycle: bool = _knob(
+        False, _bool, "fail with a buffer's name when memory is not allocated and freed as planned; slow"
+    )
     verify: bool = _knob(True, _bool, "check the schedule after every pass")
     dump: frozenset[str] | str = _knob(
         frozenset(), _words, "stages to write as text: fx, ir, fusion, passes, program, kernels, all"

@@ -28,8 +28,9 @@ from overlapc.codegen.program import (
     WaitFor,
 )
 from overlapc.fx.versions import group_name_of, resolve_group
-from overlapc.ir.ops import Handle, Layout, Provenance, View
+from overlapc.ir.ops import Handle, Layout, Provenance, View, tree_leaves
 from overlapc.runtime import marks, support
+from overlapc.runtime.lifecycle import Lifecycle
 
 Boxed = Callable[[list[Any]], tuple[Any, ...]]
 _sizes = PythonPrinter()
@@ -41,20 +42,20 @@ class PythonWrapper:
     `call(args)` takes one list of arguments, which it empties (boxed).
     """
 
-    def __init__(self, program: Program, *, marked: bool = False) -> None:
-        """marked: with a profiler's mark around every node (runtime/marks.py)."""
+    def __init__(self, program: Program, *, marked: bool = False, tracked: bool = False) -> None:
+        """marked: with a profiler's mark around every node (runtime/marks.py). tracked: every allocation and free is
+        checked against the plan (runtime/lifecycle.py)."""
         self.program = program
+        self.tracked = tracked
         # One numbering with and without marks, so that both printings can share their objects.
-        known = {"torch": torch, "rt": support, "math": math, "mark": marks.mark}
+        known = {"torch": torch, "rt": support, "math": math, "mark": marks.mark, "Lifecycle": Lifecycle}
         self.objects: dict[str, Any] = {**known, **program.constants}
         # How a later process finds them again; "" for what it cannot. Constants come with the graph.
         self.texts = {"torch": "torch", "rt": "overlapc.runtime.support", "math": "math"}
-        self.texts["mark"] = "overlapc.runtime.marks:mark"
+        self.texts |= {"mark": "overlapc.runtime.marks:mark", "Lifecycle": "overlapc.runtime.lifecycle:Lifecycle"}
         self.names: dict[int, str] = {}
         self.header: list[str] = []
-        body = [
-            line for item in program.instructions for line in (self._in_mark(item) if marked else self._print(item))
-        ]
+        body = [line for item in program.instructions for line in self._lines(item, marked)]
         self.source = "\n".join([*self._head(), *(f"    {line}" for line in body), ""])
 
     def bind(self, launchers: Mapping[str, Launcher]) -> Boxed:
@@ -66,7 +67,30 @@ class PythonWrapper:
         if self.program.inputs:
             trailing = "," if len(self.program.inputs) == 1 else ""
             lines.append(f"    {', '.join(self.program.inputs)}{trailing} = args")
+        if self.tracked:
+            lines.append(f"    life = Lifecycle({self.program.name!r}, args)")
         return [*lines, "    args.clear()"]
+
+    def _lines(self, item: Instruction, marked: bool) -> list[str]:
+        lines = self._in_mark(item) if marked else self._print(item)
+        if not self.tracked:
+            return lines
+        if isinstance(item, Return):
+            names = [self.program.variables[leaf.buffer] for leaf in tree_leaves(item.values) if isinstance(leaf, View)]
+            return [f"life.returned({names!r})", *lines]
+        return lines + self._tracking(item)
+
+    def _tracking(self, item: Instruction) -> list[str]:
+        if isinstance(item, Allocate):
+            size = self._size(item.layout.storage_bytes())
+            return [f"life.allocated({item.variable!r}, {item.variable}, {size})"]
+        if isinstance(item, TakeOver):
+            return [f"life.took_over({item.variable!r}, {item.source!r}, {item.variable})"]
+        if isinstance(item, Call) and not item.op.out:  # `out=` was allocated before
+            return [f"life.arrived({name!r}, {name})" for name, _ in item.results]
+        if isinstance(item, Free):
+            return [f"life.freed({list(item.variables)!r})"]
+        return []
 
     # --- instructions
 

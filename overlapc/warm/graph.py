@@ -79,10 +79,12 @@ def compiled_graph(
     record: GraphRecord,
     counts: Mapping[str, int],
     order: Iterable[str],
+    *,
+    tracked: bool = False,
 ) -> tuple[CompiledGraph, dict[str, Any]]:
     """(what can be kept, the objects that its wrapper calls) of a program."""
     anonymous = dataclasses.replace(program, name=NAME)
-    wrapper, marked = PythonWrapper(anonymous), PythonWrapper(anonymous, marked=True)
+    wrapper, marked = (PythonWrapper(anonymous, marked=marked, tracked=tracked) for marked in (False, True))
     attributes = {f"constant_{node.name}": str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
     kept = CompiledGraph(
         name=program.name,

@@ -1,0 +1,65 @@
+"""Deterministic mode: the same schedule and bits, and torch's switch where the graphs run only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from overlapc.report import record
+from overlapc.runtime.deterministic import deterministic, deterministically
+
+
+class Lookup(nn.Module):
+    """Gradients of an embedding come from atomics, unless determinism is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(10, 16), nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(self.out(self.embed(tokens))).square().mean()
+
+
+def run(tmp_path: Path, tokens: Tensor, **options: object) -> tuple[list[Tensor], list[str], list[str]]:
+    """(loss and gradients, schedules, sources of estimates) of a compilation from nothing."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Lookup()
+    record.clear()
+    step = torch.compile(model, backend="overlapc", options={"cache_dir": str(tmp_path), **options})
+    loss = step(tokens)
+    loss.backward()
+    graphs = record.report_of_process().steps[0].graphs
+    schedules = [graph.schedule.split("\n", 1)[1] for graph in graphs]
+    return [loss.detach(), *(each.grad for each in model.parameters())], schedules, [g.schedule for g in graphs]
+
+
+def test_two_compilations_give_one_schedule_and_equal_bits(tmp_path: Path):
+    tokens = torch.randint(0, 10, (4, 64))
+    first, schedules, _ = run(tmp_path / "a", tokens, deterministic=True)
+    second, again, _ = run(tmp_path / "b", tokens, deterministic=True)
+    assert schedules == again
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    # Nothing was measured: no profile of this machine was left in the folder.
+    assert not list(tmp_path.glob("*/profile-*.json"))
+    assert "embedding_dense_backward" in schedules[1]
+
+
+def test_the_switch_of_torch_means_the_same(tmp_path: Path):
+    tokens = torch.randint(0, 10, (4, 64))
+    _, by_option, _ = run(tmp_path / "a", tokens, deterministic=True)
+    with deterministic(True):
+        _, by_switch, _ = run(tmp_path / "b", tokens)
+    assert by_option == by_switch
+
+
+def test_the_switch_is_on_while_graphs_run_and_as_it_was_afterwards():
+    seen = []
+    call = deterministically(lambda args: seen.append(torch.are_deterministic_algorithms_enabled()), True)
+    call([])
+    assert seen == [True]
+    assert not torch.are_deterministic_algorithms_enabled()
+    plain = lambda args: None  # noqa: E731
+    assert deterministically(plain, False) is plain
