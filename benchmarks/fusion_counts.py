@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.work import work_of
-from overlapc.ir.ops import Loops
+from overlapc.ir.ops import Combo, Loops, loops_of
 
 Count = tuple[int, int, int]  # generated kernels, their bytes, library calls
 
@@ -32,11 +32,13 @@ def count_ours(gm: GraphModule, inputs: Sequence[Any], show: bool) -> Count:
     """Kernels and bytes of one graph after overlapc's fusion."""
     graph = lowered(gm, "graph")
     ops, report = fuse_ops(graph)
-    kernels = [op for op in ops if isinstance(op, Loops)]
+    kernels = [op for op in ops if isinstance(op, Loops | Combo)]
     works = [work_of(op, graph) for op in kernels]
     if show:
         for op, work in zip(kernels, works, strict=True):
-            print(f"\n{op.name}: {work.read_bytes + work.write_bytes} bytes, {' '.join(op.origin.fx)}\n{op.body}")
+            print(f"\n{op.name}: {work.read_bytes + work.write_bytes} bytes, {' '.join(op.origin.fx)}")
+            for part in loops_of(op):
+                print(part.body)
         print(report)
     return len(kernels), sum(work.read_bytes + work.write_bytes for work in works), len(ops) - len(kernels)
 

@@ -44,7 +44,7 @@ from overlapc.fx.random import draw_once
 from overlapc.fx.sizes import guessed_size
 from overlapc.fx.subgraphs import is_loop, return_tuple, subgraphs
 from overlapc.fx.versions import check_torch_version, runs_under_fsdp2
-from overlapc.ir.ops import Extern, Loops, LoweredGraph, Start, tree_leaves
+from overlapc.ir.ops import Combo, Extern, Loops, LoweredGraph, Start, loops_of, tree_leaves
 from overlapc.lowering import Communication, lower, provenance
 from overlapc.lowering.product import Product
 from overlapc.passes.base import Context, Result, run_pipeline, select
@@ -452,21 +452,25 @@ def generate_kernels(schedule: Schedule, graph: LoweredGraph) -> dict[str, Kerne
     sources = {}
     for node in schedule.nodes:
         op = node.payload
-        if not isinstance(op, Loops):
+        if not isinstance(op, Loops | Combo):
             continue
         generator = codegen.generator_for(op.device.type)
-        reason = generator.refuse(op.body)
-        if reason is not None:
-            raise CompileError(
-                f"cannot generate a kernel for {' '.join(op.origin.fx)}: {reason}\n   at {op.origin.source}\n"
-                'hint: options={"native": False} runs every op as it stands; please report this graph'
-            )
+        for part in loops_of(op):
+            reason = generator.refuse(part.body)
+            if reason is not None:
+                raise CompileError(
+                    f"cannot generate a kernel for {' '.join(part.origin.fx)}: {reason}\n   at {part.origin.source}\n"
+                    'hint: options={"native": False} runs every op as it stands; please report this graph'
+                )
         comment = f"{' '.join(op.origin.fx)} | {op.origin.source}"
-        sources[op.name] = generator.generate(op.body, _hint(op), comment, graph.size_hints)
+        if isinstance(op, Combo):
+            sources[op.name] = generator.combine([part.body for part in op.parts], _hint(op), comment)
+        else:
+            sources[op.name] = generator.generate(op.body, _hint(op), comment, graph.size_hints)
     return sources
 
 
-def _hint(op: Loops) -> str:
+def _hint(op: Loops | Combo) -> str:
     """`mul_rsqrt_sum`: the distinct ops in it, as a readable part of the kernel's name."""
     names = dict.fromkeys(re.sub(r"_?\d+$", "", name).strip("_") for name in op.origin.fx)
     return "_".join(list(names)[:6])
@@ -476,7 +480,7 @@ def _kernels(sources: Mapping[str, KernelSource], schedule: Schedule) -> list[tu
     """(device type, source) of every kernel once, by first launch."""
     found: dict[str, tuple[str, KernelSource]] = {}
     for node in schedule.nodes:
-        if isinstance(node.payload, Loops):
+        if isinstance(node.payload, Loops | Combo):
             source = sources[node.payload.name]
             found.setdefault(source.name, (node.payload.device.type, source))
     return list(found.values())

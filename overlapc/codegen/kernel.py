@@ -49,6 +49,12 @@ class Generator(Protocol):
     ) -> KernelSource:
         """Source for `body`. `hint` is a readable name part; `size_hints` gives sizes of symbols for heuristics."""
 
+    def combine(self, bodies: Sequence[Body], hint: str, comment: str = "") -> KernelSource:
+        """Source of one launch that does what all of `bodies` do, in any order; they have one `ir.template`.
+
+        Bodies have fixed sizes, no checks and no totals.
+        """
+
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
         """Compiles what is not in the cache; returns a launcher per `KernelSource.name`. ToolchainError on failure."""
 

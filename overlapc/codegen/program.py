@@ -6,6 +6,7 @@ everything is freed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from overlapc.codegen.kernel import KernelSource
 from overlapc.ir.body import Body
 from overlapc.ir.hazards import overwrites_in_place
 from overlapc.ir.ops import (
+    Combo,
     Extern,
     Handle,
     IROp,
@@ -26,6 +28,8 @@ from overlapc.ir.ops import (
     Start,
     View,
     Wait,
+    buffers_read,
+    loops_of,
     tree_leaves,
     views_read,
 )
@@ -73,7 +77,7 @@ class Launch:
     """A generated kernel on its arguments."""
 
     kernel: KernelSource
-    op: Loops
+    op: Loops | Combo
     variables: tuple[str, ...]  # one per `kernel.buffers`
 
 
@@ -167,7 +171,7 @@ class _Builder:
         for node, frees in zip(self.schedule.nodes, profile.frees, strict=True):
             op: IROp = node.payload
             dying = {self.graph.root(name) for name in frees}
-            if isinstance(op, Loops):
+            if isinstance(op, Loops | Combo):
                 self._launch(op, dying)
             elif isinstance(op, Wait):
                 self.instructions.append(WaitFor(self._variable(op.source.buffer), op))
@@ -222,8 +226,9 @@ class _Builder:
         found: set[str] = set()
         for node in self.schedule.nodes:
             op: IROp = node.payload
-            if isinstance(op, Loops):
-                found |= {load.buffer for load in op.body.loads()} | {view.buffer for view in op.mutates}
+            if isinstance(op, Loops | Combo):
+                found |= {load.buffer for part in loops_of(op) for load in part.body.loads()}
+                found |= {view.buffer for view in op.mutates}
             else:
                 found |= {leaf.buffer for leaf in views_read(op) if self._is_other_view(leaf)}
         found |= {leaf.buffer for leaf in _leaves(self.graph.outputs) if self._is_other_view(leaf)}
@@ -246,20 +251,24 @@ class _Builder:
 
     # --- ops
 
-    def _launch(self, op: Loops, dying: set[str]) -> None:
-        for view in op.outputs:
-            self._place(view, op, dying)
+    def _launch(self, op: Loops | Combo, dying: set[str]) -> None:
+        parts = loops_of(op)
+        readers = Counter(root for part in parts for root in {self.graph.root(name) for name in buffers_read(part)})
+        shared = {root for root in dying if readers[root] > 1}  # parts run side by side: none may overwrite these
+        for part in parts:
+            for view in part.outputs:
+                self._place(view, part, dying, shared)
         kernel = self.kernels[op.name]
         self._give_back()
         roots = [self._variable(name) for name in kernel.buffers]
         self.instructions.append(Launch(kernel, op, tuple(self.taken.get(root, root) for root in roots)))
 
-    def _place(self, view: View, op: Loops, dying: set[str]) -> None:
+    def _place(self, view: View, op: Loops, dying: set[str], shared: set[str]) -> None:
         """Memory for a kernel's output: an argument's that dies here, one freed just now, or new."""
         self.planned.add(view.buffer)
         self.layouts[view.buffer] = view.layout
         size = view.layout.storage_bytes()
-        for root in sorted(dying & self.planned):
+        for root in sorted((dying & self.planned) - shared):
             if (
                 self.layouts[root].storage_bytes() == size
                 and self.layouts[root].device == view.layout.device

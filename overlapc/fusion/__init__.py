@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from overlapc.fusion.deps import without_dead_ops
 from overlapc.fusion.fuse import FusionReport
 from overlapc.fusion.fuse import fuse as fuse_kernels  # `overlapc.fusion.fuse` is the module
 from overlapc.fusion.inline import inline as inline_kernels
-from overlapc.fusion.simplify import simplified
-from overlapc.ir.ops import IROp, Loops, LoweredGraph
+from overlapc.ir.ops import IROp, LoweredGraph
 
 __all__ = ["FusionReport", "fuse_ops"]
 
@@ -25,5 +23,4 @@ def fuse_ops(
     ops = without_dead_ops(graph)
     if not enabled:
         return ops, FusionReport()
-    fused, report = fuse_kernels(inline_kernels(ops, graph), graph, freeable, seed)
-    return [replace(each, body=simplified(each.body)) if isinstance(each, Loops) else each for each in fused], report
+    return fuse_kernels(inline_kernels(ops, graph), graph, freeable, seed, combos=True)

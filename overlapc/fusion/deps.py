@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import sympy
 
 from overlapc.ir.ops import (
+    Combo,
     Extern,
     Handle,
     IROp,
@@ -19,6 +20,7 @@ from overlapc.ir.ops import (
     Wait,
     buffers_read,
     buffers_written,
+    loops_of,
     tree_leaves,
 )
 
@@ -27,8 +29,9 @@ def symbols_used(op: IROp) -> set[str]:
     """Names of the size symbols that running the op needs."""
     exprs: list[sympy.Expr] = []
     views: list[View] = []
-    if isinstance(op, Loops):
-        exprs += op.body.size_symbols()
+    if isinstance(op, Loops | Combo):
+        for part in loops_of(op):
+            exprs += part.body.size_symbols()
         views += [*op.outputs, *op.mutates]
     elif isinstance(op, Wait):
         return set()
@@ -122,7 +125,7 @@ def has_effect(op: IROp) -> bool:
 def mutated(op: IROp) -> tuple[View, ...]:
     """What the op overwrites, by the names that the new contents have."""
     call = op.call if isinstance(op, Start) else op
-    return call.mutates if isinstance(call, Extern | Loops) else ()
+    return call.mutates if isinstance(call, Extern | Loops | Combo) else ()
 
 
 def _order_memory(found: Edges, ops: Sequence[IROp], graph: LoweredGraph) -> None:

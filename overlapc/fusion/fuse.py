@@ -7,30 +7,34 @@ and its producer (vertical) or two readers of one buffer (horizontal). What may 
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from overlapc.fusion.combo import MOST_POINTERS, combine, rough_kind
 from overlapc.fusion.deps import edges, output_buffers
 from overlapc.fusion.live import LiveBytes
 from overlapc.fusion.loop_order import in_order_of, scattered_bytes
 from overlapc.fusion.merge import Refusal, merge, same_space, without_stores
 from overlapc.fusion.mixed_order import crosses, merge_across, skips
 from overlapc.fusion.order import MergingOrder
+from overlapc.fusion.simplify import simplified
 from overlapc.ir.body import Body
 from overlapc.ir.hazards import overwrites_in_place, scatters
-from overlapc.ir.ops import IROp, Loops, LoweredGraph, Start, Wait, buffers_read, buffers_written
+from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start, Wait, buffers_read, buffers_written, loops_of
 
 LARGEST_KERNEL = 512  # values in one kernel: longer ones spill registers and take long to compile
 MOST_BUFFERS = 48  # arguments of one kernel
 NEIGHBOURS = 8  # readers of one buffer that are paired with each other: keeps candidates linear in the graph
+LITTLE = 64  # one part of so many in what a kernel moves is not worth fusing for
 FARTHEST = 512  # positions apart that two readers may stand: fusing farther ones lengthens live ranges
 
 
 @dataclass(slots=True)
 class Group:
-    """Kernels fused so far; a group of any other op never merges."""
+    """Kernels fused or combined so far; a group of any other op never merges."""
 
     number: int
     op: IROp
@@ -58,25 +62,35 @@ class FusionReport:
     """What was fused and what was refused, by op names."""
 
     fused: list[tuple[str, str, int]] = field(default_factory=list)  # first, second, bytes saved
+    combined: list[tuple[str, str]] = field(default_factory=list)  # first, second of one launch
     refused: dict[tuple[str, str], str] = field(default_factory=dict)
     kernel_of: dict[str, str] = field(default_factory=dict)  # op -> the fused op it is part of
 
     def __str__(self) -> str:
         lines = [f"fused {a} + {b}: saves {saved} bytes" for a, b, saved in self.fused]
+        lines += [f"one launch {a} + {b}" for a, b in self.combined]
         lines += [f"apart {a} | {b}: {reason}" for (a, b), reason in self.refused.items()]
         return "\n".join(lines)
 
 
 def fuse(
-    ops: Sequence[IROp], graph: LoweredGraph, freeable: Collection[str] = (), seed: int | None = None
+    ops: Sequence[IROp],
+    graph: LoweredGraph,
+    freeable: Collection[str] = (),
+    seed: int | None = None,
+    combos: bool = False,
 ) -> tuple[list[IROp], FusionReport]:
     """`ops` with kernels fused, in a legal order, and the account of it.
 
-    `freeable` names inputs that nobody holds but the graph. A `seed` tries candidates in random order: every order
+    `freeable` names inputs that nobody holds but the graph. With `combos`, kernels of one kind then share launches. A
+    `seed` tries candidates in random order: every order
     must give the same results, which tests show.
     """
     fuser = Fuser(ops, graph, freeable, None if seed is None else random.Random(seed))
     fuser.run()
+    if combos:
+        fuser.simplify()  # before: kernels of one kind must stay so
+        combine(fuser)
     return fuser.result(), fuser.report
 
 
@@ -137,6 +151,12 @@ class Fuser:
         for self.across, self.reorders in ((False, False), (True, False), (True, True)):
             while self.round():
                 pass
+
+    def simplify(self) -> None:
+        """Every kernel without what its neighbours needed it to say."""
+        for group in self.groups.values():
+            if isinstance(group.op, Loops):
+                group.op = dataclasses.replace(group.op, body=simplified(group.op.body))
 
     def round(self) -> bool:
         """Tries every candidate once, most bytes saved first; whether anything fused."""
@@ -209,7 +229,8 @@ class Fuser:
         if not isinstance(merged, Refusal):
             between = self.order.merge(first, second)
             if between is None:
-                self._replace(a, b, merged)
+                local = self._local(a, b)
+                self._replace(a, b, self._fused(a, b, merged, local), local)
                 return True
             merged = Refusal(f"{self.groups[between].op.name} must run between them")
         self.settled.add(self._attempt(first, second))
@@ -218,22 +239,17 @@ class Fuser:
 
     def verdict(self, a: Group, b: Group) -> Body | Refusal:
         """The merged body, or why the two kernels stay apart."""
-        if a.kernel.device != b.kernel.device:
-            return Refusal("they run on different devices")
         if (a.dots or b.dots) and a.kernel.body.reduction and b.kernel.body.reduction:
             return Refusal("a matrix product shares its kernel with no other reduction")
         if len(a.reads | b.reads | a.writes | b.writes) > MOST_BUFFERS:
             return Refusal(f"together they use more than {MOST_BUFFERS} buffers")
-        # A kernel that a start waits for would have to wait for a communication that it did not need, or a start
-        # be launched later: it would undo overlap that the passes could have had.
-        if (a.starts & ~b.starts and b.waits & ~a.waits) or (b.starts & ~a.starts and a.waits & ~b.waits):
-            return Refusal("one leads to a collective's start, the other comes after a wait")
         if scatters(a.kernel.body) or scatters(b.kernel.body):
             return Refusal("one of them scatters: its iterations go by where they write")
-        early, late = sorted((a, b), key=lambda group: group.runs_at)
-        held = self.memory.held(early.reads, early.runs_at, late.runs_at, self._local(a, b))
-        if not self.memory.fits(early.runs_at, late.runs_at, held):
-            return Refusal(f"it would keep {held} bytes alive past the peak of memory")
+        if self._only_alike(a, b):
+            return Refusal("they share next to nothing and are of one kind: one launch may run both")
+        obstacle = self._obstacle(a, b, self._local(a, b))
+        if obstacle is not None:
+            return obstacle
         merged = merge(a.kernel.body, b.kernel.body)
         if not isinstance(merged, Refusal) and a.kernel.body.reduction and b.kernel.body.reduction:
             square = crosses(a.kernel.body, b.kernel.body)
@@ -255,6 +271,13 @@ class Fuser:
         unsafe = self._unsafe_change(a, b, merged)
         return merged if unsafe is None else unsafe
 
+    def _only_alike(self, a: Group, b: Group) -> bool:
+        """Whether two kernels look alike and share but a scalar: fused in pairs they would be of another kind."""
+        if not a.writes.isdisjoint(b.reads) or rough_kind(a.kernel) != rough_kind(b.kernel):
+            return False
+        shared = sum(map(self.bytes_of, a.reads & b.reads))
+        return shared * LITTLE < min(sum(map(self.bytes_of, group.reads | group.writes)) for group in (a, b))
+
     def _unsafe_change(self, a: Group, b: Group, merged: Body) -> Refusal | None:
         """Why the merged kernel may not change memory in place, if it may not."""
         for view in (*a.kernel.mutates, *b.kernel.mutates):
@@ -266,6 +289,40 @@ class Fuser:
             if not overwrites_in_place(merged, stores[0], read):
                 return Refusal(f"{root} is changed in place before all iterations have read their part of it")
         return None
+
+    def _obstacle(self, a: Group, b: Group, local: set[str]) -> Refusal | None:
+        """Why one launch may not do what both do, if anything stands against it; `local` never touches memory then."""
+        if a.op.device != b.op.device:  # type: ignore[union-attr]
+            return Refusal("they run on different devices")
+        # A kernel that a start waits for would have to wait for a communication that it did not need, or a start
+        # be launched later: it would undo overlap that the passes could have had.
+        if (a.starts & ~b.starts and b.waits & ~a.waits) or (b.starts & ~a.starts and a.waits & ~b.waits):
+            return Refusal("one leads to a collective's start, the other comes after a wait")
+        early, late = sorted((a, b), key=lambda group: group.runs_at)
+        held = self.memory.held(early.reads, early.runs_at, late.runs_at, local)
+        if not self.memory.fits(early.runs_at, late.runs_at, held):
+            return Refusal(f"it would keep {held} bytes alive past the peak of memory")
+        return None
+
+    def try_combine(self, one: int, other: int) -> bool:
+        """Puts two groups of kernels of one kind into one launch, or notes why not."""
+        first, second = self._pair(one, other)
+        a, b = self.groups[first], self.groups[second]
+        refusal = self._obstacle(a, b, set())
+        if len(a.reads | b.reads | a.writes | b.writes) > MOST_POINTERS:
+            refusal = Refusal(f"together they use more than {MOST_POINTERS} buffers")
+        elif first in self.order.before[second]:
+            refusal = Refusal("one needs the other")
+        if refusal is None:
+            between = self.order.merge(first, second)
+            if between is None:
+                op = Combo(b.op.name, loops_of(a.op) + loops_of(b.op), a.op.origin.joined(b.op.origin))
+                self.report.combined.append((a.op.name, b.op.name))
+                self._replace(a, b, op, set())
+                return True
+            refusal = Refusal(f"{self.groups[between].op.name} must run between them")
+        self.report.refused.setdefault((a.op.name, b.op.name), f"not one launch: {refusal.reason}")
+        return False
 
     def _reordered(self, a: Group, b: Group) -> Body | None:
         """Both kernels in one, their loops in the order of the largest buffer they share; None where it costs more."""
@@ -285,16 +342,13 @@ class Fuser:
         both = {a.number, b.number}
         return {name for name in a.writes | b.writes if self.readers[name] <= both and name not in self.outputs}
 
-    def _replace(self, a: Group, b: Group, body: Body) -> None:
-        """Puts the fused kernel in the place of both groups; `order` has merged them already."""
-        kept, gone = min(a.number, b.number), max(a.number, b.number)
-        local = self._local(a, b)
-        early, late = sorted((a, b), key=lambda group: group.runs_at)
-        held = self.memory.held(early.reads, early.runs_at, late.runs_at, local)
-        self.memory.delay(early.reads, early.runs_at, late.runs_at, held)
+    def _fused(self, a: Group, b: Group, body: Body, local: set[str]) -> Loops:
+        """The kernel of `body`, which does what both groups do."""
         body = without_stores(body, local)
         outputs = tuple(view for view in a.kernel.outputs + b.kernel.outputs if view.buffer not in local)
-        op = Loops(
+        saved = sum(self.bytes_of(name) for name in (a.reads & b.reads) | (a.writes & b.reads) | local)
+        self.report.fused.append((a.op.name, b.op.name, saved))
+        return Loops(
             b.op.name,
             a.kernel.device,
             body,
@@ -303,8 +357,13 @@ class Fuser:
             a.kernel.before + b.kernel.before,
             a.op.origin.joined(b.op.origin),
         )
-        saved = sum(self.bytes_of(name) for name in (a.reads & b.reads) | (a.writes & b.reads) | local)
-        self.report.fused.append((a.op.name, b.op.name, saved))
+
+    def _replace(self, a: Group, b: Group, op: Loops | Combo, local: set[str]) -> None:
+        """Puts `op` in the place of both groups; `order` has merged them already."""
+        kept, gone = min(a.number, b.number), max(a.number, b.number)
+        early, late = sorted((a, b), key=lambda group: group.runs_at)
+        held = self.memory.held(early.reads, early.runs_at, late.runs_at, local)
+        self.memory.delay(early.reads, early.runs_at, late.runs_at, held)
         for name in a.reads | b.reads:
             self.readers[name] -= {kept, gone}
         for name in a.writes | b.writes:

@@ -11,6 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from overlapc.fusion.deps import output_buffers, reads_of
 from overlapc.ir.ops import IROp, LoweredGraph, buffers_written
 
+# More than the peak by this is no more: an allocator hands out small buffers from segments of 2 MiB.
+SLACK_BYTES = 2**20
+
 
 class LiveBytes:
     """Bytes live at each op, by its number in the order that fusion starts from."""
@@ -49,8 +52,8 @@ class LiveBytes:
         return longer - sum(self.bytes_of(name) for name in local)
 
     def fits(self, start: int, end: int, more: int) -> bool:
-        """Whether `more` bytes while the ops between the two run leave the peak as it is."""
-        return more <= 0 or max(self.live[start + 1 : end], default=0) + more <= self.peak
+        """Whether `more` bytes while the ops between the two run leave the peak as it is, but for `SLACK_BYTES`."""
+        return more <= 0 or max(self.live[start + 1 : end], default=0) + more <= self.peak + SLACK_BYTES
 
     def delay(self, reads: Collection[str], start: int, end: int, more: int) -> None:
         """Op `start` now runs at `end`."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from overlapc.ir.body import Load, Op, Reduce, Scan
-from overlapc.ir.ops import Extern, IROp, Loops, LoweredGraph, View, tree_map, views_read
+from overlapc.ir.ops import Combo, Extern, IROp, Loops, LoweredGraph, View, loops_of, tree_map, views_read
 from overlapc.schedule.model import Work
 
 aten = torch.ops.aten
@@ -18,8 +19,12 @@ _LONG_ROW = 16384  # elements: longer ones do not stay in registers and are read
 
 def work_of(op: IROp, graph: LoweredGraph) -> Work:
     """FLOPs and bytes of one op at the traced sizes; bytes count each buffer once, by what is accessed."""
-    if isinstance(op, Loops):
-        return _loops_work(op, graph)
+    if isinstance(op, Loops | Combo):
+        works = [_loops_work(part, graph) for part in loops_of(op)]
+        flops, read_bytes, write_bytes = (
+            sum(numbers) for numbers in zip(*((w.flops, w.read_bytes, w.write_bytes) for w in works), strict=True)
+        )
+        return replace(works[0], flops=flops, read_bytes=read_bytes, write_bytes=write_bytes)  # all of one form
     read: dict[str, int] = {}
     for view in views_read(op):
         if isinstance(view, View):

@@ -93,8 +93,14 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
     backward = aten.native_group_norm_backward.default
     table[backward] = in_float32(table[backward])
     table[aten.nll_loss_backward.default] = nll_loss_backward
+    table[aten._foreach_norm.Scalar] = norms
     table = {target: rule for target, rule in table.items() if target not in kept}
     return table | random_decompositions() if native_random else table
+
+
+def norms(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """`_foreach_norm` as the norm of each, so that each fuses with its neighbours and all share launches again."""
+    return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
 
 
 def nll_loss_backward(

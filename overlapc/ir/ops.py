@@ -117,6 +117,27 @@ class Loops:
 
 
 @dataclass(frozen=True, slots=True)
+class Combo:
+    """Generated kernels that need nothing of each other, in one launch; `overlapc.fusion.combo` says which may."""
+
+    name: str
+    parts: tuple[Loops, ...]
+    origin: Provenance = field(default_factory=Provenance, compare=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return tuple(view for part in self.parts for view in part.outputs)
+
+    @property
+    def mutates(self) -> tuple[View, ...]:
+        return tuple(view for part in self.parts for view in part.mutates)
+
+
+@dataclass(frozen=True, slots=True)
 class Extern:
     """A call of `target` as it stands: library kernels, fallbacks and everything we do not generate.
 
@@ -174,7 +195,14 @@ class Wait:
         return (self.result,)
 
 
-IROp = Loops | Extern | Start | Wait
+IROp = Loops | Combo | Extern | Start | Wait
+
+
+def loops_of(op: IROp) -> tuple[Loops, ...]:
+    """The loop kernels that launching `op` runs; none for what is not generated."""
+    if isinstance(op, Combo):
+        return op.parts
+    return (op,) if isinstance(op, Loops) else ()
 
 
 def tree_leaves(tree: Any) -> list[Any]:
@@ -197,14 +225,15 @@ def views_read(op: IROp) -> Iterator[View | Handle]:
 
 def buffers_read(op: IROp) -> set[str]:
     """Names of all buffers whose contents the op needs."""
-    if isinstance(op, Loops):
-        return {load.buffer for load in op.body.loads()}.union(op.before)
+    if isinstance(op, Loops | Combo):
+        parts = loops_of(op)
+        return {load.buffer for part in parts for load in part.body.loads()}.union(*(part.before for part in parts))
     return {view.buffer for view in views_read(op)}
 
 
 def buffers_written(op: IROp) -> list[str]:
     """Names that the op defines, mutated buffers' new names included."""
-    mutated = [view.buffer for view in op.mutates] if isinstance(op, Extern | Loops) else []
+    mutated = [view.buffer for view in op.mutates] if isinstance(op, Extern | Loops | Combo) else []
     return [view.buffer for view in op.outputs] + mutated
 
 
@@ -243,8 +272,8 @@ class LoweredGraph:
         lines = [f"graph {self.name}({', '.join(self.inputs)})"]
         for op in self.ops:
             lines.append(describe(op))
-            if isinstance(op, Loops):
-                lines.extend("    " + line for line in str(op.body).splitlines())
+            for part in loops_of(op):
+                lines.extend("    " + line for line in str(part.body).splitlines())
         return "\n".join(lines)
 
 
@@ -252,8 +281,8 @@ def describe(op: IROp) -> str:
     """One line: `mm: extern aten.mm.default(primals_1, view) -> mm f32[64, 64]`."""
     outputs = ", ".join(buffers_written(op)) or "nothing"
     reads = ", ".join(sorted(buffers_read(op)))
-    if isinstance(op, Loops):
-        kind = "loops"
+    if isinstance(op, Loops | Combo):
+        kind = "loops" if isinstance(op, Loops) else f"{len(op.parts)} loops"
     elif isinstance(op, Extern):
         kind = f"extern {op.target}"
     else:

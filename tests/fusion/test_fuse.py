@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlapc.fusion import fuse as fusing
-from overlapc.fusion import fuse_ops
+from overlapc.fusion import fuse_ops, live
 from overlapc.fusion.deps import edges
 from overlapc.fusion.fuse import Fuser, FusionReport, fuse
-from overlapc.ir.body import Body, Reduce
+from overlapc.ir.body import Body, Reduce, op
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, Start, Wait
 from tests.fusion.build import barrier, extern, graph, kernel, names, overwrite, pointwise, start, view, wait
 from tests.fusion.programs import capture
@@ -56,6 +56,18 @@ def test_a_buffer_that_others_read_is_still_written() -> None:
 
 def test_readers_of_one_buffer_fuse() -> None:
     assert fused(graph([pointwise("x", "a"), pointwise("y", "a")], ["x", "y"]))[0] == ["y"]
+
+
+def test_kernels_alike_that_share_a_scalar_are_left_for_one_launch() -> None:
+    def scaled(out: str, read: str) -> Loops:
+        value = op("mul", x(read, P[0]), x("scalar", 0))
+        return kernel(out, Body(loops_of("p", (1000,)), (), (put(out, P[0], value),)), view(out, 1000))
+
+    views = [view("scalar", 1), view("a", 1000), view("b", 1000)]
+    made = graph([scaled("x", "a"), scaled("y", "b")], ["x", "y"], views=views)
+    found, report = fused(made)
+    assert found == ["x", "y"]
+    assert "one launch may run both" in report.refused["x", "y"]
 
 
 def test_kernels_that_share_nothing_stay_apart() -> None:
@@ -121,7 +133,15 @@ def test_pairs_stay_linear_in_the_readers_of_one_buffer() -> None:
     assert len(list(Fuser(made.ops, made).candidates())) <= 200 * fusing.NEIGHBOURS
 
 
-def test_memory_is_not_held_past_the_peak() -> None:
+def test_a_few_bytes_past_the_peak_do_not_matter() -> None:
+    ops = [pointwise("x", "saved", "b"), extern("peak", "b"), extern("end", "peak"), pointwise("y", "b", "end")]
+    made = graph(ops, ["x", "y"], ["saved", "b"])
+    assert names(fuse(made.ops, made, freeable={"saved"})[0]) == ["peak", "end", "y"]
+
+
+def test_memory_is_not_held_past_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "SLACK_BYTES", 0)
+
     def held(freed: str) -> LoweredGraph:
         # x frees a saved tensor; y, which could take x along, comes after the peak at `peak`.
         ops = [pointwise("x", freed, "b"), extern("peak", "b"), extern("end", "peak"), pointwise("y", "b", "end")]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from overlapc.ir.body import Body, Cast, Checked, Constant, Index, Load, Op, Reduce, Store, Value
-from overlapc.ir.ops import Handle, IROp, Loops, LoweredGraph, Start, View, Wait, tree_map
+from overlapc.ir.ops import Combo, Handle, IROp, Loops, LoweredGraph, Start, View, Wait, loops_of, tree_map
 
 Env = Mapping[sympy.Symbol, Any]  # numbers or int64 tensors
 
@@ -222,12 +222,13 @@ def run_ops(
     for op in ops:
         if isinstance(op, Wait):
             continue
-        if isinstance(op, Loops):
-            for view in op.outputs:
+        for part in loops_of(op):
+            for view in part.outputs:
                 count = evaluate(view.layout.storage_numel(), sizes)
                 memory[view.buffer] = _unwritten(count, view.dtype, wrong_before)
-            names = {load.buffer for load in op.body.loads()} | {store.buffer for store in op.body.stores}
-            run_body(op.body, {name: memory[graph.root(name)] for name in names}, sizes)
+            names = {load.buffer for load in part.body.loads()} | {store.buffer for store in part.body.stores}
+            run_body(part.body, {name: memory[graph.root(name)] for name in names}, sizes)
+        if isinstance(op, Loops | Combo):
             continue
         call = op.call if isinstance(op, Start) else op
         result = call.target(*tree_map(tensor, call.args), **tree_map(tensor, dict(call.kwargs)))

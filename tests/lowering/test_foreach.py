@@ -20,6 +20,9 @@ CALLS = [
     lambda x, y: torch._foreach_lerp([x, y], [y, x], 0.3),
     lambda x, y: torch._foreach_pow(2.0, [x, y]),
     lambda x, y: torch._foreach_pow([x, y], 3),
+    lambda x, y: torch._foreach_norm([x, y, x.t()]),
+    lambda x, y: torch._foreach_norm([x, y], 1),
+    lambda x, y: torch._foreach_norm([x, y], float("inf")),
     lambda x, y: torch._foreach_clamp_min(torch._foreach_maximum([x, y], [y, x]), 0.2),
 ]
 
@@ -28,6 +31,29 @@ CALLS = [
 def test_each_tensor_of_a_list(function):
     torch._dynamo.utils.counters.clear()
     same(function, torch.randn(4, 3), torch.randn(4, 3))
+    assert counted("fallbacks") == 0
+
+
+def test_a_list_op_is_one_launch():
+    torch._dynamo.utils.counters.clear()
+    tensors = [torch.randn(size, 3) for size in (1, 4, 50, 50, 7)]
+    same(lambda *x: torch._foreach_add(torch._foreach_exp(list(x)), 1), *tensors)
+    assert counted("kernels") == 1
+
+
+def test_gradients_are_clipped_in_three_launches():
+    """The norms; the norm of them and the factor; the gradients."""
+    torch._dynamo.utils.counters.clear()
+
+    def clip(*gradients):
+        leaves = [torch.zeros_like(gradient) for gradient in gradients]
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+        total = torch.nn.utils.clip_grad_norm_(leaves, 0.5, foreach=True)
+        return total, [leaf.grad for leaf in leaves]
+
+    same(clip, *(torch.randn(size, 3) for size in (1, 4, 50, 50, 7)))
+    assert counted("kernels") == 3
     assert counted("fallbacks") == 0
 
 

@@ -104,15 +104,16 @@ class Function:
         for text in loop.after if loop is not None else ():
             self.line(text)
 
-    def text(self) -> str:
-        """The whole function, named KERNEL_NAME."""
-        stored = {store.buffer for store in self.body.stores}
-        parameters = [
-            f"{'' if buffer in stored else 'const '}{MEMORY_TYPE[self.memory_dtype[buffer]]}* {argument}"
-            for buffer, argument in self.arguments.items()
-        ]
+    def parameter_type(self, buffer: str) -> str:
+        """`float*`, or `const float*` for what is only read."""
+        stored = any(store.buffer == buffer for store in self.body.stores)
+        return f"{'' if stored else 'const '}{MEMORY_TYPE[self.memory_dtype[buffer]]}*"
+
+    def text(self, linkage: str = 'extern "C"', name: str = "KERNEL_NAME") -> str:
+        """The whole function."""
+        parameters = [f"{self.parameter_type(buffer)} {argument}" for buffer, argument in self.arguments.items()]
         parameters += [f"int64_t {symbol}" for symbol in self.sizes] + ["int64_t threads"]
-        self.line(f'extern "C" {"int32_t" if self.checks else "void"} KERNEL_NAME({", ".join(parameters)}) {{')
+        self.line(f"{linkage} {'int32_t' if self.checks else 'void'} {name}({', '.join(parameters)}) {{")
         self.depth += 1
         if self.checks:  # volatile: every thread and lane may set it, and none of that may be optimized away
             for number, message in enumerate(self.checks, 1):

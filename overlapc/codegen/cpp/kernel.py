@@ -21,12 +21,16 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+import sympy
+
+from overlapc.codegen.cpp.combo import combo_text
 from overlapc.codegen.cpp.expressions import MEMORY_TYPE, index_text
 from overlapc.codegen.cpp.function import Function
 from overlapc.codegen.cpp.plan import plan
 from overlapc.codegen.cpp.reduce import ReductionFunction
 from overlapc.codegen.kernel import KernelSource, Launcher, register
 from overlapc.ir.body import Body, Cast, with_sums
+from overlapc.ir.template import template_of
 from overlapc.runtime.cpp_launch import CppKernel, load_kernels
 
 _HINT_CHARACTERS = 60
@@ -66,10 +70,12 @@ class CppGenerator:
         sizes = tuple(body.size_symbols())
         kind = ReductionFunction if body.reduction else Function
         text = kind(body, plan(body, size_hints), buffers, sizes).text()
-        prefix = re.sub(r"\W+", "_", hint)[:_HINT_CHARACTERS].strip("_") or "kernel"
-        name = f"{prefix}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-        text = text.replace("KERNEL_NAME", name)
-        return KernelSource(name, text, tuple(buffers), sizes, comment, launch=tuple(body.checks()))
+        return _named(text, hint, tuple(buffers), sizes, comment, tuple(body.checks()))
+
+    def combine(self, bodies: Sequence[Body], hint: str, comment: str = "") -> KernelSource:
+        """C++ that runs bodies of one kind one after the other, small ones side by side."""
+        text, buffers = combo_text(bodies, _argument_names(template_of(bodies[0]).body))
+        return _named(text, hint, buffers, (), comment, ())
 
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
         """Compiles what is not in the cache, all at once; a launcher for each name. ToolchainError on failure."""
@@ -85,6 +91,20 @@ class CppGenerator:
             for source in sources
         ]
         return load_kernels(kernels, cache_dir)
+
+
+def _named(
+    text: str,
+    hint: str,
+    buffers: tuple[str, ...],
+    sizes: tuple[sympy.Symbol, ...],
+    comment: str,
+    checks: tuple[str, ...],
+) -> KernelSource:
+    """The source whose function is called what `hint` says and the text's hash."""
+    prefix = re.sub(r"\W+", "_", hint)[:_HINT_CHARACTERS].strip("_") or "kernel"
+    name = f"{prefix}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return KernelSource(name, text.replace("KERNEL_NAME", name), buffers, sizes, comment, launch=checks)
 
 
 @lru_cache(None)

@@ -37,7 +37,7 @@ class AxisWriter:
         """Which tile this program computes."""
         kernel, emit = self.kernel, self.top
         self.sizes_as_indices()
-        program = kernel.widened("tl.program_id(0)")
+        program = kernel.widened(kernel.program)
         tiling = kernel.tiling
         if split:
             emit(f"program = {program}")

@@ -21,7 +21,17 @@ _INT32_LIMIT = 2**31 - 2**20  # room for the last, partly masked tile
 class KernelShape:
     """What all stages of one kernel share: arguments, axes and index arithmetic."""
 
-    def __init__(self, body: Body, tiling: Tiling, name: str) -> None:
+    def __init__(
+        self,
+        body: Body,
+        tiling: Tiling,
+        name: str,
+        program: str = "tl.program_id(0)",
+        known: tuple[Mapping[sympy.Symbol, int], ...] = (),
+    ) -> None:
+        """`program` is the text of a program's number; `known` gives all the sizes that symbols will ever have."""
+        self.program = program
+        self.known = known
         self.body = body
         self.tiling = tiling
         self.name = name
@@ -60,6 +70,8 @@ class KernelShape:
             else:
                 # Values from memory are int64, so sums with them are too; anything else we cannot bound is not.
                 unknown = unknown or not any(str(symbol).startswith("i") for symbol in expr.free_symbols)
+        if self.known:
+            largest = {expr.subs(sizes) for expr in largest for sizes in self.known}
         known = [int(expr) for expr in largest if expr.is_Integer]
         open_ended = tuple(sorted((expr for expr in largest if not expr.is_Integer), key=str))
         if unknown or max(known, default=0) >= _INT32_LIMIT:
@@ -84,8 +96,8 @@ class KernelShape:
 
     def is_masked(self, axis: str) -> bool:
         """Whether the last tile of an axis may reach past its end."""
-        size = self.numel[axis]
-        return not (size.is_Integer and size > 0 and int(size) % self.block[axis] == 0)
+        sizes = [self.numel[axis].subs(sizes) for sizes in self.known] or [self.numel[axis]]
+        return not all(size.is_Integer and size > 0 and int(size) % self.block[axis] == 0 for size in sizes)
 
     def shape(self, axes: Iterable[str]) -> str:
         """Tile shape with 1 for axes that are not in `axes`."""

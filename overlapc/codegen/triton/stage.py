@@ -55,7 +55,7 @@ class StageWriter(ValueWriter):
         kernel, function = self.kernel, self.top
         totals = kernel.totals()
         self.sizes_as_indices()
-        function(f"program = {kernel.widened('tl.program_id(0)')}")
+        function(f"program = {kernel.widened(kernel.program)}")
         self.axis("r", "0", function)
         for at, store in enumerate(totals):
             shape = kernel.shape(("x", "r"))
@@ -96,7 +96,7 @@ class StageWriter(ValueWriter):
         kernel = self.kernel
         totals = kernel.totals()
         self.sizes_as_indices()
-        self.axis_index("r", f"{kernel.widened('tl.program_id(0)')} * COLUMNS + tl.arange(0, COLUMNS)", self.top)
+        self.axis_index("r", f"{kernel.widened(kernel.program)} * COLUMNS + tl.arange(0, COLUMNS)", self.top)
         columns = kernel.size_text(kernel.numel["r"])
         if "r" not in self.masks:  # tiles of rows fit the columns, blocks of them need not
             self.top(f"rmask = {kernel.index_name['r']} < {columns}")

@@ -18,7 +18,7 @@ Sizes that are symbols enter with their hints; any size stays correct, hints onl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -51,6 +51,10 @@ class Tiling:
     grid: tuple[Loop, ...] = ()  # loops that are one value in a whole program
     splits: int = 1
     num_stages: int = 0  # of a pipelined loop over r; 0: Triton's default
+
+    def with_splits(self, splits: int) -> Tiling:
+        """The same with r, or the rows, divided among another number of programs."""
+        return replace(self, splits=splits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,44 @@
+"""Kernels that differ only in their buffers, and perhaps in one size: what one function can do for all of them.
+
+   y[p0] = exp(a[p0]) for p0 < 4096;  z[p0] = exp(b[p0]) for p0 < 100
+-> both are  b1[p0] = exp(b0[p0]) for p0 < n
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import sympy
+
+from overlapc.ir.body import Body, Load, Loop, Store, Value, rewrite
+
+SIZE = sympy.Symbol("n", integer=True, positive=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A body over buffers b0, b1, …; where `size` is given, its one loop has `SIZE` iterations."""
+
+    body: Body
+    buffers: tuple[str, ...]  # what b0, b1, … stand for
+    size: int | None  # what SIZE stands for
+
+
+def template_of(body: Body) -> Template:
+    """`body` and what tells it from others of its kind."""
+    accesses: list[Load | Store] = [*body.loads(), *body.stores]
+    buffers = tuple(dict.fromkeys(access.buffer for access in accesses))
+    names = {buffer: f"b{at}" for at, buffer in enumerate(buffers)}
+
+    def renamed(value: Value) -> Value | None:
+        return dataclasses.replace(value, buffer=names[value.buffer]) if isinstance(value, Load) else None
+
+    made = rewrite(body, body.loops, body.reduction, replace=renamed)
+    stores = tuple(dataclasses.replace(store, buffer=names[store.buffer]) for store in made.stores)
+    loops, reduction, size = body.loops, body.reduction, None
+    (only, *more) = (*loops, *reduction) or (None,)
+    if only is not None and not more and only.size.is_Integer:
+        size = int(only.size)
+        loops, reduction = (tuple(Loop(loop.symbol, SIZE) for loop in nest) for nest in (loops, reduction))
+    return Template(Body(loops, reduction, stores), buffers, size)

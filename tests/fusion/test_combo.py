@@ -1,0 +1,110 @@
+"""Which kernels share a launch, and which do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from overlapc.fusion import combo, live
+from overlapc.fusion.fuse import FusionReport, fuse
+from overlapc.fusion.work import work_of
+from overlapc.ir.body import Body, Checked, Constant, op
+from overlapc.ir.ops import Combo, IROp, LoweredGraph
+from tests.fusion.build import extern, graph, kernel, overwrite, pointwise, start, view, wait
+from tests.ir.bodies import P, loops_of, put, x
+
+
+def launches(made: LoweredGraph) -> tuple[list[list[str]], FusionReport]:
+    """Names in each launch, in order."""
+    ops, report = fuse(made.ops, made, combos=True)
+    return [[part.name for part in op.parts] if isinstance(op, Combo) else [op.name] for op in ops], report
+
+
+def test_kernels_of_one_kind_share_a_launch() -> None:
+    ops = [pointwise("x", "a", elements=8), pointwise("y", "b", elements=100), pointwise("z", "c", elements=3)]
+    found, report = launches(graph(ops, ["x", "y", "z"]))
+    assert found == [["x", "y", "z"]]
+    assert report.combined == [("x", "y"), ("y", "z")]
+    assert "one launch x + y" in str(report)
+
+
+def test_a_launch_moves_what_its_parts_move() -> None:
+    ops: Sequence[IROp] = [pointwise("x", "a"), pointwise("y", "b")]
+    made = graph(ops, ["x", "y"])
+    (both,), _ = fuse(made.ops, made, combos=True)
+    alone = [work_of(each, made) for each in ops]
+    assert work_of(both, made).read_bytes == sum(work.read_bytes for work in alone)
+    assert work_of(both, made).write_bytes == sum(work.write_bytes for work in alone)
+
+
+def test_other_kinds_have_launches_of_their_own() -> None:
+    other = kernel("y", Body(loops_of("p", (8,)), (), (put("y", P[0], op("neg", x("b", P[0]))),)))
+    assert launches(graph([pointwise("x", "a"), other, pointwise("z", "c")], ["x", "y", "z"]))[0] == [["y"], ["x", "z"]]
+
+
+def test_what_needs_another_is_in_a_later_launch() -> None:
+    # Each chain is cut by a call, so that nothing fuses.
+    ops: list[IROp] = []
+    for name in "ab":
+        ops += [pointwise(f"x{name}", name), extern(f"m{name}", f"x{name}"), pointwise(f"y{name}", f"m{name}")]
+    assert launches(graph(ops, ["ya", "yb"]))[0] == [["xa", "xb"], ["ma"], ["mb"], ["ya", "yb"]]
+
+
+def test_a_launch_does_not_raise_the_peak_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "SLACK_BYTES", 0)
+    ops = [extern("m", "a"), pointwise("y", "m"), extern("n", "y"), pointwise("z", "b")]
+    found, report = launches(graph(ops, ["n", "z"]))
+    assert found[-1] == ["z"]
+    assert "past the peak of memory" in report.refused["y", "z"]
+
+
+def test_a_writer_that_must_wait_for_a_reader_is_not_combined_with_it() -> None:
+    ops: list[IROp] = [pointwise("x", "a"), overwrite("w", "a"), pointwise("y", "a__w")]
+    found, report = launches(graph(ops, ["x", "y", "a__w"]))
+    assert found == [["x"], ["w"], ["y"]]
+    assert "not one launch: w must run between them" in report.refused["x", "y"]
+
+
+def test_nothing_is_combined_across_a_library_call() -> None:
+    ops: list[IROp] = [
+        pointwise("x", "a"),
+        extern("m", "b", "c", target=torch.ops.aten.mm.default),
+        pointwise("y", "c"),
+    ]
+    assert launches(graph(ops, ["x", "m", "y"]))[0] == [["x"], ["m"], ["y"]]
+
+
+def test_nothing_is_combined_across_communication() -> None:
+    ops: list[IROp] = [pointwise("x", "a"), start("s", "b"), pointwise("y", "c"), wait("w", "s")]
+    assert launches(graph(ops, ["x", "y", "w"]))[0] == [["x"], ["s"], ["y"], ["w"]]
+
+
+def test_a_launch_has_a_limit_of_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overlapc.fusion.fuse.MOST_POINTERS", 4)
+    inputs = [f"a{at}" for at in range(5)]
+    ops = [pointwise(f"x{at}", name) for at, name in enumerate(inputs)]
+    made = graph(ops, [each.name for each in ops], inputs=inputs)
+    assert launches(made)[0] == [["x0", "x1"], ["x2", "x3"], ["x4"]]
+
+
+def test_kernels_with_checks_launch_alone() -> None:
+    def checked(out: str, read: str) -> IROp:
+        value = Checked(x(read, P[0]), op("lt", x(read, P[0]), Constant(9.0, torch.float32)), "too large")
+        return kernel(out, Body(loops_of("p", (8,)), (), (put(out, P[0], value),)), view(out))
+
+    assert launches(graph([checked("x", "a"), checked("y", "b")], ["x", "y"]))[0] == [["x"], ["y"]]
+
+
+def test_attempts_are_linear_in_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overlapc.fusion.fuse.MOST_POINTERS", 2)  # none combine: each opens a launch
+    tried: list[int] = []
+    monkeypatch.setattr(
+        "overlapc.fusion.fuse.Fuser.try_combine",
+        lambda self, one, other: bool(tried.append(other)),  # never
+    )
+    inputs = [f"a{at}" for at in range(50)]
+    ops = [pointwise(f"x{at}", name) for at, name in enumerate(inputs)]
+    launches(graph(ops, [each.name for each in ops], inputs=inputs))
+    assert len(tried) <= combo.MOST_OPEN * len(ops)
