@@ -8,6 +8,7 @@ theirs is judged by the simulator that judges ours, on the same graph. Written f
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -220,6 +221,7 @@ def by_overlap_scheduling(schedule: Schedule) -> Schedule:
     # The estimates of one process are those of all ranks.
     align = "_align_compute_nodes_runtime_estimations_across_all_distributed_ranks"
     aligned = patch.object(overlap_scheduling.OverlapScheduler, align, lambda self: None)
+    sys.setrecursionlimit(100_000)  # it calls itself for collective after collective
     with registry, roofline, aligned:
         overlap_scheduling.schedule_overlap_bucketing(
             fx.GraphModule({}, graph.graph),

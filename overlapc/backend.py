@@ -221,7 +221,7 @@ def plan_graph(
     canonicalize(gm)
     draw_once(gm.graph)
     dumps.write("fx", "graph", lambda: gm.print_readable(print_output=False))
-    communication = _communication(gm)
+    communication = _communication(gm, config.safe_communication)  # type: ignore[arg-type]
     with _together(gm, communication, config, name) as talks:
         if talks is not None:
             names = GroupNames(gm.graph)
@@ -319,10 +319,10 @@ def _times_of_inner(gm: GraphModule, inner: Mapping[GraphModule, Built]) -> Earl
 # --- communication and agreement
 
 
-def _communication(gm: GraphModule) -> dict[Node, Communication]:
+def _communication(gm: GraphModule, safe: frozenset[str]) -> dict[Node, Communication]:
     return {
         found.start: Communication(found.comm, asynchronous=not found.synchronous)
-        for found in find_collectives(gm.graph)
+        for found in find_collectives(gm.graph, safe)
     }
 
 

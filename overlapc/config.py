@@ -138,6 +138,12 @@ class Config:
     reorder_collectives: bool = _knob(
         True, _bool, "let a gather pass an independent scatter of its process group, as prefetching in backward needs"
     )
+    safe_communication: frozenset[str] | str = _knob(
+        frozenset(),
+        _words,
+        "ops (namespace::name,...) that communicate in ways overlapc does not know and that others may pass all the "
+        "same; every other such op is a barrier for communication",
+    )
     # NCCL kernels took 1.2 to 1.7 times as long beside compute as alone in steps of a Llama-8B shape on 4 H200s (37 ms;
     # 43 to 63 overlapped), which the simulator expects on average; a late one stops all ranks. Half as long again.
     overlap_margin: float = _knob(

@@ -98,7 +98,9 @@ def schedules(draw: st.DrawFn, most_nodes: int = 14) -> Schedule:
             for written in writes:
                 define(Buffer(written, size()))
             group = draw(st.sampled_from(["dp", "tp"]))
-            comm = Comm("all_gather", sum(buffer.bytes for buffer in buffers[-len(writes) :]), group, 2)
+            size_bytes = sum(buffer.bytes for buffer in buffers[-len(writes) :])
+            safe = kind is Kind.COMM and draw(st.booleans())
+            comm = Comm("all_gather", size_bytes, group, 2, safe=safe)
             op = "all_gather" if kind is Kind.START else "sync_gather"
             nodes.append(Node(name, kind, op, reads, writes, after=after, comm=comm, estimate=time()))
             if kind is Kind.START:

@@ -6,8 +6,9 @@
   for the coalesced, list-valued forms),
 - nothing waits for what is not in flight, equal gathers exist once, and gradients of one parameter are added up
   before they are reduced,
-- `_dtensor.shard_dim_alltoall`, in-place forms and point-to-point ops stay as they are: they wait for themselves,
-  or we do not know (`Collective.waits` is empty and the scheduler takes them as barriers).
+- `_dtensor.shard_dim_alltoall`, in-place forms, point-to-point and custom ops stay as they are: they wait for
+  themselves, or we do not know (`Collective.waits` is empty). The first is known to be a collective and its wait and no
+  more; the scheduler takes the others as barriers, unless the user calls them safe.
 
 `find_collectives` lists them with what each moves, over a group name that is equal on all ranks.
 """
@@ -48,6 +49,7 @@ _KINDS = {
 }
 # Of the last three we know no op; all of them communicate.
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
+_SELF_WAITING = frozenset({"_dtensor::shard_dim_alltoall"})  # launch, wait and nothing else
 _NOT_COMMUNICATION = ("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group")
 
 
@@ -67,10 +69,15 @@ class Collective:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether `node` launches communication, known to us or not; a conditional whose branch does launches it too."""
+    """Whether `node` launches communication, known to us or not; a conditional whose branch does launches it too.
+
+    A custom op does if it takes the name of a process group (`group_name`), as torch's own do.
+    """
     namespace, name = _op(node)
     if namespace in _NAMESPACES:
         return name not in _NOT_COMMUNICATION
+    if namespace not in ("", "aten", "prims") and group_of(node) is not None:
+        return True
     return any(is_collective(inner) for inner in nodes_within(node))
 
 
@@ -105,17 +112,17 @@ def canonicalize(graph_module: fx.GraphModule) -> int:
     return changed
 
 
-def find_collectives(graph: fx.Graph) -> list[Collective]:
-    """Every launch of a canonical graph, in order."""
+def find_collectives(graph: fx.Graph, safe: frozenset[str] = frozenset()) -> list[Collective]:
+    """Every launch of a canonical graph, in order. `safe`: ops (`namespace::name`) that others may cross."""
     names = GroupNames(graph)
     return [
-        Collective(node, tuple(_waits(node)), describe(node, names), label_of(node))
+        Collective(node, tuple(_waits(node)), describe(node, names, safe), label_of(node))
         for node in graph.nodes
         if is_collective(node)
     ]
 
 
-def describe(node: fx.Node, names: GroupNames) -> Comm:
+def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset()) -> Comm:
     """What `node` moves, by its collective's own definition: a gather its output, a scatter its input."""
     kind = kind_of(node)
     group = group_of(node)
@@ -134,6 +141,7 @@ def describe(node: fx.Node, names: GroupNames) -> Comm:
         dtype=str(moved[0].dtype).removeprefix("torch.") if moved else "",
         ranks=ranks,
         unit=unit_of(label_of(node)),
+        safe=not is_asynchronous(node) and "::".join(_op(node)) in safe | _SELF_WAITING,
     )
 
 

@@ -5,8 +5,8 @@ Edges come from
 - mutation: an access of a storage follows the last one that overwrote it, and overwriting follows every
   earlier access of any alias. A start's accesses last until its wait, so the edge leaves from the wait;
 - `after`: ordering-only edges that a node asks for;
-- collectives: starts of one process group keep their order; a COMM node is a barrier, which no start and
-  no wait crosses.
+- collectives: starts of one process group keep their order, synchronous ones (COMM) among them; a COMM node that nobody
+  vouches for is a barrier, which no start and no wait crosses.
 
 Which of two accesses (or collectives) is the earlier one is said by the order the schedule was first built
 in: `replace_order` remembers it in `moved_from`. A pass that may change the order of collectives says so
@@ -157,18 +157,18 @@ def _collective_order(schedule: Schedule) -> Iterator[_Edge]:
     barrier: int | None = None
     since_barrier: list[int] = []
     for at, node in enumerate(schedule.nodes):
-        if node.kind is Kind.COMM:
+        if node.is_barrier:
             for earlier in since_barrier:
                 yield earlier, at, Why.BARRIER
             if barrier is not None:
                 yield barrier, at, Why.BARRIER
             barrier, since_barrier = at, []
             last_of_group.clear()
-        elif node.kind in (Kind.START, Kind.WAIT):
+        elif node.kind in (Kind.START, Kind.WAIT, Kind.COMM):
             if barrier is not None:
                 yield barrier, at, Why.BARRIER
             since_barrier.append(at)
-            if node.kind is Kind.START and node.comm is not None:
+            if node.kind is not Kind.WAIT and node.comm is not None:
                 group = node.comm.group
                 if group in last_of_group:
                     yield last_of_group[group], at, Why.COLLECTIVE_ORDER

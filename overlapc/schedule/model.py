@@ -21,7 +21,7 @@ class Kind(Enum):
     EXTERN = "extern"  # a library or eager call, on the compute stream
     START = "start"  # puts a collective in flight on its process group's queue; does not block
     WAIT = "wait"  # blocks the compute stream until one start is done; costs nothing itself; may be one an output
-    COMM = "comm"  # communication that waits for itself, or that we do not know: a barrier for other communication
+    COMM = "comm"  # communication that waits for itself, or that we do not know: see Node.is_barrier
     VIEW = "view"  # another name or shape for a buffer; never launched
     NOOP = "noop"  # kept for its effect on order or memory; costs nothing
 
@@ -51,6 +51,7 @@ class Comm:
     ranks: tuple[int, ...] = ()  # this rank's group in global ranks, when known
     unit: str = ""  # what is gathered and reduced together: the module that `fully_shard` was given; "" for none
     channels: int = 0  # the SM budget of its process group (NCCL's max_ctas); 0: the library's own choice
+    safe: bool = False  # of a COMM: what it does is known or declared, and communication on other groups may cross it
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,11 @@ class Node:
     scratch_bytes: int = 0  # allocated and freed within the node
     origin: Origin = field(default_factory=Origin, compare=False)
     payload: Any = field(default=None, compare=False, repr=False)  # codegen's own; never looked into here
+
+    @property
+    def is_barrier(self) -> bool:
+        """Whether no start and no wait crosses it: communication that nobody vouches for."""
+        return self.kind is Kind.COMM and (self.comm is None or not self.comm.safe)
 
 
 @dataclass(frozen=True)

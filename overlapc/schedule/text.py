@@ -15,8 +15,8 @@ One statement a line, or several with `;`. A statement is
 - WRITES: the buffers it defines; the first is also the node's name unless `node=NAME` says otherwise.
 - OP: a collective's name (a start), `wait`, `kernel`, `extern`, `view`, `noop`, `comm`, or KIND:OP.
 - KEY: `after`, `mutates` (lists), `scratch`, `flops`, `read`, `write`, `in` (what the work is done in), `form` (of a
-  generated kernel), and for communication `dtype`, `ranks`, `unit`, `channels`, `collective`, `moves` (its bytes, when
-  not its definition's).
+  generated kernel), and for communication `dtype`, `ranks`, `unit`, `channels`, `safe=yes`, `collective`, `moves` (its
+  bytes, when not its definition's).
 - SIZES: one a write; `=NAME` for an alias, `none` for a node that defines nothing. A wait or view that
   says nothing defines aliases of what it reads. Undeclared reads are inputs of no size.
 - A time without SOURCE is `given`. Text after `#` is a comment; origins print as one and are not read.
@@ -118,6 +118,7 @@ def _head(schedule: Schedule, node: Node) -> str:
             ranks=_ranges(comm.ranks),
             unit=_quote(comm.unit) if comm.unit else "",
             channels=str(comm.channels) if comm.channels else "",
+            safe="yes" if comm.safe else "",
         )
         bytes_of = _bytes_behind(schedule.buffers)
         if comm.bytes != default_comm_bytes(comm.collective, node.reads, node.writes, bytes_of):
@@ -394,6 +395,7 @@ class _Draft:
                     _ranks(keys.get("ranks", [])),
                     keys.get("unit", [""])[0],
                     int(keys.get("channels", ["0"])[0]),
+                    keys.get("safe", ["no"])[0] == "yes",
                 )
             return Node(
                 name, kind, op, tuple(reads), tuple(writes), tuple(keys.get("mutates", ())),
@@ -418,7 +420,7 @@ class _Draft:
         )
 
 
-_COMM_KEYS = frozenset({"dtype", "ranks", "unit", "channels", "collective", "moves"})
+_COMM_KEYS = frozenset({"dtype", "ranks", "unit", "channels", "safe", "collective", "moves"})
 _WORK_KEYS = frozenset({"flops", "read", "write", "in", "form"})
 _NUMBER_KEYS = frozenset({"flops", "channels"})
 _KEYS = _COMM_KEYS | _WORK_KEYS | {"after", "mutates", "scratch", "node"}

@@ -213,3 +213,30 @@ def test_a_conditional_whose_branch_communicates_is_unknown_communication(world)
     (found,) = find_collectives(module.graph)
     assert found.comm.collective == "unknown"
     assert found.synchronous
+
+
+@pytest.fixture(scope="module")
+def exchange():
+    """A custom op that communicates, as one may tell from its taking a process group's name."""
+    library = torch.library.Library("overlapc_test", "DEF")
+    library.define("exchange(Tensor x, str group_name) -> Tensor")
+    library.impl("exchange", lambda x, group_name: x.clone(), "CompositeExplicitAutograd")
+    yield torch.ops.overlapc_test.exchange.default
+    library._destroy()
+
+
+def test_custom_communication_is_a_barrier_unless_the_user_vouches_for_it(world, exchange):
+    module = trace(lambda x: exchange(x, world) + 1)
+    (found,) = find_collectives(module.graph)
+    assert found.synchronous
+    assert found.comm.collective == "unknown"
+    assert not found.comm.safe
+    (found,) = find_collectives(module.graph, frozenset({"overlapc_test::exchange"}))
+    assert found.comm.safe
+
+
+def test_a_collective_that_contains_its_wait_is_no_barrier_and_one_in_place_is(world):
+    def both(x: Tensor) -> Tensor:
+        return c10d.all_reduce_(torch.ops._dtensor.shard_dim_alltoall.default(x, 0, 1, world), "sum", world)
+
+    assert [each.comm.safe for each in find_collectives(trace(both).graph)] == [True, False]

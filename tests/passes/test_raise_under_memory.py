@@ -129,6 +129,21 @@ def test_unknown_communication_stops_a_start():
     )
 
 
+def test_communication_that_is_vouched_for_is_like_compute():
+    """A collective that contains its own wait stands still for itself; gathers of other groups pass it."""
+    check_pass(
+        raise_under_memory,
+        before="c = comm:swap(x) @tp safe=yes : 0B 9us; ag = all_gather(p) @dp : 0B 9us; w = wait(ag)",
+        after="ag = all_gather(p) @dp; c = comm:swap(x) @tp; w = wait(ag)",
+        reasons={"ag": "start of schedule"},
+    )
+    check_pass(
+        raise_under_memory,
+        before="c = comm:swap(x) @dp safe=yes : 0B 9us; ag = all_gather(p) @dp : 0B 9us; w = wait(ag)",
+        after="c = comm:swap(x) @dp; ag = all_gather(p) @dp; w = wait(ag)",
+    )
+
+
 def test_a_weak_edge_stops_a_start():
     check_pass(
         raise_under_memory,

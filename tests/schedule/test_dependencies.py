@@ -55,6 +55,11 @@ def test_nothing_that_communicates_crosses_unknown_communication():
     assert not any("k" in edge for edge in found)
 
 
+def test_communication_that_is_vouched_for_keeps_its_place_in_its_group_only():
+    found = edges("a = all_gather(x) @dp; t = all_gather(x) @tp; c = comm:swap(y) @tp safe=yes; b = all_gather(x) @dp")
+    assert found == {("a", "b"): Why.COLLECTIVE_ORDER, ("t", "c"): Why.COLLECTIVE_ORDER}
+
+
 def test_weak_edges():
     assert edges("a = kernel(x); b = kernel(x) after=a") == {("a", "b"): Why.AFTER}
 
