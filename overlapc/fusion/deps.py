@@ -165,18 +165,19 @@ def _order_communication(found: Edges, ops: Sequence[IROp]) -> None:
     barrier: int | None = None
     since_barrier: list[int] = []
     for position, op in enumerate(ops):
-        synchronous = isinstance(op, Extern) and op.comm is not None
-        if synchronous and not getattr(op.comm, "safe", False):
+        comm = op.comm if isinstance(op, Extern | Start) else None
+        if isinstance(op, Extern) and comm is not None and not getattr(comm, "safe", False):
             for earlier in since_barrier:
                 found.need(position, earlier)
             found.need(position, barrier)
             barrier, since_barrier = position, []
             last_of_group.clear()
-        elif synchronous or isinstance(op, Start | Wait):
+        elif comm is not None or isinstance(op, Start | Wait):
             found.need(position, barrier)
             since_barrier.append(position)
-        if isinstance(op, Extern | Start) and op.comm is not None and position != barrier:
-            group = getattr(op.comm, "group", "")
+            if isinstance(op, Wait):
+                continue
+            group = getattr(comm, "group", "")
             found.need(position, last_of_group.get(group))
             last_of_group[group] = position
 
