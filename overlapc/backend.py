@@ -24,6 +24,7 @@ from overlapc import dump
 from overlapc.chain import chain_of
 from overlapc.codegen import kernel as codegen
 from overlapc.codegen.bucket import merge_starts
+from overlapc.codegen.fx import FxWrapper
 from overlapc.codegen.kernel import KernelSource
 from overlapc.codegen.program import build_program
 from overlapc.config import Config
@@ -122,6 +123,7 @@ class Built:
     call: Callable[[list[Any]], Any]
     step_ns: float | None
     kept: bool = False  # a later process can have it from the cache
+    module: GraphModule | None = None  # the same as a graph, with wrapper="fx"
 
 
 def compile_graph(
@@ -141,9 +143,12 @@ def compile_graph(
     return built.call
 
 
-def _build(gm: GraphModule, config: Config, name: str, *, key: str | None = None, within: bool = False) -> Built:
-    """`compile_graph` as the list of its stages. within: another graph carries this one, and is reported.
+def _build(
+    gm: GraphModule, config: Config, name: str, *, key: str | None = None, within: bool = False, single: bool = False
+) -> Built:
+    """`compile_graph` as the list of its stages.
 
+    within: another graph carries this one, and is reported. single: it returns one value, and no tuple, to that one.
     key: under which the result is looked for, and kept; None for neither.
     """
     began = time.perf_counter()
@@ -161,7 +166,7 @@ def _build(gm: GraphModule, config: Config, name: str, *, key: str | None = None
     result, lowered = planned
     for constant, module in lowered.constants.items():
         if isinstance(module, GraphModule) and module in inner:
-            lowered.constants[constant] = inner[module].call
+            lowered.constants[constant] = inner[module].module or inner[module].call
     sources = generate_kernels(result.schedule, lowered)
     program = build_program(result.schedule, lowered, sources)
     dumps.write("program", "program", lambda: str(program))
@@ -175,9 +180,11 @@ def _build(gm: GraphModule, config: Config, name: str, *, key: str | None = None
         collective_lines(result.schedule),
         tracked=config.check_lifecycle,
     )
-    dumps.write("program", "wrapper", lambda: compiled.wrapper.replace(warm_graph.NAME, name), suffix="py")
-    call = _run(compiled, config, name, began, objects=objects, within=within)
-    return Built(call, result.after.step_ns, kept=key is not None and _keep(key, compiled, config))
+    graph = FxWrapper(program, single=single) if config.wrapper == "fx" else None
+    call = _run(compiled, config, name, began, objects=objects, within=within, graph=graph)
+    dumps.write("program", "wrapper", lambda: graph.text() if graph else compiled.text(name), suffix="py")
+    kept_now = key is not None and _keep(key, compiled, config)
+    return Built(call, result.after.step_ns, kept_now, graph.module if graph else None)
 
 
 def _run(
@@ -189,12 +196,17 @@ def _run(
     objects: Mapping[str, Any] | None = None,
     gm: GraphModule | None = None,
     within: bool = False,
+    graph: FxWrapper | None = None,
 ) -> Callable[[list[Any]], Any]:
-    """A compiled graph made callable, counted and reported under the name it has in this process."""
+    """A compiled graph made callable, counted and reported under the name it has in this process.
+
+    graph: what runs instead of the generated function.
+    """
     for device_type, _ in compiled.kernels:
         _import_generator(device_type)
     named = compiled.named(name)
-    call = deterministically(named.bind(config.cache_dir, objects, gm), config.deterministic)  # type: ignore[arg-type]
+    plain = graph.bind if graph else None
+    call = deterministically(named.bind(config.cache_dir, objects, gm, plain), config.deterministic)  # type: ignore[arg-type]
     for counter, times in named.counts.items():
         count(counter, times)
     if not within:
@@ -258,7 +270,7 @@ def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config
     return _planned(gm, config, name).call
 
 
-def _planned(gm: GraphModule, config: Config, name: str, *, within: bool = False) -> Built:
+def _planned(gm: GraphModule, config: Config, name: str, *, within: bool = False, single: bool = False) -> Built:
     began = time.perf_counter()
     config = replace(config, measure_matmuls=False)  # this machine is not the one that is planned for
     inner = _inner_graphs(gm, config, name, _planned)
@@ -302,8 +314,8 @@ def _inner_graphs(gm: GraphModule, config: Config, name: str, build: Callable[..
     for each in subgraphs(gm):
         if each.module not in found:
             single = return_tuple(each.module)
-            built = build(each.module, config, f"{each.name}_of_{name}", within=True)
-            found[each.module] = Built(unboxed(built.call, single), built.step_ns)
+            built = build(each.module, config, f"{each.name}_of_{name}", within=True, single=single)
+            found[each.module] = Built(unboxed(built.call, single), built.step_ns, module=built.module)
     return found
 
 
@@ -516,9 +528,14 @@ def _counts(result: Result) -> dict[str, int]:
 # --- warm start
 
 
+def _keeps(config: Config) -> bool:
+    """Whether compiled graphs go to disk: not where somebody wants to see the stages, or the graph itself."""
+    return bool(config.warm_start) and not config.dump and config.wrapper == "python"
+
+
 def _step_key(gm: GraphModule, inputs: Sequence[Any], config: Config) -> str | None:
     """Under which the whole step is kept; None when it must be compiled each time."""
-    if not config.warm_start or config.dump:
+    if not _keeps(config):
         return None
     try:
         devices = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}
@@ -529,7 +546,7 @@ def _step_key(gm: GraphModule, inputs: Sequence[Any], config: Config) -> str | N
 
 def _graph_key(gm: GraphModule, config: Config, name: str) -> str | None:
     """The same for one graph of ATen ops."""
-    if not config.warm_start or config.dump:
+    if not _keeps(config):
         return None
     try:
         profile = _profile_text(config, _device_types(gm))

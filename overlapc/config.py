@@ -198,6 +198,11 @@ class Config:
     check_lifecycle: bool = _knob(
         False, _bool, "fail with a buffer's name when memory is not allocated and freed as planned; slow"
     )
+    wrapper: str = _knob(
+        "python",
+        _one_of("python", "fx"),
+        "what runs a compiled graph: a generated Python function, or a torch.fx.GraphModule of the same instructions",
+    )
     verify: bool = _knob(True, _bool, "check the schedule after every pass")
     dump: frozenset[str] | str = _knob(
         frozenset(), _words, "stages to write as text: fx, ir, fusion, passes, program, kernels, all"

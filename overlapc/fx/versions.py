@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,6 +85,26 @@ def is_opaque_input(value: Any) -> bool:
     only hands back with the gradient; torch 2.11 keeps it outside.
     """
     return not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+
+
+def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """`module` as a function of one list of arguments that it empties, so that each is freed after its last use.
+
+    A version of torch without boxed code generation keeps the arguments until the end.
+    """
+    codegen = getattr(fx.graph, "_BoxedCodeGen", None)
+    if codegen is None:
+
+        def call(args: list[Any]) -> Any:
+            given = tuple(args)
+            args.clear()
+            return module(*given)
+
+        return call
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    graph.set_codegen(codegen())
+    return fx.GraphModule(module, graph, class_name=type(module).__name__).forward
 
 
 def group_name_of(group: Any) -> str | None:

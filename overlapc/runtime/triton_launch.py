@@ -235,16 +235,22 @@ def _compile(source: Source, function: Any, stage: Stage, variant: Variant, targ
     multiples = [at for at in range(len(pointers)) if variant.aligned >> at & 1]
     multiples += [len(pointers) + at for at in range(len(source.sizes)) if variant.divisible >> at & 1]
     attributes = {(at,): [["tt.divisibility", 16]] for at in multiples}
+    options = stage_options(source, stage)
+    with _explained(source, function):
+        compiled = triton_compile(ASTSource(function, signature, constants, attributes), target=target, options=options)
+    count("triton_kernels_loaded")
+    return compiled
+
+
+def stage_options(source: Source, stage: Stage) -> dict[str, Any]:
+    """What Triton is told about a stage beside its arguments."""
     options: dict[str, Any] = {"num_warps": stage.num_warps}
     if stage.num_stages:
         options["num_stages"] = stage.num_stages
     if "tl.device_assert(" in source.text:
         # Triton drops assertions otherwise; with them come checks that integers do not wrap, which ours may.
         options |= {"debug": True, "sanitize_overflow": False}
-    with _explained(source, function):
-        compiled = triton_compile(ASTSource(function, signature, constants, attributes), target=target, options=options)
-    count("triton_kernels_loaded")
-    return compiled
+    return options
 
 
 @contextmanager
@@ -318,7 +324,7 @@ class CudaLauncher:
         self._source = source
         self._cache_dir = cache_dir
         self._target = target  # every device of a job is taken to be of one kind
-        self._functions = [getattr(module, stage.function) for stage in launch.stages]
+        self.functions = [getattr(module, stage.function) for stage in launch.stages]
         self._programs = [host_function(stage.programs, source.sizes) for stage in launch.stages]
         self._scratch = [(dtype, host_function(size, source.sizes)) for dtype, size in launch.scratch]
         self._bounds = [host_function(bound, source.sizes) for bound in launch.index_bounds or ()]
@@ -375,12 +381,12 @@ class CudaLauncher:
 
     def _load(self, device: int, variant: Variant) -> list[Callable[..., None]]:
         if variant not in self._compiled:
-            stages = zip(self._functions, _launch(self._source).stages, strict=True)
+            stages = zip(self.functions, _launch(self._source).stages, strict=True)
             self._compiled[variant] = [
                 _compile(self._source, function, stage, variant, self._target) for function, stage in stages
             ]
         runs = []
-        for function, compiled in zip(self._functions, self._compiled[variant], strict=True):
+        for function, compiled in zip(self.functions, self._compiled[variant], strict=True):
             with _explained(self._source, function):  # too much shared memory shows only here
                 runs.append(_runner(compiled, self._constants))
         self._runs[device, variant] = runs
@@ -393,7 +399,7 @@ class InterpretedLauncher:
     def __init__(self, source: Source, module: ModuleType) -> None:
         self._source = source
         self._launch = _launch(source)
-        self._functions = [getattr(module, stage.function) for stage in self._launch.stages]
+        self.functions = [getattr(module, stage.function) for stage in self._launch.stages]
 
     def __call__(self, *arguments: Any) -> None:
         import numpy as np
@@ -409,7 +415,7 @@ class InterpretedLauncher:
         extra: dict[str, Any] = {}
         if self._launch.index_bounds is not None:
             extra["INDEX"] = tl.int32
-        for function, stage in zip(self._functions, self._launch.stages, strict=True):
+        for function, stage in zip(self.functions, self._launch.stages, strict=True):
             programs = host_function(stage.programs, self._source.sizes)(*sizes)
             with np.errstate(all="ignore"):  # masked lanes compute on nothing
                 function[(programs,)](*tensors, *scratch, *sizes, **extra)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -53,8 +53,21 @@ class CompiledGraph:
             self, name=name, record=dataclasses.replace(self.record, name=name, schedule=schedule)
         )
 
-    def bind(self, cache_dir: Path, objects: Mapping[str, Any] | None = None, gm: GraphModule | None = None) -> Boxed:
-        """The callable, its kernels compiled or loaded. `objects`: what is at hand already; else found again."""
+    def text(self, name: str) -> str:
+        """The wrapper of the graph that is called `name`."""
+        return self.wrapper.replace(NAME, name)
+
+    def bind(
+        self,
+        cache_dir: Path,
+        objects: Mapping[str, Any] | None = None,
+        gm: GraphModule | None = None,
+        runs: Callable[[Mapping[str, Any]], Boxed] | None = None,
+    ) -> Boxed:
+        """The callable, its kernels compiled or loaded. `objects`: what is at hand already; else found again.
+
+        runs: makes what is run instead of the wrapper, out of launchers by name; marks are in the wrapper only.
+        """
         space = dict(objects) if objects is not None else {name: rebuild(text) for name, text in self.objects.items()}
         if objects is None:
             space.update((name, _attribute(gm, path)) for name, path in self.constants.items())
@@ -63,7 +76,7 @@ class CompiledGraph:
             by_device.setdefault(device_type, []).append(source)
         for device_type, sources in by_device.items():
             space.update(codegen.generator_for(device_type).load(sources, cache_dir))
-        plain = self._function(self.wrapper, "", space)
+        plain = self._function(self.wrapper, "", space) if runs is None else runs(space)
         call = switching(plain, lambda: self._function(self.marked, " marked", space))
         call._boxed_call = True  # type: ignore[attr-defined]
         return call

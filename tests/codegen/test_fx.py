@@ -1,0 +1,187 @@
+"""Programs as FX graphs: the same numbers as eager, readable, and graphs that tools can trace once more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import triton
+from torch import Tensor, fx, nn
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import overlapc.codegen.cpp  # noqa: F401 (registers the generator)
+from overlapc.backend import generate_kernels
+from overlapc.codegen import kernel as generators
+from overlapc.codegen.fx import FxWrapper
+from overlapc.codegen.program import build_program
+from overlapc.codegen.triton import TritonGenerator
+from overlapc.config import Config
+from overlapc.fusion import fuse_ops
+from overlapc.fusion.build import to_schedule
+from overlapc.fx.collectives import canonicalize, find_collectives
+from overlapc.lowering import Communication, lower
+from tests.lowering.compare import compiled, same
+
+SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x + self.down(F.gelu(self.up(x))), (24,)).softmax(-1)
+
+
+def wrapped(function: Callable[..., Any], *inputs: Tensor) -> FxWrapper:
+    """`function` traced, lowered, fused and scheduled in program order, as a graph."""
+    gm = make_fx(lambda *args: (function(*args),), tracing_mode="fake")(*inputs)
+    canonicalize(gm)
+    comm = {each.start: Communication(each.comm, not each.synchronous) for each in find_collectives(gm.graph)}
+    lowered = lower(gm, "test", lambda device: True, comm.get)
+    ops, fusion = fuse_ops(lowered)
+    schedule = to_schedule(ops, lowered, kernel_of=fusion.kernel_of)
+    sources = generate_kernels(schedule, lowered)
+    program = build_program(schedule, lowered, sources)
+    wrapper = FxWrapper(program)
+    wrapper.bind(generators.generator_for("cpu").load(program.kernels(), Config.of({}).cache_dir))
+    return wrapper
+
+
+def targets(module: fx.GraphModule) -> list[Any]:
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+@pytest.fixture
+def interpreted_triton(tmp_path) -> Iterator[None]:
+    """Triton's generator for CPU tensors, in its interpreter."""
+
+    class OnCpu(TritonGenerator):
+        device_type = "cpu"
+
+    cpp = generators.generator_for("cpu")
+    generators.register(OnCpu())
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        yield
+    generators.register(cpp)
+
+
+@SHAPES
+def test_a_step_equals_eager(dynamic):
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(3, 10, 24)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    call = compiled(model, dynamic, wrapper="fx")
+    torch.testing.assert_close(torch.autograd.grad(call(x).square().sum(), list(model.parameters())), expected)
+    if dynamic:  # other sizes in the same graph
+        more = torch.randn(4, 7, 24)
+        torch.testing.assert_close(call(more), model(more))
+
+
+@SHAPES
+def test_triton_kernels_run_through_torchs_wrapper_op(dynamic, interpreted_triton):
+    def function(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        kept = mask & (x > 0)  # bool memory is bytes to Triton
+        return (x * 2 + 1).softmax(-1), x.sum(0), kept
+
+    x, mask = torch.randn(20, 36), torch.rand(20, 36) > 0.5
+    torch.testing.assert_close(compiled(function, dynamic, wrapper="fx")(x, mask), function(x, mask))
+
+
+def test_the_grid_is_computed_in_the_graph(interpreted_triton):
+    x = torch.randn(30, 40)
+    wrapper = wrapped(lambda x: x.sin() * 2, x)
+    assert targets(wrapper.module).count(triton_kernel_wrapper_mutation) == 1
+    torch.testing.assert_close(wrapper.module(x)[0], x.sin() * 2)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_conditionals_carry_their_branches_as_graphs(sign):
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda a, b: (a * b + 1).sin(), lambda a, b: (a - b).cos(), (x, y)) * 2
+
+    x, y = torch.rand(4, 3) * sign, torch.randn(4, 3)
+    torch.testing.assert_close(compiled(function, wrapper="fx")(x, y), function(x, y))
+
+
+def test_loops_end_with_what_eager_has():
+    from torch._higher_order_ops.while_loop import while_loop
+
+    def function(x: Tensor) -> Tensor:
+        return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 2 + 1), (torch.tensor(0), x))[1] * 3
+
+    x = torch.randn(4)
+    torch.testing.assert_close(compiled(function, wrapper="fx")(x), function(x))
+
+
+def test_sizes_that_only_the_data_know():
+    def function(x: Tensor) -> Tensor:
+        return x[x > 0].sin().sum() + x.nonzero().shape[0]
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        x = torch.randn(50)
+        torch.testing.assert_close(compiled(function, wrapper="fx")(x), function(x))
+
+
+def test_calls_with_several_results_views_and_updates_in_place():
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y[1:3].add_(1)
+        values, indices = x.sort(-1)
+        return values[:, ::2].T + 1, indices, y * 2
+
+    same(function, torch.randn(5, 8), torch.randn(4))
+    x, y, z = torch.randn(5, 8), torch.randn(4), torch.randn(4)
+    z.copy_(y)
+    torch.testing.assert_close(compiled(function, wrapper="fx")(x, y), function(x, z))
+    torch.testing.assert_close(y, z)
+
+
+def test_collectives_are_nodes_in_their_order():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        group = dist.group.WORLD.group_name
+        c10d = torch.ops._c10d_functional
+
+        def function(x: Tensor, y: Tensor) -> Tensor:
+            flying = c10d.all_gather_into_tensor(x, 4, group)
+            return c10d.wait_tensor(flying) + (y @ y).sum()
+
+        module = wrapped(function, torch.randn(8, 4), torch.randn(3, 3)).module
+    finally:
+        dist.destroy_process_group()
+    names = [str(target) for target in targets(module)]
+    assert names.index("_c10d_functional.all_gather_into_tensor.default") < names.index(
+        "_c10d_functional.wait_tensor.default"
+    )
+    assert names[-1] == "overlapc.run_kernel.default"
+
+
+def test_the_graph_can_be_read_and_traced_once_more():
+    x, y = torch.randn(12, 16), torch.randn(16, 8)
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return ((x @ y).relu() + 1).softmax(-1)
+
+    module = wrapped(function, x, y).module
+    text = module.print_readable(print_output=False)
+    assert "run_kernel" in text
+    assert "aten.mm.out" in text
+    again = make_fx(module, tracing_mode="fake")(x, y)
+    torch.testing.assert_close(again(x, y)[0], function(x, y))
+
+
+def test_arguments_are_freed_after_their_last_reader():
+    from overlapc.fx.versions import boxed
+
+    wrapper = wrapped(lambda x: (x.sin() @ x.cos()).exp(), torch.randn(8, 8))
+    given = [torch.randn(8, 8)]
+    boxed(wrapper.module)(given)
+    assert given == []
