@@ -16,6 +16,7 @@ import sympy
 
 from overlapc.ir.body import (
     Body,
+    Cast,
     Constant,
     Index,
     Loop,
@@ -100,15 +101,15 @@ def _under(root: Value, facts: Mapping[Value, bool], uses: Mapping[Value, int]) 
     seen: dict[Value, Value] = {}
 
     def visit(value: Value) -> Value:
-        if not isinstance(value, Op) or len(seen) > REACH:
+        if not isinstance(value, Op | Cast) or len(seen) > REACH:
             return value  # not into addresses and reductions: these are computed whatever the branch
         if value not in seen:
             seen[value] = value
-            if value.name == "where" and value.args[0] in facts:
+            if isinstance(value, Op) and value.name == "where" and value.args[0] in facts:
                 seen[value] = visit(value.args[1] if facts[value.args[0]] else value.args[2])
             elif uses[value] <= 1:
-                operands = tuple(visit(operand) for operand in value.args)
-                if operands != value.args:
+                operands = tuple(visit(operand) for operand in value.operands())
+                if operands != value.operands():
                     seen[value] = rebuild(value, operands, lambda expr: expr)
         return seen[value]
 

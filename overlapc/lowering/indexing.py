@@ -17,7 +17,7 @@ from overlapc.lowering.table import Impossible, lowers
 
 aten = torch.ops.aten
 
-MOST_JOINED = 8  # a longer cat is a chain of as many conditions per element; the library's copy is faster
+MOST_JOINED = 16  # a longer cat is a chain of as many conditions per element; the library's copy is faster
 
 
 def positioned(context: Context, value: Callable[[tuple[sympy.Expr, ...]], Value]) -> View:

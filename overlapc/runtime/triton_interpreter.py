@@ -61,6 +61,9 @@ def _prelude() -> ModuleType:
     replacements: dict[str, Any] = {
         "range": _range,
         "to_bf16": _to_bf16,
+        "round_bf16": _elementwise(lambda x: x.to(torch.bfloat16).to(torch.float32)),
+        "exp2_approximately": _elementwise(torch.exp2),
+        "reciprocal_approximately": _elementwise(torch.reciprocal),
         "dot": _dot,
         "reduce_sum": _reduction(lambda data: data.sum(1, keepdims=True, dtype=data.dtype)),
         "reduce_prod": _reduction(lambda data: data.prod(1, keepdims=True, dtype=data.dtype)),

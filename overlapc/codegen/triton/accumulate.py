@@ -8,13 +8,14 @@ A scan combines the elements of a tile along r, and what an earlier tile left in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from overlapc.codegen.triton.expressions import COMPUTE, neutral
-from overlapc.ir.body import Op, Reduce, Scan, Value, topological
+from overlapc.ir.body import Op, Reduce, Scan, Value, as_number, topological
 
 NEXT = "next"  # of several states, the new ones are next0, next1, …, in this order
 _PRELUDE_NAME = {"any": "max", "all": "min"}
@@ -104,6 +105,7 @@ class Online:
     peak: Reduce
     total: Reduce
     states: tuple[State, ...]
+    guarded: bool = False  # an infinite maximum counts as 0 in the sum
 
     @property
     def reduce(self) -> Reduce:
@@ -131,7 +133,8 @@ class Online:
         ]
 
     def results(self, reduced: Sequence[str]) -> list[str]:
-        return [reduced[0], f"ops.online_finish({reduced[0]}, {reduced[1]})"]
+        finish = "online_finish_guarded" if self.guarded else "online_finish"
+        return [reduced[0], f"ops.{finish}({reduced[0]}, {reduced[1]})"]
 
 
 Accumulation = Plain | Position | Online
@@ -174,6 +177,7 @@ def _online_partners(reduces: Sequence[Reduce]) -> dict[Reduce, Reduce]:
         if difference.name != "sub":
             continue
         x, peak = difference.args
+        peak = _unguarded(peak) or peak
         is_peak = isinstance(peak, Reduce) and peak.kind == "max" and peak.arg is x
         if is_peak and peak not in found and peak.dtype == total.dtype and total.dtype.is_floating_point:
             assert isinstance(peak, Reduce)
@@ -181,10 +185,25 @@ def _online_partners(reduces: Sequence[Reduce]) -> dict[Reduce, Reduce]:
     return found
 
 
+def _unguarded(value: Value) -> Value | None:
+    """peak of `where(abs(peak) == inf, 0, peak)`, as a log-sum-exp takes it; None for anything else."""
+    if not isinstance(value, Op) or value.name != "where" or as_number(value.args[1]) != 0:
+        return None
+    condition, _, peak = value.args
+    if not isinstance(condition, Op) or condition.name != "eq" or as_number(condition.args[1]) != math.inf:
+        return None
+    size = condition.args[0]
+    return peak if isinstance(size, Op) and size.name == "abs" and size.args[0] is peak else None
+
+
 def _accumulation(value: Reduce, total: Reduce | None, number: int, position_dtype: torch.dtype) -> Accumulation:
     if total is not None:
         peak = State(f"peak{number}", value.dtype, neutral("max", value.dtype), per_row=True)
-        return Online(value, total, (peak, State(f"total{number}", total.dtype, "0.0")))
+        exp = total.arg
+        assert isinstance(exp, Op)
+        assert isinstance(exp.args[0], Op)
+        guarded = exp.args[0].args[1] is not value
+        return Online(value, total, (peak, State(f"total{number}", total.dtype, "0.0")), guarded)
     if value.kind in ("argmax", "argmin"):
         dtype = torch.int32 if value.arg.dtype is torch.bool else value.arg.dtype
         return Position(

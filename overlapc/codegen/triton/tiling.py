@@ -33,6 +33,7 @@ _ONE_PASS_LIMIT = 8192  # of a row that is read once anyway: a loop over smaller
 # Of the launch that adds up the programs' totals: a warp's width of columns, twice for loads of 16 bytes.
 TOTALS_COLUMNS = 64
 TOTALS_WARPS = 4
+_LONG_ROW = 2**16  # elements; shorter rows fit the L2 cache by eight programs a multiprocessor
 DEFAULT_HINT = 4096  # for a size nobody knows
 
 
@@ -228,6 +229,9 @@ def _reduction(
         wanted = min((8 if columns else 4) * MULTIPROCESSORS // programs, length // (4 * rblock), 512)
         splits = 1 << max(0, wanted.bit_length() - 1) if wanted >= 2 else 1
     form = "persistent" if fits else "split" if splits > 1 else "looped"
+    if form == "looped" and not columns and _passes(body, reduced) > 1 and length >= _LONG_ROW:
+        # The rows that are in work together should still lie in the L2 cache when they are read again.
+        rblock, num_warps = 4 * rblock, 32
     return Tiling(form, x, xblock, num_warps, r=r, rblock=rblock, splits=splits)
 
 

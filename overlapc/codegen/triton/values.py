@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import sympy
@@ -155,6 +156,8 @@ class ValueWriter(AxisWriter):
         if isinstance(value, Index):
             return self.index_value(value)
         if isinstance(value, Cast):
+            if value.to is torch.bfloat16 and value.arg.dtype is torch.float32 and self.fills_threads(value):
+                return f"ops.round_bf16({names[value.arg]})"
             text = converted(names[value.arg], value.arg.dtype, value.to)
             return text if value.to is value.dtype else f"{text}.to({COMPUTE[value.dtype]})"
         if isinstance(value, Checked):
@@ -165,6 +168,12 @@ class ValueWriter(AxisWriter):
             return f"({left}) {_ORDER[value.name]} ({right})"
         args = [names[arg] if arg in names else as_literal(value, at) for at, arg in enumerate(value.args)]
         return operation(value, [arg for arg in args if arg is not None], value in self.kernel.coarse)
+
+    def fills_threads(self, value: Value) -> bool:
+        """Whether every thread holds at least two elements of a value."""
+        kernel = self.kernel
+        elements = math.prod(kernel.block[axis] for axis in kernel.tile_axes)
+        return self.value_axes[value] == set(kernel.tile_axes) and elements >= 64 * kernel.tiling.num_warps
 
     def compares_positions(self, value: Op) -> bool:
         """Whether all that is compared are indices and small numbers: then in the width of indices."""
@@ -207,6 +216,9 @@ class ValueWriter(AxisWriter):
         if load.mask is not None and not self.value_axes[load.mask] <= self.address_axes(load):
             # One address for many elements: Triton wants it as wide as the mask.
             index = f"{term(index)} + tl.where({names[load.mask]}, 0, 0)"
+        if self.kernel.tiling.form == "persistent" and self.kernel.block["x"] > 1 and self.axes_of(load) == {"r"}:
+            # As wide as the tile: a narrow load has another layout, and changing it goes through shared memory.
+            index = f"{index} + tl.full({self.kernel.shape(('x', 'r'))}, 0, tl.int32)"
         pointer = f"{self.kernel.arguments[load.buffer]} + {term(index)}"
         arguments = self.mask_argument(self.axes_of(load), None if load.mask is None else names[load.mask])
         if load.mask is not None or (arguments and self.zero_outside):
