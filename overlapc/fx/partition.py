@@ -23,6 +23,7 @@ from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
+from overlapc.fx.attention_rng import unwrap_attention
 from overlapc.fx.collectives import canonicalize
 from overlapc.fx.gathers import Gather, parameter_gathers
 from overlapc.fx.random import draw_once
@@ -54,6 +55,7 @@ def partition(
     forward, backward = min_cut_rematerialization_partition(
         joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
     )
+    unwrap_attention(forward, backward)
     if regathered:
         _skip_regather(forward, regathered)
     return forward, backward

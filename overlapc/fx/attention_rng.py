@@ -1,0 +1,94 @@
+"""Attention without dropout draws no random numbers, whatever its operator's tags say.
+
+Under a checkpoint torch's partitioner wraps every operator that may be random, so that backward can repeat it with the
+same state: `run_and_save_rng_state(sdpa, q, k, v, 0.0, True)` in forward, `run_with_rng_state(state, sdpa, …)` in
+backward. Where dropout is 0 both are the plain call again, and an empty tensor travels in place of the state.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+aten = torch.ops.aten
+
+
+def unwrap_attention(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Take the wrapping off attention without dropout, in both graphs; in place."""
+    empties = _unwrap_saving(forward)
+    for node in list(backward.graph.nodes):
+        if node.op == "placeholder" and node.name in empties:
+            node.meta["val"] = empties[node.name]
+        elif node.target is run_with_rng_state and _draws_nothing(node.args[1], node.args[2:], node.kwargs):
+            call = _plain(node, node.args[1], node.args[2:])
+            node.replace_all_uses_with(call)
+            backward.graph.erase_node(node)
+    forward.recompile()
+    backward.recompile()
+
+
+def _unwrap_saving(forward: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """Names of the states that are no longer saved -> what is saved in their place."""
+    empties = {}
+    for node in list(forward.graph.nodes):
+        if node.target is not run_and_save_rng_state or not _draws_nothing(node.args[0], node.args[1:], node.kwargs):
+            continue
+        call = _plain(node, node.args[0], node.args[1:])
+        for user in list(node.users):
+            assert user.target is operator.getitem, f"{user} takes the state and the result of {node} together"
+            if user.args[1] == 1:
+                user.replace_all_uses_with(call)
+                forward.graph.erase_node(user)
+                continue
+            with forward.graph.inserting_before(user):
+                empty = forward.graph.call_function(aten.empty.memory_format, ([0],), {"dtype": torch.uint8})
+            with _mode_of(call):
+                empty.meta["val"] = torch.empty(0, dtype=torch.uint8)
+            name = user.name
+            user.replace_all_uses_with(empty)
+            forward.graph.erase_node(user)
+            empty.name = name  # backward knows it by this name
+            empties[name] = empty.meta["val"]
+        forward.graph.erase_node(node)
+    return empties
+
+
+def _draws_nothing(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether this is attention with a dropout of 0."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or "_scaled_dot_product" not in schema.name:
+        return False
+    at = next((at for at, argument in enumerate(schema.arguments) if argument.name == "dropout_p"), None)
+    if at is None:
+        return False
+    given = args[at] if at < len(args) else kwargs.get("dropout_p", schema.arguments[at].default_value)
+    return given == 0.0
+
+
+def _plain(node: fx.Node, target: Any, args: Sequence[Any]) -> fx.Node:
+    """The call that `node` wraps, before it; with what it gives as fake tensors."""
+    with node.graph.inserting_before(node):
+        call = node.graph.call_function(target, tuple(args), dict(node.kwargs))
+    call.meta = dict(node.meta)
+    given, named = tree_map(lambda leaf: leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf, (args, node.kwargs))
+    with _mode_of(*[leaf for leaf in args if isinstance(leaf, fx.Node)]):
+        call.meta["val"] = target(*given, **named)
+    return call
+
+
+def _mode_of(*nodes: fx.Node) -> FakeTensorMode:
+    """The mode that the graph's fake tensors belong to."""
+    for node in nodes:
+        value = node.meta["val"]
+        for leaf in value if isinstance(value, tuple | list) else (value,):
+            mode = getattr(leaf, "fake_mode", None)
+            if isinstance(mode, FakeTensorMode):
+                return mode
+    raise AssertionError(f"none of {nodes} holds a fake tensor")

@@ -1,0 +1,37 @@
+"""Attention under a checkpoint: computed again in backward, with no random state in between."""
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from overlapc.report import record
+from overlapc.schedule.model import Kind
+from overlapc.schedule.text import parse
+
+
+def block(x, w):
+    q = (x @ w).view(1, 8, 4, 16).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).reshape(8, 64) + x
+
+
+def two_blocks(x, w):
+    return checkpoint(block, checkpoint(block, x, w, use_reentrant=False), w, use_reentrant=False).square().sum()
+
+
+def test_checkpointed_attention_is_computed_again_in_backward():
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 64), torch.randn(64, 64).mul_(0.1)
+    results = []
+    record.clear()
+    torch._dynamo.reset()
+    options = {"profile": "cpu-gloo", "warm_start": False}
+    for run in (two_blocks, torch.compile(two_blocks, backend="overlapc", fullgraph=True, options=options)):
+        given = [each.clone().requires_grad_() for each in (x, w)]
+        loss = run(*given)
+        loss.backward()
+        results.append((loss, given[0].grad, given[1].grad))
+    torch.testing.assert_close(results[1], results[0])
+    forward, backward = (parse(graph.schedule) for graph in record.report_of_process().steps[0].graphs)
+    attention = [node for node in backward.nodes if node.kind is Kind.EXTERN and "attention" in node.op]
+    assert len([node for node in attention if not node.op.endswith("backward")]) == 2
+    assert not any("rng" in node.op for graph in (forward, backward) for node in graph.nodes)
