@@ -96,3 +96,15 @@ def test_the_harness_notices_wrong_results_gradients_and_arguments():
         check(torch.sin, sample, wrongly(lambda x, y: (y, x.data.add_(1))[0]))
     with pytest.raises(Differs):
         check(torch.sin, sample, wrongly(lambda x, y: y.double()))
+
+
+@pytest.mark.parametrize("error", [0.05, -0.02])
+def test_the_harness_notices_errors_in_low_precision(error):
+    """Roundings may differ; a number that is off by a few of them everywhere, or an addition left out, may not."""
+    from tests.ops.harness import Differs, check
+
+    for sample in BY_NAME["mul"].sample_inputs("cpu", torch.bfloat16, requires_grad=True):
+        if sample.input.numel() > 20:
+            check(torch.mul, sample, lambda function: function)
+            with pytest.raises(Differs):
+                check(torch.mul, sample, lambda function: lambda *args: function(*args) * (1 + error))
