@@ -15,7 +15,6 @@ import sympy
 import torch
 
 from overlapc.ir.body import Body, Checked, Index, Load, Store, Value, compute_dtype, op
-from overlapc.ir.indexing import is_one
 from overlapc.ir.ops import Layout, View
 from overlapc.lowering.graph import Context, cast, constant
 from overlapc.lowering.indexing import (
@@ -156,6 +155,8 @@ def _scatter(context: Context, x: View, dim: int, index: View, source: Any, mode
     """`source` is a tensor at least as large as `index`, or a number."""
     if not x.size or not index.size:
         raise Impossible("a tensor without dims")
+    if any(extent == 0 for extent in index.size):  # which may then have any number of dims
+        return context.pointwise(lambda element: element, x)
     dim = dim % len(x.size)
 
     def value(position: Position) -> Value:
@@ -201,8 +202,8 @@ def scatter_value(context: Context, x: View, dim: int, index: View, number: Any)
     if not x.size or not index.size:
         raise Impossible("a tensor without dims")
     dim = dim % len(x.size)
-    same = all(a == b for axis, (a, b) in enumerate(zip(x.size, index.size, strict=True)) if axis != dim)
-    if not is_one(index.size[dim]) or not same:
+    one_a_row = (*x.size[:dim], sympy.S.One, *x.size[dim + 1 :])
+    if index.size != one_a_row:
         return _scatter(context, x, dim, index, number, "set")
 
     def value(position: Position) -> Value:

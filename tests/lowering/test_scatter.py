@@ -67,6 +67,7 @@ def test_integers_add_up_exactly(dynamic):
         lambda x, i, v: torch.scatter(x, 1, (i[:, None] // 2).expand(4, 2), 7.0),
         lambda x, i, v: torch.scatter_add(x, 0, i[:, None].expand(4, 3), v),
         lambda x, i, v: torch.scatter_add(x.t().contiguous().t(), 0, i[:, None].expand(4, 3), v.t().contiguous().t()),
+        lambda x, i, v: torch.scatter_add(x[0], 0, i[:0].view(2, 0), v),
         lambda x, i, v: x.index_add(0, i, v, alpha=2),
         lambda x, i, v: x.index_add(1, i[:2] // 2, v[:, :2].repeat(2, 1)[:6]),
         lambda x, i, v: x.index_copy(0, i.unique(return_inverse=True)[1] * 0 + torch.arange(4), v),
