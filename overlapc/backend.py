@@ -40,6 +40,7 @@ from overlapc.fx.collectives import GroupNames, canonicalize, find_collectives
 from overlapc.fx.control import inline_control_deps
 from overlapc.fx.decompositions import decompositions
 from overlapc.fx.fsdp2 import clean_up
+from overlapc.fx.pack import CopyCosts, pack
 from overlapc.fx.partition import partition
 from overlapc.fx.random import draw_once
 from overlapc.fx.sizes import guessed_size
@@ -242,6 +243,12 @@ def plan_graph(
                 kept = None
         if kept is not None:
             return None
+        profile = _profile(config, _device_types(gm))
+        if talks is not None:
+            profile = talks.agree_on_profile(profile)
+        if pack(gm, _copy_costs(profile)):
+            dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
+            communication = _communication(gm)
         lowered = lower(gm, name, partial(_generates, config), communication.get, _native_product(config))
         dumps.write("ir", "lowered", lambda: str(lowered))
         freeable = _freeable(gm, name)
@@ -254,9 +261,6 @@ def plan_graph(
             config.memory_budget,  # type: ignore[arg-type]
             fusion.kernel_of,
         )
-        profile = _profile(config, _device_types(gm))
-        if talks is not None:
-            profile = talks.agree_on_profile(profile)
         chain = chain_of(profile, config, lowered, _times_of_inner(gm, inner))
         schedule = _estimated(schedule, chain, talks)
         result = run_pipeline(schedule, _context(config, profile, chain, dumps))
@@ -438,6 +442,11 @@ def _estimated(schedule: Schedule, chain: Estimator, talks: Compilation | None) 
         agreed = talks.agree_on_medians({name: estimate.ns for name, estimate in known.items()})
         schedule = schedule.with_estimates({name: Estimate(agreed[name], known[name].source) for name in known})
     return schedule
+
+
+def _copy_costs(profile: DeviceProfile) -> CopyCosts:
+    byte_ns = 1e9 / profile.memory_bytes_per_s if profile.memory_bytes_per_s else 0.0
+    return CopyCosts(profile.coalesced_tensor_ns, profile.kernel_floor_ns, byte_ns)
 
 
 def _context(config: Config, profile: DeviceProfile, chain: Estimator, dumps: dump.Dumps) -> Context:

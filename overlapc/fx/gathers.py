@@ -21,7 +21,7 @@ _c10d = torch.ops._c10d_functional
 
 # One tensor in, the same numbers out: what lies between a shard and its gather, and between a gathered
 # parameter and the op that computes with it. None of them is worth keeping a copy of the parameter for.
-_CARRIERS: frozenset[Any] = frozenset(
+CARRIERS: frozenset[Any] = frozenset(
     {
         aten.view.default,
         aten._unsafe_view.default,
@@ -49,7 +49,7 @@ _CARRIERS: frozenset[Any] = frozenset(
 )
 
 # What `fully_shard` does to a gradient: f(x + y) == f(x) + f(y) for each of them.
-_LINEAR: frozenset[Any] = _CARRIERS - {operator.getitem} | {
+_LINEAR: frozenset[Any] = CARRIERS - {operator.getitem} | {
     _c10d.reduce_scatter_tensor.default,
     _c10d.all_reduce.default,
     _c10d.wait_tensor.default,
@@ -81,7 +81,7 @@ def parameter_gathers(graph: fx.Graph) -> Iterator[Gather]:
             continue
         before: list[fx.Node] = []
         node = start.args[0]
-        while isinstance(node, fx.Node) and node.target in _CARRIERS:
+        while isinstance(node, fx.Node) and node.target in CARRIERS:
             before.append(node)
             node = node.args[0]
         yield Gather(label, tuple(reversed(before)), start, wait, _carried(wait))
@@ -93,7 +93,7 @@ def _carried(root: fx.Node) -> tuple[fx.Node, ...]:
     pending = list(root.users)
     while pending:
         node = pending.pop()
-        if node not in found and node.target in _CARRIERS and len(node.all_input_nodes) == 1:
+        if node not in found and node.target in CARRIERS and len(node.all_input_nodes) == 1:
             found[node] = None
             pending.extend(node.users)
     return tuple(found)
@@ -112,7 +112,7 @@ def merge_gathers(graph: fx.Graph) -> int:
             pending = list(start.all_input_nodes)
             while pending:
                 node = pending.pop()
-                if node.target in _CARRIERS and node not in wanted:
+                if node.target in CARRIERS and node not in wanted:
                     wanted.add(node)
                     pending.extend(node.all_input_nodes)
     for node in tuple(wanted):  # waits on the parts of a coalesced gather

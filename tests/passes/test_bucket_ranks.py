@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import overlapc
+from overlapc.estimators.device import load_profile, profile_to_json
 from overlapc.launch.llama import Llama, LlamaConfig
 from tests.ranks import values_on_ranks
 
@@ -23,14 +27,14 @@ POLICIES = {
 CASES = [("fp32", (1, 2)), ("bf16", (1, 2)), ("fp32", (2, 1))]  # precision, (replicas, shards)
 
 
-def steps(cases: Sequence[tuple[str, tuple[int, int]]]) -> list[dict[str, Any]]:
+def steps(cases: Sequence[tuple[str, tuple[int, int]]], folder: str) -> list[dict[str, Any]]:
     """On every rank, for each case: what one step gives with buckets and without, and how many collectives it took.
 
-    The last is that of `precisions`.
+    The last two are those of `precisions` and `packed`.
     """
     torch.set_num_threads(1)
     seen = [{passes: step(precision, shape, passes) for passes in ("bucket", "none")} for precision, shape in cases]
-    return [*seen, precisions()]
+    return [*seen, precisions(), packed(folder)]
 
 
 def step(precision: str, shape: tuple[int, int], passes: str) -> dict[str, Any]:
@@ -65,6 +69,30 @@ class Precisions(nn.Module):
         return ((x @ self.rough.float() @ self.fine).sum(1) * self.counts[:4] + self.bias[:4]).sin().sum()
 
 
+def packed(folder: str) -> dict[str, dict[str, Any]]:
+    """With small tensors packed and without: one step of a Llama with two norms a layer."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    profile = load_profile("cpu-gloo")
+    seen = {}
+    for name, tensor_ns in (("packed", 1e9), ("apart", 0.0)):
+        path = f"{folder}/{name}.{dist.get_rank()}.json"
+        Path(path).write_text(json.dumps(profile_to_json(replace(profile, coalesced_tensor_ns=tensor_ns))))
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = Llama(LlamaConfig.tiny())
+        model.reset_parameters(3)
+        for module in (*model.layers, model):
+            overlapc.fully_shard(module, mesh, mp_policy=POLICIES["bf16"], reshard_after_forward=True)
+        options = {"rank_timeout": 60, "passes": "none", "profile": path}
+        tokens = torch.arange(32).view(2, 16) * 7 % 256 + dist.get_rank()
+        loss = torch.compile(model, backend="overlapc", fullgraph=True, options=options)(tokens, tokens.roll(-1, 1))
+        loss.backward()
+        grads = {name: local(parameter.grad) for name, parameter in model.named_parameters()}
+        counters = torch._dynamo.utils.counters["overlapc"]
+        seen[name] = {"loss": loss.detach(), "grads": grads, "collectives": counters["collectives"]}
+    return seen
+
+
 def precisions() -> dict[str, dict[str, Any]]:
     """With buckets and without: one step of the module above."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -89,8 +117,8 @@ def local(grad: Any) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[list[dict[str, Any]]]:
-    return values_on_ranks(steps, 2, CASES, timeout_s=240)
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    return values_on_ranks(steps, 2, CASES, str(tmp_path_factory.mktemp("profiles")), timeout_s=240)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=["fsdp-fp32", "fsdp-bf16", "hsdp"])
@@ -106,8 +134,17 @@ def test_buckets_change_no_bit_and_launch_less(outcomes, number):
 
 def test_gathers_of_three_dtypes_are_one_launch(outcomes):
     for outcome in outcomes:
-        with_buckets, without = outcome[-1]["bucket"], outcome[-1]["none"]
+        with_buckets, without = outcome[-2]["bucket"], outcome[-2]["none"]
         assert (with_buckets["forward"], without["forward"]) == (1, 4)
         assert torch.equal(with_buckets["loss"], without["loss"])
         for name, grad in without["grads"].items():
             assert torch.equal(with_buckets["grads"][name], grad), name
+
+
+def test_packing_changes_no_bit_and_launches_less(outcomes):
+    for outcome in outcomes:
+        packed, apart = outcome[-1]["packed"], outcome[-1]["apart"]
+        assert packed["collectives"] < apart["collectives"] / 2
+        assert torch.equal(packed["loss"], apart["loss"])
+        for name, grad in apart["grads"].items():
+            assert torch.equal(packed["grads"][name], grad), name
