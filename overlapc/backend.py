@@ -248,7 +248,7 @@ def plan_graph(
             profile = talks.agree_on_profile(profile)
         if pack(gm, _copy_costs(profile)):
             dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
-            communication = _communication(gm)
+            communication = _communication(gm, config.safe_communication)  # type: ignore[arg-type]
         lowered = lower(gm, name, partial(_generates, config), communication.get, _native_product(config))
         dumps.write("ir", "lowered", lambda: str(lowered))
         freeable = _freeable(gm, name)
