@@ -49,6 +49,7 @@ from overlapc.fx.versions import check_torch_version, runs_under_fsdp2
 from overlapc.ir.ops import Combo, Extern, Loops, LoweredGraph, Start, loops_of, tree_leaves
 from overlapc.lowering import Communication, lower, provenance
 from overlapc.lowering.product import Product
+from overlapc.measured_fusion import KernelTimes
 from overlapc.passes.base import Context, Result, run_pipeline, select
 from overlapc.report import record
 from overlapc.report.build import graph_record
@@ -252,7 +253,10 @@ def plan_graph(
         lowered = lower(gm, name, partial(_generates, config), communication.get, _native_product(config))
         dumps.write("ir", "lowered", lambda: str(lowered))
         freeable = _freeable(gm, name)
-        ops, fusion = fuse_ops(lowered, enabled=config.fusion, freeable=freeable)
+        # Measured on one rank, fusions of other ranks would differ, and with them what ranks compare.
+        measured = config.benchmark_fusion and talks is None and not torch.are_deterministic_algorithms_enabled()
+        measure = KernelTimes(lowered, config.cache_dir) if measured else None  # type: ignore[arg-type]
+        ops, fusion = fuse_ops(lowered, enabled=config.fusion, freeable=freeable, measure=measure)
         dumps.write("fusion", "decisions", lambda: str(fusion))
         schedule = to_schedule(
             ops,
@@ -539,7 +543,7 @@ def _counts(result: Result) -> dict[str, int]:
 
 def _keeps(config: Config) -> bool:
     """Whether compiled graphs go to disk: not where somebody wants to see the stages, or the graph itself."""
-    return bool(config.warm_start) and not config.dump and config.wrapper == "python"
+    return bool(config.warm_start) and not (config.dump or config.debug) and config.wrapper == "python"
 
 
 def _step_key(gm: GraphModule, inputs: Sequence[Any], config: Config) -> str | None:

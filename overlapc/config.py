@@ -175,6 +175,12 @@ class Config:
     rank_timeout: float = _knob(300.0, _seconds, "seconds to wait for other ranks while compiling")
     rank_check: bool = _knob(True, _bool, "compare graphs and collective orders between ranks")
     fusion: bool = _knob(True, _bool, "fuse generated kernels")
+    benchmark_fusion: bool = _knob(
+        False,
+        _bool,
+        "keep a fusion only if its kernel, run while compiling, is faster than the two alone and spills no registers; "
+        "slow; not in graphs that communicate, and never with deterministic algorithms",
+    )
     native: bool = _knob(True, _bool, "generate kernels; off runs every op as an extern call (for bisection)")
     matmul: str = _knob(
         "library",
@@ -207,6 +213,9 @@ class Config:
     dump: frozenset[str] | str = _knob(
         frozenset(), _words, "stages to write as text: fx, ir, fusion, passes, program, kernels, all"
     )
+    debug: frozenset[str] | str = _knob(
+        frozenset(), _words, "stages to print to stderr, by the same names: debug=fusion says why kernels stay apart"
+    )
     dump_dir: Path | str = _knob(Path("overlapc_dump"), _path, "folder that dumps go to")
     warm_start: bool = _knob(
         True, _bool, "keep compiled graphs in cache_dir and take them from there; off compiles every graph anew"
@@ -236,6 +245,10 @@ class Config:
     def wants_dump(self, stage: str) -> bool:
         """Whether `stage` is to be written as text."""
         return stage in self.dump or "all" in self.dump
+
+    def wants_debug(self, stage: str) -> bool:
+        """Whether `stage` is to be printed."""
+        return stage in self.debug or "all" in self.debug
 
 
 def variable_of(name: str) -> str:

@@ -1,7 +1,9 @@
-"""Every stage of a compilation as text files, when asked for (`OVERLAPC_DUMP=passes` or `all`)."""
+"""Every stage of a compilation as text, when asked for: in files (`OVERLAPC_DUMP=passes`), or printed
+(`OVERLAPC_DEBUG=fusion`)."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,12 +22,20 @@ class Dumps:
 
     def write(self, stage: str, what: str, text: Callable[[], str], suffix: str = "txt") -> None:
         """The text is made only if `stage` is wanted."""
-        if self.config.wants_dump(stage):
+        to_file, printed = self.config.wants_dump(stage), self.config.wants_debug(stage)
+        if not to_file and not printed:
+            return
+        made = text()
+        if to_file:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"{what}.{suffix}").write_text(text())
+            (self.folder / f"{what}.{suffix}").write_text(made)
+        if printed:
+            print(
+                f"[overlapc {self.folder.parent.name} {self.folder.name}] {what}\n{made}", file=sys.stderr, flush=True
+            )
 
     def writer(self, stage: str) -> Callable[[str, str], None] | None:
         """A function for (what, text) of one stage; None when it is not wanted."""
-        if not self.config.wants_dump(stage):
+        if not (self.config.wants_dump(stage) or self.config.wants_debug(stage)):
             return None
         return lambda what, text: self.write(stage, what, lambda: text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from overlapc.fusion.deps import without_dead_ops
-from overlapc.fusion.fuse import FusionReport
+from overlapc.fusion.fuse import FusionReport, Measure
 from overlapc.fusion.fuse import fuse as fuse_kernels  # `overlapc.fusion.fuse` is the module
 from overlapc.fusion.inline import inline as inline_kernels
 from overlapc.ir.ops import IROp, LoweredGraph
@@ -14,13 +14,18 @@ __all__ = ["FusionReport", "fuse_ops"]
 
 
 def fuse_ops(
-    graph: LoweredGraph, enabled: bool = True, freeable: Collection[str] = (), seed: int | None = None
+    graph: LoweredGraph,
+    enabled: bool = True,
+    freeable: Collection[str] = (),
+    seed: int | None = None,
+    measure: Measure | None = None,
 ) -> tuple[list[IROp], FusionReport]:
     """The live ops of `graph`, fused where that saves memory traffic, and the account of it.
 
-    `freeable` names inputs whose memory ends with their last reader; `seed` tries fusions in random order (tests).
+    `freeable` names inputs whose memory ends with their last reader; `seed` tries fusions in random order (tests);
+    `measure` times kernels, so that only fusions that are faster stay.
     """
     ops = without_dead_ops(graph)
     if not enabled:
         return ops, FusionReport()
-    return fuse_kernels(inline_kernels(ops, graph), graph, freeable, seed, combos=True)
+    return fuse_kernels(inline_kernels(ops, graph), graph, freeable, seed, combos=True, measure=measure)

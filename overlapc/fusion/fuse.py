@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from overlapc.fusion.combo import MOST_POINTERS, combine, rough_kind
@@ -57,6 +57,17 @@ class Group:
         return self.op
 
 
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What running a kernel showed."""
+
+    ns: float
+    spills: int = 0  # registers that did not fit, of a GPU's kernel
+
+
+Measure = Callable[[Loops], Timing | str]  # a kernel's timing, or why there is none
+
+
 @dataclass(slots=True)
 class FusionReport:
     """What was fused and what was refused, by op names."""
@@ -79,14 +90,15 @@ def fuse(
     freeable: Collection[str] = (),
     seed: int | None = None,
     combos: bool = False,
+    measure: Measure | None = None,
 ) -> tuple[list[IROp], FusionReport]:
     """`ops` with kernels fused, in a legal order, and the account of it.
 
-    `freeable` names inputs that nobody holds but the graph. With `combos`, kernels of one kind then share launches. A
-    `seed` tries candidates in random order: every order
-    must give the same results, which tests show.
+    `freeable` names inputs that nobody holds but the graph. With `combos`, kernels of one kind then share launches.
+    With `measure`, a fusion stays only if its kernel is faster than the two alone, and spills no registers. A `seed`
+    tries candidates in random order: every order must give the same results, which tests show.
     """
-    fuser = Fuser(ops, graph, freeable, None if seed is None else random.Random(seed))
+    fuser = Fuser(ops, graph, freeable, None if seed is None else random.Random(seed), measure)
     fuser.run()
     if combos:
         fuser.simplify()  # before: kernels of one kind must stay so
@@ -103,8 +115,10 @@ class Fuser:
         graph: LoweredGraph,
         freeable: Collection[str] = (),
         shuffle: random.Random | None = None,
+        measure: Measure | None = None,
     ) -> None:
         self.graph = graph
+        self.measure = measure
         self.shuffle = shuffle
         self.report = FusionReport()
         self.sizes: dict[str, int] = {}
@@ -226,10 +240,15 @@ class Fuser:
         """Fuses two groups, `first` standing earlier, or notes why not."""
         a, b = self.groups[first], self.groups[second]
         merged = self.verdict(a, b)
+        slower = None if isinstance(merged, Refusal) else self._slower(a, b, merged)
+        if slower is not None:
+            merged = slower
         if not isinstance(merged, Refusal):
             between = self.order.merge(first, second)
             if between is None:
                 local = self._local(a, b)
+                saved = sum(map(self.bytes_of, (a.reads & b.reads) | (a.writes & b.reads) | local))
+                self.report.fused.append((a.op.name, b.op.name, saved))
                 self._replace(a, b, self._fused(a, b, merged, local), local)
                 return True
             merged = Refusal(f"{self.groups[between].op.name} must run between them")
@@ -270,6 +289,21 @@ class Fuser:
             return Refusal(f"together they compute more than {LARGEST_KERNEL} values")
         unsafe = self._unsafe_change(a, b, merged)
         return merged if unsafe is None else unsafe
+
+    def _slower(self, a: Group, b: Group, merged: Body) -> Refusal | None:
+        """Why measurement speaks against a fusion, if there is one and it does."""
+        if self.measure is None:
+            return None
+        both = self.measure(self._fused(a, b, merged, self._local(a, b)))
+        alone = [self.measure(group.kernel) for group in (a, b)]
+        if isinstance(both, str):
+            return Refusal(f"it could not be measured: {both}")
+        if both.spills:
+            return Refusal(f"measured: fused it spills {both.spills} registers")
+        apart_ns = sum(timing.ns for timing in alone if isinstance(timing, Timing))
+        if both.ns < apart_ns or not all(isinstance(timing, Timing) for timing in alone):
+            return None
+        return Refusal(f"measured: {both.ns / 1e3:.1f} us fused, {apart_ns / 1e3:.1f} us apart")
 
     def _only_alike(self, a: Group, b: Group) -> bool:
         """Whether two kernels look alike and share but a scalar: fused in pairs they would be of another kind."""
@@ -346,8 +380,6 @@ class Fuser:
         """The kernel of `body`, which does what both groups do."""
         body = without_stores(body, local)
         outputs = tuple(view for view in a.kernel.outputs + b.kernel.outputs if view.buffer not in local)
-        saved = sum(self.bytes_of(name) for name in (a.reads & b.reads) | (a.writes & b.reads) | local)
-        self.report.fused.append((a.op.name, b.op.name, saved))
         return Loops(
             b.op.name,
             a.kernel.device,

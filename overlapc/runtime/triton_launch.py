@@ -375,6 +375,11 @@ class CudaLauncher:
                 run(programs, stream, *pointers, *sizes)
         # The allocator gives freed scratch only to later work of the same stream, so it may go out of scope here.
 
+    @property
+    def spills(self) -> int:
+        """Registers that the loaded kernels keep in memory, for want of room."""
+        return sum(getattr(kernel, "n_spills", None) or 0 for kernels in self._compiled.values() for kernel in kernels)
+
     def _load_under_cache(self, device: int, variant: Variant) -> list[Callable[..., None]]:
         with _triton_cache(self._cache_dir):
             return self._load(device, variant)

@@ -26,7 +26,7 @@ from overlapc.fx.versions import group_name_of, size_hint
 from overlapc.runtime.cache import content_key
 
 # Options that say where things lie or how to talk, not what is generated.
-_NOT_IN_KEY = frozenset({"rank_timeout", "rank_check", "dump_dir", "cache_dir", "dump", "warm_start"})
+_NOT_IN_KEY = frozenset({"rank_timeout", "rank_check", "dump_dir", "cache_dir", "dump", "debug", "warm_start"})
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE = ("*.py", "*.h", "*.json")
 
