@@ -53,6 +53,7 @@ from overlapc.measured_fusion import KernelTimes
 from overlapc.passes.base import Context, Result, run_pipeline, select
 from overlapc.report import record
 from overlapc.report.build import graph_record
+from overlapc.runtime import triton_workers
 from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministic, deterministically
 from overlapc.runtime.support import unboxed
@@ -103,6 +104,8 @@ def _compile(
     """Forward and backward of `gm`, each handed to `each`."""
     check_torch_version()
     select(config.passes)  # an unknown pass is an error now, not after the first graph was lowered
+    if each is not _plan_only and any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs):
+        triton_workers.start()  # they are ready once there is something to compile
     with deterministic(config.deterministic):
         return _aot(each, config, number)(gm, example_inputs)
 

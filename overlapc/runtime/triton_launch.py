@@ -7,9 +7,7 @@ arguments. Without a GPU the same modules run in Triton's interpreter (TRITON_IN
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +23,8 @@ from torch.utils._sympy.printers import PythonPrinter
 from overlapc.errors import ToolchainError
 from overlapc.runtime.cache import KernelCache, content_key
 from overlapc.runtime.counters import count
+from overlapc.runtime.triton_compile import Specification, compile_now, load_module
+from overlapc.runtime.triton_workers import compile_ahead
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
@@ -117,9 +117,8 @@ def load_kernels(sources: Sequence[Source], cache_dir: Path) -> Mapping[str, Cal
     device = torch.cuda.current_device()
     with _triton_cache(cache_dir):  # asking for the first time builds Triton's helper library
         target = driver.active.get_current_target()
-    launchers = {
-        source.name: CudaLauncher(source, _module(paths[source.name]), cache_dir, target) for source in sources
-    }
+    launchers = {source.name: CudaLauncher(source, cache_dir, target) for source in sources}
+    compile_ahead([each for launcher in launchers.values() for each in launcher.usual()], cache_dir)
 
     def prepare(launcher: CudaLauncher) -> None:
         torch.cuda.set_device(device)  # a thread starts on device 0
@@ -135,14 +134,9 @@ def compile_source(source: Source, cache_dir: Path, capability: int = 90) -> lis
     _triton()
     from triton.backends.compiler import GPUTarget
 
-    module = _module(write_module(source, cache_dir))
     variant = _usual_variant(source)
     target = GPUTarget("cuda", capability, 32)
-    with _triton_cache(cache_dir):
-        return [
-            _compile(source, getattr(module, stage.function), stage, variant, target)
-            for stage in _launch(source).stages
-        ]
+    return [_compile(source, stage, variant, target, cache_dir) for stage in _launch(source).stages]
 
 
 def write_module(source: Source, cache_dir: Path) -> Path:
@@ -169,26 +163,7 @@ def _triton() -> ModuleType:
         import triton
     except ImportError as error:
         raise ToolchainError(f"CUDA kernels need Triton ({error}); pip install 'triton>=3.6'") from error
-    with triton.knobs.runtime.scope():
-        # Compiled kernels import this copy of the prelude; the interpreter makes its own.
-        triton.knobs.runtime.interpret = False
-        importlib.import_module("overlapc.runtime.triton_prelude")
     return triton
-
-
-def _module(path: Path) -> ModuleType:
-    name = f"overlapc_kernel_{path.stem}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        triton = _triton()
-        with triton.knobs.runtime.scope():
-            triton.knobs.runtime.interpret = False
-            spec.loader.exec_module(module)
-        sys.modules[name] = module
-    return sys.modules[name]
 
 
 @contextmanager
@@ -218,28 +193,29 @@ def variant_of(misaligned: int, pointers: int, sizes: Sequence[int], bounds: Seq
 # What depends on Triton's version
 
 
-def _compile(source: Source, function: Any, stage: Stage, variant: Variant, target: GPUTarget) -> Any:
-    """`function` compiled for a variant (Triton 3.6: `ASTSource` by parameter names, attributes by position)."""
-    import triton.language as tl
-    from triton.compiler import ASTSource
-    from triton.compiler import compile as triton_compile
-
+def specification(source: Source, stage: Stage, variant: Variant, target: GPUTarget, cache_dir: Path) -> Specification:
+    """What to compile of a source for a variant."""
     launch = _launch(source)
+    path = write_module(source, cache_dir)
+    names = getattr(load_module(path), stage.function).arg_names
     pointers = [*launch.pointers, *(_SCRATCH_POINTER[dtype] for dtype, _ in launch.scratch)]
-    kinds = [*pointers, *("i64" for _ in source.sizes)]
-    signature = dict(zip(function.arg_names, kinds, strict=False))
-    constants: dict[str, Any] = dict(launch.constants)
+    signature = dict(zip(names, [*pointers, *("i64" for _ in source.sizes)], strict=False))
+    constants: dict[str, int | str] = dict(launch.constants)
     if launch.index_bounds is not None:
-        constants["INDEX"] = tl.int64 if variant.wide else tl.int32
+        constants["INDEX"] = "int64" if variant.wide else "int32"
     signature.update(dict.fromkeys(constants, "constexpr"))
     multiples = [at for at in range(len(pointers)) if variant.aligned >> at & 1]
     multiples += [len(pointers) + at for at in range(len(source.sizes)) if variant.divisible >> at & 1]
-    attributes = {(at,): [["tt.divisibility", 16]] for at in multiples}
-    options = stage_options(source, stage)
-    with _explained(source, function):
-        compiled = triton_compile(ASTSource(function, signature, constants, attributes), target=target, options=options)
-    count("triton_kernels_loaded")
-    return compiled
+    return Specification(
+        path=str(path),
+        function=stage.function,
+        signature=signature,
+        constants=constants,
+        multiples=tuple(multiples),
+        options=stage_options(source, stage),
+        target=(target.backend, target.arch, target.warp_size),
+        cache=str(Path(cache_dir) / "triton"),
+    )
 
 
 def stage_options(source: Source, stage: Stage) -> dict[str, Any]:
@@ -253,8 +229,16 @@ def stage_options(source: Source, stage: Stage) -> dict[str, Any]:
     return options
 
 
+def _compile(source: Source, stage: Stage, variant: Variant, target: GPUTarget, cache_dir: Path) -> Any:
+    what = specification(source, stage, variant, target, cache_dir)
+    with _explained(source, stage.function, what.path):
+        compiled = compile_now(what)
+    count("triton_kernels_loaded")
+    return compiled
+
+
 @contextmanager
-def _explained(source: Source, function: Any) -> Iterator[None]:
+def _explained(source: Source, function: str, path: Path | str) -> Iterator[None]:
     """What Triton or ptxas refuses becomes a ToolchainError that names the kernel and its file."""
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
@@ -263,8 +247,8 @@ def _explained(source: Source, function: Any) -> Iterator[None]:
         yield
     except (CompilationError, OutOfResources, PTXASError) as error:
         raise ToolchainError(
-            f"Triton refused {function.fn.__name__} of {source.name}: {_root_cause(error)}\n"
-            f"  source: {function.fn.__code__.co_filename}\n"
+            f"Triton refused {function} of {source.name}: {_root_cause(error)}\n"
+            f"  source: {path}\n"
             "hint: native=False runs the graph without generated kernels"
         ) from error
 
@@ -319,11 +303,12 @@ def host_function(expr: sympy.Expr, sizes: Sequence[sympy.Symbol]) -> Callable[.
 class CudaLauncher:
     """Launches one kernel on the current device and stream; `launcher(*tensors, *sizes)`."""
 
-    def __init__(self, source: Source, module: ModuleType, cache_dir: Path, target: GPUTarget) -> None:
+    def __init__(self, source: Source, cache_dir: Path, target: GPUTarget) -> None:
         launch = _launch(source)
         self._source = source
         self._cache_dir = cache_dir
         self._target = target  # every device of a job is taken to be of one kind
+        module = load_module(write_module(source, cache_dir))
         self.functions = [getattr(module, stage.function) for stage in launch.stages]
         self._programs = [host_function(stage.programs, source.sizes) for stage in launch.stages]
         self._scratch = [(dtype, host_function(size, source.sizes)) for dtype, size in launch.scratch]
@@ -336,6 +321,11 @@ class CudaLauncher:
         # Neither sizes nor scratch: for these a launch is a check of alignment and one call a stage.
         self._simple = not source.sizes and not launch.scratch
         self._ready: dict[int, list[tuple[Callable[..., None], int]]] = {}
+
+    def usual(self) -> list[Specification]:
+        """What `prepare` will compile."""
+        stages = _launch(self._source).stages
+        return [specification(self._source, stage, self._usual, self._target, self._cache_dir) for stage in stages]
 
     def prepare(self, device: int) -> None:
         """Compiles the usual variant and loads it onto the current device, whose number is `device`."""
@@ -386,13 +376,14 @@ class CudaLauncher:
 
     def _load(self, device: int, variant: Variant) -> list[Callable[..., None]]:
         if variant not in self._compiled:
-            stages = zip(self.functions, _launch(self._source).stages, strict=True)
             self._compiled[variant] = [
-                _compile(self._source, function, stage, variant, self._target) for function, stage in stages
+                _compile(self._source, stage, variant, self._target, self._cache_dir)
+                for stage in _launch(self._source).stages
             ]
         runs = []
-        for function, compiled in zip(self.functions, self._compiled[variant], strict=True):
-            with _explained(self._source, function):  # too much shared memory shows only here
+        for stage, compiled in zip(_launch(self._source).stages, self._compiled[variant], strict=True):
+            # Too much shared memory shows only here.
+            with _explained(self._source, stage.function, write_module(self._source, self._cache_dir)):
                 runs.append(_runner(compiled, self._constants))
         self._runs[device, variant] = runs
         return runs
