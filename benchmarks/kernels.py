@@ -53,6 +53,7 @@ class Subject:
     """One problem under one system: a callable for each kind."""
 
     def __init__(self, problem: Problem, system: str, name: str) -> None:
+        functorch.donated_buffer = False  # a backward is timed again and again on what forward saved
         self.problem = replace(problem, inputs=_own_inputs(problem))
         function = _copied(problem.function, f"{re.sub(r'[^a-zA-Z0-9]+', '_', name)}_{system}")
         self.function = (
@@ -493,7 +494,6 @@ def main() -> None:
         return
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    functorch.donated_buffer = False  # a backward is timed again and again on what forward saved
     if arguments.prepare:
         prepare(arguments)
         print(f"caches filled in {time.perf_counter() - began:.0f} s", flush=True)
