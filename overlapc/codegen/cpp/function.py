@@ -58,14 +58,16 @@ class Function:
         reduced = {loop.symbol for loop in body.reduction}
         self.varies = depends_on(self.values, reduced)  # with a reduction loop
         self.stage = reduction_depth(self.values)
+        # The loop whose iterations have a place each in small arrays: columns of a tile, or rows of one.
+        self.lanes = plan.vector if plan.columns else plan.rows
         self.symbols: dict[Value, frozenset[sympy.Symbol]] = {}
         for value in self.values:
             own = frozenset(symbol for expr in value.indices() for symbol in expr.free_symbols)
             below = own.union(*(self.symbols[operand] for operand in value.operands()))
             if isinstance(value, Reduce):
                 below -= reduced
-            if isinstance(value, Reduce | Scan) and plan.columns and plan.vector is not None:
-                below |= {plan.vector.symbol}  # a total for each lane, even of the same constant
+            if isinstance(value, Reduce | Scan) and self.lanes is not None:
+                below |= {self.lanes.symbol}  # a total for each lane, even of the same constant
             self.symbols[value] = below
         self.inner_stores = [store for store in body.stores if self._is_inner(store)]
         self.outer_stores = [store for store in body.stores if not self._is_inner(store)]

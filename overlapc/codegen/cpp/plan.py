@@ -4,7 +4,9 @@ Three shapes come out:
 
 * pointwise: all loops parallel, the one with most contiguous accesses innermost; where another loop is contiguous for
   some access (a transpose), both are blocked so that cache lines are used whole;
-* rows: a reduction loop is innermost and vectorized, one parallel iteration after another;
+* rows: a reduction loop is innermost and vectorized; several short rows go through each pass together, so that what
+  is computed once a row (a square root, a division) is vectorized over them, and one row's sum need not wait for
+  another's;
 * columns: a parallel loop is innermost and vectorized; a tile of it keeps its accumulators in a small array.
 
 Where something is scanned, the reduction loops keep their order. Where stores total columns, chunks of rows run on
@@ -38,6 +40,9 @@ TRANSPOSE_BLOCK = (32, 16)
 TILED_BLOCK = (32, 64)
 CONFLICT_BLOCK = 64  # of the vector loop when it is the only one that may run on threads
 TILE = 128  # columns that accumulate at a time: 512 B of float32 from each row
+ROWS = 16  # short rows that go through a pass together
+SHORT_ROW = 1024  # elements; with a tile of them the next pass still finds its data in the nearest cache
+FEWEST_TILES = 8  # below this many tiles of rows, threads would idle
 # Of a split reduction, or of the rows that columns are totalled over: enough for the threads of a large host, fixed so
 # that results are.
 CHUNKS = 64
@@ -54,6 +59,7 @@ class Plan:
     reduction: tuple[Loop, ...]  # reduction loops, without the vector loop
     vector: Loop | None  # innermost; None only when there is no loop
     columns: bool  # the vector loop is a parallel loop around reductions
+    rows: Loop | None  # the parallel loop of which `ROWS` iterations go through each pass together
     blocked: Loop | None  # the loop around the vector loop, blocked together with it
     split: Loop | None  # the reduction loop whose chunks run on threads
     simd: bool  # iterations of the vector loop may run side by side
@@ -92,9 +98,22 @@ def plan(body: Body, size_hints: Mapping[str, int] | None = None) -> Plan:
         long = size_hint(body.reduction_numel(), hints) * min(width, TILE) * work >= PARALLEL_WORK
         if iterations < FEW_ITERATIONS and long:
             split = max(body.reduction, key=lambda loop: size_hint(loop.size, hints))
+    rows = None
+    if body.reduction and outer and not (columns or split or totals or scans or serial):
+        rows = outer[-1] if _short_rows(body, outer, hints) else None
+        outer = outer[:-1] if rows is not None else outer
     simd = vector is not None and (vector in body.reduction or vector.symbol in safe)
     simd = simd and not any(isinstance(value, Op) and value.name in SCALAR_ONLY for value in values)
-    return Plan(outer, serial, reduction, vector, columns, blocked, split, simd, bool(safe) or split is not None, work)
+    threads = bool(safe) or split is not None
+    return Plan(outer, serial, reduction, vector, columns, rows, blocked, split, simd, threads, work)
+
+
+def _short_rows(body: Body, outer: tuple[Loop, ...], hints: Mapping[str, int]) -> bool:
+    """Whether tiles of rows pay: short rows, enough of them, and several next to each other."""
+    length, together = body.reduction_numel(), size_hint(outer[-1].size, hints)
+    count = size_hint(numel(loop.size for loop in outer), hints)
+    short = bool(length.is_Integer) and int(length) <= SHORT_ROW
+    return short and together >= 4 and count >= FEWEST_TILES * min(ROWS, together)
 
 
 def size_hint(size: sympy.Expr, hints: Mapping[str, int]) -> int:

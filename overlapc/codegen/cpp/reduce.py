@@ -20,7 +20,7 @@ from overlapc.codegen.cpp.accumulators import Accumulator, Variable, accumulator
 from overlapc.codegen.cpp.expressions import C_TYPE, index_text, store_text, weight
 from overlapc.codegen.cpp.function import Function
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
-from overlapc.codegen.cpp.plan import BLOCK, CHUNKS, TILE
+from overlapc.codegen.cpp.plan import BLOCK, CHUNKS, ROWS, TILE
 from overlapc.ir.body import Constant, Index, Load, Loop, Reduce, Scan, Store, Value
 from overlapc.ir.indexing import numel
 
@@ -42,9 +42,9 @@ class ReductionFunction(Function):
         loops = [plain(loop) for loop in plan.outer] + [plain(loop) for loop in plan.serial]
         if totals:
             loops = self._chunks_of_rows(totals)
-        elif plan.columns:
-            name = f"{vector.symbol}_block"
-            end = index_text(vector.size)
+        elif self.lanes is not None:
+            name = f"{self.lanes.symbol}_block"
+            end = index_text(self.lanes.size)
             tile = For(name, "0", end, step=self._tile())
             tile.inside.append(f"const int64_t lanes = at_most({self._tile()}, {end} - {name});")
             loops.append(tile)
@@ -62,7 +62,7 @@ class ReductionFunction(Function):
         if self._late_stores:
             self._inner_stores(known)
         if self.outer_stores:
-            self.store_nest([self._lane_loop()] if plan.columns else [], self.outer_stores, known)
+            self.store_nest([self._lane_loop()] if self.lanes is not None else [], self.outer_stores, known)
         for loop in reversed(loops):
             self.close(loop)
         if totals:
@@ -120,29 +120,37 @@ class ReductionFunction(Function):
     # ---- passes
 
     def _tile(self) -> int:
-        """Columns that are accumulated together."""
-        vector = self.plan.vector
-        assert vector is not None
-        return min(TILE, int(vector.size)) if vector.size.is_Integer else TILE
+        """Columns, or rows, that are accumulated together."""
+        assert self.lanes is not None
+        most = TILE if self.plan.columns else ROWS
+        return min(most, int(self.lanes.size)) if self.lanes.size.is_Integer else most
 
-    def _lane_loop(self, clauses: str = "") -> For:
-        """The vector loop over the columns of a tile."""
-        vector = self.plan.vector
-        assert vector is not None
-        loop = For("lane", "0", "lanes", vector)
-        loop.inside.append(f"const int64_t {vector.symbol} = {vector.symbol}_block + lane;")
-        return self.simd(loop, clauses)
+    def _lane_loop(self, side_by_side: bool = True) -> For:
+        """The loop over the columns or rows of a tile; a vector loop if `side_by_side`."""
+        assert self.lanes is not None
+        symbol = self.lanes.symbol
+        loop = For("lane", "0", "lanes", self.lanes, inside=[f"const int64_t {symbol} = {symbol}_block + lane;"])
+        return self.simd(loop) if side_by_side else loop
+
+    @contextmanager
+    def _each_row(self) -> Iterator[None]:
+        """Around what is done for one row after another: the loop over a tile of them, where there is one."""
+        row = self._lane_loop(side_by_side=False) if self.plan.rows is not None else None
+        if row is not None:
+            self.open(row)
+        yield
+        if row is not None:
+            self.close(row)
 
     def _define_stage(self, stage: int, known: dict[Value, str]) -> None:
         """Computes what is the same for all reduction iterations and known after `stage` reductions."""
         values = [value for value in self.values if not self.varies[value] and self.stage[value] == stage]
         values = [value for value in values if value not in known and not isinstance(value, Reduce)]
-        vector = self.plan.vector
-        if not self.plan.columns or vector is None:
+        if self.lanes is None:
             self.define(values, known)
             return
-        self.define((value for value in values if vector.symbol not in self.symbols[value]), known)
-        # A value of its own for each column lives in an array, if a later loop needs it and it is not just a load.
+        self.define((value for value in values if self.lanes.symbol not in self.symbols[value]), known)
+        # A value of its own for each lane lives in an array, if a later loop needs it and it is not just a load.
         kept = [value for value in values if self._crosses(value) and value not in known]
         if not kept:
             return
@@ -197,24 +205,39 @@ class ReductionFunction(Function):
         assert vector is not None
         in_order = columns or vector == self.body.reduction[-1]  # every other role keeps the body's order
         accumulators = [accumulator(reduce, self.number[reduce], columns, in_order) for reduce in reduces]
+        kept: list[Value] = []
+        if self.lanes is not None:
+            for part in accumulators:
+                self.line(f"{C_TYPE[part.reduce.dtype]} a{part.number}[{self._tile()}];")
         if self.plan.split is None:
-            self._totals(accumulators)
             kept = self._worth_keeping(reduces, known)
             for value in kept:
-                self.line(f"{C_TYPE[value.dtype]} row{self.number[value]}[{vector.size}];")
-            self._sweep(accumulators, known, None, kept)
-            known.update((value, f"row{self.number[value]}[{vector.symbol}]") for value in kept)
-        else:
-            self._split_pass(accumulators, known, self.plan.split)
-        for part in accumulators:
-            name = f"{'a' if columns else 'v'}{part.number}"
-            if columns:
-                self.line(f"{C_TYPE[part.reduce.dtype]} {name}[{self._tile()}];")
-                self._over_lanes([f"{name}[lane] = {part.result};"])
-                known[part.reduce] = f"{name}[lane]"
+                rows = "" if self.plan.rows is None else f"{self._tile()} * "
+                self.line(f"{C_TYPE[value.dtype]} row{self.number[value]}[{rows}{vector.size}];")
+        with self._each_row():
+            if self.plan.split is None:
+                self._totals(accumulators)
+                self._sweep(accumulators, known, None, kept)
             else:
-                self.line(f"const {C_TYPE[part.reduce.dtype]} {name} = {part.result};")
-                known[part.reduce] = name
+                self._split_pass(accumulators, known, self.plan.split)
+            results = [f"a{part.number}[lane] = {part.result};" for part in accumulators]
+            if columns:
+                self._over_lanes(results)
+            for part, result in zip(accumulators, results, strict=True):
+                if self.lanes is None:
+                    self.line(f"const {C_TYPE[part.reduce.dtype]} v{part.number} = {part.result};")
+                elif not columns:
+                    self.line(result)
+        for part in accumulators:
+            known[part.reduce] = f"v{part.number}" if self.lanes is None else f"a{part.number}[lane]"
+        known.update((value, self._kept_place(value)) for value in kept)
+
+    def _kept_place(self, value: Value) -> str:
+        """Where the element at hand of a value kept in a row is."""
+        vector = self.plan.vector
+        assert vector is not None
+        row = "" if self.plan.rows is None else f"{vector.size} * lane + "
+        return f"row{self.number[value]}[{row}{vector.symbol}]"
 
     def _worth_keeping(self, reduces: Sequence[Reduce], known: Mapping[Value, str]) -> list[Value]:
         """Values of this pass that a later one needs again and that are dearer to compute than to keep in a row."""
@@ -230,6 +253,7 @@ class ReductionFunction(Function):
         now = self.needed([reduce.arg for reduce in reduces], known)
         kept = [value for value in now if value in later and self.varies[value] and weight(value) >= _DEAR]
         size_bytes = sum(value.dtype.itemsize for value in kept) * int(plan.vector.size)
+        size_bytes *= 1 if plan.rows is None else self._tile()
         return kept if size_bytes <= _ROW_BYTES else []
 
     def _over_lanes(self, lines: Iterable[str]) -> None:
@@ -331,7 +355,7 @@ class ReductionFunction(Function):
             positions = index_text(self._flat_position())
             lines = [text for part in accumulators for text in part.add(names[part.reduce.arg], positions)]
             lines += [self.store(store, names) for store in stores]
-            return lines + [f"row{self.number[value]}[{vector.symbol}] = {names[value]};" for value in kept]
+            return lines + [f"{self._kept_place(value)} = {names[value]};" for value in kept]
 
         partials = [part for part in accumulators if part.partial is not None]
         loops = [plain(loop, *self._range(loop, split)) for loop in plan.reduction]
@@ -408,4 +432,5 @@ class ReductionFunction(Function):
             collapsed = 0
             if plan.split is not None:
                 collapsed = self.on_threads(parallel, self.body.reduction_numel() * width)
-            self.store_nest(loops, self._late_stores, known, collapsed)
+            with self._each_row():
+                self.store_nest(loops, self._late_stores, known, collapsed)
