@@ -270,10 +270,8 @@ class Fuser:
         if obstacle is not None:
             return obstacle
         merged = merge(a.kernel.body, b.kernel.body)
-        if not isinstance(merged, Refusal) and a.kernel.body.reduction and b.kernel.body.reduction:
-            square = crosses(a.kernel.body, b.kernel.body)
-            if square and skips(merged, a.kernel.body, b.kernel.body, self.bytes_of):
-                merged = Refusal("one reduces the rows, the other the columns of a square matrix")
+        if not isinstance(merged, Refusal) and self._goes_crosswise(a, b, merged):
+            merged = Refusal("they go through what they share in different orders")
         if isinstance(merged, Refusal) and self.across and crosses(a.kernel.body, b.kernel.body):
             across = merge_across(a.kernel.body, b.kernel.body, self.graph.hint, self.bytes_of)
             if isinstance(across, Refusal):
@@ -311,6 +309,18 @@ class Fuser:
             return False
         shared = sum(map(self.bytes_of, a.reads & b.reads))
         return shared * LITTLE < min(sum(map(self.bytes_of, group.reads | group.writes)) for group in (a, b))
+
+    def _goes_crosswise(self, a: Group, b: Group, merged: Body) -> bool:
+        """Whether one would go over rows and the other over columns, as sizes that happen to be equal allow."""
+        if not merged.reduction:
+            return False
+        shared = a.reads & b.reads
+        places = [
+            {(load.buffer, load.index) for load in body.loads() if load.buffer in shared}
+            for body in (a.kernel.body, b.kernel.body, merged)
+        ]
+        more = len(places[2]) > max(len(places[0]), len(places[1]))
+        return more and skips(merged, a.kernel.body, b.kernel.body, self.bytes_of)
 
     def _unsafe_change(self, a: Group, b: Group, merged: Body) -> Refusal | None:
         """Why the merged kernel may not change memory in place, if it may not."""

@@ -59,7 +59,7 @@ def merge_across(first: Body, second: Body, hint: Callable[[sympy.Expr], int], b
 def skips(merged: Body, first: Body, second: Body, bytes_of: Bytes) -> bool:
     """Whether the merged kernel strides through more memory than its parts do.
 
-    So it is when one went over the rows of a square matrix and the other over its columns.
+    So it is when one went over the rows of a matrix and the other over its columns, in loops of equal sizes.
     """
     return _skipped(merged, bytes_of) > _skipped(first, bytes_of) + _skipped(second, bytes_of)
 

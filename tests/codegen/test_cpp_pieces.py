@@ -38,7 +38,17 @@ def causal(rows: int) -> Body:
     return Body((loop(p0, rows),), (loop(r0, rows),), stores)
 
 
+def column_sums_of_joined(width: int, first: int, rows: int) -> Body:
+    """Sums down the columns of a and b side by side: the border lies inside a tile of columns."""
+    low, high = compared("lt", p0, first), compared("ge", p0, first)
+    a = Load("a", first * r0 + p0, F32, mask=low)
+    b = Load("b", (width - first) * r0 + p0 - first, F32, mask=high)
+    total = Reduce("sum", op("where", low, a, b), F32)
+    return Body((loop(p0, width),), (loop(r0, rows),), (Store("y", p0, total, F32),))
+
+
 BODIES = {
+    "columns": column_sums_of_joined(300, 150, 40),
     "joined_f32": joined(100, 37, F32),
     "joined_bf16": joined(5000, 2000, BF16),  # the border inside a block
     "causal": causal(77),
@@ -66,6 +76,12 @@ def test_a_border_that_moves_with_an_outer_loop(kernels: Kernels):
     kernels.run("causal", {"x": x, "y": y, "total": total})
     torch.testing.assert_close(y, x.tril())
     torch.testing.assert_close(total, x.tril().sum(1))
+
+
+def test_a_border_inside_a_tile_of_columns(kernels: Kernels):
+    a, b, y = torch.randn(40, 150), torch.randn(40, 150), torch.empty(300)
+    kernels.run("columns", {"a": a, "b": b, "y": y})
+    torch.testing.assert_close(y, torch.cat([a, b], 1).sum(0))
 
 
 @pytest.mark.parametrize("name", BODIES)

@@ -180,4 +180,15 @@ def test_rows_and_columns_of_a_square_matrix_stay_apart() -> None:
 
     ops, report = fuse_ops(capture(function, torch.randn(64, 64)))
     assert sum(isinstance(each, Loops) for each in ops) == 2
-    assert any("square" in reason for reason in report.refused.values())
+    assert any("different orders" in reason for reason in report.refused.values())
+
+
+def test_an_element_wise_kernel_does_not_go_down_columns_because_sizes_agree() -> None:
+    def function(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return a.exp(), a.reshape(1024, 64).sum(0)  # 64 columns, and the 64 rows of a
+
+    ops, _ = fuse_ops(capture(function, torch.randn(64, 1024)))
+    for each in ops:
+        assert isinstance(each, Loops)
+        indices = {load.index for load in each.body.loads()}
+        assert len(indices) == 1, each.body

@@ -299,7 +299,7 @@ class Function:
         for text in loop.before:
             self.line(text)
         assert loop.loop is not None
-        for piece in pieces(values, loop.loop) if divisible and loop.counts_positions else [Piece()]:
+        for piece in pieces(values, loop.loop) if divisible else [Piece()]:
             self.facts = piece.facts
             names = dict(known)
             self.begin(loop.between(piece.begin, piece.end))

@@ -18,6 +18,7 @@ class For:
     begin: str
     end: str
     loop: Loop | None = None  # of the body, whose symbol is known inside
+    origin: sympy.Expr = sympy.S.Zero  # position in that loop at which the variable is 0
     step: int = 1
     before: list[str] = field(default_factory=list)  # lines just before it
     pragma: str = ""  # its own, after those
@@ -25,19 +26,14 @@ class For:
     after: list[str] = field(default_factory=list)  # lines just after it
 
     @property
-    def counts_positions(self) -> bool:
-        """Whether its variable is the symbol of a loop of the body."""
-        return self.loop is not None and self.name == str(self.loop.symbol)
-
-    @property
     def header(self) -> str:
         step = f"++{self.name}" if self.step == 1 else f"{self.name} += {self.step}"
         return f"for (int64_t {self.name} = {self.begin}; {self.name} < {self.end}; {step})"
 
     def between(self, begin: sympy.Expr | None, end: sympy.Expr | None) -> For:
-        """The part of it from `begin` up to `end`; None where it goes as far as the whole."""
-        first = self.begin if begin is None else _extreme("at_least", self.begin, index_text(begin))
-        last = self.end if end is None else _extreme("at_most", self.end, index_text(end))
+        """The part from position `begin` of its loop up to `end`; None where it goes as far as the whole."""
+        first = self.begin if begin is None else _extreme("at_least", self.begin, index_text(begin - self.origin))
+        last = self.end if end is None else _extreme("at_most", self.end, index_text(end - self.origin))
         return replace(self, begin=first, end=last, before=[], after=[])
 
 

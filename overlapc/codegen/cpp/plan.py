@@ -42,6 +42,7 @@ CONFLICT_BLOCK = 64  # of the vector loop when it is the only one that may run o
 TILE = 128  # columns that accumulate at a time: 512 B of float32 from each row
 ROWS = 16  # short rows that go through a pass together
 SHORT_ROW = 1024  # elements; with a tile of them the next pass still finds its data in the nearest cache
+FEWEST_ROWS = 4  # that are worth a tile
 FEWEST_TILES = 8  # below this many tiles of rows, threads would idle
 # Of a split reduction, or of the rows that columns are totalled over: enough for the threads of a large host, fixed so
 # that results are.
@@ -100,20 +101,25 @@ def plan(body: Body, size_hints: Mapping[str, int] | None = None) -> Plan:
             split = max(body.reduction, key=lambda loop: size_hint(loop.size, hints))
     rows = None
     if body.reduction and outer and not (columns or split or totals or scans or serial):
-        rows = outer[-1] if _short_rows(body, outer, hints) else None
-        outer = outer[:-1] if rows is not None else outer
+        rows = _rows_together(body, outer, hints)
+        outer = tuple(loop for loop in outer if loop != rows)
     simd = vector is not None and (vector in body.reduction or vector.symbol in safe)
     simd = simd and not any(isinstance(value, Op) and value.name in SCALAR_ONLY for value in values)
     threads = bool(safe) or split is not None
     return Plan(outer, serial, reduction, vector, columns, rows, blocked, split, simd, threads, work)
 
 
-def _short_rows(body: Body, outer: tuple[Loop, ...], hints: Mapping[str, int]) -> bool:
-    """Whether tiles of rows pay: short rows, enough of them, and several next to each other."""
-    length, together = body.reduction_numel(), size_hint(outer[-1].size, hints)
+def _rows_together(body: Body, outer: tuple[Loop, ...], hints: Mapping[str, int]) -> Loop | None:
+    """The innermost parallel loop of several iterations, where rows are short and there are many of them."""
+    length = body.reduction_numel()
+    if not length.is_Integer or int(length) > SHORT_ROW:
+        return None
     count = size_hint(numel(loop.size for loop in outer), hints)
-    short = bool(length.is_Integer) and int(length) <= SHORT_ROW
-    return short and together >= 4 and count >= FEWEST_TILES * min(ROWS, together)
+    for loop in reversed(outer):
+        together = min(ROWS, size_hint(loop.size, hints))
+        if together >= FEWEST_ROWS:
+            return loop if count >= FEWEST_TILES * together else None
+    return None
 
 
 def size_hint(size: sympy.Expr, hints: Mapping[str, int]) -> int:

@@ -21,7 +21,7 @@ from overlapc.codegen.cpp.expressions import C_TYPE, index_text, store_text, wei
 from overlapc.codegen.cpp.function import Function
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
 from overlapc.codegen.cpp.plan import BLOCK, CHUNKS, ROWS, TILE
-from overlapc.ir.body import Constant, Index, Load, Loop, Reduce, Scan, Store, Value
+from overlapc.ir.body import Constant, Index, Load, Loop, Op, Reduce, Scan, Store, Value
 from overlapc.ir.indexing import numel
 
 _DEAR = 10  # additions: exp and its like
@@ -129,7 +129,9 @@ class ReductionFunction(Function):
         """The loop over the columns or rows of a tile; a vector loop if `side_by_side`."""
         assert self.lanes is not None
         symbol = self.lanes.symbol
-        loop = For("lane", "0", "lanes", self.lanes, inside=[f"const int64_t {symbol} = {symbol}_block + lane;"])
+        block = f"{symbol}_block"
+        loop = For("lane", "0", "lanes", self.lanes, sympy.Symbol(block, integer=True))
+        loop.inside.append(f"const int64_t {symbol} = {block} + lane;")
         return self.simd(loop) if side_by_side else loop
 
     @contextmanager
@@ -165,9 +167,18 @@ class ReductionFunction(Function):
         known.update((value, f"a{self.number[value]}[lane]") for value in kept)
 
     def _crosses(self, value: Value) -> bool:
-        if isinstance(value, (Constant, Index)) or (isinstance(value, Load) and not value.operands()):
+        if isinstance(value, Load) and not value.operands():
             return False
-        return value in self._used_later
+        return value in self._used_later and value not in self._of_positions
+
+    @cached_property
+    def _of_positions(self) -> set[Value]:
+        """Values made of positions and numbers alone: cheap, and often known in a piece of a loop."""
+        found: set[Value] = set()
+        for value in self.values:
+            if isinstance(value, Constant | Index | Op) and found.issuperset(value.operands()):
+                found.add(value)
+        return found
 
     @cached_property
     def _used_later(self) -> set[Value]:

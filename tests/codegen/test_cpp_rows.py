@@ -1,0 +1,76 @@
+"""Short rows that go through each pass together: any number of them, one or several loops, kept values, symbols."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from overlapc.ir.body import Body, Load, Reduce, Store, op
+from tests.codegen.cpp_kernels import Kernels, loop, p0, p1, r0, s0
+from tests.codegen.test_cpp_bodies import number, rms_norm, softmax, total
+
+F32 = torch.float32
+
+
+def heads_scaled(tokens: int, heads: int, width: int) -> Body:
+    """Each head of each token by its norm, a weight a token, and the norm itself."""
+    at = heads * width * p0 + width * p1 + r0
+    x, weight = Load("x", at, F32), Load("w", p0, F32)
+    norm = op("sqrt", total(op("mul", x, x)))
+    largest = Reduce("max", op("abs", x), F32)
+    y = op("mul", op("div", x, op("add", norm, number(1e-6))), op("mul", weight, largest))
+    stores = (Store("y", at, y, F32), Store("norm", heads * p0 + p1, norm, F32))
+    return Body((loop(p0, tokens), loop(p1, heads)), (loop(r0, width),), stores)
+
+
+BODIES = {
+    "rms_norm": rms_norm(201, 100),
+    "softmax": softmax(203, 77),
+    "rms_norm_symbolic": rms_norm(s0, 60),
+    "heads": heads_scaled(70, 8, 33),
+    "pairs": heads_scaled(70, 2, 33),  # the heads are too few: tokens go together
+}
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    return Kernels(BODIES, tmp_path_factory.mktemp("cache"))
+
+
+def test_rows_go_together(kernels: Kernels):
+    assert all("lane < lanes" in source.text for source in kernels.sources.values())
+    assert "p0 = p0_block + lane" in kernels.sources["pairs"].text
+    assert "p1 = p1_block + lane" in kernels.sources["heads"].text
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"), [("rms_norm", 201, 100)] + [("rms_norm_symbolic", n, 60) for n in (1, 16, 37)]
+)
+def test_rms_norm(kernels: Kernels, name: str, rows: int, columns: int):
+    x, w = torch.randn(rows, columns), torch.randn(columns)
+    y, scale = torch.empty_like(x), torch.empty(rows)
+    kernels.run(name, {"x": x, "w": w, "y": y, "scale": scale}, s0=rows)
+    torch.testing.assert_close(y, F.rms_norm(x, (columns,), w, 1e-5))
+    torch.testing.assert_close(scale, torch.rsqrt(x.pow(2).mean(1) + 1e-5))
+
+
+def test_softmax_keeps_its_exponentials_for_every_row(kernels: Kernels):
+    x, y, top = torch.randn(203, 77) * 5, torch.empty(203, 77), torch.empty(203)
+    x[3] = -torch.inf
+    kernels.run("softmax", {"x": x, "y": y, "top": top})
+    assert "exponential" in kernels.sources["softmax"].text
+    assert kernels.sources["softmax"].text.count("exponential(") == 1
+    torch.testing.assert_close(y, x.softmax(1), equal_nan=True)
+    assert torch.equal(top, x.amax(1))
+
+
+@pytest.mark.parametrize(("name", "heads"), [("heads", 8), ("pairs", 2)])
+def test_rows_of_several_loops(kernels: Kernels, name: str, heads: int):
+    x, w = torch.randn(70, heads, 33), torch.randn(70)
+    y, norm = torch.empty_like(x), torch.empty(70, heads)
+    kernels.run(name, {"x": x, "w": w, "y": y, "norm": norm})
+    expected = x.double().norm(dim=-1)
+    torch.testing.assert_close(norm, expected.float())
+    scale = w[:, None].double() * x.double().abs().amax(-1) / (expected + 1e-6)
+    torch.testing.assert_close(y, (x.double() * scale[..., None]).float())
