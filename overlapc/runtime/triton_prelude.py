@@ -383,10 +383,10 @@ def shift_right(a, b, LAST: tl.constexpr):
 
 
 @triton.jit
-def _philox(key, upper, position):
-    """Word `position` of a stream, uint32: Philox 4x32-10 as runtime/philox.py has it."""
+def _philox(key, upper, block):
+    """The four words of a block, uint32: Philox 4x32-10 as runtime/philox.py has it."""
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    c0, c1 = (position >> 2).to(tl.uint32), (position >> 34).to(tl.uint32)
+    c0, c1 = block.to(tl.uint32), (block >> 32).to(tl.uint32)
     c2, c3 = upper.to(tl.uint32) + c0 - c0, (upper >> 32).to(tl.uint32) + c0 - c0
     factor0, factor1 = tl.full([], 0xD2511F53, tl.uint32), tl.full([], 0xCD9E8D57, tl.uint32)
     step0, step1 = tl.full([], 0x9E3779B9, tl.uint32), tl.full([], 0xBB67AE85, tl.uint32)
@@ -395,17 +395,37 @@ def _philox(key, upper, position):
         high1, low1 = tl.umulhi(c2, factor1), c2 * factor1
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = k0 + step0, k1 + step1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _word(key, upper, position):
+    c0, c1, c2, c3 = _philox(key, upper, position >> 2)
     odd = (position & 1) != 0
     return tl.where((position & 2) != 0, tl.where(odd, c3, c2), tl.where(odd, c1, c0))
 
 
 @triton.jit
+def _fraction(word):
+    """A number of [0, 1), from the upper 24 bits."""
+    return (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
+
+
+@triton.jit
 def random_word(key, upper, position):
-    """A number from 0 to 2^32 - 1, as int64."""
-    return _philox(key, upper, position).to(tl.int64)
+    """The word at a position: from 0 to 2^32 - 1, as int64."""
+    return _word(key, upper, position).to(tl.int64)
 
 
 @triton.jit
 def random(key, upper, position):
-    """A number of [0, 1), from the upper 24 bits of a word."""
-    return (_philox(key, upper, position) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
+    """The number of [0, 1) at a position."""
+    return _fraction(_word(key, upper, position))
+
+
+@triton.jit
+def random_block(key, upper, first, BLOCK: tl.constexpr):
+    """Those of BLOCK positions from `first` on, a multiple of 4: all four words of each block are used."""
+    block = ((tl.full([], 0, tl.int64) + first) >> 2) + tl.arange(0, BLOCK // 4)
+    c0, c1, c2, c3 = _philox(key, upper, block)
+    return _fraction(tl.join(tl.join(c0, c2), tl.join(c1, c3)).reshape([BLOCK]))

@@ -224,7 +224,7 @@ def random_numbers() -> Case:
     """Words and numbers of a stream, at positions beyond 32 bits too: bit by bit what runtime/philox.py says."""
     count, far = 1000, 2**36 + 5
     seed = [Load("seed", sympy.Integer(at), torch.int64) for at in range(2)]
-    positions = {"near": p0, "far": 3 * p0 + far}
+    positions = {"near": p0, "later": p0 + far + 3, "odd": p0 + 7, "far": 3 * p0 + far}  # the first two in blocks
     names = ("random", "random_word")
     stores, tensors = [], {"seed": torch.tensor([-(2**62) + 12345, 2**61 + 987654321])}
     for place, position in positions.items():
@@ -236,7 +236,8 @@ def random_numbers() -> Case:
 
     def expected(t: Tensors) -> Tensors:
         at = torch.arange(count, device=t["seed"].device)
-        found = {place: philox.words(t["seed"], where) for place, where in (("near", at), ("far", 3 * at + far))}
+        where = {"near": at, "later": at + far + 3, "odd": at + 7, "far": 3 * at + far}
+        found = {place: philox.words(t["seed"], each) for place, each in where.items()}
         words = {f"random_word_{place}": word for place, word in found.items()}
         return words | {f"random_{place}": (word >> 8).float() * 2.0**-24 for place, word in found.items()}
 

@@ -8,6 +8,8 @@ import sympy
 
 from overlapc.codegen.triton.shape import KernelShape, axis_symbol
 
+FIRST = "first"  # variable: where a kernel of one axis begins, for the random numbers of a whole tile
+
 
 class Scope:
     """Lines of a function at one indentation, in order."""
@@ -76,9 +78,12 @@ class AxisWriter:
         block = f"{axis.upper()}BLOCK"
         if tile == "0":
             self.axis_index(axis, self.kernel.widened(f"tl.arange(0, {block})"), emit)
-        else:
-            first = f"({tile})" if " " in tile else tile
-            self.axis_index(axis, f"{first} * {block} + tl.arange(0, {block})", emit)
+            return
+        first = f"{f'({tile})' if ' ' in tile else tile} * {block}"
+        if self.kernel.draws and self.kernel.tile_axes == (axis,):
+            emit(f"{FIRST} = {first}")
+            first = FIRST
+        self.axis_index(axis, f"{first} + tl.arange(0, {block})", emit)
 
     def axis_index(self, axis: str, text: str, emit: Scope) -> None:
         kernel = self.kernel

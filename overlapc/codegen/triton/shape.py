@@ -12,7 +12,7 @@ from overlapc.codegen.triton.accumulate import accumulations, scanning
 from overlapc.codegen.triton.expressions import IndexPrinter
 from overlapc.codegen.triton.precision import coarse_values
 from overlapc.codegen.triton.tiling import Tiling
-from overlapc.ir.body import Body, Reduce, Scan, Store, Value, depends_on, topological
+from overlapc.ir.body import Body, Op, Reduce, Scan, Store, Value, depends_on, topological
 from overlapc.ir.indexing import bounds, numel
 
 _INT32_LIMIT = 2**31 - 2**20  # room for the last, partly masked tile
@@ -51,6 +51,7 @@ class KernelShape:
         self.suffix = ""  # of index variables, where one axis has two of them
         self.index_bounds, self.index_dtype = self._index_width()
         self.coarse = coarse_values(body)
+        self.draws = any(isinstance(value, Op) and value.name == "random" for value in body.values())
         position = torch.int64 if self.index_dtype != "tl.int32" else torch.int32
         roots = [value for store in body.stores for value in store.operands()]
         self.levels = [] if tiling.form == "dot" else accumulations(roots, tiling.form in ("looped", "split"), position)

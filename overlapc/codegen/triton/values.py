@@ -9,7 +9,7 @@ import sympy
 import torch
 
 from overlapc.codegen.triton.accumulate import Scanning
-from overlapc.codegen.triton.axes import AxisWriter, Scope
+from overlapc.codegen.triton.axes import FIRST, AxisWriter, Scope
 from overlapc.codegen.triton.expressions import (
     COMPUTE,
     as_literal,
@@ -20,6 +20,7 @@ from overlapc.codegen.triton.expressions import (
 )
 from overlapc.codegen.triton.shape import KernelShape, axis_symbol, term
 from overlapc.ir.body import Cast, Checked, Constant, Index, Load, Op, Reduce, Scan, Store, Value
+from overlapc.ir.indexing import exact_quotient
 
 _ORDER = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
@@ -163,11 +164,28 @@ class ValueWriter(AxisWriter):
         if isinstance(value, Checked):
             return names[value.arg]
         assert isinstance(value, Op)
+        first = self.first_number(value) if value.name == "random" else None
+        if first is not None:
+            return f"ops.random_block({names[value.args[0]]}, {names[value.args[1]]}, {first}, XBLOCK)"
         if self.compares_positions(value):
             left, right = (self.position_text(arg) for arg in value.args)
             return f"({left}) {_ORDER[value.name]} ({right})"
         args = [names[arg] if arg in names else as_literal(value, at) for at, arg in enumerate(value.args)]
         return operation(value, [arg for arg in args if arg is not None], value in self.kernel.coarse)
+
+    def first_number(self, value: Op) -> str | None:
+        """Position of the tile's first random number, where the tile takes neighbours: one Philox makes four."""
+        kernel, position = self.kernel, value.args[2]
+        loops = kernel.axes["x"]
+        if kernel.tile_axes != ("x",) or kernel.block["x"] % 4 or not isinstance(position, Index) or not loops:
+            return None
+        along = loops[0].symbol if len(loops) == 1 else axis_symbol("x")
+        start = sympy.expand(self.flattened(position.expr) - along)
+        terms = sympy.Add.make_args(start)
+        fixed = start.free_symbols.isdisjoint({along, *(loop.symbol for loop in loops)})
+        if not fixed or any(term != 0 and exact_quotient(term, sympy.Integer(4)) is None for term in terms):
+            return None
+        return kernel.printer({**self.symbols, along: FIRST})(start + along)
 
     def fills_threads(self, value: Value) -> bool:
         """Whether every thread holds at least two elements of a value."""
