@@ -169,13 +169,15 @@ def select(passes: Sequence[str | Pass] | None) -> tuple[tuple[str, Pass], ...]:
 
 
 def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
-    """Select, time, run, verify and dump each pass, and say what became of every collective.
+    """The passes of `Context.passes`, or the best of the default ways, and what became of every collective.
 
     MemoryBudgetError when a budget was set and the order that came in exceeds it already: it holds each
     buffer for the shortest time of all orders that the passes can reach, so none of them fits.
     """
+    from overlapc.passes.ways import run_ways  # which needs what is defined here
+
     passes = select(ctx.passes)
-    last, moves = parse_stop(ctx.stop_after) if ctx.stop_after is not None else (None, None)
+    last, _ = parse_stop(ctx.stop_after) if ctx.stop_after is not None else (None, None)
     if last is not None and last not in dict(passes):
         raise ConfigError("stop_after: " + unknown_name("pass", last, dict(passes)))
     incoming = analyze(schedule)
@@ -189,6 +191,16 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
         )
     ctx = dataclasses.replace(ctx, incoming_peak_bytes=incoming.peak_bytes)
     before = ctx.timeline(schedule)
+    final, reports = run_ways(schedule, ctx) if ctx.passes is None else run_passes(schedule, ctx, passes)
+    after = before if final is schedule else ctx.timeline(final)
+    return Result(final, reports, before, after, _records(reports, before, after))
+
+
+def run_passes(
+    schedule: Schedule, ctx: Context, passes: Sequence[tuple[str, Pass]]
+) -> tuple[Schedule, tuple[PassReport, ...]]:
+    """Time, run, verify and dump each pass, up to `Context.stop_after`."""
+    last, moves = parse_stop(ctx.stop_after) if ctx.stop_after is not None else (None, None)
     reports: list[PassReport] = []
     current = schedule
     for number, (name, each) in enumerate(passes, 1):
@@ -216,8 +228,7 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
         reports.append(report)
         if name == last:
             break
-    after = before if current is schedule else ctx.timeline(current)
-    return Result(current, tuple(reports), before, after, _records(reports, before, after))
+    return current, tuple(reports)
 
 
 def keep_if_better(

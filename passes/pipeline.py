@@ -1,18 +1,38 @@
-"""The default order of passes. Importing this module registers all of them."""
+"""The default passes. Importing this module registers all of them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from overlapc.passes import bucket, fill_collectives, plan_overlap, raise_collectives, raise_under_memory, sink_waits
 
-ORDER = (
-    "bucket",  # first: later passes should see the collectives that will really run
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Passes in order; `margin` multiplies `Context.overlap_margin` on it."""
+
+    passes: tuple[str, ...]
+    margin: float = 1.0
+
+
+FIRST = ("bucket",)  # later passes should see the collectives that will really run
+COLLECTIVES = (
     "plan_overlap",  # gathers of parameters and reductions on their queue together
     "raise_under_memory",  # what depends on compute, and what the plan left exposed
     "sink_waits",  # after raising: reductions hide in what memory is left, and waits move to their readers
 )
+WAYS = (  # ways.py says why there are several
+    Way((*COLLECTIVES, "fill_collectives")),  # what is exposed still may be covered by compute that can move
+    Way(("fill_collectives", *COLLECTIVES)),  # compute first: weight gradients under a scatter of tensor parallelism
+    Way((*COLLECTIVES, "fill_collectives"), margin=2.0),  # further ahead, where collectives come in bursts
+)
+ORDER = (*FIRST, *WAYS[0].passes)
 
 __all__ = [
+    "FIRST",
     "ORDER",
+    "WAYS",
+    "Way",
     "bucket",
     "fill_collectives",
     "plan_overlap",

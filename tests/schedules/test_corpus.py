@@ -59,17 +59,17 @@ def test_overlapc_plan_takes_any_of_it(path, passes):
 @pytest.mark.parametrize("times", [1.0, 1.5])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_only_the_ends_of_a_large_step_are_exposed(direction, times):
-    """Llama-8B shape, 8 layers, FSDP over 4 H200s: all but the first gathers and the last reductions are hidden, even
-    if every collective takes half as long again as estimated."""
+    """Llama-8B shape, 8 layers, FSDP over 4 H200s: all but the first gathers (up to those of the second layer, as they
+    come one after the other) and the last reductions are hidden, even if every collective takes half as long again."""
     (path,) = [path for path in CORPUS if path.stem == f"llama_8b_fsdp4.{direction}"]
     result = planned(path)
     timeline = simulate(stretched(result.schedule, times), context().profile)
     exposed = {name: each.exposed_ns for name, each in timeline.collectives.items()}
     starts = [node.name for node in result.schedule.starts()]
-    inner = starts[2:] if direction == "forward" else starts[:-4]
-    assert sum(exposed[name] for name in inner) <= 0.02 * timeline.step_ns
+    inner = starts[6:] if direction == "forward" else starts[:-4]
+    assert sum(exposed[name] for name in inner) <= 0.001 * timeline.step_ns
     # What is left is the first gathers and the last reductions; at 1.5 these alone are 4% and 3%.
-    assert timeline.exposed_ns <= (0.03 if times == 1 else 0.055) * timeline.step_ns
+    assert timeline.exposed_ns <= (0.02 if times == 1 else 0.05) * timeline.step_ns
 
 
 def test_without_buckets_and_plan_the_same_step_is_slower():
