@@ -80,6 +80,7 @@ FOUR = (
     Case("tp + fsdp", dp=2, tp=2, how={"mp_policy": HALF}, root={"mp_policy": HALF_ROOT}, tolerance=2e-2),
     Case("adopt tp + fsdp", dp=2, tp=2, fsdp2="adopt", sizes={"ac": "around"}),
     Case("experts", dp=4, experts="even"),
+    Case("experts on groups of their own", dp=2, replicas=2, experts="even"),
 )
 
 
@@ -115,10 +116,14 @@ def spread(case: Case, mesh: DeviceMesh, apply: Callable[..., Any]) -> nn.Module
         tensor_parallel(model, mesh["tp"])
     if case.dp > 1:
         axes = mesh["dp"] if case.replicas == 1 else mesh["replicate", "dp"]
-        # Each rank has experts of its own, whose gradients nobody shares.
-        ignored = {"ignored_params": set(model.experts.parameters())} if isinstance(model, MoE) else {}
-        for layer in () if isinstance(model, MoE) else model.layers:
-            apply(layer, mesh=axes, **case.how)
+        ignored: dict[str, Any] = {}
+        if isinstance(model, MoE) and case.replicas == 1:  # each rank has an expert of its own
+            ignored = {"ignored_params": set(model.experts.parameters())}
+        inner = [(layer, axes) for layer in getattr(model, "layers", ())]
+        if isinstance(model, MoE) and case.replicas > 1:  # every replica has all experts, and shards each over replicas
+            inner = [(model.experts, mesh["replicate"])]
+        for module, its_axes in inner:
+            apply(module, mesh=its_axes, **case.how)
         apply(model, mesh=axes, **{**case.how, **case.root}, **ignored)
     return model
 
