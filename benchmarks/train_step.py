@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 2 benchmarks/train_step.py --device cpu --model tiny --systems overlapc,inductor-raise
 
 All systems start from the same weights and see the same tokens. Timing rounds alternate between the systems, so that
-drift of the machine touches all alike; the table shows medians of this one run. `--parity` also runs an fp32
+drift of the machine touches all alike; the table shows medians of this one run. peak_gib holds all systems' models,
+alone_gib is the peak less what belongs to the other systems. `--parity` also runs an fp32
 reference and compares every gradient's error with eager's. `--profile` adds kernel times from the profiler. What the
 systems named inductor-* are: inductor_systems.py. On CPUs (gloo) it shows that they run and agree, not how fast.
 """
@@ -86,11 +87,13 @@ def main() -> None:
         for system in systems:
             if args.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
+                others = torch.cuda.memory_allocated() - own_bytes(runs[system][0])
             taken = timed(runs[system], tokens, targets, args.steps)
             if round_number:
                 times[system] += taken
             if args.device == "cuda":
                 results[system]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+                results[system]["alone_gib"] = (torch.cuda.max_memory_allocated() - others) / 2**30
             runs[system][0].zero_grad(set_to_none=True)
     for system in systems:
         results[system]["step_ms"] = statistics.median(times[system])
@@ -196,6 +199,12 @@ def gradients(run: tuple[Llama, Step], tokens: Tensor, targets: Tensor) -> tuple
     grads = [local(parameter.grad).float() for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
     return loss.item(), grads
+
+
+def own_bytes(model: torch.nn.Module) -> int:
+    """Of parameters and buffers on this GPU; gradients are gone when it is asked."""
+    held = (local(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
 
 def local(tensor: Any) -> Tensor:

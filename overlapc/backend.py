@@ -26,7 +26,8 @@ from overlapc.codegen import kernel as codegen
 from overlapc.codegen.bucket import merge_starts
 from overlapc.codegen.fx import FxWrapper
 from overlapc.codegen.kernel import KernelSource
-from overlapc.codegen.program import build_program
+from overlapc.codegen.pool import peak_bytes, pooled
+from overlapc.codegen.program import Program, build_program
 from overlapc.config import Config
 from overlapc.errors import CompileError, OverlapcError
 from overlapc.estimators.agreement import Compilation, party
@@ -174,13 +175,16 @@ def _build(
             lowered.constants[constant] = inner[module].module or inner[module].call
     sources = generate_kernels(result.schedule, lowered)
     program = build_program(result.schedule, lowered, sources)
+    report = graph_record(result, fallbacks=_fallbacks(result))
+    if config.memory == "pool":
+        program, report = _with_pool(program, report, result.schedule, lowered)
     dumps.write("program", "program", lambda: str(program))
     dumps.write("kernels", "kernels", lambda: "\n\n".join(source.text for source in program.kernels()))
     compiled, objects = warm_graph.compiled_graph(
         program,
         _kernels(sources, result.schedule),
         gm,
-        graph_record(result, fallbacks=_fallbacks(result)),
+        report,
         _counts(result),
         collective_lines(result.schedule),
         tracked=config.check_lifecycle,
@@ -190,6 +194,18 @@ def _build(
     dumps.write("program", "wrapper", lambda: graph.text() if graph else compiled.text(name), suffix="py")
     kept_now = key is not None and _keep(key, compiled, config)
     return Built(call, result.after.step_ns, kept_now, graph.module if graph else None)
+
+
+def _with_pool(
+    program: Program, report: record.GraphRecord, schedule: Schedule, lowered: LoweredGraph
+) -> tuple[Program, record.GraphRecord]:
+    """`program` on a pool, and what its peak is then; as it was if the pool would not fit the memory budget."""
+    on_pool = pooled(program)
+    peak = peak_bytes(on_pool, schedule, lowered.hint)
+    if schedule.budget_bytes is not None and peak > schedule.budget_bytes:
+        count("pools_over_budget")
+        return program, report
+    return on_pool, replace(report, peak_bytes=peak)
 
 
 def _run(

@@ -201,6 +201,11 @@ class Config:
         "same schedule and same bits in every run: no measuring on this machine, no atomics (also on while "
         "torch.use_deterministic_algorithms is)",
     )
+    memory: str = _knob(
+        "reuse",
+        _one_of("reuse", "pool"),
+        "buffers within a graph: allocated one by one and handed on (reuse), or carved from one allocation (pool)",
+    )
     check_lifecycle: bool = _knob(
         False, _bool, "fail with a buffer's name when memory is not allocated and freed as planned; slow"
     )
@@ -225,6 +230,8 @@ class Config:
     def __post_init__(self) -> None:
         for knob in dataclasses.fields(self):
             object.__setattr__(self, knob.name, _read(knob, getattr(self, knob.name), knob.name))
+        if self.memory == "pool" and self.wrapper == "fx":
+            raise ConfigError("memory='pool' needs wrapper='python': graphs of wrapper='fx' allocate one by one")
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | Config | None = None) -> Config:

@@ -64,6 +64,25 @@ class Allocate:
 
 
 @dataclass(frozen=True, slots=True)
+class Pool:
+    """Memory that several buffers are carved from."""
+
+    variable: str
+    device: torch.device
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Carve:
+    """A buffer in a pool, `offset` bytes from its start."""
+
+    variable: str
+    pool: str
+    offset: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
 class TakeOver:
     """A dying buffer's memory under a new name and layout of equal bytes."""
 
@@ -123,7 +142,8 @@ class Return:
     values: tuple[Any, ...]
 
 
-Instruction = BindSize | CheckInput | Allocate | TakeOver | Launch | Call | ExpectLayout | WaitFor | Free | Return
+Memory = Allocate | Pool | Carve | TakeOver | Free
+Instruction = BindSize | CheckInput | Memory | Launch | Call | ExpectLayout | WaitFor | Return
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,13 @@ from overlapc.codegen.program import (
     Allocate,
     BindSize,
     Call,
+    Carve,
     CheckInput,
     ExpectLayout,
     Free,
     Instruction,
     Launch,
+    Pool,
     Program,
     Return,
     TakeOver,
@@ -84,6 +86,10 @@ class PythonWrapper:
         if isinstance(item, Allocate):
             size = self._size(item.layout.storage_bytes())
             return [f"life.allocated({item.variable!r}, {item.variable}, {size})"]
+        if isinstance(item, Pool):
+            return [f"life.allocated({item.variable!r}, {item.variable}, {item.bytes})"]
+        if isinstance(item, Carve):
+            return [f"life.arrived({item.variable!r}, {item.variable})"]
         if isinstance(item, TakeOver):
             return [f"life.took_over({item.variable!r}, {item.source!r}, {item.variable})"]
         if isinstance(item, Call) and not item.op.out:  # `out=` was allocated before
@@ -102,6 +108,12 @@ class PythonWrapper:
             return [f"rt.check({item.variable!r}, {item.variable}, {size}, {stride})"]
         if isinstance(item, Allocate):
             return [f"{item.variable} = {self._empty(item.layout)}"]
+        if isinstance(item, Pool):
+            device = self._object(item.device, str(item.device).replace(":", ""))
+            return [f"{item.variable} = rt.empty(({item.bytes},), (1,), dtype=torch.uint8, device={device})"]
+        if isinstance(item, Carve):
+            shape = f"{self._shape(item.layout.size)}, {self._shape(item.layout.stride)}, {item.layout.dtype}"
+            return [f"{item.variable} = rt.carve({item.pool}, {item.offset}, {shape})"]
         if isinstance(item, TakeOver):
             size, stride = self._shape(item.layout.size), self._shape(item.layout.stride)
             taken = f"rt.take_over({item.source}, {size}, {stride}, {item.layout.dtype})"

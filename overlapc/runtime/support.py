@@ -39,6 +39,12 @@ def view(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 
+def carve(pool: Tensor, offset: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A buffer in a pool of bytes; `offset` bytes from its start, which is a multiple of any element's size."""
+    whole = pool if dtype == torch.uint8 else pool.view(dtype)
+    return torch.as_strided(whole, size, stride, offset // dtype.itemsize)
+
+
 def take_over(tensor: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The whole memory of a dead buffer of equal bytes, as a new one."""
     if tensor.dtype != dtype:

@@ -1,0 +1,166 @@
+"""One allocation for everything that lives and dies within a graph (`memory="pool"`).
+
+    a = allocate 64KiB; b = allocate 64KiB; free a; c = allocate 32KiB
+ -> pool = allocate 128KiB; a = pool[0:]; b = pool[64KiB:]; free a; c = pool[0:]
+
+A buffer's lifetime class is its device and whether it leaves the graph: what is returned (results, activations saved
+for backward) keeps an allocation of its own, as its owner frees it on its own, and what has a symbolic size does too.
+Offsets come from a best-fit arena that is walked in program order, so the pool may exceed the most bytes that are live
+at once; `peak_bytes` says by how much, and the report shows that.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import sympy
+import torch
+
+from overlapc.codegen.program import Allocate, Call, Carve, Free, Instruction, Launch, Pool, Program, Return, TakeOver
+from overlapc.ir.ops import View, tree_leaves
+from overlapc.schedule.memory import analyze
+from overlapc.schedule.model import Schedule
+
+ALIGNMENT_BYTES = 512  # what torch's CUDA allocator gives, and more than any kernel assumes
+
+
+class Arena:
+    """Offsets for buffers that come and go: the smallest hole that fits, else the end."""
+
+    def __init__(self) -> None:
+        self.bytes = 0  # of the whole pool so far
+        self._holes: list[tuple[int, int]] = []  # (offset, bytes), by offset, never adjacent
+        self._taken: dict[int, int] = {}  # offset -> bytes
+
+    def take(self, size_bytes: int) -> int:
+        """The offset of a new buffer."""
+        size = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        fitting = [(free, offset) for offset, free in self._holes if free >= size]
+        if fitting:
+            free, offset = min(fitting)
+            at = bisect.bisect_left(self._holes, (offset, 0))
+            self._holes[at : at + 1] = [(offset + size, free - size)] if free > size else []
+        else:
+            offset = self.bytes
+            if self._holes and sum(self._holes[-1]) == self.bytes:  # the last hole reaches the end: it grows
+                offset = self._holes.pop()[0]
+            self.bytes = offset + size
+        self._taken[offset] = size
+        return offset
+
+    def give_back(self, offset: int) -> None:
+        """The buffer at `offset` is no more; its hole joins its neighbours."""
+        size = self._taken.pop(offset)
+        at = bisect.bisect_left(self._holes, (offset, 0))
+        if at < len(self._holes) and self._holes[at][0] == offset + size:
+            size += self._holes.pop(at)[1]
+        if at and sum(self._holes[at - 1]) == offset:
+            before, free = self._holes.pop(at - 1)
+            at, offset, size = at - 1, before, size + free
+        self._holes.insert(at, (offset, size))
+
+
+@dataclass
+class _Chain:
+    """A buffer under all the names that take its memory over, one after another."""
+
+    device: torch.device
+    bytes: int
+    offset: int = -1
+
+
+def pooled(program: Program) -> Program:
+    """`program` with one allocation a device for what does not leave it; itself when there is nothing to pool."""
+    chains = _chains(program)
+    if not chains:
+        return program
+    arenas: dict[torch.device, Arena] = {}
+    names = {device: f"pool_{str(device).replace(':', '')}" for device in {chain.device for chain in chains.values()}}
+    last = _last_frees(program, chains)
+    body: list[Instruction] = []
+    for at, item in enumerate(program.instructions):
+        if isinstance(item, Allocate | TakeOver) and item.variable in chains:
+            chain = chains[item.variable]
+            if isinstance(item, Allocate):
+                chain.offset = arenas.setdefault(chain.device, Arena()).take(chain.bytes)
+            body.append(Carve(item.variable, names[chain.device], chain.offset, item.layout))
+            if isinstance(item, TakeOver):
+                body.append(Free((item.source,)))
+            continue
+        body.append(item)
+        if isinstance(item, Free):
+            for name in item.variables:
+                if name in chains:
+                    arenas[chains[name].device].give_back(chains[name].offset)
+            done = tuple(names[device] for device, when in last.items() if when == at)
+            if done:
+                body.append(Free(done))
+    first = _first_of_body(body)
+    pools = [Pool(names[device], device, arena.bytes) for device, arena in arenas.items()]
+    return replace(program, instructions=(*body[:first], *pools, *body[first:]))
+
+
+def peak_bytes(program: Program, schedule: Schedule, hint: Callable[[sympy.Expr], int]) -> int:
+    """The most that is live while the program for `schedule` runs; `hint` is a size in numbers."""
+    live = peak = analyze(schedule).base_bytes
+    sizes = {buffer.name: buffer.bytes for buffer in schedule.buffers.values() if buffer.freeable}
+    scratch = {node.name: node.scratch_bytes for node in schedule.nodes}
+    for item in program.instructions:
+        came: list[tuple[str, int]] = []
+        if isinstance(item, Pool):
+            came = [(item.variable, item.bytes)]
+        elif isinstance(item, Allocate):
+            came = [(item.variable, hint(item.layout.storage_bytes()))]
+        elif isinstance(item, TakeOver):
+            sizes[item.variable] = sizes.pop(item.source, 0)
+        elif isinstance(item, Call) and not item.op.out:
+            known = (name for name, _ in item.results if name in program.layouts)
+            came = [(name, hint(program.layouts[name].storage_bytes())) for name in known]
+        elif isinstance(item, Free):
+            live -= sum(sizes.pop(name, 0) for name in item.variables)
+        sizes.update(came)
+        live += sum(size for _, size in came)
+        if isinstance(item, Launch | Call):
+            peak = max(peak, live + scratch.get(item.op.name, 0))
+    return peak
+
+
+def _chains(program: Program) -> dict[str, _Chain]:
+    """Variable -> its chain, for buffers of static size that are freed within the program."""
+    found: dict[str, _Chain] = {}
+    freed: set[str] = set()
+    for item in program.instructions:
+        if isinstance(item, Allocate):
+            size = item.layout.storage_bytes()
+            if size.is_Integer and size > 0:
+                found[item.variable] = _Chain(item.layout.device, int(size))
+        elif isinstance(item, TakeOver) and item.source in found:
+            found[item.variable] = found[item.source]
+        elif isinstance(item, Free):
+            freed.update(item.variables)
+    leaving = {id(found[name]) for name in _returned(program) if name in found}
+    ending = {id(found[name]) for name in freed if name in found}
+    return {name: chain for name, chain in found.items() if id(chain) in ending - leaving}
+
+
+def _returned(program: Program) -> Iterable[str]:
+    for item in program.instructions:
+        if isinstance(item, Return):
+            leaves = tree_leaves(item.values)
+            yield from (program.variables[leaf.buffer] for leaf in leaves if isinstance(leaf, View))
+
+
+def _last_frees(program: Program, chains: Mapping[str, _Chain]) -> dict[torch.device, int]:
+    """Device -> position of the last Free of a pooled buffer."""
+    found: dict[torch.device, int] = {}
+    for at, item in enumerate(program.instructions):
+        if isinstance(item, Free):
+            found.update((chains[name].device, at) for name in item.variables if name in chains)
+    return found
+
+
+def _first_of_body(body: Iterable[Instruction]) -> int:
+    """Where the first buffer is carved: inputs are checked before memory is taken."""
+    return next(at for at, item in enumerate(body) if isinstance(item, Carve))
