@@ -167,7 +167,10 @@ class _Round:
         return [run for unit, run in runs if unit]
 
     def _joined(self, runs: list[list[int]], covered: Sequence[bool]) -> list[list[int]]:
-        """Runs that nothing covers and that are mostly latency with the next ones like them, until that is a share."""
+        """Runs that nothing covers and that are mostly latency, with the next ones like them until they are not.
+
+        No further: the next bucket is to travel while this one's compute runs.
+        """
         number = {at: number for number, at in enumerate(self.ours)}
         joined: list[list[int]] = []
         open_ns = 0.0  # of the last run, while others may join it
@@ -175,7 +178,7 @@ class _Round:
             run_ns = self._bucket_ns(run)
             bound = not hidden and 0 < run_ns <= LATENCY_BOUND * self.cost.latency_ns
             follows = bool(joined) and number[joined[-1][-1]] + 1 == number[run[0]]
-            if bound and follows and 0 < open_ns < PIECE_FLOORS * self.cost.latency_ns:
+            if bound and follows and 0 < open_ns <= LATENCY_BOUND * self.cost.latency_ns:
                 joined[-1] = [*joined[-1], *run]
                 open_ns = self._bucket_ns(joined[-1])
             else:

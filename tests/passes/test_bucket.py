@@ -84,8 +84,10 @@ def units(each_us: float, count: int = 4) -> str:
 
 
 def test_modules_that_are_nothing_but_latency_share_a_bucket():
-    latency, _ = bucketed(units(15))
+    latency, _ = bucketed(units(11))
     assert [node.name for node in latency.starts()] == ["a0+3"]
+    some, _ = bucketed(units(16))
+    assert [node.name for node in some.starts()] == ["a0+1", "a2+1"], "two travel beside the compute of two"
     enough, _ = bucketed(units(60))
     assert [node.name for node in enough.starts()] == ["a0", "a1", "a2", "a3"]
 
