@@ -270,7 +270,9 @@ def text_of(value: Any) -> str:
     return ""
 
 
-_MODULES = frozenset({"torch", "operator", "_operator", "math", "builtins", "overlapc.runtime.support"})
+_MODULES = frozenset(
+    {"torch", "operator", "_operator", "math", "builtins", "overlapc.runtime.philox", "overlapc.runtime.support"}
+)
 
 
 def rebuild(text: str) -> Any:
