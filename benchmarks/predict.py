@@ -81,7 +81,8 @@ def main() -> None:
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", device_id=device if device.index else None)
+    cuda = device.type == "cuda"
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     profile = load_profile(args.profile)
     found: dict[str, Any] = {"profile": profile.name, "world": world, "collectives": collectives(profile, device, args)}
     show(rank, collectives_text(found["collectives"]))

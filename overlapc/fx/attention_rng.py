@@ -2,7 +2,7 @@
 
 Under a checkpoint torch's partitioner wraps every operator that may be random, so that backward can repeat it with the
 same state: `run_and_save_rng_state(sdpa, q, k, v, 0.0, True)` in forward, `run_with_rng_state(state, sdpa, …)` in
-backward. Where dropout is 0 both are the plain call again, and an empty tensor travels in place of the state.
+backward. Where dropout is 0 both are the plain call again, and no state is saved.
 """
 
 from __future__ import annotations
@@ -22,42 +22,38 @@ aten = torch.ops.aten
 
 def unwrap_attention(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
     """Take the wrapping off attention without dropout, in both graphs; in place."""
-    empties = _unwrap_saving(forward)
+    if not _unwrap_saving(forward):
+        return
     for node in list(backward.graph.nodes):
-        if node.op == "placeholder" and node.name in empties:
-            node.meta["val"] = empties[node.name]
-        elif node.target is run_with_rng_state and _draws_nothing(node.args[1], node.args[2:], node.kwargs):
-            call = _plain(node, node.args[1], node.args[2:])
-            node.replace_all_uses_with(call)
+        if node.target is run_with_rng_state and _draws_nothing(node.args[1], node.args[2:], node.kwargs):
+            node.replace_all_uses_with(_plain(node, node.args[1], node.args[2:]))
+            state = node.args[0]
+            assert isinstance(state, fx.Node), f"{node} has its state from {state}"
+            assert state.op == "placeholder", f"{node} has its state from {state}"
             backward.graph.erase_node(node)
+            backward.graph.erase_node(state)
     forward.recompile()
     backward.recompile()
 
 
-def _unwrap_saving(forward: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """Names of the states that are no longer saved -> what is saved in their place."""
-    empties = {}
+def _unwrap_saving(forward: fx.GraphModule) -> bool:
+    """Whether there was any; the states are no longer saved."""
+    found = False
+    output = forward.graph.output_node()
     for node in list(forward.graph.nodes):
         if node.target is not run_and_save_rng_state or not _draws_nothing(node.args[0], node.args[1:], node.kwargs):
             continue
+        found = True
         call = _plain(node, node.args[0], node.args[1:])
         for user in list(node.users):
             assert user.target is operator.getitem, f"{user} takes the state and the result of {node} together"
-            if user.args[1] == 1:
+            if user.args[1] == 0:
+                output.args = (tuple(value for value in output.args[0] if value is not user),)  # type: ignore[union-attr]
+            else:
                 user.replace_all_uses_with(call)
-                forward.graph.erase_node(user)
-                continue
-            with forward.graph.inserting_before(user):
-                empty = forward.graph.call_function(aten.empty.memory_format, ([0],), {"dtype": torch.uint8})
-            with _mode_of(call):
-                empty.meta["val"] = torch.empty(0, dtype=torch.uint8)
-            name = user.name
-            user.replace_all_uses_with(empty)
             forward.graph.erase_node(user)
-            empty.name = name  # backward knows it by this name
-            empties[name] = empty.meta["val"]
         forward.graph.erase_node(node)
-    return empties
+    return found
 
 
 def _draws_nothing(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
