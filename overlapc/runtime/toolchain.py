@@ -29,6 +29,7 @@ _FLAGS = (
     "-ffp-contract=off",
     "-fwrapv",  # integers wrap
     "-fno-strict-aliasing",  # views of another dtype
+    "-nostdinc++",  # C headers alone: those of C++ take longer to parse than a kernel to compile
     "-w",  # generated code has unused names; users cannot do anything about warnings in it
 )
 # Peeling iterations until a store is aligned would send other elements through the scalar code (and its math

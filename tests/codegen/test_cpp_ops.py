@@ -74,7 +74,7 @@ SCALAR_ONLY = ("lgamma", "nextafter")  # their loops are not vectorized; kept ap
 
 def test_the_tables_cover_the_ir():
     assert set(UNARY) | set(BINARY) | {"where", "bitcast", "random", "random_word"} == set(OPERATIONS)
-    assert set(REDUCTIONS) == {"sum", "prod", "max", "min", "any", "all", "argmax", "argmin"}
+    assert set(REDUCTIONS) == {"sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "dot"}
 
 
 def operations_of(dtype: torch.dtype, arity: int) -> list[str]:

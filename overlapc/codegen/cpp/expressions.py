@@ -111,7 +111,8 @@ def load_text(place: str, memory_dtype: torch.dtype) -> str:
 def cast_text(value: str, source: torch.dtype, to: torch.dtype) -> str:
     """`value` of dtype `source` as the C++ type that computes `to`."""
     if to in FORMAT:
-        return f"round_{FORMAT[to]}({_convert(value, source, torch.float32)})"
+        number = _convert(value, source, torch.float32)
+        return number if source == torch.bool else f"round_{FORMAT[to]}({number})"
     return _convert(value, source, to)
 
 
@@ -129,6 +130,8 @@ def _convert(value: str, source: torch.dtype, to: torch.dtype) -> str:
         return value
     if to == torch.bool:
         return f"({value} != 0)"
+    if source == torch.bool and to.is_floating_point:
+        return f"({value} ? {constant_text(1, to)} : {constant_text(0, to)})"  # a select, which vectorizes
     if source.is_floating_point and to in (torch.uint8, torch.int8, torch.int16):
         return f"{C_TYPE[to]}(int32_t({value}))"  # out of range: the low bits, as eager does
     return f"{C_TYPE[to]}({value})"
