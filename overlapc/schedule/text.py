@@ -65,6 +65,12 @@ def print_schedule(schedule: Schedule) -> str:
     return "\n".join(lines) + "\n"
 
 
+def print_node(schedule: Schedule, node: Node) -> str:
+    """The statement of one node, without its origin."""
+    names, head, tail, _ = _row(schedule, node)
+    return f"{names} = {head}" + (f" : {tail}" if tail else "")
+
+
 def parse(text: str) -> Schedule:
     """The schedule that `text` describes. ScheduleError with line and column for what it cannot read."""
     with _no_collection():
