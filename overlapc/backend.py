@@ -54,6 +54,8 @@ from overlapc.measured_fusion import KernelTimes
 from overlapc.passes.base import Context, Result, run_pipeline, select
 from overlapc.report import record
 from overlapc.report.build import graph_record
+from overlapc.report.drawing import to_dot
+from overlapc.report.walk import walk_through
 from overlapc.runtime import triton_workers
 from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministic, deterministically
@@ -188,6 +190,7 @@ def _build(
         _counts(result),
         collective_lines(result.schedule),
         tracked=config.check_lifecycle,
+        checks=config.checks,
     )
     graph = FxWrapper(program, single=single) if config.wrapper == "fx" else None
     call = _run(compiled, config, name, began, objects=objects, within=within, graph=graph)
@@ -287,6 +290,8 @@ def plan_graph(
         chain = chain_of(profile, config, lowered, _times_of_inner(gm, inner))
         schedule = _estimated(schedule, chain, talks)
         result = run_pipeline(schedule, _context(config, profile, chain, dumps))
+        dumps.write("passes", "walk", lambda: walk_through(result.after))
+        dumps.write("passes", "schedule", lambda: to_dot(result.schedule), suffix="dot")
         if talks is not None:
             talks.agree_on_order(collective_lines(result.schedule))
     return result, lowered

@@ -106,6 +106,19 @@ def _words(text: Any) -> frozenset[str]:
     return frozenset(text)
 
 
+def _subset(*known: str) -> Callable[[Any], frozenset[str]]:
+    """A reader of some of these words."""
+
+    def read(text: Any) -> frozenset[str]:
+        words = _words(text)
+        for word in words:
+            if word not in known:
+                raise ConfigError(unknown_name("kind of value", word, known))
+        return words
+
+    return read
+
+
 def _file_or_function(value: Any) -> str | Callable[..., Any] | None:
     if value is None or value == "":
         return None
@@ -209,6 +222,14 @@ class Config:
     check_lifecycle: bool = _knob(
         False, _bool, "fail with a buffer's name when memory is not allocated and freed as planned; slow"
     )
+    check_values: frozenset[str] | str = _knob(
+        frozenset(),
+        _subset("nan", "inf"),
+        "fail with the kernel's name and line when it writes one of these: nan,inf; slow",
+    )
+    sync_kernels: bool = _knob(
+        False, _bool, "wait for the device after every kernel and call, so that an error names the one it is of; slow"
+    )
     wrapper: str = _knob(
         "python",
         _one_of("python", "fx"),
@@ -248,6 +269,12 @@ class Config:
             if name not in given and variable in os.environ:
                 given[name] = _read(known[name], os.environ[variable], variable)
         return cls(**given)
+
+    @property
+    def checks(self) -> frozenset[str]:
+        """What a wrapper looks at after each node."""
+        assert not isinstance(self.check_values, str)
+        return self.check_values | ({"sync"} if self.sync_kernels else frozenset())
 
     def wants_dump(self, stage: str) -> bool:
         """Whether `stage` is to be written as text."""

@@ -30,8 +30,8 @@ from overlapc.codegen.program import (
     WaitFor,
 )
 from overlapc.fx.versions import group_name_of, resolve_group
-from overlapc.ir.ops import Handle, Layout, Provenance, View, tree_leaves
-from overlapc.runtime import marks, support
+from overlapc.ir.ops import Handle, Layout, Provenance, View, buffers_written, tree_leaves
+from overlapc.runtime import marks, support, values
 from overlapc.runtime.lifecycle import Lifecycle
 
 Boxed = Callable[[list[Any]], tuple[Any, ...]]
@@ -44,17 +44,29 @@ class PythonWrapper:
     `call(args)` takes one list of arguments, which it empties (boxed).
     """
 
-    def __init__(self, program: Program, *, marked: bool = False, tracked: bool = False) -> None:
+    def __init__(
+        self, program: Program, *, marked: bool = False, tracked: bool = False, checks: frozenset[str] = frozenset()
+    ) -> None:
         """marked: with a profiler's mark around every node (runtime/marks.py). tracked: every allocation and free is
-        checked against the plan (runtime/lifecycle.py)."""
+        checked against the plan (runtime/lifecycle.py). checks: "nan", "inf" and "sync" look at each node after it ran
+        (runtime/values.py)."""
         self.program = program
         self.tracked = tracked
+        self.checks = checks
         # One numbering with and without marks, so that both printings can share their objects.
-        known = {"torch": torch, "rt": support, "math": math, "mark": marks.mark, "Lifecycle": Lifecycle}
+        known = {
+            "torch": torch,
+            "rt": support,
+            "math": math,
+            "mark": marks.mark,
+            "Lifecycle": Lifecycle,
+            "values": values,
+        }
         self.objects: dict[str, Any] = {**known, **program.constants}
         # How a later process finds them again; "" for what it cannot. Constants come with the graph.
         self.texts = {"torch": "torch", "rt": "overlapc.runtime.support", "math": "math"}
         self.texts |= {"mark": "overlapc.runtime.marks:mark", "Lifecycle": "overlapc.runtime.lifecycle:Lifecycle"}
+        self.texts["values"] = "overlapc.runtime.values"
         self.names: dict[int, str] = {}
         self.header: list[str] = []
         body = [line for item in program.instructions for line in self._lines(item, marked)]
@@ -75,12 +87,31 @@ class PythonWrapper:
 
     def _lines(self, item: Instruction, marked: bool) -> list[str]:
         lines = self._in_mark(item) if marked else self._print(item)
+        if self.checks and isinstance(item, Launch | Call | WaitFor):
+            lines = [*lines, *self._checking(item)]
         if not self.tracked:
             return lines
         if isinstance(item, Return):
             names = [self.program.variables[leaf.buffer] for leaf in tree_leaves(item.values) if isinstance(leaf, View)]
             return [f"life.returned({names!r})", *lines]
         return lines + self._tracking(item)
+
+    def _checking(self, item: Launch | Call | WaitFor) -> list[str]:
+        where = f"{self.program.name + ': ' + item.op.name!r}, {_origin(item.op.origin)!r}"
+        lines = [f"values.synchronize({where})"] if "sync" in self.checks else []
+        kinds = tuple(sorted(self.checks & {"nan", "inf"}))
+        if isinstance(item, WaitFor):
+            written = [item.variable]
+        elif isinstance(item, Call) and item.starts:  # it arrives at the wait
+            written = []
+        elif isinstance(item, Call) and not item.op.out:
+            written = [name for name, _ in item.results]
+        else:
+            written = [self.program.variables[name] for name in buffers_written(item.op)]
+        if kinds and written:
+            named = ", ".join(f"{name}={name}" for name in dict.fromkeys(written))
+            lines.append(f"values.check({where}, {kinds!r}, {named})")
+        return lines
 
     def _tracking(self, item: Instruction) -> list[str]:
         if isinstance(item, Allocate):

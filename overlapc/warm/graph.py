@@ -94,10 +94,13 @@ def compiled_graph(
     order: Iterable[str],
     *,
     tracked: bool = False,
+    checks: frozenset[str] = frozenset(),
 ) -> tuple[CompiledGraph, dict[str, Any]]:
     """(what can be kept, the objects that its wrapper calls) of a program."""
     anonymous = dataclasses.replace(program, name=NAME)
-    wrapper, marked = (PythonWrapper(anonymous, marked=marked, tracked=tracked) for marked in (False, True))
+    wrapper, marked = (
+        PythonWrapper(anonymous, marked=marked, tracked=tracked, checks=checks) for marked in (False, True)
+    )
     attributes = {f"constant_{node.name}": str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
     kept = CompiledGraph(
         name=program.name,

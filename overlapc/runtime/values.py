@@ -1,0 +1,46 @@
+"""Checks, while a graph runs, of what its kernels write and of which one fails (`check_values`, `sync_kernels`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlapc.errors import OverlapcError
+
+_KINDS = {"nan": torch.isnan, "inf": torch.isinf}
+
+
+class ValueCheckError(OverlapcError):
+    """A node of a compiled graph wrote a value that `check_values` looks for."""
+
+
+class KernelFailed(OverlapcError):
+    """The device reported an error while a node of a compiled graph ran (`sync_kernels`)."""
+
+
+def check(node: str, origin: str, kinds: tuple[str, ...], **written: Any) -> None:
+    """ValueCheckError when a floating-point tensor of `written` holds one of `kinds` ("nan", "inf"). Waits for it."""
+    for name, tensor in written.items():
+        if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        for kind in kinds:
+            count = int(_KINDS[kind](tensor).sum())
+            if count:
+                raise ValueCheckError(
+                    f"{node} wrote {count} {kind} of {tensor.numel()} values to {name} {tuple(tensor.shape)}"
+                    f"\n   at {origin}"
+                    "\nhint: OVERLAPC_DUMP=kernels,program shows the kernel and what it read;"
+                    ' options={"native": False} runs every op as it stands'
+                )
+
+
+def synchronize(node: str, origin: str) -> None:
+    """Wait for everything launched so far; KernelFailed, with the node's name, when the device reports an error."""
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise KernelFailed(f"{node} failed on the device: {error}\n   at {origin}") from error

@@ -1,0 +1,60 @@
+"""`check_values` and `sync_kernels`: nothing changes where all is well, and the node is named where it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from overlapc.codegen.python import PythonWrapper
+from overlapc.config import Config
+from overlapc.errors import ConfigError
+from overlapc.runtime.values import ValueCheckError
+from tests.codegen.test_program import compiled
+
+
+def logs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (x @ weight).log().sum(0)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+def run(cache: Path, x: torch.Tensor, **options: object) -> torch.Tensor:
+    step = torch.compile(logs, backend="overlapc", options={"cache_dir": str(cache), **options})
+    return step(x, torch.eye(8))
+
+
+def test_good_values_pass(tmp_path: Path):
+    x = torch.rand(8, 8) + 1
+    torch.testing.assert_close(run(tmp_path, x, check_values="nan", sync_kernels=True), logs(x, torch.eye(8)))
+
+
+@pytest.mark.parametrize(("kind", "value"), [("nan", -1.0), ("inf", 0.0)])
+def test_the_node_that_writes_a_bad_value_is_named_with_its_line(tmp_path: Path, kind: str, value: float):
+    x = torch.full((8, 8), value) * torch.eye(8)
+    if kind == "nan":
+        x = torch.full((8, 8), -1.0)
+    with pytest.raises(ValueCheckError, match=rf"inference_\d+: \w+ wrote \d+ {kind} of") as error:
+        run(tmp_path, x, check_values=kind)
+    assert "test_values.py" in str(error.value)
+
+
+def test_without_the_option_nobody_looks(tmp_path: Path):
+    assert run(tmp_path, torch.full((8, 8), -1.0)).isnan().all()
+
+
+def test_every_launch_is_waited_for():
+    program, _, _ = compiled(lambda x: x.sin().sum() + x.mm(x).sum(), torch.randn(4, 4))
+    plain = PythonWrapper(program).source
+    synced = PythonWrapper(program, checks=frozenset({"sync"})).source
+    assert "synchronize" not in plain
+    assert synced.count("values.synchronize(") == len(synced.splitlines()) - len(plain.splitlines()) > 1
+
+
+def test_an_unknown_kind_is_an_error_with_its_neighbour():
+    with pytest.raises(ConfigError, match="no kind of value named 'nans'; nearest: nan"):
+        Config(check_values="nans")
