@@ -38,11 +38,12 @@ for what in "${@:-tests train demo}"; do
             --name h200-nvlink --ranks-per-host 8 --out "$out/h200-nvlink.json" ;;
         predict) # calibrate, then whole steps, memory and collectives predicted and measured on the profile just taken
             part calibrate 170 $python -m overlapc.launch.cli calibrate --device cuda --nproc "$gpus" \
-                --name h200-nvlink --ranks-per-host 8 --out "$out/h200-nvlink.json"
+                --ranks-per-host 8 --out "$out/h200-nvlink.json"
             profile=h200-nvlink
             [ -f "$out/h200-nvlink.json" ] && profile=$out/h200-nvlink.json
-            LINES_SHOWN=150 part predict 280 torchrun --nproc-per-node "$gpus" benchmarks/predict.py --profile "$profile" \
-                --seconds 170 --out "$out/predict"
+            LINES_SHOWN=150 OVERLAPC_RANK_TIMEOUT=60 part predict 280 torchrun --nproc-per-node "$gpus" \
+                benchmarks/predict.py --profile "$profile" --seconds "${PREDICT_SECONDS:-170}" --out "$out/predict" \
+                ${PREDICT_ARGS:-}
             ;;
         measure) # every node predicted and measured, on the profile just taken if there is one
             profile=h200-nvlink

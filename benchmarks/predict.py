@@ -10,6 +10,7 @@ first; the profiler then gives each node's time. `--seconds` bounds the run: cas
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import itertools
 import json
@@ -43,6 +44,7 @@ from overlapc.schedule.model import Comm, Kind, Node
 
 MIB = 2**20
 _STEPS = 5
+_STUCK_S = 90.0  # a rank that takes longer for one case prints where it stands, and ends
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,16 @@ def main() -> None:
     cuda = device.type == "cuda"
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     profile = load_profile(args.profile)
-    found: dict[str, Any] = {"profile": profile.name, "world": world, "collectives": collectives(profile, device, args)}
-    show(rank, collectives_text(found["collectives"]))
-    found["steps"] = []
+    found: dict[str, Any] = {"profile": profile.name, "world": world, "steps": []}
+    faulthandler.dump_traceback_later(_STUCK_S, exit=True)
+    if args.collectives:
+        found["collectives"] = collectives(profile, device)
+        show(rank, collectives_text(found["collectives"]))
     for case in CASES:
         if agreed_seconds(time.monotonic() - began, device) > args.seconds:
             show(rank, f"{case.name}: left out, {args.seconds} s are over")
             continue
+        faulthandler.dump_traceback_later(_STUCK_S, exit=True)  # counts from here again
         result, texts = step(case, device, args)
         found["steps"].append(result)
         show(rank, tabulate([result], headers="keys", floatfmt=".3f"))
@@ -101,6 +106,7 @@ def main() -> None:
             (args.out / "predict.json").write_text(json.dumps(found, indent=1))
     show(rank, "\n" + tabulate(found["steps"], headers="keys", floatfmt=".3f"))
     dist.barrier()
+    faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
 
 
@@ -112,6 +118,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--seconds", type=float, default=200.0, help="no case begins later")
+    parser.add_argument("--no-collectives", dest="collectives", action="store_false", help="training steps only")
     parser.add_argument("--out", type=Path, help="folder for predict.json and each case's report")
     return parser.parse_args()
 
@@ -131,7 +138,7 @@ def agreed_seconds(seconds: float, device: torch.device) -> float:
 # --- collectives
 
 
-def collectives(profile: DeviceProfile, device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
+def collectives(profile: DeviceProfile, device: torch.device) -> list[dict[str, Any]]:
     """Sizes between and at those of the tables, measured now, beside what each estimator says."""
     world, clock = dist.get_world_size(), clock_for(device)
     assert dist.group.WORLD is not None

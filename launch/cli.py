@@ -198,7 +198,9 @@ def calibrate(
         Path | None,
         typer.Option(metavar="FILE", help="the profile to write (default: <name>.json)", show_default=False),
     ] = None,
-    name: Annotated[str, typer.Option(metavar="NAME", help="of the profile (default: made from the device)")] = "",
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="of the profile (default: made from the device)")
+    ] = "",
     ranks_per_host: Annotated[
         int, typer.Option(metavar="N", help="devices of a whole host (default: those of this machine)")
     ] = 0,
