@@ -244,12 +244,13 @@ class Fuser:
         if slower is not None:
             merged = slower
         if not isinstance(merged, Refusal):
+            place = self._stays_and_moves(a, b)
             between = self.order.merge(first, second)
             if between is None:
                 local = self._local(a, b)
                 saved = sum(map(self.bytes_of, (a.reads & b.reads) | (a.writes & b.reads) | local))
                 self.report.fused.append((a.op.name, b.op.name, saved))
-                self._replace(a, b, self._fused(a, b, merged, local), local)
+                self._replace(a, b, self._fused(a, b, merged, local), local, place)
                 return True
             merged = Refusal(f"{self.groups[between].op.name} must run between them")
         self.settled.add(self._attempt(first, second))
@@ -342,11 +343,26 @@ class Fuser:
         # be launched later: it would undo overlap that the passes could have had.
         if (a.starts & ~b.starts and b.waits & ~a.waits) or (b.starts & ~a.starts and a.waits & ~b.waits):
             return Refusal("one leads to a collective's start, the other comes after a wait")
-        early, late = sorted((a, b), key=lambda group: group.runs_at)
-        held = self.memory.held(early.reads, early.runs_at, late.runs_at, local)
-        if not self.memory.fits(early.runs_at, late.runs_at, held):
-            return Refusal(f"it would keep {held} bytes alive past the peak of memory")
+        stays, moves = self._stays_and_moves(a, b)
+        more = self._held(stays, moves, local)
+        start, end = sorted((stays.runs_at, moves.runs_at))
+        if not self.memory.fits(start, end, more):
+            return Refusal(f"it would keep {more} bytes alive past the peak of memory")
         return None
+
+    def _stays_and_moves(self, a: Group, b: Group) -> tuple[Group, Group]:
+        """The group in whose place both would run, as `MergingOrder.merge` puts them, and the other."""
+        first, second = self._pair(a.number, b.number)
+        if self.order.may_run_early(first, second):
+            return self.groups[first], self.groups[second]
+        moves, stays = sorted((a, b), key=lambda group: group.runs_at)
+        return stays, moves
+
+    def _held(self, stays: Group, moves: Group, local: set[str]) -> int:
+        """Bytes more that live between the places of two groups when both run where the first one does."""
+        if moves.runs_at < stays.runs_at:
+            return self.memory.held(moves.reads, moves.runs_at, stays.runs_at, local)
+        return self.memory.advanced(moves.writes, local)
 
     def try_combine(self, one: int, other: int) -> bool:
         """Puts two groups of kernels of one kind into one launch, or notes why not."""
@@ -358,11 +374,12 @@ class Fuser:
         elif first in self.order.before[second]:
             refusal = Refusal("one needs the other")
         if refusal is None:
+            place = self._stays_and_moves(a, b)
             between = self.order.merge(first, second)
             if between is None:
                 op = Combo(b.op.name, loops_of(a.op) + loops_of(b.op), a.op.origin.joined(b.op.origin))
                 self.report.combined.append((a.op.name, b.op.name))
-                self._replace(a, b, op, set())
+                self._replace(a, b, op, set(), place)
                 return True
             refusal = Refusal(f"{self.groups[between].op.name} must run between them")
         self.report.refused.setdefault((a.op.name, b.op.name), f"not one launch: {refusal.reason}")
@@ -400,12 +417,15 @@ class Fuser:
             a.op.origin.joined(b.op.origin),
         )
 
-    def _replace(self, a: Group, b: Group, op: Loops | Combo, local: set[str]) -> None:
-        """Puts `op` in the place of both groups; `order` has merged them already."""
+    def _replace(self, a: Group, b: Group, op: Loops | Combo, local: set[str], place: tuple[Group, Group]) -> None:
+        """Puts `op` in the place of both groups; `order` has merged them already, `place` says where."""
         kept, gone = min(a.number, b.number), max(a.number, b.number)
-        early, late = sorted((a, b), key=lambda group: group.runs_at)
-        held = self.memory.held(early.reads, early.runs_at, late.runs_at, local)
-        self.memory.delay(early.reads, early.runs_at, late.runs_at, held)
+        stays, moves = place
+        more = self._held(stays, moves, local)
+        if moves.runs_at < stays.runs_at:
+            self.memory.delay(moves.reads, moves.runs_at, stays.runs_at, more)
+        else:
+            self.memory.advance(stays.runs_at, moves.runs_at, more)
         for name in a.reads | b.reads:
             self.readers[name] -= {kept, gone}
         for name in a.writes | b.writes:
@@ -418,7 +438,7 @@ class Fuser:
             a.members + b.members,
             buffers_read(op),
             (a.writes | b.writes) - local,
-            late.runs_at,
+            stays.runs_at,
         )
         for name in group.reads:
             self.readers[name].add(kept)

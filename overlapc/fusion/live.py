@@ -51,6 +51,15 @@ class LiveBytes:
         longer = sum(self.bytes_of(root) for root in roots if start <= self.last.get(root, end) < end)
         return longer - sum(self.bytes_of(name) for name in local)
 
+    def advanced(self, writes: Collection[str], local: Collection[str]) -> int:
+        """Bytes more that live from where an op runs that writes `writes`, when it runs earlier than it did."""
+        return sum(self.bytes_of(name) for name in writes if name not in local) - sum(map(self.bytes_of, local))
+
+    def advance(self, start: int, end: int, more: int) -> None:
+        """What ran at op `end` now runs at `start`."""
+        for number in range(start, end):
+            self.live[number] += more
+
     def fits(self, start: int, end: int, more: int) -> bool:
         """Whether `more` bytes while the ops between the two run leave the peak as it is, but for `SLACK_BYTES`."""
         return more <= 0 or max(self.live[start + 1 : end], default=0) + more <= self.peak + SLACK_BYTES

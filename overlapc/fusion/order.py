@@ -35,22 +35,31 @@ class MergingOrder:
                     stack.append(later)
         return found
 
+    def may_run_early(self, first: int, second: int) -> bool:
+        """Whether the second group needs the first one, and all else that it needs stands before the first one."""
+        start = self.position[first]
+        return first in self.before[second] and all(
+            needed == first or self.position[needed] < start for needed in self.before[second]
+        )
+
     def merge(self, first: int, second: int) -> int | None:
         """Makes one group out of two, `first` standing earlier, with the smaller one's number.
 
-        Where another group must run between them nothing changes, and that group is returned; else None.
+        It takes the first one's place where the second may run early, else one before the second's. Where another
+        group must run between them nothing changes, and that group is returned; else None.
         """
         assert self.position[first] < self.position[second]
         dependents = self.dependents(first, second)
         between = dependents & self.before[second]
         if between:
             return min(between)
+        early = self.may_run_early(first, second)
         keep, gone = (first, second) if first < second else (second, first)
         start, end = self.position[first], self.position[second]
         here = [group for group in self.slots[start : end + 1] if group is not None and group not in (first, second)]
         # What needs the first now comes after both; all else stays before. Order within each part is kept.
-        earlier = [group for group in here if group not in dependents]
-        later = [group for group in here if group in dependents]
+        earlier = [] if early else [group for group in here if group not in dependents]
+        later = here if early else [group for group in here if group in dependents]
         arranged: list[int | None] = [*earlier, keep, *later]
         arranged += [None] * (end + 1 - start - len(arranged))
         for at, group in enumerate(arranged, start):

@@ -154,6 +154,14 @@ def test_memory_is_not_held_past_the_peak(monkeypatch: pytest.MonkeyPatch) -> No
     assert names(fuse(made.ops, made)[0]) == ["peak", "end", "y"]  # the caller holds it anyway
 
 
+def test_a_reader_moved_up_to_its_producer_holds_only_what_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "SLACK_BYTES", 0)
+    # y needs x alone, but stands behind the peak: in its place x would keep `saved` until then.
+    ops = [pointwise("x", "saved", "b"), extern("peak", "x"), extern("end", "peak"), pointwise("y", "x")]
+    made = graph([*ops, extern("later", "end")], ["x", "y", "later"], inputs=("b", "saved"))
+    assert names(fuse(made.ops, made, freeable={"saved"})[0]) == ["y", "peak", "end", "later"]
+
+
 def test_what_becomes_local_pays_for_what_is_held() -> None:
     # Joining x to y keeps `saved` alive past the peak, but x itself, of the same size, never lives.
     ops = [pointwise("x", "saved"), extern("peak", "b"), extern("end", "peak"), pointwise("y", "x", "end")]

@@ -72,3 +72,13 @@ def test_the_group_in_between_is_named() -> None:
     order = MergingOrder([set(), {0}, {1}])
     assert order.merge(0, 2) == 1
     assert order.order() == [0, 1, 2]
+
+
+def test_a_reader_that_nothing_else_holds_back_joins_its_producer_in_its_place() -> None:
+    # 0 -> 1 -> 2, and 3 needs 0 only; 4 needs 0 and 2.
+    order = MergingOrder([set(), {0}, {1}, {0}, {0, 2}])
+    assert order.may_run_early(0, 3)
+    assert not order.may_run_early(0, 4)
+    assert not order.may_run_early(1, 3)
+    assert order.merge(0, 3) is None
+    assert order.order() == [0, 1, 2, 4]
