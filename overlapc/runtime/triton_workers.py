@@ -77,13 +77,14 @@ class Workers:
         return done
 
     def close(self) -> None:
-        """Lets the workers end once they are done."""
-        for process in self._processes:
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):  # it died
-                    process.stdin.close()
-        for process in self._processes:
-            process.wait()
+        """Lets the workers end, once what is being compiled is done."""
+        with self._lock:
+            for process in self._processes:
+                if process.stdin is not None:
+                    with contextlib.suppress(BrokenPipeError):  # it died
+                        process.stdin.close()
+            for process in self._processes:
+                process.wait()
 
 
 class _Shared:
