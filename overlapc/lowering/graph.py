@@ -430,6 +430,29 @@ class Context:
         self._renamed(after)
         return renamed
 
+    def replaces_its_input(self, x: View) -> bool:
+        """Whether this node's result, of its first argument `x`, may be written over `x` itself.
+
+        So it is where `x` is an input that the graph ends by copying the very result into, where nothing reads the
+        old content from here on (this node's other arguments neither), and the result is not returned by itself.
+        """
+        given = self.node.args[0] if self.node.args else None
+        if not isinstance(given, Node) or given.op != "placeholder" or self.graph.views.get(given.name) != x:
+            return False
+        copies = [
+            user for user in given.users if user.target is aten.copy_.default and user.args[:2] == (given, self.node)
+        ]
+        if len(copies) != 1 or self.layout(self.value_of()) != x.layout or not x.layout.is_dense():
+            return False
+        others = [node for node in self.node.all_input_nodes if node is not given]
+        if self.node.all_input_nodes.count(given) != 1 or any(
+            self.graph.root(view.buffer) == x.buffer for node in others for view in _views(self.env[node])
+        ):
+            return False
+        later = [user for user in _users_through_views(given) if user not in self.env and user is not self.node]
+        returned = any(user.op == "output" for user in _users_through_views(self.node))
+        return later == copies and not returned
+
     def _empty(self, view: View) -> View:
         """Memory for a tensor without elements: a kernel with nothing to do would only be a special case for all."""
         layout = view.layout
@@ -686,6 +709,19 @@ def is_view(node: Node) -> bool:
         and all(item.alias_info is not None and not item.alias_info.is_write for item in returns)
         and not any(arg.alias_info is not None and arg.alias_info.is_write for arg in target._schema.arguments)
     )
+
+
+def _users_through_views(node: Node) -> list[Node]:
+    """Every node that reads the memory of `node`, views of it left out and their own readers listed."""
+    found: dict[Node, None] = {}
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if is_view(user):
+                stack.append(user)
+            else:
+                found[user] = None
+    return list(found)
 
 
 @lru_cache(None)

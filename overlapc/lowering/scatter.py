@@ -104,12 +104,14 @@ def scatter_into(
     if not out.is_dense():
         raise Impossible(f"output strides {out.stride} of size {out.size} leave holes")
     same = kept.dtype == x.dtype
-    begun = context.pointwise(
-        lambda element: kept.enter(element),
-        x,
-        name=None if same else context.name_for("sums"),
-        layout=Layout(out.device, kept.dtype, out.size, out.stride),
-    )
+    begun = x
+    if not (same and context.replaces_its_input(x)):
+        begun = context.pointwise(
+            lambda element: kept.enter(element),
+            x,
+            name=None if same else context.name_for("sums"),
+            layout=Layout(out.device, kept.dtype, out.size, out.stride),
+        )
     visited = order or contiguous(out.device, x.dtype, size)
 
     def body(target: View) -> Body:

@@ -101,6 +101,45 @@ def test_an_update_of_an_input_is_one_kernel_without_a_copy():
     assert kernels(step, *(torch.randn(64, 8) for _ in range(3))) == (1, 0)
 
 
+PLACES = torch.tensor([5, 0, 3])
+
+
+def test_a_scatter_into_an_input_writes_only_what_it_changes():
+    def append(cache, new):
+        cache.index_copy_(0, PLACES, new)
+        return cache.sum()
+
+    def add(table, new):
+        table.index_add_(0, PLACES, new)
+        return table * 2
+
+    for step in (append, add):
+        assert kernels(step, torch.randn(7, 4), torch.randn(3, 4)) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, v: (x * 2, x.index_add_(0, PLACES, v))[0],
+        lambda x, v: (x[1:] * 2, x.index_add_(0, PLACES, v), x[:2] + 1)[0],
+        lambda x, v: x.index_add_(0, PLACES, v * 2).clone(),
+        lambda x, v: x.index_add(0, PLACES, v) + x.copy_(x.index_add(0, PLACES, x[:3])),
+        lambda x, v: x.copy_(x.index_add(0, PLACES, v)) + 0,
+        lambda x, v: (y := x.index_add(0, PLACES, v), x.copy_(y))[0],
+        lambda x, v: (y := x.index_add(0, PLACES, v), x.copy_(y))[0].view(-1)[2:],
+        lambda x, v: (y := x.index_add(0, PLACES, v), z := x.exp(), x.copy_(y), y.sum() + z)[-1],
+        lambda x, v: x.index_add_(0, PLACES, v).index_copy_(0, PLACES, x.flip(0)[:3]).sum(),
+        lambda x, v: x.copy_(x.index_put((PLACES,), x[1:4])).sum(0),
+        lambda x, v: x.index_put_((x[:3, 0].abs().long() % 7,), v, accumulate=True).sum(0),
+    ],
+)
+def test_a_scatter_into_an_input_leaves_the_old_content_to_its_readers(function):
+    def call(x, v):
+        return function(x, v)
+
+    same(call, torch.randn(7, 4), torch.randn(3, 4))
+
+
 def test_running_statistics_are_updated_by_the_kernel_that_computes_them():
     def step(x, mean):
         mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
