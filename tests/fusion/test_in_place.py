@@ -7,12 +7,14 @@ import dataclasses
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.deps import edges, without_dead_ops
 from overlapc.ir.body import Store
-from overlapc.ir.hazards import overwrites_in_place
+from overlapc.ir.hazards import overwrites_in_place, scatters
 from overlapc.ir.ops import Loops
+from overlapc.lowering import lower
 from tests.fusion.build import change, graph, names, pointwise
 from tests.ir.interpret import run_ops
 from tests.lowering.compare import compiled, same
@@ -101,6 +103,7 @@ def test_an_update_of_an_input_is_one_kernel_without_a_copy():
     assert kernels(step, *(torch.randn(64, 8) for _ in range(3))) == (1, 0)
 
 
+aten = torch.ops.aten
 PLACES = torch.tensor([5, 0, 3])
 
 
@@ -117,27 +120,39 @@ def test_a_scatter_into_an_input_writes_only_what_it_changes():
         assert kernels(step, torch.randn(7, 4), torch.randn(3, 4)) == (2, 0)
 
 
+def _added(x, v, i):
+    return aten.index_put(x, [i], v, True)
+
+
 @pytest.mark.parametrize(
-    "function",
+    ("function", "directly"),
     [
-        lambda x, v: (x * 2, x.index_add_(0, PLACES, v))[0],
-        lambda x, v: (x[1:] * 2, x.index_add_(0, PLACES, v), x[:2] + 1)[0],
-        lambda x, v: x.index_add_(0, PLACES, v * 2).clone(),
-        lambda x, v: x.index_add(0, PLACES, v) + x.copy_(x.index_add(0, PLACES, x[:3])),
-        lambda x, v: x.copy_(x.index_add(0, PLACES, v)) + 0,
-        lambda x, v: (y := x.index_add(0, PLACES, v), x.copy_(y))[0],
-        lambda x, v: (y := x.index_add(0, PLACES, v), x.copy_(y))[0].view(-1)[2:],
-        lambda x, v: (y := x.index_add(0, PLACES, v), z := x.exp(), x.copy_(y), y.sum() + z)[-1],
-        lambda x, v: x.index_add_(0, PLACES, v).index_copy_(0, PLACES, x.flip(0)[:3]).sum(),
-        lambda x, v: x.copy_(x.index_put((PLACES,), x[1:4])).sum(0),
-        lambda x, v: x.index_put_((x[:3, 0].abs().long() % 7,), v, accumulate=True).sum(0),
+        (lambda x, v, i: (y := _added(x, v, i), aten.copy_(x, y), y * 2)[2], True),
+        (lambda x, v, i: (z := x.exp(), y := _added(x, v, i), aten.copy_(x, y), z)[-1], True),
+        (lambda x, v, i: (y := _added(x, v, i), z := x.exp(), aten.copy_(x, y), z)[-1], False),
+        (lambda x, v, i: (y := _added(x, v, i), z := aten.view(x, [-1]).exp(), aten.copy_(x, y), z)[-1], False),
+        (lambda x, v, i: (t := aten.view(x, [-1]), y := _added(x, v, i), z := t.exp(), aten.copy_(x, y), z)[-1], False),
+        (lambda x, v, i: (y := _added(x, v, i), aten.copy_(x, y), y)[0], False),
+        (lambda x, v, i: (y := _added(x, v, i), aten.copy_(x, y), aten.view(y, [-1]))[2], False),
+        (lambda x, v, i: (y := _added(x, aten.slice(x, 0, 1, 4), i), aten.copy_(x, y), v * 1)[-1], False),
+        (lambda x, v, i: (y := _added(x, x.exp()[:3], i), aten.copy_(x, y), v * 1)[-1], True),
+        (lambda x, v, i: (y := _added(x, v, i), aten.copy_(x, y * 2), y * 3)[-1], False),
     ],
 )
-def test_a_scatter_into_an_input_leaves_the_old_content_to_its_readers(function):
-    def call(x, v):
-        return function(x, v)
+def test_a_scatter_into_an_input_leaves_the_old_content_to_its_readers(function, directly):
+    def call(x, v, i):
+        return (function(x, v, i),)
 
-    same(call, torch.randn(7, 4), torch.randn(3, 4))
+    inputs = [torch.randn(7, 4), torch.randn(3, 4), PLACES]
+    traced = make_fx(call, tracing_mode="fake")(*inputs)
+    made = lower(traced, "graph", lambda device: True, lambda node: None)
+    expected_inputs = [each.clone() for each in inputs]
+    expected = call(*expected_inputs)
+    assert ("x_1" in {made.root(name) for op in made.ops if scatters(op.body) for name in op.before}) == directly
+    for ops in (made.ops, fuse_ops(made)[0]):
+        given = [each.clone() for each in inputs]
+        torch.testing.assert_close(tuple(run_ops(ops, made, given)), expected)
+        torch.testing.assert_close(given, expected_inputs)
 
 
 def test_running_statistics_are_updated_by_the_kernel_that_computes_them():
