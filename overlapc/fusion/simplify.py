@@ -1,9 +1,10 @@
 """Values that a kernel need not compute.
 
     where(c, where(c, a, 0) * b, where(not c, d, 0))   ->   where(c, a * b, d)
+    where(c, cast(a), cast(b))   ->   cast(where(c, a, b))
     sum over r of where(r == t, a, 0)                  ->   where(0 <= t < n, a, 0)
 
-The first comes from joining tensors (`cat`, padding): every part guards what it reads. The second is the gradient of
+The first two come from joining tensors (`cat`, padding): every part guards what it reads. The third is the gradient of
 picking one element a row, as the loss of a classifier does; without it backward would read each row twice.
 """
 
@@ -32,10 +33,10 @@ from overlapc.ir.body import (
     with_loops,
     with_values,
 )
+from overlapc.ir.facts import known_truth, learn
 from overlapc.ir.indexing import loop_symbol
 
 REACH = 64  # values looked at below one `where`: what guards itself lies near
-_OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le"}
 
 
 def simplified(body: Body) -> Body:
@@ -49,7 +50,7 @@ def simplified(body: Body) -> Body:
     for value in body.values():
         built = rebuild(value, tuple(new[operand] for operand in value.operands()), lambda expr: expr)
         if isinstance(built, Op) and built.name == "where":
-            built = _guarded_once(built, uses)
+            built = _operation_first(_guarded_once(built, uses), uses)
         elif isinstance(built, Reduce) and built.kind == "sum":
             built = _picked(built, body, varies)
         new[value] = built
@@ -65,55 +66,59 @@ def simplified(body: Body) -> Body:
 
 
 def _guarded_once(where: Op, uses: Mapping[Value, int]) -> Value:
-    """`where` with branches that do not ask again what it has asked."""
-    condition, yes, no = where.args
-    facts: dict[Value, bool] = {}
-    _learn(condition, True, facts)
-    yes = _under(yes, facts, uses)
-    facts = {}
-    _learn(condition, False, facts)
-    no = _under(no, facts, uses)
-    return yes if yes is no else op("where", condition, yes, no)
-
-
-def _learn(condition: Value, holds: bool, facts: dict[Value, bool]) -> None:
-    """What follows from a condition: its parts, and its opposite."""
-    facts[condition] = holds
-    if not isinstance(condition, Op):
-        return
-    if condition.name in _OPPOSITE and not condition.args[0].dtype.is_floating_point:  # a NaN is neither
-        facts[op(_OPPOSITE[condition.name], *condition.args)] = not holds
-    elif condition.name == "logical_not":
-        _learn(condition.args[0], not holds, facts)
-    elif condition.name == "logical_and" and holds:
-        for part in condition.args:
-            _learn(part, True, facts)
-    elif condition.name == "logical_or" and not holds:
-        for part in condition.args:
-            _learn(part, False, facts)
-
-
-def _under(root: Value, facts: Mapping[Value, bool], uses: Mapping[Value, int]) -> Value:
-    """`root` where every condition in `facts` is as stated; `root` itself if it asks for none of them nearby.
+    """`where` with branches that do not ask again what it has asked.
 
     What has other users is computed as it is anyway, and a second form of it would be computed beside it.
     """
-    seen: dict[Value, Value] = {}
+    left = REACH
 
-    def visit(value: Value) -> Value:
-        if not isinstance(value, Op | Cast) or len(seen) > REACH:
+    def branch(value: Value, condition: Value, holds: bool, facts: Mapping[Value, bool]) -> Value:
+        known = dict(facts)
+        learn(condition, holds, known)
+        return under(value, known)
+
+    def under(value: Value, facts: Mapping[Value, bool]) -> Value:
+        nonlocal left
+        left -= 1
+        if not isinstance(value, Op | Cast) or left < 0:
             return value  # not into addresses and reductions: these are computed whatever the branch
-        if value not in seen:
-            seen[value] = value
-            if isinstance(value, Op) and value.name == "where" and value.args[0] in facts:
-                seen[value] = visit(value.args[1] if facts[value.args[0]] else value.args[2])
-            elif uses[value] <= 1:
-                operands = tuple(visit(operand) for operand in value.operands())
-                if operands != value.operands():
-                    seen[value] = rebuild(value, operands, lambda expr: expr)
-        return seen[value]
+        if isinstance(value, Op) and value.name == "where":
+            condition, yes, no = value.args
+            truth = known_truth(condition, facts)
+            if truth is not None:
+                return under(yes if truth else no, facts)
+            if uses[value] > 1:
+                return value
+            operands: tuple[Value, ...] = (
+                condition,
+                branch(yes, condition, True, facts),
+                branch(no, condition, False, facts),
+            )
+        elif uses[value] > 1:
+            return value
+        else:
+            operands = tuple(under(operand, facts) for operand in value.operands())
+        return value if operands == value.operands() else rebuild(value, operands, lambda expr: expr)
 
-    return visit(root)
+    condition, yes, no = where.args
+    yes, no = branch(yes, condition, True, {}), branch(no, condition, False, {})
+    return yes if yes is no else op("where", condition, yes, no)
+
+
+def _operation_first(value: Value, uses: Mapping[Value, int]) -> Value:
+    """`f(where(c, a, b))` for `where(c, f(a), f(b))`: one operation for two, as in a join of tensors that are cast."""
+    if not isinstance(value, Op) or value.name != "where":
+        return value
+    condition, yes, no = value.args
+    if uses[yes] > 1 or uses[no] > 1:
+        return value  # computed anyway
+    if isinstance(yes, Cast) and isinstance(no, Cast) and yes.to is no.to and yes.arg.dtype is no.arg.dtype:
+        return Cast(op("where", condition, yes.arg, no.arg), yes.to)
+    if isinstance(yes, Op) and isinstance(no, Op) and (yes.name, len(yes.args), len(no.args)) == (no.name, 1, 1):
+        (left,), (right,) = yes.args, no.args
+        if left.dtype is right.dtype:
+            return Op(yes.name, (op("where", condition, left, right),), yes.dtype)
+    return value
 
 
 # --- one element of a row

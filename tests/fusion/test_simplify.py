@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlapc.fusion.simplify import simplified
-from overlapc.ir.body import Body, Constant, Index, Load, Op, Reduce, Store, Value, op
+from overlapc.ir.body import Body, Cast, Constant, Index, Load, Op, Reduce, Store, Value, op
 from tests.ir.bodies import P, R, loops_of, put, x
 from tests.ir.interpret import run_body
 
@@ -93,3 +93,14 @@ def test_a_store_once_a_row_keeps_the_rows() -> None:
     total = next(value for value in body.values() if isinstance(value, Reduce))
     both = Body(body.loops, body.reduction, (*body.stores, Store("z", P[0], total, torch.float32)))
     assert simplified(both).reduction
+
+
+def test_one_operation_for_both_branches() -> None:
+    first, second = op("lt", position(P[0]), number(3)), op("lt", position(P[0]), number(6))
+    parts = [Cast(Load(name, P[0], torch.float32), torch.bfloat16) for name in "abc"]
+    joined = op("where", first, parts[0], op("where", second, parts[1], parts[2]))
+    body = Body(loops_of("p", (8,)), (), (put("y", P[0], joined),))
+    short = simplified(body)
+    assert sum(isinstance(value, Cast) for value in short.values()) == 1
+    buffers = {name: torch.randn(8) for name in "abc"}
+    assert torch.equal(results(short, **buffers), results(body, **buffers))

@@ -13,6 +13,7 @@ from overlapc.codegen.triton.expressions import IndexPrinter
 from overlapc.codegen.triton.precision import coarse_values
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body, Op, Reduce, Scan, Store, Value, depends_on, topological
+from overlapc.ir.facts import unseen_where_masked
 from overlapc.ir.indexing import bounds, numel
 
 _INT32_LIMIT = 2**31 - 2**20  # room for the last, partly masked tile
@@ -52,6 +53,7 @@ class KernelShape:
         self.index_bounds, self.index_dtype = self._index_width()
         self.coarse = coarse_values(body)
         self.draws = any(isinstance(value, Op) and value.name == "random" for value in body.values())
+        self.unseen = unseen_where_masked(body)
         position = torch.int64 if self.index_dtype != "tl.int32" else torch.int32
         roots = [value for store in body.stores for value in store.operands()]
         self.levels = [] if tiling.form == "dot" else accumulations(roots, tiling.form in ("looped", "split"), position)

@@ -239,7 +239,8 @@ class ValueWriter(AxisWriter):
             index = f"{index} + tl.full({self.kernel.shape(('x', 'r'))}, 0, tl.int32)"
         pointer = f"{self.kernel.arguments[load.buffer]} + {term(index)}"
         arguments = self.mask_argument(self.axes_of(load), None if load.mask is None else names[load.mask])
-        if load.mask is not None or (arguments and self.zero_outside):
+        seen = load.mask is not None and load not in self.kernel.unseen
+        if seen or (arguments and self.zero_outside):
             arguments += ", other=0.0" if load.memory_dtype.is_floating_point else ", other=0"
         arguments += self.eviction(load)
         return f"tl.load({pointer}{arguments})"
