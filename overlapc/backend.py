@@ -51,6 +51,7 @@ from overlapc.ir.ops import Combo, Extern, Loops, LoweredGraph, Start, loops_of,
 from overlapc.lowering import Communication, lower, provenance
 from overlapc.lowering.product import Product
 from overlapc.measured_fusion import KernelTimes
+from overlapc.measured_products import ProductTimes, choice
 from overlapc.passes.base import Context, Result, run_pipeline, select
 from overlapc.report import record
 from overlapc.report.build import graph_record
@@ -272,7 +273,7 @@ def plan_graph(
         if pack(gm, _copy_costs(profile)):
             dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
             communication = _communication(gm, config.safe_communication)  # type: ignore[arg-type]
-        lowered = lower(gm, name, partial(_generates, config), communication.get, _native_product(config))
+        lowered = _lowered(gm, name, config, communication, talks)
         dumps.write("ir", "lowered", lambda: str(lowered))
         freeable = _freeable(gm, name)
         # Measured on one rank, fusions of other ranks would differ, and with them what ranks compare.
@@ -426,8 +427,32 @@ def _generates(config: Config, device: torch.device) -> bool:
     return codegen.has_generator(device.type)
 
 
-def _native_product(config: Config) -> Callable[[Product], bool]:
-    return lambda product: config.matmul == "native"
+def _lowered(
+    gm: GraphModule,
+    name: str,
+    config: Config,
+    communication: Mapping[Node, Communication],
+    talks: Compilation | None,
+) -> LoweredGraph:
+    """The graph in loop IR, matrix products as the configuration wants them."""
+
+    def walk(native: Callable[[Product], bool]) -> LoweredGraph:
+        return lower(gm, name, partial(_generates, config), communication.get, native)
+
+    measured = config.matmul == "autotune" and not torch.are_deterministic_algorithms_enabled()
+    if not measured or "cuda" not in _device_types(gm):
+        return walk(lambda product: config.matmul == "native")
+    met: list[Product] = []
+
+    def note(product: Product) -> bool:
+        met.append(product)
+        return False
+
+    walk(note)  # once to see which there are
+    times = ProductTimes(torch.device("cuda", torch.cuda.current_device()), config.cache_dir)(met)  # type: ignore[arg-type]
+    if talks is not None:
+        times = talks.agree_on_medians(times)
+    return walk(choice(times))
 
 
 def _import_generator(device_type: str) -> None:

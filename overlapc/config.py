@@ -197,8 +197,9 @@ class Config:
     native: bool = _knob(True, _bool, "generate kernels; off runs every op as an extern call (for bisection)")
     matmul: str = _knob(
         "library",
-        _one_of("library", "native"),
-        "matrix products: library calls, or kernels of ours with what is around them fused in (native)",
+        _one_of("library", "autotune", "native"),
+        "matrix products: library calls, kernels of ours with what is around them fused in (native), or whichever is"
+        " measured to be faster on this GPU (autotune)",
     )
     fallback_random: bool = _knob(
         False,

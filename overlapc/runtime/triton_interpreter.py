@@ -8,6 +8,7 @@ source that runs on a GPU.
 from __future__ import annotations
 
 import builtins
+import importlib
 import importlib.util
 from collections.abc import Callable
 from functools import lru_cache
@@ -33,6 +34,10 @@ def load_module(path: Path, name: str) -> ModuleType:
     """A generated module whose kernels run in the interpreter, device asserts included."""
     # Asserts are left out without `debug`, which would also stop integers that wrap, as ours are meant to.
     interpreter.interpreter_builder.options = InterpreterOptions(debug=True, sanitize_overflow=False)
+    with triton.knobs.runtime.scope():
+        # Generated modules import the prelude: as it is compiled, for whoever compiles in this process later.
+        triton.knobs.runtime.interpret = False
+        importlib.import_module("overlapc.runtime.triton_prelude")
     module = _execute(path, name)
     module.ops = _prelude()  # type: ignore[attr-defined]
     module.range = _range  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ activation, casts, several stores: the epilogue) is written over [y, x] like any
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import sympy
 import torch
@@ -21,7 +22,7 @@ import torch
 from overlapc.codegen.triton.axes import Scope
 from overlapc.codegen.triton.expressions import converted
 from overlapc.codegen.triton.shape import KernelShape
-from overlapc.codegen.triton.tiling import Tiling, hint_of, power_of_two
+from overlapc.codegen.triton.tiling import MULTIPROCESSORS, Tiling, hint_of, power_of_two
 from overlapc.codegen.triton.values import ValueWriter
 from overlapc.ir.body import Body, Cast, Load, Loop, Op, Reduce, Value, depends_on
 from overlapc.ir.indexing import numel
@@ -34,6 +35,8 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _NARROW = ((128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (256, 128, 64, 8, 3), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4),
            (64, 64, 64, 4, 4))  # fmt: skip
 _WIDE = ((64, 64, 32, 4, 3), (128, 64, 16, 4, 3), (32, 64, 32, 4, 3))
+_Tile: TypeAlias = tuple[int, int, int, int, int]
+_preferred: dict[tuple[int, int, int, int, bool], _Tile] = {}  # by sizes
 
 
 def refuse(body: Body) -> str | None:
@@ -62,37 +65,64 @@ def axes(body: Body) -> tuple[tuple[Loop, ...], tuple[Loop, ...], tuple[Loop, ..
 
 
 def choose(body: Body, hints: Mapping[sympy.Symbol, int]) -> Tiling:
-    """Tile sizes by the sizes of the product."""
-    return candidates(body, hints)[0]
+    """The tiling that was measured to be fastest for products of these sizes, else the likeliest."""
+    tile = _preferred.get(_sizes(body, hints))
+    return candidates(body, hints)[0] if tile is None else _tiling(body, hints, tile)
+
+
+def prefer(body: Body, hints: Mapping[sympy.Symbol, int], tiling: Tiling) -> None:
+    """From now on `choose` gives products of these sizes tiles of this shape."""
+    _preferred[_sizes(body, hints)] = _tile(tiling)
 
 
 def candidates(body: Body, hints: Mapping[sympy.Symbol, int]) -> list[Tiling]:
     """Tilings worth measuring, the likeliest first."""
+    shapes: tuple[_Tile, ...] = _NARROW if _is_narrow(body) else _WIDE
+    _, rows, columns, _, _ = _sizes(body, hints)
+    if rows * columns < 128 * 256 * MULTIPROCESSORS:  # large tiles would leave multiprocessors without work
+        shapes = shapes[1:] + shapes[:1]
+    return list(dict.fromkeys(_tiling(body, hints, shape) for shape in shapes))
+
+
+def tile_name(tiling: Tiling) -> str:
+    """`128x256x64, 8 warps, 3 stages`: rows, columns and length."""
+    rows, columns, length, warps, stages = _tile(tiling)
+    return f"{rows}x{columns}x{length}, {warps} warps, {stages} stages"
+
+
+def _tile(tiling: Tiling) -> _Tile:
+    return tiling.yblock, tiling.xblock, tiling.rblock, tiling.num_warps, tiling.num_stages
+
+
+def _sizes(body: Body, hints: Mapping[sympy.Symbol, int]) -> tuple[int, int, int, int, bool]:
+    """Products, rows, columns and length, and whether factors are of a low precision."""
     found = axes(body)
     assert found is not None
     y, x, grid = found
-    rows, columns, length = (hint_of(numel(loop.size for loop in loops), hints) for loops in (y, x, body.reduction))
-    shapes: tuple[tuple[int, int, int, int, int], ...] = _NARROW if _is_narrow(body) else _WIDE
-    if rows * columns < 128 * 256 * 132:  # large tiles would leave multiprocessors without work
-        shapes = shapes[1:] + shapes[:1]
-    made = []
-    for yblock, xblock, rblock, warps, stages in shapes:
-        fitting = (_fit(yblock, rows), _fit(xblock, columns), _fit(rblock, length))
-        made.append(
-            Tiling(
-                "dot",
-                x,
-                fitting[1],
-                warps,
-                r=body.reduction,
-                rblock=fitting[2],
-                y=y,
-                yblock=fitting[0],
-                grid=grid,
-                num_stages=stages,
-            )
-        )
-    return list(dict.fromkeys(made))
+    parts = (grid, y, x, body.reduction)
+    batch, rows, columns, length = (hint_of(numel(loop.size for loop in loops), hints) for loops in parts)
+    return batch, rows, columns, length, _is_narrow(body)
+
+
+def _tiling(body: Body, hints: Mapping[sympy.Symbol, int], tile: _Tile) -> Tiling:
+    """Tiles of that shape, cut down to the sizes."""
+    found = axes(body)
+    assert found is not None
+    y, x, grid = found
+    _, rows, columns, length, _ = _sizes(body, hints)
+    yblock, xblock, rblock, warps, stages = tile
+    return Tiling(
+        "dot",
+        x,
+        _fit(xblock, columns),
+        warps,
+        r=body.reduction,
+        rblock=_fit(rblock, length),
+        y=y,
+        yblock=_fit(yblock, rows),
+        grid=grid,
+        num_stages=stages,
+    )
 
 
 def lines(kernel: KernelShape) -> list[str]:
