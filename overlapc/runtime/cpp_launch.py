@@ -1,14 +1,15 @@
 """C++ kernels, from source text to a callable.
 
-Each kernel is one shared library and one cache entry. A compile of so small a file costs about 0.1 s of start-up,
-and in exchange a kernel is shared by all graphs and ranks whatever else is in them. Those that are missing are
-compiled side by side, a process per core.
+Each kernel is one cache entry, so that all graphs and ranks share it whatever else is in them. The compiler takes
+longer to start than to compile a kernel (0.1 s against 0.01 s), so what a graph lacks is compiled together, a file per
+core, and the library of a file becomes the entry of every kernel in it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from overlapc.errors import ToolchainError
 from overlapc.runtime.cache import KernelCache, content_key
 from overlapc.runtime.toolchain import Compiler, compile_error, find_compiler
 
@@ -32,11 +34,24 @@ class CppKernel:
     sizes: int  # int64 arguments after them; a thread count follows
     comment: str = ""
     messages: tuple[str, ...] = ()  # of its checks; a kernel that has any returns the number of one that failed
+    prelude: str = ""  # what comes before `text`, once in a file of several kernels; decides the cache entry too
+
+    def key(self, compiler: Compiler) -> str:
+        """Of its cache entry."""
+        return content_key(
+            self.prelude + self.text, *compiler.command, *compiler.flags, *compiler.libraries, compiler.identity
+        )
 
 
 @lru_cache(None)
 def _cache(root: Path) -> KernelCache:
     return KernelCache(root)
+
+
+@lru_cache(None)
+def _files(root: Path) -> KernelCache:
+    """Libraries of several kernels, by the text of all."""
+    return KernelCache(root, "files")
 
 
 _address = torch.Tensor.data_ptr
@@ -74,7 +89,10 @@ def load_kernels(kernels: Sequence[CppKernel], cache_dir: Path) -> dict[str, Cpp
     cache = _cache(Path(cache_dir))
     unique = {kernel.name: kernel for kernel in kernels}
     workers = max(1, min(len(unique), len(os.sched_getaffinity(0))))
+    missing = [kernel for kernel in unique.values() if not cache.path(kernel.key(compiler), ".so").exists()]
     with ThreadPoolExecutor(workers, thread_name_prefix="overlapc-compile") as pool:
+        files = [missing[first::workers] for first in range(workers)]
+        list(pool.map(lambda file: _build_together(file, cache, _files(Path(cache_dir)), compiler), files))
         libraries = pool.map(lambda kernel: build_library(kernel, cache, compiler), unique.values())
         return {
             kernel.name: CppLauncher(kernel, library)
@@ -82,18 +100,38 @@ def load_kernels(kernels: Sequence[CppKernel], cache_dir: Path) -> dict[str, Cpp
         }
 
 
+def _build_together(kernels: Sequence[CppKernel], cache: KernelCache, files: KernelCache, compiler: Compiler) -> None:
+    """Puts `kernels` into the cache by one run of the compiler. Where it fails, each is left to `build_library`."""
+    if len(kernels) < 2:
+        return
+    prelude = kernels[0].prelude
+    assert all(kernel.prelude == prelude for kernel in kernels), "kernels of one graph have one prelude"
+    # A namespace each, as kernels may define helpers of the same name; the kernels themselves are `extern "C"`.
+    texts = [f"namespace of_{kernel.name} {{\n{kernel.text}}}\n" for kernel in kernels]
+    together = CppKernel(f"{len(kernels)} kernels", "".join(texts), 0, 0, prelude=prelude)
+    try:
+        library = build_library(together, files, compiler)
+    except ToolchainError:
+        return  # compiled alone, the kernel at fault is named
+
+    def copy(path: Path) -> None:
+        shutil.copyfile(library, path)
+
+    for kernel in kernels:
+        cache.get_or_build(kernel.key(compiler), ".so", copy)
+
+
 def build_library(kernel: CppKernel, cache: KernelCache, compiler: Compiler) -> Path:
     """The kernel's shared library, from the cache or compiled now."""
-    key = content_key(kernel.text, *compiler.command, *compiler.flags, *compiler.libraries, compiler.identity)
 
     def build(library: Path) -> None:
         comment = "".join(f"// {line}\n" for line in kernel.comment.splitlines())
         source = library.with_suffix(".cpp")
-        source.write_text(comment + kernel.text)
+        source.write_text(comment + kernel.prelude + kernel.text)
         result = compiler.build(source, library)
         if result.returncode:
-            kept = cache.keep_text(f"{kernel.name}.cpp", [comment, kernel.text])
+            kept = cache.keep_text(f"{kernel.name}.cpp", [comment, kernel.prelude, kernel.text])
             stderr = result.stderr.replace(str(source), str(kept))
             raise compile_error(compiler.command_line(kept, Path(f"{kernel.name}.so")), stderr, kept)
 
-    return cache.get_or_build(key, ".so", build)
+    return cache.get_or_build(kernel.key(compiler), ".so", build)

@@ -40,6 +40,31 @@ def test_kernels_of_a_graph_are_compiled_once_each_and_then_found(tmp_path: Path
     assert counted("kernel_compiles") - compiles == 3
 
 
+def test_what_a_graph_lacks_is_compiled_a_file_per_core(tmp_path: Path):
+    kernels, files = counted("kernel_compiles"), counted("file_compiles")
+    launchers = load_kernels([with_a_helper(at) for at in range(9)], tmp_path)
+    assert counted("kernel_compiles") - kernels == 9
+    assert counted("file_compiles") - files <= len(os.sched_getaffinity(0))
+    x, y = torch.arange(5.0), torch.empty(5)
+    for at in range(9):  # every kernel calls its own helper
+        launchers[f"plus_{at}"](y, x, 5)
+        assert torch.equal(y, x + at)
+
+
+def test_the_kernel_at_fault_is_named_among_others(tmp_path: Path):
+    broken = CppKernel("broken", 'extern "C" void broken(long threads) { wrong(); }\n', 0, 0, "from layer 7")
+    with pytest.raises(ToolchainError, match=r"broken\.cpp"):
+        load_kernels([broken, *(with_a_helper(at) for at in range(5))], tmp_path)
+
+
+def with_a_helper(addend: int) -> CppKernel:
+    """A kernel whose text also defines a function that others define differently."""
+    text = f"static float part(float x) {{ return x + {addend}; }}\n"
+    text += f'extern "C" void plus_{addend}(float* y, const float* x, long n, long threads) {{\n'
+    text += "  for (long i = 0; i < n; ++i) y[i] = part(x[i]);\n}\n"
+    return CppKernel(f"plus_{addend}", text, tensors=2, sizes=1)
+
+
 def test_provenance_is_not_part_of_a_kernel(tmp_path: Path):
     load_kernels([kernel(comment="layer 0")], tmp_path)
     compiles = counted("kernel_compiles")

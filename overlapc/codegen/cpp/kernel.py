@@ -82,11 +82,12 @@ class CppGenerator:
         kernels = [
             CppKernel(
                 source.name,
-                f"{prelude()}{source.text}",
+                source.text,
                 len(source.buffers),
                 len(source.sizes),
                 source.comment,
                 source.launch or (),
+                prelude(),
             )
             for source in sources
         ]
