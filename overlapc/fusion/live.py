@@ -53,7 +53,10 @@ class LiveBytes:
 
     def advanced(self, writes: Collection[str], local: Collection[str]) -> int:
         """Bytes more that live from where an op runs that writes `writes`, when it runs earlier than it did."""
-        return sum(self.bytes_of(name) for name in writes if name not in local) - sum(map(self.bytes_of, local))
+        made = (
+            name for name in writes if name not in local and self.graph.root(name) == name
+        )  # others: memory there is
+        return sum(map(self.bytes_of, made)) - sum(map(self.bytes_of, local))
 
     def advance(self, start: int, end: int, more: int) -> None:
         """What ran at op `end` now runs at `start`."""

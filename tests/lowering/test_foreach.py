@@ -90,3 +90,17 @@ def test_optimizers_step_as_in_eager(kind, options):
     torch.testing.assert_close(ours, eager)
     assert counted("kernels") > 0
     assert counted("fallbacks") == counted("fallback copy_")
+
+
+def test_an_update_in_place_takes_no_memory_and_so_stays_one_kernel():
+    def step(parameters, gradients, means, squares):
+        torch._foreach_lerp_(means, gradients, 0.1)
+        torch._foreach_mul_(squares, 0.9)
+        torch._foreach_addcmul_(squares, gradients, gradients, 0.1)
+        torch._foreach_addcdiv_(parameters, means, torch._foreach_sqrt(squares), -0.1)
+
+    torch._dynamo.utils.counters.clear()
+    lists = [[torch.rand(3 * 2**18) for _ in range(3)] for _ in range(4)]  # 3 MiB each: fusion minds their memory
+    with torch.no_grad():
+        torch.compile(step, backend="overlapc")(*lists)
+    assert counted("kernels") == 1
