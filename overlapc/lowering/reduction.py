@@ -173,6 +173,10 @@ def topk(context: Context, x: View, k: Any, dim: int = -1, largest: bool = True,
     """
     if not x.size or not isinstance(k, int) or not 1 <= k <= MOST_CHOSEN:
         raise Impossible(f"the first {k} of a row")
+    if x.dtype not in (torch.float32, torch.float64):
+        raise Impossible(
+            f"which of equal elements come first, in {x.dtype}"
+        )  # common there, and eager has its own order
     dim = dim % len(x.size)
     if not x.size[dim].is_Integer or int(x.size[dim]) * k > LONGEST_CHOICE or not largest:
         raise Impossible(f"the first {k} of {x.size[dim]}, {'largest' if largest else 'smallest'} first")
