@@ -23,11 +23,11 @@ from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
-from overlapc.fx.attention_rng import unwrap_attention
 from overlapc.fx.collectives import canonicalize
 from overlapc.fx.gathers import Gather, parameter_gathers
 from overlapc.fx.random import draw_once
 from overlapc.fx.recompute import recompute_expansions
+from overlapc.fx.rng_state import describe, unwrap_attention
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -52,10 +52,14 @@ def partition(
         else:
             _mark(gather, None)  # torch saves what untagged collectives give
     recompute_expansions(joint_module.graph)
-    forward, backward = min_cut_rematerialization_partition(
-        joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
-    )
+    # The other way, generators as inputs of the graphs, is for CUDA graphs over libraries that draw random numbers.
+    with torch._functorch.config.patch(graphsafe_rng_functionalization=False):
+        forward, backward = min_cut_rematerialization_partition(
+            joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
+        )
     unwrap_attention(forward, backward)
+    for graph in (forward, backward):
+        describe(graph)
     if regathered:
         _skip_regather(forward, regathered)
     return forward, backward

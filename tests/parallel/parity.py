@@ -131,7 +131,9 @@ def spread(case: Case, mesh: DeviceMesh, apply: Callable[..., Any]) -> nn.Module
 def train(case: Case, model: nn.Module, step: Callable[..., Tensor], mesh: DeviceMesh, steps: int) -> dict[str, Any]:
     """Losses of this rank and the last step's full gradients."""
     params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=1e-3) if case.adam else torch.optim.SGD(params, lr=0.1)
+    # One by one: torch 2.11 steps no list in which some are DTensors and some are not.
+    each: dict[str, Any] = {"params": params, "foreach": False}
+    optimizer = torch.optim.AdamW(**each, lr=1e-3) if case.adam else torch.optim.SGD(**each, lr=0.1)
     rank = mesh.get_local_rank("replicate") * case.dp + mesh.get_local_rank("dp")
     generator = torch.Generator().manual_seed(100 + rank)
     losses = []

@@ -1,14 +1,15 @@
-"""Attention without dropout draws no random numbers, whatever its operator's tags say.
+"""Operators that draw random numbers under a checkpoint.
 
-Under a checkpoint torch's partitioner wraps every operator that may be random, so that backward can repeat it with the
-same state: `run_and_save_rng_state(sdpa, q, k, v, 0.0, True)` in forward, `run_with_rng_state(state, sdpa, …)` in
-backward. Where dropout is 0 both are the plain call again, and no state is saved.
+torch's partitioner wraps every operator that may be random, so that backward can repeat it with the same state:
+`run_and_save_rng_state(bernoulli, p)` in forward, `run_with_rng_state(state, bernoulli, p)` in backward. It leaves out
+what these give, which `describe` adds. Attention without dropout draws no random numbers, whatever its operator's tags
+say: `unwrap_attention` makes both the plain call again, and no state is saved.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,13 @@ def unwrap_attention(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
             backward.graph.erase_node(state)
     forward.recompile()
     backward.recompile()
+
+
+def describe(gm: fx.GraphModule) -> None:
+    """Give wrapped operators the fake tensors that every node of a graph carries."""
+    for node in gm.graph.nodes:
+        if node.target in (run_and_save_rng_state, run_with_rng_state) and "val" not in node.meta:
+            node.meta["val"] = _fake_result(node.target, node.args, node.kwargs)
 
 
 def _unwrap_saving(forward: fx.GraphModule) -> bool:
@@ -73,10 +81,16 @@ def _plain(node: fx.Node, target: Any, args: Sequence[Any]) -> fx.Node:
     with node.graph.inserting_before(node):
         call = node.graph.call_function(target, tuple(args), dict(node.kwargs))
     call.meta = dict(node.meta)
-    given, named = tree_map(lambda leaf: leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf, (args, node.kwargs))
-    with _mode_of(*[leaf for leaf in args if isinstance(leaf, fx.Node)]):
-        call.meta["val"] = target(*given, **named)
+    call.meta["val"] = _fake_result(target, args, node.kwargs)
     return call
+
+
+def _fake_result(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    given, named = tree_map(
+        lambda leaf: leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf, (tuple(args), dict(kwargs))
+    )
+    with _mode_of(*[leaf for leaf in args if isinstance(leaf, fx.Node)]):
+        return target(*given, **named)
 
 
 def _mode_of(*nodes: fx.Node) -> FakeTensorMode:

@@ -1,4 +1,4 @@
-"""Attention under a checkpoint: computed again in backward, with no random state in between."""
+"""Operators under a checkpoint that draw random numbers, or only seem to."""
 
 import torch
 import torch.nn.functional as F
@@ -35,3 +35,23 @@ def test_checkpointed_attention_is_computed_again_in_backward():
     attention = [node for node in backward.nodes if node.kind is Kind.EXTERN and "attention" in node.op]
     assert len([node for node in attention if not node.op.endswith("backward")]) == 2
     assert not any("rng" in node.op for graph in (forward, backward) for node in graph.nodes)
+
+
+def dropped(x, w):
+    return F.dropout(torch.relu(x @ w), 0.5)
+
+
+def test_a_checkpoint_repeats_the_numbers_that_torch_draws():
+    x, w = (torch.randn(8, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True))
+
+    def function(x, w):
+        return checkpoint(dropped, x, w, use_reentrant=False).square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="overlapc", options={"fallback_random": True, "warm_start": False})
+    results = []
+    for run in (function, compiled):
+        torch.manual_seed(0)
+        loss = run(x, w)
+        results.append((loss, *torch.autograd.grad(loss, (x, w))))
+    torch.testing.assert_close(results[1], results[0])
