@@ -16,10 +16,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlapc.codegen.cpp  # noqa: F401 (registers the generator)
-from overlapc.backend import generate_kernels
 from overlapc.codegen import kernel as generators
 from overlapc.codegen.fx import FxWrapper
 from overlapc.codegen.program import build_program
+from overlapc.codegen.sources import generate_kernels
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.config import Config
 from overlapc.fusion import fuse_ops

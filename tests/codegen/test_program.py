@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import overlapc.codegen.cpp  # noqa: F401 (registers the generator)
-from overlapc.backend import generate_kernels
 from overlapc.codegen.kernel import generator_for
 from overlapc.codegen.program import Allocate, Free, Launch, Program, TakeOver, build_program
 from overlapc.codegen.python import PythonWrapper
+from overlapc.codegen.sources import generate_kernels
 from overlapc.config import Config
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.build import to_schedule

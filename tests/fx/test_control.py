@@ -10,11 +10,12 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from overlapc import backend
 from overlapc.config import Config
 from overlapc.dump import Dumps
+from overlapc.estimators.profile_trace import EarlierRun
 from overlapc.fx.collectives import canonicalize, find_collectives
 from overlapc.fx.control import done, inline_control_deps, order_of
+from overlapc.planning import plan_graph
 from overlapc.schedule.model import Node
 
 c10d = torch.ops._c10d_functional
@@ -59,7 +60,10 @@ def wrap(gm: fx.GraphModule, node: fx.Node, *earlier: fx.Node) -> None:
 
 def schedule_nodes(gm: fx.GraphModule) -> dict[str, Node]:
     config = Config.of({"passes": ()})
-    result, _ = backend.plan_graph(gm, config=config, name="forward_0", dumps=Dumps(config, "forward_0"), inner={})
+    nothing = EarlierRun({})
+    planned = plan_graph(gm, config=config, name="forward_0", dumps=Dumps(config, "forward_0"), inner=nothing)
+    assert planned is not None
+    result = planned[0]
     return {node.name: node for node in result.schedule.nodes}
 
 

@@ -1,0 +1,51 @@
+"""Sources of all kernels of a schedule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from overlapc.codegen import kernel as codegen
+from overlapc.codegen.kernel import KernelSource
+from overlapc.errors import CompileError
+from overlapc.ir.ops import Combo, Loops, LoweredGraph, loops_of
+from overlapc.schedule.model import Schedule
+
+
+def generate_kernels(schedule: Schedule, graph: LoweredGraph) -> dict[str, KernelSource]:
+    """Source of every generated kernel, by the name of its op."""
+    sources = {}
+    for node in schedule.nodes:
+        op = node.payload
+        if not isinstance(op, Loops | Combo):
+            continue
+        generator = codegen.generator_for(op.device.type)
+        for part in loops_of(op):
+            reason = generator.refuse(part.body)
+            if reason is not None:
+                raise CompileError(
+                    f"cannot generate a kernel for {' '.join(part.origin.fx)}: {reason}\n   at {part.origin.source}\n"
+                    'hint: options={"native": False} runs every op as it stands; please report this graph'
+                )
+        comment = f"{' '.join(op.origin.fx)} | {op.origin.source}"
+        if isinstance(op, Combo):
+            sources[op.name] = generator.combine([part.body for part in op.parts], _hint(op), comment)
+        else:
+            sources[op.name] = generator.generate(op.body, _hint(op), comment, graph.size_hints)
+    return sources
+
+
+def _hint(op: Loops | Combo) -> str:
+    """`mul_rsqrt_sum`: the distinct ops in it, as a readable part of the kernel's name."""
+    names = dict.fromkeys(re.sub(r"_?\d+$", "", name).strip("_") for name in op.origin.fx)
+    return "_".join(list(names)[:6])
+
+
+def kernels_of(sources: Mapping[str, KernelSource], schedule: Schedule) -> list[tuple[str, KernelSource]]:
+    """(device type, source) of every kernel once, by first launch."""
+    found: dict[str, tuple[str, KernelSource]] = {}
+    for node in schedule.nodes:
+        if isinstance(node.payload, Loops | Combo):
+            source = sources[node.payload.name]
+            found.setdefault(source.name, (node.payload.device.type, source))
+    return list(found.values())

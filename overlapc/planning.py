@@ -1,0 +1,253 @@
+"""From an FX graph to its final schedule: the stages before any code is generated, agreed between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule, Node
+
+from overlapc import dump
+from overlapc.chain import chain_of
+from overlapc.codegen import kernel as codegen
+from overlapc.codegen.bucket import merge_starts
+from overlapc.config import Config
+from overlapc.estimators.agreement import Compilation, party
+from overlapc.estimators.base import Estimator, estimate_schedule
+from overlapc.estimators.canonical import canonical_lines
+from overlapc.estimators.device import DeviceProfile
+from overlapc.fusion import fuse_ops
+from overlapc.fusion.build import to_schedule
+from overlapc.fx.collectives import GroupNames, canonicalize, find_collectives
+from overlapc.fx.control import inline_control_deps
+from overlapc.fx.fsdp2 import clean_up
+from overlapc.fx.pack import CopyCosts, pack
+from overlapc.fx.random import draw_once
+from overlapc.ir.ops import LoweredGraph, tree_leaves
+from overlapc.lowering import Communication, lower
+from overlapc.lowering.product import Product
+from overlapc.measured_fusion import KernelTimes
+from overlapc.measured_products import ProductTimes, choice
+from overlapc.passes.base import Context, Result, run_pipeline
+from overlapc.report.drawing import to_dot
+from overlapc.report.walk import walk_through
+from overlapc.schedule.model import Estimate, Kind, Schedule
+
+
+def plan_graph(
+    gm: GraphModule,
+    *,
+    config: Config,
+    name: str,
+    dumps: dump.Dumps,
+    inner: Estimator,
+    kept_order: str | None = None,
+) -> tuple[Result, LoweredGraph] | None:
+    """The stages up to the final schedule, before any code is generated. `inner` knows what calls of inner graphs take.
+
+    kept_order: this graph was compiled before, with this order of collectives. If every rank has it with the same
+    order there is nothing to plan, and None is returned.
+    """
+    inline_control_deps(gm)
+    clean_up(gm)
+    canonicalize(gm)
+    draw_once(gm.graph)
+    dumps.write("fx", "graph", lambda: gm.print_readable(print_output=False))
+    communication = _communication(gm, config.safe_communication)  # type: ignore[arg-type]
+    with _together(gm, communication, config, name) as talks:
+        if talks is not None:
+            names = GroupNames(gm.graph)
+            if not talks.agree_on_graph(canonical_lines(gm.graph, names.__getitem__), kept_order or ""):
+                kept_order = None
+        if kept_order is not None:
+            return None
+        profile = profile_of(config, device_types(gm))
+        if talks is not None:
+            profile = talks.agree_on_profile(profile)
+        if pack(gm, _copy_costs(profile)):
+            dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
+            communication = _communication(gm, config.safe_communication)  # type: ignore[arg-type]
+        lowered = _lowered(gm, name, config, communication, talks)
+        dumps.write("ir", "lowered", lambda: str(lowered))
+        freeable = _freeable(gm, name)
+        # Measured on one rank, fusions of other ranks would differ, and with them what ranks compare.
+        measured = config.benchmark_fusion and talks is None and not torch.are_deterministic_algorithms_enabled()
+        measure = KernelTimes(lowered, config.cache_dir) if measured else None  # type: ignore[arg-type]
+        ops, fusion = fuse_ops(lowered, enabled=config.fusion, freeable=freeable, measure=measure)
+        dumps.write("fusion", "decisions", lambda: str(fusion))
+        schedule = to_schedule(
+            ops,
+            lowered,
+            freeable,
+            config.memory_budget,  # type: ignore[arg-type]
+            fusion.kernel_of,
+        )
+        chain = chain_of(profile, config, lowered, inner)
+        schedule = _estimated(schedule, chain, talks)
+        result = run_pipeline(schedule, _context(config, profile, chain, dumps))
+        dumps.write("passes", "walk", lambda: walk_through(result.after))
+        dumps.write("passes", "schedule", lambda: to_dot(result.schedule), suffix="dot")
+        if talks is not None:
+            talks.agree_on_order(collective_lines(result.schedule))
+    return result, lowered
+
+
+# --- communication and agreement
+
+
+def _communication(gm: GraphModule, safe: frozenset[str]) -> dict[Node, Communication]:
+    return {
+        found.start: Communication(found.comm, asynchronous=not found.synchronous)
+        for found in find_collectives(gm.graph, safe)
+    }
+
+
+@dataclass
+class _together:
+    """The talks with the ranks that compile this graph too; None when it does not communicate."""
+
+    gm: GraphModule
+    communication: Mapping[Node, Communication]
+    config: Config
+    name: str
+
+    def __enter__(self) -> Compilation | None:
+        self.talks: Compilation | None = None
+        if self.config.rank_check and self.communication and dist.is_initialized():
+            groups = {found.comm.ranks for found in self.communication.values() if found.comm.ranks}
+            ranks = spanned_ranks(dist.get_rank(), groups, dist.get_world_size())
+            label = self.name.split("_")[0]
+            self.talks = party(ranks).compilation(label, self.config.rank_timeout).__enter__()
+        return self.talks
+
+    def __exit__(self, *error: Any) -> None:
+        if self.talks is not None:
+            self.talks.__exit__(*error)
+
+
+def spanned_ranks(rank: int, groups: set[tuple[int, ...]], world_size: int) -> tuple[int, ...]:
+    """The ranks that compile a graph which communicates over `groups`, the same on all of them.
+
+    On a device mesh every rank sees its own row and its own column; together they span the same grid. Where they
+    do not (groups that lie on no grid), all ranks of the job.
+    """
+    span = {rank}
+    for group in groups:
+        span = {at + other - rank for at in span for other in group}
+    if min(span) < 0 or max(span) >= world_size:
+        return tuple(range(world_size))
+    return tuple(sorted(span))
+
+
+def collective_lines(schedule: Schedule) -> list[str]:
+    """One line per launch in execution order, equal on all ranks when the orders are."""
+    return [
+        f"{node.comm.collective} {node.name} @{node.comm.group}({node.comm.size}) {node.comm.bytes}B"
+        for node in schedule.nodes
+        if node.kind in (Kind.START, Kind.COMM) and node.comm is not None
+    ]
+
+
+# --- lowering and estimates
+
+
+def _generates(config: Config, device: torch.device) -> bool:
+    if not config.native:
+        return False
+    import_generator(device.type)
+    return codegen.has_generator(device.type)
+
+
+def _lowered(
+    gm: GraphModule,
+    name: str,
+    config: Config,
+    communication: Mapping[Node, Communication],
+    talks: Compilation | None,
+) -> LoweredGraph:
+    """The graph in loop IR, matrix products as the configuration wants them."""
+
+    def walk(native: Callable[[Product], bool]) -> LoweredGraph:
+        return lower(gm, name, partial(_generates, config), communication.get, native)
+
+    measured = config.matmul == "autotune" and not torch.are_deterministic_algorithms_enabled()
+    if not measured or "cuda" not in device_types(gm):
+        return walk(lambda product: config.matmul == "native")
+    met: list[Product] = []
+
+    def note(product: Product) -> bool:
+        met.append(product)
+        return False
+
+    walk(note)  # once to see which there are
+    times = ProductTimes(torch.device("cuda", torch.cuda.current_device()), config.cache_dir)(met)  # type: ignore[arg-type]
+    if talks is not None:
+        times = talks.agree_on_medians(times)
+    return walk(choice(times))
+
+
+def import_generator(device_type: str) -> None:
+    """Generators of ours register when they are imported; others are registered by who brings them."""
+    if device_type == "cpu":
+        import overlapc.codegen.cpp
+    elif device_type == "cuda":
+        import overlapc.codegen.triton  # noqa: F401
+
+
+def _freeable(gm: GraphModule, name: str) -> set[str]:
+    """Inputs that nobody but the graph holds: what forward saved for backward, less parameters and inputs."""
+    if not name.startswith("backward"):
+        return set()
+    names = {node.name for node in gm.graph.nodes if node.op == "placeholder"}
+    return {each for each in names if not each.startswith(("primals_", "tangents_"))}
+
+
+def device_types(gm: GraphModule) -> set[str]:
+    values = tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
+    return {value.device.type for value in values if isinstance(value, torch.Tensor)}
+
+
+def profile_of(config: Config, device_types: Collection[str]) -> DeviceProfile:
+    from overlapc.estimators.calibrate import profile_for
+    from overlapc.estimators.device import load_profile
+
+    if config.profile is not None:
+        return load_profile(config.profile)
+    if torch.are_deterministic_algorithms_enabled():  # what is measured here differs from run to run
+        return load_profile("h200-nvlink" if "cuda" in device_types else "cpu-gloo")
+    return profile_for("cuda" if "cuda" in device_types else "cpu", config.cache_dir)  # type: ignore[arg-type]
+
+
+def _estimated(schedule: Schedule, chain: Estimator, talks: Compilation | None) -> Schedule:
+    """`schedule` with estimates that are the same on every rank: the median of what each would say."""
+    schedule = estimate_schedule(schedule, chain).schedule
+    if talks is not None:
+        known = {node.name: node.estimate for node in schedule.nodes if node.estimate is not None}
+        agreed = talks.agree_on_medians({name: estimate.ns for name, estimate in known.items()})
+        schedule = schedule.with_estimates({name: Estimate(agreed[name], known[name].source) for name in known})
+    return schedule
+
+
+def _copy_costs(profile: DeviceProfile) -> CopyCosts:
+    byte_ns = 1e9 / profile.memory_bytes_per_s if profile.memory_bytes_per_s else 0.0
+    return CopyCosts(profile.coalesced_tensor_ns, profile.kernel_floor_ns, byte_ns)
+
+
+def _context(config: Config, profile: DeviceProfile, chain: Estimator, dumps: dump.Dumps) -> Context:
+    return Context(
+        profile=profile,
+        peak_increase=config.peak_increase,
+        reorder_collectives=config.reorder_collectives,
+        overlap_margin=config.overlap_margin,
+        stop_after=config.stop_after,
+        estimate=chain.estimate,
+        merge_payloads=merge_starts,
+        passes=config.passes,
+        verify=config.verify,
+        check_memory=config.check_memory,
+        dump=dumps.writer("passes"),
+    )
