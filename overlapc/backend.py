@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import time
 import warnings
 from collections import Counter
@@ -20,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from overlapc import dump
 from overlapc.codegen.fx import FxWrapper
+from overlapc.codegen.parts import split
 from overlapc.codegen.pool import peak_bytes, pooled
 from overlapc.codegen.program import Program, build_program
 from overlapc.codegen.sources import generate_kernels, kernels_of
@@ -49,6 +51,7 @@ from overlapc.warm import step as warm_step
 from overlapc.warm.fingerprint import NotCacheable, environment_key, graph_key, user_graph_key
 
 _numbers = itertools.count()
+_log = logging.getLogger("overlapc")
 
 
 def overlapc(
@@ -165,17 +168,27 @@ def _build(
     report = graph_record(result, fallbacks=_fallbacks(result))
     if config.memory == "pool":
         program, report = _with_pool(program, report, result.schedule, lowered)
+    # What is within another graph runs as a part of that one's call.
+    parted = split(program) if config.cuda_graphs and not within else None
+    counts = _counts(result)
+    if parted is not None:
+        report = replace(report, captured=parted.summary())
+        counts["cuda_graph_parts"] = len(parted.parts)
+        _log.info("%s: %s", name, parted.summary())
     dumps.write("program", "program", lambda: str(program))
+    if parted is not None:
+        dumps.write("program", "parts", lambda: str(parted))
     dumps.write("kernels", "kernels", lambda: "\n\n".join(source.text for source in program.kernels()))
     compiled, objects = warm_graph.compiled_graph(
         program,
         kernels_of(sources, result.schedule),
         gm,
         report,
-        _counts(result),
+        counts,
         collective_lines(result.schedule),
         tracked=config.check_lifecycle,
         checks=config.checks,
+        partition=parted,
     )
     graph = FxWrapper(program, single=single) if config.wrapper == "fx" else None
     call = _run(compiled, config, name, began, objects=objects, within=within, graph=graph)

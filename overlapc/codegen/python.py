@@ -13,6 +13,7 @@ import torch
 from torch.utils._sympy.printers import PythonPrinter
 
 from overlapc.codegen.kernel import Launcher
+from overlapc.codegen.parts import Part, Partition
 from overlapc.codegen.program import (
     Allocate,
     BindSize,
@@ -32,6 +33,7 @@ from overlapc.codegen.program import (
 from overlapc.fx.versions import group_name_of, resolve_group
 from overlapc.ir.ops import Handle, Layout, Provenance, View, buffers_written, tree_leaves
 from overlapc.runtime import marks, support, values
+from overlapc.runtime.cuda_graphs import Parts
 from overlapc.runtime.lifecycle import Lifecycle
 
 Boxed = Callable[[list[Any]], tuple[Any, ...]]
@@ -45,11 +47,17 @@ class PythonWrapper:
     """
 
     def __init__(
-        self, program: Program, *, marked: bool = False, tracked: bool = False, checks: frozenset[str] = frozenset()
+        self,
+        program: Program,
+        *,
+        marked: bool = False,
+        tracked: bool = False,
+        checks: frozenset[str] = frozenset(),
+        partition: Partition | None = None,
     ) -> None:
         """marked: with a profiler's mark around every node (runtime/marks.py). tracked: every allocation and free is
         checked against the plan (runtime/lifecycle.py). checks: "nan", "inf" and "sync" look at each node after it ran
-        (runtime/values.py)."""
+        (runtime/values.py). partition: the program as parts for CUDA graphs (runtime/cuda_graphs.py)."""
         self.program = program
         self.tracked = tracked
         self.checks = checks
@@ -61,29 +69,52 @@ class PythonWrapper:
             "mark": marks.mark,
             "Lifecycle": Lifecycle,
             "values": values,
+            "Parts": Parts,
         }
         self.objects: dict[str, Any] = {**known, **program.constants}
         # How a later process finds them again; "" for what it cannot. Constants come with the graph.
         self.texts = {"torch": "torch", "rt": "overlapc.runtime.support", "math": "math"}
         self.texts |= {"mark": "overlapc.runtime.marks:mark", "Lifecycle": "overlapc.runtime.lifecycle:Lifecycle"}
-        self.texts["values"] = "overlapc.runtime.values"
+        self.texts |= {"values": "overlapc.runtime.values", "Parts": "overlapc.runtime.cuda_graphs:Parts"}
         self.names: dict[int, str] = {}
         self.header: list[str] = []
-        body = [line for item in program.instructions for line in self._lines(item, marked)]
-        self.source = "\n".join([*self._head(), *(f"    {line}" for line in body), ""])
+        self.leaving = partition.leaving if partition is not None else ()
+        functions: list[str] = []
+        body: list[str] = []
+        # In the program's order: names of objects count up as they are met.
+        for item in partition.steps if partition is not None else program.instructions:
+            if isinstance(item, Part):
+                functions += self._function(item)
+            body += self._calling(item) if isinstance(item, Part) else self._lines(item, marked)
+        self.source = "\n".join([*self._head(functions), *(f"    {line}" for line in body), ""])
 
     def bind(self, launchers: Mapping[str, Launcher]) -> Boxed:
         """The function, with kernels bound."""
         return function_of(self.source, f"<overlapc {self.program.name}>", {**self.objects, **launchers})
 
-    def _head(self) -> list[str]:
-        lines = [f"# overlapc: {self.program.name}", *self.header, "", "", "def call(args):"]
-        if self.program.inputs:
-            trailing = "," if len(self.program.inputs) == 1 else ""
-            lines.append(f"    {', '.join(self.program.inputs)}{trailing} = args")
-        if self.tracked:
-            lines.append(f"    life = Lifecycle({self.program.name!r}, args)")
-        return [*lines, "    args.clear()"]
+    def _head(self, functions: list[str]) -> list[str]:
+        lines = [f"# overlapc: {self.program.name}", *self.header]
+        if functions:
+            lines += ["", f"parts = Parts({self.program.name!r})", *functions]
+        lines += ["", "", "def call(args):"]
+        tracker = [f"life = Lifecycle({self.program.name!r}, args)"] if self.tracked else []
+        return [*lines, *(f"    {line}" for line in _unpacked(self.program.inputs, *tracker))]
+
+    def _function(self, part: Part) -> list[str]:
+        """The definition of a captured part."""
+        inner, written = (
+            [at for at, name in enumerate(part.inputs) if name in names] for names in (part.inner, part.written)
+        )
+        body = [line for item in part.instructions for line in self._print(item)]
+        lines = [*_unpacked(part.inputs), *body, f"return {_tuple(part.outputs)}"]
+        decorated = f"@parts.part(inner={inner}, written={written})"
+        return ["", "", decorated, f"def {part.name}(args):", *(f"    {line}" for line in lines)]
+
+    def _calling(self, part: Part) -> list[str]:
+        box = f"box = [{', '.join(part.inputs)}]"
+        drops = [f"del {', '.join(sorted(part.freed))}"] if part.freed else []
+        results = f"{_tuple(part.outputs)} = " if part.outputs else ""
+        return [box, *drops, f"{results}{part.name}(box)"]
 
     def _lines(self, item: Instruction, marked: bool) -> list[str]:
         lines = self._in_mark(item) if marked else self._print(item)
@@ -164,7 +195,9 @@ class PythonWrapper:
             return [f"{item.variable} = rt.as_expected({item.variable!r}, {item.variable}, {size}, {stride})"]
         assert isinstance(item, Return)
         values = [self.value(value) for value in item.values]
-        return [f"return ({', '.join(values)}{',' if len(values) == 1 else ''})"]
+        left = _tuple(self.leaving)
+        copies = [f"{left} = parts.copied{left}"] if self.leaving else []
+        return [*copies, f"return ({', '.join(values)}{',' if len(values) == 1 else ''})"]
 
     def _in_mark(self, item: Instruction) -> list[str]:
         if not isinstance(item, Launch | Call | WaitFor):
@@ -270,6 +303,16 @@ class PythonWrapper:
             self.texts[name] = text_of(value)
             self.header.append(f"# {name}: {str(value).splitlines()[0][:100]}")
         return self.names[id(value)]
+
+
+def _tuple(names: tuple[str, ...]) -> str:
+    return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
+
+
+def _unpacked(names: tuple[str, ...], *then: str) -> list[str]:
+    """The first lines of a function that takes a list of arguments and empties it."""
+    trailing = "," if len(names) == 1 else ""
+    return [*([f"{', '.join(names)}{trailing} = args"] if names else []), *then, "args.clear()"]
 
 
 def function_of(source: str, filename: str, names: Mapping[str, Any]) -> Boxed:

@@ -26,7 +26,7 @@ def unwrap_attention(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
     if not _unwrap_saving(forward):
         return
     for node in list(backward.graph.nodes):
-        if node.target is run_with_rng_state and _draws_nothing(node.args[1], node.args[2:], node.kwargs):
+        if node.target is run_with_rng_state and draws_nothing(node.args[1], node.args[2:], node.kwargs):
             node.replace_all_uses_with(_plain(node, node.args[1], node.args[2:]))
             state = node.args[0]
             assert isinstance(state, fx.Node), f"{node} has its state from {state}"
@@ -49,7 +49,7 @@ def _unwrap_saving(forward: fx.GraphModule) -> bool:
     found = False
     output = forward.graph.output_node()
     for node in list(forward.graph.nodes):
-        if node.target is not run_and_save_rng_state or not _draws_nothing(node.args[0], node.args[1:], node.kwargs):
+        if node.target is not run_and_save_rng_state or not draws_nothing(node.args[0], node.args[1:], node.kwargs):
             continue
         found = True
         call = _plain(node, node.args[0], node.args[1:])
@@ -64,7 +64,7 @@ def _unwrap_saving(forward: fx.GraphModule) -> bool:
     return found
 
 
-def _draws_nothing(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def draws_nothing(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether this is attention with a dropout of 0."""
     schema = getattr(target, "_schema", None)
     if schema is None or "_scaled_dot_product" not in schema.name:

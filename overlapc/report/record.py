@@ -103,6 +103,7 @@ class GraphRecord:
     fallbacks: Mapping[str, int] = field(default_factory=dict)  # ops run eagerly for want of a lowering
     unknown: tuple[str, ...] = ()  # nodes nobody could estimate; the times above leave them out
     compile_seconds: float = 0.0
+    captured: str = ""  # with cuda_graphs: how many parts are captured, and what is not and why
     measured: Measured | None = None  # None: nobody measured it
 
     @property

@@ -83,6 +83,8 @@ def facts(graph: GraphRecord) -> Iterator[str]:
     yield f"peak memory  {human_bytes(graph.incoming_peak_bytes)} -> {human_bytes(graph.peak_bytes)} ({budget})"
     yield f"kernels      {graph.kernels} generated, {graph.externs} library calls, {fallback_text(graph)}"
     yield f"compiled in  {graph.compile_seconds:.2f} s" + _pass_seconds(graph)
+    if graph.captured:
+        yield f"CUDA graphs  {graph.captured}"
     if graph.unknown:
         yield f"unknown      {_some(graph.unknown)}: nobody could estimate these, the times above leave them out"
 

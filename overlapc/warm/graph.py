@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from overlapc.codegen import kernel as codegen
 from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.parts import Partition
 from overlapc.codegen.program import Program
 from overlapc.codegen.python import Boxed, PythonWrapper, function_of, rebuild
 from overlapc.report.record import GraphRecord
@@ -95,12 +96,15 @@ def compiled_graph(
     *,
     tracked: bool = False,
     checks: frozenset[str] = frozenset(),
+    partition: Partition | None = None,
 ) -> tuple[CompiledGraph, dict[str, Any]]:
-    """(what can be kept, the objects that its wrapper calls) of a program."""
+    """(what can be kept, the objects that its wrapper calls) of a program.
+
+    partition: its parts for CUDA graphs; a profiler's marks would not be in these, so the marked version has none.
+    """
     anonymous = dataclasses.replace(program, name=NAME)
-    wrapper, marked = (
-        PythonWrapper(anonymous, marked=marked, tracked=tracked, checks=checks) for marked in (False, True)
-    )
+    wrapper = PythonWrapper(anonymous, tracked=tracked, checks=checks, partition=partition)
+    marked = PythonWrapper(anonymous, marked=True, tracked=tracked, checks=checks)
     attributes = {f"constant_{node.name}": str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
     kept = CompiledGraph(
         name=program.name,

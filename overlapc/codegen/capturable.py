@@ -1,0 +1,127 @@
+"""Which instructions a CUDA graph may hold, and why it may not hold the others.
+
+A capture records what is launched, with addresses and sizes as they are, and forbids the host to look at the device.
+So what is captured has static sizes, lies on one GPU, and is made of calls known not to synchronize: an op that is not
+on the list here is not captured, which costs a cut and is never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from overlapc.codegen.program import Allocate, Call, ExpectLayout, Instruction, Launch, Program, TakeOver
+from overlapc.fx.rng_state import draws_nothing
+from overlapc.fx.versions import group_name_of
+from overlapc.ir.ops import Extern, Handle, Layout, View, tree_leaves, views_read
+
+# Library calls of aten that neither synchronize, nor let the host choose what to launch by what is on the device.
+_LIBRARY_CALLS = frozenset(
+    """
+    mm addmm bmm baddbmm mv addmv dot _scaled_mm _grouped_mm convolution convolution_backward
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
+    _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
+    empty empty_strided new_empty new_empty_strided fill fill_ zero_ zeros_like full full_like
+    clone copy_ _to_copy contiguous cat gather scatter scatter_add index_select sort topk cumsum cumprod logcumsumexp
+    max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward
+    _fused_adam _fused_adamw _fused_adam_ _fused_adamw_ _fused_sgd _fused_sgd_
+    """.split()
+)
+
+
+def over_nccl(op: Extern) -> bool:
+    """Whether the collective's process group runs CUDA tensors by NCCL, whose launches a capture takes."""
+    if not dist.is_initialized():
+        return False
+    from torch.distributed import distributed_c10d
+
+    groups: dict[Any, Any] = {name: group for group, name in distributed_c10d._world.pg_names.items()}
+    for leaf in tree_leaves((op.args, dict(op.kwargs))):
+        name = leaf if isinstance(leaf, str) else group_name_of(leaf) if _is_group(leaf) else None
+        if name in groups:
+            return "nccl" in str(dist.get_backend_config(groups[name]))
+    return False
+
+
+def _is_group(leaf: Any) -> bool:
+    return hasattr(getattr(leaf, "real_obj", leaf), "group_name")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What may be captured of one program: what is on `home`, with collectives that `takes` accepts."""
+
+    program: Program
+    home: torch.device
+    takes: Callable[[Extern], bool]
+
+    def refusal(self, item: Instruction) -> str | None:
+        """Why `item` must stay outside of a capture; None if it may be inside."""
+        if isinstance(item, Launch):
+            return self._launch(item)
+        if isinstance(item, Call):
+            return self._call(item)
+        if isinstance(item, Allocate | TakeOver | ExpectLayout):
+            return self._layout(item.variable, item.layout)
+        return None
+
+    def _launch(self, item: Launch) -> str | None:
+        if item.kernel.sizes:
+            return f"size {item.kernel.sizes[0]} is known only at run time"
+        return self._variables(item.variables)
+
+    def _call(self, item: Call) -> str | None:
+        op = item.op
+        return self._values(item) or (self._collective(op) if item.starts else self._target(op))
+
+    def _collective(self, op: Extern) -> str | None:
+        return None if self.takes(op) else "its process group does not run on NCCL"
+
+    def _target(self, op: Extern) -> str | None:
+        if op.comm is not None:
+            return "communication that waits for itself, or that is not known"
+        target = getattr(op.target, "copies_results_of", op.target)
+        if not isinstance(target, torch._ops.OpOverload):
+            return "a conditional, a loop or another Python function"
+        seeded = torch.Tag.nondeterministic_seeded in target.tags
+        if seeded and not draws_nothing(target, op.args, dict(op.kwargs)):
+            return "draws random numbers from torch's generator"
+        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(target.tags):
+            return "waits for the device to know its result"
+        if target.namespace == "aten" and (target.is_view or target._schema.name[6:] in _LIBRARY_CALLS):
+            return None
+        return "not known to be free of synchronization"
+
+    def _values(self, item: Call) -> str | None:
+        op = item.op
+        for leaf in views_read(op):
+            if isinstance(leaf, Handle):
+                return f"reads {leaf.buffer}, which is no tensor"
+        results = [leaf for leaf in tree_leaves(op.result) if isinstance(leaf, View)]
+        for view in (*(leaf for leaf in views_read(op) if isinstance(leaf, View)), *op.mutates, *results):
+            refused = self._layout(view.buffer, view.layout)
+            if refused is not None:
+                return refused
+        for leaf in tree_leaves((op.args, dict(op.kwargs), op.result)):
+            expr = leaf.expr if isinstance(leaf, Handle) else leaf
+            if getattr(expr, "free_symbols", None):
+                return f"size {expr} is known only at run time"
+        return None
+
+    def _variables(self, variables: tuple[str, ...]) -> str | None:
+        layouts = ((name, self.program.layouts.get(name)) for name in variables)
+        refused = (self._layout(name, layout) for name, layout in layouts if layout is not None)
+        return next((reason for reason in refused if reason is not None), None)
+
+    def _layout(self, name: str, layout: Layout) -> str | None:
+        if layout.device != self.home:
+            return f"{name} is on {layout.device}, not on {self.home}"
+        for size in (*layout.size, *layout.stride, layout.offset):
+            if size.free_symbols:
+                return f"size {size} of {name} is known only at run time"
+        return None

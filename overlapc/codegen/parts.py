@@ -1,0 +1,337 @@
+"""A program cut into parts that CUDA graphs hold, and single instructions between them (`cuda_graphs=True`).
+
+    launch a; call mm; call nonzero; launch b; launch c; return
+ -> part_0[launch a; call mm]; call nonzero; part_1[launch b; launch c]; return
+
+`codegen.capturable` says what may be in a part. A collective is launched and waited for in one part, or outside: a
+capture cannot wait for what was launched elsewhere. A part is a function of variables; `overlapc.runtime.cuda_graphs`
+runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from overlapc.codegen.capturable import Rules, over_nccl
+from overlapc.codegen.program import (
+    Allocate,
+    BindSize,
+    Call,
+    Carve,
+    CheckInput,
+    ExpectLayout,
+    Free,
+    Instruction,
+    Launch,
+    Pool,
+    Program,
+    Return,
+    TakeOver,
+    WaitFor,
+)
+from overlapc.ir.ops import Extern, Handle, View, buffers_written, tree_leaves, views_read
+
+# A replay costs the host about what two launches do, more with inputs to copy.
+LEAST_NODES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Instructions captured together, as a function of `inputs` that returns `outputs` (variables)."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+    inputs: tuple[str, ...]
+    inner: frozenset[str]  # inputs that earlier parts made: they lie where these parts were captured
+    written: frozenset[str]  # inputs whose contents change
+    freed: frozenset[str]  # inputs that nobody uses afterwards
+    outputs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = (f"    {item}" for item in self.instructions)
+        return "\n".join([f"{self.name}({', '.join(self.inputs)}) -> {', '.join(self.outputs)}", *lines])
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A node that no part holds, and why."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A program as parts and what runs between them. `leaving`: variables in memory of parts that are returned."""
+
+    steps: tuple[Instruction | Part, ...]
+    cuts: tuple[Cut, ...]
+    leaving: tuple[str, ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(step for step in self.steps if isinstance(step, Part))
+
+    def summary(self) -> str:
+        """`2 captured parts of 14 nodes; outside: 1 x waits for the device to know its result (nonzero)`."""
+        held = sum(isinstance(item, _Node) for part in self.parts for item in part.instructions)
+        by_reason: dict[str, list[str]] = {}
+        for cut in self.cuts:
+            by_reason.setdefault(cut.reason, []).append(cut.node)
+        why = [f"{len(nodes)} x {reason} ({nodes[0]})" for reason, nodes in by_reason.items()]
+        parts = f"{len(self.parts)} captured part{'' if len(self.parts) == 1 else 's'} of {held} nodes"
+        return f"{parts}; outside: {'; '.join(why)}" if why else parts
+
+    def __str__(self) -> str:
+        cuts = (f"{cut.node}: {cut.reason}" for cut in self.cuts)
+        return "\n".join([self.summary(), *cuts, *map(str, self.steps)])
+
+
+def split(program: Program, device_type: str = "cuda", takes: Callable[[Extern], bool] = over_nccl) -> Partition:
+    """The parts of `program` on its first device of this type; `takes` says which collectives a capture can hold."""
+    items = program.instructions
+    home = _home(program, device_type)
+    if home is None:
+        return Partition(items, (Cut(program.name, f"nothing runs on {device_type}"),), ())
+    rules = Rules(program, home, takes)
+    refused = {at: reason for at, item in enumerate(items) if (reason := rules.refusal(item)) is not None}
+    edges = {at for at, item in enumerate(items) if isinstance(item, BindSize | CheckInput | Return | Pool | Carve)}
+    _cut_collectives(program, refused, edges)
+    cuts = [Cut(_name(items[at]), refused[at]) for at in sorted(refused) if isinstance(items[at], _Node)]
+    builder = _Builder(program)
+    for begin, end in _runs(len(items), {*refused, *edges}):
+        nodes = [item for item in items[begin:end] if isinstance(item, _Node)]
+        if len(nodes) >= LEAST_NODES:
+            builder.add(begin, end)
+        elif nodes:
+            cuts += [Cut(_name(node), f"fewer than {LEAST_NODES} nodes between two cuts") for node in nodes]
+    return builder.finish(cuts)
+
+
+_Node = Launch | Call | WaitFor
+
+
+def _name(item: Instruction) -> str:
+    assert isinstance(item, _Node)
+    return item.op.name
+
+
+def _home(program: Program, device_type: str) -> torch.device | None:
+    devices = (
+        program.layouts[item.op.result.buffer].device
+        if isinstance(item, Call) and isinstance(item.op.result, View) and item.op.result.buffer in program.layouts
+        else item.op.device
+        if isinstance(item, Launch)
+        else None
+        for item in program.instructions
+    )
+    return next((device for device in devices if device is not None and device.type == device_type), None)
+
+
+def _runs(count: int, cut: set[int]) -> Iterable[tuple[int, int]]:
+    """[begin, end) of every run of positions between cuts."""
+    begin = 0
+    for at in (*sorted(cut), count):
+        if at > begin:
+            yield begin, at
+        begin = at + 1
+
+
+# --- collectives
+
+
+def _cut_collectives(program: Program, refused: dict[int, str], edges: set[int]) -> None:
+    """Refuses launch and waits of each collective that would be in flight where a part ends.
+
+    That is a cut itself, which other collectives may be in flight over; so it goes on from one to the next.
+    """
+    launched: dict[str, int] = {}  # variable -> its launch
+    waits: dict[int, list[int]] = {}
+    for at, item in enumerate(program.instructions):
+        if isinstance(item, Call) and item.starts:
+            launched.update((name, at) for name in (*defines(item), *_overwrites(item, program)))
+            waits[at] = []
+        elif isinstance(item, WaitFor):
+            start = launched.get(item.variable)
+            if start is None:
+                refused.setdefault(at, "its collective was launched by somebody else")
+            else:
+                waits[start].append(at)
+    spans = {start: max(ends, default=len(program.instructions)) for start, ends in waits.items()}
+    points = {at for start, ends in waits.items() for at in (start, *ends)} | set(refused) | edges
+    over = _in_flight(spans, sorted(points))
+    todo = [(at, start) for at in (*refused, *edges) for start in over[at]]
+    todo += [(start, start) for start in spans if start in refused]
+    done: set[int] = set()
+    while todo:
+        cause, start = todo.pop()
+        if start in done:
+            continue
+        done.add(start)
+        reason = f"in flight where {_shown(program.instructions[cause])} cuts"
+        for at in (start, *waits[start]):
+            refused.setdefault(at, reason if cause != start else "its collective is launched outside of a part")
+            todo += [(at, other) for other in over[at]]
+
+
+def _in_flight(spans: Mapping[int, int], points: list[int]) -> dict[int, list[int]]:
+    """At each point, which collectives were launched before it and are waited for after it, by their launches."""
+    found: dict[int, list[int]] = {}
+    flying: list[int] = []
+    for at in points:
+        flying = [start for start in flying if spans[start] > at]
+        found[at] = list(flying)
+        if at in spans:
+            flying.append(at)
+    return found
+
+
+def _shown(item: Instruction) -> str:
+    return (
+        _name(item) if isinstance(item, _Node) else "the end" if isinstance(item, Return) else str(type(item).__name__)
+    )
+
+
+# --- variables
+
+
+class _Builder:
+    """Puts parts together; `add` in program order."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.steps: list[Instruction | Part] = []
+        self.next = 0  # position of the first instruction that is not in `steps`
+        self.parts = 0
+        self.captured: set[str] = set()  # variables in memory of parts
+        self.last_use: dict[str, int] = {}
+        for at, item in enumerate(program.instructions):
+            self.last_use.update(dict.fromkeys(uses(item, program), at))
+
+    def add(self, begin: int, end: int) -> None:
+        """A part of the instructions [begin, end).
+
+        Memory for what comes after the last node stays outside: the part would hold it forever. So do frees of what
+        the part has nothing to do with.
+        """
+        self._pass(self.next, begin)
+        self.next = end
+        program = self.program
+        last = max(at for at in range(begin, end) if isinstance(program.instructions[at], _Node))
+        items = list(program.instructions[begin:end])
+        behind = [item for item in items[last + 1 - begin :] if isinstance(item, Allocate | TakeOver)]
+        inside = [item for item in items if not any(item is other for other in behind)]
+        while isinstance(inside[0], ExpectLayout):  # of the call before
+            self.steps.append(inside.pop(0))
+        touched = {name for item in inside if not isinstance(item, Free) for name in _touched(item, program)}
+        idle = {name for item in inside if isinstance(item, Free) for name in item.variables} - touched
+        if idle:
+            self.steps.append(Free(tuple(sorted(idle))))
+        kept = tuple(item for item in (_without(item, idle) for item in inside) if item is not None)
+        part = self._part(kept, last)
+        self.parts += 1
+        self.captured.update(part.outputs)
+        self.steps.append(part)
+        self._append(behind)
+
+    def finish(self, cuts: Iterable[Cut]) -> Partition:
+        self._pass(self.next, len(self.program.instructions))
+        returned = {
+            name
+            for item in self.program.instructions
+            if isinstance(item, Return)
+            for name in uses(item, self.program)
+            if name in self.program.layouts
+        }
+        return Partition(tuple(self.steps), tuple(cuts), tuple(sorted(returned & self.captured)))
+
+    def _pass(self, begin: int, end: int) -> None:
+        self._append(self.program.instructions[begin:end])
+
+    def _append(self, items: Iterable[Instruction]) -> None:
+        for item in items:
+            self.steps.append(item)
+            if isinstance(item, TakeOver) and item.source in self.captured:
+                self.captured.add(item.variable)
+
+    def _part(self, items: tuple[Instruction, ...], last: int) -> Part:
+        program = self.program
+        inputs: dict[str, None] = {}
+        made: set[str] = set()
+        gone: set[str] = set()
+        written: set[str] = set()
+        for item in items:
+            inputs.update((name, None) for name in uses(item, program) if name not in made)
+            made.update(defines(item))
+            written.update(_overwrites(item, program))
+            gone.update(item.variables if isinstance(item, Free) else ())
+            gone.update((item.source,) if isinstance(item, TakeOver) else ())
+        given = [name for name in inputs if name not in program.constants]
+        return Part(
+            f"part_{self.parts}",
+            items,
+            tuple(given),
+            frozenset(given) & self.captured,
+            frozenset(given) & written,
+            frozenset(given) & gone,
+            tuple(sorted(name for name in made - gone if self.last_use.get(name, -1) > last)),
+        )
+
+
+def uses(item: Instruction, program: Program) -> list[str]:
+    """Variables that must be there before `item`."""
+    if isinstance(item, Launch):
+        return list(item.variables)
+    if isinstance(item, Call):
+        op = item.op
+        out = [op.result] if op.out else []
+        return [_variable(leaf, program) for leaf in (*views_read(op), *op.mutates, *out)]
+    if isinstance(item, Return):
+        return [_variable(leaf, program) for leaf in tree_leaves(item.values) if isinstance(leaf, View | Handle)]
+    if isinstance(item, TakeOver):
+        return [item.source]
+    if isinstance(item, Carve):
+        return [item.pool]
+    if isinstance(item, Free):
+        return list(item.variables)
+    if isinstance(item, Allocate | Pool):
+        return []
+    return [item.variable]
+
+
+def defines(item: Instruction) -> list[str]:
+    """Variables that are there after `item`, and were not or were something else before."""
+    if isinstance(item, Call):
+        return [name for name, _ in item.results]
+    if isinstance(item, Allocate | Pool | Carve | TakeOver | ExpectLayout):
+        return [item.variable]
+    return []
+
+
+def _touched(item: Instruction, program: Program) -> list[str]:
+    return [*uses(item, program), *defines(item)]
+
+
+def _overwrites(item: Instruction, program: Program) -> list[str]:
+    if isinstance(item, Launch):
+        roots = [program.variables[name] for name in buffers_written(item.op)]
+        # A launch names the memory that an argument's output took over by the output's name.
+        return [name for name in item.variables if name in roots]
+    if isinstance(item, Call):
+        views = [*item.op.mutates, *([item.op.result] if item.op.out else [])]
+        return [_variable(view, program) for view in views]
+    return []
+
+
+def _variable(leaf: View | Handle, program: Program) -> str:
+    return program.variables[leaf.buffer] if isinstance(leaf, View) else leaf.buffer
+
+
+def _without(item: Instruction, names: set[str]) -> Instruction | None:
+    if not isinstance(item, Free):
+        return item
+    left = tuple(name for name in item.variables if name not in names)
+    return replace(item, variables=left) if left else None

@@ -1,0 +1,240 @@
+"""Where a program is cut for CUDA graphs, with which reason, and that its parts one after another do what it does.
+
+Programs are compiled for the CPU and split as if that could be captured; `Repeated` records there by running again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import Tensor
+
+from overlapc.codegen.kernel import generator_for
+from overlapc.codegen.parts import LEAST_NODES, Part, Partition, split
+from overlapc.codegen.program import Call, Launch, Program, Return, WaitFor
+from overlapc.codegen.python import PythonWrapper, rebuild
+from overlapc.config import Config
+from overlapc.errors import ConfigError
+from overlapc.ir.ops import Extern, Layout, View, Wait
+from overlapc.report import record
+from overlapc.runtime.cuda_graphs import Parts
+from tests.codegen.test_program import compiled
+from tests.runtime.repeated import Repeated
+
+
+def reasons(partition: Partition) -> dict[str, str]:
+    return {cut.node: cut.reason for cut in partition.cuts}
+
+
+def nodes(partition: Partition) -> list[list[str]]:
+    """Names of the nodes of each part."""
+    return [[item.op.name for item in part.instructions if isinstance(item, Launch | Call)] for part in partition.parts]
+
+
+def bound(program: Program, partition: Partition, recorder: Repeated) -> Callable[[list[Any]], tuple[Any, ...]]:
+    wrapper = PythonWrapper(program, partition=partition)
+    wrapper.objects["Parts"] = functools.partial(Parts, recorder=recorder)
+    return wrapper.bind(generator_for("cpu").load(program.kernels(), Config.of({}).cache_dir))
+
+
+def straight(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    a = (x @ w).sin()
+    b = (a @ w).cos()
+    return b @ a, a
+
+
+def cut_in_the_middle(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    a = ((x @ w).sin() @ w).cos()
+    values, _ = torch.linalg.eigh(a @ a.t())
+    b = ((a * values).exp() @ w).sin()
+    return b @ a, a
+
+
+INPUTS = (torch.randn(16, 16), torch.randn(16, 16))
+
+
+def test_a_plain_program_is_one_part():
+    program, _, _ = compiled(straight, *INPUTS)
+    partition = split(program, "cpu")
+    (part,) = partition.parts
+    assert part.inputs == program.inputs
+    assert set(partition.leaving) == set(part.outputs)
+    assert not partition.cuts
+    assert partition.summary() == "1 captured part of 5 nodes"
+    assert isinstance(partition.steps[-1], Return)
+
+
+def test_a_call_that_may_synchronize_stands_alone_and_the_summary_says_why():
+    program, _, _ = compiled(cut_in_the_middle, *INPUTS)
+    partition = split(program, "cpu")
+    first, second = nodes(partition)
+    cut = reasons(partition)
+    assert list(cut.values()) == ["not known to be free of synchronization"]
+    assert first[0].startswith("mm")
+    assert set(first) & set(cut) == set(second) & set(cut) == set()
+    assert len([*first, *second, *cut]) == len([i for i in program.instructions if isinstance(i, Launch | Call)])
+    a = set(partition.parts[0].outputs) & set(partition.parts[1].inputs)
+    assert a, "the second part reads what the first made"
+    assert a <= partition.parts[1].inner
+    assert "2 captured parts" in partition.summary()
+    assert "1 x not known to be free of synchronization (_linalg_eigh" in partition.summary()
+
+
+def test_random_numbers_and_results_of_unknown_size_are_not_captured():
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return torch.bernoulli(x), x.sin().sort()[0]
+
+    program, _, _ = compiled(function, torch.rand(8))
+    found = reasons(split(program, "cpu"))
+    assert "draws random numbers from torch's generator" in found.values()
+    assert any(reason.startswith(f"fewer than {LEAST_NODES}") for reason in found.values())
+
+
+def test_nothing_is_captured_of_a_program_for_another_device():
+    program, _, call = compiled(straight, *INPUTS)
+    partition = split(program)
+    assert not partition.parts
+    assert reasons(partition) == {"test": "nothing runs on cuda"}
+    again = bound(program, partition, Repeated())
+    assert all(torch.equal(a, b) for a, b in zip(again(list(INPUTS)), call(list(INPUTS)), strict=True))
+
+
+@pytest.mark.parametrize("function", [straight, cut_in_the_middle])
+@pytest.mark.parametrize("fused", [False, True])
+def test_parts_do_what_the_program_does_and_results_stay(function: Callable[..., Any], fused: bool):
+    program, _, call = compiled(function, *INPUTS, fused=fused)
+    recorder = Repeated()
+    partition = split(program, "cpu")
+    parted = bound(program, partition, recorder)
+    w = INPUTS[1]
+    seen = []
+    for step in range(5):
+        x = torch.randn(16, 16, generator=torch.Generator().manual_seed(step))
+        seen.append((parted([x, w]), call([x, w])))
+    assert recorder.recorded == len(partition.parts)
+    assert recorder.replays == 4 * len(partition.parts)
+    for results, expected in seen:  # those of earlier steps too
+        for result, wanted in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, wanted, rtol=0, atol=0)
+
+
+def test_an_input_that_the_graph_changes_is_changed_wherever_it_lies():
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = ((x @ w).sin() @ w).cos() @ w
+        x.copy_(y)
+        return y
+
+    program, _, call = compiled(function, *INPUTS)
+    partition = split(program, "cpu")
+    parted = bound(program, partition, Repeated())
+    assert partition.parts[0].written == {program.inputs[0]}
+    kept = []
+    for step in range(4):
+        x = torch.randn(16, 16, generator=torch.Generator().manual_seed(step))
+        ours, theirs = x.clone(), x.clone()
+        kept.append(x)
+        parted([ours, INPUTS[1]])
+        call([theirs, INPUTS[1]])
+        assert torch.equal(ours, theirs)
+
+
+def test_the_wrapper_names_what_a_later_process_needs():
+    program, _, _ = compiled(cut_in_the_middle, *INPUTS)
+    wrapper = PythonWrapper(program, partition=split(program, "cpu"))
+    assert "@parts.part(inner=[" in wrapper.source
+    assert rebuild(wrapper.texts["Parts"]) is Parts
+    marked = PythonWrapper(program, marked=True)
+    shared = set(wrapper.objects) & set(marked.objects)
+    assert all(wrapper.objects[name] is marked.objects[name] for name in shared), "names mean the same in both"
+
+
+# --- collectives, by programs written down: `g` starts, `w` waits, `m` multiplies, `!` is not capturable
+
+
+def written(text: str) -> Program:
+    """`g0 m m w0 ! m`: each word a node, numbered collectives over one input `x`."""
+    layout = Layout(torch.device("cpu"), torch.float32, (sympy.Integer(4),) * 2, (sympy.Integer(4), sympy.Integer(1)))
+    x = View("x", layout)
+    instructions: list[Any] = []
+    names = ["x"]
+    for at, word in enumerate(text.split()):
+        name = f"{word}_{at}" if word in ("m", "!") else word
+        view = View(name, layout)
+        if word[0] == "w":
+            source = View(f"g{word[1:]}", layout)
+            instructions.append(WaitFor(source.buffer, Wait(name, source, view)))
+            continue
+        target = {"g": torch.ops._c10d_functional.all_reduce.default, "!": torch.ops.aten.linalg_inv_ex.default}
+        op = Extern(name, target.get(word[0], torch.ops.aten.mm.default), (x, x), {}, view)
+        instructions.append(Call(op, ((name, ()),), starts=word[0] == "g"))
+        names.append(name)
+    instructions.append(Return((x,)))
+    return Program("test", ("x",), tuple(instructions), {n: n for n in names}, dict.fromkeys(names, layout), {})
+
+
+def shape(text: str, takes: bool = True) -> str:
+    """The same words with brackets around parts."""
+    words = []
+    for step in split(written(text), "cpu", lambda op: takes).steps:
+        held = step.instructions if isinstance(step, Part) else (step,)
+        inner = " ".join(i.op.name.split("_")[0] for i in held if isinstance(i, Call | WaitFor))
+        words.append(f"[{inner}]" if isinstance(step, Part) else inner)
+    return " ".join(words).strip()
+
+
+@pytest.mark.parametrize(
+    "parted",
+    [
+        "[g0 m m w0 m]",
+        "[m m m m] ! [m m m m]",
+        "[g0 m m w0] ! [g1 m m w1]",
+        "m g0 ! w0 m",  # in flight over the cut; what is left is too short
+        "[m m m m] g0 [m m m m] ! [m m m m] w0 [m m m m]",
+        "[m m m m] g0 [m m m m] g1 [m m m m] w0 ! [m m m m] w1 [m m m m]",  # g1's cut is over g0 too
+        "[m m m m] g0 [m m g1 w1] ! w0 [m m m m]",  # within g0, but whole
+    ],
+)
+def test_a_collective_is_launched_and_waited_for_in_one_part_or_outside(parted: str):
+    assert shape(parted.replace("[", "").replace("]", "")) == parted
+
+
+def test_a_collective_in_flight_over_a_cut_says_what_cut():
+    found = reasons(split(written("m m m m g0 m m m m ! m m m m w0 m m m m"), "cpu", lambda op: True))
+    assert found["g0"] == found["w0"] == "in flight where !_9 cuts"
+
+
+def test_collectives_that_a_capture_cannot_hold_stay_outside_with_their_waits():
+    assert shape("m m m m g0 m m m m w0 m m m m", takes=False) == "[m m m m] g0 [m m m m] w0 [m m m m]"
+    found = reasons(split(written("g0 w0 m m m m"), "cpu", lambda op: False))
+    assert found == {
+        "g0": "its process group does not run on NCCL",
+        "w0": "its collective is launched outside of a part",
+    }
+
+
+def test_without_a_gpu_the_option_changes_nothing_and_the_report_says_so(tmp_path: Path):
+    record.clear()
+    torch._dynamo.reset()
+    options = {"cuda_graphs": True, "cache_dir": str(tmp_path)}
+    x, w = INPUTS
+    results = torch.compile(straight, backend="overlapc", options=options)(x, w)
+    for result, expected in zip(results, straight(x, w), strict=True):
+        torch.testing.assert_close(result, expected)
+    assert "CUDA graphs  0 captured parts of 0 nodes; outside: 1 x nothing runs on cuda" in str(
+        record.report_of_process()
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"wrapper": "fx"}, {"memory": "pool"}, {"check_lifecycle": True}, {"check_values": "nan"}, {"sync_kernels": True}],
+)
+def test_what_cannot_be_combined_is_said(other: dict[str, Any]):
+    with pytest.raises(ConfigError, match="cuda_graphs"):
+        Config(cuda_graphs=True, **other)
