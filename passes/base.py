@@ -48,7 +48,7 @@ class Context:
     reorder_collectives: bool = False  # let a start pass independent ones of its group, where that pays
     overlap_margin: float = 1.0
     stop_after: str | None = None  # "PASS" or "PASS:MOVES"; see bisect.py
-    most_buckets: int | None = None  # set by the runner for stop_after="bucket:MOVES"
+    most_moves: int | None = None  # set by the runner for stop_after="PASS:MOVES"; see PassReport.counted
     estimate: Callable[[Node], Estimate | None] | None = None
     merge_payloads: Callable[[Sequence[Any]], Any] | None = None
     verify: bool = True
@@ -84,6 +84,7 @@ class PassReport:
     moves: dict[str, int] = field(default_factory=dict)
     moved_with: dict[str, tuple[str, ...]] = field(default_factory=dict)  # node -> those that moved with it
     merged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # new node -> the nodes it stands for
+    counted: bool = False  # whether the pass itself kept to Context.most_moves
     seconds: float = 0.0  # filled in by the runner
     changed: bool = False  # likewise
 
@@ -207,8 +208,8 @@ def run_passes(
         if ctx.dump is not None:
             ctx.dump(f"{number:02}_{name}.before", str(current))
         begin = time.perf_counter()
-        moved, report = each(current, dataclasses.replace(ctx, most_buckets=moves) if name == last else ctx)
-        if name == last and moves is not None and not report.merged:
+        moved, report = each(current, dataclasses.replace(ctx, most_moves=moves) if name == last else ctx)
+        if name == last and moves is not None and not report.counted:
             moved = first_moves(current, moved, moves)
         report.seconds = time.perf_counter() - begin
         report.changed = moved is not current
@@ -243,7 +244,7 @@ def keep_if_better(
         why = Reason.SLOWER
     else:
         return moved, report
-    undone = PassReport(report.name)
+    undone = PassReport(report.name, counted=report.counted)
     for name in report.moves:
         undone.because(name, why)
     return schedule, undone

@@ -56,7 +56,7 @@ def bucket(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
         kept, said = keep_if_better(schedule, in_pieces, ctx, report)
     if kept is not schedule or not report.merged:
         return kept, said
-    undone = PassReport("bucket")
+    undone = PassReport("bucket", counted=True)
     for name, members in report.merged.items():
         for member in members:
             undone.because(member, said.limits[name])
@@ -77,7 +77,7 @@ def _merged(
 
     across: units that nothing covers and that are mostly latency may share a bucket. pieces: every bucket is cut.
     """
-    report, joined = PassReport("bucket"), False
+    report, joined = PassReport("bucket", counted=True), False
     alike = dict.fromkeys(
         _Alike.of(comm_of(node)) for node in schedule.starts() if node.comm and node.comm.unit and not node.mutates
     )
@@ -155,8 +155,8 @@ class _Round:
                         self.report.because(self.nodes[at], Reason.PIECES)
                 buckets += [each] if len(parts) == 1 else [found for part in parts for found in place(part)]
         merged = [(each, node) for each in buckets if len(each.members) > 1 and (node := self._node(each.members))]
-        if self.ctx.most_buckets is not None:
-            del merged[max(0, self.ctx.most_buckets - len(self.report.merged)) :]
+        if self.ctx.most_moves is not None:
+            del merged[max(0, self.ctx.most_moves - len(self.report.merged)) :]
         return self._rebuilt(merged) if merged else self.schedule
 
     # Which collectives belong together

@@ -42,7 +42,7 @@ class _Fill:
     def __init__(self, schedule: Schedule, ctx: Context) -> None:
         self.nodes = schedule.nodes
         self.deps = dependencies.of(schedule)
-        self.queues = Queues(schedule, ctx.timeline(schedule), ctx.overlap_margin)
+        self.queues = Queues.of(schedule, ctx.timeline(schedule), ctx.overlap_margin)
         self.missing = [len(preds) for preds in self.deps.preds]
         self.blocks = self._first_blocked()
         self.ready: list[tuple[int, int]] = []
@@ -75,8 +75,8 @@ class _Fill:
         return blocks
 
     def _is_ready(self, at: int) -> None:
-        if self.nodes[at].kind is Kind.WAIT and at in self.queues.start_of:
-            end_ns = self.queues.end_ns[self.queues.start_of[at]]
+        if self.nodes[at].kind is Kind.WAIT and at in self.queues.collective:
+            end_ns = self.queues.end_ns[self.queues.collective[at]]
             heapq.heappush(self.waits, (end_ns, self.blocks[at], at))
         else:
             heapq.heappush(self.ready, (self.blocks[at], at))

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from overlapc.passes import bucket, fill_collectives, plan_overlap, raise_collectives, raise_under_memory, sink_waits
+from overlapc.passes import (
+    bucket,
+    fill_collectives,
+    plan_overlap,
+    raise_collectives,
+    raise_under_memory,
+    sink_under_memory,
+    sink_waits,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,5 +46,6 @@ __all__ = [
     "plan_overlap",
     "raise_collectives",
     "raise_under_memory",
+    "sink_under_memory",
     "sink_waits",
 ]

@@ -161,7 +161,7 @@ class _Plan(Sink):
 
     def _needed(self, start: int) -> int:
         """Position of the first node that reads a result; that of its wait if nobody does."""
-        waits = self.queues.waits_of.get(start, ())
+        waits = self.queues.closed_by.get(start, ())
         readers = [after for wait in waits for after in self.deps.succs[wait]]
         return min(readers or waits, default=len(self.schedule.nodes))
 
@@ -243,11 +243,11 @@ class _Plan(Sink):
                         self._place(at)
 
     def _hidden(self, wait: int) -> bool:
-        start = self.queues.start_of.get(wait)
+        start = self.queues.collective.get(wait)
         return start is None or (self.done[start] and super()._hidden(wait))
 
     def _give_up(self, wait: int) -> int:
-        start = self.queues.start_of.get(wait)
+        start = self.queues.collective.get(wait)
         return 0 if start is not None and not self.done[start] else super()._give_up(wait)
 
 

@@ -2,11 +2,15 @@
 
 The simulator is the judge of a whole pass; this is its inner loop: fixed durations (those of the last replay,
 with contention), one queue a process group, and a clock that `step` carries over one node.
+
+Time runs both ways: `mirrored` is the same step seen from its end, where every wait puts a collective in flight and its
+start waits for it. Both ways the longest path is the same, so what is a rule for starts is one for waits too.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from overlapc.estimators.timeline import Timeline
 from overlapc.schedule.model import Kind, Schedule
@@ -17,37 +21,79 @@ COMPUTE = (Kind.KERNEL, Kind.EXTERN)
 CARRIED_SHARE = 0.25
 
 
+@dataclass
 class Queues:
-    """Durations and queue order of a schedule; `end_ns` of a collective is known once `step` passed it.
+    """Durations and queue order of a schedule, nodes as positions. A collective is known by the position of its start.
 
-    margin: collectives are taken to last this many times as long as estimated.
+    `end_ns` of a collective is known once `step` passed it.
     """
 
-    def __init__(self, schedule: Schedule, timeline: Timeline, margin: float = 1.0) -> None:
+    kinds: list[Kind]
+    known: list[bool]  # whether somebody could estimate the node
+    compute_ns: list[float]
+    collective_ns: list[float]
+    end_ns: list[float]
+    collective: dict[int, int]  # START, COMM or WAIT -> the collective
+    opened_by: dict[int, list[int]]  # collective -> what puts it in flight, in order; mirrored, there may be several
+    closed_by: dict[int, list[int]]  # collective -> its waits in order: a bucket may have one an output
+    previous: dict[int, int]  # collective -> the one before it on its queue
+    next: dict[int, int]
+
+    @classmethod
+    def of(cls, schedule: Schedule, timeline: Timeline, margin: float = 1.0) -> Queues:
+        """From a replay. margin: collectives are taken to last this many times as long as estimated."""
         stretch = timeline.profile.collective_slowdown * margin
         nodes = schedule.nodes
         delay_ns = _begin_delay_ns(schedule, timeline) if timeline.profile.collectives_wait_for_kernels else 0.0
-        self.kinds = [node.kind for node in nodes]
-        self.known = [node.estimate is not None for node in nodes]
-        self.compute_ns = [0.0] * len(nodes)
-        self.collective_ns = [0.0] * len(nodes)
-        self.end_ns = [0.0] * len(nodes)
-        self.previous: dict[int, int] = {}  # collective -> the one before it on its queue
-        self.next: dict[int, int] = {}
-        self.start_of = dict(schedule.started)
-        self.waits_of: dict[int, list[int]] = {}  # a bucket may have one an output; in order
-        for wait, start in self.start_of.items():
-            self.waits_of.setdefault(start, []).append(wait)
+        nothing = [0.0] * len(nodes)
+        queues = cls(
+            kinds=[node.kind for node in nodes],
+            known=[node.estimate is not None for node in nodes],
+            compute_ns=list(nothing), collective_ns=list(nothing), end_ns=nothing,
+            collective=dict(schedule.started), opened_by={}, closed_by={}, previous={}, next={},
+        )  # fmt: skip
+        for wait, start in queues.collective.items():
+            queues.closed_by.setdefault(start, []).append(wait)
         last: dict[str, int] = {}
         for at, node in enumerate(nodes):
             if node.kind in COMPUTE:
-                self.compute_ns[at] = timeline.end_ns[at] - timeline.start_ns[at]
-            elif node.kind in (Kind.START, Kind.COMM) and node.comm is not None:
-                self.collective_ns[at] = 0.0 if node.estimate is None else node.estimate.ns * stretch + delay_ns
-                if node.comm.group in last:
-                    self.previous[at] = last[node.comm.group]
-                    self.next[last[node.comm.group]] = at
-                last[node.comm.group] = at
+                queues.compute_ns[at] = timeline.end_ns[at] - timeline.start_ns[at]
+            elif node.kind in (Kind.START, Kind.COMM):
+                queues.collective[at] = at
+                queues.opened_by[at] = [at]
+                if node.comm is not None:
+                    queues.collective_ns[at] = 0.0 if node.estimate is None else node.estimate.ns * stretch + delay_ns
+                    if node.comm.group in last:
+                        queues.previous[at] = last[node.comm.group]
+                        queues.next[last[node.comm.group]] = at
+                    last[node.comm.group] = at
+        return queues
+
+    def mirrored(self) -> Queues:
+        """The same seen from the end: position 0 is the last node, starts wait and waits start."""
+        top = len(self.kinds) - 1
+        turned = {Kind.START: Kind.WAIT, Kind.WAIT: Kind.START}
+
+        def positions(lists: dict[int, list[int]]) -> dict[int, list[int]]:
+            return {top - key: [top - at for at in reversed(ats)] for key, ats in lists.items()}
+
+        def links(pairs: dict[int, int]) -> dict[int, int]:
+            return {top - key: top - at for key, at in pairs.items()}
+
+        synchronous = {at: ats for at, ats in self.opened_by.items() if self.kinds[at] is Kind.COMM}
+        asynchronous = {at: ats for at, ats in self.opened_by.items() if at not in synchronous}
+        return Queues(
+            kinds=[turned.get(kind, kind) for kind in reversed(self.kinds)],
+            known=self.known[::-1],
+            compute_ns=self.compute_ns[::-1],
+            collective_ns=self.collective_ns[::-1],
+            end_ns=[0.0] * len(self.kinds),
+            collective=links(self.collective),
+            opened_by=positions({**self.closed_by, **synchronous}),
+            closed_by=positions(asynchronous),
+            previous=links(self.next),
+            next=links(self.previous),
+        )
 
     def queue_free_ns(self, collective: int) -> float:
         """When the collective before this one on its queue ends."""
@@ -70,12 +116,12 @@ class Queues:
         kind = self.kinds[node]
         if kind in COMPUTE:
             return now_ns + self.compute_ns[node]
-        if kind is Kind.WAIT:
-            return max(now_ns, self.end_ns[self.start_of[node]]) if node in self.start_of else now_ns
-        if kind in (Kind.START, Kind.COMM):
-            self.end_ns[node] = max(now_ns, self.queue_free_ns(node)) + self.collective_ns[node]
-            return self.end_ns[node] if kind is Kind.COMM else now_ns
-        return now_ns
+        if kind not in (Kind.START, Kind.WAIT, Kind.COMM) or node not in self.collective:
+            return now_ns
+        collective = self.collective[node]
+        if kind is not Kind.WAIT:
+            self.end_ns[collective] = max(now_ns, self.queue_free_ns(collective)) + self.collective_ns[collective]
+        return now_ns if kind is Kind.START else max(now_ns, self.end_ns[collective])
 
 
 def _begin_delay_ns(schedule: Schedule, timeline: Timeline) -> float:

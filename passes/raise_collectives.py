@@ -11,9 +11,9 @@ raises only as far as pays and fits.
 from __future__ import annotations
 
 from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
-from overlapc.passes.reasons import Reason
+from overlapc.passes.reasons import Reason, reason_of
 from overlapc.schedule import dependencies
-from overlapc.schedule.dependencies import Dependencies, Why
+from overlapc.schedule.dependencies import Dependencies
 from overlapc.schedule.model import Kind, Schedule
 
 
@@ -72,14 +72,3 @@ def _explain(report: PassReport, schedule: Schedule, deps: Dependencies, at: int
         return
     last = max(deps.preds[at], key=position.__getitem__)
     report.because(schedule.nodes[at], reason_of(deps.why[last, at]), schedule.nodes[last].name)
-
-
-def reason_of(why: Why) -> Reason:
-    """The limiting factor that an edge to an earlier node stands for."""
-    return {
-        Why.DATA: Reason.DATA,
-        Why.MUTATION: Reason.ORDER_EDGE,
-        Why.AFTER: Reason.ORDER_EDGE,
-        Why.COLLECTIVE_ORDER: Reason.COLLECTIVE_ORDER,
-        Why.BARRIER: Reason.BARRIER,
-    }[why]

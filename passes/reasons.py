@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from overlapc.schedule.dependencies import Why
+
 
 class Reason(Enum):
     """A limiting factor; `{}` is the node it is about."""
@@ -11,10 +13,12 @@ class Reason(Enum):
     HIDDEN = "hidden"  # nothing left to gain
     DATA = "data dependence on {}"
     ORDER_EDGE = "has to come after {}"  # an `after` or mutation edge
+    BEFORE = "has to come before {}"  # the same edge, of a wait
     MEMORY = "peak memory"
     COLLECTIVE_ORDER = "collective order: {} is first"
     BARRIER = "{} is a barrier"
     QUEUE = "queue busy with {}"  # its process group could not begin it any sooner
+    NEXT_ON_QUEUE = "no use: {} is next on its queue"  # and cannot be there sooner whatever becomes of this wait
     SCHEDULE_START = "start of schedule"
     SCHEDULE_END = "end of schedule"
     WOULD_EXPOSE = "would expose {}"
@@ -28,3 +32,14 @@ class Reason(Enum):
     def about(self, node: str = "") -> str:
         """The reason in words: `data dependence on mm3`."""
         return self.value.format(node) if "{}" in self.value else self.value
+
+
+def reason_of(why: Why, *, of_wait: bool = False) -> Reason:
+    """The limiting factor that an edge stands for: of the start that it leads to, or of the wait it comes from."""
+    return {
+        Why.DATA: Reason.READER if of_wait else Reason.DATA,
+        Why.MUTATION: Reason.BEFORE if of_wait else Reason.ORDER_EDGE,
+        Why.AFTER: Reason.BEFORE if of_wait else Reason.ORDER_EDGE,
+        Why.COLLECTIVE_ORDER: Reason.NEXT_ON_QUEUE if of_wait else Reason.COLLECTIVE_ORDER,
+        Why.BARRIER: Reason.BARRIER,
+    }[why]

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
 from overlapc.passes.queues import CARRIED_SHARE, COMPUTE, Queues
-from overlapc.passes.raise_collectives import reason_of
-from overlapc.passes.reasons import Reason
+from overlapc.passes.reasons import Reason, reason_of
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why
 from overlapc.schedule.memory import analyze, lifetimes
@@ -45,7 +44,7 @@ class Sink:
         self.schedule = schedule
         self.report = PassReport(self.name)
         self.deps = dependencies.of(schedule)
-        self.queues = Queues(schedule, ctx.timeline(schedule), ctx.overlap_margin)
+        self.queues = Queues.of(schedule, ctx.timeline(schedule), ctx.overlap_margin)
         self.limit = ctx.limit_bytes(schedule)
         self.usual = min(analyze(schedule).peak_bytes, self.limit)
         self.life = lifetimes(schedule)
@@ -108,7 +107,7 @@ class Sink:
         for at in closure:
             if at in self.waits:
                 why = self.deps.why.get((at, reader), Why.DATA)
-                reason = Reason.READER if why is Why.DATA else reason_of(why)
+                reason = reason_of(why, of_wait=True)
                 self.report.because(self.schedule.nodes[at], reason, self.schedule.nodes[reader].name)
         for at in closure:
             self._place(at)
@@ -134,7 +133,7 @@ class Sink:
         exposed = [wait for wait in waits if not self._hidden(wait)]
         if not exposed:
             return False
-        longest = max(self.queues.collective_ns[self.queues.start_of[wait]] for wait in exposed)
+        longest = max(self.queues.collective_ns[self.queues.collective[wait]] for wait in exposed)
         fits = self.live + self.reserved + self.life.allocates[at] + self.life.scratch[at] <= self.limit
         return fits and self._along_ns(at, needs) <= CARRIED_SHARE * longest
 
@@ -142,7 +141,7 @@ class Sink:
         return self.queues.compute_ns[at] + max((self.along_ns[before] for before in needs), default=0.0)
 
     def _hidden(self, wait: int) -> bool:
-        start = self.queues.start_of.get(wait)
+        start = self.queues.collective.get(wait)
         return start is None or (self.queues.known[start] and self.queues.end_ns[start] <= self.now)
 
     def _make_room(self, at: int) -> None:
@@ -169,8 +168,8 @@ class Sink:
 
     def _give_up(self, wait: int) -> int:
         """Place all waits of one collective if that frees something; how many bytes it did."""
-        start = self.queues.start_of.get(wait)
-        waits = [wait] if start is None else [at for at in self.queues.waits_of[start] if at in self.waits]
+        start = self.queues.collective.get(wait)
+        waits = [wait] if start is None else [at for at in self.queues.closed_by[start] if at in self.waits]
         if not any(self.left[storage] <= len(waits) for storage in self.life.touches[wait]):
             return 0
         before = self.live + self.reserved

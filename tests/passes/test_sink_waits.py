@@ -100,7 +100,7 @@ def test_a_hidden_wait_takes_no_more_than_the_usual_peak():
 def test_an_overwriting_of_what_is_in_flight_stops_a_wait():
     text = "rs = reduce_scatter(g) @dp; {} h = kernel(x); {} m = kernel(g) mutates=g : =g; return w"
     wait = "w = wait(rs);"
-    check_pass(sink_waits, text.format(wait, ""), text.format("", wait), {"w": "has to come after m"})
+    check_pass(sink_waits, text.format(wait, ""), text.format("", wait), {"w": "has to come before m"})
 
 
 def test_unknown_communication_stops_a_wait():
