@@ -31,7 +31,7 @@ def fill_collectives(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassRe
     for new, at in enumerate(placed):
         if schedule.nodes[at].kind in (Kind.START, Kind.WAIT):
             report.moved(schedule.nodes[at], new - at)
-            if new != at:
+            if schedule.nodes[at].kind is Kind.WAIT and new > at:
                 report.because(schedule.nodes[at], Reason.FILLED)
     return keep_if_better(schedule, moved, ctx, report)
 

@@ -27,7 +27,8 @@ FIRST = ("bucket",)  # later passes should see the collectives that will really 
 COLLECTIVES = (
     "plan_overlap",  # gathers of parameters and reductions on their queue together
     "raise_under_memory",  # what depends on compute, and what the plan left exposed
-    "sink_waits",  # after raising: reductions hide in what memory is left, and waits move to their readers
+    "sink_under_memory",  # after raising: reductions hide, in the order in which that takes the least memory
+    "sink_waits",  # in what memory is left, waits move to their readers
 )
 WAYS = (  # ways.py says why there are several
     Way((*COLLECTIVES, "fill_collectives")),  # what is exposed still may be covered by compute that can move

@@ -249,7 +249,7 @@ class Walk:
             needed = self._needed_by(above, block)
             passes_over = needed is Why.COLLECTIVE_ORDER and self.reorder
             if passes_over:
-                if carried_ns or not self._pays_to_pass(collective, above):
+                if carried_ns:  # alone it would pay: _stop has asked
                     stop = (Reason.WOULD_EXPOSE, above)
                     break
                 needed = None

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from overlapc.config import Config
 from overlapc.errors import ConfigError
+from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.passes.base import Context, run_pipeline
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
@@ -43,6 +44,25 @@ def test_buckets_are_made_one_by_one(stop, made):
     assert [node.name for node in starts if "+" in node.name] == made
 
 
+TWO_TO_MOVE = """
+    k = kernel(x) : 0B 90us; a = all_gather(p) @dp : 0B 20us; u = wait(a); y = kernel(k, u) : 0B 90us
+    b = all_gather(q) @dp : 0B 20us; v = wait(b); z = kernel(y, v) : 0B 90us
+"""
+
+
+@pytest.mark.parametrize(("moves", "moved"), [(0, []), (1, ["a"]), (2, ["a", "b"]), (9, ["a", "b"])])
+def test_starts_are_raised_one_by_one(moves, moved):
+    ctx = Context(stop_after=f"raise_under_memory:{moves}", passes=("raise_under_memory",))
+    assert list(run_pipeline(parse(TWO_TO_MOVE), ctx).reports[0].moves) == moved
+
+
+def test_a_move_that_does_not_pay_alone_can_be_looked_at():
+    profile = DeviceProfile("slow", slowdowns={"other": Slowdown(3.0, 3.0)}, collective_slowdown=2.0)
+    text = "a = all_gather(p) @dp : 1B 10ns; w = wait(a); h = kernel(x) : 1B 100ns; y = kernel(h, w) : 1B"
+    ctx = Context(profile=profile, passes=("sink_under_memory",), stop_after="sink_under_memory:1")
+    assert order_of(run_pipeline(parse(text), ctx).schedule) == ["a", "h", "w", "y"]
+
+
 @pytest.mark.parametrize("stop", [":3", "plan_overlap:", "plan_overlap:x", ""])
 def test_what_is_no_place_to_stop_is_said(stop):
     if stop:
@@ -62,7 +82,11 @@ def test_a_margin_below_the_estimate_is_refused():
         Config(overlap_margin="0.5")
 
 
-@given(schedules(), st.sampled_from(["plan_overlap", "raise_under_memory", "sink_waits"]), st.integers(0, 15))
+@given(
+    schedules(),
+    st.sampled_from(["plan_overlap", "raise_under_memory", "sink_under_memory", "sink_waits"]),
+    st.integers(0, 15),
+)
 @settings(max_examples=200, deadline=None)
 def test_every_part_of_a_pass_is_a_legal_order(schedule, name, moves):
     ctx = Context(reorder_collectives=True, stop_after=f"{name}:{moves}", passes=("plan_overlap", name))

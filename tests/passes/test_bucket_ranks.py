@@ -24,6 +24,7 @@ POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
 }
+PROFILE = "cpu-gloo"  # stored: what is merged does not depend on how busy this machine is
 CASES = [("fp32", (1, 2)), ("bf16", (1, 2)), ("fp32", (2, 1))]  # precision, (replicas, shards)
 
 
@@ -46,7 +47,7 @@ def step(precision: str, shape: tuple[int, int], passes: str) -> dict[str, Any]:
     model.reset_parameters(3)
     for module in (*model.layers, model):
         overlapc.fully_shard(module, mesh=axes, mp_policy=POLICIES[precision])
-    options = {"rank_timeout": 60, "passes": passes, "peak_increase": 2.0}
+    options = {"rank_timeout": 60, "passes": passes, "peak_increase": 2.0, "profile": PROFILE}
     tokens = torch.arange(32).view(2, 16) * 7 % 256 + dist.get_rank()
     loss = torch.compile(model, backend="overlapc", fullgraph=True, options=options)(tokens, tokens.roll(-1, 1))
     loss.backward()
@@ -72,7 +73,7 @@ class Precisions(nn.Module):
 def packed(folder: str) -> dict[str, dict[str, Any]]:
     """With small tensors packed and without: one step of a Llama with two norms a layer."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    profile = load_profile("cpu-gloo")
+    profile = load_profile(PROFILE)
     seen = {}
     for name, tensor_ns in (("packed", 1e9), ("apart", 0.0)):
         path = f"{folder}/{name}.{dist.get_rank()}.json"
@@ -101,7 +102,7 @@ def precisions() -> dict[str, dict[str, Any]]:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         model = overlapc.fully_shard(Precisions(), mesh)
-        options = {"rank_timeout": 60, "passes": passes, "peak_increase": 2.0}
+        options = {"rank_timeout": 60, "passes": passes, "peak_increase": 2.0, "profile": PROFILE}
         step = torch.compile(model, backend="overlapc", fullgraph=True, options=options)
         loss = step(torch.arange(24.0).view(4, 6) / 24 + dist.get_rank())
         collectives = torch._dynamo.utils.counters["overlapc"]["collectives"]

@@ -42,6 +42,31 @@ def test_the_sooner_a_collective_the_sooner_its_compute():
     assert order_of(fill_collectives(schedule, Context())[0])[:4] == ["b", "r1", "a", "r2"]
 
 
+def test_a_wait_comes_as_soon_as_its_collective_is_done():
+    """Nobody asks for `s` yet; but its memory can go, and what it leads to is ready."""
+    schedule = parse("""
+        a = kernel(x) : 0B 10us; rs = reduce_scatter(a) @dp : 0B 20us; b = kernel(x) : 0B 30us; c = kernel(x) : 0B 30us
+        s = wait(rs); y = kernel(s) : 0B 5us
+    """)
+    assert order_of(fill_collectives(schedule, Context())[0]) == ["a", "rs", "b", "s", "c", "y"]
+
+
+def test_a_schedule_that_is_full_comes_back_without_reasons():
+    schedule = parse(
+        "a = kernel(x) : 0B 50us; rs = reduce_scatter(a) @dp : 0B 40us; b = kernel(x) : 0B 50us; s = wait(rs)"
+    )
+    moved, report = fill_collectives(schedule, Context())
+    assert moved is schedule
+    assert report.reasons == report.moves == {}
+
+
+def test_what_simulates_slower_is_undone():
+    """The scatter goes first, and the kernel beside it takes three times as long."""
+    profile = DeviceProfile("slow", slowdowns={"other": Slowdown(3.0, 3.0)}, collective_slowdown=2.0)
+    text = "rs = reduce_scatter(g) @dp : 0B 10us; s = wait(rs); y = kernel(s) : 0B 9us; b = kernel(x) : 0B 100us"
+    check_pass(fill_collectives, text, text, {"s": "simulates slower"}, Context(profile=profile))
+
+
 def test_what_exceeds_memory_is_undone():
     text = """
         a = kernel(x) : 4B 50us; rs = reduce_scatter(a) @dp : 2B 40us; s = wait(rs); y = kernel(s, a) : 1B 9us

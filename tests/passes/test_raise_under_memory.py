@@ -8,7 +8,7 @@ from overlapc.passes.base import Context
 from overlapc.passes.raise_under_memory import raise_under_memory
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
-from tests.graphs import check_kept, check_pass, schedules
+from tests.graphs import check_kept, check_pass, order_of, schedules
 
 
 def test_a_start_moves_up_until_it_is_hidden():
@@ -75,6 +75,30 @@ def test_memory_stops_a_start():
         Context(budget_bytes=18),
     )
     assert report.moves == {"ag": 2}
+
+
+def test_memory_stops_a_start_where_it_has_no_more_room():
+    text = """
+        k = kernel() : 30B 10us; j = kernel(k) : 1B 1us; {} a = kernel() : 4B 50us; b = kernel(a) : 2B 50us; {}
+        y = kernel(b, j) : 1B 1us; w = wait(ag); z = kernel(w, y)
+    """
+    gather = "ag = all_gather(p) @dp : 9B 999us;"
+    before, after = text.format("", gather), text.format(gather, "")
+    check_pass(raise_under_memory, before, after, {"ag": "peak memory"}, Context(budget_bytes=31))
+
+
+def test_costly_nodes_that_a_start_needs_do_not_move_with_it():
+    text = """
+        h = kernel(x) : 0B 100us; c = kernel(p) : 0B {}us; d = kernel(c) : 0B {}us
+        ag = all_gather(d) @dp : 0B 80us; w = wait(ag); y = kernel(h, w)
+    """
+    check_pass(raise_under_memory, text.format(1, 21), text.format(1, 21), {"ag": "data dependence on d"})
+    check_pass(raise_under_memory, text.format(11, 10), text.format(11, 10), {"ag": "data dependence on c"})
+
+
+def test_a_node_of_unknown_cost_does_not_move_with_a_start():
+    text = "h = kernel(x) : 0B 100us; c = kernel(p); ag = all_gather(c) @dp : 0B 80us; w = wait(ag); y = kernel(h, w)"
+    check_pass(raise_under_memory, text, text, {"ag": "data dependence on c"})
 
 
 def test_the_order_of_the_group_stops_a_start():
@@ -216,6 +240,95 @@ def test_a_gather_does_not_pass_what_it_depends_on():
         g = all_gather(s1) @dp : 0B 60us; w = wait(g)
     """
     check_pass(raise_under_memory, text, text, {"g": "queue busy with rs1"}, Context(reorder_collectives=True))
+
+
+def test_a_start_that_takes_work_along_does_not_pass_another():
+    text = """
+        k = kernel(x) : 0B 100us; r = reduce_scatter(k) @dp : 0B 5us; s = wait(r); c = kernel(p) : 0B 20us
+        g = all_gather(c) @dp : 0B 100us; w = wait(g); y = kernel(w, k) : 0B 1us; return s
+    """
+    report = check_pass(
+        raise_under_memory,
+        text,
+        text.replace("s = wait(r); c = kernel(p) : 0B 20us\n", "c = kernel(p) : 0B 20us;").replace(
+            "g = all_gather(c) @dp : 0B 100us;", "g = all_gather(c) @dp : 0B 100us; s = wait(r);"
+        ),
+        ctx=Context(reorder_collectives=True),
+    )
+    assert report.reasons["g"] == "would expose r"
+
+
+# What each rule is there for, as the order that comes out: without it another one does.
+ORDERS = {
+    "a start that passed another stands behind the one before that": (
+        """
+        k = kernel(x) : 0B 20us; m = comm:swap(k) @dp safe=yes : 0B 5us; g = all_gather(k) @dp : 0B 100us; w = wait(g)
+        h = all_gather(p) @dp : 0B 100us; v = wait(h); y = kernel(k, v) : 0B 50us
+        """,
+        "k m h g w v y",
+    ),
+    "a start that is passed has to make room for the one that passed it": (
+        """
+        k = kernel(x) : 0B 20us; g1 = all_gather(p) @dp : 0B 100us; w1 = wait(g1); c = view(p)
+        g3 = all_gather(c) @dp : 0B 20us; g4 = all_gather(p) @dp : 0B 20us; w4 = wait(g4); v = kernel(w4) : 0B 5us
+        w3 = wait(g3)
+        """,
+        "g1 g4 k w1 c g3 w4 v w3",
+    ),
+    "what cheap work sinks with a wait is not what its collective is due for": (
+        """
+        g = all_gather(p) @dp : 0B 100us; h = all_gather(p) @dp : 0B 20us; v = wait(h); w = wait(g)
+        y = kernel(x, w) : 0B 5us
+        """,
+        "h g v w y",
+    ),
+    "nor are views of views": (
+        """
+        g = all_gather(p) @dp : 0B 100us; h = all_gather(p) @dp : 0B 20us; v = wait(h); w = wait(g)
+        a = view(w); b = view(a); k = kernel(x) : 0B 50us; y = kernel(x, b) : 0B 90us
+        """,
+        "h g v w a b k y",
+    ),
+    "a collective that waits for itself needs its queue when its turn comes": (
+        """
+        k = kernel(x) : 0B 100us; g = all_gather(p) @dp : 0B 50us; m = comm:swap(k) @dp safe=yes : 0B 20us
+        a = kernel(k) : 0B 50us; w = wait(g); b = kernel(a, w) : 0B 50us
+        """,
+        "g k m a w b",
+    ),
+    "the order of its queue does not say how soon a start could begin": (
+        """
+        m = comm:swap(x) @dp safe=yes : 0B 5us; k = kernel(x) : 0B 20us; g = all_gather(p) @dp : 0B 100us
+        h = all_gather(p) @dp : 0B 20us; v = wait(h); i = all_gather(p) @dp : 0B 50us; w = wait(g)
+        y = kernel(k, w) : 0B 5us; u = wait(i)
+        """,
+        "m g h k v i w y u",
+    ),
+    "a start that cannot move far needs no room made for it": (
+        """
+        c = view(p); f = all_gather(c) @dp : 0B 20us; u = wait(f); k1 = kernel(x, u) : 0B 50us
+        k2 = kernel(k1) : 0B 5us; k3 = kernel(k2) : 0B 20us; k4 = kernel(k3) : 0B 20us
+        g = all_gather(p) @dp : 0B 20us; v = wait(g); h = all_gather(k4) @dp : 0B 100us; w = wait(h)
+        """,
+        "c f u k1 k2 g k3 k4 h v w",
+    ),
+    "a second round goes by what the first one made": (
+        """
+        f = all_gather(p) @dp : 0B 50us; u = wait(f); g = all_gather(p) @dp : 0B 100us; v = wait(g)
+        k = kernel(x, v) : 0B 5us; h = all_gather(p) @dp : 0B 50us; w = wait(h)
+        """,
+        "f g u v h k w",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", ORDERS)
+def test_every_rule_makes_a_difference(rule):
+    before, after = ORDERS[rule]
+    schedule, ctx = parse(before), Context(reorder_collectives=True)
+    moved, _ = raise_under_memory(schedule, ctx)
+    check_kept(schedule, moved, ctx)
+    assert " ".join(order_of(moved)) == after
 
 
 @given(schedules())

@@ -133,6 +133,23 @@ def test_all_waits_of_a_bucket_go_where_its_memory_is_needed():
     )
 
 
+def test_work_on_a_hidden_result_does_not_sink():
+    text = """
+        rs = reduce_scatter(g) @dp : 1B 50ns; a = kernel(x) : 0B 90ns; w = wait(rs); s = kernel(w) : 1B 5ns
+        h = kernel(x) : 0B 90ns; return s
+    """
+    check_pass(sink_waits, text, text, {"w": "s reads it"}, Context(peak_increase=1.0))
+
+
+def test_work_that_sinks_is_counted_together():
+    """Each alone is a fifth of its collective; both are too much."""
+    text = """
+        rs = reduce_scatter(g) @dp : 1B 100ns; {} h = kernel(x) : 0B 90ns; {} return t
+    """
+    wait, both = "w = wait(rs); s = kernel(w) : 1B 20ns;", "t = kernel(s) : 1B 20ns;"
+    check_pass(sink_waits, text.format(wait + both, ""), text.format(wait + both, ""), ctx=Context(peak_increase=9.0))
+
+
 @given(schedules())
 @settings(max_examples=200, deadline=None)
 def test_random_schedules_keep_what_every_pass_keeps(schedule):

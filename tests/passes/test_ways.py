@@ -7,7 +7,7 @@ from overlapc.estimators.device import DeviceProfile
 from overlapc.passes.base import Context, run_passes, run_pipeline, select
 from overlapc.passes.pipeline import FIRST, ORDER, WAYS
 from overlapc.schedule.text import parse
-from tests.graphs import check_kept, order_of, schedules
+from tests.graphs import check_kept, order_of, peak, schedules
 
 # The gradient of the weight (dw) is all that can cover the scatter, and stands behind its wait.
 COMPUTE_COVERS = """
@@ -50,6 +50,7 @@ def test_no_way_is_better_than_the_one_taken(schedule):
         if result.after.exposed_ns <= 0.01 * result.after.step_ns:
             continue
         for way in WAYS:
-            tried = replace(ctx, overlap_margin=ctx.overlap_margin * way.margin)
+            margin = ctx.overlap_margin * way.margin
+            tried = replace(ctx, overlap_margin=margin, incoming_peak_bytes=peak(schedule))
             ended, _ = run_passes(schedule, tried, select((*FIRST, *way.passes)))
             assert result.after.step_ns <= ctx.timeline(ended).step_ns * (1 + 1e-9)
