@@ -23,9 +23,11 @@ from overlapc.config import Config
 from overlapc.errors import ConfigError
 from overlapc.ir.ops import Extern, Layout, View, Wait
 from overlapc.report import record
+from overlapc.runtime.counters import counted
 from overlapc.runtime.cuda_graphs import Parts
 from tests.codegen.test_program import compiled
 from tests.runtime.repeated import Repeated
+from tests.warm.test_warm import Block
 
 
 def reasons(partition: Partition) -> dict[str, str]:
@@ -218,17 +220,48 @@ def test_collectives_that_a_capture_cannot_hold_stay_outside_with_their_waits():
     }
 
 
-def test_without_a_gpu_the_option_changes_nothing_and_the_report_says_so(tmp_path: Path):
+def test_without_a_gpu_the_option_changes_nothing_and_the_report_says_so():
     record.clear()
     torch._dynamo.reset()
-    options = {"cuda_graphs": True, "cache_dir": str(tmp_path)}
     x, w = INPUTS
-    results = torch.compile(straight, backend="overlapc", options=options)(x, w)
+    results = torch.compile(straight, backend="overlapc", options={"cuda_graphs": True})(x, w)
     for result, expected in zip(results, straight(x, w), strict=True):
         torch.testing.assert_close(result, expected)
     assert "CUDA graphs  0 captured parts of 0 nodes; outside: 1 x nothing runs on cuda" in str(
         record.report_of_process()
     )
+
+
+def test_training_steps_in_parts_equal_those_without_from_the_cache_too(tmp_path: Path, monkeypatch: Any):
+    """Through torch.compile, forward and backward, with the CPU as the device that records."""
+    monkeypatch.setattr("overlapc.backend.split", functools.partial(split, device_type="cpu"))
+    monkeypatch.setattr("overlapc.runtime.cuda_graphs.CudaGraphs", Repeated)
+
+    def steps(graphs: bool) -> list[list[Tensor]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Block()
+        options = {"cuda_graphs": graphs, "cache_dir": str(tmp_path), "fusion": False, "warm_start": True}
+        run = torch.compile(model, backend="overlapc", options=options)
+        found = []
+        for step in range(5):
+            loss = run(torch.randn(8, 16, generator=torch.Generator().manual_seed(step)))
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            found.append([loss, *gradients])
+            with torch.no_grad():
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    parameter.sub_(gradient, alpha=0.1)
+        return found
+
+    plain = steps(graphs=False)
+    for start in ("cold", "warm"):
+        before = {name: counted(name) for name in ("cuda_graph_captures", "cuda_graph_replays", "steps_from_cache")}
+        for ours, theirs in zip(steps(graphs=True), plain, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
+        assert counted("cuda_graph_captures") >= before["cuda_graph_captures"] + 2, "forward and backward"
+        assert counted("cuda_graph_replays") >= before["cuda_graph_replays"] + 2
+        assert counted("steps_from_cache") == before["steps_from_cache"] + (start == "warm")
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,11 @@ class Mlp(nn.Module):
         for at, layer in enumerate(self.layers):
             x = x + self.norm(torch.nn.functional.gelu(layer(x)))
             if self.sorts and at == 1:
-                x = x + torch.linalg.eigvalsh((x.t() @ x).detach())
+                x = x + torch.linalg.eigvalsh((x.t() @ x).detach()) / 100
         return x.square().mean()
 
 
-def steps(model: nn.Module, run: Any, count: int = 5) -> list[list[Tensor]]:
+def steps(model: nn.Module, run: Any, count: int = 8) -> list[list[Tensor]]:
     """Loss, gradients of every step (not copied), with an update of the parameters between steps."""
     found = []
     for step in range(count):
@@ -45,7 +45,7 @@ def steps(model: nn.Module, run: Any, count: int = 5) -> list[list[Tensor]]:
         found.append([loss, *gradients])
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter.sub_(gradient, alpha=0.1)
+                parameter.sub_(gradient, alpha=0.01)
     return found
 
 
