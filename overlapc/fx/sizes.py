@@ -37,4 +37,9 @@ def _is_mask(index: Any) -> bool:
 
 def _is_static(value: Any) -> bool:
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
+    return all(_is_number(size) for tensor in tensors for size in tensor.shape)
+
+
+def _is_number(size: int | torch.SymInt) -> bool:
+    """A symbol that tracing has settled on one number since is a number too (torch 2.11 on CUDA)."""
+    return isinstance(size, int) or bool(size.node.expr.is_number)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from overlapc.backend import compile_graph
 from overlapc.config import Config
@@ -57,3 +58,18 @@ def test_known_sizes_are_no_guess():
         repeated.meta["val"] = torch.empty(7, dtype=torch.int64)
         graph.output((rows, repeated))
     assert guessed_size(graph) is None
+
+
+def test_a_symbol_that_was_settled_since_is_a_guess_too():
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes):
+        graph = fx.Graph()
+        index = graph.placeholder("index")
+        index.meta["val"] = torch.empty(5, dtype=torch.int64)
+        found = graph.call_function(aten._unique.default, (index,))
+        count = shapes.create_unbacked_symint()
+        found.meta["val"] = (torch.empty(count, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+        graph.output((found,))
+        assert guessed_size(graph) is None
+        torch._check(count == 1)
+        assert guessed_size(graph) is found
