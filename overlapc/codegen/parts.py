@@ -120,15 +120,9 @@ def _name(item: Instruction) -> str:
 
 
 def _home(program: Program, device_type: str) -> torch.device | None:
-    devices = (
-        program.layouts[item.op.result.buffer].device
-        if isinstance(item, Call) and isinstance(item.op.result, View) and item.op.result.buffer in program.layouts
-        else item.op.device
-        if isinstance(item, Launch)
-        else None
-        for item in program.instructions
-    )
-    return next((device for device in devices if device is not None and device.type == device_type), None)
+    """The device that is captured: the first of this type that a variable is on."""
+    devices = (layout.device for layout in program.layouts.values())
+    return next((device for device in devices if device.type == device_type), None)
 
 
 def _runs(count: int, cut: set[int]) -> Iterable[tuple[int, int]]:
