@@ -188,15 +188,15 @@ class _Replay:
         if not held:
             self._begin()
         while left_ns > 0:
-            running = self._running()
-            until = self._next_change(running, load, begins=not held)
+            running, stretches = self._running(load)
+            until = self._next_change(running, stretches, begins=not held)
             slow = compute_stretch(load, [each.traffic for each in running], self.profile) if load and running else 1.0
             end = self.now + left_ns * slow
             if end <= until:
                 left_ns, until = 0.0, end
             else:
                 left_ns -= (until - self.now) / slow
-            self._advance(until, running, load)
+            self._advance(until, running, stretches)
             if not held or left_ns <= 0:
                 self._begin()
 
@@ -204,10 +204,10 @@ class _Replay:
         """The compute stream has nothing to do until the host has launched the next node."""
         while self.now < self.host:
             self._begin()
-            running = self._running()
-            until = min(self.host, self._next_change(running, None, begins=True))
+            running, stretches = self._running()
+            until = min(self.host, self._next_change(running, stretches, begins=True))
             self.launch_idle += until - self.now
-            self._advance(until, running, None)
+            self._advance(until, running, stretches)
 
     def _stand_until_done(self, at: int) -> None:
         """The compute stream stands still until a collective is done; that is its queue's exposed time."""
@@ -215,22 +215,22 @@ class _Replay:
         while not self.done[at]:
             assert queue, f"{self.schedule.nodes[at].name} was waited for before it was started"
             self._begin()
-            running, head = self._running(), queue[0]
-            until = self._next_change(running, None, begins=True)
+            (running, stretches), head = self._running(), queue[0]
+            until = self._next_change(running, stretches, begins=True)
             if head.begun:
                 self.exposed[head.at] += until - self.now
             else:
                 self.launch_idle += until - self.now
-            self._advance(until, running, None)
+            self._advance(until, running, stretches)
             self._begin()
 
     def _pass(self, until: float) -> None:
         """The compute stream has nothing to do up to `until`, and what has not begun does not begin meanwhile."""
         while self.now < until:
-            running = self._running()
-            next_ns = min(until, self._next_change(running, None, begins=False))
+            running, stretches = self._running()
+            next_ns = min(until, self._next_change(running, stretches, begins=False))
             self.launch_idle += next_ns - self.now
-            self._advance(next_ns, running, None)
+            self._advance(next_ns, running, stretches)
 
     def _begin(self) -> None:
         """Collectives at the head of their queues that may run by now do so."""
@@ -239,14 +239,18 @@ class _Replay:
                 queue[0].begun = True
                 self.start[queue[0].at] = self.now
 
-    def _running(self) -> list[_Running]:
-        return [queue[0] for queue in self.queues.values() if queue and queue[0].begun]
+    def _running(self, load: Load | None = None) -> tuple[list[_Running], list[float]]:
+        """The collectives that run now, and how many times as long each takes beside the others and `load`."""
+        running = [queue[0] for queue in self.queues.values() if queue and queue[0].begun]
+        if not running:
+            return running, []
+        return running, collective_stretches(load, [each.traffic for each in running], self.profile)
 
-    def _next_change(self, running: list[_Running], load: Load | None, *, begins: bool) -> float:
+    def _next_change(self, running: list[_Running], stretches: list[float], *, begins: bool) -> float:
         """When the first of these ends, or (begins) another collective begins."""
         until = float("inf")
         if running:
-            for each, stretch in zip(running, self._stretches(running, load), strict=True):
+            for each, stretch in zip(running, stretches, strict=True):
                 until = min(until, self.now + each.left_ns * stretch)
         if begins:
             for queue in self.queues.values():
@@ -254,14 +258,11 @@ class _Replay:
                     until = min(until, max(self.now, queue[0].ready_ns))
         return until
 
-    def _stretches(self, running: list[_Running], load: Load | None) -> list[float]:
-        return collective_stretches(load, [each.traffic for each in running], self.profile)
-
-    def _advance(self, until: float, running: list[_Running], load: Load | None) -> None:
+    def _advance(self, until: float, running: list[_Running], stretches: list[float]) -> None:
         """Move the clock to `until`, before which none of the running collectives ends."""
         if running:
             span = until - self.now
-            for each, stretch in zip(running, self._stretches(running, load), strict=True):
+            for each, stretch in zip(running, stretches, strict=True):
                 if self.now + each.left_ns * stretch <= until:
                     self._finish(each, until)
                 else:

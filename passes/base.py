@@ -16,6 +16,7 @@ from typing import Any
 from overlapc.errors import ConfigError, MemoryBudgetError, unknown_name
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.timeline import Timeline, simulate
+from overlapc.garbage import no_collections
 from overlapc.passes.bisect import first_moves, parse_stop
 from overlapc.passes.reasons import Reason
 from overlapc.schedule.memory import analyze
@@ -169,6 +170,7 @@ def select(passes: Sequence[str | Pass] | None) -> tuple[tuple[str, Pass], ...]:
     return tuple(chosen)
 
 
+@no_collections()
 def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
     """The passes of `Context.passes`, or the best of the default ways, and what became of every collective.
 
