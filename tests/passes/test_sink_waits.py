@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given, settings
 
 from overlapc.estimators.device import DeviceProfile, Slowdown
@@ -5,7 +6,7 @@ from overlapc.passes.base import Context
 from overlapc.passes.reasons import Reason
 from overlapc.passes.sink_waits import sink_waits
 from overlapc.schedule.text import parse
-from tests.graphs import check_kept, check_pass, schedules
+from tests.graphs import check_kept, check_pass, order_of, schedules
 
 
 def test_wait_moves_to_its_first_reader():
@@ -133,21 +134,55 @@ def test_all_waits_of_a_bucket_go_where_its_memory_is_needed():
     )
 
 
-def test_work_on_a_hidden_result_does_not_sink():
-    text = """
-        rs = reduce_scatter(g) @dp : 1B 50ns; a = kernel(x) : 0B 90ns; w = wait(rs); s = kernel(w) : 1B 5ns
-        h = kernel(x) : 0B 90ns; return s
-    """
-    check_pass(sink_waits, text, text, {"w": "s reads it"}, Context(peak_increase=1.0))
+# What each rule is there for, as the order that comes out (and the increase of the peak that is allowed).
+ORDERS = {
+    "kernels that sank along give way when memory runs out": (
+        "g = reduce_scatter(p) @dp : 1B 200ns; w = wait(g); s = kernel(w) : 1B 20ns; k = kernel(x) : 1B 50ns",
+        "g w s k",
+        0.0,
+    ),
+    "a wait that would free nothing is not given up for memory": (
+        """
+        g = reduce_scatter(p) @dp : 1B 50ns; w = wait(g); s = kernel(w) : 4B 5ns; k = kernel(x) : 8B 50ns
+        h = reduce_scatter(k) @dp : 1B 50ns; u = wait(h)
+        """,
+        "g k h w s u",
+        5.0,
+    ),
+    "work that sinks is counted together: each alone is a fifth of its collective": (
+        """
+        g = reduce_scatter(p) @dp : 4B 100ns; w = wait(g); a = kernel(w) : 8B 20ns; b = kernel(a) : 8B 20ns
+        k = kernel(x) : 8B 90ns; c = kernel(b) : 1B 20ns
+        """,
+        "g w a b k c",
+        5.0,
+    ),
+    "work sinks only while memory has room for its result": (
+        """
+        g = reduce_scatter(x) @dp : 4B 100ns; w = wait(g); h = reduce_scatter(p) @dp : 1B 100ns; u = wait(h)
+        s = kernel(u) : 4B 20ns
+        """,
+        "g h u w s",
+        0.0,
+    ),
+    "work on a hidden result does not sink": (
+        """
+        g = reduce_scatter(x) @dp : 1B 50ns; w = wait(g); a = kernel(x) : 4B 50ns; s = kernel(w) : 0B 5ns
+        b = kernel(a) : 1B 50ns; return s
+        """,
+        "g a w s b",
+        5.0,
+    ),
+}
 
 
-def test_work_that_sinks_is_counted_together():
-    """Each alone is a fifth of its collective; both are too much."""
-    text = """
-        rs = reduce_scatter(g) @dp : 1B 100ns; {} h = kernel(x) : 0B 90ns; {} return t
-    """
-    wait, both = "w = wait(rs); s = kernel(w) : 1B 20ns;", "t = kernel(s) : 1B 20ns;"
-    check_pass(sink_waits, text.format(wait + both, ""), text.format(wait + both, ""), ctx=Context(peak_increase=9.0))
+@pytest.mark.parametrize("rule", ORDERS)
+def test_every_rule_makes_a_difference(rule):
+    before, after, peak_increase = ORDERS[rule]
+    schedule, ctx = parse(before), Context(peak_increase=peak_increase)
+    moved, _ = sink_waits(schedule, ctx)
+    check_kept(schedule, moved, ctx)
+    assert " ".join(order_of(moved)) == after
 
 
 @given(schedules())
