@@ -158,6 +158,13 @@ def test_what_nothing_covers_is_cut_into_pieces():
     assert set(reasons.values()) == {"bucket of m"}
 
 
+def test_what_is_left_over_is_no_piece_of_its_own():
+    gathers = [f"a{at} = all_gather(p{at}) @dp unit=m : 8B 60us" for at in range(5)]
+    uses = [f"w{at} = wait(a{at}); k{at} = kernel(w{at}) : 0B 5us" for at in range(5)]
+    moved, _ = bucketed(";".join(gathers + uses))
+    assert [node.name for node in moved.starts()] == ["a0+1", "a2+2"]
+
+
 def test_memory_cuts_buckets_into_pieces_and_then_refuses_them():
     def layer(at: int) -> str:
         return f"""

@@ -79,6 +79,14 @@ def test_what_is_needed_sooner_starts_sooner_whatever_the_order_was():
     assert simulate(moved).exposed_ns == 0
 
 
+def test_needed_is_when_somebody_reads_not_when_the_wait_stands():
+    moved, _ = planned("""
+        g = all_gather(p) @dp : 8B 50us; u = wait(g); h = all_gather(q) @dp : 8B 50us; v = wait(h)
+        a = kernel(x) : 0B 50us; y = kernel(v, a) : 0B 50us; z = kernel(u, y) : 0B 50us
+    """)
+    assert [node.name for node in moved.starts()] == ["h", "g"]
+
+
 def test_casts_and_views_come_along_and_compute_does_not():
     text = "a = kernel(x) : 0B 100us; c = {} : 0B {}us; g = all_gather(c) @dp : 8B 80us; w = wait(g); y = kernel(a, w)"
     assert order_of(planned(text.format("kernel(p)", 5))[0])[:2] == ["c", "g"]
