@@ -36,8 +36,9 @@ def _is_mask(index: Any) -> bool:
 
 
 def _is_static(value: Any) -> bool:
+    """Whether the first result, whose size is what the data decide, was traced with numbers only."""
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return all(_is_number(size) for tensor in tensors for size in tensor.shape)
+    return all(_is_number(size) for size in tensors[0].shape) if tensors else False
 
 
 def _is_number(size: int | torch.SymInt) -> bool:
