@@ -36,13 +36,17 @@ def lower_bound_ns(schedule: Schedule, profile: DeviceProfile) -> float:
         node = schedule.nodes[at]
         launch = profile.launch_ns if node.kind in _LAUNCHED else 0.0
         for p in deps.preds[at]:
+            if deps.why[p, at] is Why.COLLECTIVE_ORDER:
+                continue
             if not is_start[p] or waits_for.get(at) == p:
                 head[at] = max(head[at], head[p] + duration[p])
-            elif deps.why[p, at] is not Why.COLLECTIVE_ORDER:
+            else:
                 head[at] = max(head[at], head[p])
         head[at] = max(head[at], launch)
     for at in range(count - 1, -1, -1):
         for p in deps.preds[at]:
+            if deps.why[p, at] is Why.COLLECTIVE_ORDER:
+                continue
             if not is_start[p] or waits_for.get(at) == p:
                 tail[p] = max(tail[p], tail[at] + duration[at])
     # A start's own duration follows its issue; nodes that depend on its issue alone bound nothing more.

@@ -116,10 +116,14 @@ def test_parts_do_what_the_program_does_and_results_stay(function: Callable[...,
     parted = bound(program, partition, recorder)
     w = INPUTS[1]
     seen = []
+    recaptured = counted("cuda_graph_recaptures")
     for step in range(5):
         x = torch.randn(16, 16, generator=torch.Generator().manual_seed(step))
         seen.append((parted([x, w]), call([x, w])))
-    assert recorder.recorded == len(partition.parts)
+    # What a call outside returns lay at one address by chance, and then no longer: once at most, as it is copied then.
+    recaptured = counted("cuda_graph_recaptures") - recaptured
+    assert recaptured <= 1
+    assert recorder.recorded == len(partition.parts) + recaptured
     assert recorder.replays == 4 * len(partition.parts)
     for results, expected in seen:  # those of earlier steps too
         for result, wanted in zip(results, expected, strict=True):

@@ -52,7 +52,9 @@ def optimum(schedule: Schedule, *, seconds: float = 20.0) -> tuple[int, Schedule
                 first = model.new_bool_var(f"f{one}_{other}")
                 model.add(begins[one] < begins[other]).only_enforce_if(first)  # of two issued at once, as they stand
                 model.add(runs <= runs_too).only_enforce_if(first)
-                model.add(begins[other] <= begins[one]).only_enforce_if(first.negated())
+                # Nothing is issued while the stream stands still for a collective that waits for itself.
+                issued = ends[other] if schedule.nodes[other].kind is Kind.COMM else begins[other]
+                model.add(issued <= begins[one]).only_enforce_if(first.negated())
                 model.add(runs_too <= runs).only_enforce_if(first.negated())
     for wait, start in schedule.started.items():
         model.add(begins[wait] >= done[start])
