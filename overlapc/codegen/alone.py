@@ -12,28 +12,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from overlapc.estimators.measured import Call
 from overlapc.ir.ops import Extern, Handle, Layout, LoweredGraph, View, tree_leaves, tree_map
+from overlapc.lowering.table import LIBRARY_CALLS
 from overlapc.schedule.model import Node
-
-aten = torch.ops.aten
-# What costs most of a step, and whose time does not depend on the numbers in its arguments.
-_MEASURED = frozenset(
-    {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten.convolution.default,
-        aten.convolution_backward.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_backward.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_efficient_attention_backward.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_cudnn_attention_backward.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    }
-)
 
 
 def calls_of(graph: LoweredGraph) -> Callable[[Node], Call | None]:
@@ -41,8 +21,8 @@ def calls_of(graph: LoweredGraph) -> Callable[[Node], Call | None]:
 
     def call_of(node: Node) -> Call | None:
         op = node.payload
-        if not isinstance(op, Extern) or op.target not in _MEASURED:
-            return None
+        if not isinstance(op, Extern) or op.target not in LIBRARY_CALLS:
+            return None  # library calls cost most of a step, and their time does not depend on the numbers they get
         leaves = tree_leaves((op.args, dict(op.kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, View)]
         if not tensors or any(isinstance(leaf, Handle) for leaf in leaves):

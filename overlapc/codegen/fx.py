@@ -56,6 +56,7 @@ class FxWrapper:
         self.launchers: Mapping[str, Launcher] = {}
         self.graph = Graph()
         self.attributes: dict[str, Any] = {}
+        self.attribute_of: dict[int, str] = {}  # by identity
         self.env: dict[str, Node] = {}  # node of a variable
         self.sizes: dict[sympy.Symbol, Any] = {}  # node, or number, of a symbol
         self.computed: dict[sympy.Expr, Any] = {}
@@ -201,10 +202,7 @@ class FxWrapper:
         return self._call_function(support.view, node, *self._shape(view.layout), self._size(view.layout.offset))
 
     def _attribute(self, hint: str, value: Any) -> Node:
-        for name, known in self.attributes.items():
-            if known is value:
-                return self.graph.get_attr(name)
-        name = f"{hint}_{len(self.attributes)}"
+        name = self.attribute_of.setdefault(id(value), f"{hint}_{len(self.attributes)}")
         self.attributes[name] = value
         return self.graph.get_attr(name)
 

@@ -36,7 +36,7 @@ from overlapc.ir.body import (
 from overlapc.ir.hazards import overwrites_in_place, scatters
 from overlapc.ir.indexing import Ranges, bounds, numel, position_in, simplify, substitute
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, buffers_read
-from overlapc.lowering.graph import constant
+from overlapc.ir.values import constant
 
 LARGEST_BODY = 256  # values of a kernel after inlining; keeps source readable and registers bounded
 MOST_RECOMPUTED = 16  # values of a producer that several readers may each compute again

@@ -9,7 +9,7 @@ import sympy
 
 from overlapc.ir.body import Body, Load, Loop, Store, Value, canonical, op, rewrite, with_loops
 from overlapc.ir.indexing import exact_quotient, is_one, loop_symbol, numel
-from overlapc.lowering.graph import constant
+from overlapc.ir.values import constant
 
 
 @dataclass(frozen=True, slots=True)

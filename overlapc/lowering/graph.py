@@ -19,7 +19,6 @@ from torch._higher_order_ops.effects import with_effects
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 from torch._prims_common import elementwise_dtypes
 from torch.fx import GraphModule, Node
-from torch.utils._sympy.functions import FloatPow, FloatTrueDiv, IntTrueDiv, ToFloat
 
 from overlapc.errors import CompileError, OverlapcError
 from overlapc.fx.control import done, order_of
@@ -27,22 +26,15 @@ from overlapc.fx.subgraphs import carries_graphs
 from overlapc.fx.versions import symbol_hint
 from overlapc.ir.body import (
     Body,
-    Cast,
     Constant,
     Index,
     Load,
     Loop,
-    Op,
-    Reduce,
-    Scan,
     Store,
     Value,
     canonical,
-    compute_dtype,
-    rewrite,
 )
-from overlapc.ir.body import op as make_op
-from overlapc.ir.indexing import is_one, is_plain, loop_symbol, substitute
+from overlapc.ir.indexing import is_one, is_plain, loop_symbol
 from overlapc.ir.ops import (
     Extern,
     Handle,
@@ -57,12 +49,11 @@ from overlapc.ir.ops import (
     buffers_written,
     tree_map,
 )
+from overlapc.ir.values import cast, is_number, number, without_trivial_reductions
 from overlapc.lowering.table import LIBRARY_CALLS, OUT_VARIANTS, Impossible, lowering_of
 from overlapc.runtime.support import owned
 
 aten = torch.ops.aten
-# Arithmetic on sizes that yields a float.
-_FLOAT_OPS = (sympy.Add, sympy.Mul, sympy.Pow, ToFloat, IntTrueDiv, FloatTrueDiv, FloatPow)
 Scalar = int | float | bool | sympy.Expr
 GENERATED_DTYPES = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
@@ -618,78 +609,12 @@ class Context:
         return self._results(call)
 
 
-def is_number(expr: sympy.Expr) -> bool:
-    """Whether `number` can compute this expression over sizes."""
-    if expr.is_integer or expr.is_Float or expr.is_Rational:
-        return True
-    return isinstance(expr, _FLOAT_OPS) and all(is_number(arg) for arg in expr.args)
-
-
-def number(expr: sympy.Expr) -> Value:
-    """A floating-point expression over sizes, such as `1.0/ToFloat(s0)`, in double as Python computes it."""
-    if expr.is_Integer or expr.is_Float or expr.is_Rational:
-        return Constant(float(expr), torch.float64)
-    if expr.is_integer:
-        return Cast(Index(expr), torch.float64)
-    parts = [number(arg) for arg in expr.args]
-    if isinstance(expr, ToFloat):
-        return parts[0]
-    name = "add" if isinstance(expr, sympy.Add) else "mul" if isinstance(expr, sympy.Mul) else "div"
-    name = "pow" if isinstance(expr, FloatPow | sympy.Pow) else name
-    value = parts[0]
-    for part in parts[1:]:
-        value = make_op(name, value, part)
-    return value
-
-
-def cast(value: Value, dtype: torch.dtype) -> Value:
-    """`value` in the dtype that a kernel computes `dtype` in; no rounding to low precision."""
-    target = compute_dtype(dtype)
-    if value.dtype == target:
-        return value
-    if isinstance(value, Constant):
-        return constant(value.number, target)
-    if isinstance(value, Index) and not target.is_floating_point and target != torch.bool:
-        return Index(value.expr, target)
-    return Cast(value, target)
-
-
 def _printable(body: Body) -> Body:
     """`body`, if generators can print all its index expressions; Impossible otherwise."""
     for expr in body.expressions():
         if not is_plain(expr):
             raise Impossible(f"the index or size {expr}")
     return body
-
-
-# What a reduction over nothing yields; maxima and minima of nothing are errors before they get here.
-_IDENTITY = {"sum": 0, "dot": 0, "prod": 1, "any": False, "all": True}
-
-
-def without_trivial_reductions(body: Body) -> Body:
-    """`body` with reductions over no element, or over one, replaced by what they yield."""
-    empty = any(loop.size == 0 for loop in body.reduction)
-    if not body.reduction or not (empty or all(is_one(loop.size) for loop in body.reduction)):
-        return body
-
-    def replace(value: Value) -> Value | None:
-        if not isinstance(value, Reduce | Scan):
-            return None
-        if empty:
-            return constant(_IDENTITY[value.kind], value.dtype)
-        return constant(0, value.dtype) if value.kind in ("argmax", "argmin") else value.arg
-
-    first = dict.fromkeys((loop.symbol for loop in body.reduction), sympy.S.Zero)
-    return rewrite(body, body.loops, (), lambda expr: substitute(expr, first), replace)
-
-
-def constant(number: Any, dtype: torch.dtype) -> Constant:
-    """`number` as a constant of `dtype`, converted as torch converts a Python number."""
-    if dtype == torch.bool:
-        return Constant(bool(number), dtype)
-    if dtype.is_floating_point:
-        return Constant(float(number), dtype)
-    return Constant(int(number), dtype)
 
 
 def is_wait(node: Node) -> bool:
@@ -794,7 +719,7 @@ def _promotable(arg: Any) -> Any:
     return arg
 
 
-__all__ = ["Context", "Op", "cast", "constant", "lower", "provenance"]
+__all__ = ["Context", "lower", "provenance"]
 
 
 def _converts_float8(device: torch.device) -> bool:

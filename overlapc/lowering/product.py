@@ -16,7 +16,8 @@ import torch
 from overlapc.ir.body import Body, Cast, Loop, Reduce, Value, op
 from overlapc.ir.indexing import loop_symbol
 from overlapc.ir.ops import View
-from overlapc.lowering.graph import Context, cast
+from overlapc.ir.values import cast
+from overlapc.lowering.graph import Context
 from overlapc.lowering.table import Impossible, lowers
 
 aten = torch.ops.aten

@@ -16,18 +16,12 @@ from torch import Tensor, nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Shard
 
 import overlapc
 from overlapc.parallel import FSDPModule, fully_shard
 from tests.parallel.moe import MoE
-from tests.parallel.tiny import Tiny
+from tests.parallel.tiny import Tiny, tensor_parallel
 
 LENGTH = 6  # of a sequence; divides by the tensor-parallel ranks
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -82,23 +76,6 @@ FOUR = (
     Case("experts", dp=4, experts="even"),
     Case("experts on groups of their own", dp=2, replicas=2, experts="even"),
 )
-
-
-def tensor_parallel(model: Tiny, mesh: DeviceMesh) -> None:
-    """Megatron's plan with sequence parallelism between the linears."""
-    for layer in model.layers:
-        plan = {
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-        }
-        parallelize_module(layer, mesh, plan)
-    root = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh, root)
 
 
 def spread(case: Case, mesh: DeviceMesh, apply: Callable[..., Any]) -> nn.Module:

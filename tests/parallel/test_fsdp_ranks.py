@@ -13,38 +13,15 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
 
 from overlapc.parallel import fully_shard
-from tests.parallel.tiny import Recorder, Tiny, batch, ops
+from tests.parallel.tiny import Recorder, Tiny, batch, ops, tensor_parallel
 from tests.ranks import values_on_ranks
 
 ROWS = 4  # of the global batch
 LENGTH = 6  # of a sequence; divides by the tensor-parallel ranks
 Apply = Callable[..., Any]
-
-
-def tensor_parallel(model: Tiny, mesh: DeviceMesh) -> None:
-    """Megatron's plan with sequence parallelism between the linears."""
-    for layer in model.layers:
-        plan = {
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-        }
-        parallelize_module(layer, mesh, plan)
-    root = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh, root)
 
 
 def shard(model: Tiny, mesh: DeviceMesh, apply: Apply = fully_shard, **how: Any) -> Tiny:

@@ -9,6 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -93,3 +101,20 @@ def batch(count: int, length: int = 5, vocab: int = VOCAB) -> tuple[Tensor, Tens
     """(tokens, targets), the same on all ranks."""
     generator = torch.Generator().manual_seed(7)
     return tuple(torch.randint(vocab, (count, length), generator=generator) for _ in range(2))  # type: ignore
+
+
+def tensor_parallel(model: Tiny, mesh: DeviceMesh) -> None:
+    """Megatron's plan with sequence parallelism between the linears."""
+    for layer in model.layers:
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(layer, mesh, plan)
+    root = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, root)
