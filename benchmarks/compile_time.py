@@ -40,7 +40,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="compile_time") as folder:
             for phase in ("cold", "warm"):
                 for system in systems:
-                    seconds.setdefault((system, phase), []).append(run(system, Path(folder) / system, args))
+                    seconds.setdefault((system, phase), []).append(run(system, phase, Path(folder) / system, args))
     rows = []
     for system in systems:
         row: list[Any] = [system]
@@ -80,12 +80,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="pairs of cold and warm, each with new folders")
     parser.add_argument("--systems", default="overlapc,inductor", help=f"of {', '.join(SYSTEMS)}")
     parser.add_argument("--timeout", type=float, default=280.0, help="seconds a process may take")
-    parser.add_argument("--profile", type=Path, help="write cProfile statistics of the first step here")
+    parser.add_argument("--profile", type=Path, help="write cProfile files PROFILE.<system>.<phase>")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def run(system: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
+def run(system: str, phase: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
     """One process of one system over the cache folders of that system."""
     root = Path(__file__).resolve().parents[1]
     given = {
@@ -101,7 +101,7 @@ def run(system: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
     for name in ("device", "model", "layers", "seq"):
         command += [f"--{name}", str(getattr(args, name))]
     if args.profile:
-        command += ["--profile", f"{args.profile}.{system}"]
+        command += ["--profile", f"{args.profile}.{system}.{phase}"]
     done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=args.timeout)
     found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not found:

@@ -21,7 +21,7 @@ from overlapc.estimators.library import LibraryCollectives
 from overlapc.estimators.measured import MeasuredCalls, Times
 from overlapc.estimators.profile_trace import UserHook
 from overlapc.estimators.roofline import Roofline
-from overlapc.ir.ops import LoweredGraph
+from overlapc.ir.ops import LoweredGraph, Start
 from overlapc.report.earlier import earlier_run
 
 
@@ -35,7 +35,8 @@ def chain_of(profile: DeviceProfile, config: Config, graph: LoweredGraph, inner:
     chain.append(inner)
     device = _device_of(graph)
     here = device is not None and config.profile is None  # a profile that the user named may stand for another machine
-    if device is not None and _measures(config, device):
+    communicates = any(isinstance(op, Start) for op in graph.ops)
+    if device is not None and measures(config, device, communicates=communicates):
         chain.append(MeasuredCalls(calls_of(graph), Times(config.cache_dir, device)))  # type: ignore[arg-type]
     chain.append(MeasuredCollectives(profile))
     if here and device is not None and device.type == "cuda":
@@ -43,12 +44,16 @@ def chain_of(profile: DeviceProfile, config: Config, graph: LoweredGraph, inner:
     return FirstKnown((*chain, AnalyticCollectives(profile), Roofline(profile)))
 
 
-def _measures(config: Config, device: torch.device) -> bool:
-    """Whether estimates may depend on a measurement taken now. On CPUs, where others disturb it, only if asked."""
+def measures(config: Config, device: torch.device, *, communicates: bool) -> bool:
+    """Whether estimates may depend on a measurement taken now.
+
+    Unasked only on GPUs (on CPUs others disturb it), and for graphs that communicate: in others no time changes what
+    is generated, and measuring takes a tenth of a second a shape.
+    """
     if torch.are_deterministic_algorithms_enabled():
         return False
     if config.measure_matmuls is None:
-        return device.type == "cuda" and config.profile is None
+        return device.type == "cuda" and config.profile is None and communicates
     return config.measure_matmuls
 
 

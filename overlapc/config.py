@@ -183,7 +183,7 @@ class Config:
         None,
         _optional_bool,
         "measure each shape of matmul, attention and convolution once on this device, and keep the times (default: on "
-        "GPUs, unless a profile is named; never with deterministic algorithms)",
+        "GPUs, for graphs that communicate, unless a profile is named; never with deterministic algorithms)",
     )
     rank_timeout: float = _knob(300.0, _seconds, "seconds to wait for other ranks while compiling")
     rank_check: bool = _knob(True, _bool, "compare graphs and collective orders between ranks")

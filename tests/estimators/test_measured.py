@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import overlapc
+from overlapc.chain import measures
 from overlapc.estimators.library import LibraryCollectives
 from overlapc.estimators.measured import Call, MeasuredCalls, Times
 from overlapc.report import record
@@ -59,6 +60,15 @@ def test_nothing_is_measured_unasked_or_in_deterministic_mode(tmp_path):
     finally:
         torch.use_deterministic_algorithms(False)
     assert not (tmp_path / "measured").exists()
+
+
+def test_unasked_a_gpu_is_measured_only_where_a_time_can_change_something():
+    gpu = torch.device("cuda")
+    assert measures(overlapc.Config(), gpu, communicates=True)
+    assert not measures(overlapc.Config(), gpu, communicates=False)
+    assert measures(overlapc.Config(measure_matmuls=True), gpu, communicates=False)
+    assert not measures(overlapc.Config(profile="h200-nvlink"), gpu, communicates=True)
+    assert not measures(overlapc.Config(), CPU, communicates=True)
 
 
 def test_processes_keep_each_others_times_and_a_damaged_file_counts_as_empty(tmp_path):
