@@ -1,4 +1,4 @@
-"""Host time of one kernel launch: a bare `cuLaunchKernel` loop in C, ours, Inductor's, and Triton's own.
+"""Host time of one kernel launch: a bare `cuLaunchKernel` loop in C, ours, torch's static one, and Inductor's.
 
     python benchmarks/launch_cost.py                 # one GPU
 
@@ -47,6 +47,7 @@ def main() -> None:
     launcher, arguments = ours(cache, x, out)
     rows: list[tuple[str, Callable[[], Any], int]] = [("ours", lambda: launcher(*arguments), 1)]
     rows.insert(0, ("bare driver launch, in C", bare(cache, launcher, arguments), BURST))
+    rows.append(("torch's static launcher", static(cache, launcher, arguments), 1))
     rows.append(("Inductor's launcher", inductors(x), 1))
     rows.append(("ours, whole compiled call", compiled("overlapc", x, cache), 1))
     rows.append(("Inductor, whole compiled call", compiled("inductor", x, cache), 1))
@@ -100,6 +101,29 @@ def bare(cache: Path, launcher: Any, arguments: list[torch.Tensor]) -> Callable[
         assert error == 0, f"cuLaunchKernel failed with {error} for {len(values)} arguments"
 
     return burst
+
+
+def static(cache: Path, launcher: Any, arguments: list[torch.Tensor]) -> Callable[[], Any]:
+    """The same compiled kernel through the launcher that is built into torch, and needs no C compiler."""
+    ((kernel,),) = launcher._compiled.values()
+    cubin = cache / "exp.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    torchs = torch._C._StaticCudaLauncher  # type: ignore[attr-defined]
+    shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
+    *_, function, registers, spills = torchs._load_kernel(str(cubin), kernel.metadata.name, shared, 0)
+    print(f"torch's static launcher: {registers} registers, {spills} spilled")
+    launch, types, hidden = torchs._launch_kernel, "K" * (len(arguments) + 2), (0, 0)
+    stream = torch.cuda.current_stream().cuda_stream
+
+    def call() -> None:
+        pointers = [tensor.data_ptr() for tensor in arguments]
+        launch(function, 1, 1, 1, warps, shared, types, (*pointers, *hidden), stream)
+
+    before = [tensor.clone() for tensor in arguments]
+    call()
+    expected, found = before[0].exp(), arguments[1]
+    assert torch.allclose(expected, found), "torch's static launcher computed something else"
+    return call
 
 
 def inductors(x: torch.Tensor) -> Callable[[], Any]:
