@@ -70,6 +70,7 @@ def _prelude() -> ModuleType:
         "exp2_approximately": _elementwise(torch.exp2),
         "reciprocal_approximately": _elementwise(torch.reciprocal),
         "dot": _dot,
+        "number_in_part": lambda program, first: program - first,
         "reduce_sum": _reduction(lambda data: data.sum(1, keepdims=True, dtype=data.dtype)),
         "reduce_prod": _reduction(lambda data: data.prod(1, keepdims=True, dtype=data.dtype)),
         "reduce_max": _reduction(lambda data: data.max(1, keepdims=True)),

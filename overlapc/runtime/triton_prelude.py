@@ -429,3 +429,11 @@ def random_block(key, upper, first, BLOCK: tl.constexpr):
     block = ((tl.full([], 0, tl.int64) + first) >> 2) + tl.arange(0, BLOCK // 4)
     c0, c1, c2, c3 = _philox(key, upper, block)
     return _fraction(tl.join(tl.join(c0, c2), tl.join(c1, c3)).reshape([BLOCK]))
+
+
+@triton.jit
+def number_in_part(program, first: tl.constexpr):
+    """`program - first`, int32, as an instruction that no other branch has (codegen/triton/combo.py says why)."""
+    return tl.inline_asm_elementwise(
+        f"sub.s32 $0, $1, {first};", "=r,r", [program], dtype=tl.int32, is_pure=True, pack=1
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -137,7 +138,10 @@ def test_triton(interpreter: None, name: str, tmp_path: Path) -> None:
 def test_a_launch_of_many_parts_compiles_for_sm_90_and_loads_whole_vectors(tmp_path: Path) -> None:
     source = TritonGenerator().combine([step(at, 4096 * (1 + at)) for at in range(40)], "step")
     (compiled,) = compile_source(source, tmp_path)
-    assert "ld.global.v4.b32" in compiled.asm["ptx"]
+    ptx = compiled.asm["ptx"]
+    assert "ld.global.v4.b32" in ptx
+    # A branch for every decision: merged ones keep the pointers of all parts in registers.
+    assert len(re.findall(r"@%p\d+ bra", ptx)) >= 39
 
 
 def test_equal_lists_have_equal_text() -> None:

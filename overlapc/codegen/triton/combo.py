@@ -6,7 +6,7 @@
             first, in0, out0, n = 0, t0, t1, 4096
         else:
             first, in0, out0, n = 4, t2, t3, 100
-        step_part(program - first, in0, out0, n, XBLOCK)
+        step_part(number, in0, out0, n, XBLOCK)
 
 The picking is a binary search, so a launch of many parts costs a program a few branches, and compiles once.
 """
@@ -96,7 +96,7 @@ def _dealing(function: Function, made: Functions, parts: Sequence[_Part], counts
         indent = "    " * depth
         if high - low == 1:
             part = parts[low]
-            lines.append(f"{indent}first = tl.full([], {firsts[low]}, tl.int32)")
+            lines.append(f"{indent}number = ops.number_in_part(program, {firsts[low]})")
             lines.extend(f"{indent}{name} = {part.tensors[buffer]}" for buffer, name in shape.arguments.items())
             for item in made.scratch:
                 lines.append(f"{indent}{item.name} = all_{item.name} + {low * int(item.elements)}")
@@ -113,5 +113,5 @@ def _dealing(function: Function, made: Functions, parts: Sequence[_Part], counts
     if parts[0].known and all(size % 16 == 0 for part in parts for size in part.known.values()):
         lines.append(f"    {SIZE} = tl.multiple_of({SIZE}, 16)")
     given = [*shape.arguments.values(), *(item.name for item in made.scratch), *map(str, shape.sizes), *made.constants]
-    lines.append(f"    {function.name}(program - first, {', '.join(given)})")
+    lines.append(f"    {function.name}(number, {', '.join(given)})")
     return lines
