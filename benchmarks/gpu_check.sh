@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one go; each part bounded in time, so that one that hangs costs only itself.
-#   OUT=/tmp/out benchmarks/gpu_check.sh tests | train | inductor | thrifty | demo | calibrate | measure | predict | kernels | ops     (default: tests train demo)
+#   OUT=/tmp/out benchmarks/gpu_check.sh tests | train | inductor | thrifty | demo | calibrate | contention | clock | measure | predict | kernels | ops     (default: tests train demo)
 # Works where nothing can be installed: the package is used from the checkout, with the python that has torch.
 set -u
 cd "$(dirname "$0")/.."
@@ -36,6 +36,13 @@ for what in "${@:-tests train demo}"; do
             --systems overlapc,compile --rounds 3 --steps 4 --out "$out/thrifty" ;;
         calibrate) part calibrate 200 $python -m overlapc.launch.cli calibrate --device cuda --nproc "$gpus" \
             --name h200-nvlink --ranks-per-host 8 --out "$out/h200-nvlink.json" ;;
+        contention) # on the profile just taken if there is one
+            profile=h200-nvlink
+            [ -f "$out/h200-nvlink.json" ] && profile=$out/h200-nvlink.json
+            LINES_SHOWN=150 part contention 110 torchrun --nproc-per-node "$gpus" benchmarks/contention.py --profile "$profile" \
+                --channels "${CHANNELS:-0}" --out "$out/contention"
+            ;;
+        clock) LINES_SHOWN=300 part clock 80 $python benchmarks/clock.py --out "$out/clock" ;;
         predict) # calibrate, then whole steps, memory and collectives predicted and measured on the profile just taken
             part calibrate 170 $python -m overlapc.launch.cli calibrate --device cuda --nproc "$gpus" \
                 --ranks-per-host 8 --out "$out/h200-nvlink.json"
@@ -66,7 +73,7 @@ for what in "${@:-tests train demo}"; do
             rm "$out"/ops_[0-9]*
             $python -m tests.ops.sweep --summary "$out/ops.jsonl" 2>&1 | tail -40 | cut -c1-300
             ;;
-        *) echo "no part named $each; known: tests train inductor thrifty demo calibrate measure predict kernels ops" >&2; exit 2 ;;
+        *) echo "no part named $each; known: tests train inductor thrifty demo calibrate contention clock measure predict kernels ops" >&2; exit 2 ;;
         esac
     done
 done

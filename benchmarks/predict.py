@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peak import at_peak
 from tabulate import tabulate
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,6 +41,8 @@ from overlapc.launch.llama import Llama, LlamaConfig, tensor_parallel
 from overlapc.report import record
 from overlapc.report.compare import graph_text, rows, totals_text
 from overlapc.report.memory import peaks
+from overlapc.report.record import Report
+from overlapc.report.trace_reading import read_trace
 from overlapc.schedule.model import Comm, Kind, Node
 
 MIB = 2**20
@@ -86,12 +89,14 @@ def main() -> None:
     cuda = device.type == "cuda"
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     profile = load_profile(args.profile)
+    if args.out and rank == 0:
+        args.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"profile": profile.name, "world": world, "steps": []}
     faulthandler.dump_traceback_later(_STUCK_S, exit=True)
     if args.collectives:
         found["collectives"] = collectives(profile, device)
         show(rank, collectives_text(found["collectives"]))
-    for case in CASES:
+    for case in (case for case in CASES if not args.only or case.name in args.only):
         if agreed_seconds(time.monotonic() - began, device) > args.seconds:
             show(rank, f"{case.name}: left out, {args.seconds} s are over")
             continue
@@ -101,8 +106,7 @@ def main() -> None:
         show(rank, tabulate([result], headers="keys", floatfmt=".3f"))
         show(rank, texts[0])
         if args.out and rank == 0:
-            args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / f"{case.name.replace(' ', '_').replace(',', '')}.txt").write_text("\n\n".join(texts))
+            (args.out / f"{file_name(case)}.txt").write_text("\n\n".join(texts))
             (args.out / "predict.json").write_text(json.dumps(found, indent=1))
     show(rank, "\n" + tabulate(found["steps"], headers="keys", floatfmt=".3f"))
     dist.barrier()
@@ -119,7 +123,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--seconds", type=float, default=200.0, help="no case begins later")
     parser.add_argument("--no-collectives", dest="collectives", action="store_false", help="training steps only")
-    parser.add_argument("--out", type=Path, help="folder for predict.json and each case's report")
+    parser.add_argument("--only", type=lambda text: text.split(";"), help="cases by name, separated by semicolons")
+    parser.add_argument("--out", type=Path, help="folder for predict.json and, of each case, what was seen")
     return parser.parse_args()
 
 
@@ -207,10 +212,14 @@ def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[di
         torch.cuda.reset_peak_memory_stats()
     times = [taken for _ in range(2) for taken in timed(once, device)]
     peak_bytes = torch.cuda.max_memory_allocated() - before_bytes if cuda else 0
-    with overlapc.report.measure() as measured:
+    held = at_peak(once) if args.out and cuda else ""
+    trace = args.out / "trace.json" if args.out and dist.get_rank() == 0 else None
+    with overlapc.report.measure(trace) as measured:
         for _ in range(3):
             once()
     assert measured.report is not None
+    if trace is not None:
+        keep(case, measured.report, trace, held)
     (seen,) = measured.report.steps
     predicted_ms = sum(graph.after.step_ns for graph in graphs) / 1e6
     predicted_peak = max(peaks(graphs).values())
@@ -235,6 +244,23 @@ def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[di
     result["compute seen"] = sum(row.measured_ns or 0.0 for row in every if row.kind != "collective") / 1e6
     result["compile_s"] = compile_s
     return result, [totals_text(seen), *(graph_text(graph) for graph in seen.graphs if graph.measured)]
+
+
+def keep(case: Case, report: Report, trace: Path, held: str) -> None:
+    """Beside the trace: the record, when each node of the last run ran, and what the device held at its peak."""
+    folder, name = trace.parent, file_name(case)
+    report.save(folder / f"{name}.record.json")
+    spans = {
+        graph: [[marked.label.node, *each] for marked in runs[-1] for each in marked.work]
+        for graph, runs in read_trace(trace).runs.items()
+    }
+    (folder / f"{name}.spans.json").write_text(json.dumps(spans))
+    (folder / f"{name}.memory.txt").write_text(held)
+    trace.unlink()
+
+
+def file_name(case: Case) -> str:
+    return case.name.replace(" ", "_").replace(",", "")
 
 
 def built(

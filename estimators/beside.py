@@ -1,14 +1,15 @@
 """What compute and collectives cost each other on a GPU, by the profiler: times of kernels that had company throughout.
 
 A collective that comes while a kernel runs waits for the kernel's last wave; the clocks of clock.py would count that
-wait as a slowdown. Kernels' own times do not.
+wait as a slowdown. Kernels' own times do not. Each call is measured alone, beside collectives and alone again in one
+go, after other work: a GPU that draws much power lowers its clock within milliseconds, which is no contention.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,13 @@ from overlapc.estimators.contention import waves
 
 _ALL = 0.98  # of a kernel's time with company, to count as company throughout
 _MAIN = 0.3  # kernels shorter than this share of the longest are preparation (fills, casts), not what is measured
+_MARK_CYCLES = 20_000  # of the kernels between phases; about ten microseconds
+_PHASE_NS = 5e6  # of a call alone
+_LEAST_CALLS, _MOST_CALLS = 4, 100  # of a phase
+_LEAST_COLLECTIVES = 4
+_COVERED_CALLS = 8  # that the collectives of a phase should have room for
+
+Call = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,16 @@ class Span:
     @property
     def ns(self) -> int:
         return self.end_ns - self.start_ns
+
+    @property
+    def is_mark(self) -> bool:
+        """Whether it only separates phases."""
+        return "spin" in self.name.lower()
+
+    @property
+    def moves(self) -> bool:
+        """Whether it is a collective's."""
+        return "nccl" in self.name.lower()
 
 
 def kernels_of(run: Callable[[], Any]) -> list[Span]:
@@ -50,7 +68,7 @@ def kernels_of(run: Callable[[], Any]) -> list[Span]:
     return sorted(spans, key=lambda span: span.start_ns)
 
 
-def kernel_ns(call: Callable[[], Any], calls: int = 10) -> float:
+def kernel_ns(call: Call, calls: int = 10) -> float:
     """Time that one call's kernels take together, without the gaps between them."""
     call()
     spans = kernels_of(lambda: [call() for _ in range(calls)])
@@ -59,38 +77,82 @@ def kernel_ns(call: Callable[[], Any], calls: int = 10) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Company:
-    """How many times as long each takes beside the other; None where none of them had company throughout."""
+    """How many times as long a call and a collective take beside each other, by the call's main kernel.
 
+    None where none of them had company throughout.
+    """
+
+    alone_ns: float
     compute: float | None
     collective: float | None
+    mhz: float  # the device's clock while they ran
+    kernel: str  # the name of the call's main kernel
 
 
-def company(call: Callable[[], Any], launch: Launch, collective_ns: float, collectives: int = 6) -> Company:
-    """Of a call (whose longest kernel is meant) and a collective that takes `collective_ns` alone.
+def company(
+    calls: Mapping[str, Call], calls_ns: Mapping[str, float], launch: Launch, collective_ns: float, load: Call | None
+) -> dict[str, Company]:
+    """Of each call with a collective that takes `collective_ns` alone. load: work that runs before all of it.
 
-    All ranks must ask for the same number of collectives.
+    The times (of calls, too) must be equal on all ranks: the number of collectives depends on them.
     """
-    call()
-    alone = _main(kernels_of(lambda: [call() for _ in range(10)]))
-    alone_ns = statistics.median(span.ns for span in alone)
-    calls = math.ceil(1.5 * collectives * collective_ns / alone_ns) + 2
 
-    def both() -> None:
-        torch.cuda._sleep(int(2e6 + 1e5 * collectives + 2e4 * calls))
-        works = [launch() for _ in range(collectives)]
-        for _ in range(calls):
-            call()
-        wait_all(works)
+    def run() -> None:
+        if load is not None:
+            load()
+        for name, call in calls.items():
+            alone = max(_LEAST_CALLS, min(_MOST_CALLS, math.ceil(_PHASE_NS / calls_ns[name])))
+            collectives = max(_LEAST_COLLECTIVES, math.ceil(_COVERED_CALLS * calls_ns[name] / collective_ns))
+            beside = math.ceil(2 * collectives * collective_ns / calls_ns[name]) + 2
+            _phase(call, alone)
+            torch.cuda._sleep(_MARK_CYCLES)
+            works = [launch() for _ in range(collectives)]
+            for _ in range(beside):
+                call()
+            wait_all(works)
+            _phase(call, alone)
 
-    spans = kernels_of(both)
-    moving = [span for span in spans if "nccl" in span.name.lower()]
-    computing = _main([span for span in spans if "nccl" not in span.name.lower() and "spin" not in span.name.lower()])
-    slowed = [span.ns for span in computing if _share(span, moving) >= _ALL]
-    stretched = [span.ns for span in moving if _share(span, computing) >= 0.9]
-    return Company(
-        statistics.median(slowed) / alone_ns if slowed else None,
-        statistics.median(stretched) / collective_ns if stretched else None,
-    )
+    for call in calls.values():
+        call()
+    return companies(list(calls), kernels_of(run), collective_ns)
+
+
+def _phase(call: Call, calls: int) -> None:
+    torch.cuda._sleep(_MARK_CYCLES)
+    for _ in range(calls):
+        call()
+
+
+def companies(names: Sequence[str], spans: Sequence[Span], collective_ns: float) -> dict[str, Company]:
+    """From the kernels of `company`: each call has a phase alone, one beside collectives and one alone, in this order.
+
+    A mark stands before each phase.
+    """
+    moving = [span for span in spans if span.moves]
+    phases: list[list[Span]] = []
+    clocks: list[float] = []  # MHz at each mark
+    for span in spans:
+        if span.is_mark:
+            phases.append([])
+            clocks.append(_MARK_CYCLES / span.ns * 1e3)
+        elif phases and not span.moves:
+            phases[-1].append(span)
+    found = {}
+    for at, name in enumerate(names):
+        before, beside, after = (_main(phase) for phase in phases[3 * at : 3 * at + 3])
+        alone_ns = statistics.median(span.ns for span in (*before, *after))
+        slowed = [span.ns for span in beside if _share(span, moving) >= _ALL]
+        begin, end = beside[0].start_ns, beside[-1].end_ns
+        met = [span for span in moving if span.end_ns > begin and span.start_ns < end]
+        stretched = [span.ns for span in met if _share(span, beside) >= 0.9]
+        found[name] = Company(
+            alone_ns,
+            statistics.median(slowed) / alone_ns if slowed else None,
+            statistics.median(stretched) / collective_ns if stretched else None,
+            clocks[3 * at + 2],
+            max(before, key=lambda span: span.ns).name,
+        )
+    return found
 
 
 def held_multiprocessors(slowed: Sequence[tuple[int, float]], multiprocessors: int) -> int:

@@ -32,6 +32,7 @@ from overlapc.estimators.contention import tiles_of
 MIB = 2**20
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _LLAMA_LAYER = (4096, 16 * MIB, 4 * MIB, 4 * MIB, 16 * MIB, 4096, 56 * MIB, 56 * MIB, 56 * MIB)  # elements, 8B shape
+_SMALL_TENSORS = 33  # of a coalesced collective
 
 
 @dataclass(frozen=True)
@@ -222,26 +223,34 @@ class Measurement:
 
     def _company(self, launch: Launch, alone_ns: float) -> dict[str, float]:
         """A `Slowdown` of this collective. What never had company throughout counts as not slowed."""
-        effort, found = self.effort, {}
-        matmuls = []
+        effort = self.effort
+        calls: dict[str, Callable[[], object]] = {}
         for shape in effort.beside_matmuls:
-            a, b = self._operands(shape, torch.bfloat16)
-            product = torch.mm(a, b)
-            each = company(lambda a=a, b=b, out=product: torch.mm(a, b, out=out), launch, alone_ns)  # type: ignore[misc]
-            matmuls.append((tiles_of(shape[0] * shape[2]), max(1.0, each.compute or 1.0)))
-            self.facts[f"matmul {shape} beside a collective of {alone_ns / 1e3:.0f} us"] = matmuls[-1][1]
-            found["own_matmul"] = max(1.0, each.collective or 1.0)  # the last, largest matmul's stands
-        found["matmul"] = matmuls[-1][1]
-        found["multiprocessors"] = float(held_multiprocessors(matmuls, self._multiprocessors()))
+            calls[f"matmul {shape}"] = partial(torch.mm, *self._operands(shape, torch.bfloat16))
         source = self._random(effort.beside_bytes // 8, dtype=torch.float32)
-        target = torch.empty_like(source)
-        each = company(lambda: torch.add(source, 1.0, out=target), launch, alone_ns)
-        found["memory"], found["own_memory"] = max(1.0, each.compute or 1.0), max(1.0, each.collective or 1.0)
+        calls["memory"] = partial(torch.add, source, 1.0, out=torch.empty_like(source))
         if effort.beside_attention is not None:
-            query, key, value = self._attention_inputs(effort.beside_attention, torch.bfloat16)
-            with torch.no_grad():
-                each = company(lambda: _attend(query, key, value), launch, alone_ns)
-            found["attention"] = max(1.0, each.compute or 1.0)
+            inputs = self._attention_inputs(effort.beside_attention, torch.bfloat16)
+            calls["attention"] = partial(_attend, *inputs)
+        with torch.no_grad():
+            calls_ns = {name: self._agreed(compute_ns(self.clock, call)) for name, call in calls.items()}
+            met = company(calls, calls_ns, launch, alone_ns, self.load)
+        for name, each in met.items():
+            self.facts[f"{name} beside a collective of {alone_ns / 1e3:.0f} us"] = each.compute or 0.0
+            self.facts[f"{name} beside a collective of {alone_ns / 1e3:.0f} us, MHz"] = each.mhz
+        slowed = {name: max(1.0, each.compute or 1.0) for name, each in met.items()}
+        stretched = {name: max(1.0, each.collective or 1.0) for name, each in met.items()}
+        matmuls = [(tiles_of(shape[0] * shape[2]), slowed[f"matmul {shape}"]) for shape in effort.beside_matmuls]
+        largest = f"matmul {effort.beside_matmuls[-1]}"
+        found = {
+            "matmul": slowed[largest],
+            "own_matmul": stretched[largest],
+            "multiprocessors": float(held_multiprocessors(matmuls, self._multiprocessors())),
+            "memory": slowed["memory"],
+            "own_memory": stretched["memory"],
+        }
+        if "attention" in slowed:
+            found["attention"] = slowed["attention"]
         return found
 
     def _contention_by_clock(self) -> None:
@@ -371,12 +380,24 @@ class Measurement:
                 self.tables.append({"collective": collective, "ranks": group.size(), "dtype": dtype, "points": points})
 
     def _coalesced(self, group: dist.ProcessGroup) -> None:
-        """The tensors of a layer in one coalesced gather, against one flat gather of as many bytes."""
+        """What one more tensor adds to a coalesced gather: small tensors, as what is large hides it.
+
+        On 4 H200s the nine tensors of a Llama-8B layer took as long side by side as one tensor of their size.
+        """
         if not self.effort.layer:
             return
         dtype = DTYPES[self.effort.collective_dtypes[0]]
+        small = [self.effort.layer[0]] * _SMALL_TENSORS
+        together_ns, flat_ns = self._side_by_side(group, small, dtype)
+        self.quantities["coalesced_tensor_ns"] = max(0.0, (together_ns - flat_ns) / (len(small) - 1))
+        self._side_by_side(group, self.effort.layer, dtype)
+
+    def _side_by_side(
+        self, group: dist.ProcessGroup, elements: Sequence[int], dtype: torch.dtype
+    ) -> tuple[float, float]:
+        """ns of one coalesced gather of tensors with so many elements, and of one flat gather of as many bytes."""
         ranks = group.size()
-        shards = [torch.zeros(math.ceil(size / ranks), dtype=dtype, device=self.device) for size in self.effort.layer]
+        shards = [torch.zeros(math.ceil(count / ranks), dtype=dtype, device=self.device) for count in elements]
         wholes = [torch.zeros(shard.numel() * ranks, dtype=dtype, device=self.device) for shard in shards]
         size = sum(whole.nbytes for whole in wholes)
         calls = calls_for(size, self.clock)
@@ -384,9 +405,9 @@ class Measurement:
         flat = launcher("all_gather", group, size, dtype, self.device)
         together_ns = self._agreed(collective_ns(self.clock, together, calls))
         flat_ns = self._agreed(collective_ns(self.clock, flat, calls))
-        self.quantities["coalesced_tensor_ns"] = max(0.0, (together_ns - flat_ns) / (len(shards) - 1))
         self.facts[f"all_gather of {len(shards)} tensors, {size} B, coalesced, ns"] = together_ns
         self.facts[f"all_gather of one tensor, {size} B, ns"] = flat_ns
+        return together_ns, flat_ns
 
 
 def calls_for(size_bytes: int, clock: Clock) -> int:

@@ -1,0 +1,231 @@
+"""How much a running collective slows compute, and compute the collective: measured, beside what the profile says.
+
+    torchrun --nproc-per-node 4 benchmarks/contention.py --profile h200-nvlink         # under a minute on 4 GPUs
+    torchrun --nproc-per-node 4 benchmarks/contention.py --profile out/h200-nvlink.json --channels 0,16
+
+The shapes are those of Llama-8B steps and not the ones to which `overlapc calibrate` fits its model. Only kernels that
+had a collective beside them throughout count; *points* are hundredths of the time alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor
+
+from overlapc.estimators.beside import company
+from overlapc.estimators.clock import Launch, clock_for, collective_ns, compute_ns
+from overlapc.estimators.collectives import MeasuredCollectives
+from overlapc.estimators.contention import collective_stretches, compute_stretch, load_of, traffic_of
+from overlapc.estimators.device import DeviceProfile, load_profile
+from overlapc.estimators.measure import DTYPES, calls_for, launcher
+from overlapc.schedule.model import Comm, Kind, Node, Work
+
+MIB = 2**20
+_LONGEST_S = 100.0  # a run that takes longer prints where it stands, and ends
+_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+COLLECTIVES = (("all_gather", "bf16", 416), ("reduce_scatter", "fp32", 416), ("all_gather", "bf16", 112))  # MiB
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A call, and the node that it would be in a schedule."""
+
+    node: Node
+    make: Callable[[], Callable[[], Any]]
+
+
+def main() -> None:
+    args = arguments()
+    faulthandler.dump_traceback_later(_LONGEST_S, exit=True)
+    rank = int(os.environ["RANK"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    profile = load_profile(args.profile)
+    found = []
+    for channels in args.channels:
+        group = group_on(channels)
+        for collective, dtype, mib in COLLECTIVES:
+            launch = launcher(collective, group, mib * MIB, DTYPES[dtype], device)
+            comm = Comm(
+                collective, mib * MIB, "dp", dist.get_world_size(), _NAMES[dtype], channels=channels,
+                ranks=tuple(range(dist.get_world_size())),
+            )  # fmt: skip
+            found += beside(comm, launch, profile, device)
+    if rank == 0:
+        print(text(found))
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / "contention.json").write_text(json.dumps(found, indent=1))
+    dist.barrier()
+    faulthandler.cancel_dump_traceback_later()
+    dist.destroy_process_group()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", default="h200-nvlink", help="device profile: a name or a file")
+    parser.add_argument(
+        "--channels", type=lambda text: [int(each) for each in text.split(",")], default=[0],
+        help="of the collectives' process groups, separated by commas; 0: NCCL's choice",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, help="folder for contention.json")
+    return parser.parse_args()
+
+
+def group_on(channels: int) -> dist.ProcessGroup:
+    """All ranks, on at most so many channels."""
+    assert dist.group.WORLD is not None
+    if not channels:
+        return dist.group.WORLD
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = channels
+    group = dist.new_group(backend="nccl", pg_options=options)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def beside(comm: Comm, launch: Launch, profile: DeviceProfile, device: torch.device) -> list[dict[str, Any]]:
+    """Every subject beside one collective."""
+    clock = clock_for(device)
+    alone_ns = slowest(collective_ns(clock, launch, calls_for(comm.bytes, clock)), device)
+    start = Node("c", Kind.START, comm.collective, comm=comm)
+    start = Node("c", Kind.START, comm.collective, comm=comm, estimate=MeasuredCollectives(profile).estimate(start))
+    traffic = traffic_of(start, profile)
+    chosen = subjects(device)
+    with torch.no_grad():
+        calls = {each.node.name: each.make() for each in chosen}
+        calls_ns = {name: slowest(compute_ns(clock, call, rounds=1), device) for name, call in calls.items()}
+        met = company(calls, calls_ns, launch, alone_ns, load(device))
+    rows = []
+    for each in chosen:
+        seen, what = met[each.node.name], load_of(each.node)
+        rows.append(
+            {
+                "collective": comm.collective,
+                "MiB": comm.bytes // MIB,
+                "channels": comm.channels or None,
+                "beside": each.node.name,
+                "kind": what.beside.value,
+                "alone us": seen.alone_ns / 1e3,
+                "slowed": seen.compute,
+                "said": compute_stretch(what, [traffic], profile),
+                "collective slowed": seen.collective,
+                "collective said": collective_stretches(what, [traffic], profile)[0],
+                "MHz": seen.mhz,
+                "kernel": seen.kernel,
+            }
+        )
+    return rows
+
+
+def slowest(ns: float, device: torch.device) -> float:
+    """The slowest rank's time: how many collectives run depends on it."""
+    found = torch.tensor([ns], device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found.item())
+
+
+def load(device: torch.device) -> Callable[[], None]:
+    """Work of 0.1 s, so that the device's clock is that of a training step."""
+    a = torch.randn(8192, 8192, device=device).bfloat16()
+    out = torch.empty_like(a)
+
+    def launch() -> None:
+        for _ in range(70):
+            torch.mm(a, a, out=out)
+
+    return launch
+
+
+def subjects(device: torch.device) -> Sequence[Subject]:
+    """Matmuls forward and backward, attention, and memory-bound kernels."""
+    products = [
+        ("down", 4096, 14336, 4096), ("up, 2048 tokens", 2048, 4096, 14336), ("q, 2048 tokens", 2048, 4096, 4096),
+        ("k, 8192 tokens", 8192, 4096, 1024), ("up, 1024 tokens", 1024, 4096, 14336), ("head", 4096, 4096, 32000),
+    ]  # fmt: skip
+    gradients = [("weight gradient of up", 14336, 4096, 4096), ("weight gradient of k", 1024, 4096, 4096)]
+    found = [product(name, sizes, False, device) for name, *sizes in products]
+    found += [product(name, sizes, True, device) for name, *sizes in gradients]
+    found += [attention(seq, backward, device) for seq in (2048, 8192) for backward in (False, True)]
+    found += [moved("add 336 MiB", 28 * MIB, device), moved("add 48 MiB", 4 * MIB, device)]
+    return found
+
+
+def product(name: str, sizes: Sequence[int], transposed: bool, device: torch.device) -> Subject:
+    """rows x inner x columns; transposed: both as a weight's gradient has them, `grad.t() @ x`."""
+    rows, inner, columns = sizes
+
+    def make() -> Callable[[], Any]:
+        def random(*size: int) -> Tensor:
+            return torch.randn(size, device=device).bfloat16()
+
+        if transposed:
+            return partial(torch.mm, random(inner, rows).t(), random(inner, columns))
+        return partial(torch.mm, random(rows, inner), random(columns, inner).t())
+
+    work = Work(2 * rows * inner * columns, 2 * inner * (rows + columns), 2 * rows * columns, "bfloat16")
+    return Subject(Node(name, Kind.EXTERN, "mm", work=work), make)
+
+
+def attention(seq: int, backward: bool, device: torch.device) -> Subject:
+    """Causal, 32 heads that share 8 keys and values of width 128."""
+
+    def make() -> Callable[[], Any]:
+        query, key, value = (
+            torch.randn(1, heads, seq, 128, device=device).bfloat16().requires_grad_() for heads in (32, 8, 8)
+        )
+        forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True, enable_gqa=True)
+        if not backward:
+            return forward
+        with torch.enable_grad():
+            out = forward()
+        return partial(torch.autograd.grad, out, (query, key, value), torch.randn_like(out), retain_graph=True)
+
+    flops = 4 * 32 * seq * seq * 128 * (5 if backward else 2) // 2
+    op = "attention_backward" if backward else "attention"
+    name = f"attention{' backward' if backward else ''}, {seq} tokens"
+    return Subject(Node(name, Kind.EXTERN, op, work=Work(flops, 0, 0, "bfloat16")), make)
+
+
+def moved(name: str, elements: int, device: torch.device) -> Subject:
+    """a + b of so many fp32 elements."""
+
+    def make() -> Callable[[], Any]:
+        a, b = (torch.randn(elements, device=device) for _ in range(2))
+        return partial(torch.add, a, b, out=torch.empty_like(a))
+
+    return Subject(Node(name, Kind.KERNEL, "add", work=Work(0, 8 * elements, 4 * elements, "float32")), make)
+
+
+def text(found: Sequence[dict[str, Any]]) -> str:
+    table = [{**row, "kernel": row["kernel"][:40]} for row in found]
+    lines = [tabulate(table, headers="keys", floatfmt=".2f")]
+    for kind in dict.fromkeys(row["kind"] for row in found):
+        errors = [
+            100 * abs(row["slowed"] - row["said"]) for row in found if row["kind"] == kind and row["slowed"] is not None
+        ]
+        if errors:
+            lines.append(f"{kind}: half within {statistics.median(errors):.1f} points, all within {max(errors):.1f}")
+    unseen = sum(row["slowed"] is None for row in found)
+    if unseen:
+        lines.append(f"{unseen} never had a collective beside them throughout")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
