@@ -16,6 +16,7 @@ from overlapc.schedule.text import parse
 from overlapc.units import human_bytes
 
 FAR_OFF = 0.20  # a prediction further off than this is flagged
+_APART = 0.02  # of a node's time: less company does not count, more than the rest of it is company throughout
 _WORST = 8  # nodes shown in the totals
 _KINDS = {Kind.START: "collective", Kind.COMM: "collective", Kind.KERNEL: "kernel", Kind.EXTERN: "library call"}
 _HEADERS = ("node", "what", "of", "alone µs", "predicted µs", "measured µs", "ratio", "")
@@ -33,6 +34,7 @@ class Row:
     alone_ns: float | None  # the estimate; None: unknown
     predicted_ns: float
     measured_ns: float | None  # None: the profiler saw nothing of it
+    beside: float | None = None  # the share of it in which compute and communication were seen to run at once
 
     @property
     def ratio(self) -> float | None:
@@ -40,6 +42,20 @@ class Row:
         if self.measured_ns is None or self.alone_ns is None or self.predicted_ns <= 0:
             return None
         return self.measured_ns / self.predicted_ns
+
+    @property
+    def alone_ratio(self) -> float | None:
+        """Measured over the estimate; None for what ran beside something, or if one is missing."""
+        if self.beside is None or self.beside > _APART or not self.alone_ns or self.measured_ns is None:
+            return None
+        return self.measured_ns / self.alone_ns
+
+    @property
+    def slowdown_error(self) -> float | None:
+        """By how many hundredths of its time alone contention was misjudged; None unless it had company throughout."""
+        if self.beside is None or self.beside < 1 - _APART or not self.alone_ns or self.measured_ns is None:
+            return None
+        return 100 * abs(self.measured_ns - self.predicted_ns) / self.alone_ns
 
     @property
     def far_off(self) -> bool:
@@ -72,6 +88,7 @@ def rows(graph: GraphRecord) -> list[Row]:
                 node.estimate.ns if node.estimate is not None else None,
                 span.end_ns - span.start_ns if span is not None else 0.0,
                 graph.measured.nodes.get(node.name),
+                graph.measured.beside.get(node.name),
             )
         )
     return found
@@ -173,7 +190,11 @@ def _sum(table: Iterable[_Total]) -> list[_Total]:
 
 
 def _quality(every: Iterable[Row]) -> Iterator[str]:
-    """`collectives: 74 measured, half within 7%, 9 off by more than 20%`, for each kind."""
+    """`collectives: 74 measured, half within 7%, 9 off by more than 20%`, for each kind.
+
+    Where both were seen, errors of the estimates (nodes that had nothing beside them) are told from those of
+    contention (nodes that had something beside them all the time).
+    """
     by_kind: dict[str, list[Row]] = {}
     for row in every:
         by_kind.setdefault(row.kind, []).append(row)
@@ -185,3 +206,10 @@ def _quality(every: Iterable[Row]) -> Iterator[str]:
             f"{kind}s: {len(found) - unseen} of {len(found)} measured, {half}, "
             f"{sum(row.far_off for row in found)} off by more than {FAR_OFF:.0%}"
         )
+        alone = [ratio for row in found if (ratio := row.alone_ratio) is not None]
+        if alone:
+            off = median(abs(ratio - 1) for ratio in alone)
+            yield f"  {len(alone)} with nothing beside them: half within {off:.0%}, {median(alone):.2f} of the estimate"
+        beside = [points for row in found if (points := row.slowdown_error) is not None]
+        if beside:
+            yield f"  {len(beside)} with company throughout: half within {median(beside):.0f} points of the time alone"

@@ -89,8 +89,9 @@ def with_trace(graph: GraphRecord, trace: Trace) -> GraphRecord:
     collectives = {node.name for node in parse(graph.schedule).nodes if node.kind in (Kind.START, Kind.COMM)}
     times = typical([run_times(run, collectives.__contains__, trace.on_device) for run in runs])
     measured = Measured(
-        len(runs), times.step_ns, times.compute_ns, times.comm_ns, times.exposed_ns, times.idle_ns, times.nodes
-    )
+        len(runs), times.step_ns, times.compute_ns, times.comm_ns, times.exposed_ns, times.idle_ns, times.nodes,
+        times.beside,
+    )  # fmt: skip
     return replace(graph, measured=measured)
 
 

@@ -81,6 +81,8 @@ class Measured:
     exposed_ns: float  # communication beside which no compute ran
     idle_ns: float
     nodes: Mapping[str, float] = field(default_factory=dict)  # node -> ns
+    # node -> the share of its time in which communication (of a collective: compute) ran, too
+    beside: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

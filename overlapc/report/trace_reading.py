@@ -52,6 +52,7 @@ class RunTimes:
     exposed_ns: float  # communication beside which no compute ran
     idle_ns: float
     nodes: Mapping[str, float]  # node -> ns, of all that were seen to run
+    beside: Mapping[str, float]  # node -> the share of that in which communication (of a collective: compute) ran, too
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -151,21 +152,24 @@ def _runs(order: Sequence[Marked]) -> dict[str, list[list[Marked]]]:
 
 def run_times(run: Sequence[Marked], communicates: Callable[[str], bool], on_device: bool) -> RunTimes:
     """Totals of one run, and each node's own time. `communicates` tells a collective's name."""
+    work: dict[str, list[Interval]] = {}
     compute: list[Interval] = []
     comm: list[Interval] = []
-    nodes: dict[str, float] = {}
     for marked in run:
         if marked.work:
             # The parts of one collective may run at once; the kernels of one call follow each other.
-            nodes[marked.label.node] = length(merged(marked.work))
+            work[marked.label.node] = merged(marked.work)
             (comm if communicates(marked.label.node) else compute).extend(marked.work)
     compute, comm = merged(compute), merged(comm)
+    nodes = {node: length(each) for node, each in work.items()}
+    computed, communicated = Covered.by(compute), Covered.by(comm)
+    beside = {node: (computed if communicates(node) else communicated).share(each) for node, each in work.items()}
     busy = merged([*compute, *comm])
     # On a CPU the host is the compute stream, and what it does between the nodes is part of the step.
     bounds = busy if on_device else merged([*busy, *(marked.host for marked in run)])
     step_ns = bounds[-1][1] - bounds[0][0] if bounds else 0.0
     computing, working = length(compute), length(busy)
-    return RunTimes(step_ns, computing, length(comm), working - computing, step_ns - working, nodes)
+    return RunTimes(step_ns, computing, length(comm), working - computing, step_ns - working, nodes, beside)
 
 
 def typical(runs: Sequence[RunTimes]) -> RunTimes:
@@ -178,6 +182,7 @@ def typical(runs: Sequence[RunTimes]) -> RunTimes:
         exposed_ns=median(run.exposed_ns for run in runs),
         idle_ns=median(run.idle_ns for run in runs),
         nodes={name: median(run.nodes[name] for run in runs if name in run.nodes) for name in names},
+        beside={name: median(run.beside[name] for run in runs if name in run.beside) for name in names},
     )
 
 
@@ -190,6 +195,28 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
         else:
             result.append((start, end))
     return result
+
+
+@dataclass(frozen=True)
+class Covered:
+    """Points in time: ascending intervals that do not touch."""
+
+    intervals: Sequence[Interval]
+    starts: Sequence[float]
+
+    @classmethod
+    def by(cls, intervals: Sequence[Interval]) -> Covered:
+        """`intervals` as `merged` makes them."""
+        return cls(intervals, [start for start, _ in intervals])
+
+    def share(self, others: Iterable[Interval]) -> float:
+        """The part of `others`, which do not overlap each other, that is covered."""
+        met = asked = 0.0
+        for start, end in others:
+            asked += end - start
+            for at in range(max(0, bisect_right(self.starts, start) - 1), bisect_right(self.starts, end)):
+                met += max(0.0, min(end, self.intervals[at][1]) - max(start, self.starts[at]))
+        return met / asked if asked else 0.0
 
 
 def length(intervals: Iterable[Interval]) -> float:

@@ -90,6 +90,7 @@ def test_kernels_belong_to_the_mark_around_their_launch(gpu_trace):
     assert measured.nodes == {"ag0": 60 * US, "k0": 20 * US, "mm0": 40 * US}
     assert (measured.step_ns, measured.compute_ns, measured.comm_ns) == (110 * US, 60 * US, 60 * US)
     assert (measured.exposed_ns, measured.idle_ns) == (40 * US, 10 * US)
+    assert measured.beside == {"ag0": pytest.approx(1 / 3), "k0": 1.0, "mm0": 0.0}
 
 
 def test_a_kernel_without_a_launch_goes_by_the_id_of_its_mark(tmp_path):
@@ -113,7 +114,9 @@ def test_prediction_is_compared_with_contention_and_flagged(gpu_trace):
     assert line.split() == ["mm0", "mm", "1", "GFLOP", "30.0", "30.0", "40.0", "1.33", "off"]
     totals = compare.totals_text(StepRecord(0, 4, (graph,), 110))
     assert "100B predicted, 110B allocated at most (ratio 1.100" in totals
-    assert "library calls: 1 of 1 measured, half within 33%, 1 off by more than 20%" in totals
+    assert "library calls: 1 of 1 measured, half within 33%, 1 off by more than 20%\n  1 with nothing beside" in totals
+    assert "half within 33%, 1.33 of the estimate" in totals  # mm0 ran by itself: the estimate was wrong
+    assert "1 with company throughout: half within 0 points" in totals  # k0 took as long as was said, beside ag0
 
 
 def test_a_trace_goes_to_its_rank_and_survives_a_file(gpu_trace, tmp_path):
