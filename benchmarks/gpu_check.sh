@@ -42,7 +42,10 @@ for what in "${@:-tests train demo}"; do
             LINES_SHOWN=150 part contention 110 torchrun --nproc-per-node "$gpus" benchmarks/contention.py --profile "$profile" \
                 --channels "${CHANNELS:-0}" --out "$out/contention"
             ;;
-        clock) LINES_SHOWN=300 part clock 80 $python benchmarks/clock.py --out "$out/clock" ;;
+        clock) # what the load does to the clock, and what taken multiprocessors do to matmuls; one GPU
+            LINES_SHOWN=300 part clock 80 $python benchmarks/clock.py --out "$out/clock"
+            LINES_SHOWN=30 part held 40 $python benchmarks/held.py --out "$out/clock"
+            ;;
         predict) # calibrate, then whole steps, memory and collectives predicted and measured on the profile just taken
             part calibrate 170 $python -m overlapc.launch.cli calibrate --device cuda --nproc "$gpus" \
                 --ranks-per-host 8 --out "$out/h200-nvlink.json"

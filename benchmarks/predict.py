@@ -239,6 +239,10 @@ def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[di
     for kind in ("collective", "kernel", "library call"):
         errors = [abs(row.ratio - 1) for row in every if row.kind == kind and row.ratio is not None]
         result[f"{kind}s off"] = statistics.median(errors) if errors else None
+        alone = [abs(ratio - 1) for row in every if row.kind == kind and (ratio := row.alone_ratio) is not None]
+        beside = [points for row in every if row.kind == kind and (points := row.slowdown_error) is not None]
+        result[f"{kind}s alone off"] = statistics.median(alone) if alone else None
+        result[f"{kind}s slowed, points off"] = statistics.median(beside) if beside else None
     result["compute alone"] = sum(row.alone_ns or 0.0 for row in every if row.kind != "collective") / 1e6
     result["compute said"] = sum(row.predicted_ns for row in every if row.kind != "collective") / 1e6
     result["compute seen"] = sum(row.measured_ns or 0.0 for row in every if row.kind != "collective") / 1e6
