@@ -1,4 +1,4 @@
-"""How fast schedules are: parse, dependences, liveness, simulation, bound and the default passes.
+"""How fast schedules are: parse, dependences, liveness, simulation, bound, the default passes, and local moves.
 
     python benchmarks/schedule_speed.py [NODES ...]      (default: 2000 20000; ms of CPU time, best of three)
 
@@ -7,11 +7,15 @@ backwards with a reduce-scatter and its wait behind.
 
 The default passes also run on a step whose collectives take three times as long as anything can cover: that is the most
 they cost, because then every way of `pipeline.WAYS` is tried.
+
+A local move puts a start or a wait up to 16 places earlier or later; what it costs is wall time of the incremental
+replay. It is long where a queue has a backlog, because then all that follows on it begins sooner or later.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -19,11 +23,12 @@ from dataclasses import replace
 from typing import Any
 
 from overlapc.estimators.device import DeviceProfile, load_profile
+from overlapc.estimators.incremental import Replay
 from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context, Result, run_pipeline
 from overlapc.schedule import dependencies
 from overlapc.schedule.memory import analyze
-from overlapc.schedule.model import Estimate, Schedule
+from overlapc.schedule.model import Estimate, Kind, Schedule
 from overlapc.schedule.text import parse
 
 KERNELS = 8  # a layer and direction; with four gathers, two scatters and their waits this makes 30 nodes a layer
@@ -88,6 +93,40 @@ def planned(schedule: Schedule, profile: DeviceProfile) -> Result:
     return run_pipeline(fresh, Context(profile=profile, reorder_collectives=True, overlap_margin=1.5))
 
 
+def local_moves(schedule: Schedule, profile: DeviceProfile, count: int = 500) -> None:
+    """Print what it takes to evaluate so many random legal moves, half of which are then made."""
+    rng = random.Random(0)
+    deps = dependencies.of(schedule)
+    replay = Replay(schedule, profile)
+    movable = [at for at, node in enumerate(schedule.nodes) if node.kind in (Kind.START, Kind.WAIT)]
+    tried_ms: list[float] = []
+    changing_ms: list[float] = []  # those that change a time
+    while len(tried_ms) < count:
+        node = rng.choice(movable)
+        low = to = replay.position[node]
+        step, blocked_by = rng.choice(((-1, deps.preds[node]), (1, deps.succs[node])))
+        for _ in range(rng.randint(1, 16)):
+            if not 0 <= to + step < len(replay.order) or replay.order[to + step] in blocked_by:
+                break
+            to += step
+        if to == low:
+            continue
+        begin = time.perf_counter()
+        timing = replay.try_move(low, low + 1, to)
+        tried_ms.append((time.perf_counter() - begin) * 1e3)
+        if timing != replay.timing:
+            changing_ms.append(tried_ms[-1])
+        if len(tried_ms) % 2:
+            replay.move(low, low + 1, to)
+    for what, ms in (("all", tried_ms), ("that change a time", changing_ms)):
+        if ms:
+            ms.sort()
+            print(
+                f"  local moves {what}: {len(ms)}, median {ms[len(ms) // 2]:.3f} ms,"
+                f" 95% within {ms[len(ms) * 95 // 100]:.3f}, most {ms[-1]:.3f}"
+            )
+
+
 def main(sizes: list[int]) -> None:
     """Time every stage for schedules of each size."""
     profile = load_profile("h200-nvlink")
@@ -110,6 +149,7 @@ def main(sizes: list[int]) -> None:
                 f" peak {analyze(schedule).peak_bytes / 2**30:.1f} ->"
                 f" {analyze(result.schedule).peak_bytes / 2**30:.1f} GiB"
             )
+            local_moves(result.schedule, profile)
 
 
 if __name__ == "__main__":

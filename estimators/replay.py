@@ -1,0 +1,310 @@
+"""The machine that a replay runs on: a host that launches, one compute stream, a queue a process group.
+
+`timeline.simulate` runs a whole schedule on it, `incremental.Replay` parts of one. timeline.py says what its rules are.
+
+**Times lie on a grid** of 2^-10 ns, a power of two: sums and differences of such floats are exact, and products with a
+factor of contention are rounded to it. So nothing that happens depends on when it happens, only on what lies between,
+and a part of a step that is replayed from another moment gives bit for bit the times that it gave before.
+
+An event is the end of a node or of a collective, or the beginning of a collective; a replay is linear in them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from enum import IntEnum
+from typing import NamedTuple, TypeVar
+
+from overlapc.estimators.contention import Load, Traffic, collective_stretches, compute_stretch, load_of, traffic_of
+from overlapc.estimators.device import DeviceProfile
+from overlapc.schedule.model import Kind, Node, Schedule
+
+# Adding and subtracting this leaves a float on the grid: its last bit stands for 2^-10 ns. Up to 36 minutes a product.
+_ROUNDER = 1.5 * 2.0**42
+T = TypeVar("T")
+_NOTHING = -1  # the load of a compute stream that stands still
+
+
+def on_grid(ns: float) -> float:
+    """The multiple of 2^-10 ns that is nearest."""
+    return (ns + _ROUNDER) - _ROUNDER
+
+
+class Step(IntEnum):
+    """What a node is to the machine."""
+
+    NOTHING = 0  # views, no-ops, and waits for nothing
+    COMPUTE = 1
+    WAIT = 2
+    START = 3
+    COMM = 4
+
+
+class _NodeCosts(NamedTuple):
+    node: Node
+    step: int
+    ns: float
+    load: int  # index into Costs.loads
+    traffic: int  # index into Costs.traffics
+
+
+class Costs:
+    """What a replay has to know about the nodes of a schedule; lists are by position in it.
+
+    Loads and traffic are numbers here, so that what a mix of them costs is looked up and not computed again.
+    """
+
+    def __init__(self, schedule: Schedule, profile: DeviceProfile, known: Costs | None = None) -> None:
+        """known: of another order of these nodes, whose work is not done again."""
+        self.profile = profile
+        self.loads: list[Load] = [] if known is None else known.loads
+        self.traffics: list[Traffic] = [] if known is None else known.traffics
+        self._load_ids: dict[Load, int] = {} if known is None else known._load_ids
+        self._traffic_ids: dict[Traffic, int] = {} if known is None else known._traffic_ids
+        self._mixes: dict[tuple[int, ...], tuple[float, tuple[float, ...]]] = {} if known is None else known._mixes
+        self._of: dict[str, _NodeCosts] = {} if known is None else dict(known._of)
+        found = [self._node(node) for node in schedule.nodes]
+        self.ns = [each.ns for each in found]
+        self.load = [each.load for each in found]
+        self.traffic = [each.traffic for each in found]
+        self.step = [each.step for each in found]
+        self.waits_for: Mapping[int, int] = schedule.started
+        for wait in self.waits_for:
+            self.step[wait] = int(Step.WAIT)
+        groups = sorted({node.comm.group for node in schedule.nodes if node.comm is not None} | {""})
+        number = {group: queue for queue, group in enumerate(groups)}  # the same in every order
+        self.queue = [number["" if node.comm is None else node.comm.group] for node in schedule.nodes]
+        self.queues = len(groups)
+        self.launch_ns = on_grid(profile.launch_ns)
+        self.gap_ns = on_grid(profile.kernel_gap_ns)
+
+    def is_collective(self, at: int) -> bool:
+        """Whether the node at a position runs on a queue."""
+        return self.step[at] in (Step.START, Step.COMM)
+
+    def _node(self, node: Node) -> _NodeCosts:
+        known = self._of.get(node.name)
+        if known is not None and known.node is node:
+            return known
+        ns = on_grid(node.estimate.ns) if node.estimate is not None else 0.0
+        load = traffic = _NOTHING
+        kind = node.kind
+        if kind is Kind.KERNEL or kind is Kind.EXTERN:
+            step = Step.COMPUTE
+            load = _number(load_of(node), self._load_ids, self.loads)
+        elif kind is Kind.START or kind is Kind.COMM:
+            step = Step.START if kind is Kind.START else Step.COMM
+            traffic = _number(traffic_of(node, self.profile), self._traffic_ids, self.traffics)
+        else:
+            step = Step.NOTHING  # a wait too, until it is known to wait for something
+        found = self._of[node.name] = _NodeCosts(node, int(step), ns, load, traffic)
+        return found
+
+    def mix(self, load: int, traffics: tuple[int, ...]) -> tuple[float, tuple[float, ...]]:
+        """(times as long as compute takes, times as long as each collective does) while these run together."""
+        key = (load, *traffics)
+        known = self._mixes.get(key)
+        if known is None:
+            beside = [self.traffics[each] for each in traffics]
+            work = None if load == _NOTHING else self.loads[load]
+            stretches = tuple(collective_stretches(work, beside, self.profile))
+            known = 1.0 if work is None else compute_stretch(work, beside, self.profile), stretches
+            self._mixes[key] = known
+        return known
+
+
+def _number(value: T, numbers: dict[T, int], values: list[T]) -> int:
+    """The number of a value among `values`, which gets it if it is new."""
+    number = numbers.setdefault(value, len(values))
+    if number == len(values):
+        values.append(value)
+    return number
+
+
+def costs_of(schedule: Schedule, profile: DeviceProfile) -> Costs:
+    """The costs of a schedule on a machine, kept with it."""
+    known: Costs | None = schedule.__dict__.get("_costs")
+    if known is None or known.profile is not profile:
+        base = schedule.moved_from
+        other: Costs | None = None if base is None else base.__dict__.get("_costs")
+        known = Costs(schedule, profile, other if other is not None and other.profile is profile else None)
+        schedule.__dict__["_costs"] = known  # like cached_property: a fact about an immutable value
+    return known
+
+
+class Machine:
+    """The state of a replay: `now` is the compute stream's clock, and queues have been run up to it."""
+
+    def __init__(self, costs: Costs, start: list[float], end: list[float]) -> None:
+        """start, end: by position in the schedule; where times are noted."""
+        self.costs = costs
+        self.start, self.end = start, end
+        self.now = 0.0
+        self.host = 0.0
+        self.idle = 0.0  # the compute stream waiting for the host, and between kernels
+        self.exposed: dict[int, float] = {}  # collective -> time that the compute stream stood still for it
+        self.most_ahead = -math.inf  # the most that the host was ahead of the stream's clock, when that mattered
+        self.running: list[int | None] = [None] * costs.queues  # the collective that runs
+        self.left = [0.0] * costs.queues  # of its duration, undisturbed
+        self.issued = [0] * costs.queues
+        self.waiting: list[deque[tuple[int, float]]] = [
+            deque() for _ in range(costs.queues)
+        ]  # (collective, not before)
+        self.queued = 0  # how many wait in all queues
+        self.in_flight: set[int] = set()  # collectives that wait or run
+        self.active: tuple[int, ...] = ()  # queues that run something
+        self.traffic: tuple[int, ...] = ()  # of what they run
+        self.held = costs.profile.collectives_wait_for_kernels
+
+    def run(self, nodes: Iterable[int]) -> None:
+        """Replay these nodes, given by position in the schedule, in this order."""
+        costs, start, end = self.costs, self.start, self.end
+        steps, durations, loads = costs.step, costs.ns, costs.load
+        launch_ns, gap_ns, synchronous = costs.launch_ns, costs.gap_ns, costs.profile.synchronous
+        for at in nodes:
+            step = steps[at]
+            if step == Step.COMPUTE:
+                self.host += launch_ns
+                if gap_ns:
+                    self._pass(self.now + gap_ns)
+                ahead = self.host - self.now
+                if ahead > self.most_ahead:
+                    self.most_ahead = ahead
+                if ahead > 0:
+                    self._stand_until_host()
+                start[at] = self.now
+                if self.active or (self.queued and not self.held):
+                    self._compute(durations[at], loads[at])
+                else:
+                    self.now += durations[at]
+                    if self.queued and durations[at]:
+                        self._begin()
+                end[at] = self.now
+            elif step == Step.NOTHING:
+                start[at] = end[at] = self.now
+            elif step == Step.WAIT:
+                start[at] = self.now
+                self._stand_until_done(costs.waits_for[at])
+                end[at] = self.now
+            elif step == Step.START:
+                self.host += launch_ns
+                self._enqueue(at)
+            else:
+                self.host += launch_ns
+                self._pass(self.now + gap_ns)
+                self.most_ahead = max(self.most_ahead, self.host - self.now)
+                self._stand_until_host()
+                self._enqueue(at)
+                self._stand_until_done(at)
+            if synchronous and self.now > self.host:
+                self.host = self.now
+
+    def finish(self) -> None:
+        """Starts that nobody waits for still end with the step."""
+        for queue, waiting in enumerate(self.waiting):
+            last = waiting[-1][0] if waiting else self.running[queue]
+            if last is not None:
+                self._stand_until_done(last)
+
+    def _enqueue(self, at: int) -> None:
+        self.most_ahead = max(self.most_ahead, self.host - self.now)
+        queue = self.costs.queue[at]
+        self.waiting[queue].append((at, max(self.now, self.host)))
+        self.issued[queue] += 1
+        self.queued += 1
+        self.in_flight.add(at)
+
+    def _compute(self, left_ns: float, load: int) -> None:
+        """Run this on the compute stream beside whatever is in the queues."""
+        begins = not self.held
+        if begins:
+            self._begin()
+        while left_ns > 0:
+            slow, stretches = self.costs.mix(load, self.traffic)
+            until = self._next_change(stretches, begins=begins)
+            end = self.now + (left_ns if slow == 1.0 else on_grid(left_ns * slow))
+            if end <= until:
+                left_ns, until = 0.0, end
+            else:
+                left_ns -= on_grid((until - self.now) / slow)
+            self._advance(until, stretches)
+            if begins or left_ns <= 0:
+                self._begin()
+
+    def _stand_until_host(self) -> None:
+        """The compute stream has nothing to do until the host has launched the next node."""
+        while self.now < self.host:
+            self._begin()
+            _, stretches = self.costs.mix(_NOTHING, self.traffic)
+            until = min(self.host, self._next_change(stretches, begins=True))
+            self.idle += until - self.now
+            self._advance(until, stretches)
+
+    def _stand_until_done(self, collective: int) -> None:
+        """The compute stream stands still until a collective is done; that is its queue's exposed time."""
+        queue = self.costs.queue[collective]
+        while collective in self.in_flight:
+            self._begin()
+            _, stretches = self.costs.mix(_NOTHING, self.traffic)
+            until = self._next_change(stretches, begins=True)
+            head = self.running[queue]
+            if head is None:
+                self.idle += until - self.now
+            elif until > self.now:
+                self.exposed[head] = self.exposed.get(head, 0.0) + until - self.now
+            self._advance(until, stretches)
+            self._begin()
+
+    def _pass(self, until: float) -> None:
+        """The compute stream has nothing to do up to `until`, and what has not begun does not begin meanwhile."""
+        self.idle += until - self.now
+        while self.active and self.now < until:
+            _, stretches = self.costs.mix(_NOTHING, self.traffic)
+            self._advance(min(until, self._next_change(stretches, begins=False)), stretches)
+        self.now = until
+
+    def _begin(self) -> None:
+        """Collectives at the head of their queues that may run by now do so."""
+        if not self.queued:
+            return
+        for queue, waiting in enumerate(self.waiting):
+            if waiting and self.running[queue] is None and waiting[0][1] <= self.now:
+                at, _ = waiting.popleft()
+                self.queued -= 1
+                self.running[queue], self.left[queue] = at, self.costs.ns[at]
+                self.start[at] = self.now
+                self.set_active()
+
+    def set_active(self) -> None:
+        """Note which queues run something; to be called when that changed."""
+        self.active = tuple([queue for queue, at in enumerate(self.running) if at is not None])
+        self.traffic = tuple([self.costs.traffic[at] for at in self.running if at is not None])
+
+    def _next_change(self, stretches: tuple[float, ...], *, begins: bool) -> float:
+        """When the first of what runs ends, or (begins) another collective begins."""
+        until = math.inf
+        for queue, stretch in zip(self.active, stretches, strict=True):
+            until = min(until, self.now + on_grid(self.left[queue] * stretch))
+        if begins and self.queued:
+            for queue, waiting in enumerate(self.waiting):
+                if waiting and self.running[queue] is None:
+                    until = min(until, max(self.now, waiting[0][1]))
+        return until
+
+    def _advance(self, until: float, stretches: tuple[float, ...]) -> None:
+        """Move the clock to `until`, before which none of the running collectives ends."""
+        span = until - self.now
+        done = False
+        for queue, stretch in zip(self.active, stretches, strict=True):
+            if on_grid(self.left[queue] * stretch) <= span:
+                at = self.running[queue]
+                assert at is not None
+                self.end[at], self.running[queue], done = until, None, True
+                self.in_flight.remove(at)
+            else:
+                self.left[queue] -= on_grid(span / stretch)
+        self.now = until
+        if done:
+            self.set_active()
