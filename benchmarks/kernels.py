@@ -4,6 +4,7 @@
     python benchmarks/kernels.py --device cpu --size small                  # this machine's cores
     python benchmarks/kernels.py --cases 'softmax|cross' --systems overlapc,inductor --profile --json slow.json
     python benchmarks/kernels.py --device cpu --size tiny --cases 'Norm'     # what a call costs the host
+    python benchmarks/kernels.py --autotune --cases 'Norm|RoPE'             # and with measured block sizes
 
 The list is kernel_cases.py. On a GPU a case is timed twice: with launches hidden (calls queued behind a held stream,
 device time between two events) and with them (until the device is idle again). `share` is the least bytes the case
@@ -42,8 +43,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import overlapc
 from benchmarks.kernel_cases import BACKWARD, BOTH, FORWARD, PROBLEMS, SCALES, Inputs, Problem
 from overlapc.errors import OverlapcError
+from overlapc.report import record as reports
 
+TUNED = "overlapc-tuned"
 SYSTEMS = ("overlapc", "inductor", "eager")
+SHOWN = ("overlapc", TUNED, "inductor", "eager")
 CALLS = 10  # queued behind one held stream
 
 
@@ -56,9 +60,11 @@ class Subject:
     def __init__(self, problem: Problem, system: str, name: str) -> None:
         functorch.donated_buffer = False  # a backward is timed again and again on what forward saved
         self.problem = replace(problem, inputs=_own_inputs(problem))
-        function = _copied(problem.function, f"{re.sub(r'[^a-zA-Z0-9]+', '_', name)}_{system}")
+        function = _copied(problem.function, re.sub(r"[^a-zA-Z0-9]+", "_", f"{name}_{system}"))
         self.function = (
-            function if system == "eager" else torch.compile(function, backend=_backend(system), dynamic=False)
+            function
+            if system == "eager"
+            else torch.compile(function, backend=_backend(system), dynamic=False, options=_options(system))
         )
         self.leaves = [self.problem.inputs[at] for at in problem.gradients]
         self.tangents: list[Tensor] = []
@@ -97,8 +103,12 @@ class Subject:
         return found
 
 
+def _options(system: str) -> dict[str, bool] | None:
+    return {"autotune": True} if system == TUNED else None
+
+
 def _backend(system: str) -> Any:
-    if system != "overlapc":
+    if not system.startswith("overlapc"):
         return system
     from overlapc.backend import overlapc as backend  # by function: the package need not be installed
 
@@ -296,6 +306,7 @@ class Result:
     launched_us: dict[str, float]
     host_us: dict[str, float]  # of forward + backward, for trained problems
     profile: dict[str, list[tuple[str, float]]]
+    tuned: list[str]  # what was measured of its kernels' block sizes, a line a graph
 
     def speed(self, times: dict[str, float], other: str = "inductor") -> float | None:
         """How many times as fast as `other` ours is."""
@@ -317,6 +328,7 @@ def least_bytes(problem: Problem, kind: str, outputs: Sequence[Tensor], gradient
 
 def measured(name: str, make: Callable[[Inputs], Problem], arguments: argparse.Namespace) -> list[Result]:
     torch.manual_seed(0)
+    reports.clear()
     problem = make(Inputs(SCALES[arguments.size], arguments.device))
     subjects, failed = {}, []
     eager = Subject(problem, "eager", name)
@@ -346,6 +358,8 @@ def measured(name: str, make: Callable[[Inputs], Problem], arguments: argparse.N
         times = clock(calls, arguments.rounds)
         samples = {system: each.host or each.launched for system, each in times.items()}
         host = {system: 1e6 * statistics.median(each) for system, each in samples.items()}
+    compiled = (graph for step in reports.report_of_process().steps for graph in step.graphs)
+    tuned = [f"{graph.name}: {graph.tuned}" for graph in compiled if graph.tuned]
     results = []
     for kind in problem.kinds:
         calls = {system: subject.call(kind) for system, subject in subjects.items()}
@@ -361,6 +375,7 @@ def measured(name: str, make: Callable[[Inputs], Problem], arguments: argparse.N
                 {system: 1e6 * statistics.median(each.launched) for system, each in times.items()},
                 host,
                 {system: profiled(call) for system, call in calls.items()} if arguments.profile else {},
+                tuned,
             )
         )
     return results
@@ -374,7 +389,7 @@ def geometric_mean(numbers: Sequence[float]) -> float:
 
 
 def table(results: Sequence[Result], bandwidth: float | None) -> str:
-    systems = [system for system in SYSTEMS if any(system in result.hidden_us for result in results)]
+    systems = [system for system in SHOWN if any(system in result.hidden_us for result in results)]
     headers = ["case"]
     if bandwidth is not None:
         headers += [f"{system} share" for system in systems if system != "eager"]
@@ -412,13 +427,15 @@ def share(result: Result, system: str, bandwidth: float) -> float | None:
 def summary(results: Sequence[Result], bandwidth: float | None) -> str:
     lines = [f"{len(results)} cases"]
     if bandwidth is not None:
-        for system in ("overlapc", "inductor", "eager"):
+        for system in SHOWN:
             of_all = [each for result in results if (each := share(result, system, bandwidth)) is not None]
             bound = [
                 each
                 for result in results
                 if not result.matmul_bound and (each := share(result, system, bandwidth)) is not None
             ]
+            if not of_all:
+                continue
             lines.append(
                 f"{system}: {geometric_mean(of_all):.1f}% of copy bandwidth in geometric mean"
                 f" ({geometric_mean(bound):.1f}% without the matmuls)"
@@ -439,6 +456,17 @@ def summary(results: Sequence[Result], bandwidth: float | None) -> str:
     lines.append(
         "below 0.95 of inductor: " + (", ".join(f"{name} {each:.2f}" for each, name in sorted(slow)) or "none")
     )
+    gains = {
+        result.case: result.hidden_us["overlapc"] / result.hidden_us[TUNED]
+        for result in results
+        if {"overlapc", TUNED} <= set(result.hidden_us)
+    }
+    if gains:
+        changed = [f"{name} {gain:.2f}" for name, gain in sorted(gains.items(), key=lambda item: -item[1])]
+        lines.append(
+            f"with measured block sizes: {geometric_mean(list(gains.values())):.3f} times as fast in geometric mean;"
+            f" most {', '.join(changed[:8])}; least {changed[-1]}"
+        )
     hosts = {result.case.rsplit(" forward", 1)[0].rsplit(" backward", 1)[0]: result.host_us for result in results}
     ratios = [
         times["overlapc"] / times["inductor"] for times in hosts.values() if {"overlapc", "inductor"} <= set(times)
@@ -450,6 +478,7 @@ def summary(results: Sequence[Result], bandwidth: float | None) -> str:
             f" mean over {len(ratios)} (worst {max(ratios):.2f})"
         )
     wrong = [f"{result.case}: {result.check}" for result in results if result.check != "ok"]
+    lines += dict.fromkeys(f"{result.case}: {line}" for result in results for line in result.tuned)
     lines.append("checks: " + ("; ".join(dict.fromkeys(wrong)) or "all ok"))
     return "\n".join(lines)
 
@@ -457,7 +486,8 @@ def summary(results: Sequence[Result], bandwidth: float | None) -> str:
 def prepare(arguments: argparse.Namespace) -> None:
     """Fills both systems' caches in parallel: this script, compiling only, on shards of the list."""
     passed = ["--device", arguments.device, "--size", arguments.size, "--cases", arguments.cases]
-    passed += ["--systems", ",".join(arguments.systems), "--no-check", "--compile-only"]
+    systems = [system for system in arguments.systems if system != TUNED]  # which needs the device to itself
+    passed += ["--systems", ",".join(systems), "--no-check", "--compile-only"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     running = [
         subprocess.Popen(
@@ -483,11 +513,14 @@ def main() -> None:
     parser.add_argument("--prepare", type=int, default=0, help="fill the caches with this many processes first")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--no-check", dest="check", action="store_false", help="do not compare with float64")
+    parser.add_argument("--autotune", action="store_true", help="also with measured block sizes (overlapc-tuned)")
     parser.add_argument("--profile", action="store_true", help="device kernels of every case, into --json")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no problem after this time")
     parser.add_argument("--json", type=Path, help="write everything there")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     arguments = parser.parse_args()
+    if arguments.autotune:
+        arguments.systems.insert(1, TUNED)
     arguments.size = arguments.size or ("gpu" if arguments.device == "cuda" else "small")
     began = time.perf_counter()
     first, count = map(int, arguments.shard.split("/"))

@@ -37,9 +37,14 @@ import overlapc
 from overlapc.launch.llama import Llama, LlamaConfig
 
 SYSTEMS = (
-    *("overlapc", "overlapc-none", "eager", "compile"),
+    *("overlapc", "overlapc-none", "overlapc-tuned", "eager", "compile"),
     *("inductor", "inductor-raise", "inductor-overlap", "inductor-manual"),
 )
+OPTIONS: dict[str, dict[str, Any]] = {
+    "overlapc": {},
+    "overlapc-none": {"passes": "none"},
+    "overlapc-tuned": {"autotune": True},
+}
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -179,10 +184,8 @@ def build(system: str, shape: LlamaConfig, mesh: DeviceMesh) -> Any:
 
 
 def compiled(system: str, model: Llama) -> Step:
-    if system == "overlapc":
-        return torch.compile(model, backend="overlapc", fullgraph=True)
-    if system == "overlapc-none":
-        return torch.compile(model, backend="overlapc", fullgraph=True, options={"passes": "none"})
+    if system in OPTIONS:
+        return torch.compile(model, backend="overlapc", fullgraph=True, options=OPTIONS[system])
     if system.startswith("inductor"):
         from inductor_systems import compiled_by_inductor  # beside this file; the others need nothing of Inductor
 

@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import os
+import statistics
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -106,6 +107,17 @@ class Compilation:
         medians = self._agree("estimates", "ranks estimated different things", names, own.tobytes(), _medians)
         return dict(zip(names, np.frombuffer(medians, dtype="<f8").tolist(), strict=True))
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """(this rank's number among those that compile together, how many they are)."""
+        ranks = self._meetings.ranks
+        return ranks.index(self._meetings.rank), len(ranks)
+
+    def agree_on_known(self, values: Mapping[str, float]) -> dict[str, float]:
+        """For every name that some rank brings, the median of what was brought; the same on every rank."""
+        text = zlib.compress(json.dumps(values).encode(), 1)
+        return dict(json.loads(self._agree("timings", "ranks timed different things", (), text, _known_medians)))
+
     def agree_on_profile(self, profile: DeviceProfile) -> DeviceProfile:
         """One profile for all ranks: the median of each of its numbers, as hosts measure different ones."""
         data = profile_to_json(profile)
@@ -175,6 +187,14 @@ def _common(brought: Sequence[bytes]) -> bytes:
 def _medians(columns: Sequence[bytes]) -> bytes:
     table = np.frombuffer(b"".join(columns), dtype="<f8").reshape(len(columns), -1)
     return np.median(table, axis=0).astype("<f8").tobytes()
+
+
+def _known_medians(brought: Sequence[bytes]) -> bytes:
+    found: dict[str, list[float]] = {}
+    for text in brought:
+        for name, value in json.loads(zlib.decompress(text)).items():
+            found.setdefault(name, []).append(value)
+    return json.dumps({name: statistics.median(found[name]) for name in sorted(found)}).encode()
 
 
 def _explain(title: str, variants: Sequence[Sequence[int]], brought: Mapping[int, bytes]) -> bytes:

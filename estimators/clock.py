@@ -104,6 +104,11 @@ class CudaClock:
         torch.cuda.synchronize()
 
 
+def cache_bytes(device: torch.device) -> int:
+    """What a device keeps of memory between kernels; 0 for a CPU, whose caches we do not ask for."""
+    return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0
+
+
 def clock_for(device: torch.device) -> Clock:
     """The clock of a device's streams, or of the host."""
     return CudaClock() if device.type == "cuda" else CpuClock()

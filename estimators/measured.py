@@ -41,7 +41,7 @@ class Times:
     """ns by key, in one file of all processes of a host; a file that cannot be read counts as empty."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        name = f"{_device_name(device)}, {_versions(device)}"
+        name = machine_of(device)
         self.path = folder / "measured" / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
         self._name = name
         self._known = self._read()
@@ -115,6 +115,11 @@ def _load(device: torch.device) -> Callable[[], None]:
             torch.mm(a, a, out=out)
 
     return launch
+
+
+def machine_of(device: torch.device) -> str:
+    """The device and the versions of the libraries behind it: what a measured time is true for."""
+    return f"{_device_name(device)}, {_versions(device)}"
 
 
 def _device_name(device: torch.device) -> str:

@@ -159,11 +159,11 @@ def _build(
     if planned is None:
         assert kept is not None
         return Built(_run(kept, config, name, began, gm=gm), kept.record.after.step_ns, kept=True)
-    result, lowered = planned
+    result, lowered, tuning = planned.result, planned.lowered, planned.tuning
     for constant, module in lowered.constants.items():
         if isinstance(module, GraphModule) and module in inner:
             lowered.constants[constant] = inner[module].module or inner[module].call
-    sources = generate_kernels(result.schedule, lowered)
+    sources = generate_kernels(result.schedule, lowered, tuning.sources if tuning is not None else None)
     program = build_program(result.schedule, lowered, sources)
     report = graph_record(result, fallbacks=_fallbacks(result))
     if config.memory == "pool":
@@ -171,6 +171,10 @@ def _build(
     # What is within another graph runs as a part of that one's call.
     parted = split(program) if config.cuda_graphs and not within else None
     counts = _counts(result)
+    if tuning is not None:
+        report = replace(report, tuned=tuning.summary())
+        counts["kernels_tuned"] = len(tuning.changed)
+        _log.info("%s: %s", name, tuning.summary())
     if parted is not None:
         report = replace(report, captured=parted.summary())
         counts["cuda_graph_parts"] = len(parted.parts)
@@ -243,12 +247,13 @@ def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config
 
 def _planned(gm: GraphModule, config: Config, name: str, *, within: bool = False, single: bool = False) -> Built:
     began = time.perf_counter()
-    config = replace(config, measure_matmuls=False)  # this machine is not the one that is planned for
+    # This machine is not the one that is planned for.
+    config = replace(config, measure_matmuls=False, autotune=False)
     inner = _inner_graphs(gm, config, name, _planned)
     of_inner = _times_of_inner(gm, inner)
     planned = plan_graph(gm, config=config, name=name, dumps=dump.Dumps(config, name), inner=of_inner)
     assert planned is not None, "there was no cache to take it from"
-    result = planned[0]
+    result = planned.result
     for counter, times in _counts(result).items():
         count(counter, times)
     if not within:

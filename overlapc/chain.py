@@ -3,6 +3,7 @@
 1. the user: a function, or a measured run of this job       (`estimates=`)
 2. conditionals and other graphs within this one             (simulated already)
 3. this device: matmuls, attention, convolutions             (`measure_matmuls=`; once a shape, kept on disk)
+   and generated kernels                                     (`autotune=`)
 4. the profile's tables of collectives                       (measured by `overlapc calibrate`)
 5. the library: NCCL's own estimate
 6. models: rings and trees, roofline at achieved rates
@@ -25,8 +26,10 @@ from overlapc.ir.ops import LoweredGraph, Start
 from overlapc.report.earlier import earlier_run
 
 
-def chain_of(profile: DeviceProfile, config: Config, graph: LoweredGraph, inner: Estimator) -> FirstKnown:
-    """The estimators for `graph`. `inner` knows the calls of graphs within it."""
+def chain_of(
+    profile: DeviceProfile, config: Config, graph: LoweredGraph, inner: Estimator, tuned: Estimator | None = None
+) -> FirstKnown:
+    """The estimators for `graph`. `inner` knows the calls of graphs within it, `tuned` kernels that were measured."""
     chain: list[Estimator] = []
     if callable(config.estimates):
         chain.append(UserHook(config.estimates))
@@ -38,6 +41,8 @@ def chain_of(profile: DeviceProfile, config: Config, graph: LoweredGraph, inner:
     communicates = any(isinstance(op, Start) for op in graph.ops)
     if device is not None and measures(config, device, communicates=communicates):
         chain.append(MeasuredCalls(calls_of(graph), Times(config.cache_dir, device)))  # type: ignore[arg-type]
+    if tuned is not None and here:
+        chain.append(tuned)
     chain.append(MeasuredCollectives(profile))
     if here and device is not None and device.type == "cuda":
         chain.append(LibraryCollectives())

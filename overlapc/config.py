@@ -194,6 +194,13 @@ class Config:
         "keep a fusion only if its kernel, run while compiling, is faster than the two alone and spills no registers; "
         "slow; not in graphs that communicate, and never with deterministic algorithms",
     )
+    autotune: bool = _knob(
+        False,
+        _bool,
+        "measure each generated kernel in a few block sizes while compiling, use the fastest, and keep the times in "
+        "cache_dir; sums may be added up in another order; for Triton kernels, and never with deterministic algorithms",
+    )
+    autotune_seconds: float = _knob(60.0, _seconds, "most seconds to spend on autotune, a graph and rank")
     native: bool = _knob(True, _bool, "generate kernels; off runs every op as an extern call (for bisection)")
     matmul: str = _knob(
         "library",
@@ -262,6 +269,11 @@ class Config:
             raise ConfigError("memory='pool' needs wrapper='python': graphs of wrapper='fx' allocate one by one")
         if self.cuda_graphs:
             self._check_cuda_graphs()
+        if self.autotune and self.autotune_seconds >= self.rank_timeout:
+            raise ConfigError(
+                f"autotune_seconds={self.autotune_seconds:g}: a rank that measures for as long as rank_timeout"
+                f" ({self.rank_timeout:g} s) is given up by the others; write a larger rank_timeout too"
+            )
 
     def _check_cuda_graphs(self) -> None:
         if self.wrapper == "fx":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from overlapc.estimators.agreement import Compilation, party
 from overlapc.estimators.base import Estimator, estimate_schedule
 from overlapc.estimators.canonical import canonical_lines
 from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.roofline import Roofline
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.build import to_schedule
 from overlapc.fx.collectives import GroupNames, canonicalize, find_collectives
@@ -32,10 +34,20 @@ from overlapc.lowering import Communication, lower
 from overlapc.lowering.product import Product
 from overlapc.measured_fusion import KernelTimes
 from overlapc.measured_products import ProductTimes, choice
+from overlapc.measured_tilings import Tuning, tune
 from overlapc.passes.base import Context, Result, run_pipeline
 from overlapc.report.drawing import to_dot
 from overlapc.report.walk import walk_through
 from overlapc.schedule.model import Estimate, Kind, Schedule
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What planning gives: the passes' result, the graph in loop IR, and what was measured of its kernels."""
+
+    result: Result
+    lowered: LoweredGraph
+    tuning: Tuning | None = None
 
 
 def plan_graph(
@@ -46,7 +58,7 @@ def plan_graph(
     dumps: dump.Dumps,
     inner: Estimator,
     kept_order: str | None = None,
-) -> tuple[Result, LoweredGraph] | None:
+) -> Planned | None:
     """The stages up to the final schedule, before any code is generated. `inner` knows what calls of inner graphs take.
 
     kept_order: this graph was compiled before, with this order of collectives. If every rank has it with the same
@@ -86,14 +98,17 @@ def plan_graph(
             config.memory_budget,  # type: ignore[arg-type]
             fusion.kernel_of,
         )
-        chain = chain_of(profile, config, lowered, inner)
+        tuning = _tuned(schedule, lowered, profile, config, talks)
+        if tuning is not None:
+            dumps.write("kernels", "tuning", lambda: str(tuning))
+        chain = chain_of(profile, config, lowered, inner, tuning)
         schedule = _estimated(schedule, chain, talks)
         result = run_pipeline(schedule, _context(config, profile, chain, dumps))
         dumps.write("passes", "walk", lambda: walk_through(result.after))
         dumps.write("passes", "schedule", lambda: to_dot(result.schedule), suffix="dot")
         if talks is not None:
             talks.agree_on_order(collective_lines(result.schedule))
-    return result, lowered
+    return Planned(result, lowered, tuning)
 
 
 # --- communication and agreement
@@ -230,6 +245,16 @@ def _estimated(schedule: Schedule, chain: Estimator, talks: Compilation | None) 
         agreed = talks.agree_on_medians({name: estimate.ns for name, estimate in known.items()})
         schedule = schedule.with_estimates({name: Estimate(agreed[name], known[name].source) for name in known})
     return schedule
+
+
+def _tuned(
+    schedule: Schedule, lowered: LoweredGraph, profile: DeviceProfile, config: Config, talks: Compilation | None
+) -> Tuning | None:
+    """Times of its kernels in several block sizes, if they are asked for."""
+    if not config.autotune or torch.are_deterministic_algorithms_enabled():
+        return None
+    cache_dir, seconds = Path(config.cache_dir), config.autotune_seconds
+    return tune(schedule, lowered, Roofline(profile).estimate, cache_dir, seconds=seconds, talks=talks)
 
 
 def _copy_costs(profile: DeviceProfile) -> CopyCosts:

@@ -55,6 +55,14 @@ class Generator(Protocol):
         Bodies have fixed sizes, no checks and no totals.
         """
 
+    def alternatives(
+        self, bodies: Sequence[Body], hint: str, size_hints: Mapping[str, int] | None = None
+    ) -> Sequence[KernelSource]:
+        """Sources that do what `generate` (of one body) or `combine` (of several) does, theirs first.
+
+        They take the same arguments and differ in how work is divided on the device, so that measuring them pays.
+        """
+
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
         """Compiles what is not in the cache; returns a launcher per `KernelSource.name`. ToolchainError on failure."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from overlapc.codegen import kernel as codegen
 from overlapc.codegen.kernel import KernelSource
@@ -12,8 +13,13 @@ from overlapc.ir.ops import Combo, Loops, LoweredGraph, loops_of
 from overlapc.schedule.model import Schedule
 
 
-def generate_kernels(schedule: Schedule, graph: LoweredGraph) -> dict[str, KernelSource]:
-    """Source of every generated kernel, by the name of its op."""
+def generate_kernels(
+    schedule: Schedule, graph: LoweredGraph, tuned: Mapping[str, KernelSource] | None = None
+) -> dict[str, KernelSource]:
+    """Source of every generated kernel, by the name of its op.
+
+    tuned: by the name of a source, another one that does the same and is used instead.
+    """
     sources = {}
     for node in schedule.nodes:
         op = node.payload
@@ -27,12 +33,27 @@ def generate_kernels(schedule: Schedule, graph: LoweredGraph) -> dict[str, Kerne
                     f"cannot generate a kernel for {' '.join(part.origin.fx)}: {reason}\n   at {part.origin.source}\n"
                     'hint: options={"native": False} runs every op as it stands; please report this graph'
                 )
-        comment = f"{' '.join(op.origin.fx)} | {op.origin.source}"
-        if isinstance(op, Combo):
-            sources[op.name] = generator.combine([part.body for part in op.parts], _hint(op), comment)
-        else:
-            sources[op.name] = generator.generate(op.body, _hint(op), comment, graph.size_hints)
+        source = source_of(op, graph)
+        other = (tuned or {}).get(source.name)
+        if other is not None:  # buffers are this op's: it was perhaps another layer's kernel that was measured
+            source = replace(source, name=other.name, text=other.text, launch=other.launch)
+        sources[op.name] = source
     return sources
+
+
+def source_of(op: Loops | Combo, graph: LoweredGraph) -> KernelSource:
+    """The kernel of `op` as heuristics would have it."""
+    generator = codegen.generator_for(op.device.type)
+    comment = f"{' '.join(op.origin.fx)} | {op.origin.source}"
+    if isinstance(op, Combo):
+        return generator.combine([part.body for part in op.parts], _hint(op), comment)
+    return generator.generate(op.body, _hint(op), comment, graph.size_hints)
+
+
+def alternatives_of(op: Loops | Combo, graph: LoweredGraph) -> Sequence[KernelSource]:
+    """What `source_of` gives, then the same kernel with its work divided otherwise on the device."""
+    bodies = [part.body for part in loops_of(op)]
+    return codegen.generator_for(op.device.type).alternatives(bodies, _hint(op), graph.size_hints)
 
 
 def _hint(op: Loops | Combo) -> str:

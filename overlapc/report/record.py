@@ -106,6 +106,7 @@ class GraphRecord:
     unknown: tuple[str, ...] = ()  # nodes nobody could estimate; the times above leave them out
     compile_seconds: float = 0.0
     captured: str = ""  # with cuda_graphs: how many parts are captured, and what is not and why
+    tuned: str = ""  # with autotune: how many kernels were measured, and what other block sizes gain
     measured: Measured | None = None  # None: nobody measured it
 
     @property

@@ -85,6 +85,8 @@ def facts(graph: GraphRecord) -> Iterator[str]:
     yield f"compiled in  {graph.compile_seconds:.2f} s" + _pass_seconds(graph)
     if graph.captured:
         yield f"CUDA graphs  {graph.captured}"
+    if graph.tuned:
+        yield f"block sizes  {graph.tuned}"
     if graph.unknown:
         yield f"unknown      {_some(graph.unknown)}: nobody could estimate these, the times above leave them out"
 

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.triton import products, tiling
+from overlapc.codegen.triton.candidates import alternatives
 from overlapc.codegen.triton.tiling import Tiling, power_of_two
 from overlapc.ir.body import Body, Cast, Constant, Index, Load, Loop, Reduce, Store, Value, op
 from overlapc.ir.indexing import loop_symbol
@@ -125,6 +127,12 @@ def variants(body: Body) -> list[tuple[str, Tiling | None]]:
     if not body.scans():
         forms.append(("split", Tiling("split", xblock=2, rblock=8, splits=4, **shared)))
     return forms
+
+
+def tilings_to_measure(case: Case) -> list[Tiling]:
+    """The heuristic tiling and those that `autotune` measures beside it."""
+    chosen = (products.choose if case.body.dots() else tiling.choose)(case.body, {})
+    return alternatives(case.body, {}, chosen)
 
 
 def rms_norm(rows: int, width: int, dtype: torch.dtype = bf16) -> Case:

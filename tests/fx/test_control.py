@@ -63,8 +63,7 @@ def schedule_nodes(gm: fx.GraphModule) -> dict[str, Node]:
     nothing = EarlierRun({})
     planned = plan_graph(gm, config=config, name="forward_0", dumps=Dumps(config, "forward_0"), inner=nothing)
     assert planned is not None
-    result = planned[0]
-    return {node.name: node for node in result.schedule.nodes}
+    return {node.name: node for node in planned.result.schedule.nodes}
 
 
 def test_a_wrapped_op_is_a_node_again_and_knows_what_it_follows():

@@ -15,7 +15,7 @@ import torch
 from overlapc.codegen.triton import TritonGenerator
 from tests.codegen.product_cases import large_product_cases
 from tests.codegen.scan_cases import large_scan_cases, scan_cases
-from tests.codegen.triton_cases import Case, large, noise, small, swiglu, symbolic, variants
+from tests.codegen.triton_cases import Case, large, noise, small, swiglu, symbolic, tilings_to_measure, variants
 from tests.codegen.triton_ops import all_cases
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -53,6 +53,11 @@ def test_every_form_of_every_body_equals_eager(tmp_path: Path):
 
 def test_training_sizes_equal_eager(large_cases: list[Case], tmp_path: Path):
     _check([(case.name, case, None) for case in large_cases], tmp_path)
+
+
+def test_tilings_to_measure_equal_eager(tmp_path: Path):
+    cases = [*small(), *scan_cases()]
+    _check([(f"{case.name}, {each}", case, each) for case in cases for each in tilings_to_measure(case)[1:]], tmp_path)
 
 
 def test_unaligned_pointers(tmp_path: Path):

@@ -77,6 +77,13 @@ class CppGenerator:
         text, buffers = combo_text(bodies, _argument_names(template_of(bodies[0]).body))
         return _named(text, hint, buffers, (), comment, ())
 
+    def alternatives(
+        self, bodies: Sequence[Body], hint: str, size_hints: Mapping[str, int] | None = None
+    ) -> list[KernelSource]:
+        """One: the C++ compiler and OpenMP divide the work."""
+        (body, *more) = bodies
+        return [self.combine(bodies, hint) if more else self.generate(body, hint, size_hints=size_hints)]
+
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
         """Compiles what is not in the cache, all at once; a launcher for each name. ToolchainError on failure."""
         kernels = [

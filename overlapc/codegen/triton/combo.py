@@ -43,8 +43,7 @@ def combo_source(bodies: Sequence[Body], name: str, comment: str = "", tiling: T
     """Source of one launch for `bodies`, which have one template; `tiling` is chosen for the largest unless given."""
     templates = [template_of(body) for body in bodies]
     kind = templates[0].body
-    largest = {} if templates[0].size is None else {SIZE: max(template.size or 0 for template in templates)}
-    tiling = tiling or _shared(tilings.choose(kind, largest), len(templates))
+    tiling = tiling or _chosen(templates)[1]
     dtypes = tilings.memory_dtypes(kind)
     types = {buffer: POINTER[dtype] for buffer, dtype in dtypes.items()}
     given = dict.fromkeys((buffer, types[f"b{at}"]) for each in templates for at, buffer in enumerate(each.buffers))
@@ -71,6 +70,19 @@ def combo_source(bodies: Sequence[Body], name: str, comment: str = "", tiling: T
         index_bounds=None,
     )
     return named_source(name, text, tuple(buffer for buffer, _ in tensors), (), comment, launch)
+
+
+def combo_tiling(bodies: Sequence[Body]) -> tuple[Body, dict[sympy.Symbol, int], Tiling]:
+    """What `bodies` have in common, the largest size of it, and the tiling that `combo_source` chooses."""
+    templates = [template_of(body) for body in bodies]
+    return (templates[0].body, *_chosen(templates))
+
+
+def _chosen(templates: Sequence[Template]) -> tuple[dict[sympy.Symbol, int], Tiling]:
+    """The largest size, and a tiling for it."""
+    first = templates[0]
+    largest = {} if first.size is None else {SIZE: max(template.size or 0 for template in templates)}
+    return largest, _shared(tilings.choose(first.body, largest), len(templates))
 
 
 def _part(template: Template, types: Mapping[str, str], tensors: Mapping[tuple[str, str], str]) -> _Part:

@@ -17,7 +17,8 @@ import torch
 from overlapc.codegen.kernel import KernelSource, Launcher, register
 from overlapc.codegen.triton import products
 from overlapc.codegen.triton import tiling as tilings
-from overlapc.codegen.triton.combo import combo_source
+from overlapc.codegen.triton.candidates import alternatives
+from overlapc.codegen.triton.combo import combo_source, combo_tiling
 from overlapc.codegen.triton.expressions import COMPUTE, POINTER, unprintable, unsupported
 from overlapc.codegen.triton.functions import HEADER, function_text, functions_of, named_source
 from overlapc.codegen.triton.shape import KernelShape
@@ -66,19 +67,38 @@ class TritonGenerator:
         tiling: Tiling | None = None,
     ) -> KernelSource:
         """Source for `body`; `tiling` overrides the heuristic choice of axes and block sizes."""
-        known = size_hints or {}
-        hints = {symbol: known.get(str(symbol), tilings.DEFAULT_HINT) for symbol in body.size_symbols()}
-        choose = products.choose if body.dots() else tilings.choose
-        shape = KernelShape(body, tiling or choose(body, hints), _identifier(hint))
+        hints = _hints(body, size_hints or {})
+        shape = KernelShape(body, tiling or _chosen(body, hints), _identifier(hint))
         return _source(shape, comment, tuple(hints.values()))
 
     def combine(self, bodies: Sequence[Body], hint: str, comment: str = "") -> KernelSource:
         """One launch for bodies of one kind."""
         return combo_source(bodies, _identifier(hint), comment)
 
+    def alternatives(
+        self, bodies: Sequence[Body], hint: str, size_hints: Mapping[str, int] | None = None
+    ) -> list[KernelSource]:
+        """The kernel in the heuristic tiling, then in others."""
+        if len(bodies) > 1:
+            kind, largest, chosen = combo_tiling(bodies)
+            name = _identifier(hint)
+            return [combo_source(bodies, name, tiling=each) for each in alternatives(kind, largest, chosen)]
+        (body,) = bodies
+        hints = _hints(body, size_hints or {})
+        tilings_of_it = alternatives(body, hints, _chosen(body, hints))
+        return [self.generate(body, hint, size_hints=size_hints, tiling=each) for each in tilings_of_it]
+
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
         """Launchers for the current CUDA device, or for Triton's interpreter when TRITON_INTERPRET=1."""
         return load_kernels(sources, cache_dir)
+
+
+def _hints(body: Body, known: Mapping[str, int]) -> dict[sympy.Symbol, int]:
+    return {symbol: known.get(str(symbol), tilings.DEFAULT_HINT) for symbol in body.size_symbols()}
+
+
+def _chosen(body: Body, hints: Mapping[sympy.Symbol, int]) -> Tiling:
+    return (products.choose if body.dots() else tilings.choose)(body, hints)
 
 
 def _identifier(hint: str) -> str:

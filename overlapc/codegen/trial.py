@@ -1,0 +1,110 @@
+"""Generated kernels by themselves, on made-up memory: which may be run, and on what.
+
+Integers are zeros and floats random. A kernel that reads where it should from memory (an embedding, a target's
+logit) then reads element 0; one whose indices could be out of bounds is refused, as its assertion would take the
+process's device with it. What a kernel overwrites in place is made up too, so running it again harms nobody.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlapc.ir.body import Body, Cast, Checked, Constant, Index, Load, Op, Value, topological
+from overlapc.ir.hazards import scatters
+from overlapc.ir.ops import LoweredGraph
+
+_ALIGNMENT_BYTES = 512  # as torch's allocator aligns: kernels are compiled for aligned buffers
+_MOST_SETS = 64
+_DRAWN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FOLDED: Mapping[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "logical_and": lambda a, b: bool(a and b),
+    "logical_or": lambda a, b: bool(a or b),
+}
+
+
+def refuse(body: Body) -> str | None:
+    """Why `body` is not run on made-up numbers, or None."""
+    if scatters(body):
+        return "where it writes depends on what it reads, and with that its time"
+    at_zero = _folded(body)
+    for value in body.values():
+        if isinstance(value, Checked) and at_zero.get(value.condition) is not True:
+            return f"made-up numbers might fail its check: {value.message}"
+        indirect = value.indirect if isinstance(value, Load) else ()
+        if any(at_zero.get(where) != 0 and _reads(where) for _, where in indirect):
+            return "made-up numbers might be indices out of bounds"
+    return None
+
+
+def memory_sets(
+    buffers: Iterable[str], graph: LoweredGraph, device: torch.device, span_bytes: int
+) -> list[list[Tensor]]:
+    """Arguments for launches one after another: a tensor for each of `buffers`, as often as fills `span_bytes`.
+
+    Names that share memory in the graph share it here. torch.OutOfMemoryError when that does not fit.
+    """
+    names = list(buffers)
+    roots = {root: graph.views[root].layout for root in dict.fromkeys(map(graph.root, names))}
+    elements = {root: _padded(graph.hint(each.storage_numel()), each.dtype) for root, each in roots.items()}
+    set_bytes = sum(count * roots[root].dtype.itemsize for root, count in elements.items())
+    sets = max(1, min(_MOST_SETS, -(-span_bytes // max(1, set_bytes))))
+    memory = {root: _filled(sets, count, roots[root].dtype, device) for root, count in elements.items()}
+    return [[memory[graph.root(name)][at] for name in names] for at in range(sets)]
+
+
+def _padded(elements: int, dtype: torch.dtype) -> int:
+    unit = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
+    return -(-max(1, elements) // unit) * unit
+
+
+def _filled(sets: int, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    memory = torch.zeros(sets, elements, dtype=dtype, device=device)
+    if dtype in _DRAWN:
+        memory.normal_(generator=torch.Generator(device).manual_seed(0))  # the user's generators stay as they are
+    return memory
+
+
+def _reads(value: Value) -> bool:
+    return any(isinstance(each, Load) for each in topological([value]))
+
+
+def _folded(body: Body) -> dict[Value, int | float | bool]:
+    """Values that are one number, whatever the position, when all integers in memory are 0."""
+    found: dict[Value, int | float | bool] = {}
+    for value in body.values():
+        number = _number(value, found)
+        if number is not None:
+            found[value] = number
+    return found
+
+
+def _number(value: Value, known: Mapping[Value, int | float | bool]) -> int | float | bool | None:
+    if isinstance(value, Load):
+        return None if value.memory_dtype.is_floating_point else 0
+    if isinstance(value, Constant):
+        return value.number
+    if isinstance(value, Index):
+        return int(value.expr) if value.expr.is_Integer else None
+    if isinstance(value, Cast | Checked):
+        return known.get(value.arg)
+    if isinstance(value, Op) and value.name == "where" and value.args[0] in known:
+        return known.get(value.args[1 if known[value.args[0]] else 2])
+    if isinstance(value, Op) and value.name in _FOLDED:
+        arguments: Sequence[int | float | bool | None] = [known.get(arg) for arg in value.args]
+        if None not in arguments:
+            return _FOLDED[value.name](*arguments)
+    return None

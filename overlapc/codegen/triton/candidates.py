@@ -1,0 +1,137 @@
+"""Tilings worth measuring beside the heuristic one: other blocks, warps and shares of the work, and other forms.
+
+The axes stay those that `tiling.choose` found. Every tiling here is correct; which is fastest only a device can say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import sympy
+
+from overlapc.codegen.triton import products
+from overlapc.codegen.triton.tiling import MULTIPROCESSORS, Tiling, hint_of, power_of_two
+from overlapc.ir.body import Body
+from overlapc.ir.indexing import free_symbols, numel
+
+MOST = 12  # tilings of one kernel: compiling each takes a core half a second, measuring it 20 ms of the device
+_LANES = 32  # threads of a warp
+_MOST_WARPS = 32
+_LEAST_ROW = 2048  # elements; shorter rows are not worth a loop
+_LONGEST_TILE = 65536  # elements of a row that may be tried as one tile: 64 a thread at 32 warps
+# Columns, rows and warps of a tile that turns a matrix round.
+_TILES = ((64, 64, 8), (64, 64, 4), (32, 32, 2), (32, 32, 4), (64, 32, 4), (32, 64, 4), (128, 32, 8), (32, 128, 8))
+
+
+def alternatives(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) -> list[Tiling]:
+    """`chosen`, then others, the likeliest first; each once and at most MOST."""
+    found = {
+        "flat": _pointwise,
+        "rows": _pointwise,
+        "tiled": _tiled,
+        "persistent": _reduction,
+        "looped": _reduction,
+        "split": _reduction,
+        "totals": _totals,
+        "dot": _products,
+    }[chosen.form](body, hints, chosen)
+    return list(dict.fromkeys((chosen, *found)))[:MOST]
+
+
+def _pointwise(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) -> Iterator[Tiling]:
+    last = chosen.x[-1:]
+    length = hint_of(numel(loop.size for loop in last), hints)
+    if chosen.form == "rows":
+        loops = (*chosen.grid, *chosen.x)
+        yield from (Tiling("flat", loops, block, block // 256) for block in (1024, 2048))
+    elif len(chosen.x) > 1 and length >= 256:
+        block = min(1024, power_of_two(length))
+        yield Tiling("rows", last, block, max(1, block // 256), grid=chosen.x[:-1])
+    for block in (chosen.xblock, 2 * chosen.xblock, chosen.xblock // 2, 4 * chosen.xblock):
+        for each in (8, 4, 16):  # elements a thread
+            warps = block // (_LANES * each)
+            if 1 <= warps <= 16:
+                yield replace(chosen, xblock=block, num_warps=warps)
+
+
+def _tiled(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) -> Iterator[Tiling]:
+    across, down = (power_of_two(hint_of(numel(loop.size for loop in axis), hints)) for axis in (chosen.x, chosen.y))
+    for xblock, yblock, warps in _TILES:
+        if xblock <= across and yblock <= down:
+            yield replace(chosen, xblock=xblock, yblock=yblock, num_warps=warps)
+
+
+def _reduction(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) -> Iterator[Tiling]:
+    """Fewer and more warps, rows and columns; then the row as a whole, in pieces, or divided among programs."""
+    yield from _warps(chosen)
+    rows, length = (hint_of(numel(loop.size for loop in axis), hints) for axis in (chosen.x, chosen.r))
+    static = not free_symbols(loop.size for loop in chosen.r)
+    if chosen.form == "persistent":
+        for factor in (0.5, 2, 4):
+            yield from _with_rows(chosen, factor, rows)
+        if length >= _LEAST_ROW:
+            yield from _looped(chosen, length)
+        return
+    whole = power_of_two(length)
+    by_rows = chosen.xblock == 1  # not by columns, whose tiles are a warp's width
+    if static and by_rows and whole <= _LONGEST_TILE and chosen.form == "looped":
+        yield from (_form(chosen, "persistent", whole, warps) for warps in (16, 32))
+    for factor in (2, 0.5):
+        rblock = int(chosen.rblock * factor)
+        if 1 <= rblock <= whole and chosen.xblock * rblock <= 16384:
+            other = replace(chosen, rblock=rblock)
+            yield from (other, *_warps(other, (factor,)))
+    if not by_rows:
+        for factor in (2, 0.5):
+            xblock = int(chosen.xblock * factor)
+            if 8 <= xblock <= 2 * power_of_two(rows):
+                yield replace(chosen, xblock=xblock, rblock=max(1, int(chosen.rblock / factor)))
+    if chosen.form == "split":
+        yield from (chosen.with_splits(splits) for splits in (2 * chosen.splits, chosen.splits // 2) if splits >= 2)
+        yield _form(chosen, "looped", chosen.rblock, chosen.num_warps)
+    elif not body.scans() and rows < 4 * MULTIPROCESSORS and length >= 4 * chosen.rblock:
+        yield from (replace(chosen, form="split", splits=splits) for splits in (2, 4))
+
+
+def _totals(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) -> Iterator[Tiling]:
+    for splits in (chosen.splits, 2 * chosen.splits, chosen.splits // 2):
+        if splits >= 1:
+            shared = chosen.with_splits(splits)
+            yield from (shared, *_warps(shared))
+    rows = hint_of(numel(loop.size for loop in chosen.x), hints)
+    for factor in (2, 0.5):
+        yield from _with_rows(chosen, factor, rows)
+
+
+def _products(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) -> Iterator[Tiling]:
+    yield from products.candidates(body, hints)
+
+
+def _warps(tiling: Tiling, factors: tuple[float, ...] = (2, 0.5)) -> Iterator[Tiling]:
+    """The same tile among more or fewer threads, at most 128 elements and at least one a thread."""
+    for factor in factors:
+        warps = int(tiling.num_warps * factor)
+        a_thread = tiling.xblock * tiling.rblock / (_LANES * max(1, warps))
+        if 1 <= warps <= _MOST_WARPS and 1 <= a_thread <= 128:
+            yield replace(tiling, num_warps=warps)
+
+
+def _with_rows(tiling: Tiling, factor: float, rows: int) -> Iterator[Tiling]:
+    """`factor` times as many rows a tile, as they are and with as many more or fewer warps."""
+    xblock = int(tiling.xblock * factor)
+    if 1 <= xblock <= power_of_two(rows) and xblock * tiling.rblock <= 32768:
+        other = replace(tiling, xblock=xblock)
+        yield from (other, *_warps(other, (factor,)))
+
+
+def _looped(tiling: Tiling, length: int) -> Iterator[Tiling]:
+    for rblock, warps in ((1024, 4), (2048, 8), (4096, 8)):
+        if 2 * rblock <= length:
+            yield _form(tiling, "looped", rblock, warps)
+
+
+def _form(tiling: Tiling, form: str, rblock: int, warps: int) -> Tiling:
+    """Another form over the same axes; a row a tile where rows are long."""
+    xblock = 1 if form == "persistent" or tiling.form == "persistent" else tiling.xblock
+    return Tiling(form, tiling.x, xblock, warps, r=tiling.r, rblock=rblock)

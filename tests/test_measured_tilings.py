@@ -1,0 +1,234 @@
+"""`autotune`: each kernel in the tiling that was fastest, measured once, the same on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+
+from overlapc.codegen import kernel as generators
+from overlapc.codegen.cpp.kernel import CppGenerator
+from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.sources import generate_kernels, source_of
+from overlapc.codegen.triton import TritonGenerator, candidates
+from overlapc.config import Config
+from overlapc.errors import ConfigError, ToolchainError
+from overlapc.estimators.agreement import Party
+from overlapc.fusion.build import to_schedule
+from overlapc.ir.body import Body
+from overlapc.ir.ops import Loops, LoweredGraph
+from overlapc.measured_tilings import Trial, Tuning, choose, tune
+from overlapc.report import record
+from overlapc.runtime.counters import counted
+from overlapc.schedule.model import Estimate, Node, Schedule
+from tests.fusion.build import extern, graph, pointwise
+from tests.lowering.compare import compiled
+
+
+class Paced(CppGenerator):
+    """C++ sources of which each comes in tilings that take a known time: a launch only waits."""
+
+    def __init__(self, paces_ms: Mapping[str, float]) -> None:
+        self.paces_ms = paces_ms  # by suffix of the name; "" is the heuristic one
+        self.refused: str | None = None
+        self.loaded: Counter[str] = Counter()  # by thread and name
+
+    def alternatives(
+        self, bodies: Sequence[Body], hint: str, size_hints: Mapping[str, int] | None = None
+    ) -> list[KernelSource]:
+        (body,) = bodies
+        source = self.generate(body, hint, size_hints=size_hints)
+        return [replace(source, name=source.name + suffix, text=f"# tiling{suffix}") for suffix in self.paces_ms]
+
+    def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> dict[str, Callable[..., None]]:
+        if any(source.name.endswith(self.refused or "nothing") for source in sources):
+            raise ToolchainError("too much shared memory")
+        self.loaded.update(f"{threading.get_ident()} {source.name}" for source in sources)
+        return {source.name: self._launcher(source.name) for source in sources}
+
+    def _launcher(self, name: str) -> Callable[..., None]:
+        suffix = next((each for each in self.paces_ms if each and name.endswith(each)), "")
+        return lambda *arguments: time.sleep(self.paces_ms[suffix] / 1e3)
+
+
+@pytest.fixture
+def paced() -> Iterator[Paced]:
+    cpp = generators.generator_for("cpu")
+    generator = Paced({"": 6.0, "_b": 0.2, "_c": 8.0})
+    generators.register(generator)
+    yield generator
+    generators.register(cpp)
+
+
+def kernels(count: int = 2) -> tuple[Schedule, LoweredGraph]:
+    """`count` kernels of different sizes, the first of which is launched twice."""
+    ops = [pointwise(f"x{at}", "a", elements=at) for at in (1, *range(1, count + 1))]
+    ops[0] = pointwise("x", "b", elements=1)
+    made = graph([ops[0], extern("m", "c"), *ops[1:]], ["x", "m", *(f"x{at}" for at in range(1, count + 1))])
+    return to_schedule(made.ops, made), made
+
+
+def weigh(node: Node) -> Estimate:
+    return Estimate(float(node.work.write_bytes) if node.work else 0.0, "bytes")
+
+
+def tuned(cache_dir: Path, seconds: float = 60.0, count: int = 2) -> Tuning:
+    schedule, lowered = kernels(count)
+    return tune(schedule, lowered, weigh, cache_dir, seconds=seconds)
+
+
+def test_the_fastest_tiling_is_used_wherever_the_kernel_is(paced: Paced, tmp_path: Path):
+    schedule, lowered = kernels()
+    found = tune(schedule, lowered, weigh, tmp_path, seconds=60)
+    plain = generate_kernels(schedule, lowered)
+    sources = generate_kernels(schedule, lowered, found.sources)
+    assert {name: source.name for name, source in sources.items()} == {
+        name: source.name + "_b" for name, source in plain.items()
+    }
+    assert (sources["x"].buffers, sources["x1"].buffers) == (plain["x"].buffers, plain["x1"].buffers)
+    estimates = [found.estimate(schedule.node(name)) for name in ("x", "x1", "x2", "m")]
+    assert estimates[3] is None
+    assert all(each is not None and 0.2e6 < each.ns < 5.9e6 for each in estimates[:3])
+    assert found.summary().startswith("2 of 2 kernels measured, 2 changed: ")
+    assert set(paced.loaded.values()) == {1}
+
+
+def test_what_was_measured_is_not_measured_again(paced: Paced, tmp_path: Path):
+    first = tuned(tmp_path)
+    paced.loaded.clear()
+    assert tuned(tmp_path) == first
+    assert not paced.loaded
+
+
+@pytest.mark.parametrize("vouched", [False, True])
+@pytest.mark.parametrize("text", ["[]", '{"x": 1}', '{"x": "fast"}'])
+def test_an_entry_that_is_something_else_is_measured_again(paced: Paced, tmp_path: Path, text: str, vouched: bool):
+    first = tuned(tmp_path, count=1)
+    (entry,) = tmp_path.rglob("*.tilings.json")
+    entry.write_text(text)
+    if vouched:
+        Path(f"{entry}.sha256").write_text(hashlib.sha256(text.encode()).hexdigest())
+    paced.loaded.clear()
+    assert tuned(tmp_path, count=1).choices.keys() == first.choices.keys()
+    assert paced.loaded
+    paced.loaded.clear()
+    tuned(tmp_path, count=1)
+    assert not paced.loaded
+
+
+@pytest.mark.parametrize(("other_ns", "name"), [(96.0, "k_b"), (98.0, "k"), (104.0, "k")])
+def test_a_gain_within_the_noise_changes_nothing(other_ns: float, name: str):
+    (op,) = kernels(1)[1].ops[:1]
+    assert isinstance(op, Loops)
+    trial = Trial(
+        op, tuple(KernelSource(each, "# a tiling", ("a",)) for each in ("k", "k_b", "k_c")), ("x",), 1.0, "key"
+    )
+    found = choose(trial, {"k": 100.0, "k_b": other_ns})  # k_c was not to be had
+    assert (found.source.name, found.heuristic_ns) == (name, 100.0)
+    assert found.chosen_ns == (other_ns if name == "k_b" else 100.0)
+
+
+def test_a_tiling_that_is_refused_is_left_out(paced: Paced, tmp_path: Path):
+    paced.refused = "_b"
+    found = tuned(tmp_path)
+    assert len(found.choices) == 2
+    assert found.sources == {}
+
+
+def test_the_time_is_bounded_and_the_heaviest_kernels_come_first(paced: Paced, tmp_path: Path):
+    schedule, lowered = kernels(9)
+    found = tune(schedule, lowered, weigh, tmp_path, seconds=1e-3)  # over after the first few
+    assert 0 < len(found.choices) < 9
+    heaviest = sorted(lowered.ops, key=lambda op: -(schedule.node(op.name).work.write_bytes))  # type: ignore[union-attr]
+    first = [op for op in heaviest if isinstance(op, Loops)][: len(found.choices)]
+    assert set(found.choices) == {source_of(op, lowered).name for op in first}
+
+
+def on_ranks(count: int, work: Callable[[Party, int], Tuning]) -> list[Tuning]:
+    shared = dist.HashStore()
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda rank: work(Party(shared, rank, range(count)), rank), range(count)))
+
+
+def test_ranks_divide_the_kernels_and_choose_alike(paced: Paced, tmp_path: Path):
+    tuned(tmp_path / "1", count=3)  # rank 1 has them all in its cache, the others measure
+    paced.loaded.clear()
+
+    def work(party: Party, rank: int) -> Tuning:
+        schedule, lowered = kernels(5)
+        with party.compilation("forward", 60) as talks:
+            return tune(schedule, lowered, weigh, tmp_path / str(rank), seconds=60, talks=talks)
+
+    found = on_ranks(3, work)
+    assert found[1:] == found[:1] * 2
+    assert len(found[0].sources) == 5
+    by_rank = Counter(name.split()[0] for name in paced.loaded)
+    assert set(paced.loaded.values()) == {1}
+    assert max(by_rank.values()) <= 2 * 3  # two kernels in three tilings
+    paced.loaded.clear()
+    assert on_ranks(3, work) == found  # each keeps what the others told it
+    assert not paced.loaded
+
+
+@pytest.fixture
+def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton's generator for CPU tensors, in its interpreter; two tilings a kernel, as that is slow."""
+    monkeypatch.setattr(candidates, "MOST", 2)
+
+    class OnCpu(TritonGenerator):
+        device_type = "cpu"
+
+    cpp = generators.generator_for("cpu")
+    generators.register(OnCpu())
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        yield
+    generators.register(cpp)
+
+
+def step(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    total.mul_(2)
+    return x.softmax(1)
+
+
+def run_step(**options: object) -> tuple[torch.Tensor, torch.Tensor]:
+    x, total = torch.arange(12.0).view(3, 4) / 8, torch.ones(4)
+    return compiled(step, **options)(x, total), total
+
+
+def test_through_torch_compile(interpreted_triton: None, tmp_path: Path):
+    torch._dynamo.utils.counters.clear()
+    record.clear()
+    options = {"autotune": True, "cache_dir": str(tmp_path), "profile": "cpu-gloo"}
+    x = torch.arange(12.0).view(3, 4) / 8
+    for keep in (True, True, False):  # measured; from the cache of graphs; from that of times
+        y, total = run_step(**options, warm_start=keep)
+        torch.testing.assert_close(y, x.softmax(1))
+        torch.testing.assert_close(total, torch.full((4,), 2.0))  # changed once, however often its kernel was timed
+    assert counted("tiling_compiles") == counted("kernels") / 3
+    (measured, kept, again) = record.report_of_process().steps[0].graphs
+    assert measured.tuned == kept.tuned == again.tuned
+    assert measured.tuned.split(",")[0].endswith("kernels measured")
+    assert "block sizes" in str(record.report_of_process())
+
+
+def test_deterministic_mode_measures_nothing(interpreted_triton: None, tmp_path: Path):
+    torch._dynamo.utils.counters.clear()
+    run_step(autotune=True, deterministic=True, cache_dir=str(tmp_path), profile="cpu-gloo")
+    assert counted("tilings_timed") == 0
+    assert not list(tmp_path.rglob("*.tilings.json"))
+
+
+def test_others_must_wait_for_longer_than_a_rank_measures():
+    with pytest.raises(ConfigError, match="write a larger rank_timeout"):
+        Config(autotune=True, autotune_seconds=400)
