@@ -65,12 +65,15 @@ def _prelude() -> ModuleType:
     module.libdevice = SimpleNamespace(**stand_ins)  # type: ignore[attr-defined]
     replacements: dict[str, Any] = {
         "range": _range,
+        "pipelined": lambda *bounds, num_stages: _range(*bounds),
         "to_bf16": _to_bf16,
         "round_bf16": _elementwise(lambda x: x.to(torch.bfloat16).to(torch.float32)),
         "exp2_approximately": _elementwise(torch.exp2),
         "reciprocal_approximately": _elementwise(torch.reciprocal),
         "dot": _dot,
         "number_in_part": lambda program, first: program - first,
+        "lanes_sum": _reduction(lambda data: data.sum(2, dtype=data.dtype)),
+        "lanes_max": _reduction(lambda data: data.max(2)),
         "reduce_sum": _reduction(lambda data: data.sum(1, keepdims=True, dtype=data.dtype)),
         "reduce_prod": _reduction(lambda data: data.prod(1, keepdims=True, dtype=data.dtype)),
         "reduce_max": _reduction(lambda data: data.max(1, keepdims=True)),

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+pipelined = tl.range  # by this name, because the interpreter's own fails (see triton_interpreter.py)
+
 
 @triton.jit
 def maximum(a, b):
@@ -185,14 +187,38 @@ def reciprocal_approximately(x):
 
 
 @triton.jit
-def online_total(peak, top, total, v):
-    """Lane sums of exp(v - peak), made relative to the new peak `top` of the row, and this tile's added.
+def lanes_max(v):
+    """The largest along the last of three axes."""
+    return tl.reduce(v, 2, maximum)
+
+
+@triton.jit
+def lanes_sum(v):
+    return tl.reduce(v, 2, add)
+
+
+@triton.jit
+def in_lanes(v, WIDTH: tl.constexpr):
+    """A tile [x, r] as [x, r // WIDTH, WIDTH]."""
+    return tl.reshape(v, [v.shape[0], v.shape[1] // WIDTH, WIDTH])
+
+
+@triton.jit
+def online_peak(peak, v, WIDTH: tl.constexpr):
+    """Lane peaks with this tile's elements, WIDTH neighbours a lane."""
+    return maximum(peak, lanes_max(in_lanes(v, WIDTH)))
+
+
+@triton.jit
+def online_total(peak, top, total, v, WIDTH: tl.constexpr):
+    """Lane sums of exp(v - peak), made relative to the lanes' new peaks `top`, and this tile's added.
 
     The fast exponential: its error grows with v - top, as the term's weight in the sum shrinks. While nothing but
     -inf was seen the sum stays 0.
     """
     base = tl.where(top == float("-inf"), tl.full([], 0.0, top.dtype), top)
-    return total * fast_exp(peak - base) + fast_exp(v - base)
+    terms = fast_exp(in_lanes(v, WIDTH) - base[:, :, None])
+    return total * fast_exp(peak - base) + lanes_sum(terms)
 
 
 @triton.jit

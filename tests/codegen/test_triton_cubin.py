@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from overlapc.codegen.triton import TritonGenerator
+from overlapc.codegen.triton.tiling import Tiling
 from overlapc.runtime.triton_launch import compile_source
 from tests.codegen.scan_cases import scan_cases
-from tests.codegen.triton_cases import Case, small, variants
+from tests.codegen.triton_cases import Case, small, softmax, variants
 from tests.codegen.triton_ops import all_cases
 
 FORMS = [(case, form, tiling) for case in small() + scan_cases() for form, tiling in variants(case.body)]
@@ -19,6 +20,16 @@ FORMS = [(case, form, tiling) for case in small() + scan_cases() for form, tilin
 def test_operations_compile(case: Case, tmp_path: Path):
     for compiled in compile_source(TritonGenerator().generate(case.body, case.name), tmp_path):
         assert compiled.asm["cubin"]
+
+
+def test_no_thread_waits_for_another_while_a_softmax_goes_over_a_row(tmp_path: Path):
+    """Maxima and sums of exponentials are kept by every thread for itself, and joined once at the end."""
+    body = softmax(8, 20_000).body
+    tiling = Tiling("looped", body.loops, 1, 8, r=body.reduction, rblock=4096)
+    (compiled,) = compile_source(TritonGenerator().generate(body, "softmax", tiling=tiling), tmp_path)
+    first_loop = compiled.asm["ttgir"].split("scf.for")[1].split("scf.yield")[0]
+    assert first_loop.count('"tt.reduce"') == first_loop.count("axis = 2") == 2  # within a thread
+    assert "ttg.convert_layout" not in first_loop
 
 
 @pytest.mark.parametrize(("case", "form", "tiling"), FORMS, ids=[f"{case.name}-{form}" for case, form, _ in FORMS])

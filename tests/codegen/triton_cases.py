@@ -122,8 +122,11 @@ def variants(body: Body) -> list[tuple[str, Tiling | None]]:
     shared = {"x": body.loops, "r": body.reduction, "num_warps": 2}
     if any(store.is_total for store in body.stores):
         rblock = power_of_two(int(body.reduction_numel()))
-        return [*forms, ("totals", Tiling("totals", xblock=2, rblock=rblock, splits=3, **shared))]
+        forms.append(("totals", Tiling("totals", xblock=2, rblock=rblock, splits=3, **shared)))
+        return [*forms, ("pipelined", Tiling("totals", xblock=2, rblock=rblock, splits=3, num_stages=2, **shared))]
     forms.append(("looped", Tiling("looped", xblock=2, rblock=16, **shared)))
+    if any(isinstance(value, Reduce) and value.kind == "max" for value in body.values()):
+        forms.append(("lanes", Tiling("looped", xblock=2, rblock=256, num_stages=2, **shared)))
     if not body.scans():
         forms.append(("split", Tiling("split", xblock=2, rblock=8, splits=4, **shared)))
     return forms

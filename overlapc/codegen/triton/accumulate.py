@@ -23,12 +23,12 @@ _PRELUDE_NAME = {"any": "max", "all": "min"}
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One variable of an accumulation, lane-wise unless it is one number a row."""
+    """One variable of an accumulation, a number for every `width` neighbours along r."""
 
     name: str
     dtype: torch.dtype
     neutral: str
-    per_row: bool = False
+    width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,11 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Online:
-    """max(x) and sum(exp(x - max(x))) in one pass: the running maximum and the sum relative to it."""
+    """max(x) and sum(exp(x - max(x))) in one pass: a lane's running maximum and its sum relative to that.
+
+    A lane is as many neighbours as a thread loads at once. The maximum of these costs no exchange between threads, as
+    one of the whole tile would, and it takes one exponential for all of them to make the sum relative to a new one.
+    """
 
     peak: Reduce
     total: Reduce
@@ -118,19 +122,20 @@ class Online:
 
     def update(self, states: Sequence[str], value: str, position: str) -> list[str]:
         peak, total = states
-        top = f"ops.maximum({peak}, ops.reduce_max({value}))"  # of the whole tile: one exponential an element
-        return [top, f"ops.online_total({peak}, {NEXT}0, {total}, {value})"]
+        width = self.states[0].width
+        return [
+            f"ops.online_peak({peak}, {value}, {width})",
+            f"ops.online_total({peak}, {NEXT}0, {total}, {value}, {width})",
+        ]
 
     def reduced(self, states: Sequence[str], targets: Sequence[str]) -> list[str]:
-        return [f"{targets[0]} = {states[0]}", f"{targets[1]} = ops.reduce_sum({states[1]})"]
-
-    def combined(self, states: Sequence[str], targets: Sequence[str]) -> list[str]:
-        """Statements that reduce the parts of several programs."""
         peak, total = states
         return [
             f"{targets[0]} = ops.reduce_max({peak})",
             f"{targets[1]} = ops.reduce_sum(ops.online_rescale({peak}, {total}, {targets[0]}))",
         ]
+
+    combined = reduced
 
     def results(self, reduced: Sequence[str]) -> list[str]:
         finish = "online_finish_guarded" if self.guarded else "online_finish"
@@ -140,10 +145,12 @@ class Online:
 Accumulation = Plain | Position | Online
 
 
-def accumulations(roots: Sequence[Value], online: bool, position_dtype: torch.dtype) -> list[list[Accumulation]]:
+def accumulations(
+    roots: Sequence[Value], online: bool, position_dtype: torch.dtype, width: int = 1
+) -> list[list[Accumulation]]:
     """The reductions under `roots` by depth: those of entry d need only results of entries before d.
 
-    With `online`, a maximum and the sum of exponentials relative to it become one accumulation.
+    With `online`, a maximum and the sum of exponentials relative to it become one accumulation, in lanes of `width`.
     """
     values = topological(roots)
     reduces = [value for value in values if isinstance(value, Reduce)]
@@ -162,7 +169,7 @@ def accumulations(roots: Sequence[Value], online: bool, position_dtype: torch.dt
         while len(levels) < depth[value]:
             levels.append([])
         number = sum(len(level) for level in levels)
-        levels[depth[value] - 1].append(_accumulation(value, partner.get(value), number, position_dtype))
+        levels[depth[value] - 1].append(_accumulation(value, partner.get(value), number, position_dtype, width))
     return levels
 
 
@@ -196,14 +203,16 @@ def _unguarded(value: Value) -> Value | None:
     return peak if isinstance(size, Op) and size.name == "abs" and size.args[0] is peak else None
 
 
-def _accumulation(value: Reduce, total: Reduce | None, number: int, position_dtype: torch.dtype) -> Accumulation:
+def _accumulation(
+    value: Reduce, total: Reduce | None, number: int, position_dtype: torch.dtype, width: int
+) -> Accumulation:
     if total is not None:
-        peak = State(f"peak{number}", value.dtype, neutral("max", value.dtype), per_row=True)
+        peak = State(f"peak{number}", value.dtype, neutral("max", value.dtype), width)
         exp = total.arg
         assert isinstance(exp, Op)
         assert isinstance(exp.args[0], Op)
         guarded = exp.args[0].args[1] is not value
-        return Online(value, total, (peak, State(f"total{number}", total.dtype, "0.0")), guarded)
+        return Online(value, total, (peak, State(f"total{number}", total.dtype, "0.0", width)), guarded)
     if value.kind in ("argmax", "argmin"):
         dtype = torch.int32 if value.arg.dtype is torch.bool else value.arg.dtype
         return Position(

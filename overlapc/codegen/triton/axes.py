@@ -143,8 +143,13 @@ class AxisWriter:
         self.top(f"share = ({size} + SPLITS * RBLOCK - 1) // (SPLITS * RBLOCK) * RBLOCK")
         return "split * share", f"tl.minimum(split * share + share, {size})"
 
+    def steps(self, first: str, last: str, step: str) -> str:
+        """The range of a loop; a pipelined one asks for tiles ahead of time, into shared memory."""
+        bounds, stages = f"{first}, {last}, {step}", self.kernel.tiling.num_stages
+        return f"ops.pipelined({bounds}, num_stages={stages})" if stages else f"range({bounds})"
+
     def open_loop(self, first: str, last: str) -> Scope:
-        self.top(f"for r_start in range({first}, {last}, RBLOCK):")
+        self.top(f"for r_start in {self.steps(first, last, 'RBLOCK')}:")
         scope = self.top.inner()
         self.axis_index("r", f"r_start + {self.kernel.widened('tl.arange(0, RBLOCK)')}", scope)
         return scope

@@ -56,10 +56,21 @@ class KernelShape:
         self.unseen = unseen_where_masked(body)
         position = torch.int64 if self.index_dtype != "tl.int32" else torch.int32
         roots = [value for store in body.stores for value in store.operands()]
-        self.levels = [] if tiling.form == "dot" else accumulations(roots, tiling.form in ("looped", "split"), position)
+        online = tiling.form in ("looped", "split")
+        self.levels = [] if tiling.form == "dot" else accumulations(roots, online, position, self._lane_width())
         scans = [value for value in body.values() if isinstance(value, Scan)]
         assert not (scans and tiling.form == "split"), "a scan cannot be split among programs"
         self.scans = {scan: scanning(scan, number, position) for number, scan in enumerate(scans)}
+
+    def _lane_width(self) -> int:
+        """Neighbours along r that a thread holds: what it loads in 16 bytes, where tiles run along r in memory."""
+        tiling = self.tiling
+        last = tiling.r[-1].symbol if tiling.r else None
+        loads = [load for load in self.body.loads() if last in load.index.free_symbols]
+        if not loads or any(load.index.coeff(last) != 1 for load in loads):
+            return 1
+        most = tiling.xblock * tiling.rblock // (32 * tiling.num_warps)
+        return max(1, min(8, most, 16 // min(load.memory_dtype.itemsize for load in loads), tiling.rblock))
 
     def _index_width(self) -> tuple[tuple[sympy.Expr, ...], str]:
         """Largest indices that only a launch knows, and the dtype to index with."""

@@ -9,7 +9,7 @@ from overlapc.codegen.triton.axes import Scope
 from overlapc.codegen.triton.expressions import COMPUTE
 from overlapc.codegen.triton.shape import term
 from overlapc.codegen.triton.values import ValueWriter
-from overlapc.ir.body import Scan, Store, Value
+from overlapc.ir.body import Load, Scan, Store, Value, reduction_depth
 
 PARTS = 32  # programs whose totals of columns are loaded at a time
 _NEUTRAL = {"sum": "0", "prod": "1"}
@@ -64,9 +64,10 @@ class StageWriter(ValueWriter):
         self.compute(function, self.names, same)  # the same for every row
         before = dict(self.names)
         rows = kernel.size_text(kernel.numel["x"])
-        function(f"for x_start in range(program * XBLOCK, {rows}, SPLITS * XBLOCK):")
+        function(f"for x_start in {self.steps('program * XBLOCK', rows, 'SPLITS * XBLOCK')}:")
         self.top = function.inner()
         self.axis_index("x", f"x_start + {kernel.widened('tl.arange(0, XBLOCK)')}", self.top)
+        self.compute(self.top, self.names, self.independent_loads())
         for level in kernel.levels:
             self.reduce_tile(level)
         self.compute_all(self.top, self.names, totals)
@@ -82,6 +83,11 @@ class StageWriter(ValueWriter):
             total = f"ops.total_{store.mode}(total{at})"
             self.top(f"tl.store({part}, {total}{self.mask_argument(('r',))})")
         return self.lines
+
+    def independent_loads(self) -> list[Load]:
+        """What is read whatever the reductions give: asked for at once, before threads wait for each other."""
+        depth = reduction_depth([value for store in self.kernel.body.stores for value in store.operands()])
+        return [load for load in self.kernel.body.loads() if not depth.get(load)]
 
     def whole_tile(self, value: Value, neutral: str) -> str:
         """`value` over all of [x, r], `neutral` behind the ends."""
@@ -171,7 +177,7 @@ class StageWriter(ValueWriter):
         self.compute_outer(roots)
         for accumulation in level:
             for state in accumulation.states:
-                shape = self.kernel.shape(("x",) if state.per_row else ("x", "r"))
+                shape = f"[XBLOCK, RBLOCK // {state.width}]" if state.width > 1 else self.kernel.shape(("x", "r"))
                 self.top(f"{state.name} = tl.full({shape}, {state.neutral}, {COMPUTE[state.dtype]})")
         with_r = self.open_scanning_loop(first, last, roots)
         names = dict(self.names)

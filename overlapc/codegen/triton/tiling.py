@@ -51,7 +51,7 @@ class Tiling:
     yblock: int = 1
     grid: tuple[Loop, ...] = ()  # loops that are one value in a whole program
     splits: int = 1
-    num_stages: int = 0  # of a pipelined loop over r; 0: Triton's default
+    num_stages: int = 0  # of a pipelined loop; 0: Triton's default for products, no pipeline for others
 
     def with_splits(self, splits: int) -> Tiling:
         """The same with r, or the rows, divided among another number of programs."""
