@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one go; each part bounded in time, so that one that hangs costs only itself.
-#   OUT=/tmp/out benchmarks/gpu_check.sh tests | train | inductor | thrifty | demo | calibrate | contention | clock | measure | predict | kernels | ops     (default: tests train demo)
+#   OUT=/tmp/out benchmarks/gpu_check.sh tests | parity | train | inductor | thrifty | demo | calibrate | contention | clock | measure | predict | kernels | ops     (default: tests train demo)
 # Works where nothing can be installed: the package is used from the checkout, with the python that has torch.
 set -u
 cd "$(dirname "$0")/.."
@@ -23,16 +23,23 @@ for what in "${@:-tests train demo}"; do
     for each in $what; do
         case $each in
         tests) part tests 300 $python -m pytest -q -p no:cacheprovider tests/multigpu ;;
-        train) part train 300 torchrun --nproc-per-node "$gpus" benchmarks/train_step.py --parity --profile \
+        parity) # what is compared with eager or with itself, not timed, so all at once: two pairs of GPUs, and all four
+            test="$python -m pytest -q -p no:cacheprovider -rs"
+            CUDA_VISIBLE_DEVICES=0,1 part parity_one 200 $test tests/multigpu/test_cuda_graphs.py tests/multigpu/test_deterministic.py &
+            CUDA_VISIBLE_DEVICES=2,3 part parity_two 280 $test tests/multigpu/test_parity_nccl.py tests/multigpu/test_parity_steps_nccl.py \
+                -k "two or neither" &
+            part parity_four 280 $test tests/multigpu/test_parity_nccl.py tests/multigpu/test_parity_steps_nccl.py -k four &
+            CUDA_VISIBLE_DEVICES=1 part index_fill 120 $python -m tests.ops.sweep --ops index_fill --device cuda --samples 0 \
+                --out "$out/index_fill.jsonl" &
+            wait
+            $python -m tests.ops.sweep --summary "$out/index_fill.jsonl" 2>&1 | tail -5 | cut -c1-300
+            ;;
+        train) part train 300 $python benchmarks/train_step.py --parity --profile \
             --systems "${SYSTEMS:-overlapc,overlapc-none,eager,compile}" --rounds 3 --steps 4 --out "$out" ;;
         inductor) # the same in-graph FSDP compiled by Inductor, with each of its ways to overlap, in one alternating run
-            part inductor 560 torchrun --nproc-per-node "$gpus" benchmarks/train_step.py --parity --profile --rounds 3 --steps 4 \
-                --systems "overlapc,compile,inductor,inductor-raise,inductor-overlap,inductor-manual" --out "$out/inductor" ;;
-        demo)
-            part demo_fsdp 120 $python -m overlapc.launch.cli demo --device cuda --nproc "$gpus" --steps 8 --out "$out/fsdp"
-            part demo_tp 120 $python -m overlapc.launch.cli demo --device cuda --nproc "$gpus" --tp 2 --steps 8 --out "$out/tp"
-            ;;
-        thrifty) NCCL_MAX_CTAS=16 part thrifty 200 torchrun --nproc-per-node "$gpus" benchmarks/train_step.py --profile \
+            part inductor 320 $python benchmarks/train_step.py --profile --rounds 3 --steps 4 --seconds 290 \
+                --systems all --out "$out/inductor" ;;
+        thrifty) NCCL_MAX_CTAS=16 part thrifty 200 $python benchmarks/train_step.py --profile \
             --systems overlapc,compile --rounds 3 --steps 4 --out "$out/thrifty" ;;
         calibrate) part calibrate 200 $python -m overlapc.launch.cli calibrate --device cuda --nproc "$gpus" \
             --name h200-nvlink --ranks-per-host 8 --out "$out/h200-nvlink.json" ;;
@@ -58,9 +65,9 @@ for what in "${@:-tests train demo}"; do
         measure) # every node predicted and measured, on the profile just taken if there is one
             profile=h200-nvlink
             [ -f "$out/h200-nvlink.json" ] && profile=$out/h200-nvlink.json
-            OVERLAPC_PROFILE=$profile part measure 200 torchrun --nproc-per-node "$gpus" benchmarks/train_step.py --profile \
+            OVERLAPC_PROFILE=$profile part measure 200 $python benchmarks/train_step.py --profile \
                 --systems overlapc --rounds 3 --steps 4 --out "$out/measure"
-            $python -m overlapc.launch.cli report "$out/measure/record.json" >"$out/measure/report.txt"
+            $python -m overlapc.launch.cli report "$out/measure/record_overlapc.json" >"$out/measure/report.txt"
             grep -A60 '^predicted and measured' "$out/measure/report.txt" | head -60 | cut -c1-200
             ;;
         kernels) part kernels 200 $python benchmarks/triton_kernels.py ;;
@@ -76,7 +83,7 @@ for what in "${@:-tests train demo}"; do
             rm "$out"/ops_[0-9]*
             $python -m tests.ops.sweep --summary "$out/ops.jsonl" 2>&1 | tail -40 | cut -c1-300
             ;;
-        *) echo "no part named $each; known: tests train inductor thrifty demo calibrate contention clock measure predict kernels ops" >&2; exit 2 ;;
+        *) echo "no part named $each; known: tests parity train inductor thrifty demo calibrate contention clock measure predict kernels ops" >&2; exit 2 ;;
         esac
     done
 done

@@ -2,6 +2,7 @@
 
     inductor          collectives stay where the graph has them
     inductor-raise    its scheduler passes raise, sink, raise on buckets of one block (the best of them on H200s)
+    inductor-sink     the same buckets with its passes sink, raise
     inductor-overlap  its overlap scheduling of the ATen graph, which makes buckets of its own; needs a GPU to look at
     inductor-manual   its bucketing by module: the next block's gathers and the last one's scatters beside a block
 
@@ -30,8 +31,9 @@ from torch.utils import flop_counter
 from overlapc.fx.labels import label_of
 from overlapc.fx.partition import partition
 
-SYSTEMS = ("inductor", "inductor-raise", "inductor-overlap", "inductor-manual")
-RAISE = "reorder_communication_preserving_peak_memory"
+SYSTEMS = ("inductor", "inductor-raise", "inductor-sink", "inductor-overlap", "inductor-manual")
+RAISE, SINK = "reorder_communication_preserving_peak_memory", "sink_waits_iterative"
+SCHEDULER_PASSES = {"inductor-raise": [RAISE, SINK, RAISE], "inductor-sink": [SINK, RAISE]}
 OUTERMOST = "outermost"  # how the group with the empty path is called where a path may not be empty
 
 
@@ -44,10 +46,10 @@ def compiled_by_inductor(system: str, model: nn.Module) -> Callable[..., Any]:
 def options_of(system: str) -> dict[str, Any]:
     """Inductor's options for one of SYSTEMS."""
     options: dict[str, Any] = {"custom_partitioner_fn": _Partition()}
-    if system == "inductor-raise":
+    if system in SCHEDULER_PASSES:
         options |= {
             "reorder_for_compute_comm_overlap": True,
-            "reorder_for_compute_comm_overlap_passes": [RAISE, "sink_waits_iterative", RAISE],
+            "reorder_for_compute_comm_overlap_passes": SCHEDULER_PASSES[system],
             "post_grad_custom_post_pass": _BucketBlocks(),
         }
     elif system == "inductor-overlap":

@@ -364,7 +364,8 @@ def _graph_key(gm: GraphModule, config: Config, name: str) -> str | None:
 
 
 def _profile_text(config: Config, device_types: Collection[str]) -> str:
-    return json.dumps(profile_to_json(profile_of(config, device_types)))
+    with deterministic(config.deterministic):  # so that it is not measured, if nothing is to be
+        return json.dumps(profile_to_json(profile_of(config, device_types)))
 
 
 def _from_cache(compiled: warm_graph.CompiledGraph, *, config: Config, number: int) -> Callable[[list[Any]], Any]:

@@ -26,7 +26,7 @@ def run(tmp_path: Path, tokens: Tensor, **options: object) -> tuple[list[Tensor]
     """(loss and gradients, schedules, sources of estimates) of a compilation from nothing."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Lookup()
+    model = Lookup().to(tokens.device)
     record.clear()
     step = torch.compile(model, backend="overlapc", options={"cache_dir": str(tmp_path), **options})
     loss = step(tokens)

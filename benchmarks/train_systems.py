@@ -1,0 +1,256 @@
+"""One system of train_step.py on one rank: it builds its model, and does what it is told, turn by turn.
+
+Started by train_step.py through turns.py. What a system is:
+
+    overlapc, -none, -tuned    ours with the default passes, with none, and with block sizes by measurement
+    eager, compile             FSDP2, and FSDP2 with every block compiled by Inductor
+    compile-16ctas, -8ctas     the same with NCCL_MAX_CTAS set (train_step.py does that)
+    inductor, inductor-*       Inductor on the same in-graph FSDP as ours (inductor_systems.py)
+    reference                  eager FSDP2 in fp32, whose gradients are what errors are measured against
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from turns import answer, store_at  # beside this file
+
+import overlapc
+from overlapc.launch.llama import Llama, LlamaConfig
+
+SYSTEMS = (
+    *("overlapc", "overlapc-none", "overlapc-tuned", "eager", "compile", "compile-16ctas", "compile-8ctas"),
+    *("inductor", "inductor-raise", "inductor-sink", "inductor-overlap", "inductor-manual"),
+)
+REFERENCE = "reference"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "overlapc": {},
+    "overlapc-none": {"passes": "none"},
+    "overlapc-tuned": {"autotune": True},
+}
+MODELS: dict[str, Callable[[argparse.Namespace], LlamaConfig]] = {
+    "8b": lambda args: LlamaConfig.llama_8b(args.layers, args.seq),
+    "demo": lambda args: LlamaConfig(max_seq=args.seq),
+    "tiny": lambda args: LlamaConfig(dim=64, layers=args.layers, heads=4, kv_heads=2, ffn=128, max_seq=args.seq),
+}
+PROFILED_STEPS = 2
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+class System:
+    """A system's model and data on this rank; every public method is a turn, whose result is what it returns."""
+
+    def __init__(self, name: str, args: argparse.Namespace, folder: Path) -> None:
+        """folder: where the reference leaves its gradients, and what `args.out` asks for is written."""
+        self.name, self.args, self.folder = name, args, folder
+        self.rank = dist.get_rank()
+        self.mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+        shape = MODELS[args.model](args)
+        torch.manual_seed(1 + self.rank)
+        self.tokens = torch.randint(0, shape.vocab, (args.batch, args.seq), device=args.device)
+        self.targets = self.tokens.roll(-1, 1)
+        self.shape = shape
+
+    def build(self) -> dict[str, Any]:
+        """The model, sharded and not yet compiled."""
+        self.model = build(self.name, self.shape, self.mesh)
+        self.step = compiled(self.name, self.model)
+        return {}
+
+    def first(self) -> dict[str, Any]:
+        """The first step, which compiles; its loss, and errors of the gradients where there is a reference."""
+        began = time.perf_counter()
+        loss = self.step(self.tokens, self.targets)
+        loss.backward()
+        result = {"first_step_s": time.perf_counter() - began, "loss": loss.item()}
+        kept = self.folder / f"reference_{self.rank}.pt"
+        if self.args.parity:
+            grads = [local(parameter.grad).float() for parameter in self.model.parameters()]
+            if self.name == REFERENCE:
+                torch.save((result["loss"], grads), kept)
+            else:
+                reference_loss, reference = torch.load(kept, map_location=self.tokens.device)
+                result |= errors(grads, reference)
+                result["loss_error"] = abs(result["loss"] - reference_loss) / abs(reference_loss)
+        self.model.zero_grad(set_to_none=True)
+        return result
+
+    def time(self) -> dict[str, Any]:
+        """Milliseconds of each step, by CUDA events or the host's clock, and the peak of memory on this GPU."""
+        if self.args.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):  # the allocator's cache is empty when a turn begins
+            self.once()
+        times = self._clocked() if self.args.device == "cpu" else self._by_events()
+        peak = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if self.args.device == "cuda" else {}
+        return {"times_ms": times, **peak}
+
+    def profile(self) -> dict[str, Any]:
+        """Kernel times a step; ours also saves its record, with every node's time beside its prediction."""
+        out: Path | None = self.args.out
+        if self.name.startswith("overlapc"):
+            with overlapc.report.measure():
+                for _ in range(3):
+                    self.once()
+            if out is not None and self.rank == 0:
+                overlapc.report().save(out / f"record_{self.name}.json")
+                (out / f"report_{self.name}.txt").write_text(str(overlapc.report()))
+        if self.args.device == "cpu":
+            return {}
+        spans = self._kernel_spans()
+        if out is not None and self.rank == 0:
+            (out / f"kernels_{self.name}.json").write_text(json.dumps(spans))
+        return kernel_times(spans)
+
+    def once(self) -> None:
+        """One step without the optimizer."""
+        self.step(self.tokens, self.targets).backward()
+        self.model.zero_grad(set_to_none=True)
+
+    def _clocked(self) -> list[float]:
+        clock = [time.perf_counter()]
+        for _ in range(self.args.steps):
+            self.once()
+            clock.append(time.perf_counter())
+        return [(after - before) * 1e3 for before, after in itertools.pairwise(clock)]
+
+    def _by_events(self) -> list[float]:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(self.args.steps + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            self.once()
+            mark.record()
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
+
+    def _kernel_spans(self) -> list[tuple[str, int, int]]:
+        """(name, start, end) in ns of every kernel and copy of PROFILED_STEPS steps."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            for _ in range(PROFILED_STEPS):
+                self.once()
+            torch.cuda.synchronize()
+        return [
+            (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+            for event in recorded.profiler.kineto_results.events()
+            if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0
+        ]
+
+
+def build(system: str, shape: LlamaConfig, mesh: DeviceMesh) -> Llama:
+    """The model sharded as the system wants it; bf16 compute, fp32 reduction (the reference: fp32 throughout)."""
+    with torch.device(mesh.device_type):
+        model = Llama(shape)
+    model.reset_parameters(0)
+    with torch.no_grad():  # the same rounded weights everywhere, so that errors are those of the computation
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+    if mesh.size() == 1:
+        if system != REFERENCE:
+            for module in model.modules():
+                for name, parameter in list(module._parameters.items()):
+                    if parameter is not None:
+                        module._parameters[name] = torch.nn.Parameter(parameter.detach().to(torch.bfloat16))
+        return model
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    if system == REFERENCE:
+        policy = MixedPrecisionPolicy()
+    by_hooks = system in (REFERENCE, "eager") or system.startswith("compile")
+    shard = fsdp.fully_shard if by_hooks else overlapc.fully_shard
+    for layer in model.layers:
+        if system.startswith("compile"):
+            layer.compile()
+        shard(layer, mesh=mesh, mp_policy=policy)
+    shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def compiled(system: str, model: Llama) -> Step:
+    if system in OPTIONS:
+        return torch.compile(model, backend="overlapc", fullgraph=True, options=OPTIONS[system])
+    if system.startswith("inductor"):
+        from inductor_systems import compiled_by_inductor  # beside this file; the others need nothing of Inductor
+
+        return compiled_by_inductor(system, model)
+    if system.startswith("compile") and dist.get_world_size() == 1:
+        return torch.compile(model, fullgraph=True)
+    return model
+
+
+def local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def errors(grads: list[Tensor], reference: list[Tensor]) -> dict[str, float]:
+    """Relative error of the gradients, all together and the worst parameter's."""
+    each = [((a - b).norm() / b.norm()).item() for a, b in zip(grads, reference, strict=True)]
+    whole = sum((a - b).square().sum().item() for a, b in zip(grads, reference, strict=True))
+    norm = sum(b.square().sum().item() for b in reference)
+    return {"grad_error": (whole / norm) ** 0.5, "worst_grad_error": max(each)}
+
+
+def kernel_times(spans: list[tuple[str, int, int]]) -> dict[str, float]:
+    """Milliseconds a step: compute kernels, NCCL kernels, NCCL while no compute runs, neither."""
+    nccl = merged([(start, end) for name, start, end in spans if "nccl" in name.lower()])
+    compute = merged([(start, end) for name, start, end in spans if "nccl" not in name.lower()])
+    both = merged(compute + nccl)
+    whole = max(end for _, end in both) - min(start for start, _ in both)
+    busy, computing = total(both), total(compute)
+    scale = 1e6 * PROFILED_STEPS
+    return {
+        "compute_ms": computing / scale,
+        "nccl_ms": total(nccl) / scale,
+        "exposed_ms": (busy - computing) / scale,
+        "idle_ms": (whole - busy) / scale,
+    }
+
+
+def merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    result: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result
+
+
+def total(spans: list[tuple[int, int]]) -> int:
+    return sum(end - start for start, end in spans)
+
+
+def serve(args: argparse.Namespace, folder: Path, name: str, rank: int, ranks: int, port: int) -> None:
+    """A rank of a system: takes turns until there are no more. What goes wrong ends it."""
+    torch._dynamo.config.recompile_limit = 64
+    store = store_at(port)
+    meeting = dist.PrefixStore(f"{name}/group", store)
+    if args.device == "cuda":
+        torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank)
+        dist.init_process_group("nccl", store=meeting, rank=rank, world_size=ranks, device_id=device)
+    else:
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
+    system = System(name, args, folder)
+
+    def do(turn: str) -> dict[str, Any]:
+        result: dict[str, Any] = getattr(system, turn)()
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # the others need it
+        return result
+
+    answer(store, name, rank, do)
+    dist.destroy_process_group()

@@ -1,0 +1,129 @@
+"""Subjects of a benchmark in processes of their own that take turns; one that fails or hangs costs only itself.
+
+turns = Turns(ranks=2, folder=logs, serve=serve)     # serve(subject, rank, ranks, port) is a subject's main function:
+turns.begin("eager", {"NCCL_MAX_CTAS": "8"})         #     it calls answer(store_at(port), subject, rank, do)
+turns.take("time", ["eager"], seconds=60)            # what do("time") returned on rank 0, by subject
+turns.failed                                         # subject -> why it is gone
+turns.end()
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+Serve = Callable[[str, int, int, int], None]  # subject, rank, ranks, port of the store
+_ERROR = re.compile(r"^[\w.]*(Error|Exception|Failed)\b.*")
+
+
+class Turns:
+    """The processes, and the store through which they are told what to do."""
+
+    def __init__(self, ranks: int, folder: Path, serve: Serve) -> None:
+        """folder: what a rank prints goes to <subject>_<rank>.log there. serve: must pickle."""
+        self.ranks, self.folder, self.serve = ranks, folder, serve
+        self.failed: dict[str, str] = {}
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._processes: dict[str, list[BaseProcess]] = {}
+        self._taken: dict[str, int] = {}
+
+    def begin(self, subject: str, environment: Mapping[str, str]) -> None:
+        """Start a subject's ranks, which see these variables too, and wait for turns."""
+        self._taken[subject] = 0
+        self._processes[subject] = []
+        for rank in range(self.ranks):
+            process = multiprocessing.get_context("spawn").Process(
+                target=_run, args=(self.serve, subject, rank, self.ranks, self._store.port, environment, self.folder)
+            )
+            process.start()
+            self._processes[subject].append(process)
+
+    def alive(self, subjects: Sequence[str]) -> list[str]:
+        """Those of `subjects` that are there still."""
+        return [subject for subject in subjects if subject in self._processes]
+
+    def take(self, turn: str, subjects: Sequence[str], seconds: float) -> dict[str, dict[str, Any]]:
+        """Let these subjects do `turn` at the same time; the first rank's results, of those that did in time."""
+        subjects = self.alive(subjects)
+        for subject in subjects:
+            self._store.set(f"{subject}/turn/{self._taken[subject]}", turn)
+        until = time.monotonic() + seconds
+        found: dict[str, dict[str, Any]] = {}
+        while left := [subject for subject in self.alive(subjects) if subject not in found]:
+            for subject in left:
+                keys = [f"{subject}/result/{self._taken[subject]}/{rank}" for rank in range(self.ranks)]
+                if self._store.check(keys):
+                    found[subject] = json.loads(self._store.get(keys[0]))
+                    self._taken[subject] += 1
+                elif any(process.exitcode is not None for process in self._processes[subject]):
+                    self._give_up(subject, f"{turn}: {self._last_words(subject)}")
+                elif time.monotonic() > until:
+                    self._give_up(subject, f"{turn}: no answer in {seconds:.0f} s")
+            time.sleep(0.01)
+        return found
+
+    def stop(self, subject: str) -> None:
+        """End a subject's processes at once."""
+        for process in self._processes.pop(subject):
+            process.kill()
+            process.join()
+
+    def end(self) -> None:
+        """Ask all that are left to end, and make sure of it."""
+        for subject in self._processes:
+            self._store.set(f"{subject}/turn/{self._taken[subject]}", "")
+        for subject, processes in list(self._processes.items()):
+            for process in processes:
+                process.join(timeout=10)
+            self.stop(subject)
+
+    def _give_up(self, subject: str, why: str) -> None:
+        self.failed[subject] = why
+        print(f"{subject} failed in {why}", file=sys.stderr, flush=True)
+        self.stop(subject)
+
+    def _last_words(self, subject: str) -> str:
+        """The last error that a rank which failed wrote, else its last line."""
+        for rank, process in enumerate(self._processes[subject]):
+            if process.exitcode not in (None, 0):
+                lines = (self.folder / f"{subject}_{rank}.log").read_text(errors="replace").strip().splitlines()
+                errors = [line for line in lines if _ERROR.match(line)]
+                said = (errors or lines or ["no output"])[-1]
+                return f"rank {rank} ended with {process.exitcode}: {said[:160]}"
+        return "a rank ended early"
+
+
+def store_at(port: int) -> dist.TCPStore:
+    """The store of `Turns`, for a rank; its process group may meet there too, under a prefix of its own."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(hours=1))
+
+
+def answer(store: dist.TCPStore, subject: str, rank: int, do: Callable[[str], dict[str, Any]]) -> None:
+    """Do turn after turn until there are no more. Results are JSON; what `do` raises ends the subject."""
+    for number in itertools.count():
+        turn = store.get(f"{subject}/turn/{number}").decode()
+        if not turn:
+            return
+        store.set(f"{subject}/result/{number}/{rank}", json.dumps(do(turn)))
+
+
+def _run(
+    serve: Serve, subject: str, rank: int, ranks: int, port: int, environment: Mapping[str, str], folder: Path
+) -> None:
+    log = os.open(folder / f"{subject}_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(environment)
+    serve(subject, rank, ranks, port)

@@ -1,0 +1,50 @@
+"""Subjects of a benchmark take turns, and one that fails costs only itself."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.turns import Turns, answer, store_at
+
+
+def serve(subject: str, rank: int, ranks: int, port: int) -> None:
+    """Adds up over its ranks what it was told; `dies` and `hangs` do so on their last rank's second turn."""
+    store = store_at(port)
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"{subject}/group", store), rank=rank, world_size=ranks)
+    done: list[str] = []
+
+    def do(turn: str) -> dict[str, Any]:
+        done.append(turn)
+        if rank == ranks - 1 and len(done) == 2:
+            if subject == "dies":
+                raise ValueError("something went wrong")
+            if subject == "hangs":
+                time.sleep(600)
+        gathered: list[Any] = [None] * ranks
+        dist.all_gather_object(gathered, rank)
+        return {"turns": done, "ranks": gathered, "told": os.environ.get("TOLD", "")}
+
+    answer(store, subject, rank, do)
+    dist.destroy_process_group()
+
+
+def test_one_that_fails_or_hangs_costs_only_itself(tmp_path: Path):
+    turns = Turns(2, tmp_path, serve)
+    subjects = ["fine", "dies", "hangs"]
+    try:
+        for subject in subjects:
+            turns.begin(subject, {"TOLD": subject})
+        first = turns.take("first", subjects, seconds=120)
+        assert first == {each: {"turns": ["first"], "ranks": [0, 1], "told": each} for each in subjects}
+        assert set(turns.take("second", subjects[:2], seconds=120)) == {"fine"}
+        assert turns.take("second", ["hangs"], seconds=1) == {}
+        assert turns.alive(subjects) == ["fine"]
+        assert turns.take("third", subjects, seconds=120)["fine"]["turns"] == ["first", "second", "third"]
+    finally:
+        turns.end()
+    assert turns.failed["dies"] == "second: rank 1 ended with 1: ValueError: something went wrong"
+    assert turns.failed["hangs"] == "second: no answer in 1 s"
+    assert turns.alive(subjects) == []
