@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,8 @@ def test_no_thread_waits_for_another_while_a_softmax_goes_over_a_row(tmp_path: P
     tiling = Tiling("looped", body.loops, 1, 8, r=body.reduction, rblock=4096)
     (compiled,) = compile_source(TritonGenerator().generate(body, "softmax", tiling=tiling), tmp_path)
     first_loop = compiled.asm["ttgir"].split("scf.for")[1].split("scf.yield")[0]
-    assert first_loop.count('"tt.reduce"') == first_loop.count("axis = 2") == 2  # within a thread
+    assert first_loop.count('"tt.reduce"') == 2
+    assert len(re.findall(r'"tt.reduce".*axis = 2', first_loop)) == 2  # eight neighbours, all of one thread
     assert "ttg.convert_layout" not in first_loop
 
 
