@@ -29,6 +29,7 @@ from overlapc.fx.control import inline_control_deps
 from overlapc.fx.fsdp2 import clean_up
 from overlapc.fx.pack import CopyCosts, pack
 from overlapc.fx.random import draw_once
+from overlapc.fx.versions import donated_inputs
 from overlapc.ir.ops import LoweredGraph, tree_leaves
 from overlapc.lowering import Communication, lower
 from overlapc.lowering.product import Product
@@ -217,7 +218,10 @@ def _freeable(gm: GraphModule, name: str) -> set[str]:
     """Inputs that nobody but the graph holds: what forward saved for backward, less parameters and inputs."""
     if not name.startswith("backward"):
         return set()
-    names = {node.name for node in gm.graph.nodes if node.op == "placeholder"}
+    names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
+    donated = donated_inputs()
+    if donated is not None:
+        return {names[at] for at in donated}
     return {each for each in names if not each.startswith(("primals_", "tangents_"))}
 
 

@@ -127,6 +127,16 @@ def resolve_group(name: str) -> Any:
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
+def donated_inputs() -> list[int] | None:
+    """Positions of the inputs of the backward graph being compiled that nobody but it holds; None when not known.
+
+    What forward saved is not among them if it is a view of a parameter, for instance.
+    """
+    found: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+    donated: list[int] | None = getattr(found, "bw_donated_idxs", None)
+    return donated
+
+
 def step_metadata() -> list[bool] | None:
     """Of the step that AOTAutograd is compiling on this thread: whether each output has a gradient.
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from overlapc.report.record import GraphRecord
-from overlapc.schedule.model import Schedule
+from overlapc.schedule.model import Buffer
 from overlapc.schedule.text import parse
 
 _BACKWARD = re.compile(r"backward_(\d+)$")
@@ -25,10 +25,19 @@ def peaks(graphs: Sequence[GraphRecord]) -> dict[str, int]:
 
 
 def _held_bytes(forward: GraphRecord, backward: GraphRecord) -> int:
-    """Inputs of the forward that the backward does not take."""
-    given, taken = _inputs(parse(forward.schedule)), _inputs(parse(backward.schedule))
-    return sum(size for name, size in given.items() if name not in taken)
+    """Inputs of the forward that the backward does not take, neither as such nor as a saved view of one.
+
+    What a backward takes and may not free is such a view (of a parameter) or its own argument.
+    """
+    given, taken = _inputs(forward), _inputs(backward)
+    held = sum(buffer.bytes for name, buffer in given.items() if name not in taken)
+    views = sum(
+        buffer.bytes
+        for name, buffer in taken.items()
+        if name not in given and not buffer.freeable and not name.startswith("tangents_")
+    )
+    return max(0, held - views)
 
 
-def _inputs(schedule: Schedule) -> dict[str, int]:
-    return {name: buffer.bytes for name, buffer in schedule.buffers.items() if buffer.is_input}
+def _inputs(graph: GraphRecord) -> dict[str, Buffer]:
+    return {name: buffer for name, buffer in parse(graph.schedule).buffers.items() if buffer.is_input}

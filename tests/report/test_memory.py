@@ -1,0 +1,39 @@
+"""What a device holds besides what the graph that runs knows of."""
+
+from dataclasses import replace
+
+from overlapc.report.memory import peaks
+from tests.report.sample import FORWARD
+
+MIB = 2**20
+GRAPH = replace(
+    FORWARD,
+    name="forward_3",
+    peak_bytes=100 * MIB,
+    schedule="""schedule forward_3
+primals_1 = input : 8MiB
+primals_2 = input : 4MiB
+primals_3 = input : 2MiB
+y = kernel(primals_1, primals_2, primals_3) : 1MiB
+""",
+)
+
+
+def backward(inputs):
+    text = f"schedule backward_3\n{inputs}\ntangents_1 = input : 1MiB\ng = kernel(tangents_1) : 1MiB\n"
+    return replace(GRAPH, name="backward_3", schedule=text, peak_bytes=50 * MIB)
+
+
+def test_a_backward_runs_beside_what_only_forward_was_given():
+    found = peaks([GRAPH, backward("primals_1 = input : 8MiB\nsaved = input freeable : 16MiB")])
+    assert found == {"forward_3": 100 * MIB, "backward_3": (50 + 4 + 2) * MIB}
+
+
+def test_a_saved_view_of_a_parameter_is_the_parameter():
+    """It may not be freed, and so is told from what forward saved for backward alone."""
+    found = peaks([GRAPH, backward("permute_7 = input : 4MiB\nsaved = input freeable : 16MiB")])
+    assert found["backward_3"] == (50 + 8 + 2) * MIB
+
+
+def test_a_backward_without_its_forward_is_taken_as_it_is():
+    assert peaks([backward("primals_1 = input : 8MiB")]) == {"backward_3": 50 * MIB}
