@@ -59,7 +59,7 @@ def step_function(plan: StepPlan, forward: Call, backward: Call) -> Callable[...
     if plan.autocast:
         forward, backward = _without_autocast(forward), _without_autocast(backward)
     if not plan.trains:
-        return lambda *inputs: forward(list(inputs))
+        return _without_gradient(forward)
     outputs, constant, tangents = plan.outputs, plan.constant, plan.tangents
 
     class Step(torch.autograd.Function):
@@ -88,7 +88,31 @@ def step_function(plan: StepPlan, forward: Call, backward: Call) -> Callable[...
                 return _Differentiated.apply(torch.empty(0, requires_grad=True), backward, arguments)
             return tuple(backward(arguments))
 
-    return Step.apply
+    # What `Step.apply` ends in. Before that it unwraps tensors that functorch left behind, which Dynamo's guards on
+    # dispatch keys keep out, and asks whether functorch is at work, as we do.
+    apply = super(torch.autograd.Function, Step).apply
+
+    def step(*inputs: Any) -> tuple[Any, ...]:
+        if torch._C._are_functorch_transforms_active():
+            return Step.apply(*inputs)
+        return apply(*inputs)
+
+    return step
+
+
+def _without_gradient(forward: Call) -> Callable[..., tuple[Any, ...]]:
+    """Gradients are off in it: a parameter that only a `no_grad` block reads must not be recorded outside of it."""
+
+    def step(*inputs: Any) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():
+            return forward(list(inputs))
+        torch._C._set_grad_enabled(False)
+        try:
+            return forward(list(inputs))
+        finally:
+            torch._C._set_grad_enabled(True)
+
+    return step
 
 
 class _Differentiated(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """A whole step, found by the graph that Dynamo captured: neither AOTAutograd nor the compiler is asked again.
 
-Only steps with nothing special about them are kept (`plain`): plain tensors of static sizes in and out, no mutated
-inputs, no aliased outputs, no communication. All others still start warm graph by graph (`warm.graph`).
+Only steps with nothing special about them (`plain`: plain tensors in and out, no mutated inputs, no aliased outputs)
+run without AOTAutograd's wrapper; those of static sizes that do not communicate are kept. All others still start warm
+graph by graph (`warm.graph`).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _SUFFIX = ".step.json"
 
 
 class StepWatch:
-    """Sees the graphs of one step being compiled; afterwards the step is kept, and runs without AOTAutograd."""
+    """Sees the graphs of one step being compiled: a plain one then runs without AOTAutograd's wrapper, and is kept."""
 
     def __init__(self, key: str | None, cache_dir: Path) -> None:
         self._key = key  # None: not to be kept
         self._cache_dir = cache_dir
         self._plan: StepPlan | None = None
-        self._keys: list[str] = []
+        self._keys: list[str | None] = []
         self._forward: Call | None = None
         self._results = 0
         self._inputs = 0
@@ -42,30 +43,26 @@ class StepWatch:
 
     def compiled(self, kind: str, gm: GraphModule, call: Call, key: str | None) -> None:
         """A graph of the step was compiled; `key` is None when it was not kept."""
-        if self._key is None:
-            return
         if kind != "backward":
             self._plan = plain(trains=kind == "forward")
             self._forward = call
             self._results = len(_results(gm))
             self._inputs = len(_placeholders(gm))
         carries = any(True for _ in gm.graph.find_nodes(op="get_attr"))  # which another process could not find
-        if self._plan is None or key is None or carries:
-            self._plan = None
+        self._keys.append(None if carries else key)
+        if self._plan is None or (kind != "backward" and self._plan.trains):
             return
-        self._keys.append(key)
         if kind == "backward":
             self._plan = self._with_tangents(self._plan, gm)
-        elif self._plan.trains:
+        if self._plan is None or self._forward is None:
             return
-        if self._plan is not None and self._forward is not None:
-            self.function = step_function(self._plan, self._forward, call)
-            _keep(self._key, self._plan, self._keys, self._cache_dir)
+        self.function = step_function(self._plan, self._forward, call)
+        keys = [each for each in self._keys if each is not None]
+        if self._key is not None and len(keys) == len(self._keys):
+            _keep(self._key, self._plan, keys, self._cache_dir)
 
     def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """`compiled`, which is AOTAutograd's, until the step can run without."""
-        if self._key is None:
-            return compiled
 
         def step(*inputs: Any) -> Any:
             return (self.function or compiled)(*inputs)
@@ -79,6 +76,9 @@ class StepWatch:
         saved = self._results - plan.outputs
         differentiable = [at for at in range(plan.outputs) if at not in plan.constant]
         if not len(placed) == len(values) == saved + len(differentiable) or len(_results(gm)) != self._inputs:
+            return None
+        layouts = [(*value.shape, *value.stride()) for value in values[saved:]]
+        if any(not isinstance(size, int) for layout in layouts for size in layout):
             return None
         tangents = tuple(
             Tangent(output, tuple(value.shape), tuple(value.stride()), value.dtype, value.device)

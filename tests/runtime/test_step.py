@@ -11,6 +11,7 @@ from torch import Tensor
 
 from overlapc.errors import OverlapcError
 from overlapc.runtime.counters import counted
+from overlapc.runtime.step import StepPlan, Tangent, step_function
 
 
 @pytest.fixture
@@ -142,3 +143,63 @@ def test_activations_are_freed_during_backward(compiled):
     del product
     result.sum().backward()
     assert seen == [False]
+
+
+def test_a_step_that_is_not_kept_runs_without_the_wrapper_too():
+    x = leaf(5)
+    options = {"warm_start": False, "native": False}
+    step = torch.compile(lambda x: x.sin(), backend="overlapc", options=options)
+    step(x).sum().backward()  # compiled now
+    result = step(x)
+    assert type(result.grad_fn).__name__ == "StepBackward"
+    x.grad = None
+    result.sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().cos())
+
+
+def test_what_a_no_grad_block_reads_is_not_recorded():
+    weight, x = leaf(4, 4), torch.randn(4, 4)
+
+    def function(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return x @ weight
+
+    step = torch.compile(function, backend="overlapc", options={"warm_start": False, "native": False})
+    for _ in range(2):
+        result = step(x)
+        assert torch.is_grad_enabled()
+        assert not result.requires_grad
+        torch.testing.assert_close(result, function(x))
+
+
+def sine() -> Any:
+    """A step of one input and output, without a compiler."""
+
+    def forward(arguments: list[Any]) -> tuple[Tensor, ...]:
+        (x,) = arguments
+        return x.sin(), x
+
+    def backward(arguments: list[Any]) -> tuple[Tensor, ...]:
+        x, grad = arguments
+        return (grad * x.cos(),)
+
+    tangent = Tangent(0, (5,), (1,), torch.float32, torch.device("cpu"))
+    return step_function(StepPlan(1, (), (tangent,), trains=True, autocast=False), forward, backward)
+
+
+def test_functorch_is_told_what_it_cannot_do():
+    x = torch.randn(5)
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: sine()(x)[0].sum())(x)
+
+
+def test_hooks_on_saved_tensors_see_what_is_saved():
+    x = leaf(5)
+    seen: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: seen.append(saved) or saved * 2, lambda saved: saved / 2
+    ):
+        (result,) = sine()(x)
+    assert len(seen) == 1
+    result.sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().cos())
