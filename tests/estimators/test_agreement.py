@@ -335,3 +335,14 @@ def test_what_all_have_kept_is_used_and_what_some_have_is_not():
     assert agree(["order", "order", "order"]) == [True] * 3
     assert agree(["order", "", "order"]) == [False] * 3
     assert agree(["order", "order", "another"]) == [False] * 3
+
+
+def test_what_only_some_know_all_are_told() -> None:
+    known = [{"a": 1.0, "b": 10.0}, {"a": 3.0}, {}, {"a": 2.0, "c": 0.1}]
+
+    def work(party: Party, rank: int) -> tuple[tuple[int, int], dict[str, float]]:
+        with party.compilation("f", 20) as ranks:
+            return ranks.place, ranks.agree_on_known(known[rank])
+
+    assert on_ranks(4, work) == [((rank, 4), {"a": 2.0, "b": 10.0, "c": 0.1}) for rank in range(4)]
+    assert Party(dist.HashStore(), 5, (5,)).compilation("f", 20).agree_on_known({"a": 0.1}) == {"a": 0.1}
