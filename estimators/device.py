@@ -137,13 +137,18 @@ class DeviceProfile:
         dtype = _short(dtype)
         return next((t for t in found if t.dtype == dtype), found[0] if found else None)
 
+    def curve_name(self, name: str, dtype: str) -> str | None:
+        """The curve of that name and dtype as `curves` has it; None if it has none."""
+        full = f"{name}.{_short(dtype)}" if dtype else name
+        return full if self.curves.get(full) else None
+
     def curve_rate(self, name: str, dtype: str, size: int) -> float | None:
         """The rate that work of `size` achieves; None without a curve of that name and dtype.
 
         Between two measured sizes the rate changes with the logarithm of the size; beyond them it stays.
         """
-        points = self.curves.get(f"{name}.{_short(dtype)}" if dtype else name)
-        return None if not points or size <= 0 else rate_at(points, size)
+        found = self.curve_name(name, dtype)
+        return None if found is None or size <= 0 else rate_at(self.curves[found], size)
 
     def generated_ns(self, form: str, size_bytes: int) -> float | None:
         """Time of a generated kernel of that form that moves so many bytes; None without a curve.

@@ -34,8 +34,7 @@ class Roofline:
             seconds = work.flops / rate
         accessed = work.read_bytes + work.write_bytes
         if accessed:
-            generated = node.kind is Kind.KERNEL and node.op != "product"
-            moving_ns = profile.generated_ns(work.form, accessed) if generated else None
+            moving_ns = profile.generated_ns(work.form, accessed) if _is_generated(node) else None
             if moving_ns is None:
                 if profile.memory_bytes_per_s is None:
                     return None
@@ -45,10 +44,35 @@ class Roofline:
 
     def _flops_per_s(self, node: Node, work: Work) -> float | None:
         profile = self.profile
-        if node.kind is Kind.KERNEL and node.op != "product":
+        if _is_generated(node):
             # Generated kernels run on the vector units, whatever dtype they load and store; products do not.
             return profile.flops_per_s.get("vector") or profile.rate(work.dtype)
-        curve = "matmul"
-        if "attention" in node.op:
-            curve = "attention_backward" if node.op.endswith("backward") else "attention"
-        return profile.curve_rate(curve, work.dtype, work.flops) or profile.rate(work.dtype)
+        return profile.curve_rate(_calls_like(node), work.dtype, work.flops) or profile.rate(work.dtype)
+
+
+def curve_of(node: Node, profile: DeviceProfile) -> tuple[str, int] | None:
+    """The curve of a profile that decides a node's estimate, and its size there; None if something else does."""
+    work, estimate = node.work, Roofline(profile).estimate(node)
+    if work is None or estimate is None:
+        return None
+    if _is_generated(node):
+        size = work.read_bytes + work.write_bytes
+        name = next((each for each in (f"generated.{work.form}", "generated") if profile.curves.get(each)), None)
+        decides_ns = profile.generated_ns(work.form, size) if name is not None and size else None
+    else:
+        size, name = work.flops, profile.curve_name(_calls_like(node), work.dtype)
+        rate = profile.curve_rate(_calls_like(node), work.dtype, size) if name is not None else None
+        decides_ns = None if rate is None else size / rate * 1e9
+    # Within a bit: a kernel no longer than the floor says nothing about its curve.
+    return None if name is None or decides_ns is None or decides_ns < estimate.ns * (1 - 1e-9) else (name, size)
+
+
+def _is_generated(node: Node) -> bool:
+    return node.kind is Kind.KERNEL and node.op != "product"
+
+
+def _calls_like(node: Node) -> str:
+    """The curve of what does the same work; its dtype comes behind it."""
+    if "attention" not in node.op:
+        return "matmul"
+    return "attention_backward" if node.op.endswith("backward") else "attention"

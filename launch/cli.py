@@ -205,11 +205,27 @@ def calibrate(
         int, typer.Option(metavar="N", help="devices of a whole host (default: those of this machine)")
     ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="a CPU's few sizes: about ten seconds")] = False,
+    records: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="RECORD",
+            help="measure nothing, fit --profile to a measured run (`overlapc demo --profile`); may repeat",
+            show_default=False,
+        ),
+    ] = None,
+    profile: Annotated[
+        str, typer.Option(metavar="NAME", help="with --from: the profile to start from, a name or a file")
+    ] = "h200-nvlink",
 ) -> None:
     """Measure this machine and write a device profile: matmuls, memory, kernels, collectives, contention.
 
-    Takes one to two minutes. Use it with -o profile=FILE, or OVERLAPC_PROFILE=FILE.
+    Takes one to two minutes. Use it with -o profile=FILE, or OVERLAPC_PROFILE=FILE. With --from, prediction errors of
+    training steps that were measured are fed back into a profile instead.
     """
+    if records:
+        _feed_back(profile, records, (out or Path(f"{name or Path(profile).stem + '-fed-back'}.json")).resolve(), name)
+        return
     _check_torch()
     from overlapc.launch.calibrate import CalibrateConfig
 
@@ -224,6 +240,17 @@ def calibrate(
     with tempfile.TemporaryDirectory() as folder:
         command = ("-m", "overlapc.launch.calibrate", json.dumps(dataclasses.asdict(cfg)), str(target))
         run_ranks(command, nproc, Path(folder))
+
+
+def _feed_back(profile: str, records: Sequence[Path], target: Path, name: str) -> None:
+    from overlapc.report.feedback import feedback_text, refine
+
+    feedback, document = refine(profile, records)
+    if name:
+        document["name"] = name
+    _writable(target.parent)
+    target.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"{feedback_text(feedback)}\n\nwritten to {target}")
 
 
 @app.command(epilog="example: overlapc report overlap.json --save report.html")

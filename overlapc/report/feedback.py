@@ -1,0 +1,115 @@
+"""Measured records as the runs that a device profile is fitted to, and what came of that as text."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tabulate import tabulate
+
+from overlapc.errors import ConfigError
+from overlapc.estimators.device import PROFILES, DeviceProfile, load_profile, profile_to_json
+from overlapc.estimators.feedback import Change, Feedback, feed_back, provenance
+from overlapc.estimators.observed import Run
+from overlapc.report.record import GraphRecord, load
+from overlapc.schedule.text import parse
+
+_SHOWN = 40  # changes
+
+
+def refine(profile: str, records: Sequence[Path]) -> tuple[Feedback, dict[str, Any]]:
+    """A profile, by name or file, fitted to what was measured in records; and the document of the new profile.
+
+    ConfigError for records that were not measured, and where nothing in them brings a prediction nearer.
+    """
+    base = load_profile(profile)
+    runs = [run for path in records for run in runs_of(path)]
+    feedback = feed_back(base, runs)
+    if not feedback.changes:
+        nodes = sum(len(run.measured_ns) for run in runs)
+        raise ConfigError(
+            f"{', '.join(path.name for path in records)}: nothing in {nodes} measured nodes brings the predictions of"
+            f" {base.name} nearer; it needs several nodes of a kind and size"
+        )
+    return feedback, _document(profile, feedback, ", ".join(path.name for path in records))
+
+
+def runs_of(path: Path) -> list[Run]:
+    """The measured graphs of a record; of graphs that several ranks measured, one.
+
+    Compute takes the median of the ranks. A collective takes the shortest: what it takes on other ranks holds the time
+    that they waited for the last one to come.
+    """
+    same: dict[tuple[str, str], list[GraphRecord]] = defaultdict(list)
+    for step in load(path).steps:
+        for graph in step.graphs:
+            if graph.measured is not None and graph.measured.nodes:
+                same[graph.name, graph.schedule].append(graph)
+    if not same:
+        raise ConfigError(f"{path} was not measured; take the record of `overlapc demo --profile`")
+    return [_run(graphs) for graphs in same.values()]
+
+
+def _run(graphs: Sequence[GraphRecord]) -> Run:
+    schedule = parse(graphs[0].schedule)
+    measured = [graph.measured for graph in graphs if graph.measured is not None]
+    times: dict[str, float] = {}
+    beside: dict[str, float] = {}
+    for node in schedule.nodes:
+        seen = [each.nodes[node.name] for each in measured if node.name in each.nodes]
+        if seen:
+            times[node.name] = median(seen) if node.comm is None else min(seen)
+        shares = [each.beside[node.name] for each in measured if node.name in each.beside]
+        if shares:
+            beside[node.name] = median(shares)
+    return Run(schedule, times, beside)
+
+
+def _document(profile: str, feedback: Feedback, source: str) -> dict[str, Any]:
+    """The profile's file with what was fitted in the place of what was there, and a list of that."""
+    path = Path(profile) if profile.endswith(".json") else PROFILES / f"{profile}.json"
+    document: dict[str, Any] = json.loads(path.read_text())
+    new = profile_to_json(_with_origin(feedback, source))
+    document.update(origin=new["origin"], tables=new["tables"], curves=new["curves"])
+    if "slowdowns" in new["quantities"]:
+        document["quantities"]["slowdowns"] = new["quantities"]["slowdowns"]
+    document["fed_back"] = [*document.get("fed_back", ()), *provenance(feedback, source)]
+    return document
+
+
+def _with_origin(feedback: Feedback, source: str) -> DeviceProfile:
+    profile = feedback.profile
+    origins = {**profile.origins, "": f"{profile.origins.get('', '')}; {len(feedback.changes)} numbers from {source}"}
+    fitted = sum(change.parameter.startswith("slowdowns.") for change in feedback.changes)
+    if fitted:
+        origins["slowdowns"] = f"{origins.get('slowdowns', 'not stated')}; {fitted} factors from {source}"
+    return replace(profile, origins=origins)
+
+
+def feedback_text(feedback: Feedback) -> str:
+    """What changed, by how many nodes, and how much nearer that brings predictions."""
+    shown = tabulate(
+        [_cells(change) for change in feedback.changes[:_SHOWN]],
+        ("parameter", "was", "is", "", "nodes"),
+        colalign=("left", "right", "right", "right", "right"),
+        disable_numparse=True,
+    )
+    lines = [shown]
+    if len(feedback.changes) > _SHOWN:
+        lines.append(f"... and {len(feedback.changes) - _SHOWN} more")
+    lines.append("\nhalf of the nodes that were held out are predicted within:")
+    for each in feedback.errors:
+        lines.append(f"  {each.kind}: {each.before:.1%} before, {each.after:.1%} now ({each.nodes})")
+    lines += [f"  {part}: left as it was, fitting it brings nothing nearer" for part in feedback.refused]
+    return "\n".join(lines)
+
+
+def _cells(change: Change) -> tuple[str, ...]:
+    factor = f"x{change.after / change.before:.2f}" if change.before else ""
+    was = "none" if change.before is None else f"{change.before:.4g}"
+    return change.parameter, was, f"{change.after:.4g}", factor, str(change.nodes)

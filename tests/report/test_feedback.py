@@ -1,0 +1,82 @@
+"""`overlapc calibrate --from`: from measured records to a profile file."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from overlapc.errors import ConfigError
+from overlapc.estimators.device import load_profile
+from overlapc.estimators.observed import estimated
+from overlapc.launch.cli import main
+from overlapc.report.feedback import runs_of
+from overlapc.report.record import Measured, Report, StepRecord
+from overlapc.schedule.text import parse
+from tests.report.sample import FORWARD
+
+PROFILE = load_profile("h200-nvlink")
+# Six equal layers: a gather, a matmul and a kernel each.
+SCHEDULE = estimated(
+    parse(
+        "\n".join(
+            f"g{n} = all_gather(p{n}) @dp(4) dtype=bfloat16 : 64MiB; w{n} = wait(g{n})\n"
+            f"m{n} = extern:mm(x, w{n}) flops=137438953472 in=bfloat16 write=33554432 : 32MiB\n"
+            f"k{n} = kernel(m{n}) read=33554432 write=33554432 : 32MiB"
+            for n in range(6)
+        )
+    ),
+    PROFILE,
+)
+
+
+def measured(times: dict[str, float]) -> Measured:
+    """A measurement in which nothing ran beside anything."""
+    return Measured(3, 1e6, 1e6, 1e6, 0.0, 0.0, times, dict.fromkeys(times, 0.0))
+
+
+def record(tmp_path, *factors: float):
+    """Of as many ranks: each node takes so many times its estimate, as read back from the record's text."""
+    read = parse(str(SCHEDULE))
+    steps = []
+    for rank, factor in enumerate(factors):
+        times = {node.name: node.estimate.ns * factor for node in read.nodes if node.estimate is not None}
+        graph = replace(FORWARD, schedule=str(SCHEDULE), measured=measured(times))
+        steps.append(StepRecord(rank, len(factors), (graph,)))
+    return Report(tuple(steps)).save(tmp_path / "record.json")
+
+
+def test_a_collective_takes_what_it_takes_the_rank_that_waits_for_nobody(tmp_path):
+    (run,) = runs_of(record(tmp_path, 1.1, 1.3, 2.0))
+    nodes = {node.name: node for node in run.schedule.nodes}
+    assert run.measured_ns["g0"] == pytest.approx(1.1 * nodes["g0"].estimate.ns)
+    assert run.measured_ns["m0"] == pytest.approx(1.3 * nodes["m0"].estimate.ns)
+
+
+def test_a_record_becomes_a_profile_that_predicts_it(tmp_path, capsys):
+    out = tmp_path / "mine.json"
+    path = record(tmp_path, 1.3)
+    assert (
+        main(["calibrate", "--from", str(path), "--profile", "h200-nvlink", "--out", str(out), "--name", "mine"]) == 0
+    )
+    said = capsys.readouterr().out
+    assert "library calls: 30.0% before, 0.0% now (3)" in said
+    profile = load_profile(out)
+    assert profile.name == "mine"
+    assert "record.json" in profile.origins[""]
+    for node, fitted in zip(SCHEDULE.nodes, estimated(SCHEDULE, profile).nodes, strict=True):
+        if node.estimate is not None:
+            assert fitted.estimate.ns == pytest.approx(1.3 * node.estimate.ns, rel=0.01)
+    document = json.loads(out.read_text())
+    assert {each["nodes"] for each in document["fed_back"]} == {6}
+    assert document["quantities"]["launch_ns"]["value"] == PROFILE.launch_ns
+
+    again = tmp_path / "again.json"
+    assert main(["calibrate", "--from", str(path), "--profile", str(out), "--out", str(again)]) == 2
+    assert "brings the predictions of mine nearer" in capsys.readouterr().err
+    assert not again.exists()
+
+
+def test_a_record_that_was_not_measured_is_refused(tmp_path):
+    path = Report((StepRecord(graphs=(FORWARD,)),)).save(tmp_path / "overlap.json")
+    with pytest.raises(ConfigError, match="was not measured"):
+        runs_of(path)
