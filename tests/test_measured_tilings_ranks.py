@@ -1,0 +1,62 @@
+"""`autotune` on ranks that communicate: a rank that measures beside one that has the times, and all run the same."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as funcol
+
+from overlapc.report import record
+from overlapc.runtime.counters import counted
+from tests.ranks import values_on_ranks
+
+
+def step(x: Tensor) -> Tensor:
+    summed = funcol.all_reduce(x.softmax(1), "sum", dist.group.WORLD)
+    return summed.exp()
+
+
+def starts(root: str) -> list[dict[str, Any]]:
+    """The step compiled three times: cold, with rank 1's times lost, and with all times there."""
+    import triton
+
+    from overlapc.codegen import cpp, kernel
+    from overlapc.codegen import triton as ours
+
+    class OnCpu(ours.TritonGenerator):
+        device_type = "cpu"
+
+    assert cpp.CppGenerator  # registered first, as it would be later
+    kernel.register(OnCpu())
+    ours.candidates.MOST = 2
+    triton.knobs.runtime.interpret = True
+    rank = dist.get_rank()
+    cache = Path(root) / str(rank)  # of its own, as on another host
+    options = {"autotune": True, "cache_dir": str(cache), "warm_start": False, "profile": "cpu-gloo"}
+    x = torch.linspace(0, 1 + rank, 12).view(3, 4)
+    expected = step(x)
+    seen = []
+    for start in ("cold", "lost", "there"):
+        if start == "lost" and rank == 1:
+            shutil.rmtree(cache / "tilings")
+        torch._dynamo.reset()
+        record.clear()
+        timed = counted("tilings_timed")
+        found = torch.compile(step, backend="overlapc", options={**options, "rank_timeout": 100})(x)
+        torch.testing.assert_close(found, expected)
+        (graph,) = record.report_of_process().steps[0].graphs
+        seen.append({"timed": counted("tilings_timed") - timed, "tuned": graph.tuned})
+    return seen
+
+
+def test_ranks_measure_what_is_missing_and_choose_alike(tmp_path: Path):
+    first, second = values_on_ranks(starts, 2, str(tmp_path), timeout_s=240)
+    assert [each["tuned"] for each in first] == [each["tuned"] for each in second]  # to the last digit of each time
+    assert {each["tuned"].split(",")[0] for each in first} == {"3 of 3 kernels measured"}
+    assert [each["timed"] for each in first] == [4, 0, 0]  # two kernels in two tilings
+    assert [each["timed"] for each in second] == [2, 2, 0]
