@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 # Names without a public spelling in any supported version; imported here only, so that a move is one edit.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.errors import ConfigError
 
@@ -172,6 +174,13 @@ def step_metadata() -> list[bool] | None:
     return [each.requires_grad for each in found.output_info]
 
 
+@lru_cache(None)
+def float8_saturates() -> bool:
+    """Whether a conversion to float8_e4m3fn makes the largest number of what lies beyond (torch 2.13), not NaN."""
+    with _disable_current_modes():
+        return not torch.tensor(1e3).to(torch.float8_e4m3fn).float().isnan().item()
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """A number to plan with for a size that may be symbolic.
 
@@ -187,6 +196,7 @@ __all__ = [
     "FIRST",
     "StridedShard",
     "check_torch_version",
+    "float8_saturates",
     "fsdp2_groups",
     "fsdp2_state",
     "group_name_of",

@@ -21,7 +21,7 @@ import torch
 
 from overlapc.ir.indexing import Ranges, free_symbols, loop_symbol, numel, simplify, substitute
 
-LOW_PRECISION = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+LOW_PRECISION = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -59,8 +59,8 @@ GENERATED_DTYPES = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
      torch.int32, torch.int64)
 )  # fmt: skip
-# On devices whose instructions convert it (NVIDIA: Ada and later); on others such tensors are computed by calls.
-_FLOAT8 = frozenset((torch.float8_e4m3fn,))
+# Formats that generated code converts from and to on some devices; on others such tensors are computed by calls.
+_FLOAT8 = {"cpu": frozenset((torch.float8_e4m3fn, torch.float8_e5m2)), "cuda": frozenset((torch.float8_e4m3fn,))}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -282,7 +282,7 @@ class Context:
         if not outputs or not self.generates(outputs[0].device):
             return False
         device = outputs[0].device
-        dtypes = GENERATED_DTYPES | _FLOAT8 if _converts_float8(device) else GENERATED_DTYPES
+        dtypes = GENERATED_DTYPES | _float8_of(device)
         for tensor in outputs:
             if tensor.dtype not in dtypes or tensor.device != device or tensor.layout != torch.strided:
                 return False
@@ -722,7 +722,8 @@ def _promotable(arg: Any) -> Any:
 __all__ = ["Context", "lower", "provenance"]
 
 
-def _converts_float8(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
+def _float8_of(device: torch.device) -> frozenset[torch.dtype]:
+    known = _FLOAT8.get(device.type, frozenset())
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 9):
+        return frozenset()  # instructions for it came with Ada
+    return known

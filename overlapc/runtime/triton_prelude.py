@@ -264,6 +264,12 @@ def to_fp8e4nv(x):
 
 
 @triton.jit
+def to_fp8e4nv_saturated(x):
+    """Rounded to nearest even; the largest number beyond it. NaN stays."""
+    return tl.where(tl.abs(x) > 448.0, tl.where(x < 0.0, -448.0, 448.0), x).to(tl.float8e4nv)
+
+
+@triton.jit
 def to_fp16(x):
     """Rounded to nearest even."""
     return x.to(tl.float16)

@@ -16,6 +16,8 @@ from tests.codegen.cpp_kernels import Kernels, loop, p0, r0, s0, s1
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 ALL = (*FLOATS, *INTEGERS, torch.bool)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # formats that are only converted
+CONVERTED = (*ALL, *FLOAT8)
 
 # The longest error of a vector math function is 4 units in the last place; half a unit more where a result of lower
 # precision is rounded from float32.
@@ -130,8 +132,8 @@ def elementwise(dtype: torch.dtype, names: list[str]) -> Body:
 def casts(source: torch.dtype) -> Body:
     """`source` converted to everything; low-precision casts also kept in float32, rounded through."""
     a = Load("a", p0, source)
-    stores = [Store(f"to_{to}", p0, a, to) for to in ALL]
-    stores += [Store(f"via_{to}", p0, Cast(a, to), torch.float64) for to in ALL]
+    stores = [Store(f"to_{to}", p0, a, to) for to in CONVERTED]
+    stores += [Store(f"via_{to}", p0, Cast(a, to), torch.float64) for to in CONVERTED]
     return Body((loop(p0, s0),), (), tuple(stores))
 
 
@@ -189,7 +191,7 @@ BODIES: dict[str, Body] = {
         for part in ("simd", "scalar")
         if part == "simd" or dtype in FLOATS
     },
-    **{f"casts_{dtype}": casts(dtype) for dtype in ALL},
+    **{f"casts_{dtype}": casts(dtype) for dtype in CONVERTED},
     **{f"where_{dtype}": where(dtype) for dtype in ALL},
     **{
         f"reduce_{dtype}_{layout}": reduction(dtype, layout, reductions_of(dtype))
@@ -271,48 +273,62 @@ def test_dividing_integers_by_zero_does_not_end_the_process(
     assert (tensors["trunc_div"][zero] == -1).all()
 
 
+def converted(kernels: Kernels, a: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`a` in every format: `to_torch.float16` as stored, `via_torch.float16` rounded through it and kept in float64."""
+    tensors = {"a": a}
+    for store in BODIES[f"casts_{a.dtype}"].stores:
+        tensors[store.buffer] = torch.empty(len(a), dtype=store.memory_dtype)
+    kernels.run(f"casts_{a.dtype}", tensors, s0=len(a))
+    return tensors
+
+
+def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    if actual.dtype in FLOAT8:
+        actual, expected = actual.float(), expected.float()
+    torch.testing.assert_close(actual, expected, equal_nan=True, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("source", ALL, ids=str)
 def test_casts(kernels: Kernels, source: torch.dtype):
     a = operands(source)[0]
     if source.is_floating_point:
         a = torch.cat([a, torch.linspace(-1, 1, 4097).to(source), torch.randn(5000).mul_(1e-6).to(source)])
-    tensors = {"a": a}
-    for store in BODIES[f"casts_{source}"].stores:
-        tensors[store.buffer] = torch.empty(len(a), dtype=store.memory_dtype)
-    kernels.run(f"casts_{source}", tensors, s0=len(a))
-    for to in ALL:
+    tensors = converted(kernels, a)
+    for to in CONVERTED:
         keep = torch.ones(len(a), dtype=torch.bool)
         if source.is_floating_point and not to.is_floating_point and to != torch.bool:
             keep = a.double().abs() < (127 if to != torch.uint8 else 255)  # beyond, C++ leaves it open
             keep &= (a >= 0) | (to != torch.uint8)
         expected = a.to(to)
-        torch.testing.assert_close(tensors[f"to_{to}"][keep], expected[keep], equal_nan=True, rtol=0, atol=0)
-        via = expected.double() if to != torch.float64 else expected
-        torch.testing.assert_close(tensors[f"via_{to}"][keep], via[keep], equal_nan=True, rtol=0, atol=0)
+        assert_equal(tensors[f"to_{to}"][keep], expected[keep])
+        assert_equal(tensors[f"via_{to}"][keep], expected.double()[keep])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def every_number(dtype: torch.dtype) -> torch.Tensor:
+    """Each bit pattern of a format of one or two bytes."""
+    count, unsigned = (65536, torch.uint16) if dtype.itemsize == 2 else (256, torch.uint8)
+    return torch.arange(count, dtype=torch.int32).to(unsigned).view(dtype)
+
+
+SHORT = (torch.bfloat16, torch.float16, *FLOAT8)
+
+
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
 def test_formats_are_exact(kernels: Kernels, dtype: torch.dtype):
-    a = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
-    tensors = {"a": a}
-    for store in BODIES[f"casts_{dtype}"].stores:
-        tensors[store.buffer] = torch.empty(len(a), dtype=store.memory_dtype)
-    kernels.run(f"casts_{dtype}", tensors, s0=len(a))
-    for to in FLOATS:
-        torch.testing.assert_close(tensors[f"to_{to}"], a.to(to), equal_nan=True, rtol=0, atol=0)
+    a = every_number(dtype)
+    tensors = converted(kernels, a)
+    for to in (*FLOATS, *FLOAT8):
+        assert_equal(tensors[f"to_{to}"], a.to(to))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
 def test_rounding_to_low_precision_is_to_nearest_even(kernels: Kernels, dtype: torch.dtype):
-    bits = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype).float().view(torch.int32)
+    bits = every_number(dtype).float().view(torch.int32)
     a = torch.cat([bits + step for step in (-1, 0, 1)])
     middle = (bits[:-1].long() + bits[1:].long()).div(2, rounding_mode="floor").int()  # halfway between neighbours
     a = torch.cat([a, middle - 1, middle, middle + 1]).view(torch.float32)
-    tensors = {"a": a}
-    for store in BODIES["casts_torch.float32"].stores:
-        tensors[store.buffer] = torch.empty(len(a), dtype=store.memory_dtype)
-    kernels.run("casts_torch.float32", tensors, s0=len(a))
-    torch.testing.assert_close(tensors[f"to_{dtype}"], a.to(dtype), equal_nan=True, rtol=0, atol=0)
+    assert_equal(converted(kernels, a)[f"to_{dtype}"], a.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)

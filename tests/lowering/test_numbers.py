@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
 from tests.lowering.compare import compiled, same
 
@@ -75,3 +76,19 @@ def test_a_fused_chain_in_low_precision_is_no_worse_than_eager(dtype):
 
 def test_copysign_of_integers_is_a_float():
     same(torch.copysign, torch.tensor([1, -2, 3]), torch.tensor([-1, 1, -5]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_is_converted_in_kernels(dtype):
+    x = torch.randn(8, 33, dtype=torch.bfloat16)
+    largest = torch.finfo(dtype).max
+
+    def quantized(x):
+        scale = largest / x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12)
+        short = (x.float() * scale).clamp(-largest, largest).to(dtype)
+        return short.float(), short.t().contiguous().to(torch.bfloat16), scale  # float8 itself has no assert_close
+
+    counters["overlapc"].clear()
+    same(quantized, x)
+    assert counters["overlapc"]["fallbacks"] == 0
+    same(lambda x: torch.cat([x.to(dtype), x.to(dtype)]).view(torch.uint8), x)  # bits are copied as they are

@@ -28,9 +28,16 @@ MEMORY_TYPE: Mapping[torch.dtype, str] = {
     torch.bool: "uint8_t",
     torch.bfloat16: "uint16_t",
     torch.float16: "uint16_t",
+    torch.float8_e4m3fn: "uint8_t",
+    torch.float8_e5m2: "uint8_t",
 }
 # Formats that are only read and written, by the name of their functions in prelude.h.
-FORMAT = {torch.bfloat16: "bf16", torch.float16: "f16"}
+FORMAT = {
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
 _FLOAT_MAX = 3.4028234663852886e38
 
 
@@ -230,6 +237,10 @@ def _operation(op: Op, args: list[str], dtype: torch.dtype, kind: str) -> str:
         special = _POWERS.get(as_number(op.args[1]) if dtype.is_floating_point else None)
         if special is not None:
             return special(args[0], kind)
+    bound = [as_number(arg) for arg in op.args]
+    if name in ("maximum", "minimum") and dtype.is_floating_point and bound[-1] is not None and bound[-1] == bound[-1]:
+        sign = "<" if name == "maximum" else ">"
+        return f"{args[0]} {sign} {args[1]} ? {args[1]} : {args[0]}"  # the bound is not NaN: one comparison will do
     if name in _PRELUDE:
         return (
             f"{_PRELUDE[name]}<{kind}>({', '.join(args)})"

@@ -148,7 +148,7 @@ class Function:
     def element(self, load: Load, known: Mapping[Value, str]) -> str:
         """What is read: the number, or the bits of one in a format that nothing is computed in."""
         raw = load.memory_dtype in FORMAT
-        zero = "uint16_t(0)" if raw else constant_text(0, load.dtype)
+        zero = f"{MEMORY_TYPE[load.memory_dtype]}(0)" if raw else constant_text(0, load.dtype)
         if load.mask is not None and self.facts.get(load.mask) is False:
             return zero
         text = self.place(load, known) if raw else load_text(self.place(load, known), load.memory_dtype)
@@ -245,7 +245,7 @@ class Function:
             name = f"v{self.number[value]}"
             if isinstance(value, Load) and value.memory_dtype in FORMAT:
                 bits = self.bits[name] = f"b{self.number[value]}"
-                self.line(f"const uint16_t {bits} = {self.element(value, known)};")
+                self.line(f"const {MEMORY_TYPE[value.memory_dtype]} {bits} = {self.element(value, known)};")
                 self.line(f"const float {name} = load_{FORMAT[value.memory_dtype]}({bits});")
             else:
                 self.line(f"const {C_TYPE[value.dtype]} {name} = {self.statement(value, known)};")

@@ -29,6 +29,7 @@ from overlapc.codegen.cpp.function import Function
 from overlapc.codegen.cpp.plan import plan
 from overlapc.codegen.cpp.reduce import ReductionFunction
 from overlapc.codegen.kernel import KernelSource, Launcher, register
+from overlapc.fx.versions import float8_saturates
 from overlapc.ir.body import Body, Cast, with_sums
 from overlapc.ir.template import template_of
 from overlapc.runtime.cpp_launch import CppKernel, load_kernels
@@ -117,8 +118,9 @@ def _named(
 
 @lru_cache(None)
 def prelude() -> str:
-    """`prelude.h`: the functions that generated code calls."""
-    return (Path(__file__).parent / "prelude.h").read_text()
+    """`prelude.h`, the functions that generated code calls, and what torch does where versions of it differ."""
+    end = "0x7f800000u" if float8_saturates() else "0x43e80000u"  # bits of infinity, or of 464
+    return f"#define E4M3_END {end}\n" + (Path(__file__).parent / "prelude.h").read_text()
 
 
 def _argument_names(body: Body) -> dict[str, str]:

@@ -54,7 +54,7 @@ INLINE To bits(From from) {
   return to;
 }
 
-// ---- memory formats; branch-free integer code, because compilers do not vectorize 16-bit float types everywhere
+// ---- memory formats; branch-free integer code, because compilers do not vectorize short float types everywhere
 
 INLINE float load_bf16(uint16_t x) { return bits<float>(uint32_t(x) << 16); }
 
@@ -62,6 +62,18 @@ INLINE uint16_t store_bf16(float x) {  // to nearest, ties to even
   const uint32_t u = bits<uint32_t>(x);
   const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   return uint16_t(x != x ? 0x7fc0u : rounded);
+}
+
+// The number of `Mantissa` bits and an exponent biased by `Bias` that is nearest to a positive float, ties to even, as
+// its bits; exponents have no end above. `u`: the float's bits.
+template <int Mantissa, int Bias>
+INLINE uint32_t nearest(uint32_t u) {
+  constexpr uint32_t least = (128u - Bias) << 23;  // the smallest normal number; those below share its unit
+  const uint32_t power = u & 0x7f800000u, unit = power < least ? least : power;
+  // Beside a power of two so much larger the adder drops what is less than a unit, and rounds for us.
+  const uint32_t beside = unit + (uint32_t(23 - Mantissa) << 23);
+  const uint32_t units = bits<uint32_t>(bits<float>(u) + bits<float>(beside)) - beside;
+  return units + (unit >> (23 - Mantissa)) - (least >> (23 - Mantissa));
 }
 
 INLINE float load_f16(uint16_t x) {
@@ -75,15 +87,38 @@ INLINE float load_f16(uint16_t x) {
 INLINE uint16_t store_f16(float x) {  // to nearest, ties to even
   const uint32_t u = bits<uint32_t>(x) & 0x7fffffffu;
   const uint32_t sign = (bits<uint32_t>(x) >> 16) & 0x8000u;
-  const uint32_t normal = (u + 0xc8000fffu + ((u >> 13) & 1u)) >> 13;
-  // Adding 0.5 lines the last bit of a float up with the last bit of a subnormal half: the adder rounds for us.
-  const uint32_t subnormal = bits<uint32_t>(bits<float>(u) + 0.5f) - 0x3f000000u;
-  uint32_t half = u < 0x38800000u ? subnormal : normal;
+  uint32_t half = nearest<10, 15>(u);
   half = u >= 0x477ff000u ? 0x7c00u : half;
   half = u > 0x7f800000u ? 0x7e00u : half;
   return uint16_t(half | sign);
 }
 
+// There is no infinity: what lies beyond 448 is 448, and NaN above E4M3_END.
+INLINE uint8_t store_e4m3(float x) {
+  const uint32_t u = bits<uint32_t>(x) & 0x7fffffffu;
+  uint32_t number = nearest<3, 7>(u < 0x43e00000u ? u : 0x43e00000u);
+  number = u > E4M3_END ? 0x7fu : number;
+  return uint8_t(number | ((bits<uint32_t>(x) >> 24) & 0x80u));
+}
+
+INLINE float load_e4m3(uint8_t x) {
+  const uint32_t magnitude = uint32_t(x & 0x7fu) << 20;
+  const float scaled = bits<float>(magnitude) * 0x1p120f;  // exact, subnormals included
+  const uint32_t number = magnitude == 0x7f00000u ? 0x7fc00000u : bits<uint32_t>(scaled);
+  return bits<float>(number | (uint32_t(x & 0x80u) << 24));
+}
+
+INLINE uint8_t store_e5m2(float x) {
+  const uint32_t u = bits<uint32_t>(x) & 0x7fffffffu;
+  uint32_t number = u >= 0x47700000u ? 0x7cu : nearest<2, 15>(u);
+  number = u > 0x7f800000u ? 0x7fu : number;
+  return uint8_t(number | ((bits<uint32_t>(x) >> 24) & 0x80u));
+}
+
+INLINE float load_e5m2(uint8_t x) { return load_f16(uint16_t(x << 8)); }
+
+INLINE float round_e4m3(float x) { return load_e4m3(store_e4m3(x)); }
+INLINE float round_e5m2(float x) { return load_e5m2(store_e5m2(x)); }
 INLINE float round_bf16(float x) { return load_bf16(store_bf16(x)); }
 INLINE float round_f16(float x) { return load_f16(store_f16(x)); }
 

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch.utils._sympy import functions as sizes
 
+from overlapc.fx.versions import float8_saturates
 from overlapc.ir.body import Constant, Op
 from overlapc.ir.indexing import Ranges, at_most, bounds
 
@@ -265,7 +266,8 @@ def converted(text: str, source: torch.dtype, to: torch.dtype) -> str:
     if to is torch.bfloat16:
         return f"ops.to_bf16({converted_name(text, source, torch.float32)})"
     if to is torch.float8_e4m3fn:
-        return f"ops.to_fp8e4nv({converted_name(text, source, torch.float32)})"
+        suffix = "_saturated" if float8_saturates() else ""
+        return f"ops.to_fp8e4nv{suffix}({converted_name(text, source, torch.float32)})"
     if to is torch.float16:
         return f"ops.to_fp16({converted_name(text, source, torch.float32)})"
     if source.is_floating_point and to in (torch.uint8, torch.int8, torch.int16):
