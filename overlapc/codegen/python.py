@@ -81,11 +81,19 @@ class PythonWrapper:
         self.leaving = partition.leaving if partition is not None else ()
         functions: list[str] = []
         body: list[str] = []
+        steps = partition.steps if partition is not None else program.instructions
+        device = first = next((found for found in map(_device_of, steps) if found is not None), None)
         # In the program's order: names of objects count up as they are met.
-        for item in partition.steps if partition is not None else program.instructions:
+        for item in steps:
+            wanted = _device_of(item)
+            if wanted not in (None, device):
+                device = wanted
+                body.append(f"rt.enter_device({device})")
             if isinstance(item, Part):
                 functions += self._function(item)
             body += self._calling(item) if isinstance(item, Part) else self._lines(item, marked)
+        if first is not None:
+            body = _on_device(first, body)
         self.source = "\n".join([*self._head(functions), *(f"    {line}" for line in body), ""])
 
     def bind(self, launchers: Mapping[str, Launcher]) -> Boxed:
@@ -171,8 +179,7 @@ class PythonWrapper:
         if isinstance(item, Allocate):
             return [f"{item.variable} = {self._empty(item.layout)}"]
         if isinstance(item, Pool):
-            device = self._object(item.device, str(item.device).replace(":", ""))
-            return [f"{item.variable} = rt.empty(({item.bytes},), (1,), dtype=torch.uint8, device={device})"]
+            return [f"{item.variable} = {self._memory(item.device, f'({item.bytes},), (1,), torch.uint8')}"]
         if isinstance(item, Carve):
             shape = f"{self._shape(item.layout.size)}, {self._shape(item.layout.stride)}, {item.layout.dtype}"
             return [f"{item.variable} = rt.carve({item.pool}, {item.offset}, {shape})"]
@@ -271,10 +278,13 @@ class PythonWrapper:
         return f"rt.view({variable}, {size}, {stride}{offset})"
 
     def _empty(self, layout: Layout) -> str:
-        device = self._object(layout.device, str(layout.device).replace(":", ""))
-        return (
-            f"rt.empty({self._shape(layout.size)}, {self._shape(layout.stride)}, dtype={layout.dtype}, device={device})"
-        )
+        return self._memory(layout.device, f"{self._shape(layout.size)}, {self._shape(layout.stride)}, {layout.dtype}")
+
+    def _memory(self, device: torch.device, form: str) -> str:
+        """New memory; `form` is its size, stride and dtype."""
+        if device.type in ("cpu", "cuda"):
+            return f"rt.empty_{device.type}({form})"
+        return f"rt.empty({form}, {self._object(device, str(device).replace(':', ''))})"
 
     def _shape(self, sizes: tuple[sympy.Expr, ...]) -> str:
         return f"({', '.join(self._size(size) for size in sizes)}{',' if len(sizes) == 1 else ''})"
@@ -303,6 +313,27 @@ class PythonWrapper:
             self.texts[name] = text_of(value)
             self.header.append(f"# {name}: {str(value).splitlines()[0][:100]}")
         return self.names[id(value)]
+
+
+def _device_of(item: Instruction | Part) -> int | None:
+    """The GPU that must be current for `item`; None where that does not matter."""
+    if isinstance(item, Part):
+        return next((found for found in map(_device_of, item.instructions) if found is not None), None)
+    if isinstance(item, Allocate):
+        device = item.layout.device
+    elif isinstance(item, Pool):
+        device = item.device
+    elif isinstance(item, Launch):
+        device = item.op.device
+    else:
+        return None
+    return device.index if device.type == "cuda" else None
+
+
+def _on_device(index: int, body: list[str]) -> list[str]:
+    """`body` with a GPU current, and afterwards the one that was."""
+    inner = (f"    {line}" for line in body)
+    return [f"before = rt.enter_device({index})", "try:", *inner, "finally:", "    rt.enter_device(before)"]
 
 
 def _tuple(names: tuple[str, ...]) -> str:

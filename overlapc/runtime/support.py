@@ -10,7 +10,12 @@ from torch import Tensor
 
 from overlapc.errors import OverlapcError
 
-empty = torch.empty_strided
+# (size, stride, dtype) -> memory, on the current GPU: past the dispatcher, in half the time of `torch.empty_strided`.
+empty_cpu: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
+empty_cuda: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+
+enter_device = torch.cuda._exchange_device
+"""Makes the GPU of this index current, and returns the index of the one that was."""
 
 
 class LayoutError(OverlapcError):
@@ -32,6 +37,11 @@ def _same_steps(tensor: Tensor, stride: Sequence[int]) -> bool:
     # A dim of size 1 has no step, and an empty tensor none at all.
     pairs = zip(tensor.shape, tensor.stride(), stride, strict=True)
     return tensor.numel() == 0 or all(extent == 1 or have == want for extent, have, want in pairs)
+
+
+def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory on any other device."""
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def view(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:
