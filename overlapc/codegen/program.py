@@ -7,7 +7,7 @@ everything is freed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -275,16 +275,15 @@ class _Builder:
         parts = loops_of(op)
         readers = Counter(root for part in parts for root in {self.graph.root(name) for name in buffers_read(part)})
         shared = {root for root in dying if readers[root] > 1}  # parts run side by side: none may overwrite these
-        for part in parts:
-            for view in part.outputs:
-                self._place(view, part, dying, shared)
-        kernel = self.kernels[op.name]
+        homeless = [view for part in parts for view in part.outputs if not self._takes_over(view, part, dying, shared)]
         self._give_back()
+        self._allocate(homeless)
+        kernel = self.kernels[op.name]
         roots = [self._variable(name) for name in kernel.buffers]
         self.instructions.append(Launch(kernel, op, tuple(self.taken.get(root, root) for root in roots)))
 
-    def _place(self, view: View, op: Loops, dying: set[str], shared: set[str]) -> None:
-        """Memory for a kernel's output: an argument's that dies here, one freed just now, or new."""
+    def _takes_over(self, view: View, op: Loops, dying: set[str], shared: set[str]) -> bool:
+        """Whether a kernel's output got memory that was there: an argument's that dies here, or one freed just now."""
         self.planned.add(view.buffer)
         self.layouts[view.buffer] = view.layout
         size = view.layout.storage_bytes()
@@ -297,12 +296,18 @@ class _Builder:
                 dying.discard(root)
                 self.taken[root] = view.buffer
                 self.instructions.append(TakeOver(view.buffer, root, view.layout))
-                return
-        spare = self.spare.pop((view.layout.device, size), None)
+                return True
+        return self._takes_spare(view)
+
+    def _takes_spare(self, view: View) -> bool:
+        spare = self.spare.pop((view.layout.device, view.layout.storage_bytes()), None)
         if spare is not None:
             self.instructions.append(TakeOver(view.buffer, spare, view.layout))
-        else:
-            self.instructions.append(Allocate(view.buffer, view.layout))
+        return spare is not None
+
+    def _allocate(self, views: Iterable[View]) -> None:
+        """New memory; only after `_give_back`, or both would be there at once, which no plan expects."""
+        self.instructions += [Allocate(view.buffer, view.layout) for view in views]
 
     def _may_overwrite(self, body: Body, read: str, written: str) -> bool:
         """Whether the kernel may store `written` in the memory that it reads as `read`, and writes nowhere else."""
@@ -320,11 +325,9 @@ class _Builder:
             view = op.result
             self.planned.add(view.buffer)
             self.layouts[view.buffer] = view.layout
-            spare = self.spare.pop((view.layout.device, view.layout.storage_bytes()), None)
-            if spare is not None:
-                self.instructions.append(TakeOver(view.buffer, spare, view.layout))
-            else:
-                self.instructions.append(Allocate(view.buffer, view.layout))
+            homeless = [] if self._takes_spare(view) else [view]
+            self._give_back()
+            self._allocate(homeless)
         self._give_back()
         given = {view.buffer for view in op.mutates} | {leaf.buffer for leaf in _leaves((op.args, dict(op.kwargs)))}
         results = [(leaf, path) for leaf, path in _paths(op.result, ()) if leaf.buffer not in given]

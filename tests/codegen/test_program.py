@@ -56,6 +56,16 @@ def test_a_chain_of_kernels_runs_in_one_buffer():
     torch.testing.assert_close(call([x])[0], x.sin().exp().cos())
 
 
+def test_memory_that_nobody_takes_over_goes_before_new_memory_comes():
+    """Both at once would be more than the schedule was planned with."""
+    program, _, _ = compiled(lambda x, z: z + x.sin().sum(), torch.randn(50), torch.randn(70))
+    order = [item for item in program.instructions if isinstance(item, Allocate | Free)]
+    sine, _, total = (item.variable for item in of(program, Allocate))
+    freed = next(at for at, item in enumerate(order) if isinstance(item, Free) and sine in item.variables)
+    came = next(at for at, item in enumerate(order) if isinstance(item, Allocate) and item.variable == total)
+    assert freed < came
+
+
 def test_an_input_is_never_overwritten_even_if_it_is_freed():
     x = torch.randn(50)
     before = x.clone()
