@@ -22,6 +22,7 @@ dependences, barriers, the memory limit.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 
 from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
@@ -69,7 +70,9 @@ class _Plan(Sink):
         self.done = [False] * len(schedule.nodes)
         self.busy_now = 0.0  # compute placed so far, stalls not counted: the clock that dues are on
         self.last: dict[str, int] = {}  # queue -> its last start
-        self.held_starts: dict[int, None] = {}
+        # Starts that are held for waits go when all of these are hidden or placed. Each looks at one that is not.
+        self.looking_at: dict[int, list[int]] = {}  # wait -> starts
+        self.may_go: list[int] = []  # a heap
         self.free: dict[int, frozenset[int]] = {}  # start that may stand anywhere -> what comes along
         self.lifted: set[int] = set()
         self._find_free()
@@ -92,7 +95,7 @@ class _Plan(Sink):
             if node.kind is Kind.WAIT or (needs and self._sinks_along(at, needs)):
                 self._hold(at, needs)
                 if node.kind is Kind.START:
-                    self.held_starts[at] = None
+                    self._look(at)
                 continue
             if needs:
                 self._release(needs, at)
@@ -224,10 +227,12 @@ class _Plan(Sink):
             else:
                 self.queues.previous.pop(at, None)
             self.last[queue] = at
-            self.held_starts.pop(at, None)
         self.done[at] = True
         super()._place(at)
         self.busy_now += self.queues.compute_ns[at]
+        for wait in self.queues.closed_by.get(at, ()):
+            if wait in self.waits:
+                self._expect(wait)
 
     def _sinks_along(self, at: int, needs: list[int]) -> bool:
         if self.queues.kinds[at] is Kind.START:
@@ -236,11 +241,34 @@ class _Plan(Sink):
 
     def _release_hidden_for_starts(self) -> None:
         """Starts that were held for waits go when those are free of charge; what is urgent on their queue first."""
-        for start in tuple(self.held_starts):
-            if start in self.held and all(self._hidden(wait) for wait in self.behind[start] if wait in self.waits):
-                for at in self._with_needs([start]):
-                    if at in self.held:
-                        self._place(at)
+        self._note_hidden()
+        went = -1
+        while self.may_go and self.may_go[0] > went:  # what comes before the last one goes next time
+            went = heapq.heappop(self.may_go)
+            for at in self._with_needs([went]):
+                if at in self.held:
+                    self._place(at)
+            self._note_hidden()
+
+    def _look(self, start: int) -> None:
+        """Let a held start look at a wait that keeps it from going; without one it may go."""
+        if start in self.held:
+            waits = (wait for wait in self.behind[start] if wait in self.waits and not self._hidden(wait))
+            wait = min(waits, default=None)
+            if wait is None:
+                heapq.heappush(self.may_go, start)
+            else:
+                self.looking_at.setdefault(wait, []).append(start)
+
+    def _let_go(self, wait: int) -> None:
+        super()._let_go(wait)
+        for start in self.looking_at.pop(wait, ()):
+            self._look(start)
+
+    def _expect(self, wait: int) -> None:
+        start = self.queues.collective.get(wait)
+        if start is None or self.done[start]:
+            super()._expect(wait)
 
     def _hidden(self, wait: int) -> bool:
         start = self.queues.collective.get(wait)

@@ -12,6 +12,10 @@ Keeps: data dependences, the order of starts, the memory limit.
 
 from __future__ import annotations
 
+import bisect
+import heapq
+import math
+
 from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
 from overlapc.passes.queues import CARRIED_SHARE, COMPUTE, Queues
 from overlapc.passes.reasons import Reason, reason_of
@@ -58,6 +62,9 @@ class Sink:
         self.held: dict[int, None] = {}  # waits and what sinks with them, in their old order
         self.waits: dict[int, None] = {}  # the waits among them
         self.reserved = 0  # bytes that the held nodes will allocate
+        # Waits whose collectives are done by now, in their old order, and when those of the others will be: a heap.
+        self.hidden: list[int] = []
+        self.ends: list[tuple[float, int]] = []
         self.behind: dict[int, frozenset[int]] = {}  # held node -> the waits that it is held for
         self.along_ns: dict[int, float] = {}  # held node -> compute between those waits and its end
 
@@ -86,12 +93,15 @@ class Sink:
         self.along_ns[at] = self._along_ns(at, needs)
         if self.schedule.nodes[at].kind is Kind.WAIT:
             self.waits[at] = None
+            self._expect(at)
         self.reserved += self.life.allocates[at] + self.life.scratch[at]
 
     def _place(self, at: int) -> None:
         if at in self.held:
             del self.held[at]
-            self.waits.pop(at, None)
+            if at in self.waits:
+                del self.waits[at]
+                self._let_go(at)
             self.reserved -= self.life.allocates[at] + self.life.scratch[at]
         self.placed.append(at)
         self.now = self.queues.step(at, self.now)
@@ -144,16 +154,42 @@ class Sink:
         start = self.queues.collective.get(wait)
         return start is None or (self.queues.known[start] and self.queues.end_ns[start] <= self.now)
 
+    def _expect(self, wait: int) -> None:
+        """Note when a held wait will be hidden, once that is known."""
+        start = self.queues.collective.get(wait)
+        if start is None or self.queues.known[start]:
+            heapq.heappush(self.ends, (-math.inf if start is None else self.queues.end_ns[start], wait))
+
+    def _note_hidden(self) -> None:
+        """Bring `hidden` up to the clock."""
+        while self.ends and self.ends[0][0] <= self.now:
+            _, wait = heapq.heappop(self.ends)
+            if wait in self.waits:
+                bisect.insort(self.hidden, wait)
+                self._let_go(wait)
+
+    def _let_go(self, wait: int) -> None:
+        """Called when a held wait is hidden, and when it is placed."""
+        at = bisect.bisect_left(self.hidden, wait)
+        if wait not in self.waits and at < len(self.hidden) and self.hidden[at] == wait:
+            del self.hidden[at]
+
     def _make_room(self, at: int) -> None:
         """Place waits whose collectives hold memory that `at` needs: the hidden ones first, oldest first."""
         during = self.live + self.reserved + self.life.allocates[at] + self.life.scratch[at]
         if during <= self.usual:
             return
-        for wait in tuple(self.waits):
-            if wait in self.waits and self._hidden(wait):
-                during -= self._give_up(wait)
-                if during <= self.usual:
-                    return
+        self._note_hidden()
+        at = 0
+        while at < len(self.hidden):
+            wait = self.hidden[at]
+            during -= self._give_up(wait)
+            if during <= self.usual:
+                return
+            self._note_hidden()
+            at = bisect.bisect_right(self.hidden, wait)
+        if during <= self.limit:
+            return
         for wait in tuple(self.waits):
             if during <= self.limit:
                 return
