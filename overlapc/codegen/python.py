@@ -175,7 +175,9 @@ class PythonWrapper:
             return [f"{item.symbol} = {self._bound(item)}"]
         if isinstance(item, CheckInput):
             size, stride = self._shape(item.layout.size), self._shape(item.layout.stride)
-            return [f"rt.check({item.variable!r}, {item.variable}, {size}, {stride})"]
+            name = item.variable
+            check = f"rt.check({name!r}, {name}, {size}, {stride})"
+            return [f"if {name}.shape != {size} or {name}.stride() != {stride}: {check}"]
         if isinstance(item, Allocate):
             return [f"{item.variable} = {self._empty(item.layout)}"]
         if isinstance(item, Pool):

@@ -30,11 +30,9 @@ class Tangent:
     device: torch.device
 
     def fitted(self, given: Tensor | None) -> Tensor:
-        """`given` in this layout, copied if it has another; zeros for None."""
+        """`given`, which has another layout, copied into this one; zeros for None."""
         if given is None:
             return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device).zero_()
-        if given.stride() == self.stride and given.dtype == self.dtype:
-            return given
         if given.shape != self.size:
             raise OverlapcError(f"the gradient of output {self.output} has size {tuple(given.shape)}, not {self.size}")
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device).copy_(given)
@@ -60,7 +58,8 @@ def step_function(plan: StepPlan, forward: Call, backward: Call) -> Callable[...
         forward, backward = _without_autocast(forward), _without_autocast(backward)
     if not plan.trains:
         return _without_gradient(forward)
-    outputs, constant, tangents = plan.outputs, plan.constant, plan.tangents
+    outputs, constant = plan.outputs, plan.constant
+    tangents = tuple((each.output, each.stride, each.dtype, each) for each in plan.tangents)
 
     class Step(torch.autograd.Function):
         boxed_grads_call = True  # torch 2.13 then lets go of the gradients that backward has read
@@ -81,13 +80,22 @@ def step_function(plan: StepPlan, forward: Call, backward: Call) -> Callable[...
                 (grads,) = grads
             arguments = list(ctx.saved_tensors)
             ctx.maybe_clear_saved_tensors()
-            arguments += [tangent.fitted(grads[tangent.output]) for tangent in tangents]
+            for output, stride, dtype, tangent in tangents:
+                grad = grads[output]
+                if grad is None or grad.stride() != stride or grad.dtype != dtype:
+                    grad = tangent.fitted(grad)
+                arguments.append(grad)
+            grad = None  # nothing but `arguments` may hold it: backward frees what it has read
             if isinstance(grads, list):
                 grads.clear()
             if torch.is_grad_enabled():  # create_graph=True
                 return _Differentiated.apply(torch.empty(0, requires_grad=True), backward, arguments)
             return tuple(backward(arguments))
 
+    # The engine calls these two in torch 2.11 to 2.13, which look `backward` up and call it. On a GPU that happens on
+    # another thread than forward's: every Python function less spares a core some cold memory.
+    for entry in ("apply", "apply_boxed"):
+        setattr(Step._backward_cls, entry, Step.backward)
     # What `Step.apply` ends in. Before that it unwraps tensors that functorch left behind, which Dynamo's guards on
     # dispatch keys keep out, and asks whether functorch is at work, as we do.
     apply = super(torch.autograd.Function, Step).apply

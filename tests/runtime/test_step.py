@@ -203,3 +203,28 @@ def test_hooks_on_saved_tensors_see_what_is_saved():
     assert len(seen) == 1
     result.sum().backward()
     torch.testing.assert_close(x.grad, x.detach().cos())
+
+
+def test_gradients_are_free_once_backward_has_read_them():
+    """In torch 2.13, where the engine hands them over in a list."""
+    import weakref
+
+    if not hasattr(torch.autograd.function.BackwardCFunction, "apply_boxed"):
+        pytest.skip("this torch holds gradients until backward returns")
+    alive: list[bool] = []
+
+    def backward(arguments: list[Any]) -> tuple[Tensor, ...]:
+        _, grad = arguments
+        arguments.clear()
+        held = weakref.ref(grad.untyped_storage())
+        del grad
+        alive.append(held() is not None)
+        return (torch.zeros(5),)
+
+    tangent = Tangent(0, (5,), (1,), torch.float32, torch.device("cpu"))
+    plan = StepPlan(1, (), (tangent,), trains=True, autocast=False)
+    step = step_function(plan, lambda arguments: (arguments[0].sin(), arguments[0]), backward)
+    x = leaf(5)
+    (result,) = step(x)
+    (result * 2).sum().backward()
+    assert alive == [False]
