@@ -8,10 +8,8 @@ Two processes, as two ranks of one host would, measure at the same time for abou
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,45 +20,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import filelock
 import torch
 import torch.distributed as dist
 
-from overlapc.errors import OverlapcError
-from overlapc.estimators.device import DeviceProfile, link_to_json, load_profile, profile_from_json, table_from_json
+from overlapc.estimators.device import link_to_json, profile_from_json, table_from_json
 from overlapc.estimators.fit import fit
+from overlapc.estimators.here import MEASURING_S, CalibrationError, cpu_name
 from overlapc.estimators.measure import Effort, Measurement
 
 Derived = dict[str, tuple[Any, str]]  # quantity -> its value and where that comes from
 RANKS = 2
-TIMEOUT_S = 120.0
-
-
-class CalibrationError(OverlapcError):
-    """The measuring processes failed or took too long."""
-
-
-def profile_for(device_type: str, cache_dir: Path) -> DeviceProfile:
-    """The profile to use on this machine when the user named none.
-
-    CUDA devices use the one that was measured on H200s. CPUs are measured on first use and the numbers kept
-    under `cache_dir`; the processes of one host wait for the first of them, so that all use the same. Where
-    measuring is impossible the stored `cpu-gloo` default is used.
-    """
-    if device_type != "cpu":
-        return load_profile("h200-nvlink")
-    path = cache_dir / f"profile-cpu-gloo-{_machine_key()}.json"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{path}.lock", timeout=TIMEOUT_S + 30):
-            if not path.is_file():
-                text = json.dumps(measure(), indent=1)
-                part = path.with_suffix(f".{os.getpid()}")
-                part.write_text(text)
-                part.replace(path)  # a reader sees all of it or nothing
-        return load_profile(path)
-    except (CalibrationError, OSError, filelock.Timeout):
-        return load_profile("cpu-gloo")
 
 
 def measure() -> dict[str, Any]:
@@ -83,13 +52,13 @@ def measure() -> dict[str, Any]:
             for rank in range(RANKS)
         ]
         try:
-            end = time.monotonic() + TIMEOUT_S
+            end = time.monotonic() + MEASURING_S
             for rank, worker in enumerate(workers):
                 _, complaint = worker.communicate(timeout=max(1.0, end - time.monotonic()))
                 if worker.returncode:
                     raise CalibrationError(f"measuring rank {rank} failed:\n{complaint[-2000:]}")
         except subprocess.TimeoutExpired:
-            raise CalibrationError(f"measuring took longer than {TIMEOUT_S:.0f} s") from None
+            raise CalibrationError(f"measuring took longer than {MEASURING_S:.0f} s") from None
         finally:
             for worker in workers:
                 if worker.poll() is None:
@@ -97,21 +66,6 @@ def measure() -> dict[str, Any]:
                 worker.wait()
         data: dict[str, Any] = json.loads((Path(folder) / "profile.json").read_text())
     return data
-
-
-def _machine_key() -> str:
-    """Changes with anything that makes old numbers wrong."""
-    parts = (cpu_name(), str(os.cpu_count()), torch.__version__, "3")  # last: version of what is measured
-    return hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
-
-
-def cpu_name() -> str:
-    """The processor's model, as the system has it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
 
 
 def profile_document(

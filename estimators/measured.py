@@ -17,8 +17,8 @@ from pathlib import Path
 import filelock
 import torch
 
-from overlapc.estimators.calibrate import cpu_name
 from overlapc.estimators.clock import clock_for, compute_ns
+from overlapc.estimators.here import cpu_name
 from overlapc.schedule.model import Estimate, Kind, Node
 
 _LOCK_S = 30.0

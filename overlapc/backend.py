@@ -1,57 +1,30 @@
-"""The `torch.compile` backend: from an FX graph to a scheduled callable, stage by stage."""
+"""The `torch.compile` backend. A step that an earlier process compiled is found here; all else is `compilation`'s.
+
+What a warm start does not need is not imported: the compiler is ten times as large as what runs its results.
+"""
 
 from __future__ import annotations
 
 import itertools
-import json
-import logging
-import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import ShortenTraceback
-from torch._functorch.aot_autograd import make_boxed_func
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from overlapc import dump
-from overlapc.codegen.fx import FxWrapper
-from overlapc.codegen.parts import split
-from overlapc.codegen.pool import peak_bytes, pooled
-from overlapc.codegen.program import Program, build_program
-from overlapc.codegen.sources import generate_kernels, kernels_of
+from overlapc.binding import from_cache, keeps
 from overlapc.config import Config
 from overlapc.errors import OverlapcError
-from overlapc.estimators.device import profile_to_json
-from overlapc.estimators.profile_trace import EarlierRun
-from overlapc.fusion.build import op_name
-from overlapc.fx.decompositions import decompositions
-from overlapc.fx.partition import partition
-from overlapc.fx.sizes import guessed_size
-from overlapc.fx.subgraphs import is_loop, return_tuple, subgraphs
-from overlapc.fx.versions import check_torch_version, runs_under_fsdp2
-from overlapc.ir.ops import Extern, LoweredGraph, Start
-from overlapc.lowering import provenance
-from overlapc.passes.base import Result, select
-from overlapc.planning import collective_lines, device_types, import_generator, plan_graph, profile_of
-from overlapc.report import record
-from overlapc.report.build import graph_record
+from overlapc.fx.versions import runs_under_fsdp2
+from overlapc.profile import profile_text
 from overlapc.runtime import triton_workers
-from overlapc.runtime.counters import count
-from overlapc.runtime.deterministic import deterministic, deterministically
-from overlapc.runtime.support import unboxed
-from overlapc.schedule.model import Kind, Schedule
-from overlapc.warm import graph as warm_graph
 from overlapc.warm import step as warm_step
-from overlapc.warm.fingerprint import NotCacheable, environment_key, graph_key, user_graph_key
+from overlapc.warm.fingerprint import NotCacheable, environment_key, user_graph_key
 
 _numbers = itertools.count()
-_log = logging.getLogger("overlapc")
 
 
 def overlapc(
@@ -70,9 +43,12 @@ def overlapc(
         key = _step_key(gm, example_inputs, config)
         kept = warm_step.find(key, config.cache_dir) if key is not None else None  # type: ignore[arg-type]
         if kept is not None:
-            return warm_step.bound(*kept, partial(_from_cache, config=config, number=number))
-        watch = warm_step.StepWatch(key, config.cache_dir)  # type: ignore[arg-type]
-        return watch.watched(_compile(partial(compile_graph, watch=watch), gm, example_inputs, config, number))
+            return warm_step.bound(*kept, partial(from_cache, config=config, number=number))
+        if any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs):
+            triton_workers.start()  # they import Triton while this process imports the compiler and traces
+        from overlapc import compilation
+
+        return compilation.compile_step(gm, example_inputs, config, number, key)
     except OverlapcError as error:
         raise _direct(error) from error.__cause__
 
@@ -82,184 +58,11 @@ def plan_only(
 ) -> Callable[..., Any]:
     """A backend that plans and records a graph on fake tensors, for `overlapc plan`; no kernel is generated."""
     try:
-        return _compile(_plan_only, gm, example_inputs, Config.of(options), next(_numbers))
+        from overlapc import compilation
+
+        return compilation.plan_step(gm, example_inputs, Config.of(options), next(_numbers))
     except OverlapcError as error:
         raise _direct(error) from error.__cause__
-
-
-def _compile(
-    each: Callable[..., Callable[..., Any]], gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int
-) -> Callable[..., Any]:
-    """Forward and backward of `gm`, each handed to `each`."""
-    check_torch_version()
-    select(config.passes)  # an unknown pass is an error now, not after the first graph was lowered
-    if each is not _plan_only and any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs):
-        triton_workers.start()  # they are ready once there is something to compile
-    with deterministic(config.deterministic):
-        return _aot(each, config, number)(gm, example_inputs)
-
-
-def _aot(each: Callable[..., Callable[..., Any]], config: Config, number: int) -> Callable[..., Callable[..., Any]]:
-    return aot_autograd(
-        fw_compiler=partial(each, config=config, name=f"forward_{number}"),
-        bw_compiler=partial(each, config=config, name=f"backward_{number}"),
-        inference_compiler=partial(each, config=config, name=f"inference_{number}"),
-        decompositions=decompositions(native_random=not config.fallback_random),
-        partition_fn=partition,
-        keep_inference_input_mutations=True,
-    )
-
-
-@dataclass(frozen=True)
-class Built:
-    """A compiled graph, and what a run of it takes by the simulator; None for one that runs as it stands."""
-
-    call: Callable[[list[Any]], Any]
-    step_ns: float | None
-    kept: bool = False  # a later process can have it from the cache
-    module: GraphModule | None = None  # the same as a graph, with wrapper="fx"
-
-
-def compile_graph(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    config: Config,
-    name: str,
-    watch: warm_step.StepWatch | None = None,
-) -> Callable[..., Any]:
-    """One graph of ATen ops and functional collectives: the whole way. `watch` sees the graphs of the step."""
-    with deterministic(config.deterministic):  # backward is compiled when it first runs
-        key = _graph_key(gm, config, name)
-        built = _build(gm, config, name, key=key)
-    if watch is not None:
-        watch.compiled(name.split("_")[0], gm, built.call, key if built.kept else None)
-    return built.call
-
-
-def _build(
-    gm: GraphModule, config: Config, name: str, *, key: str | None = None, within: bool = False, single: bool = False
-) -> Built:
-    """`compile_graph` as the list of its stages.
-
-    within: another graph carries this one, and is reported. single: it returns one value, and no tuple, to that one.
-    key: under which the result is looked for, and kept; None for neither.
-    """
-    began = time.perf_counter()
-    guessed = guessed_size(gm.graph)
-    if guessed is not None:
-        return Built(_as_it_stands(gm, guessed), None)
-    dumps = dump.Dumps(config, name)
-    inner = _inner_graphs(gm, config, name, _build)
-    key = None if inner else key
-    kept = warm_graph.find(key, config.cache_dir) if key is not None else None  # type: ignore[arg-type]
-    order = None if kept is None else kept.order
-    of_inner = _times_of_inner(gm, inner)
-    planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, kept_order=order)
-    if planned is None:
-        assert kept is not None
-        return Built(_run(kept, config, name, began, gm=gm), kept.record.after.step_ns, kept=True)
-    result, lowered, tuning = planned.result, planned.lowered, planned.tuning
-    for constant, module in lowered.constants.items():
-        if isinstance(module, GraphModule) and module in inner:
-            lowered.constants[constant] = inner[module].module or inner[module].call
-    sources = generate_kernels(result.schedule, lowered, tuning.sources if tuning is not None else None)
-    program = build_program(result.schedule, lowered, sources)
-    report = graph_record(result, fallbacks=_fallbacks(result))
-    if config.memory == "pool":
-        program, report = _with_pool(program, report, result.schedule, lowered)
-    # What is within another graph runs as a part of that one's call.
-    parted = split(program) if config.cuda_graphs and not within else None
-    counts = _counts(result)
-    if tuning is not None:
-        report = replace(report, tuned=tuning.summary())
-        counts["kernels_tuned"] = len(tuning.changed)
-        _log.info("%s: %s", name, tuning.summary())
-    if parted is not None:
-        report = replace(report, captured=parted.summary())
-        counts["cuda_graph_parts"] = len(parted.parts)
-        _log.info("%s: %s", name, parted.summary())
-    dumps.write("program", "program", lambda: str(program))
-    if parted is not None:
-        dumps.write("program", "parts", lambda: str(parted))
-    dumps.write("kernels", "kernels", lambda: "\n\n".join(source.text for source in program.kernels()))
-    compiled, objects = warm_graph.compiled_graph(
-        program,
-        kernels_of(sources, result.schedule),
-        gm,
-        report,
-        counts,
-        collective_lines(result.schedule),
-        tracked=config.check_lifecycle,
-        checks=config.checks,
-        partition=parted,
-    )
-    graph = FxWrapper(program, single=single) if config.wrapper == "fx" else None
-    call = _run(compiled, config, name, began, objects=objects, within=within, graph=graph)
-    dumps.write("program", "wrapper", lambda: graph.text() if graph else compiled.text(name), suffix="py")
-    kept_now = key is not None and _keep(key, compiled, config)
-    return Built(call, result.after.step_ns, kept_now, graph.module if graph else None)
-
-
-def _with_pool(
-    program: Program, report: record.GraphRecord, schedule: Schedule, lowered: LoweredGraph
-) -> tuple[Program, record.GraphRecord]:
-    """`program` on a pool, and what its peak is then; as it was if the pool would not fit the memory budget."""
-    on_pool = pooled(program)
-    peak = peak_bytes(on_pool, schedule, lowered.hint)
-    if schedule.budget_bytes is not None and peak > schedule.budget_bytes:
-        count("pools_over_budget")
-        return program, report
-    return on_pool, replace(report, peak_bytes=peak)
-
-
-def _run(
-    compiled: warm_graph.CompiledGraph,
-    config: Config,
-    name: str,
-    began: float,
-    *,
-    objects: Mapping[str, Any] | None = None,
-    gm: GraphModule | None = None,
-    within: bool = False,
-    graph: FxWrapper | None = None,
-) -> Callable[[list[Any]], Any]:
-    """A compiled graph made callable, counted and reported under the name it has in this process.
-
-    graph: what runs instead of the generated function.
-    """
-    for device_type, _ in compiled.kernels:
-        import_generator(device_type)
-    named = compiled.named(name)
-    plain = graph.bind if graph else None
-    call = deterministically(named.bind(config.cache_dir, objects, gm, plain), config.deterministic)  # type: ignore[arg-type]
-    for counter, times in named.counts.items():
-        count(counter, times)
-    if not within:
-        record.add(replace(named.record, compile_seconds=time.perf_counter() - began))
-    return call
-
-
-def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str) -> Callable[..., Any]:
-    """Like compile_graph, but for fake tensors: the graph itself runs, as nothing is generated."""
-    return _planned(gm, config, name).call
-
-
-def _planned(gm: GraphModule, config: Config, name: str, *, within: bool = False, single: bool = False) -> Built:
-    began = time.perf_counter()
-    # This machine is not the one that is planned for.
-    config = replace(config, measure_matmuls=False, autotune=False)
-    inner = _inner_graphs(gm, config, name, _planned)
-    of_inner = _times_of_inner(gm, inner)
-    planned = plan_graph(gm, config=config, name=name, dumps=dump.Dumps(config, name), inner=of_inner)
-    assert planned is not None, "there was no cache to take it from"
-    result = planned.result
-    for counter, times in _counts(result).items():
-        count(counter, times)
-    if not within:
-        seconds = time.perf_counter() - began
-        record.add(graph_record(result, fallbacks=_fallbacks(result), compile_seconds=seconds))
-    return Built(make_boxed_func(gm.forward), result.after.step_ns)
 
 
 def _advise_adoption() -> None:
@@ -271,115 +74,15 @@ def _advise_adoption() -> None:
     )
 
 
-def _as_it_stands(gm: GraphModule, node: Node) -> Callable[..., Any]:
-    """The graph run op by op, counted and said: the sizes it was traced with cannot be relied on."""
-    count("graphs_as_they_stand")
-    warnings.warn(
-        f"overlapc runs a graph op by op: {node.name} = {node.target} gives a size that depends on data and was traced"
-        f" as a constant ({provenance(node).source or 'unknown line'})",
-        stacklevel=2,
-    )
-    return make_boxed_func(gm.forward)
-
-
-# --- graphs within graphs
-
-
-def _inner_graphs(gm: GraphModule, config: Config, name: str, build: Callable[..., Built]) -> dict[GraphModule, Built]:
-    """The branches and loop bodies that `gm` carries, each compiled once and called with its arguments one by one."""
-    found: dict[GraphModule, Built] = {}
-    for each in subgraphs(gm):
-        if each.module not in found:
-            single = return_tuple(each.module)
-            built = build(each.module, config, f"{each.name}_of_{name}", within=True, single=single)
-            found[each.module] = Built(unboxed(built.call, single), built.step_ns, module=built.module)
-    return found
-
-
-def _times_of_inner(gm: GraphModule, inner: Mapping[GraphModule, Built]) -> EarlierRun:
-    """What calls of inner graphs take: a conditional its longer branch; how often a loop runs nobody knows."""
-    times: dict[str, list[float | None]] = {}
-    for each in subgraphs(gm):
-        times.setdefault(each.reader.name, []).append(None if is_loop(each.reader) else inner[each.module].step_ns)
-    known = {node: [ns for ns in all_ns if ns is not None] for node, all_ns in times.items() if None not in all_ns}
-    return EarlierRun({node: ("", max(all_ns)) for node, all_ns in known.items()}, name="simulated branches")
-
-
-# --- report
-
-
-def _fallbacks(result: Result) -> dict[str, int]:
-    """Calls for want of a lowering, by op."""
-    found: Counter[str] = Counter()
-    for node in result.schedule.nodes:
-        op = node.payload.call if isinstance(node.payload, Start) else node.payload
-        if isinstance(op, Extern) and op.fallback:
-            found[op_name(op.target)] += 1
-    return dict(found)
-
-
-def _counts(result: Result) -> dict[str, int]:
-    """What one compiled graph adds to `counters["overlapc"]`."""
-    kinds = Counter(node.kind for node in result.schedule.nodes)
-    fallbacks = _fallbacks(result)
-    return {
-        "graphs": 1,
-        "kernels": kinds[Kind.KERNEL],
-        "externs": kinds[Kind.EXTERN] - sum(fallbacks.values()),
-        "collectives": kinds[Kind.START] + kinds[Kind.COMM],
-        "fallbacks": sum(fallbacks.values()),
-        **{f"fallback {name}": times for name, times in fallbacks.items()},
-    }
-
-
-# --- warm start
-
-
-def _keeps(config: Config) -> bool:
-    """Whether compiled graphs go to disk: not where somebody wants to see the stages, or the graph itself."""
-    return bool(config.warm_start) and not (config.dump or config.debug) and config.wrapper == "python"
-
-
 def _step_key(gm: GraphModule, inputs: Sequence[Any], config: Config) -> str | None:
     """Under which the whole step is kept; None when it must be compiled each time."""
-    if not _keeps(config):
+    if not keeps(config):
         return None
     try:
         devices = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}
-        return user_graph_key(gm, inputs, "step", environment_key(config), _profile_text(config, devices))
+        return user_graph_key(gm, inputs, "step", environment_key(config), profile_text(config, devices))
     except NotCacheable:
         return None
-
-
-def _graph_key(gm: GraphModule, config: Config, name: str) -> str | None:
-    """The same for one graph of ATen ops."""
-    if not _keeps(config):
-        return None
-    try:
-        profile = _profile_text(config, device_types(gm))
-        return graph_key(gm, name.split("_")[0], environment_key(config), profile)
-    except NotCacheable as reason:
-        count(f"not kept: {reason}")
-        return None
-
-
-def _profile_text(config: Config, device_types: Collection[str]) -> str:
-    with deterministic(config.deterministic):  # so that it is not measured, if nothing is to be
-        return json.dumps(profile_to_json(profile_of(config, device_types)))
-
-
-def _from_cache(compiled: warm_graph.CompiledGraph, *, config: Config, number: int) -> Callable[[list[Any]], Any]:
-    kind = compiled.name.split("_")[0]
-    return _run(compiled, config, f"{kind}_{number}", time.perf_counter())
-
-
-def _keep(key: str, compiled: warm_graph.CompiledGraph, config: Config) -> bool:
-    try:
-        warm_graph.keep(key, compiled, config.cache_dir)  # type: ignore[arg-type]
-    except NotCacheable as reason:
-        count(f"not kept: {reason}")
-        return False
-    return True
 
 
 def _direct(error: OverlapcError) -> OverlapcError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from overlapc.measured_fusion import KernelTimes
 from overlapc.measured_products import ProductTimes, choice
 from overlapc.measured_tilings import Tuning, tune
 from overlapc.passes.base import Context, Result, run_pipeline
+from overlapc.profile import profile_of
 from overlapc.report.drawing import to_dot
 from overlapc.report.walk import walk_through
 from overlapc.schedule.model import Estimate, Kind, Schedule
@@ -172,10 +173,7 @@ def collective_lines(schedule: Schedule) -> list[str]:
 
 
 def _generates(config: Config, device: torch.device) -> bool:
-    if not config.native:
-        return False
-    import_generator(device.type)
-    return codegen.has_generator(device.type)
+    return bool(config.native) and codegen.has_generator(device.type)
 
 
 def _lowered(
@@ -206,14 +204,6 @@ def _lowered(
     return walk(choice(times))
 
 
-def import_generator(device_type: str) -> None:
-    """Generators of ours register when they are imported; others are registered by who brings them."""
-    if device_type == "cpu":
-        import overlapc.codegen.cpp
-    elif device_type == "cuda":
-        import overlapc.codegen.triton  # noqa: F401
-
-
 def _freeable(gm: GraphModule, name: str) -> set[str]:
     """Inputs that nobody but the graph holds: what forward saved for backward, less parameters and inputs."""
     if not name.startswith("backward"):
@@ -228,17 +218,6 @@ def _freeable(gm: GraphModule, name: str) -> set[str]:
 def device_types(gm: GraphModule) -> set[str]:
     values = tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
     return {value.device.type for value in values if isinstance(value, torch.Tensor)}
-
-
-def profile_of(config: Config, device_types: Collection[str]) -> DeviceProfile:
-    from overlapc.estimators.calibrate import profile_for
-    from overlapc.estimators.device import load_profile
-
-    if config.profile is not None:
-        return load_profile(config.profile)
-    if torch.are_deterministic_algorithms_enabled():  # what is measured here differs from run to run
-        return load_profile("h200-nvlink" if "cuda" in device_types else "cpu-gloo")
-    return profile_for("cuda" if "cuda" in device_types else "cpu", config.cache_dir)  # type: ignore[arg-type]
 
 
 def _estimated(schedule: Schedule, chain: Estimator, talks: Compilation | None) -> Schedule:

@@ -6,15 +6,18 @@ device, write a `Generator` and `register` it under torch's device type.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import sympy
 
 from overlapc.errors import unknown_name
-from overlapc.ir.body import Body
+
+if TYPE_CHECKING:
+    from overlapc.ir.body import Body
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ class Generator(Protocol):
 
 
 _generators: dict[str, Generator] = {}
+_OURS = {"cpu": "overlapc.codegen.cpp", "cuda": "overlapc.codegen.triton"}  # register when imported
+_LOADERS = {"cpu": "overlapc.codegen.cpp_load", "cuda": "overlapc.runtime.triton_launch"}
 
 
 def register(generator: Generator) -> None:
@@ -77,10 +82,21 @@ def register(generator: Generator) -> None:
 
 def generator_for(device_type: str) -> Generator:
     """The registered generator; KeyError naming the known device types when there is none."""
-    if device_type not in _generators:
-        raise KeyError(unknown_name("kernel generator for device", device_type, _generators))
+    if not has_generator(device_type):
+        raise KeyError(unknown_name("kernel generator for device", device_type, {**_OURS, **_generators}))
     return _generators[device_type]
 
 
 def has_generator(device_type: str) -> bool:
+    """Whether there is a generator; ours are imported when they are first asked for."""
+    if device_type not in _generators and device_type in _OURS:
+        importlib.import_module(_OURS[device_type])
     return device_type in _generators
+
+
+def load(device_type: str, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
+    """`Generator.load`, without importing a generator of ours that nothing was generated with: a warm start."""
+    if device_type in _generators or device_type not in _LOADERS:
+        return generator_for(device_type).load(sources, cache_dir)
+    launchers: Mapping[str, Launcher] = importlib.import_module(_LOADERS[device_type]).load_kernels(sources, cache_dir)
+    return launchers

@@ -12,11 +12,13 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-
-from filelock import BaseFileLock, FileLock, Timeout
+from typing import TYPE_CHECKING
 
 from overlapc.errors import ConfigError, ToolchainError
 from overlapc.runtime.counters import count
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 # A compile takes seconds; a lock held for this long means a stuck process, which the user should hear about.
 LOCK_TIMEOUT_S = 600.0
@@ -89,6 +91,8 @@ class KernelCache:
 
     def _lock(self, path: Path) -> BaseFileLock:
         """The entry's lock, held; the system drops it when a process dies."""
+        from filelock import FileLock, Timeout  # with asyncio, which a process that finds everything does without
+
         lock = FileLock(f"{path}.lock", timeout=LOCK_TIMEOUT_S)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

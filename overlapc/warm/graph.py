@@ -7,9 +7,8 @@ own. Ranks take an entry only if all of them have one with the same order of col
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,9 +18,7 @@ from torch.fx import GraphModule
 
 from overlapc.codegen import kernel as codegen
 from overlapc.codegen.kernel import KernelSource
-from overlapc.codegen.parts import Partition
-from overlapc.codegen.program import Program
-from overlapc.codegen.python import Boxed, PythonWrapper, function_of, rebuild
+from overlapc.codegen.objects import Boxed, function_of, rebuild
 from overlapc.report.record import GraphRecord
 from overlapc.runtime.cache import KernelCache
 from overlapc.runtime.marks import switching
@@ -40,7 +37,7 @@ class CompiledGraph:
     name: str
     wrapper: str  # Python source, with GRAPHNAME for the name
     marked: str  # the same with a profiler's mark around every node
-    objects: Mapping[str, str]  # what the wrapper calls: name -> how to find it (`codegen.python.rebuild`)
+    objects: Mapping[str, str]  # what the wrapper calls: name -> how to find it (`codegen.objects.rebuild`)
     constants: Mapping[str, str]  # name -> path of the attribute of the FX graph that holds it
     kernels: tuple[tuple[str, KernelSource], ...]  # device type and source, each kernel once
     counts: Mapping[str, int]  # what `counters["overlapc"]` says about it
@@ -76,7 +73,7 @@ class CompiledGraph:
         for device_type, source in self.kernels:
             by_device.setdefault(device_type, []).append(source)
         for device_type, sources in by_device.items():
-            space.update(codegen.generator_for(device_type).load(sources, cache_dir))
+            space.update(codegen.load(device_type, sources, cache_dir))
         plain = self._function(self.wrapper, "", space) if runs is None else runs(space)
         call = switching(plain, lambda: self._function(self.marked, " marked", space))
         call._boxed_call = True  # type: ignore[attr-defined]
@@ -84,40 +81,6 @@ class CompiledGraph:
 
     def _function(self, source: str, what: str, space: Mapping[str, Any]) -> Boxed:
         return function_of(source.replace(NAME, self.name), f"<overlapc {self.name}{what}>", space)
-
-
-def compiled_graph(
-    program: Program,
-    kernels: Iterable[tuple[str, KernelSource]],
-    gm: GraphModule,
-    record: GraphRecord,
-    counts: Mapping[str, int],
-    order: Iterable[str],
-    *,
-    tracked: bool = False,
-    checks: frozenset[str] = frozenset(),
-    partition: Partition | None = None,
-) -> tuple[CompiledGraph, dict[str, Any]]:
-    """(what can be kept, the objects that its wrapper calls) of a program.
-
-    partition: its parts for CUDA graphs; a profiler's marks would not be in these, so the marked version has none.
-    """
-    anonymous = dataclasses.replace(program, name=NAME)
-    wrapper = PythonWrapper(anonymous, tracked=tracked, checks=checks, partition=partition)
-    marked = PythonWrapper(anonymous, marked=True, tracked=tracked, checks=checks)
-    attributes = {f"constant_{node.name}": str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
-    kept = CompiledGraph(
-        name=program.name,
-        wrapper=wrapper.source,
-        marked=marked.source,
-        objects=marked.texts,
-        constants={name: attributes[name] for name in program.constants},
-        kernels=tuple(kernels),
-        counts=dict(counts),
-        order=hashlib.sha256("\n".join(order).encode()).hexdigest(),
-        record=record,
-    )
-    return kept, {**wrapper.objects, **marked.objects}
 
 
 def find(key: str, cache_dir: Path) -> CompiledGraph | None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from overlapc.codegen.cpp import CppGenerator
-from overlapc.codegen.cpp.kernel import prelude
+from overlapc.codegen.cpp_load import prelude
 from overlapc.codegen.kernel import generator_for
 from overlapc.ir.body import Body, Cast, Constant, Index, Load, Reduce, Store, Value, op, rewrite_values
 from overlapc.runtime.toolchain import find_compiler

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from overlapc.codegen.cpp.kernel import prelude
+from overlapc.codegen.cpp_load import prelude
 from overlapc.ir.body import Body, Load, Store, op
 from overlapc.runtime.toolchain import find_compiler
 from tests.codegen.cpp_kernels import Kernels, loop, p0, p1, p2, s0, s1

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from overlapc.codegen.kernel import generator_for
+from overlapc.codegen.objects import rebuild
 from overlapc.codegen.parts import LEAST_NODES, Part, Partition, split
 from overlapc.codegen.program import Call, Launch, Program, Return, WaitFor
-from overlapc.codegen.python import PythonWrapper, rebuild
+from overlapc.codegen.python import PythonWrapper
 from overlapc.config import Config
 from overlapc.errors import ConfigError
 from overlapc.ir.ops import Extern, Layout, View, Wait
@@ -238,7 +239,7 @@ def test_without_a_gpu_the_option_changes_nothing_and_the_report_says_so():
 
 def test_training_steps_in_parts_equal_those_without_from_the_cache_too(tmp_path: Path, monkeypatch: Any):
     """Through torch.compile, forward and backward, with the CPU as the device that records."""
-    monkeypatch.setattr("overlapc.backend.split", functools.partial(split, device_type="cpu"))
+    monkeypatch.setattr("overlapc.compilation.split", functools.partial(split, device_type="cpu"))
     monkeypatch.setattr("overlapc.runtime.cuda_graphs.CudaGraphs", Repeated)
 
     def steps(graphs: bool) -> list[list[Tensor]]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from overlapc.errors import ConfigError
-from overlapc.estimators import calibrate
+from overlapc.estimators import here
 from overlapc.estimators.base import FREE, FirstKnown, estimate_schedule
 from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives, interpolate
 from overlapc.estimators.device import (
@@ -207,17 +207,17 @@ def test_profiles_that_cannot_be_used(tmp_path):
 
 
 def test_this_machine_is_measured_once_and_kept(tmp_path):
-    profile = calibrate.profile_for("cpu", tmp_path)
+    profile = here.profile_for("cpu", tmp_path)
     assert profile.memory_bytes_per_s > 1e8
     assert profile.rate("torch.float32") > 1e8
     assert profile.origins[""].startswith("measured: 2 processes")
     (kept,) = tmp_path.glob("profile-cpu-gloo-*.json")
     stamp = kept.stat().st_mtime_ns
-    assert calibrate.profile_for("cpu", tmp_path) == profile
+    assert here.profile_for("cpu", tmp_path) == profile
     assert kept.stat().st_mtime_ns == stamp
-    assert calibrate.profile_for("cuda", tmp_path) == H200
+    assert here.profile_for("cuda", tmp_path) == H200
 
 
 def test_without_a_place_to_keep_it_the_default_is_used(tmp_path):
     (tmp_path / "file").write_text("")
-    assert calibrate.profile_for("cpu", tmp_path / "file" / "cache") == load_profile("cpu-gloo")
+    assert here.profile_for("cpu", tmp_path / "file" / "cache") == load_profile("cpu-gloo")

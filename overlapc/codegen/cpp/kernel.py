@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 
 import sympy
@@ -28,11 +27,10 @@ from overlapc.codegen.cpp.expressions import MEMORY_TYPE, index_text
 from overlapc.codegen.cpp.function import Function
 from overlapc.codegen.cpp.plan import plan
 from overlapc.codegen.cpp.reduce import ReductionFunction
+from overlapc.codegen.cpp_load import load_kernels
 from overlapc.codegen.kernel import KernelSource, Launcher, register
-from overlapc.fx.versions import float8_saturates
 from overlapc.ir.body import Body, Cast, with_sums
 from overlapc.ir.template import template_of
-from overlapc.runtime.cpp_launch import CppKernel, load_kernels
 
 _HINT_CHARACTERS = 60
 
@@ -87,19 +85,7 @@ class CppGenerator:
 
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
         """Compiles what is not in the cache, all at once; a launcher for each name. ToolchainError on failure."""
-        kernels = [
-            CppKernel(
-                source.name,
-                source.text,
-                len(source.buffers),
-                len(source.sizes),
-                source.comment,
-                source.launch or (),
-                prelude(),
-            )
-            for source in sources
-        ]
-        return load_kernels(kernels, cache_dir)
+        return load_kernels(sources, cache_dir)
 
 
 def _named(
@@ -114,13 +100,6 @@ def _named(
     prefix = re.sub(r"\W+", "_", hint)[:_HINT_CHARACTERS].strip("_") or "kernel"
     name = f"{prefix}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     return KernelSource(name, text.replace("KERNEL_NAME", name), buffers, sizes, comment, launch=checks)
-
-
-@lru_cache(None)
-def prelude() -> str:
-    """`prelude.h`, the functions that generated code calls, and what torch does where versions of it differ."""
-    end = "0x7f800000u" if float8_saturates() else "0x43e80000u"  # bits of infinity, or of 464
-    return f"#define E4M3_END {end}\n" + (Path(__file__).parent / "prelude.h").read_text()
 
 
 def _argument_names(body: Body) -> dict[str, str]:

@@ -1,0 +1,61 @@
+"""Which profile stands for the machine that this process runs on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+
+import filelock
+import torch
+
+from overlapc.errors import OverlapcError
+from overlapc.estimators.device import DeviceProfile, load_profile
+
+MEASURING_S = 120.0  # longest that measuring a CPU may take
+
+
+class CalibrationError(OverlapcError):
+    """The measuring processes failed or took too long."""
+
+
+def profile_for(device_type: str, cache_dir: Path) -> DeviceProfile:
+    """The profile to use on this machine when the user named none.
+
+    CUDA devices use the one that was measured on H200s. CPUs are measured on first use and the numbers kept
+    under `cache_dir`; the processes of one host wait for the first of them, so that all use the same. Where
+    measuring is impossible the stored `cpu-gloo` default is used.
+    """
+    if device_type != "cpu":
+        return load_profile("h200-nvlink")
+    path = cache_dir / f"profile-cpu-gloo-{_machine_key()}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(f"{path}.lock", timeout=MEASURING_S + 30):
+            if not path.is_file():
+                from overlapc.estimators.calibrate import measure  # once a machine
+
+                text = json.dumps(measure(), indent=1)
+                part = path.with_suffix(f".{os.getpid()}")
+                part.write_text(text)
+                part.replace(path)  # a reader sees all of it or nothing
+        return load_profile(path)
+    except (CalibrationError, OSError, filelock.Timeout):
+        return load_profile("cpu-gloo")
+
+
+def _machine_key() -> str:
+    """Changes with anything that makes old numbers wrong."""
+    parts = (cpu_name(), str(os.cpu_count()), torch.__version__, "3")  # last: version of what is measured
+    return hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
+
+
+def cpu_name() -> str:
+    """The processor's model, as the system has it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())

@@ -1,0 +1,36 @@
+"""Generated C++ sources made callable; apart from the generator, which a warm start does not need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from overlapc.codegen.kernel import KernelSource, Launcher
+from overlapc.fx.versions import float8_saturates
+from overlapc.runtime.cpp_launch import CppKernel
+from overlapc.runtime.cpp_launch import load_kernels as launchers_of
+
+
+def load_kernels(sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
+    """Compiles what is not in the cache, all at once; a launcher for each name. ToolchainError on failure."""
+    kernels = [
+        CppKernel(
+            source.name,
+            source.text,
+            len(source.buffers),
+            len(source.sizes),
+            source.comment,
+            source.launch or (),
+            prelude(),
+        )
+        for source in sources
+    ]
+    return launchers_of(kernels, cache_dir)
+
+
+@lru_cache(None)
+def prelude() -> str:
+    """`prelude.h`, the functions that generated code calls, and what torch does where versions of it differ."""
+    end = "0x7f800000u" if float8_saturates() else "0x43e80000u"  # bits of infinity, or of 464
+    return f"#define E4M3_END {end}\n" + (Path(__file__).parent / "cpp" / "prelude.h").read_text()

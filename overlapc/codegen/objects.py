@@ -1,0 +1,64 @@
+"""What a printed wrapper calls: its names written down, found again in another process, and made a function of."""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from overlapc.fx.versions import group_name_of, resolve_group
+from overlapc.runtime import support
+
+Boxed = Callable[[list[Any]], tuple[Any, ...]]
+
+
+def function_of(source: str, filename: str, names: Mapping[str, Any]) -> Boxed:
+    """`call` of a wrapper's source, over what it calls by name."""
+    # Registered so that tracebacks and debuggers show the generated lines.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    space = dict(names)
+    exec(compile(source, filename, "exec"), space)
+    call: Boxed = space["call"]
+    return call
+
+
+def text_of(value: Any) -> str:
+    """How `rebuild` finds `value` in another process: `aten.mm.out`, `operator:mul`; "" when it cannot."""
+    if isinstance(value, torch._ops.OpOverload):
+        return f"torch.ops:{value}"
+    if isinstance(value, torch.device):
+        return f"torch.device:{value}"
+    inner = getattr(value, "copies_results_of", None)
+    if inner is not None:
+        text = text_of(inner)
+        return f"owned:{text}" if text else ""
+    group = group_name_of(value) if hasattr(getattr(value, "real_obj", value), "group_name") else None
+    if group is not None:
+        return f"group:{group}"
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if module in _MODULES and getattr(importlib.import_module(module), name, None) is value:
+        return f"{module}:{name}"
+    return ""
+
+
+_MODULES = frozenset(
+    {"torch", "operator", "_operator", "math", "builtins", "overlapc.runtime.philox", "overlapc.runtime.support"}
+)
+
+
+def rebuild(text: str) -> Any:
+    """The object that `text_of` described."""
+    module, _, path = text.partition(":")
+    if module == "owned":
+        return support.owned(rebuild(path))
+    if module == "torch.device":
+        return torch.device(path)
+    if module == "group":
+        return resolve_group(path)
+    held: Any = torch.ops if module == "torch.ops" else importlib.import_module(module)
+    for part in path.split(".") if path else ():
+        held = getattr(held, part)
+    return held
