@@ -23,14 +23,15 @@ dependences, barriers, the memory limit.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
-from overlapc.passes.queues import CARRIED_SHARE, COMPUTE
+from overlapc.passes.queues import CARRIED_SHARE, COMPUTE, Queues
 from overlapc.passes.reasons import Reason
 from overlapc.passes.sink_waits import Sink
-from overlapc.schedule.dependencies import Why
-from overlapc.schedule.memory import analyze
+from overlapc.schedule.dependencies import Dependencies, Why
+from overlapc.schedule.memory import Lifetimes, analyze
 from overlapc.schedule.model import Kind, Schedule
 
 # What is in flight later than a gather was let in is only known when it is there; a plan that exceeds the limit is
@@ -44,8 +45,10 @@ def plan_overlap(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport
     if not ctx.reorder_collectives:
         return schedule, PassReport("plan_overlap")
     limit = room = ctx.limit_bytes(schedule)
+    dues = None
     for _ in range(ATTEMPTS):
-        plan = _Plan(schedule, ctx, room)
+        plan = _Plan(schedule, ctx, room, dues)
+        dues = plan.dues
         names = [schedule.nodes[at].name for at in plan.run()]
         moved = schedule.replace_order(names, reorder_collectives=True)
         over = analyze(moved).peak_bytes - limit
@@ -64,7 +67,8 @@ class _Plan(Sink):
 
     name = "plan_overlap"
 
-    def __init__(self, schedule: Schedule, ctx: Context, room_bytes: int) -> None:
+    def __init__(self, schedule: Schedule, ctx: Context, room_bytes: int, dues: _Dues | None = None) -> None:
+        """dues: of an earlier plan of the same schedule."""
         super().__init__(schedule, ctx)
         self.room = room_bytes
         self.done = [False] * len(schedule.nodes)
@@ -73,17 +77,9 @@ class _Plan(Sink):
         # Starts that are held for waits go when all of these are hidden or placed. Each looks at one that is not.
         self.looking_at: dict[int, list[int]] = {}  # wait -> starts
         self.may_go: list[int] = []  # a heap
-        self.free: dict[int, frozenset[int]] = {}  # start that may stand anywhere -> what comes along
-        self.lifted: set[int] = set()
-        self._find_free()
-        during = analyze(schedule).during_bytes
-        self.usual_during = _RangeMax(during)
-        self.usual_before = [
-            during[at] - self.life.allocates[at] - self.life.scratch[at] for at in range(len(schedule.nodes))
-        ]
-        self.due: dict[int, float] = {}
-        self.coming: dict[str, list[int]] = {}  # queue -> free starts, soonest needed last
-        self._find_dues()
+        self.dues = dues or _Dues.of(schedule, self.deps, self.queues, self.life)
+        self.lifted = self.dues.lifted
+        self.coming = {queue: list(starts) for queue, starts in self.dues.coming.items()}
 
     def run(self) -> list[int]:
         """The new order, as positions in the old one."""
@@ -91,7 +87,7 @@ class _Plan(Sink):
             if at in self.lifted:
                 continue
             self._release_hidden_for_starts()
-            needs = [before for before in self.preds(at) if before in self.held]
+            needs = [before for before in _preds(self.deps, at) if before in self.held]
             if node.kind is Kind.WAIT or (needs and self._sinks_along(at, needs)):
                 self._hold(at, needs)
                 if node.kind is Kind.START:
@@ -115,63 +111,6 @@ class _Plan(Sink):
             self._place(at)
         return self.placed
 
-    def preds(self, at: int) -> Iterator[int]:
-        why = self.deps.why
-        return (before for before in self.deps.preds[at] if why[before, at] is not Why.COLLECTIVE_ORDER)
-
-    # What may start anywhere, and when it has to
-
-    def _find_free(self) -> None:
-        """Starts that depend on inputs and cheap work on them only."""
-        nodes, queues = self.schedule.nodes, self.queues
-        light: list[bool] = []  # a node that a free start may take along
-        for at, node in enumerate(nodes):
-            movable = node.kind in (*COMPUTE, Kind.VIEW, Kind.NOOP) and not node.mutates
-            light.append(movable and all(light[before] for before in self.preds(at)))
-            if node.kind is Kind.START and node.comm is not None and all(light[before] for before in self.preds(at)):
-                along = self._along(at, CARRIED_SHARE * queues.collective_ns[at])
-                if along is not None:
-                    self.free[at] = along
-                    self.lifted |= {at, *along}
-
-    def _along(self, start: int, allowed_ns: float) -> frozenset[int] | None:
-        along: set[int] = set()
-        stack = [start]
-        while stack:
-            for before in self.preds(stack.pop()):
-                if before not in along:
-                    cost_ns = self.queues.compute_ns[before]
-                    allowed_ns -= cost_ns
-                    if cost_ns > 0 and allowed_ns < 0:
-                        return None
-                    along.add(before)
-                    stack.append(before)
-        return frozenset(along)
-
-    def _find_dues(self) -> None:
-        """When each free start becomes late, on the clock of compute alone, and their order on each queue."""
-        nodes = self.schedule.nodes
-        busy = [0.0]
-        for at in range(len(nodes)):
-            busy.append(busy[-1] + (0.0 if at in self.lifted else self.queues.compute_ns[at]))
-        needed = {at: self._needed(at) for at in self.free}
-        latest: dict[str, float] = {}
-        for at in sorted(self.free, key=lambda at: (needed[at], at), reverse=True):
-            queue = self._queue(at)
-            end = min(busy[needed[at]], latest.get(queue, busy[-1]))
-            self.due[at] = latest[queue] = end - self.queues.collective_ns[at]
-            self.coming.setdefault(queue, []).append(at)
-
-    def _needed(self, start: int) -> int:
-        """Position of the first node that reads a result; that of its wait if nobody does."""
-        waits = self.queues.closed_by.get(start, ())
-        readers = [after for wait in waits for after in self.deps.succs[wait]]
-        return min(readers or waits, default=len(self.schedule.nodes))
-
-    def _queue(self, start: int) -> str:
-        comm = self.schedule.nodes[start].comm
-        return "" if comm is None else comm.group
-
     # Starting
 
     def _issue_due(self, queue: str, until_ns: float, at: int) -> None:
@@ -182,16 +121,16 @@ class _Plan(Sink):
             if self.done[start]:
                 coming.pop()
                 continue
-            if self.due[start] > until_ns or not self._fits(start, at):
+            if self.dues.due[start] > until_ns or not self._fits(start, at):
                 return
-            reason = Reason.HIDDEN if self.due[start] >= self.busy_now else Reason.SCHEDULE_START
+            reason = Reason.HIDDEN if self.dues.due[start] >= self.busy_now else Reason.SCHEDULE_START
             self.report.because(self.schedule.nodes[start], reason)
             coming.pop()
             self._place(start)
 
     def _issue_before(self, start: int) -> None:
         """Start what would be late behind `start`, which is next on its queue."""
-        queue = self._queue(start)
+        queue = _queue(self.schedule, start)
         if queue in self.coming:
             free_ns = max(self.now, self._queue_free_ns(queue)) + self.queues.collective_ns[start]
             self._issue_due(queue, self.busy_now + free_ns - self.now, start)
@@ -203,10 +142,10 @@ class _Plan(Sink):
         """Whether memory has room for `start` from here, before `at`, to where it stood; notes when it has not."""
         if start <= at:
             return True
-        new = [node for node in (start, *self.free[start]) if not self.done[node]]
+        new = [node for node in (start, *self.dues.free[start]) if not self.done[node]]
         size = sum(self.life.allocates[node] + self.life.scratch[node] for node in new)
-        beside = self.live - self.usual_before[at]
-        if self.usual_during.most(at, start) + beside + size <= self.room:
+        beside = self.live - self.dues.usual_before[at]
+        if self.dues.usual_during.most(at, start) + beside + size <= self.room:
             return True
         self.report.because(self.schedule.nodes[start], Reason.MEMORY)
         return False
@@ -216,12 +155,12 @@ class _Plan(Sink):
     def _place(self, at: int) -> None:
         if self.done[at]:
             return
-        for before in self.preds(at):
+        for before in _preds(self.deps, at):
             if before in self.lifted and not self.done[before]:
                 self._place(before)
         kind = self.queues.kinds[at]
         if kind in (Kind.START, Kind.COMM):
-            queue = self._queue(at)
+            queue = _queue(self.schedule, at)
             if queue in self.last:
                 self.queues.previous[at] = self.last[queue]
             else:
@@ -277,6 +216,88 @@ class _Plan(Sink):
     def _give_up(self, wait: int) -> int:
         start = self.queues.collective.get(wait)
         return 0 if start is not None and not self.done[start] else super()._give_up(wait)
+
+
+@dataclass(frozen=True)
+class _Dues:
+    """What may start anywhere, and when it has to. Nodes are positions."""
+
+    free: Mapping[int, frozenset[int]]  # start that may stand anywhere -> what comes along
+    lifted: frozenset[int]  # all of these
+    due: Mapping[int, float]  # free start -> when it becomes late, on the clock of compute alone
+    coming: Mapping[str, Sequence[int]]  # queue -> free starts, soonest needed last
+    usual_during: _RangeMax  # bytes while each node runs
+    usual_before: Sequence[int]  # and just before it
+
+    @classmethod
+    def of(cls, schedule: Schedule, deps: Dependencies, queues: Queues, life: Lifetimes) -> _Dues:
+        """Of a schedule as it came."""
+        nodes = schedule.nodes
+        free = _free(schedule, deps, queues)
+        lifted = frozenset(free).union(*free.values())
+        busy = [0.0]
+        for at in range(len(nodes)):
+            busy.append(busy[-1] + (0.0 if at in lifted else queues.compute_ns[at]))
+        needed = {at: _needed(at, deps, queues) for at in free}
+        due: dict[int, float] = {}
+        coming: dict[str, list[int]] = {}
+        latest: dict[str, float] = {}
+        for at in sorted(free, key=lambda at: (needed[at], at), reverse=True):
+            queue = _queue(schedule, at)
+            end = min(busy[needed[at]], latest.get(queue, busy[-1]))
+            due[at] = latest[queue] = end - queues.collective_ns[at]
+            coming.setdefault(queue, []).append(at)
+        during = analyze(schedule).during_bytes
+        before = [during[at] - life.allocates[at] - life.scratch[at] for at in range(len(nodes))]
+        return cls(free, lifted, due, coming, _RangeMax(during), before)
+
+
+def _preds(deps: Dependencies, at: int) -> list[int]:
+    """What `at` needs; the order of collectives is not kept here."""
+    return [before for before in deps.preds[at] if deps.why[before, at] is not Why.COLLECTIVE_ORDER]
+
+
+def _queue(schedule: Schedule, start: int) -> str:
+    comm = schedule.nodes[start].comm
+    return "" if comm is None else comm.group
+
+
+def _free(schedule: Schedule, deps: Dependencies, queues: Queues) -> dict[int, frozenset[int]]:
+    """Starts that depend on inputs and cheap work on them only, and that work."""
+    free: dict[int, frozenset[int]] = {}
+    light: list[bool] = []  # a node that a free start may take along
+    for at, node in enumerate(schedule.nodes):
+        clear = all(light[before] for before in _preds(deps, at))
+        light.append(clear and node.kind in (*COMPUTE, Kind.VIEW, Kind.NOOP) and not node.mutates)
+        if clear and node.kind is Kind.START and node.comm is not None:
+            along = _along(at, deps, queues)
+            if along is not None:
+                free[at] = along
+    return free
+
+
+def _along(start: int, deps: Dependencies, queues: Queues) -> frozenset[int] | None:
+    """What `start` needs; None if that is more work than it may take along."""
+    allowed_ns = CARRIED_SHARE * queues.collective_ns[start]
+    along: set[int] = set()
+    stack = [start]
+    while stack:
+        for before in _preds(deps, stack.pop()):
+            if before not in along:
+                cost_ns = queues.compute_ns[before]
+                allowed_ns -= cost_ns
+                if cost_ns > 0 and allowed_ns < 0:
+                    return None
+                along.add(before)
+                stack.append(before)
+    return frozenset(along)
+
+
+def _needed(start: int, deps: Dependencies, queues: Queues) -> int:
+    """Position of the first node that reads a result; that of its wait if nobody does."""
+    waits = queues.closed_by.get(start, ())
+    readers = [after for wait in waits for after in deps.succs[wait]]
+    return min(readers or waits, default=len(deps.preds))
 
 
 class _RangeMax:

@@ -88,7 +88,8 @@ def _build(schedule: Schedule) -> Dependencies:
 
 
 def _renumber(base: Dependencies, old: Schedule, new: Schedule) -> Dependencies:
-    to = [new.position(node.name) for node in old.nodes]
+    position = new.positions
+    to = [position[node.name] for node in old.nodes]
     edges = {(to[before], to[after]): why for (before, after), why in base.why.items()}
     if new.collectives_moved:
         edges = {edge: why for edge, why in edges.items() if why is not Why.COLLECTIVE_ORDER}

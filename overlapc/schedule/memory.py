@@ -10,7 +10,7 @@ never die. Aliases (views, waits, in-place results) take nothing. A node's scrat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -38,8 +38,16 @@ class MemoryProfile:
     """Live bytes of one order of a schedule."""
 
     during_bytes: tuple[int, ...]  # while each node runs, scratch included
-    frees: tuple[tuple[str, ...], ...]  # roots to free after each node
     base_bytes: int  # inputs: what is there before the first node
+    last_touch: Mapping[str, int]  # root -> position of the last node that touches it, of those that may die
+
+    @cached_property
+    def frees(self) -> tuple[tuple[str, ...], ...]:
+        """Roots to free after each node."""
+        dying: list[list[str]] = [[] for _ in self.during_bytes]
+        for root, at in self.last_touch.items():
+            dying[at].append(root)
+        return tuple(map(tuple, dying))
 
     @property
     def peak_bytes(self) -> int:
@@ -64,7 +72,8 @@ def lifetimes(schedule: Schedule) -> Lifetimes:
 
 def _reordered(life: Lifetimes, old: Schedule, new: Schedule) -> Lifetimes:
     """`life` of the order `old`, its nodes counted as in `new`."""
-    was = [old.position(node.name) for node in new.nodes]
+    position = old.positions
+    was = [position[node.name] for node in new.nodes]
     return replace(
         life,
         touches=tuple(life.touches[at] for at in was),
@@ -132,18 +141,16 @@ def _profile(life: Lifetimes, order: Sequence[int]) -> MemoryProfile:
     for at, node in enumerate(order):
         for storage in life.touches[node]:
             last[storage] = at
-    dying: dict[int, list[int]] = {}
+    freed = [0] * len(order)
     for storage, at in last.items():
-        dying.setdefault(at, []).append(storage)
+        freed[at] += life.bytes[storage]
     live = life.base_bytes
     during: list[int] = []
     for at, node in enumerate(order):
         live += life.allocates[node]
         during.append(live + life.scratch[node])
-        if at in dying:
-            live -= sum(life.bytes[storage] for storage in dying[at])
-    frees = tuple(tuple(life.roots[storage] for storage in dying.get(at, ())) for at in range(len(order)))
-    return MemoryProfile(tuple(during), frees, life.base_bytes)
+        live -= freed[at]
+    return MemoryProfile(tuple(during), life.base_bytes, {life.roots[storage]: at for storage, at in last.items()})
 
 
 class MemoryTimeline:

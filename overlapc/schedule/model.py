@@ -140,7 +140,8 @@ class Schedule:
 
     @cached_property
     def _index(self) -> _Index:
-        return _Index.of(self)
+        found = None if self.moved_from is None else _Index.reordered(self.moved_from, self)
+        return _Index.of(self) if found is None else found
 
     def node(self, name: str) -> Node:
         """The node of that name."""
@@ -152,6 +153,11 @@ class Schedule:
             return self._index.position[name]
         except KeyError:
             raise ScheduleError(unknown_name("node", name, self._index.position)) from None
+
+    @property
+    def positions(self) -> Mapping[str, int]:
+        """Where in the order each node is, by name."""
+        return self._index.position
 
     def producer(self, buffer: str) -> Node | None:
         """The node that defines `buffer`; None for an input."""
@@ -210,7 +216,8 @@ class Schedule:
         Dependences stay those of the order it came from, so a broken order can be told from a new graph.
         reorder_collectives: but the order of collectives that it gives is the one to keep from now on.
         """
-        nodes = tuple(self.node(name) for name in order)
+        position = self.positions
+        nodes = tuple([self.nodes[position[name]] if name in position else self.node(name) for name in order])
         if len(nodes) != len(self.nodes) or len({node.name for node in nodes}) != len(nodes):
             raise ScheduleError(f"{self.name}: an order of {len(nodes)} names for {len(self.nodes)} nodes")
         if all(new is old for new, old in zip(nodes, self.nodes, strict=True)):
@@ -280,6 +287,31 @@ class _Index:
                 start_of[at] = found
                 wait_of.setdefault(found, at)
         return cls(position, producer, readers, _roots(schedule.buffers), start_of, wait_of)
+
+    @classmethod
+    def reordered(cls, base: Schedule, schedule: Schedule) -> _Index | None:
+        """That of `schedule` from that of `base`; None unless it has the same nodes, but for their order and times."""
+        position = {node.name: at for at, node in enumerate(schedule.nodes)}
+        if base.buffers is not schedule.buffers or len(position) != len(base.nodes):
+            return None
+        for node in base.nodes:
+            at = position.get(node.name)
+            if at is None or schedule.nodes[at].reads is not node.reads or schedule.nodes[at].writes is not node.writes:
+                return None
+        known = base._index
+        to = [position[node.name] for node in base.nodes]
+        start_of = {to[wait]: to[start] for wait, start in known.start_of.items()}
+        wait_of: dict[int, int] = {}
+        for wait, start in start_of.items():
+            wait_of[start] = min(wait, wait_of.get(start, wait))
+        return cls(
+            position,
+            {name: to[at] for name, at in known.producer.items()},
+            {name: sorted([to[at] for at in ats]) for name, ats in known.readers.items()},
+            known.root,
+            dict(sorted(start_of.items())),
+            wait_of,
+        )
 
 
 def _started_by(schedule: Schedule, producer: dict[str, int], wait: Node) -> int | None:
