@@ -39,6 +39,11 @@ class KernelSource:
 Launcher = Callable[..., None]
 
 
+def direct(names: Mapping[str, Any]) -> dict[str, Any]:
+    """`names` as generated code calls them: a launcher's `direct` form where it has one."""
+    return {name: getattr(value, "direct", None) or value for name, value in names.items()}
+
+
 class Generator(Protocol):
     """One per device type."""
 

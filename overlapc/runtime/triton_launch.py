@@ -23,6 +23,8 @@ from torch.utils._sympy.printers import PythonPrinter
 from overlapc.errors import ToolchainError
 from overlapc.runtime.cache import KernelCache, content_key
 from overlapc.runtime.counters import count
+from overlapc.runtime.native_launcher import launcher_type
+from overlapc.runtime.support import empty_cuda
 from overlapc.runtime.triton_compile import Specification, compile_now, load_module
 from overlapc.runtime.triton_workers import compile_ahead
 
@@ -288,6 +290,16 @@ def _runner(compiled: Any, constants: int) -> Callable[..., None]:
     return launch
 
 
+_WARP = 32  # threads
+
+
+def _launches_plainly(compiled: Any) -> bool:
+    """Whether a loaded kernel needs a grid, a block and its arguments, and nothing else (Triton 3.6)."""
+    metadata = compiled.metadata
+    special = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
+    return all(getattr(metadata, name, True) in (0, False) for name in special) and metadata.num_ctas == 1
+
+
 # Launchers
 
 
@@ -301,7 +313,10 @@ def host_function(expr: sympy.Expr, sizes: Sequence[sympy.Symbol]) -> Callable[.
 
 
 class CudaLauncher:
-    """Launches one kernel on the current device and stream; `launcher(*tensors, *sizes)`."""
+    """Launches one kernel on the current device and stream; `launcher(*tensors, *sizes)`.
+
+    `direct` does the same at less cost for the host, where it is not None: for fixed sizes, once prepared.
+    """
 
     def __init__(self, source: Source, cache_dir: Path, target: GPUTarget) -> None:
         launch = _launch(source)
@@ -316,11 +331,12 @@ class CudaLauncher:
         self._constants = len(launch.constants) + (launch.index_bounds is not None)
         self._buffers = len(source.buffers)
         self._usual = _usual_variant(source)
-        self._compiled: dict[Variant, list[Any]] = {}
+        self._compiled: dict[tuple[int, Variant], list[Any]] = {}  # a loaded kernel belongs to one device
         self._runs: dict[tuple[int, Variant], list[Callable[..., None]]] = {}
         # Neither sizes nor scratch: for these a launch is a check of alignment and one call a stage.
         self._simple = not source.sizes and not launch.scratch
         self._ready: dict[int, list[tuple[Callable[..., None], int]]] = {}
+        self.direct: Callable[..., Any] | None = None
 
     def usual(self) -> list[Specification]:
         """What `prepare` will compile."""
@@ -334,6 +350,29 @@ class CudaLauncher:
             self._ready[device] = [
                 (run, programs()) for run, programs in zip(runs, self._programs, strict=True) if programs() > 0
             ]
+        if not self._source.sizes:
+            self.direct = self._native(device)
+
+    def _native(self, device: int) -> Callable[..., Any] | None:
+        """The usual variant in one call of C, which comes back here for any other; None where that cannot be."""
+        make = launcher_type(self._cache_dir)
+        kernels = self._compiled[device, self._usual]
+        if make is None or not all(_launches_plainly(kernel) for kernel in kernels):
+            return None
+        return make(
+            name=self._source.name,
+            stages=tuple(
+                (kernel.function, programs(), kernel.metadata.num_warps * _WARP, kernel.metadata.shared)
+                for kernel, programs in zip(kernels, self._programs, strict=True)
+            ),
+            pointers=self._buffers,
+            scratch=tuple(((elements(),), (1,), dtype) for dtype, elements in self._scratch),
+            empty=empty_cuda,
+            data_ptr=torch.Tensor.data_ptr,
+            stream_of=torch._C._cuda_getCurrentRawStream,
+            device=device,
+            otherwise=self,
+        )
 
     def __call__(self, *arguments: Any) -> None:
         device = torch._C._cuda_getDevice()
@@ -375,16 +414,14 @@ class CudaLauncher:
             return self._load(device, variant)
 
     def _load(self, device: int, variant: Variant) -> list[Callable[..., None]]:
-        if variant not in self._compiled:
-            self._compiled[variant] = [
-                _compile(self._source, stage, variant, self._target, self._cache_dir)
-                for stage in _launch(self._source).stages
-            ]
+        stages = _launch(self._source).stages
+        kernels = [_compile(self._source, stage, variant, self._target, self._cache_dir) for stage in stages]
         runs = []
-        for stage, compiled in zip(_launch(self._source).stages, self._compiled[variant], strict=True):
+        for stage, compiled in zip(stages, kernels, strict=True):
             # Too much shared memory shows only here.
             with _explained(self._source, stage.function, write_module(self._source, self._cache_dir)):
                 runs.append(_runner(compiled, self._constants))
+        self._compiled[device, variant] = kernels
         self._runs[device, variant] = runs
         return runs
 

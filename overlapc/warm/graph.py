@@ -80,7 +80,7 @@ class CompiledGraph:
         return call
 
     def _function(self, source: str, what: str, space: Mapping[str, Any]) -> Boxed:
-        return function_of(source.replace(NAME, self.name), f"<overlapc {self.name}{what}>", space)
+        return function_of(source.replace(NAME, self.name), f"<overlapc {self.name}{what}>", codegen.direct(space))
 
 
 def find(key: str, cache_dir: Path) -> CompiledGraph | None:

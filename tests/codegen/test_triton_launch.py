@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,12 @@ from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.tiling import choose
 from overlapc.errors import ToolchainError
 from overlapc.ir.body import Body, Cast, Constant, Load, Store, op
+from overlapc.runtime import triton_launch
+from overlapc.runtime.native_launcher import launcher_type
 from overlapc.runtime.triton_launch import Variant, compile_source, host_function, variant_of, write_module
 from tests.codegen import triton_cases as cases
 from tests.codegen.triton_cases import loop, p0, r0, s0
+from tests.runtime.recording_driver import Driver
 
 GENERATOR = TritonGenerator()
 
@@ -178,3 +182,24 @@ def test_assertions_in_a_kernel_are_compiled_in_and_integers_may_still_wrap(tmp_
     assert asserts[0] == 0
     assert asserts[1] > 0
     assert "overflow" not in compile_source(checked, tmp_path)[0].asm["ttir"]
+
+
+def test_a_prepared_kernel_is_launched_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Compiled for sm_90 and launched through a driver that writes down what it is given."""
+    driver = Driver(tmp_path)
+    monkeypatch.setattr(triton_launch, "launcher_type", functools.partial(launcher_type, driver=str(driver.path)))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 40 + device, raising=False)
+    source = GENERATOR.generate(pointwise("a", "b", count=5000), "exp")
+    (kernel,) = compile_source(source, tmp_path)
+    kernel.function = 77  # where the driver would have loaded it
+    launcher = triton_launch.CudaLauncher(source, tmp_path, triton.backends.compiler.GPUTarget("cuda", 90, 32))
+    launcher._compiled[2, launcher._usual] = [kernel]
+    direct = launcher._native(2)
+    assert direct is not None
+    assert direct.otherwise is launcher
+    x, y = torch.zeros(5000, dtype=torch.bfloat16), torch.zeros(5000, dtype=torch.bfloat16)
+    direct(x, y)
+    (stage,), block = source.launch.stages, dict(source.launch.constants)["XBLOCK"]
+    grid, threads = -(-5000 // block), 32 * stage.num_warps
+    (launch,) = driver.launches()
+    assert launch[:5] == [77, 42, grid, threads, kernel.metadata.shared]
