@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import sympy
+from torch.utils._sympy.functions import ModularIndexing
 
 from overlapc.codegen.triton.shape import KernelShape, axis_symbol
+from overlapc.ir.body import Loop
+from overlapc.ir.indexing import exact_quotient
 
 FIRST = "first"  # variable: where a kernel of one axis begins, for the random numbers of a whole tile
 
@@ -121,9 +125,13 @@ class AxisWriter:
         return used & {loop.symbol for loop in self.kernel.axes[axis]}
 
     def flattened(self, expr: sympy.Expr) -> sympy.Expr:
-        """`expr` with whole flattened axes in place of their loops: 4096*p0 + p1 -> x."""
+        """`expr` with whole flattened axes in place of their loops: 4096*p0 + p1 -> x, p1 // 64 % 2 -> x // 64 % 2."""
         for axis, loops in self.kernel.axes.items():
-            if len(loops) < 2 or not expr.free_symbols.issuperset(loop.symbol for loop in loops):
+            if len(loops) < 2:
+                continue
+            if expr.has(ModularIndexing):
+                expr = expr.replace(ModularIndexing, partial(_of_flat, axis_symbol(axis), loops))
+            if not expr.free_symbols.issuperset(loop.symbol for loop in loops):
                 continue
             flat, step = sympy.S.Zero, sympy.S.One
             for loop in reversed(loops):
@@ -167,3 +175,15 @@ class AxisWriter:
         if condition is not None:
             masks.append(condition)
         return f", {' & '.join(masks)}" if masks else ""
+
+
+def _of_flat(
+    flat: sympy.Symbol, loops: Sequence[Loop], base: sympy.Expr, divisor: sympy.Expr, modulus: sympy.Expr
+) -> sympy.Expr:
+    """`base // divisor % modulus` by the flattened axis, where `base` is one of its loops and wraps as that does."""
+    step = sympy.S.One
+    for loop in reversed(loops):
+        if loop.symbol == base and exact_quotient(loop.size, divisor * modulus) is not None:
+            return ModularIndexing(flat, step * divisor, modulus)
+        step *= loop.size
+    return ModularIndexing(base, divisor, modulus)

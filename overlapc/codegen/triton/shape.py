@@ -11,6 +11,7 @@ import torch
 from overlapc.codegen.triton.accumulate import accumulations, scanning
 from overlapc.codegen.triton.expressions import IndexPrinter
 from overlapc.codegen.triton.precision import coarse_values
+from overlapc.codegen.triton.rotations import joined_halves
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body, Op, Reduce, Scan, Store, Value, depends_on, topological
 from overlapc.ir.facts import unseen_where_masked
@@ -33,7 +34,7 @@ class KernelShape:
         """`program` is the text of a program's number; `known` gives all the sizes that symbols will ever have."""
         self.program = program
         self.known = known
-        self.body = body
+        self.body = body = joined_halves(body)
         self.tiling = tiling
         self.name = name
         self.ranges = body.ranges()

@@ -34,6 +34,13 @@ _ONE_PASS_LIMIT = 8192  # of a row that is read once anyway: a loop over smaller
 TOTALS_COLUMNS = 64
 TOTALS_WARPS = 4
 _LONG_ROW = 2**16  # elements; shorter rows fit the L2 cache by eight programs a multiprocessor
+_SHORT_ROW = 512  # elements
+_MANY_STEPS = 4  # reductions one after the other, as in a top-k: time goes to exchanges between threads, not to memory
+_MANY_STEPS_TILE = 1024
+# Of loops that load ahead, in a sweep on one H200 (benchmarks/triton_tilings.py): two stages hide little, four cost
+# more than they hide.
+_STAGES = 3
+_SHARED_BYTES = 192 * 1024  # of a multiprocessor of an H100/H200, and the first level cache keeps some
 DEFAULT_HINT = 4096  # for a size nobody knows
 
 
@@ -153,7 +160,7 @@ def _pointwise(body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence
     if ranked and votes[ranked[0]] > 0 and loops[-1].symbol != ranked[0] and not votes[loops[-1].symbol]:
         loops = _last(loops, ranked[0])
     if _has_row_values(body, loops, sizes):
-        return Tiling("rows", loops[-1:], 1024, 4, grid=loops[:-1])
+        return Tiling("rows", loops[-1:], 1024, 2, grid=loops[:-1])
     # Eight elements a thread: 16 bytes a load in two-byte formats. Smaller blocks when few would fill the device.
     xblock = _clamp(128, power_of_two(total // (4 * MULTIPROCESSORS) + 1), 1024)
     xblock = min(xblock, max(32, power_of_two(total)))
@@ -206,7 +213,9 @@ def _reduction(
     whole = max((access.bytes for access in inner), default=0)
     streams = sum(4 * access.bytes >= whole and not access.is_store for access in inner)  # as large as all of x and r
     row_limit = _PERSISTENT_LIMIT // (1 if streams <= 1 else 2 if streams <= 2 else 4)  # registers
-    if _passes(body, reduced) == 1:
+    passes = _passes(body, reduced)
+    many_steps = passes > _MANY_STEPS
+    if passes == 1:
         row_limit = min(row_limit, _ONE_PASS_LIMIT)
     if columns:
         width = 64 if all(load.memory_dtype.itemsize <= 2 for load in body.loads()) else 32
@@ -215,7 +224,7 @@ def _reduction(
         fits = static and length <= rblock
     elif static and length <= row_limit:
         rblock = power_of_two(length)
-        wanted = max(1, 2048 // rblock)
+        wanted = max(1, (_MANY_STEPS_TILE if many_steps else 2048) // rblock)
         xblock = _clamp(1, min(wanted, power_of_two(max(1, rows // (2 * MULTIPROCESSORS)))), 64)
         fits = True
     else:
@@ -224,15 +233,30 @@ def _reduction(
     tile = xblock * rblock
     num_warps = _clamp(1, tile // 512, 16)  # 16 elements a thread: two loads of 16 bytes in flight in two-byte formats
     programs = max(1, -(-rows // xblock))
+    if fits and not columns and programs >= 2 * MULTIPROCESSORS:
+        # Many programs have enough loads in flight: fewer threads to a row wait less for each other.
+        num_warps = tile // 128 if many_steps else _clamp(1, tile // 1024, 8 if tile <= 16384 else 16)
     splits = 1
     if not fits and not scans and programs < 2 * MULTIPROCESSORS:
         wanted = min((8 if columns else 4) * MULTIPROCESSORS // programs, length // (4 * rblock), 512)
         splits = 1 << max(0, wanted.bit_length() - 1) if wanted >= 2 else 1
     form = "persistent" if fits else "split" if splits > 1 else "looped"
-    if form == "looped" and not columns and _passes(body, reduced) > 1 and length >= _LONG_ROW:
-        # The rows that are in work together should still lie in the L2 cache when they are read again.
-        rblock, num_warps = 4 * rblock, 32
-    return Tiling(form, x, xblock, num_warps, r=r, rblock=rblock, splits=splits)
+    if form == "looped" and not columns and passes > 1 and length >= _LONG_ROW:
+        # The rows that are in work together should still lie in the L2 cache when they are read again: one program a
+        # multiprocessor, as many registers as that has.
+        rblock, num_warps = _LONG_ROW // power_of_two(max(1, streams)), 32
+    stages = 0
+    if form == "split" and columns and any(access.is_store for access in inner):
+        stages = _stages(body, tile)  # loads would wait for the stores of the tile before
+    return Tiling(form, x, xblock, num_warps, r=r, rblock=rblock, splits=splits, num_stages=stages)
+
+
+def _stages(body: Body, tile: int) -> int:
+    """Of a pipelined loop over tiles of so many elements: what is loaded ahead must leave room for two programs."""
+    reduced = {loop.symbol for loop in body.reduction}
+    loads = [load for load in body.loads() if reduced & load.index.free_symbols and not load.operands()]
+    ahead = (_STAGES - 1) * tile * sum(load.memory_dtype.itemsize for load in loads)
+    return _STAGES if 2 * ahead <= _SHARED_BYTES else 0
 
 
 def _passes(body: Body, reduced: set[sympy.Symbol]) -> int:
@@ -247,11 +271,17 @@ def _passes(body: Body, reduced: set[sympy.Symbol]) -> int:
 def _totals(body: Body, rows: int, length: int, best: sympy.Symbol | None) -> Tiling:
     """Whole rows, as many programs as stay on the device together: each brings a row of totals."""
     rblock = power_of_two(length)
-    xblock = min(max(1, 2048 // rblock), power_of_two(rows))
-    num_warps = _clamp(1, xblock * rblock // 512, 32)
+    if rblock <= _SHORT_ROW:  # a warp or two reduce it: more rows at a time
+        xblock = min(4096 // rblock, power_of_two(rows))
+        num_warps, stages = _clamp(1, xblock * rblock // 1024, 32), 0
+    else:
+        xblock = min(max(1, 2048 // rblock), power_of_two(rows))
+        num_warps, stages = _clamp(1, xblock * rblock // 512, 32), _stages(body, xblock * rblock)
     programs = min(MULTIPROCESSORS * max(1, 16 // num_warps), -(-rows // xblock))
     r = body.reduction if best is None else _last(body.reduction, best)
-    return Tiling("totals", body.loops, xblock, num_warps, r=r, rblock=rblock, splits=max(1, programs))
+    return Tiling(
+        "totals", body.loops, xblock, num_warps, r=r, rblock=rblock, splits=max(1, programs), num_stages=stages
+    )
 
 
 def memory_dtypes(body: Body) -> dict[str, torch.dtype]:
