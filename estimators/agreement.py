@@ -17,7 +17,6 @@ import itertools
 import json
 import math
 import os
-import statistics
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -113,10 +112,13 @@ class Compilation:
         ranks = self._meetings.ranks
         return ranks.index(self._meetings.rank), len(ranks)
 
-    def agree_on_known(self, values: Mapping[str, float]) -> dict[str, float]:
-        """For every name that some rank brings, the median of what was brought; the same on every rank."""
-        text = zlib.compress(json.dumps(values).encode(), 1)
-        return dict(json.loads(self._agree("timings", "ranks timed different things", (), text, _known_medians)))
+    def agree_on_tables(self, tables: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+        """For every name that some rank brings, the longest table that was brought; the same on every rank.
+
+        A table is taken as a whole, as what one rank measured belongs together; of equally long ones the first rank's.
+        """
+        text = zlib.compress(json.dumps(tables).encode(), 1)
+        return dict(json.loads(self._agree("tables", "ranks bring tables", (), text, _longest)))
 
     def agree_on_profile(self, profile: DeviceProfile) -> DeviceProfile:
         """One profile for all ranks: the median of each of its numbers, as hosts measure different ones."""
@@ -189,12 +191,13 @@ def _medians(columns: Sequence[bytes]) -> bytes:
     return np.median(table, axis=0).astype("<f8").tobytes()
 
 
-def _known_medians(brought: Sequence[bytes]) -> bytes:
-    found: dict[str, list[float]] = {}
+def _longest(brought: Sequence[bytes]) -> bytes:
+    found: dict[str, dict[str, float]] = {}
     for text in brought:
-        for name, value in json.loads(zlib.decompress(text)).items():
-            found.setdefault(name, []).append(value)
-    return json.dumps({name: statistics.median(found[name]) for name in sorted(found)}).encode()
+        for name, table in json.loads(zlib.decompress(text)).items():
+            if len(table) > len(found.get(name, ())):
+                found[name] = table
+    return json.dumps(found, sort_keys=True).encode()
 
 
 def _explain(title: str, variants: Sequence[Sequence[int]], brought: Mapping[int, bytes]) -> bytes:

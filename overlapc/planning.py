@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
 from overlapc import dump
+from overlapc.autotune import Tuning, tune
 from overlapc.chain import chain_of
 from overlapc.codegen import kernel as codegen
 from overlapc.codegen.bucket import merge_starts
@@ -35,7 +36,6 @@ from overlapc.lowering import Communication, lower
 from overlapc.lowering.product import Product
 from overlapc.measured_fusion import KernelTimes
 from overlapc.measured_products import ProductTimes, choice
-from overlapc.measured_tilings import Tuning, tune
 from overlapc.passes.base import Context, Result, run_pipeline
 from overlapc.profile import profile_of
 from overlapc.report.drawing import to_dot

@@ -36,6 +36,14 @@ class KernelSource:
     launch: Any = field(default=None, compare=False)  # the generator's own launch facts (grid, block sizes, …)
 
 
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A kernel's source with the work divided in one way; `tiling` says how, in the generator's own terms."""
+
+    source: KernelSource
+    tiling: Any = field(default=None, compare=False)
+
+
 Launcher = Callable[..., None]
 
 
@@ -64,11 +72,12 @@ class Generator(Protocol):
         """
 
     def alternatives(
-        self, bodies: Sequence[Body], hint: str, size_hints: Mapping[str, int] | None = None
-    ) -> Sequence[KernelSource]:
-        """Sources that do what `generate` (of one body) or `combine` (of several) does, theirs first.
+        self, bodies: Sequence[Body], hint: str, size_hints: Mapping[str, int] | None = None, around: Any = None
+    ) -> Sequence[Alternative]:
+        """What `generate` (of one body) or `combine` (of several) gives, then others worth measuring beside it.
 
-        They take the same arguments and differ in how work is divided on the device, so that measuring them pays.
+        They do the same and take the same arguments. around: the `tiling` of one of them, whose neighbours are wanted;
+        it comes first.
         """
 
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from overlapc.codegen import kernel as codegen
-from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.kernel import Alternative, KernelSource
 from overlapc.errors import CompileError
 from overlapc.ir.ops import Combo, Loops, LoweredGraph, loops_of
 from overlapc.schedule.model import Schedule
@@ -50,10 +51,10 @@ def source_of(op: Loops | Combo, graph: LoweredGraph) -> KernelSource:
     return generator.generate(op.body, _hint(op), comment, graph.size_hints)
 
 
-def alternatives_of(op: Loops | Combo, graph: LoweredGraph) -> Sequence[KernelSource]:
-    """What `source_of` gives, then the same kernel with its work divided otherwise on the device."""
+def alternatives_of(op: Loops | Combo, graph: LoweredGraph, around: Any = None) -> Sequence[Alternative]:
+    """What `source_of` gives, or the one with the tiling `around`; then the same kernel, its work divided otherwise."""
     bodies = [part.body for part in loops_of(op)]
-    return codegen.generator_for(op.device.type).alternatives(bodies, _hint(op), graph.size_hints)
+    return codegen.generator_for(op.device.type).alternatives(bodies, _hint(op), graph.size_hints, around)
 
 
 def _hint(op: Loops | Combo) -> str:

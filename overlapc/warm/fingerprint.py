@@ -80,10 +80,11 @@ def _options(config: Config) -> Iterator[str]:
 
 @functools.cache
 def _versions() -> tuple[str, ...]:
-    return (torch.__version__, str(torch.version.cuda), _triton_version(), platform.python_version(), *_devices())
+    return (torch.__version__, str(torch.version.cuda), triton_version(), platform.python_version(), *_devices())
 
 
-def _triton_version() -> str:
+def triton_version() -> str:
+    """ "" where there is none."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

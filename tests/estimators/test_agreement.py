@@ -338,11 +338,12 @@ def test_what_all_have_kept_is_used_and_what_some_have_is_not():
 
 
 def test_what_only_some_know_all_are_told() -> None:
-    known = [{"a": 1.0, "b": 10.0}, {"a": 3.0}, {}, {"a": 2.0, "c": 0.1}]
+    known = [{"a": {"x": 1.0}, "b": {"x": 10.0}}, {"a": {"x": 3.0, "y": 4.0}}, {}, {"b": {"x": 2.0}, "c": {"z": 0.1}}]
 
-    def work(party: Party, rank: int) -> tuple[tuple[int, int], dict[str, float]]:
+    def work(party: Party, rank: int) -> tuple[tuple[int, int], dict[str, dict[str, float]]]:
         with party.compilation("f", 20) as ranks:
-            return ranks.place, ranks.agree_on_known(known[rank])
+            return ranks.place, ranks.agree_on_tables(known[rank])
 
-    assert on_ranks(4, work) == [((rank, 4), {"a": 2.0, "b": 10.0, "c": 0.1}) for rank in range(4)]
-    assert Party(dist.HashStore(), 5, (5,)).compilation("f", 20).agree_on_known({"a": 0.1}) == {"a": 0.1}
+    told = {"a": {"x": 3.0, "y": 4.0}, "b": {"x": 10.0}, "c": {"z": 0.1}}
+    assert on_ranks(4, work) == [((rank, 4), told) for rank in range(4)]
+    assert Party(dist.HashStore(), 5, (5,)).compilation("f", 20).agree_on_tables(known[3]) == known[3]

@@ -19,6 +19,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import sympy
 
@@ -28,7 +29,7 @@ from overlapc.codegen.cpp.function import Function
 from overlapc.codegen.cpp.plan import plan
 from overlapc.codegen.cpp.reduce import ReductionFunction
 from overlapc.codegen.cpp_load import load_kernels
-from overlapc.codegen.kernel import KernelSource, Launcher, register
+from overlapc.codegen.kernel import Alternative, KernelSource, Launcher, register
 from overlapc.ir.body import Body, Cast, with_sums
 from overlapc.ir.template import template_of
 
@@ -77,11 +78,11 @@ class CppGenerator:
         return _named(text, hint, buffers, (), comment, ())
 
     def alternatives(
-        self, bodies: Sequence[Body], hint: str, size_hints: Mapping[str, int] | None = None
-    ) -> list[KernelSource]:
+        self, bodies: Sequence[Body], hint: str, size_hints: Mapping[str, int] | None = None, around: Any = None
+    ) -> list[Alternative]:
         """One: the C++ compiler and OpenMP divide the work."""
         (body, *more) = bodies
-        return [self.combine(bodies, hint) if more else self.generate(body, hint, size_hints=size_hints)]
+        return [Alternative(self.combine(bodies, hint) if more else self.generate(body, hint, size_hints=size_hints))]
 
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
         """Compiles what is not in the cache, all at once; a launcher for each name. ToolchainError on failure."""

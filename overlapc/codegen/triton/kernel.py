@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import sympy
 import torch
 
-from overlapc.codegen.kernel import KernelSource, Launcher, register
+from overlapc.codegen.kernel import Alternative, KernelSource, Launcher, register
 from overlapc.codegen.triton import products
 from overlapc.codegen.triton import tiling as tilings
 from overlapc.codegen.triton.candidates import alternatives
@@ -76,17 +78,18 @@ class TritonGenerator:
         return combo_source(bodies, _identifier(hint), comment)
 
     def alternatives(
-        self, bodies: Sequence[Body], hint: str, size_hints: Mapping[str, int] | None = None
-    ) -> list[KernelSource]:
-        """The kernel in the heuristic tiling, then in others."""
+        self, bodies: Sequence[Body], hint: str, size_hints: Mapping[str, int] | None = None, around: Any = None
+    ) -> list[Alternative]:
+        """The kernel in the heuristic tiling, or the one that is given, then in others."""
         if len(bodies) > 1:
-            kind, largest, chosen = combo_tiling(bodies)
-            name = _identifier(hint)
-            return [combo_source(bodies, name, tiling=each) for each in alternatives(kind, largest, chosen)]
-        (body,) = bodies
-        hints = _hints(body, size_hints or {})
-        tilings_of_it = alternatives(body, hints, _chosen(body, hints))
-        return [self.generate(body, hint, size_hints=size_hints, tiling=each) for each in tilings_of_it]
+            kind, sizes, chosen = combo_tiling(bodies)
+            make = partial(combo_source, bodies, _identifier(hint))
+        else:
+            (kind,) = bodies
+            sizes = _hints(kind, size_hints or {})
+            chosen = _chosen(kind, sizes)
+            make = partial(self.generate, kind, hint, size_hints=size_hints)
+        return [Alternative(make(tiling=each), each) for each in alternatives(kind, sizes, around or chosen)]
 
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
         """Launchers for the current CUDA device, or for Triton's interpreter when TRITON_INTERPRET=1."""

@@ -10,15 +10,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import triton
 
+from overlapc.autotune import Tuning, tune
+from overlapc.autotune.search import Trial
+from overlapc.autotune.tuning import choose
 from overlapc.codegen import kernel as generators
 from overlapc.codegen.cpp.kernel import CppGenerator
-from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.kernel import Alternative, KernelSource
 from overlapc.codegen.sources import generate_kernels, source_of
 from overlapc.codegen.triton import TritonGenerator, candidates
 from overlapc.config import Config
@@ -27,7 +31,6 @@ from overlapc.estimators.agreement import Party
 from overlapc.fusion.build import to_schedule
 from overlapc.ir.body import Body
 from overlapc.ir.ops import Loops, LoweredGraph
-from overlapc.measured_tilings import Trial, Tuning, choose, tune
 from overlapc.report import record
 from overlapc.runtime.counters import counted
 from overlapc.schedule.model import Estimate, Node, Schedule
@@ -40,15 +43,19 @@ class Paced(CppGenerator):
 
     def __init__(self, paces_ms: Mapping[str, float]) -> None:
         self.paces_ms = paces_ms  # by suffix of the name; "" is the heuristic one
+        self.neighbours: dict[str, tuple[str, ...]] = {}  # by suffix; all unless said
         self.refused: str | None = None
         self.loaded: Counter[str] = Counter()  # by thread and name
 
     def alternatives(
-        self, bodies: Sequence[Body], hint: str, size_hints: Mapping[str, int] | None = None
-    ) -> list[KernelSource]:
+        self, bodies: Sequence[Body], hint: str, size_hints: Mapping[str, int] | None = None, around: Any = None
+    ) -> list[Alternative]:
         (body,) = bodies
         source = self.generate(body, hint, size_hints=size_hints)
-        return [replace(source, name=source.name + suffix, text=f"# tiling{suffix}") for suffix in self.paces_ms]
+        return [
+            Alternative(replace(source, name=source.name + suffix, text=f"# tiling{suffix}"), suffix)
+            for suffix in self.neighbours.get(around or "", tuple(self.paces_ms))
+        ]
 
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> dict[str, Callable[..., None]]:
         if any(source.name.endswith(self.refused or "nothing") for source in sources):
@@ -103,6 +110,28 @@ def test_the_fastest_tiling_is_used_wherever_the_kernel_is(paced: Paced, tmp_pat
     assert set(paced.loaded.values()) == {1}
 
 
+def test_the_search_goes_on_from_what_was_faster(paced: Paced, tmp_path: Path):
+    paced.paces_ms = {"": 8.0, "_b": 4.0, "_c": 9.0, "_d": 0.5, "_e": 9.0, "_f": 0.1}
+    paced.neighbours = {"": ("", "_b", "_c"), "_b": ("_b", "_d", ""), "_d": ("_d", "_e"), "_c": ("_c", "_f")}
+    found = tuned(tmp_path, count=1)
+    (choice,) = found.choices.values()
+    assert choice.tiling == "tiling_d"
+    assert {name[-2:] for name in paced.loaded} >= {"_b", "_c", "_d", "_e"}
+    assert not any(name.endswith("_f") for name in paced.loaded)  # that lies behind a slower one
+    paced.loaded.clear()
+    assert tuned(tmp_path, count=1) == found
+    assert not paced.loaded
+
+
+def test_a_search_that_was_cut_short_goes_on_next_time(paced: Paced, tmp_path: Path):
+    paced.paces_ms = {"": 8.0, "_b": 4.0, "_d": 0.2}
+    paced.neighbours = {"": ("", "_b"), "_b": ("_b", "_d")}
+    (first,) = tuned(tmp_path, count=1, seconds=1e-3).choices.values()
+    (second,) = tuned(tmp_path, count=1).choices.values()
+    assert (first.tiling, second.tiling) == ("tiling_b", "tiling_d")
+    assert second.heuristic_ns == first.heuristic_ns  # that was not measured again
+
+
 def test_what_was_measured_is_not_measured_again(paced: Paced, tmp_path: Path):
     first = tuned(tmp_path)
     paced.loaded.clear()
@@ -130,9 +159,8 @@ def test_an_entry_that_is_something_else_is_measured_again(paced: Paced, tmp_pat
 def test_a_gain_within_the_noise_changes_nothing(other_ns: float, name: str):
     (op,) = kernels(1)[1].ops[:1]
     assert isinstance(op, Loops)
-    trial = Trial(
-        op, tuple(KernelSource(each, "# a tiling", ("a",)) for each in ("k", "k_b", "k_c")), ("x",), 1.0, "key"
-    )
+    first = tuple(Alternative(KernelSource(each, "# a tiling", ("a",))) for each in ("k", "k_b", "k_c"))
+    trial = Trial(op, first, ("x",), lambda alternative: first)
     found = choose(trial, {"k": 100.0, "k_b": other_ns})  # k_c was not to be had
     assert (found.source.name, found.heuristic_ns) == (name, 100.0)
     assert found.chosen_ns == (other_ns if name == "k_b" else 100.0)

@@ -58,5 +58,8 @@ def test_ranks_measure_what_is_missing_and_choose_alike(tmp_path: Path):
     first, second = values_on_ranks(starts, 2, str(tmp_path), timeout_s=240)
     assert [each["tuned"] for each in first] == [each["tuned"] for each in second]  # to the last digit of each time
     assert {each["tuned"].split(",")[0] for each in first} == {"3 of 3 kernels measured"}
-    assert [each["timed"] for each in first] == [4, 0, 0]  # two kernels in two tilings
-    assert [each["timed"] for each in second] == [2, 2, 0]
+    assert first[0]["timed"] >= 4  # two kernels of three in two tilings, or what these led to
+    assert [each["timed"] for each in first[1:]] == [0, 0]
+    assert second[0]["timed"] >= 2
+    assert second[1]["timed"] >= 2
+    assert second[2]["timed"] == 0

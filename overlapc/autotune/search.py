@@ -1,0 +1,97 @@
+"""Which kernels are tried, in which tilings: from the heuristic one to the fastest around it, and on from there."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from overlapc.codegen.kernel import Alternative, KernelSource
+from overlapc.codegen.sources import alternatives_of, source_of
+from overlapc.codegen.trial import refuse
+from overlapc.ir.ops import Combo, Loops, LoweredGraph, loops_of
+from overlapc.schedule.model import Estimate, Node, Schedule
+
+NEVER = 1e18  # ns of a tiling that the toolchain refuses: finite, as ranks agree on medians
+_STEPS = 3  # how often the search goes on from a tiling that was faster
+_STEP_GAIN = 0.99  # of the time before: what a step must stay under for another
+_LEAST_SHARE = 1e-3  # of all kernels' time: cheaper ones are left as they are
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A kernel of the graph in the heuristic tiling and those around it, and which nodes it is launched for."""
+
+    op: Loops | Combo
+    first: tuple[Alternative, ...]  # the heuristic one first
+    nodes: tuple[str, ...]
+    around: Callable[[Alternative], tuple[Alternative, ...]]  # the neighbours of another one
+
+    @property
+    def heuristic(self) -> KernelSource:
+        """What is used where nothing is measured."""
+        return self.first[0].source
+
+    @property
+    def name(self) -> str:
+        return self.heuristic.name
+
+
+@dataclass(frozen=True)
+class Explored:
+    """How far times lead: the tilings that were met, and those among them that are to be measured next."""
+
+    met: Mapping[str, KernelSource]  # by name
+    missing: tuple[KernelSource, ...]
+
+
+def trials_of(
+    schedule: Schedule, graph: LoweredGraph, weigh: Callable[[Node], Estimate | None]
+) -> tuple[int, list[Trial]]:
+    """(different kernels, those worth measuring with the heaviest first). `weigh` estimates a node."""
+    first: dict[str, Loops | Combo] = {}
+    nodes: dict[str, list[str]] = {}
+    weights_ns: dict[str, float] = {}
+    for node in schedule.nodes:
+        op = node.payload
+        if isinstance(op, Loops | Combo):
+            estimate = weigh(node)
+            name = source_of(op, graph).name
+            first.setdefault(name, op)
+            nodes.setdefault(name, []).append(node.name)
+            weights_ns[name] = weights_ns.get(name, 0.0) + (0.0 if estimate is None else estimate.ns)
+    least_ns = _LEAST_SHARE * sum(weights_ns.values())
+    found = []
+    for name in sorted(first, key=lambda name: (-weights_ns[name], name)):
+        if weights_ns[name] >= least_ns and all(refuse(part.body) is None for part in loops_of(first[name])):
+            trial = trial_of(first[name], graph, tuple(nodes[name]))
+            if len(trial.first) > 1:
+                found.append(trial)
+    return len(first), found
+
+
+def trial_of(op: Loops | Combo, graph: LoweredGraph, nodes: tuple[str, ...]) -> Trial:
+    """The kernel of `op`, which is launched for `nodes`."""
+
+    def around(alternative: Alternative) -> tuple[Alternative, ...]:
+        return tuple(alternatives_of(op, graph, alternative.tiling))
+
+    return Trial(op, tuple(alternatives_of(op, graph)), nodes, around)
+
+
+def explore(trial: Trial, times: Mapping[str, float]) -> Explored:
+    """Follows `times` (ns by name of the source) from the heuristic tiling: the neighbours of the fastest, and so on.
+
+    Whoever has the same times meets the same tilings.
+    """
+    met = {each.source.name: each for each in trial.first}
+    fastest_ns = times.get(trial.name, math.inf)
+    for step in itertools.count():
+        missing = tuple(each.source for name, each in met.items() if name not in times)
+        fastest = min(met, key=lambda name: (times.get(name, math.inf), name))
+        if missing or step == _STEPS or times[fastest] >= _STEP_GAIN * fastest_ns:
+            break
+        fastest_ns = times[fastest]
+        met.update((each.source.name, each) for each in trial.around(met[fastest]) if each.source.name not in met)
+    return Explored({name: each.source for name, each in met.items()}, missing)
