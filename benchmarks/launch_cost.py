@@ -1,4 +1,4 @@
-"""Host time of one kernel launch: a bare `cuLaunchKernel` loop in C, ours, torch's static one, and Inductor's.
+"""Host time of one kernel launch: a bare `cuLaunchKernel` loop in C, ours from Python and from C, torch's, Inductor's.
 
     python benchmarks/launch_cost.py                 # one GPU
 
@@ -47,6 +47,8 @@ def main() -> None:
     launcher, arguments = ours(cache, x, out)
     rows: list[tuple[str, Callable[[], Any], int]] = [("ours", lambda: launcher(*arguments), 1)]
     rows.insert(0, ("bare driver launch, in C", bare(cache, launcher, arguments), BURST))
+    if launcher.direct is not None:
+        rows.append(("ours, from C", lambda: launcher.direct(*arguments), 1))
     rows.append(("torch's static launcher", static(cache, launcher, arguments), 1))
     rows.append(("Inductor's launcher", inductors(x), 1))
     rows.append(("ours, whole compiled call", compiled("overlapc", x, cache), 1))
@@ -112,12 +114,13 @@ def static(cache: Path, launcher: Any, arguments: list[torch.Tensor]) -> Callabl
     shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
     *_, function, registers, spills = torchs._load_kernel(str(cubin), kernel.metadata.name, shared, 0)
     print(f"torch's static launcher: {registers} registers, {spills} spilled")
+    programs = launcher._programs[0]()
     launch, types, hidden = torchs._launch_kernel, "K" * (len(arguments) + 2), (0, 0)
     stream = torch.cuda.current_stream().cuda_stream
 
     def call() -> None:
         pointers = [tensor.data_ptr() for tensor in arguments]
-        launch(function, 1, 1, 1, warps, shared, types, (*pointers, *hidden), stream)
+        launch(function, programs, 1, 1, warps, shared, types, (*pointers, *hidden), stream)
 
     before = [tensor.clone() for tensor in arguments]
     call()
