@@ -1,7 +1,9 @@
 """`overlapc calibrate --from`: from measured records to a profile file."""
 
+import gzip
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,11 +11,13 @@ from overlapc.errors import ConfigError
 from overlapc.estimators.device import load_profile
 from overlapc.estimators.observed import estimated
 from overlapc.launch.cli import main
-from overlapc.report.feedback import runs_of
+from overlapc.report.feedback import refine, runs_of
 from overlapc.report.record import Measured, Report, StepRecord
 from overlapc.schedule.text import parse
 from tests.report.sample import FORWARD
 
+# Llama-8B with 8 layers, a step on 4 H200s, rank 0, without spans and origins: from `benchmarks/predict.py --out`.
+REAL = Path(__file__).with_name("fsdp_4xh200.record.json.gz")
 PROFILE = load_profile("h200-nvlink")
 # Six equal layers: a gather, a matmul and a kernel each.
 SCHEDULE = estimated(
@@ -80,3 +84,14 @@ def test_a_record_that_was_not_measured_is_refused(tmp_path):
     path = Report((StepRecord(graphs=(FORWARD,)),)).save(tmp_path / "overlap.json")
     with pytest.raises(ConfigError, match="was not measured"):
         runs_of(path)
+
+
+def test_a_real_step_is_predicted_nearer_where_it_was_held_out(tmp_path):
+    path = tmp_path / "fsdp.json"
+    path.write_bytes(gzip.decompress(REAL.read_bytes()))
+    feedback, document = refine("h200-nvlink", [path])
+    errors = {each.kind: each for each in feedback.errors}
+    assert errors["kernels"].after < 0.7 * errors["kernels"].before
+    assert errors["library calls"].after < 0.7 * errors["library calls"].before
+    assert errors["collectives"].after <= 1.05 * errors["collectives"].before
+    assert len(document["fed_back"]) == len(feedback.changes) > 10
