@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import sympy
+from torch.utils._sympy.functions import FloorDiv, Max, Min
 
 from overlapc.codegen.cpp.expressions import SCALAR_ONLY, weight
 from overlapc.ir.body import Body, Load, Loop, Op, Store, Value
@@ -44,9 +45,10 @@ ROWS = 16  # short rows that go through a pass together
 SHORT_ROW = 1024  # elements; with a tile of them the next pass still finds its data in the nearest cache
 FEWEST_ROWS = 4  # that are worth a tile
 FEWEST_TILES = 8  # below this many tiles of rows, threads would idle
-# Of a split reduction, or of the rows that columns are totalled over: enough for the threads of a large host, fixed so
-# that results are.
+# At most, of a split reduction or of the rows that columns are totalled over: enough for the threads of a large host.
+# How many depends on sizes alone, so that results do too.
 CHUNKS = 64
+CHUNK_ROWS = 32  # at least, where a chunk has a row of totals: starting and adding that up costs about four rows
 FEW_ITERATIONS = 8  # parallel iterations below which a long reduction is split
 UNKNOWN_SIZE = 512  # a symbolic size without a hint
 
@@ -120,6 +122,13 @@ def _rows_together(body: Body, outer: tuple[Loop, ...], hints: Mapping[str, int]
         if together >= FEWEST_ROWS:
             return loop if count >= FEWEST_TILES * together else None
     return None
+
+
+def chunk_count(size: sympy.Expr, least: int) -> sympy.Expr:
+    """Into how many chunks of at least `least` iterations a loop of `size` is split."""
+    if size.is_Integer:
+        return sympy.Integer(max(1, min(CHUNKS, int(size) // least)))
+    return Max(1, Min(CHUNKS, FloorDiv(size, least)))
 
 
 def size_hint(size: sympy.Expr, hints: Mapping[str, int]) -> int:

@@ -20,7 +20,7 @@ from overlapc.codegen.cpp.accumulators import Accumulator, Variable, accumulator
 from overlapc.codegen.cpp.expressions import C_TYPE, index_text, store_text, weight
 from overlapc.codegen.cpp.function import Function
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
-from overlapc.codegen.cpp.plan import BLOCK, CHUNKS, ROWS, TILE
+from overlapc.codegen.cpp.plan import BLOCK, CHUNK_ROWS, CHUNKS, ROWS, TILE, chunk_count
 from overlapc.ir.body import Constant, Index, Load, Loop, Op, Reduce, Scan, Store, Value
 from overlapc.ir.indexing import numel
 
@@ -74,13 +74,14 @@ class ReductionFunction(Function):
         """Memory for a row of totals a chunk; the loops over chunks, and over the rows of one."""
         rows, width = index_text(self.body.numel()), index_text(self.body.reduction_numel())
         self.line(f"const int64_t rows = {rows}, width = {width};")
-        chunk = For("chunk", "0", str(CHUNKS))
+        self.line(f"const int64_t chunks = {index_text(chunk_count(self.body.numel(), CHUNK_ROWS))};")
+        chunk = For("chunk", "0", "chunks")
         for at, store in enumerate(totals):
             kind = C_TYPE[store.value.dtype]
-            self.line(f"{kind}* const parts{at} = ({kind}*)malloc(sizeof({kind}) * {CHUNKS} * width);")
+            self.line(f"{kind}* const parts{at} = ({kind}*)malloc(sizeof({kind}) * chunks * width);")
             chunk.inside.append(f"{kind}* const part{at} = parts{at} + chunk * width;")
             chunk.inside.append(f"for (int64_t at = 0; at < width; ++at) part{at}[at] = {_IDENTITY[store.mode]};")
-        row = For("row", f"rows * chunk / {CHUNKS}", f"rows * (chunk + 1) / {CHUNKS}")
+        row = For("row", "rows * chunk / chunks", "rows * (chunk + 1) / chunks")
         rest: sympy.Expr = sympy.S.One
         for loop in reversed(self.body.loops):
             outermost = loop == self.body.loops[0]
@@ -109,7 +110,7 @@ class ReductionFunction(Function):
             kind = "double" if dtype.is_floating_point else C_TYPE[dtype]
             part = f"parts{at}[chunk * width + {index_text(self._flat_position())}]"
             self.line(f"{kind} total{at} = {_IDENTITY[store.mode]};")
-            self.line(f"for (int64_t chunk = 0; chunk < {CHUNKS}; ++chunk) total{at} {_SIGN[store.mode]}= {part};")
+            self.line(f"for (int64_t chunk = 0; chunk < chunks; ++chunk) total{at} {_SIGN[store.mode]}= {part};")
             value = store_text(f"{C_TYPE[dtype]}(total{at})", dtype, store.memory_dtype)
             self.line(f"{self.place(store, {})} = {value};")
         for loop in reversed(loops):
@@ -315,10 +316,13 @@ class ReductionFunction(Function):
         totals = [variable for part in accumulators for variable in part.totals]
         for variable in totals:
             self.line(f"{variable.kind} {variable.name}_chunk[{CHUNKS}]{extent};")
-        chunk = For("chunk", "0", str(CHUNKS))
+        least = CHUNK_ROWS if columns else BLOCK if split == self.plan.vector else 1
+        chunks = f"chunks{accumulators[0].number}"
+        self.line(f"const int64_t {chunks} = {index_text(chunk_count(split.size, least))};")
+        chunk = For("chunk", "0", chunks)
         size = index_text(split.size)
         for name, at in (("begin", "chunk"), ("end", "(chunk + 1)")):
-            chunk.inside.append(f"const int64_t {split.symbol}_{name} = ({size}) * {at} / {CHUNKS};")
+            chunk.inside.append(f"const int64_t {split.symbol}_{name} = ({size}) * {at} / {chunks};")
         width = self._tile() if columns else 1
         self.on_threads([chunk], self.body.reduction_numel() * width)
         self.open(chunk)
@@ -332,7 +336,7 @@ class ReductionFunction(Function):
                 self.line(text)
         self.close()
         self._totals(accumulators)
-        self.line(f"for (int64_t chunk = 0; chunk < {CHUNKS}; ++chunk) {{")
+        self.line(f"for (int64_t chunk = 0; chunk < {chunks}; ++chunk) {{")
         self.depth += 1
         combine = [
             part.combine([f"{variable.name}_chunk[chunk]{lane}" for variable in part.totals]) for part in accumulators
