@@ -11,6 +11,7 @@ from overlapc.lowering import (
     reduction,
     scan,
     scatter,
+    topk,
     view,
 )
 from overlapc.lowering.graph import Communication, lower, provenance
@@ -32,5 +33,6 @@ __all__ = [
     "reduction",
     "scan",
     "scatter",
+    "topk",
     "view",
 ]

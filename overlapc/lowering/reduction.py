@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 import torch
 
-from overlapc.ir.body import Body, Index, Loop, Reduce, Value, compute_dtype, op
+from overlapc.ir.body import Body, Loop, Reduce, Value, compute_dtype, op
 from overlapc.ir.indexing import loop_symbol, numel
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast, constant
@@ -160,62 +159,6 @@ def _extreme(context: Context, kind: str, x: View, dim: int, keepdim: bool) -> A
         values = reduce(context, x, dim, lambda value: Reduce(kind, value, value.dtype), keepdim)
     with context.for_item(1):
         return values, reduce(context, x, dim, lambda value: Reduce(f"arg{kind}", value, torch.int64), keepdim)
-
-
-MOST_CHOSEN = 16  # of a row's largest elements: each takes two reductions over the row
-LONGEST_CHOICE = 2048  # elements a row, times how many of them are chosen: what a router chooses experts from
-
-
-@lowers(aten.topk.default)
-def topk(context: Context, x: View, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """The largest elements of a short row and where they are: one after the other, each the largest that is left.
-
-    Of equal elements the first comes first; a NaN comes before all numbers.
-    """
-    if not x.size or not isinstance(k, int) or not 1 <= k <= MOST_CHOSEN:
-        raise Impossible(f"the first {k} of a row")
-    if x.dtype not in (torch.float32, torch.float64):
-        raise Impossible(
-            f"which of equal elements come first, in {x.dtype}"
-        )  # common there, and eager has its own order
-    dim = dim % len(x.size)
-    if not x.size[dim].is_Integer or int(x.size[dim]) * k > LONGEST_CHOICE or not largest:
-        raise Impossible(f"the first {k} of {x.size[dim]}, {'largest' if largest else 'smallest'} first")
-    nonempty(x, None, "the largest elements")
-
-    def kernel(wanted: int) -> View:
-        def body(out: View) -> Body:
-            parallel, inner, position = reduction_loops(context, x, (dim,))
-            found = _chosen(context.element(x, position), Index(position[dim], torch.int32), int(x.size[dim]), k)
-            stores = []
-            for number, pair in enumerate(found):
-                place = [*position[:dim], sympy.Integer(number), *position[dim + 1 :]]
-                stores.append(context.store(out, place, pair[wanted]))
-            return Body(parallel, inner, tuple(stores))
-
-        with context.for_item(wanted):
-            return context.loops(body)
-
-    return kernel(0), kernel(1)
-
-
-def _chosen(value: Value, place: Value, length: int, count: int) -> list[tuple[Value, Value]]:
-    """The `count` largest of a row and their places, in order."""
-    lowest = -math.inf if value.dtype.is_floating_point else torch.iinfo(value.dtype).min
-    left: Value | None = None  # whether the element was not chosen yet
-    found: list[tuple[Value, Value]] = []
-    for _ in range(count):
-        candidate = value if left is None else op("where", left, value, constant(lowest, value.dtype))
-        best = Reduce("max", candidate, value.dtype)
-        same = op("eq", value, best)
-        if value.dtype.is_floating_point:
-            same = op("logical_or", same, op("logical_and", op("isnan", value), op("isnan", best)))
-        hit = same if left is None else op("logical_and", left, same)
-        at = Reduce("min", op("where", hit, place, constant(length, torch.int32)), torch.int32)
-        found.append((best, at))
-        other = op("ne", place, at)
-        left = other if left is None else op("logical_and", left, other)
-    return found
 
 
 def rowwise(context: Context, x: View, dims: tuple[int, ...], finish: Callable[[Value], Value]) -> View:

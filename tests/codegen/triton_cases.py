@@ -17,6 +17,7 @@ from overlapc.codegen.triton.candidates import alternatives
 from overlapc.codegen.triton.tiling import Tiling, power_of_two
 from overlapc.ir.body import Body, Cast, Constant, Index, Load, Loop, Reduce, Store, Value, op
 from overlapc.ir.indexing import loop_symbol
+from overlapc.lowering.topk import largest_of
 
 p0, p1, p2 = (loop_symbol("p", at) for at in range(3))
 r0, r1 = (loop_symbol("r", at) for at in range(2))
@@ -479,6 +480,33 @@ def reductions(rows: int, width: int, dtype: torch.dtype) -> Case:
     return Case(f"reductions_{str(dtype)[6:]}", body, tensors, expected)
 
 
+def largest(rows: int, width: int, count: int) -> Case:
+    """The largest elements of each row and their places, over special values."""
+    stores: list[Store] = []
+    for at, (value, place) in enumerate(largest_of(Load("x", width * p0 + r0, f32), Index(r0), width, count)):
+        stores += [Store("y", count * p0 + at, value, f32), Store("at", count * p0 + at, place, i64)]
+    tensors = {"x": torch.randperm(rows * width).reshape(rows, width).float() - rows * width // 2}
+    tensors["x"][0, :2] = torch.tensor([-math.inf, math.inf])
+    tensors["x"][1, 3] = math.nan
+    tensors |= {"y": torch.zeros(rows, count), "at": torch.zeros(rows, count, dtype=i64)}
+
+    def expected(t: Tensors) -> Tensors:
+        found = t["x"].topk(count)
+        return {"y": found.values, "at": found.indices}
+
+    body = Body((loop(p0, rows),), (loop(r0, width),), tuple(stores))
+    return Case(f"largest_{count}_of_{width}", body, tensors, expected, tolerance=0)
+
+
+def through_float8(count: int) -> Case:
+    """Rounded to float8, what lies beyond its numbers included; the interpreter's own conversion does not round."""
+    edge = torch.tensor([0.0, -0.0, 2.0**-9, 2.0**-10, 448.0, -449.0, 464.0, 465.0, 1e6, math.inf, -math.inf, math.nan])
+    x = torch.cat([edge, torch.randn(count) * torch.logspace(-4, 3, count)])
+    body = Body((loop(p0, len(x)),), (), (Store("y", p0, Cast(Load("x", p0, f32), torch.float8_e4m3fn), f32),))
+    tensors = {"x": x, "y": torch.zeros(len(x))}
+    return Case("through_float8", body, tensors, lambda t: {"y": t["x"].to(torch.float8_e4m3fn).float()}, tolerance=0)
+
+
 def first(x: torch.Tensor, largest: bool) -> torch.Tensor:
     """Position of the first NaN, else of the first extreme value (torch leaves ties open)."""
     best = x.amax(1, keepdim=True) if largest else x.amin(1, keepdim=True)
@@ -556,6 +584,7 @@ def small() -> list[Case]:
         two_reduction_loops(3, 4, 10),
         empty_rows(3),
         nothing(),
+        largest(5, 21, 3),
         *(reductions(5, 21, dtype) for dtype in (f32, f64, bf16, f16, i64, i32, i8, u8, boolean)),
     ]
 
@@ -589,6 +618,8 @@ def large() -> list[Case]:
         symbolic_pointwise(1000, 3000),
         divided(1_000_000),
         in_place(100, 40000),
+        largest(3000, 64, 8),
+        through_float8(100_000),
         two_reduction_loops(64, 32, 1000),
         *(reductions(50, 3000, dtype) for dtype in (f32, f64, i64, i32)),
     ]

@@ -51,8 +51,10 @@ class TritonGenerator:
             if store.mode in ("max", "min") and store.memory_dtype.is_floating_point:
                 return f"no atomic {store.mode} to {store.memory_dtype}: it would order NaN by its sign"
         for value in body.values():
-            if value.dtype not in COMPUTE or (isinstance(value, Cast) and value.to not in POINTER):
+            if value.dtype not in COMPUTE:
                 return f"no {value.dtype} in Triton kernels"
+            if isinstance(value, Cast) and value.to not in POINTER:
+                return f"no {value.to} in Triton kernels"
             reason = unsupported(value) if isinstance(value, Op) else None
             if reason is not None:
                 return reason
