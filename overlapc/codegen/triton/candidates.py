@@ -15,9 +15,10 @@ from overlapc.codegen.triton.tiling import MULTIPROCESSORS, Tiling, hint_of, pow
 from overlapc.ir.body import Body
 from overlapc.ir.indexing import free_symbols, numel
 
-MOST = 12  # tilings of one kernel: compiling each takes a core half a second, measuring it 20 ms of the device
+MOST = 16  # tilings of one kernel: compiling each takes a core half a second, measuring it 20 ms of the device
 _LANES = 32  # threads of a warp
 _MOST_WARPS = 32
+_PIECES = ((1024, 4), (2048, 8), (4096, 8))  # elements of a row at a time, and warps
 _LEAST_ROW = 2048  # elements; shorter rows are not worth a loop
 _LONGEST_TILE = 65536  # elements of a row that may be tried as one tile: 64 a thread at 32 warps
 # Columns, rows and warps of a tile that turns a matrix round.
@@ -63,26 +64,25 @@ def _tiled(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) -> Ite
 
 
 def _reduction(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) -> Iterator[Tiling]:
-    """Fewer and more warps, rows and columns; then the row as a whole, in pieces, or divided among programs."""
-    yield from _warps(chosen)
+    """More and fewer warps, rows and columns; then the row as a whole, in pieces, or divided among programs."""
     rows, length = (hint_of(numel(loop.size for loop in axis), hints) for axis in (chosen.x, chosen.r))
-    static = not free_symbols(loop.size for loop in chosen.r)
     if chosen.form == "persistent":
+        yield from _warps(chosen)
         for factor in (0.5, 2, 4):
             yield from _with_rows(chosen, factor, rows)
         if length >= _LEAST_ROW:
-            yield from _looped(chosen, length)
+            yield from (_form(chosen, "looped", block, warps) for block, warps in _PIECES if 2 * block <= length)
         return
-    whole = power_of_two(length)
-    by_rows = chosen.xblock == 1  # not by columns, whose tiles are a warp's width
-    if static and by_rows and whole <= _LONGEST_TILE and chosen.form == "looped":
-        yield from (_form(chosen, "persistent", whole, warps) for warps in (16, 32))
-    for factor in (2, 0.5):
+    yield from _stages(chosen)
+    yield from _warps(chosen)
+    for factor in (2, 0.5, 4):
         rblock = int(chosen.rblock * factor)
-        if 1 <= rblock <= whole and chosen.xblock * rblock <= 16384:
+        if 1 <= rblock <= power_of_two(length) and chosen.xblock * rblock <= _LONGEST_TILE:
             other = replace(chosen, rblock=rblock)
-            yield from (other, *_warps(other, (factor,)))
-    if not by_rows:
+            yield from _warps(other, (1, factor) if factor == 2 else (factor,))
+    if chosen.xblock == 1:
+        yield from _whole(chosen, length)
+    else:  # by columns, whose tiles are a warp's width
         for factor in (2, 0.5):
             xblock = int(chosen.xblock * factor)
             if 8 <= xblock <= 2 * power_of_two(rows):
@@ -94,27 +94,46 @@ def _reduction(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) ->
         yield from (replace(chosen, form="split", splits=splits) for splits in (2, 4))
 
 
+def _whole(chosen: Tiling, length: int) -> Iterator[Tiling]:
+    """The row as one tile, where that is possible."""
+    static = not free_symbols(loop.size for loop in chosen.r)
+    if static and chosen.form == "looped" and power_of_two(length) <= _LONGEST_TILE:
+        yield from (_form(chosen, "persistent", power_of_two(length), warps) for warps in (16, 32))
+
+
 def _totals(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) -> Iterator[Tiling]:
-    for splits in (chosen.splits, 2 * chosen.splits, chosen.splits // 2):
-        if splits >= 1:
-            shared = chosen.with_splits(splits)
-            yield from (shared, *_warps(shared))
+    yield from _stages(chosen)
+    yield from _warps(chosen)
     rows = hint_of(numel(loop.size for loop in chosen.x), hints)
     for factor in (2, 0.5):
         yield from _with_rows(chosen, factor, rows)
+    for splits in (2 * chosen.splits, chosen.splits // 2):
+        if splits >= 1:
+            yield chosen.with_splits(splits)
+            yield from _warps(chosen.with_splits(splits), (0.5,))
 
 
 def _products(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) -> Iterator[Tiling]:
     yield from products.candidates(body, hints)
 
 
+def _stages(tiling: Tiling) -> Iterator[Tiling]:
+    """More and fewer tiles of a loop on their way from memory; 0 loads a tile when it is needed."""
+    others = (0, 2, 3, 4) if tiling.num_stages else (3,)
+    yield from (replace(tiling, num_stages=stages) for stages in others if stages != tiling.num_stages)
+
+
 def _warps(tiling: Tiling, factors: tuple[float, ...] = (2, 0.5)) -> Iterator[Tiling]:
-    """The same tile among more or fewer threads, at most 128 elements and at least one a thread."""
+    """The same tile among more or fewer threads."""
     for factor in factors:
-        warps = int(tiling.num_warps * factor)
-        a_thread = tiling.xblock * tiling.rblock / (_LANES * max(1, warps))
-        if 1 <= warps <= _MOST_WARPS and 1 <= a_thread <= 128:
-            yield replace(tiling, num_warps=warps)
+        other = replace(tiling, num_warps=min(_MOST_WARPS, int(tiling.num_warps * factor)))
+        if other.num_warps >= 1 and _fits(other):
+            yield other
+
+
+def _fits(tiling: Tiling) -> bool:
+    """Whether a thread has at least one element and not more than its registers may hold."""
+    return 1 <= tiling.xblock * tiling.rblock / (_LANES * tiling.num_warps) <= 128
 
 
 def _with_rows(tiling: Tiling, factor: float, rows: int) -> Iterator[Tiling]:
@@ -123,12 +142,6 @@ def _with_rows(tiling: Tiling, factor: float, rows: int) -> Iterator[Tiling]:
     if 1 <= xblock <= power_of_two(rows) and xblock * tiling.rblock <= 32768:
         other = replace(tiling, xblock=xblock)
         yield from (other, *_warps(other, (factor,)))
-
-
-def _looped(tiling: Tiling, length: int) -> Iterator[Tiling]:
-    for rblock, warps in ((1024, 4), (2048, 8), (4096, 8)):
-        if 2 * rblock <= length:
-            yield _form(tiling, "looped", rblock, warps)
 
 
 def _form(tiling: Tiling, form: str, rblock: int, warps: int) -> Tiling:
