@@ -1,4 +1,4 @@
-"""Host time of one kernel launch: a bare `cuLaunchKernel` loop in C, ours from Python and from C, torch's, Inductor's.
+"""Host time of one kernel launch: a bare `cuLaunchKernel` loop in C, ours through torch's launcher and from C, Inductor's.
 
     python benchmarks/launch_cost.py                 # one GPU
 
@@ -45,11 +45,12 @@ def main() -> None:
     x = torch.randn(COUNT, device="cuda")
     out = torch.empty_like(x)
     launcher, arguments = ours(cache, x, out)
-    rows: list[tuple[str, Callable[[], Any], int]] = [("ours", lambda: launcher(*arguments), 1)]
+    rows: list[tuple[str, Callable[[], Any], int]] = [
+        ("ours, through torch's launcher", lambda: launcher(*arguments), 1)
+    ]
     rows.insert(0, ("bare driver launch, in C", bare(cache, launcher, arguments), BURST))
     if launcher.direct is not None:
         rows.append(("ours, from C", lambda: launcher.direct(*arguments), 1))
-    rows.append(("torch's static launcher", static(cache, launcher, arguments), 1))
     rows.append(("Inductor's launcher", inductors(x), 1))
     rows.append(("ours, whole compiled call", compiled("overlapc", x, cache), 1))
     rows.append(("Inductor, whole compiled call", compiled("inductor", x, cache), 1))
@@ -91,42 +92,18 @@ def bare(cache: Path, launcher: Any, arguments: list[torch.Tensor]) -> Callable[
     source.write_text(_C_LOOP)
     subprocess.run(["g++", "-O2", "-shared", "-fPIC", "-o", library, source, "-l:libcuda.so.1"], check=True)
     function = ctypes.CDLL(str(library)).burst
-    ((kernel,),) = launcher._compiled.values()
+    ((stage,),) = launcher._loaded.values()
     # Triton 3.6 kernels take two more pointers, to scratch memory that this one does not use.
     values = [ctypes.c_void_p(tensor.data_ptr()) for tensor in arguments] + [ctypes.c_void_p(0)] * 2
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    handle, stream = ctypes.c_void_p(kernel.function), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    threads, shared = 32 * kernel.metadata.num_warps, kernel.metadata.shared
+    handle, stream = ctypes.c_void_p(stage.function), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    threads, shared = 32 * stage.binary.warps, stage.binary.shared_bytes
 
     def burst() -> None:
         error = function(handle, threads, shared, stream, pointers, BURST)
         assert error == 0, f"cuLaunchKernel failed with {error} for {len(values)} arguments"
 
     return burst
-
-
-def static(cache: Path, launcher: Any, arguments: list[torch.Tensor]) -> Callable[[], Any]:
-    """The same compiled kernel through the launcher that is built into torch, and needs no C compiler."""
-    ((kernel,),) = launcher._compiled.values()
-    cubin = cache / "exp.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    torchs = torch._C._StaticCudaLauncher  # type: ignore[attr-defined]
-    shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
-    *_, function, registers, spills = torchs._load_kernel(str(cubin), kernel.metadata.name, shared, 0)
-    print(f"torch's static launcher: {registers} registers, {spills} spilled")
-    programs = launcher._programs[0]()
-    launch, types, hidden = torchs._launch_kernel, "K" * (len(arguments) + 2), (0, 0)
-    stream = torch.cuda.current_stream().cuda_stream
-
-    def call() -> None:
-        pointers = [tensor.data_ptr() for tensor in arguments]
-        launch(function, programs, 1, 1, warps, shared, types, (*pointers, *hidden), stream)
-
-    before = [tensor.clone() for tensor in arguments]
-    call()
-    expected, found = before[0].exp(), arguments[1]
-    assert torch.allclose(expected, found), "torch's static launcher computed something else"
-    return call
 
 
 def inductors(x: torch.Tensor) -> Callable[[], Any]:

@@ -70,6 +70,11 @@ class KernelCache:
             lock.release()
         return path
 
+    def find(self, key: str, suffix: str) -> Path | None:
+        """The entry's file if a whole one is there."""
+        path = self.path(key, suffix)
+        return path if self._whole(path) else None
+
     def read(self, key: str, suffix: str) -> bytes | None:
         """The entry's content if a whole one is there; a torn or damaged one is as good as none."""
         path = self.path(key, suffix)

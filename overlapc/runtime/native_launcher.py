@@ -1,6 +1,6 @@
 """`launcher.c`, built once per machine and kept beside the kernels: one call from Python launches a whole kernel.
 
-Without a C compiler or Python's headers there is none, and kernels are launched through Triton's own modules.
+Without a C compiler or Python's headers there is none, and kernels are launched through torch's own launcher.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def launcher_type(cache_dir: Path, driver: str = DRIVER) -> Callable[..., Callab
         module = _load(_built(cache_dir))
         return partial(module.Launcher, module.open_driver(driver))
     except (ToolchainError, ImportError, OSError) as error:
-        _log.info("kernels are launched through Triton's modules, at 1 to 2 us more each: %s", error)
+        _log.info("kernels are launched through torch, at 1 to 2 us more each: %s", error)
         return None
 
 

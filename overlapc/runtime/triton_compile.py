@@ -1,12 +1,12 @@
 """One Triton function compiled for one variant: here, or in a worker process.
 
 A worker is `python -m overlapc.runtime.triton_compile`: a line of JSON in, a line out, until its input ends. It needs
-Triton only, so this module must not import torch. What a worker compiles lands in Triton's cache under our folder,
-where the launching process finds it.
+Triton only, so this module must not import torch. What it compiled is in the answer; the launching process keeps it.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import importlib.util
 import json
@@ -16,17 +16,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from overlapc.errors import ToolchainError
+
 DIVISIBILITY = 16  # bytes of a pointer, elements of a size
 
 
 @dataclass(frozen=True)
 class Specification:
-    """What to compile, in plain values. Triton 3.6: `ASTSource` by parameter names, attributes by position."""
+    """What to compile, in plain values."""
 
     path: str  # of the module
     function: str
-    signature: dict[str, str]  # parameter -> Triton type, "constexpr" for constants
-    constants: dict[str, int | str]  # INDEX is "int32" or "int64"
+    types: tuple[str, ...]  # Triton types of the parameters before the constants, in order
+    constants: dict[str, int | str]  # by parameter; INDEX is "int32" or "int64"
     multiples: tuple[int, ...]  # positions of arguments that are multiples of DIVISIBILITY
     options: dict[str, Any]
     target: tuple[str, int, int]  # backend, architecture, warp size
@@ -36,11 +38,43 @@ class Specification:
         """One line of JSON."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
+    def identity(self) -> str:
+        """The same without where files lie."""
+        return dataclasses.replace(self, path="", cache="").text()
+
     @classmethod
     def parse(cls, text: str) -> Specification:
         """What `text` gave."""
         data = json.loads(text)
-        return cls(**{**data, "multiples": tuple(data["multiples"]), "target": tuple(data["target"])})
+        return cls(**data | {name: tuple(data[name]) for name in ("types", "multiples", "target")})
+
+
+@dataclass(frozen=True)
+class Binary:
+    """What a launch must know of a cubin."""
+
+    entry: str  # the kernel's name in it
+    shared_bytes: int
+    warps: int
+    hidden: int  # pointers behind our arguments, to scratch memory that the kernel does not use
+
+    @classmethod
+    def of(cls, compiled: Any) -> Binary:
+        """Of Triton's compiled kernel (3.6). ToolchainError for one that needs more than a plain launch."""
+        about = compiled.metadata
+        scratch = (about.global_scratch_size, about.profile_scratch_size)
+        if any(scratch) or about.num_ctas != 1 or about.launch_cooperative_grid or about.launch_pdl:
+            raise ToolchainError(f"{about.name} needs scratch memory, a cluster or a special launch: {about}")
+        return cls(about.name, about.shared, about.num_warps, len(scratch))
+
+    def text(self) -> str:
+        """One line of JSON."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def parse(cls, text: str) -> Binary:
+        """What `text` gave."""
+        return cls(**json.loads(text))
 
 
 def load_module(path: Path | str) -> ModuleType:
@@ -63,7 +97,10 @@ def load_module(path: Path | str) -> ModuleType:
 
 
 def compile_now(what: Specification) -> Any:
-    """Triton's compiled kernel, from its cache if it is there. Raises what Triton raises."""
+    """Triton's compiled kernel, from its cache if it is there. Raises what Triton raises.
+
+    Triton 3.6: `ASTSource` by parameter names, attributes by position.
+    """
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
@@ -75,21 +112,31 @@ def compile_now(what: Specification) -> Any:
         name: getattr(tl, value) if isinstance(value, str) else value for name, value in what.constants.items()
     }
     attributes = {(at,): [["tt.divisibility", DIVISIBILITY]] for at in what.multiples}
-    source = ASTSource(function, dict(what.signature), constants, attributes)
+    signature = dict(zip(function.arg_names, what.types, strict=False)) | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(function, signature, constants, attributes)
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = what.cache
         return triton_compile(source, target=GPUTarget(*what.target), options=dict(what.options))
 
 
 def serve() -> None:
-    """Compiles what comes in, a line each, and answers `ok`, or the error: the parent meets it again itself."""
+    """Compiles what comes in, a line each, and answers with a line: see `answered`."""
     for line in sys.stdin:
         try:
-            compile_now(Specification.parse(line))
-            answer = "ok"
+            compiled = compile_now(Specification.parse(line))
+            cubin = base64.b64encode(compiled.asm["cubin"]).decode()
+            answer = {"binary": Binary.of(compiled).text(), "cubin": cubin}
         except Exception as error:  # noqa: BLE001 - whatever it is, the launching process compiles again and reports it
-            answer = f"{type(error).__name__}: {error}"
+            answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
+
+
+def answered(line: str) -> tuple[Binary, bytes] | None:
+    """A worker's answer: (what to know of the cubin, the cubin), or None where it failed."""
+    answer = json.loads(line)
+    if "error" in answer:
+        return None
+    return Binary.parse(answer["binary"]), base64.b64decode(answer["cubin"])
 
 
 if __name__ == "__main__":

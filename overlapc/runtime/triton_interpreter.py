@@ -23,6 +23,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterOptions, TensorHandle
 
+from overlapc.runtime.triton_kernel import Source, host_function, launch_of
+
 _UNARY = (
     "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc lgamma "
     "trunc"
@@ -116,3 +118,33 @@ def _range(*bounds: Any) -> range:
     return builtins.range(
         *(int(at.handle.data.reshape(-1)[0]) if isinstance(at, tl.tensor) else int(at) for at in bounds)
     )
+
+
+class InterpretedLauncher:
+    """Runs one kernel in Triton's interpreter, on CPU tensors; `launcher(*tensors, *sizes)`."""
+
+    def __init__(self, source: Source, path: Path) -> None:
+        self._source = source
+        self._launch = launch_of(source)
+        module = load_module(path, source.name)
+        self.functions = [getattr(module, stage.function) for stage in self._launch.stages]
+
+    def __call__(self, *arguments: Any) -> None:
+        buffers = len(self._source.buffers)
+        tensors = [_as_bytes(tensor) for tensor in arguments[:buffers]]
+        sizes = arguments[buffers:]
+        scratch = [
+            torch.empty(host_function(elements, self._source.sizes)(*sizes), dtype=dtype)
+            for dtype, elements in self._launch.scratch
+        ]
+        extra: dict[str, Any] = {}
+        if self._launch.index_bounds is not None:
+            extra["INDEX"] = tl.int32
+        for function, stage in zip(self.functions, self._launch.stages, strict=True):
+            programs = host_function(stage.programs, self._source.sizes)(*sizes)
+            with np.errstate(all="ignore"):  # masked lanes compute on nothing
+                function[(programs,)](*tensors, *scratch, *sizes, **extra)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor

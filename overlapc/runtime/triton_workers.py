@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import queue
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
-from overlapc.runtime.cache import KernelCache, content_key
-from overlapc.runtime.triton_compile import Specification
+from overlapc.runtime.triton_compile import Binary, Specification, answered
 
 MOST_WORKERS = 16
 IDLE_S = 60.0
 _FEW = 2  # for so few kernels a worker would start for longer than it works
+
+
+Compiled = tuple[Binary, bytes]  # and its cubin
 
 
 class Workers:
@@ -43,12 +43,12 @@ class Workers:
             for _ in range(count)
         ]
 
-    def compile(self, specifications: Sequence[Specification]) -> list[bool]:
-        """Compiles all of them; of each, whether it worked. A worker that dies leaves the rest to the others."""
+    def compile(self, specifications: Sequence[Specification]) -> list[Compiled | None]:
+        """Compiles all of them; None for what did not work. A worker that dies leaves the rest to the others."""
         jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
         for at in range(len(specifications)):
             jobs.put(at)
-        done = [False] * len(specifications)
+        done: list[Compiled | None] = [None] * len(specifications)
 
         def feed(process: subprocess.Popen[str]) -> None:
             assert process.stdin is not None
@@ -66,7 +66,7 @@ class Workers:
                     return
                 if not answer:
                     return
-                done[at] = json.loads(answer) == "ok"
+                done[at] = answered(answer)
 
         with self._lock:  # a worker answers one at a time
             threads = [threading.Thread(target=feed, args=(process,), daemon=True) for process in self._processes]
@@ -103,6 +103,11 @@ class _Shared:
             self._rest()
             return self._workers
 
+    @property
+    def running(self) -> bool:
+        """Whether there are workers at the moment."""
+        return self._workers is not None
+
     def close(self) -> None:
         with self._lock:
             workers, self._workers = self._workers, None
@@ -136,18 +141,11 @@ def start() -> None:
         _shared.get()
 
 
-def compile_ahead(specifications: Sequence[Specification], cache_dir: Path) -> None:
-    """Compiles what was not compiled before, in workers; what fails is left for the caller to compile and report."""
-    ready = KernelCache(cache_dir, "triton_kernels")
-    keys = {content_key(each.text()): each for each in specifications}
-    missing = {key: each for key, each in keys.items() if ready.read(key, ".ready") is None}
-    if len(missing) <= _FEW or _count() == 1:
-        return
-    done = _shared.get().compile(list(missing.values()))
-    for key, worked in zip(missing, done, strict=True):
-        if worked:
-            ready.get_or_build(key, ".ready", lambda path: _touch(path))
+def worth_it(kernels: int) -> bool:
+    """Whether so many kernels compile faster in workers: where there are cores, or workers that started already."""
+    return kernels > 0 and _count() > 1 and (kernels > _FEW or _shared.running)
 
 
-def _touch(path: Path) -> None:
-    path.write_text("compiled; the kernel lies in Triton's cache\n")
+def compile_all(specifications: Sequence[Specification]) -> list[Compiled | None]:
+    """`Workers.compile` by this process's workers, started if need be."""
+    return _shared.get().compile(specifications)

@@ -9,7 +9,7 @@ import pytest
 
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.tiling import Tiling
-from overlapc.runtime.triton_launch import compile_source
+from overlapc.runtime.triton_binary import compile_source
 from tests.codegen.scan_cases import scan_cases
 from tests.codegen.triton_cases import Case, small, softmax, variants
 from tests.codegen.triton_ops import all_cases

@@ -18,7 +18,9 @@ from overlapc.errors import ToolchainError
 from overlapc.ir.body import Body, Cast, Constant, Load, Store, op
 from overlapc.runtime import triton_launch
 from overlapc.runtime.native_launcher import launcher_type
-from overlapc.runtime.triton_launch import Variant, compile_source, host_function, variant_of, write_module
+from overlapc.runtime.triton_binary import compile_source, write_module
+from overlapc.runtime.triton_compile import Binary
+from overlapc.runtime.triton_kernel import Variant, host_function, variant_of
 from tests.codegen import triton_cases as cases
 from tests.codegen.triton_cases import loop, p0, r0, s0
 from tests.runtime.recording_driver import Driver
@@ -191,10 +193,10 @@ def test_a_prepared_kernel_is_launched_by_one_call(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 40 + device, raising=False)
     source = GENERATOR.generate(pointwise("a", "b", count=5000), "exp")
     (kernel,) = compile_source(source, tmp_path)
-    kernel.function = 77  # where the driver would have loaded it
-    launcher = triton_launch.CudaLauncher(source, tmp_path, triton.backends.compiler.GPUTarget("cuda", 90, 32))
-    launcher._compiled[2, launcher._usual] = [kernel]
-    direct = launcher._native(2)
+    # 77: where the driver would have loaded it.
+    stages = [triton_launch.Loaded(lambda *_: None, 77, Binary.of(kernel), spills=0)]
+    launcher = triton_launch.CudaLauncher(source, tmp_path, ("cuda", 90, 32))
+    direct = launcher._native(2, stages)
     assert direct is not None
     assert direct.otherwise is launcher
     x, y = torch.zeros(5000, dtype=torch.bfloat16), torch.zeros(5000, dtype=torch.bfloat16)

@@ -1,31 +1,37 @@
-"""Triton kernels compile in worker processes; the launching process then finds them. Needs no GPU."""
+"""Triton kernels compile in worker processes, and are kept for the launching one. Needs no GPU."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import triton
-from triton.backends.compiler import GPUTarget
 
+from overlapc.codegen.kernel import KernelSource
 from overlapc.codegen.triton import TritonGenerator
-from overlapc.runtime import triton_workers
-from overlapc.runtime.triton_compile import Specification, compile_now
-from overlapc.runtime.triton_launch import _usual_variant, specification
+from overlapc.errors import ToolchainError
+from overlapc.runtime import triton_binary, triton_workers
+from overlapc.runtime.triton_binary import Wanted, compile_ahead, wanted
+from overlapc.runtime.triton_kernel import Variant, usual_variant
 from tests.multigpu.test_triton_gpu import swiglu_body
 
-H200 = GPUTarget("cuda", 90, 32)
+H200 = ("cuda", 90, 32)
+ELF = b"\x7fELF"
 
 
-def specifications(cache: Path) -> list[Specification]:
-    """Three kernels that differ in their size."""
-    found = []
-    for size in (1000, 2048, 4096 * 4096):
-        source = TritonGenerator().generate(swiglu_body(size), "swiglu")
-        stages = source.launch.stages
-        found += [specification(source, stage, _usual_variant(source), H200, cache) for stage in stages]
-    return found
+def source_of(size: int) -> KernelSource:
+    return TritonGenerator().generate(swiglu_body(size), "swiglu")
+
+
+def stages(source: KernelSource, cache: Path, variant: Variant | None = None) -> list[Wanted]:
+    return [wanted(source, stage, variant or usual_variant(source), H200, cache) for stage in source.launch.stages]
+
+
+def three(cache: Path) -> dict[str, Wanted]:
+    """Kernels that differ in their size."""
+    return {each.key: each for size in (1000, 2048, 4096 * 4096) for each in stages(source_of(size), cache)}
 
 
 @pytest.fixture
@@ -41,17 +47,36 @@ def compiled_here() -> Iterator[list[bool]]:
         yield seen
 
 
-def test_workers_compile_what_the_launcher_then_finds(tmp_path: Path, compiled_here: list[bool]):
-    wanted = specifications(tmp_path)
-    broken = Specification.parse(wanted[0].text().replace(f'"function": "{wanted[0].function}"', '"function": "gone"'))
-    workers = triton_workers.Workers(2)
-    try:
-        assert workers.compile([*wanted, broken]) == [True, True, True, False]
-    finally:
-        workers.close()
-    for each in wanted:
-        assert "cubin" in compile_now(each).asm
-    assert compiled_here == [False, False, False]
+@pytest.fixture
+def two_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process may have workers, whatever the machine's cores."""
+    monkeypatch.setattr(triton_workers, "_count", lambda: 2)
+    yield
+    triton_workers._shared.close()
+
+
+def test_workers_compile_what_the_launcher_then_finds(tmp_path: Path, compiled_here: list[bool], two_workers: None):
+    kernels = three(tmp_path)
+    compile_ahead(kernels, tmp_path)
+    for each in kernels.values():
+        binary, cubin = each.obtain(tmp_path)
+        assert cubin.read_bytes().startswith(ELF)
+        assert binary.entry.encode() in cubin.read_bytes()
+        assert binary.warps == each.stage.num_warps
+    assert compiled_here == []  # Triton was not even asked
+
+
+def test_what_a_worker_refuses_the_launcher_compiles_and_explains(tmp_path: Path, two_workers: None):
+    good = three(tmp_path)
+    source = source_of(512)
+    broken = dataclasses.replace(source, text=source.text.replace("tl.load(", "tl.lord("))
+    bad = {each.key: each for each in stages(broken, tmp_path)}
+    compile_ahead({**good, **bad}, tmp_path)
+    assert all(each.found(tmp_path) for each in good.values())
+    for each in bad.values():
+        assert each.found(tmp_path) is None
+        with pytest.raises(ToolchainError, match=rf"Triton refused .* of {broken.name}"):
+            each.obtain(tmp_path)
 
 
 def test_a_worker_that_dies_leaves_its_kernels_to_the_launcher(tmp_path: Path):
@@ -59,21 +84,39 @@ def test_a_worker_that_dies_leaves_its_kernels_to_the_launcher(tmp_path: Path):
     for process in workers._processes:
         process.kill()
         process.wait()
-    assert workers.compile(specifications(tmp_path)) == [False, False, False]
+    assert workers.compile([each.what for each in three(tmp_path).values()]) == [None, None, None]
     workers.close()
 
 
-def test_what_was_compiled_before_needs_no_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    asked: list[int] = []
+def test_what_was_compiled_before_needs_no_workers(tmp_path: Path, two_workers: None):
+    kernels = three(tmp_path)
+    for each in kernels.values():
+        each.obtain(tmp_path)
+    compile_ahead(kernels, tmp_path)
+    assert not triton_workers._shared.running
+    assert not triton_workers.worth_it(2)  # they would start for longer than they work
+    assert triton_workers.worth_it(3)
 
-    class Counting:
-        def compile(self, wanted: list[Specification]) -> list[bool]:
-            asked.append(len(wanted))
-            return [True, True, False]  # the last one fails
 
-    monkeypatch.setattr(triton_workers._shared, "get", lambda: Counting())
-    monkeypatch.setattr(triton_workers, "_count", lambda: 4)
-    wanted = specifications(tmp_path)
-    triton_workers.compile_ahead(wanted, tmp_path)
-    triton_workers.compile_ahead(wanted, tmp_path)  # one is missing still: too few to start workers for
-    assert asked == [3]
+def test_a_damaged_entry_is_compiled_again(tmp_path: Path):
+    (each,) = stages(source_of(1000), tmp_path)
+    binary, cubin = each.obtain(tmp_path)
+    whole = cubin.read_bytes()
+    for damage in (lambda: cubin.write_bytes(whole[:100]), lambda: cubin.with_suffix(".json").write_text("{")):
+        damage()
+        triton_binary._entries.cache_clear()  # a process checks an entry once: this is the next one
+        assert each.found(tmp_path) is None
+        assert each.obtain(tmp_path) == (binary, cubin)
+        assert cubin.read_bytes() == whole
+
+
+def test_a_key_holds_all_that_the_code_depends_on(tmp_path: Path):
+    source = source_of(1000)
+    (usual,) = stages(source, tmp_path)
+    assert stages(source, tmp_path / "elsewhere")[0].key == usual.key
+    (unaligned,) = stages(source, tmp_path, Variant(aligned=0b110, divisible=0, wide=False))
+    (edited,) = stages(dataclasses.replace(source, text=source.text + "# more\n"), tmp_path)
+    warps = dataclasses.replace(usual.stage, num_warps=2 * usual.stage.num_warps)
+    others = [wanted(source, warps, usual_variant(source), H200, tmp_path)]
+    others.append(wanted(source, usual.stage, usual_variant(source), ("cuda", 100, 32), tmp_path))
+    assert len({usual.key, unaligned.key, edited.key, *(each.key for each in others)}) == 5

@@ -26,7 +26,7 @@ from overlapc.codegen.triton.shape import KernelShape
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body
 from overlapc.ir.template import SIZE, Template, template_of
-from overlapc.runtime.triton_launch import Launch, Stage
+from overlapc.runtime.triton_kernel import Launch, Stage
 
 _PROGRAMS = 16 * tilings.MULTIPROCESSORS  # that share the parts of a split reduction: a few rounds of the device
 

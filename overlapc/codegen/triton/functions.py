@@ -16,7 +16,7 @@ from overlapc.codegen.triton import tiling as tilings
 from overlapc.codegen.triton.shape import KernelShape
 from overlapc.codegen.triton.stage import StageWriter
 from overlapc.ir.indexing import numel
-from overlapc.runtime.triton_launch import Launch
+from overlapc.runtime.triton_kernel import Launch
 
 HEADER = """import triton
 import triton.language as tl

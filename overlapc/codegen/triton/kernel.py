@@ -26,7 +26,8 @@ from overlapc.codegen.triton.functions import HEADER, function_text, functions_o
 from overlapc.codegen.triton.shape import KernelShape
 from overlapc.codegen.triton.tiling import Tiling, accesses_of
 from overlapc.ir.body import Body, Cast, Op
-from overlapc.runtime.triton_launch import Launch, Stage, load_kernels
+from overlapc.runtime.triton_kernel import Launch, Stage
+from overlapc.runtime.triton_launch import load_kernels
 
 
 class TritonGenerator:

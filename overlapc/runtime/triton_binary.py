@@ -1,0 +1,198 @@
+"""Compiled variants of generated Triton kernels on disk, found by what they were compiled from.
+
+An entry is the cubin and a line about it; the launching process loads it without asking Triton (`triton_launch`). The
+key holds what Triton's own would: the kernel's and the prelude's text, types, constants, options, target, Triton's
+version and the variables that change what it generates.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from overlapc.errors import ToolchainError
+from overlapc.runtime import triton_workers
+from overlapc.runtime.cache import KernelCache, content_key
+from overlapc.runtime.triton_compile import Binary, Specification, compile_now
+from overlapc.runtime.triton_kernel import Source, Stage, Variant, launch_of, usual_variant
+
+Target = tuple[str, int, int]  # backend, architecture, threads of a warp
+
+_SCRATCH_POINTER = {torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64"}
+_SCRATCH_POINTER |= {torch.int8: "*i8", torch.int16: "*i16", torch.uint8: "*u8"}
+
+
+def triton_module() -> ModuleType:
+    """Triton. ToolchainError where it is not installed."""
+    try:
+        import triton
+    except ImportError as error:
+        raise ToolchainError(f"CUDA kernels need Triton ({error}); pip install 'triton>=3.6'") from error
+    return triton
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One stage of a kernel in one variant."""
+
+    source: Source
+    stage: Stage
+    what: Specification
+    key: str
+
+    def found(self, cache_dir: Path) -> tuple[Binary, Path] | None:
+        """(what to know of it, its cubin) if a whole entry is there."""
+        cubin = _entries(cache_dir).find(self.key, ".cubin")
+        text = _entries(cache_dir).read(self.key, ".json")
+        return None if cubin is None or text is None else (Binary.parse(text.decode()), cubin)
+
+    def keep(self, binary: Binary, cubin: bytes, cache_dir: Path) -> tuple[Binary, Path]:
+        """Writes the entry."""
+        path = _entries(cache_dir).get_or_build(self.key, ".cubin", lambda at: _write_bytes(at, cubin))
+        _entries(cache_dir).get_or_build(self.key, ".json", lambda at: _write(at, binary.text()))
+        return binary, path
+
+    def obtain(self, cache_dir: Path) -> tuple[Binary, Path]:
+        """The entry, compiled here if it is missing. ToolchainError for what Triton refuses."""
+        found = self.found(cache_dir)
+        if found is not None:
+            return found
+        write_module(self.source, cache_dir)
+        with explained(self.source, self.stage.function, self.what.path):
+            compiled = compile_now(self.what)
+        return self.keep(Binary.of(compiled), compiled.asm["cubin"], cache_dir)
+
+
+def wanted(source: Source, stage: Stage, variant: Variant, target: Target, cache_dir: Path) -> Wanted:
+    """A stage of a source for a variant. Writes nothing and asks Triton nothing."""
+    launch = launch_of(source)
+    pointers = [*launch.pointers, *(_SCRATCH_POINTER[dtype] for dtype, _ in launch.scratch)]
+    constants: dict[str, int | str] = dict(launch.constants)
+    if launch.index_bounds is not None:
+        constants["INDEX"] = "int64" if variant.wide else "int32"
+    multiples = [at for at in range(len(pointers)) if variant.aligned >> at & 1]
+    multiples += [len(pointers) + at for at in range(len(source.sizes)) if variant.divisible >> at & 1]
+    what = Specification(
+        path=str(_modules(cache_dir).path(_module_key(source), ".py")),
+        function=stage.function,
+        types=(*pointers, *("i64" for _ in source.sizes)),
+        constants=constants,
+        multiples=tuple(multiples),
+        options=stage_options(source, stage),
+        target=target,
+        cache=str(Path(cache_dir) / "triton"),
+    )
+    return Wanted(source, stage, what, content_key(_toolchain(), source.text, what.identity()))
+
+
+def stage_options(source: Source, stage: Stage) -> dict[str, Any]:
+    """What Triton is told about a stage beside its arguments."""
+    options: dict[str, Any] = {"num_warps": stage.num_warps}
+    if stage.num_stages:
+        options["num_stages"] = stage.num_stages
+    if "tl.device_assert(" in source.text:
+        # Triton drops assertions otherwise; with them come checks that integers do not wrap, which ours may.
+        options |= {"debug": True, "sanitize_overflow": False}
+    return options
+
+
+def compile_ahead(each: Mapping[str, Wanted], cache_dir: Path) -> None:
+    """Compiles what is missing of `each`, by key, in workers; what fails is left for `Wanted.obtain` to report."""
+    missing = [item for item in each.values() if item.found(cache_dir) is None]
+    if not triton_workers.worth_it(len(missing)):
+        return
+    for item in missing:
+        write_module(item.source, cache_dir)
+    for item, answer in zip(missing, triton_workers.compile_all([item.what for item in missing]), strict=True):
+        if answer is not None:
+            item.keep(*answer, cache_dir)
+
+
+def compile_source(source: Source, cache_dir: Path, capability: int = 90) -> list[Any]:
+    """Triton's compiled kernels (`.asm`, `.metadata`) of every stage for an NVIDIA architecture; needs no GPU."""
+    triton_module()
+    path = write_module(source, cache_dir)
+    compiled = []
+    for stage in launch_of(source).stages:
+        what = wanted(source, stage, usual_variant(source), ("cuda", capability, 32), cache_dir).what
+        with explained(source, stage.function, path):
+            compiled.append(compile_now(what))
+    return compiled
+
+
+def write_module(source: Source, cache_dir: Path) -> Path:
+    """The file with a source's text, headed by where it came from."""
+    # One line whatever the comment: Triton's own cache hashes the line a function starts at.
+    heading = " | ".join(line.strip() for line in source.comment.splitlines() if line.strip())
+    text = f"# {heading or source.name}\n{source.text}"
+    return _modules(cache_dir).get_or_build(_module_key(source), ".py", lambda path: _write(path, text))
+
+
+@contextmanager
+def explained(source: Source, function: str, path: Path | str) -> Iterator[None]:
+    """What Triton or ptxas refuses becomes a ToolchainError that names the kernel and its file."""
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    try:
+        yield
+    except (CompilationError, OutOfResources, PTXASError) as error:
+        raise refused(source, function, path, _root_cause(error)) from error
+
+
+def refused(source: Source, function: str, path: Path | str, reason: str) -> ToolchainError:
+    """The error for a kernel that cannot be compiled or loaded."""
+    return ToolchainError(
+        f"Triton refused {function} of {source.name}: {reason}\n"
+        f"  source: {path}\n"
+        "hint: native=False runs the graph without generated kernels"
+    )
+
+
+def _root_cause(error: BaseException) -> str:
+    """Last line of the innermost error: Triton wraps one around it per call of a helper."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
+    return lines[-1] if lines else type(error).__name__
+
+
+@cache
+def _toolchain() -> str:
+    """Hash of what turns a source into a cubin: Triton, the prelude that kernels call, settings of Triton."""
+    triton = triton_module()
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
+    prelude = Path(__file__).with_name("triton_prelude.py").read_text(encoding="utf-8")
+    settings = sorted({"ptxas": os.environ.get("TRITON_PTXAS_PATH", ""), **get_cache_invalidating_env_vars()}.items())
+    return content_key(triton.__version__, prelude, repr(settings))
+
+
+def _module_key(source: Source) -> str:
+    return content_key("triton", source.name, source.text)
+
+
+@cache
+def _modules(root: Path) -> KernelCache:
+    return KernelCache(root)
+
+
+@cache
+def _entries(root: Path) -> KernelCache:
+    return KernelCache(root, "triton_kernels")
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
