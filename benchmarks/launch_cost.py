@@ -1,4 +1,4 @@
-"""Host time of one kernel launch: a bare `cuLaunchKernel` loop in C, ours through torch's launcher and from C, Inductor's.
+"""Host time of one kernel launch: a bare `cuLaunchKernel` loop in C, ours through torch and from C, Inductor's.
 
     python benchmarks/launch_cost.py                 # one GPU
 
@@ -45,9 +45,7 @@ def main() -> None:
     x = torch.randn(COUNT, device="cuda")
     out = torch.empty_like(x)
     launcher, arguments = ours(cache, x, out)
-    rows: list[tuple[str, Callable[[], Any], int]] = [
-        ("ours, through torch's launcher", lambda: launcher(*arguments), 1)
-    ]
+    rows: list[tuple[str, Callable[[], Any], int]] = [("ours, through torch", lambda: launcher(*arguments), 1)]
     rows.insert(0, ("bare driver launch, in C", bare(cache, launcher, arguments), BURST))
     if launcher.direct is not None:
         rows.append(("ours, from C", lambda: launcher.direct(*arguments), 1))
