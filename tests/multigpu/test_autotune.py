@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+
+from overlapc.report import record
+from overlapc.runtime.counters import counted
+from tests.ranks import values_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -63,3 +70,62 @@ def test_a_later_process_measures_and_compiles_nothing(tmp_path: Path):
     assert graphs == 2
     assert run(tmp_path, "warm") == [0, 0, 2]  # graphs were not kept: planned anew with the times on disk
     assert run(tmp_path, "warm") == [0, 0, 2]  # taken whole
+
+
+def sharded_steps(root: str) -> list[dict[str, Any]]:
+    """A training step under FSDP, compiled cold and then with what rank 1 had kept lost."""
+    import overlapc
+    from overlapc.launch.llama import Llama, LlamaConfig
+
+    rank = dist.get_rank()
+    cache = Path(root) / str(rank)  # of its own, as on another host
+    mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Llama(LlamaConfig(dim=1024, layers=2, heads=8, kv_heads=4, ffn=2048, vocab=8192, max_seq=1024))
+    model.reset_parameters(0)
+    for layer in (*model.layers, model):
+        overlapc.fully_shard(layer, mesh=mesh)
+    tokens = torch.randint(0, 8192, (2, 1024), device="cuda")
+    seen = []
+    for start in ("cold", "lost"):
+        if start == "lost" and rank == 1:
+            shutil.rmtree(cache / "tilings")
+            shutil.rmtree(cache / "graphs")
+        torch._dynamo.reset()
+        record.clear()
+        timed = counted("tilings_timed")
+        step = torch.compile(model, backend="overlapc", options={"autotune": True, "cache_dir": str(cache)})
+        loss = step(tokens, tokens)
+        loss.backward()
+        grads = [parameter.grad.to_local().cpu() for parameter in model.parameters()]
+        model.zero_grad(set_to_none=True)
+        graphs = record.report_of_process().steps[0].graphs
+        seen.append(
+            {
+                "loss": loss.item(),
+                "grads": grads,
+                "timed": counted("tilings_timed") - timed,
+                "tuned": [graph.tuned for graph in graphs],
+                "schedules": [graph.schedule for graph in graphs],
+            }
+        )
+    return seen
+
+
+def test_ranks_choose_alike(tmp_path: Path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
+    first, second = values_on_ranks(sharded_steps, 2, str(tmp_path), timeout_s=200, backend="nccl")
+    for one, other in zip(first, second, strict=True):
+        assert one["tuned"] == other["tuned"]  # to the last digit of each time
+        assert one["schedules"] == other["schedules"]
+        print(one["tuned"], one["timed"], other["timed"])
+    for cold, again in (first, second):
+        assert abs(cold["loss"] - again["loss"]) < 1e-3 * abs(cold["loss"])
+        for one, other in zip(cold["grads"], again["grads"], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
+    assert first[0]["timed"] > 0
+    assert second[0]["timed"] > 0  # they divided the work
+    assert first[1]["timed"] == 0
+    assert second[1]["timed"] > 0
