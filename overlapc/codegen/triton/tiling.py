@@ -246,7 +246,7 @@ def _reduction(
         # multiprocessor, as many registers as that has.
         rblock, num_warps = _LONG_ROW // power_of_two(max(1, streams)), 32
     stages = 0
-    if form == "split" and columns and any(access.is_store for access in inner):
+    if not fits and columns and any(access.is_store for access in inner):
         stages = _stages(body, tile)  # loads would wait for the stores of the tile before
     return Tiling(form, x, xblock, num_warps, r=r, rblock=rblock, splits=splits, num_stages=stages)
 

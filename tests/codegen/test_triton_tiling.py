@@ -1,0 +1,72 @@
+"""What the heuristics hold to: memory that there is, and forms that a sweep on an H200 showed to be the faster ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from overlapc.codegen.triton import TritonGenerator
+from overlapc.codegen.triton.tiling import MULTIPROCESSORS, choose
+from overlapc.ir.body import Body, Load, Reduce, Store, op
+from overlapc.runtime.triton_binary import compile_source
+from tests.codegen.cpp_kernels import loop, p0, r0
+from tests.codegen.triton_cases import elements_and_columns, norm_gradients, softmax
+
+SHARED_OF_A_PROGRAM = 227 * 1024  # bytes, at most, on an H100 or H200
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(1024, BF16), (4096, BF16), (4096, F32), (16384, BF16)])
+def test_rows_are_loaded_ahead_into_no_more_memory_than_two_programs_have(
+    width: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    body = norm_gradients(2, 8192, width, dtype).body
+    tiling = choose(body, {})
+    assert tiling.form == "totals"
+    rows, _ = compile_source(TritonGenerator().generate(body, "gradients"), tmp_path)
+    assert rows.metadata.shared <= SHARED_OF_A_PROGRAM / 2
+    assert ("cp.async" in rows.asm["ptx"]) == (width * dtype.itemsize < 32768)
+
+
+def test_short_rows_are_many_to_a_program_and_not_loaded_ahead() -> None:
+    tiling = choose(norm_gradients(32, 8192, 128).body, {})
+    assert (tiling.xblock * tiling.rblock, tiling.num_stages) == (4096, 0)
+
+
+def test_columns_are_loaded_ahead_where_the_pass_also_stores() -> None:
+    stores = choose(elements_and_columns(8192, 14336).body, {})
+    x = Load("x", 14336 * r0 + p0, BF16)
+    sums = Body((loop(p0, 14336),), (loop(r0, 8192),), (Store("s", p0, Reduce("sum", x, F32), F32),))
+    assert (stores.form, stores.num_stages) == ("looped", 3)
+    assert (choose(sums, {}).form, choose(sums, {}).num_stages) == ("split", 0)
+
+
+def test_long_rows_that_are_read_again_leave_one_program_a_multiprocessor() -> None:
+    """As many registers as half of what there is: 132 rows of 256 KB then fit the L2 cache, 264 would not."""
+    body = softmax(2048, 128_000).body
+    tiling = choose(body, {})
+    assert (tiling.form, tiling.xblock, tiling.num_warps) == ("looped", 1, 32)
+    elements = tiling.rblock // (32 * tiling.num_warps)
+    assert 32 < elements <= 64  # values of a thread, a register each, of 64 that 1024 threads have
+
+
+def test_a_top_k_takes_few_rows_and_many_threads() -> None:
+    key = Load("x", 64 * p0 + r0, F32)
+    for _ in range(6):
+        key = op("sub", key, Reduce("max", key, F32))
+    body = Body((loop(p0, 131072),), (loop(r0, 64),), (Store("y", p0, Reduce("max", key, F32), F32),))
+    tiling = choose(body, {})
+    assert (tiling.xblock, tiling.rblock, tiling.num_warps) == (16, 64, 8)
+
+
+def test_one_row_by_itself_gets_more_threads_than_one_of_many() -> None:
+    x = Load("x", 4096 * p0 + r0, F32)
+    bodies = [
+        Body((loop(p0, rows),), (loop(r0, 4096),), (Store("y", p0, Reduce("max", x, F32), F32),))
+        for rows in (8, 64 * MULTIPROCESSORS)
+    ]
+    few, many = (choose(body, {}) for body in bodies)
+    assert few.rblock == many.rblock == 4096
+    assert few.num_warps == 2 * many.num_warps
