@@ -176,6 +176,7 @@ class MemoryTimeline:
             self._freed[node] += self._life.bytes[storage]
         self.during_bytes: list[int] = list(_profile(self._life, self.order).during_bytes)
         self._peak: int | None = None
+        self._tried: tuple[int, list[int], tuple[list[int], dict[int, int]]] | None = None  # a window and what is in it
 
     @property
     def peak_bytes(self) -> int:
@@ -186,11 +187,17 @@ class MemoryTimeline:
 
     def try_window(self, low: int, nodes: Sequence[int]) -> int:
         """The peak within positions low.. if `nodes` (those already there) stood in this order instead."""
-        return max(self._window(low, nodes)[0])
+        found = self._window(low, nodes)
+        self._tried = low, list(nodes), found
+        return max(found[0])
 
     def apply(self, low: int, nodes: Sequence[int]) -> None:
-        """Put `nodes`, which stand at positions low.. now, in this order there."""
-        during, deaths = self._window(low, nodes)
+        """Put `nodes`, which stand at positions low.. now, in this order there. Costs less if it was tried last."""
+        tried, self._tried = self._tried, None
+        if tried is not None and tried[0] == low and tried[1] == list(nodes):
+            during, deaths = tried[2]
+        else:
+            during, deaths = self._window(low, nodes)
         for storage, node in deaths.items():
             size = self._life.bytes[storage]
             self._freed[self._death[storage]] -= size

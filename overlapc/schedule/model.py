@@ -5,7 +5,7 @@ The one type that estimators and passes know. It is immutable: a move returns a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -143,6 +143,15 @@ class Schedule:
         found = None if self.moved_from is None else _Index.reordered(self.moved_from, self)
         return _Index.of(self) if found is None else found
 
+    @cached_property
+    def _readers(self) -> Mapping[str, Sequence[int]]:
+        """Positions of the nodes that read each name, in order."""
+        readers: dict[str, list[int]] = {}
+        for at, node in enumerate(self.nodes):
+            for name in dict.fromkeys(node.reads):
+                readers.setdefault(name, []).append(at)
+        return readers
+
     def node(self, name: str) -> Node:
         """The node of that name."""
         return self.nodes[self.position(name)]
@@ -168,7 +177,7 @@ class Schedule:
 
     def readers(self, buffer: str) -> tuple[Node, ...]:
         """Nodes that read exactly this name (not its aliases), in order."""
-        return tuple(self.nodes[at] for at in self._index.readers.get(buffer, ()))
+        return tuple(self.nodes[at] for at in self._readers.get(buffer, ()))
 
     def root(self, buffer: str) -> str:
         """The name of the storage behind `buffer`: `alias_of` followed to its end."""
@@ -207,7 +216,7 @@ class Schedule:
     def first_reader(self, node: Node | str) -> Node | None:
         """The first node that reads something `node` writes, by that name; None when nobody does."""
         node = self.node(node if isinstance(node, str) else node.name)
-        at = [self._index.readers[name][0] for name in node.writes if name in self._index.readers]
+        at = [self._readers[name][0] for name in node.writes if name in self._readers]
         return self.nodes[min(at)] if at else None
 
     def replace_order(self, order: Iterable[str], *, reorder_collectives: bool = False) -> Schedule:
@@ -257,7 +266,6 @@ class _Index:
 
     position: dict[str, int]
     producer: dict[str, int]
-    readers: dict[str, list[int]]
     root: dict[str, str]
     start_of: dict[int, int]
     wait_of: dict[int, int]
@@ -266,7 +274,6 @@ class _Index:
     def of(cls, schedule: Schedule) -> _Index:
         position: dict[str, int] = {}
         producer: dict[str, int] = {}
-        readers: dict[str, list[int]] = {}
         for at, node in enumerate(schedule.nodes):
             if node.name in position:
                 raise ScheduleError(f"{schedule.name}: two nodes are named {node.name}")
@@ -275,8 +282,6 @@ class _Index:
                 if name in producer:
                     raise ScheduleError(f"{node.name} and {schedule.nodes[producer[name]].name} both define {name}")
                 producer[name] = at
-            for name in dict.fromkeys(node.reads):
-                readers.setdefault(name, []).append(at)
         start_of: dict[int, int] = {}
         wait_of: dict[int, int] = {}
         for at, node in enumerate(schedule.nodes):
@@ -286,7 +291,7 @@ class _Index:
             if found is not None:
                 start_of[at] = found
                 wait_of.setdefault(found, at)
-        return cls(position, producer, readers, _roots(schedule.buffers), start_of, wait_of)
+        return cls(position, producer, _roots(schedule.buffers), start_of, wait_of)
 
     @classmethod
     def reordered(cls, base: Schedule, schedule: Schedule) -> _Index | None:
@@ -307,7 +312,6 @@ class _Index:
         return cls(
             position,
             {name: to[at] for name, at in known.producer.items()},
-            {name: sorted([to[at] for at in ats]) for name, ats in known.readers.items()},
             known.root,
             dict(sorted(start_of.items())),
             wait_of,
