@@ -28,15 +28,21 @@ _numbers = itertools.count()
 
 
 def overlapc(
-    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | Config | None = None
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | Config | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
     """What `torch.compile(backend="overlapc", options=…)` calls for every graph that Dynamo captures.
+
+    mode: torch's name for a set of options (`config.MODES`).
 
     Raises ConfigError for options it cannot use, CompileError with the FX node and the user's line for a graph it
     cannot compile, RanksDisagree when ranks compile different graphs.
     """
     try:
-        config = Config.of(options)
+        config = Config.of(options, mode)
         if runs_under_fsdp2():
             _advise_adoption()
         number = next(_numbers)

@@ -285,8 +285,10 @@ class Config:
             raise ConfigError(f"cuda_graphs and {looks[0]}: what a captured part does cannot be looked at node by node")
 
     @classmethod
-    def of(cls, options: Mapping[str, Any] | Config | None = None) -> Config:
-        """What `options` says, then variables, then defaults."""
+    def of(cls, options: Mapping[str, Any] | Config | None = None, mode: str | None = None) -> Config:
+        """What `options` says, then variables, then `mode`, then defaults."""
+        if mode is not None and mode not in MODES:
+            raise ConfigError(unknown_name("mode", mode, MODES))
         if isinstance(options, Config):
             return options
         given = dict(options or {})
@@ -298,7 +300,7 @@ class Config:
             variable = variable_of(name)
             if name not in given and variable in os.environ:
                 given[name] = _read(known[name], os.environ[variable], variable)
-        return cls(**given)
+        return cls(**({**MODES[mode], **given} if mode is not None else given))
 
     @property
     def checks(self) -> frozenset[str]:
@@ -313,6 +315,15 @@ class Config:
     def wants_debug(self, stage: str) -> bool:
         """Whether `stage` is to be printed."""
         return stage in self.debug or "all" in self.debug
+
+
+# What the modes of `torch.compile(mode=…)` stand for, so that a script need only change the name of its backend.
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "reduce-overhead": {"cuda_graphs": True},
+    "max-autotune-no-cudagraphs": {"autotune": True, "matmul": "autotune"},
+    "max-autotune": {"autotune": True, "matmul": "autotune", "cuda_graphs": True},
+}
 
 
 def variable_of(name: str) -> str:

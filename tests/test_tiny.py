@@ -118,6 +118,15 @@ def test_unusable_options_are_an_error_of_ours_that_says_which(options, message)
     assert "\n" not in str(caught.value)
 
 
+def test_the_modes_of_torch_are_options():
+    assert overlapc.Config.of(mode="reduce-overhead") == overlapc.Config.of({"cuda_graphs": True})
+    assert overlapc.Config.of({"matmul": "native"}, mode="max-autotune").matmul == "native"
+    x = torch.randn(64, 24)
+    torch.testing.assert_close(torch.compile(torch.sin, backend="overlapc", mode="max-autotune")(x), x.sin())
+    with pytest.raises(overlapc.ConfigError, match="no mode named 'max-tune'; did you mean"):
+        torch.compile(torch.cos, backend="overlapc", mode="max-tune")(x)
+
+
 def test_a_budget_that_nothing_fits_is_an_error_before_any_kernel_is_compiled():
     with pytest.raises(overlapc.MemoryBudgetError, match="raise memory_budget"):
         torch.compile(Net(), backend="overlapc", options={"memory_budget": "1KiB"})(torch.randn(64, 24))
