@@ -24,6 +24,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
 from overlapc.fx.collectives import canonicalize
+from overlapc.fx.duplicates import merge_duplicates
 from overlapc.fx.gathers import Gather, parameter_gathers
 from overlapc.fx.random import draw_once
 from overlapc.fx.recompute import recompute_expansions
@@ -52,8 +53,10 @@ def partition(
         else:
             _mark(gather, None)  # torch saves what untagged collectives give
     recompute_expansions(joint_module.graph)
+    if torch._functorch.config.cse:
+        merge_duplicates(joint_module.graph)
     # The other way, generators as inputs of the graphs, is for CUDA graphs over libraries that draw random numbers.
-    with torch._functorch.config.patch(graphsafe_rng_functionalization=False):
+    with torch._functorch.config.patch(graphsafe_rng_functionalization=False, cse=False):
         forward, backward = min_cut_rematerialization_partition(
             joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
         )

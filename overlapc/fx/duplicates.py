@@ -1,0 +1,96 @@
+"""Equal nodes of a joint graph computed once.
+
+    a = _to_copy(x, dtype=bfloat16); …; b = _to_copy(x, dtype=bfloat16)  ->  a, read by b's users too
+
+torch's partitioner would do it as well; its way imports most of Inductor and takes ten times as long.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+_OWN_MEMORY = frozenset({torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default})
+
+
+class _Unknown(Exception):
+    """An argument of which it cannot be said whether two are equal."""
+
+
+def merge_duplicates(graph: fx.Graph) -> int:
+    """Replaces each node by an earlier one that is equal; how many went.
+
+    Left alone: what draws random numbers, changes memory or leaves the graph (two results that are equal are two
+    tensors), and what has no schema. Equal nodes with a change of memory between them are different.
+    """
+    leaving = _storages_of_results(graph)
+    first: dict[Any, fx.Node] = {}
+    merged = changes = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if _changes_memory(node):
+            changes += 1
+            continue
+        if not _is_function(node) or _storage(node) in leaving:
+            continue
+        try:
+            key = (node.target, changes, _key(node.args), _key(node.kwargs))
+        except _Unknown:
+            continue
+        kept = first.setdefault(key, node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+            merged += 1
+    return merged
+
+
+def _changes_memory(node: fx.Node) -> bool:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target._schema.is_mutable)
+    # Functionalization left only those that say so in their name; Python's operators compute sizes.
+    return "mutation" in getattr(target, "__name__", "")
+
+
+def _is_function(node: fx.Node) -> bool:
+    """Whether equal arguments give equal results, in memory that nobody tells apart."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded not in target.tags and target not in _OWN_MEMORY
+    return getattr(target, "__module__", "") in ("_operator", "math") or target is operator.getitem
+
+
+def _storages_of_results(graph: fx.Graph) -> set[int | None]:
+    (output,) = graph.find_nodes(op="output")
+    return {storage for node in output.all_input_nodes if (storage := _storage(node)) is not None}
+
+
+def _storage(node: fx.Node) -> int | None:
+    """Which memory a node's value lies in; None where it has none."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return None
+    try:
+        return int(value.untyped_storage()._cdata)
+    except NotImplementedError:  # a tensor without memory, such as an opaque one
+        return None
+
+
+def _key(value: Any) -> Any:
+    """`value` as what hashes and compares as it: 1, 1.0 and True differ, nodes are themselves."""
+    if isinstance(value, fx.Node) or value is None:
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _key(item)) for name, item in value.items())
+    if isinstance(value, float):
+        return (float, value.hex())  # NaN equals itself, and 0.0 is not -0.0
+    if isinstance(value, bool | int | str | torch.dtype | torch.device | torch.layout | torch.memory_format):
+        return (type(value), value)
+    raise _Unknown
