@@ -20,7 +20,7 @@ from overlapc.config import Config
 from overlapc.errors import OverlapcError
 from overlapc.fx.versions import runs_under_fsdp2
 from overlapc.profile import profile_text
-from overlapc.runtime import triton_workers
+from overlapc.runtime.triton_launch import get_ready
 from overlapc.warm import step as warm_step
 from overlapc.warm.fingerprint import NotCacheable, environment_key, user_graph_key
 
@@ -51,7 +51,7 @@ def overlapc(
         if kept is not None:
             return warm_step.bound(*kept, partial(from_cache, config=config, number=number))
         if any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs):
-            triton_workers.start()  # they import Triton while this process imports the compiler and traces
+            get_ready(config.cache_dir)  # type: ignore[arg-type] # while this process imports the compiler and traces
         from overlapc import compilation
 
         return compilation.compile_step(gm, example_inputs, config, number, key)

@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import json
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -119,8 +120,16 @@ def compile_now(what: Specification) -> Any:
         return triton_compile(source, target=GPUTarget(*what.target), options=dict(what.options))
 
 
+def warm_up() -> None:
+    """Compiles a kernel that does nothing: the first one of a process takes as long as ten others."""
+    prelude = str(Path(__file__).with_name("triton_prelude.py"))
+    with tempfile.TemporaryDirectory() as folder:
+        compile_now(Specification(prelude, "nothing", (), {}, (), {"num_warps": 1}, ("cuda", 90, 32), folder))
+
+
 def serve() -> None:
     """Compiles what comes in, a line each, and answers with a line: see `answered`."""
+    warm_up()
     for line in sys.stdin:
         try:
             compiled = compile_now(Specification.parse(line))

@@ -469,3 +469,8 @@ def number_in_part(program, first: tl.constexpr):
     return tl.inline_asm_elementwise(
         f"sub.s32 $0, $1, {first};", "=r,r", [program], dtype=tl.int32, is_pure=True, pack=1
     )
+
+
+@triton.jit
+def nothing():
+    """What a worker compiles while there is nothing else to do (triton_compile.py)."""
