@@ -204,6 +204,34 @@ def in_lanes(v, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def first_of_lanes(v, DOUBLINGS: tl.constexpr):
+    """The first of every 2 ** DOUBLINGS neighbours along r."""
+    first = v
+    for _ in tl.static_range(DOUBLINGS):
+        first, _second = tl.split(tl.reshape(first, [first.shape[0], first.shape[1] // 2, 2]))
+    return first
+
+
+@triton.jit
+def to_lanes(v, WIDTH: tl.constexpr):
+    """Every element WIDTH times, side by side."""
+    return tl.reshape(tl.broadcast_to(v[:, :, None], [v.shape[0], v.shape[1], WIDTH]), [v.shape[0], v.shape[1] * WIDTH])
+
+
+@triton.jit
+def load_by_lane(pointer, DOUBLINGS: tl.constexpr):
+    """What 2 ** DOUBLINGS neighbours along r all read, read once for them."""
+    return to_lanes(tl.load(first_of_lanes(pointer, DOUBLINGS)), 2**DOUBLINGS)
+
+
+@triton.jit
+def load_by_lane_where(pointer, mask, DOUBLINGS: tl.constexpr):
+    """The same where `mask` holds, which does for all of them or for none; 0 elsewhere."""
+    mask = first_of_lanes(tl.broadcast_to(mask, pointer.shape), DOUBLINGS)
+    return to_lanes(tl.load(first_of_lanes(pointer, DOUBLINGS), mask, other=0), 2**DOUBLINGS)
+
+
+@triton.jit
 def online_peak(peak, v, WIDTH: tl.constexpr):
     """Lane peaks with this tile's elements, WIDTH neighbours a lane."""
     return maximum(peak, lanes_max(in_lanes(v, WIDTH)))

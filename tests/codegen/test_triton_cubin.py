@@ -11,7 +11,7 @@ from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.runtime.triton_binary import compile_source
 from tests.codegen.scan_cases import scan_cases
-from tests.codegen.triton_cases import Case, small, softmax, variants
+from tests.codegen.triton_cases import Case, group_norm, small, softmax, variants
 from tests.codegen.triton_ops import all_cases
 
 FORMS = [(case, form, tiling) for case in small() + scan_cases() for form, tiling in variants(case.body)]
@@ -32,6 +32,15 @@ def test_no_thread_waits_for_another_while_a_softmax_goes_over_a_row(tmp_path: P
     assert first_loop.count('"tt.reduce"') == 2
     assert len(re.findall(r'"tt.reduce".*axis = 2', first_loop)) == 2  # eight neighbours, all of one thread
     assert "ttg.convert_layout" not in first_loop
+
+
+def test_what_is_one_for_a_channel_is_read_once_for_neighbours(tmp_path: Path):
+    """Not once an element: eight neighbours of a channel, which a thread holds, have one weight and one shift."""
+    body = group_norm(2048, 8, 4096).body
+    tiling = Tiling("persistent", body.loops, 1, 16, r=body.reduction, rblock=32768)
+    (compiled,) = compile_source(TritonGenerator().generate(body, "group_norm", tiling=tiling), tmp_path)
+    loads = re.findall(r"ld\.global\.b(?:16|32) ", compiled.asm["ptx"])
+    assert len(loads) == 2 * 32768 // (16 * 32) / 8
 
 
 @pytest.mark.parametrize(("case", "form", "tiling"), FORMS, ids=[f"{case.name}-{form}" for case, form, _ in FORMS])

@@ -539,6 +539,27 @@ def two_reduction_loops(channels: int, batch: int, pixels: int) -> Case:
     return Case("two_reduction_loops", body, tensors, lambda t: {"y": t["x"].double().sum((0, 2))})
 
 
+def group_norm(rows: int, channels: int, pixels: int) -> Case:
+    """Rows of two loops, the scaling and shift of which change with the outer one only."""
+    at = channels * pixels * p0 + pixels * r0 + r1
+    x = Load("x", at, bf16)
+    mean = op("mul", total(x), number(1 / (channels * pixels)))
+    y = op("add", op("mul", op("sub", x, mean), Load("w", r0, bf16)), Load("b", r0, f32))
+    tensors = {
+        "x": noise(rows, channels, pixels, dtype=bf16),
+        "w": noise(channels, dtype=bf16),
+        "b": noise(channels, seed=1),
+        "y": torch.zeros(rows, channels, pixels),
+    }
+
+    def expected(t: Tensors) -> Tensors:
+        x_ = t["x"].float()
+        return {"y": (x_ - x_.mean((1, 2), keepdim=True)) * t["w"].float()[:, None] + t["b"][:, None]}
+
+    body = Body((loop(p0, rows),), (loop(r0, channels), loop(r1, pixels)), (Store("y", at, y, f32),))
+    return Case("group_norm", body, tensors, expected)
+
+
 def empty_rows(rows: int) -> Case:
     """A reduction over nothing is its neutral element."""
     x = Load("x", r0, f32)
@@ -567,6 +588,7 @@ def small() -> list[Case]:
         norm_gradients(2, 70, 64, f32),
         elements_and_columns(50, 20),
         layer_norm(5, 33),
+        group_norm(5, 3, 104),
         softmax(7, 50),
         cross_entropy(5, 70),
         swiglu(100),

@@ -13,9 +13,9 @@ from overlapc.codegen.triton.expressions import IndexPrinter
 from overlapc.codegen.triton.precision import coarse_values
 from overlapc.codegen.triton.rotations import joined_halves
 from overlapc.codegen.triton.tiling import Tiling
-from overlapc.ir.body import Body, Op, Reduce, Scan, Store, Value, depends_on, topological
+from overlapc.ir.body import Body, Load, Op, Reduce, Scan, Store, Value, depends_on, topological
 from overlapc.ir.facts import unseen_where_masked
-from overlapc.ir.indexing import bounds, numel
+from overlapc.ir.indexing import bounds, exact_quotient, numel
 
 _INT32_LIMIT = 2**31 - 2**20  # room for the last, partly masked tile
 
@@ -58,7 +58,8 @@ class KernelShape:
         position = torch.int64 if self.index_dtype != "tl.int32" else torch.int32
         roots = [value for store in body.stores for value in store.operands()]
         online = tiling.form in ("looped", "split")
-        self.levels = [] if tiling.form == "dot" else accumulations(roots, online, position, self._lane_width())
+        self.lane_width = self._lane_width()
+        self.levels = [] if tiling.form == "dot" else accumulations(roots, online, position, self.lane_width)
         scans = [value for value in body.values() if isinstance(value, Scan)]
         assert not (scans and tiling.form == "split"), "a scan cannot be split among programs"
         self.scans = {scan: scanning(scan, number, position) for number, scan in enumerate(scans)}
@@ -72,6 +73,18 @@ class KernelShape:
             return 1
         most = tiling.xblock * tiling.rblock // (32 * tiling.num_warps)
         return max(1, min(8, most, 16 // min(load.memory_dtype.itemsize for load in loads), tiling.rblock))
+
+    def is_one_a_lane(self, load: Load) -> bool:
+        """Whether neighbours along r that a thread holds all read the same, as a channel's weight."""
+        r = self.tiling.r
+        if self.lane_width == 1 or len(r) < 2 or load.operands():
+            return False
+        used = load.index.free_symbols & self.reduced
+        return (
+            bool(used)
+            and r[-1].symbol not in used
+            and exact_quotient(r[-1].size, sympy.Integer(self.lane_width)) is not None
+        )
 
     def _index_width(self) -> tuple[tuple[sympy.Expr, ...], str]:
         """Largest indices that only a launch knows, and the dtype to index with."""

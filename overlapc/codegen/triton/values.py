@@ -239,6 +239,9 @@ class ValueWriter(AxisWriter):
             index = f"{index} + tl.full({self.kernel.shape(('x', 'r'))}, 0, tl.int32)"
         pointer = f"{self.kernel.arguments[load.buffer]} + {term(index)}"
         arguments = self.mask_argument(self.axes_of(load), None if load.mask is None else names[load.mask])
+        if self.kernel.is_one_a_lane(load):
+            doublings = self.kernel.lane_width.bit_length() - 1
+            return f"ops.load_by_lane{'_where' if arguments else ''}({pointer}{arguments}, {doublings})"
         seen = load.mask is not None and load not in self.kernel.unseen
         if seen or (arguments and self.zero_outside):
             arguments += ", other=0.0" if load.memory_dtype.is_floating_point else ", other=0"
