@@ -93,15 +93,16 @@ def variants(chosen: Tiling) -> Iterator[tuple[str, Tiling]]:
     warps = [each for each in (chosen.num_warps // 2, chosen.num_warps * 2) if 1 <= each <= 32]
     wider = [each for each in (chosen.xblock // 2, chosen.xblock * 2) if each >= 1]
     if chosen.form in ("totals", "looped", "split"):
-        for stages in (2, 3, 4):
+        for stages in (0, 2, 3, 4):
             yield f"stages {stages}", replace(chosen, num_stages=stages)
     for each in warps:
         yield f"warps {each}", replace(chosen, num_warps=each)
     if chosen.form == "totals":
-        for factor in (0.5, 1.5, 2, 3):
+        for factor in (0.5, 0.75, 1.5, 2):
             splits = int(chosen.splits * factor)
             yield f"splits {splits}", chosen.with_splits(splits)
-            yield f"splits {splits}, stages 3", replace(chosen, splits=splits, num_stages=3)
+            for each in warps:
+                yield f"splits {splits}, warps {each}", replace(chosen, splits=splits, num_warps=each)
     if chosen.form == "split":
         for factor in (0.5, 2, 4):
             yield f"splits {int(chosen.splits * factor)}", chosen.with_splits(max(2, int(chosen.splits * factor)))
@@ -113,6 +114,11 @@ def variants(chosen: Tiling) -> Iterator[tuple[str, Tiling]]:
     if chosen.form in ("persistent", "split", "flat", "rows", "totals"):
         for xblock in wider:
             yield f"x {xblock}", replace(chosen, xblock=xblock)
+            if chosen.form == "split":
+                yield (
+                    f"x {xblock}, square",
+                    replace(chosen, xblock=xblock, rblock=chosen.rblock * chosen.xblock // xblock),
+                )
             for each in warps:
                 yield f"x {xblock}, warps {each}", replace(chosen, xblock=xblock, num_warps=each)
 
@@ -170,6 +176,7 @@ def main() -> None:
     parser.add_argument("--cases", default="", help="a pattern of the problems' names")
     parser.add_argument("--seconds", type=float, default=300, help="start no kernel after this long")
     parser.add_argument("--cache", type=Path, default=Path("/tmp/overlapc_tilings"))
+    parser.add_argument("--least", type=float, default=2, help="leave out kernels that a copy takes less for, in us")
     parser.add_argument("--best", type=int, default=6, help="variants to print")
     args = parser.parse_args()
     began, clock = time.monotonic(), Clock()
@@ -182,7 +189,7 @@ def main() -> None:
                 return
             work = work_of(kernel.op, kernel.graph)
             least = (work.read_bytes + work.write_bytes) / clock.bytes_per_ns
-            if least < 2000:
+            if least < 1e3 * args.least:
                 continue
             times = timed(kernel, clock, args.cache)
             rows = times[: args.best] + [item for item in times[args.best :] if item[0] == "*"]
