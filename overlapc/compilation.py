@@ -137,7 +137,7 @@ def _build(
         if isinstance(module, GraphModule) and module in inner:
             lowered.constants[constant] = inner[module].module or inner[module].call
     sources = generate_kernels(result.schedule, lowered, tuning.sources if tuning is not None else None)
-    program = build_program(result.schedule, lowered, sources)
+    program = build_program(result.schedule, lowered, sources, donated=_donated(result.schedule, config))
     report = graph_record(result, fallbacks=_fallbacks(result))
     if config.memory == "pool":
         program, report = _with_pool(program, report, result.schedule, lowered)
@@ -172,6 +172,13 @@ def _build(
     dumps.write("program", "wrapper", lambda: graph.text() if graph else compiled.text(name), suffix="py")
     kept_now = key is not None and _keep(key, compiled, config)
     return Built(call, result.after.step_ns, kept_now, graph.module if graph else None)
+
+
+def _donated(schedule: Schedule, config: Config) -> set[str]:
+    """Saved activations whose memory backward may go on with, unless what runs it holds its arguments."""
+    if config.cuda_graphs or config.wrapper == "fx":
+        return set()
+    return {buffer.name for buffer in schedule.buffers.values() if buffer.freeable}
 
 
 def _with_pool(

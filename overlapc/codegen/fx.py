@@ -70,7 +70,8 @@ class FxWrapper:
             self._add(item)
         self.graph.lint()
         self.module = GraphModule(self.attributes, self.graph, class_name=self.program.name)
-        return boxed(self.module)
+        run = boxed(self.module)
+        return lambda args: tuple(map(support.standing_alone, run(args)))
 
     def text(self) -> str:
         """The graph as Python, with the user's lines."""
@@ -89,7 +90,7 @@ class FxWrapper:
             self.env[item.variable] = self._named(item.variable, torch.empty_strided, self._shape(layout), options)
         elif isinstance(item, TakeOver):
             args = (self.env[item.source], *self._shape(item.layout), item.layout.dtype)
-            self.env[item.variable] = self._named(item.variable, support.take_over, args)
+            self.env[item.variable] = self._named(item.variable, support.strided_over, args)
         elif isinstance(item, Launch):
             self._launch(item)
         elif isinstance(item, WaitFor):
@@ -199,7 +200,7 @@ class FxWrapper:
         node = self._variable(variable)
         if (own.size, own.stride) == (view.layout.size, view.layout.stride) and view.layout.offset == 0:
             return node
-        return self._call_function(support.view, node, *self._shape(view.layout), self._size(view.layout.offset))
+        return self._call_function(support.strided, node, *self._shape(view.layout), self._size(view.layout.offset))
 
     def _attribute(self, hint: str, value: Any) -> Node:
         name = self.attribute_of.setdefault(id(value), f"{hint}_{len(self.attributes)}")

@@ -18,7 +18,19 @@ from dataclasses import dataclass, replace
 import sympy
 import torch
 
-from overlapc.codegen.program import Allocate, Call, Carve, Free, Instruction, Launch, Pool, Program, Return, TakeOver
+from overlapc.codegen.program import (
+    Allocate,
+    Call,
+    Carve,
+    Free,
+    Instruction,
+    Launch,
+    Pool,
+    Program,
+    Return,
+    Reuse,
+    TakeOver,
+)
 from overlapc.ir.ops import View, tree_leaves
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
@@ -111,7 +123,7 @@ def peak_bytes(program: Program, schedule: Schedule, hint: Callable[[sympy.Expr]
         came: list[tuple[str, int]] = []
         if isinstance(item, Pool):
             came = [(item.variable, item.bytes)]
-        elif isinstance(item, Allocate):
+        elif isinstance(item, Allocate | Reuse):
             came = [(item.variable, hint(item.layout.storage_bytes()))]
         elif isinstance(item, TakeOver):
             sizes[item.variable] = sizes.pop(item.source, 0)

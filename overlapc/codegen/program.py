@@ -7,7 +7,7 @@ everything is freed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,18 @@ class TakeOver:
 
 
 @dataclass(frozen=True, slots=True)
+class Reuse:
+    """An argument's memory under another name if nobody but this graph holds it by then, else new memory.
+
+    The argument stays a variable until it is freed: the next launch reads it while it writes here.
+    """
+
+    variable: str
+    source: str
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """A generated kernel on its arguments."""
 
@@ -142,7 +154,7 @@ class Return:
     values: tuple[Any, ...]
 
 
-Memory = Allocate | Pool | Carve | TakeOver | Free
+Memory = Allocate | Pool | Carve | TakeOver | Reuse | Free
 Instruction = BindSize | CheckInput | Memory | Launch | Call | ExpectLayout | WaitFor | Return
 
 
@@ -166,18 +178,30 @@ class Program:
         return "\n".join(str(item) for item in self.instructions)
 
 
-def build_program(schedule: Schedule, graph: LoweredGraph, kernels: Mapping[str, KernelSource]) -> Program:
-    """Instructions for `schedule`; `kernels` holds the source of every `Loops` op by its name."""
-    return _Builder(schedule, graph, kernels).build()
+def build_program(
+    schedule: Schedule, graph: LoweredGraph, kernels: Mapping[str, KernelSource], *, donated: Collection[str] = ()
+) -> Program:
+    """Instructions for `schedule`; `kernels` holds the source of every `Loops` op by its name.
+
+    donated: arguments that may be overwritten where they die, if nobody else holds their memory when it runs.
+    """
+    return _Builder(schedule, graph, kernels, donated).build()
 
 
 class _Builder:
-    def __init__(self, schedule: Schedule, graph: LoweredGraph, kernels: Mapping[str, KernelSource]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        graph: LoweredGraph,
+        kernels: Mapping[str, KernelSource],
+        donated: Collection[str],
+    ) -> None:
         self.schedule = schedule
         self.graph = graph
         self.kernels = kernels
         self.instructions: list[Instruction] = []
         self.layouts: dict[str, Layout] = {}
+        self.donated = set(donated)
         self.planned: set[str] = set()  # roots whose memory we allocated ourselves
         self.spare: dict[tuple[torch.device, sympy.Expr], str] = {}  # freed just now, not yet given back
         self.bound: set[str] = set()
@@ -286,18 +310,26 @@ class _Builder:
         """Whether a kernel's output got memory that was there: an argument's that dies here, or one freed just now."""
         self.planned.add(view.buffer)
         self.layouts[view.buffer] = view.layout
-        size = view.layout.storage_bytes()
         for root in sorted((dying & self.planned) - shared):
-            if (
-                self.layouts[root].storage_bytes() == size
-                and self.layouts[root].device == view.layout.device
-                and self._may_overwrite(op.body, root, view.buffer)
-            ):
+            if self._may_become(root, view, op.body):
                 dying.discard(root)
                 self.taken[root] = view.buffer
                 self.instructions.append(TakeOver(view.buffer, root, view.layout))
                 return True
-        return self._takes_spare(view)
+        if self._takes_spare(view):
+            return True
+        for root in sorted((dying & self.donated) - shared):
+            if self._may_become(root, view, op.body):
+                self.donated.discard(root)
+                self.instructions.append(Reuse(view.buffer, root, view.layout))
+                return True
+        return False
+
+    def _may_become(self, root: str, view: View, body: Body) -> bool:
+        """Whether `body` may write `view` in the memory of `root`."""
+        there = self.layouts[root]
+        same = (there.storage_bytes(), there.device) == (view.layout.storage_bytes(), view.layout.device)
+        return same and self._may_overwrite(body, root, view.buffer)
 
     def _takes_spare(self, view: View) -> bool:
         spare = self.spare.pop((view.layout.device, view.layout.storage_bytes()), None)

@@ -26,6 +26,7 @@ from overlapc.codegen.program import (
     Pool,
     Program,
     Return,
+    Reuse,
     TakeOver,
     WaitFor,
 )
@@ -155,7 +156,7 @@ class PythonWrapper:
             return [f"life.allocated({item.variable!r}, {item.variable}, {size})"]
         if isinstance(item, Pool):
             return [f"life.allocated({item.variable!r}, {item.variable}, {item.bytes})"]
-        if isinstance(item, Carve):
+        if isinstance(item, Carve | Reuse):
             return [f"life.arrived({item.variable!r}, {item.variable})"]
         if isinstance(item, TakeOver):
             return [f"life.took_over({item.variable!r}, {item.source!r}, {item.variable})"]
@@ -186,6 +187,9 @@ class PythonWrapper:
             size, stride = self._shape(item.layout.size), self._shape(item.layout.stride)
             taken = f"rt.take_over({item.source}, {size}, {stride}, {item.layout.dtype})"
             return [f"{item.variable} = {taken}; del {item.source}"]
+        if isinstance(item, Reuse):
+            size, stride = self._shape(item.layout.size), self._shape(item.layout.stride)
+            return [f"{item.variable} = rt.reused({item.source}, {size}, {stride}, {item.layout.dtype})"]
         if isinstance(item, Launch):
             sizes = [str(symbol) for symbol in item.kernel.sizes]
             call = f"{item.kernel.name}({', '.join([*item.variables, *sizes])})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,9 +45,22 @@ def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def view(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:
-    """`tensor`'s memory through another layout; `offset` counts from its first element."""
+view: Callable[..., Tensor] = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
+"""(tensor, size, stride, offset=0) -> its memory through another layout; `offset` counts from its first element.
+
+To autograd that is no view: what a graph returns may be changed in place.
+"""
+
+
+def strided(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:
+    """`view` in a form that can be traced; a view to autograd."""
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+def standing_alone(result: Any) -> Any:
+    """A graph's result as no view to autograd, which would refuse to let the user change it in place."""
+    viewed = isinstance(result, Tensor) and result._is_view()
+    return view(result, result.size(), result.stride()) if viewed else result
 
 
 def carve(pool: Tensor, offset: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -57,10 +71,50 @@ def carve(pool: Tensor, offset: int, size: Sequence[int], stride: Sequence[int],
 
 def take_over(tensor: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The whole memory of a dead buffer of equal bytes, as a new one."""
-    if tensor.dtype != dtype:
-        flat = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-        tensor = flat.view(dtype)
-    return torch.as_strided(tensor, size, stride, 0)
+    tensor = _as_dtype(tensor, dtype)
+    return view(tensor, size, stride, -tensor.storage_offset())
+
+
+def strided_over(tensor: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`take_over` in a form that can be traced; a view to autograd."""
+    return torch.as_strided(_as_dtype(tensor, dtype), size, stride, 0)
+
+
+def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor`'s whole memory as `dtype`; itself if it has that."""
+    if tensor.dtype == dtype:
+        return tensor
+    flat = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    return flat.view(dtype)
+
+
+def _count(tensor: Tensor) -> int:
+    return sys.getrefcount(tensor)
+
+
+def _count_of_new() -> int:
+    tensor = torch.empty(0)
+    count = _count(tensor)
+    del tensor
+    return count
+
+
+_ALONE = _count_of_new()  # references that Python counts in a function whose caller has the only one, in a variable
+
+
+def reused(source: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The memory of an argument of equal bytes as a new tensor, if the caller's variable is all that holds it.
+
+    Otherwise new memory: for a backward that will run again, what a hook on saved tensors kept, or a view of another.
+    """
+    if (
+        source._use_count() == 1  # type: ignore[attr-defined]  # or torch holds it elsewhere
+        and sys.getrefcount(source) <= _ALONE  # or Python does
+        and torch._C._storage_Use_Count(source.untyped_storage()._cdata) == 2  # the second is `untyped_storage()` here
+        and source.storage_offset() == 0
+    ):
+        return take_over(source, size, stride, dtype)
+    return torch.empty_strided(size, stride, dtype=dtype, device=source.device)
 
 
 def as_expected(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import overlapc.codegen.cpp  # noqa: F401 (registers the generator)
 from overlapc.codegen.kernel import generator_for
-from overlapc.codegen.program import Allocate, Free, Launch, Program, TakeOver, build_program
+from overlapc.codegen.program import Allocate, Free, Launch, Program, Reuse, TakeOver, build_program
 from overlapc.codegen.python import PythonWrapper
 from overlapc.codegen.sources import generate_kernels
 from overlapc.config import Config
@@ -24,7 +24,11 @@ from overlapc.runtime.support import LayoutError
 
 
 def compiled(
-    function: Callable[..., Any], *inputs: Tensor, fused: bool = False, freeable: tuple[str, ...] = ()
+    function: Callable[..., Any],
+    *inputs: Tensor,
+    fused: bool = False,
+    freeable: tuple[str, ...] = (),
+    donated: tuple[str, ...] = (),
 ) -> tuple[Program, PythonWrapper, Callable[[list[Any]], tuple[Any, ...]]]:
     """`function` traced, lowered, scheduled in program order and bound; one result or a tuple of them."""
 
@@ -36,9 +40,9 @@ def compiled(
     gm = make_fx(several, tracing_mode="fake")(*inputs)
     lowered = lower(gm, "test", lambda device: True, {}.get)
     ops, _ = fuse_ops(lowered, enabled=fused)
-    schedule = to_schedule(ops, lowered, freeable)
+    schedule = to_schedule(ops, lowered, (*freeable, *donated))
     sources = generate_kernels(schedule, lowered)
-    program = build_program(schedule, lowered, sources)
+    program = build_program(schedule, lowered, sources, donated=donated)
     wrapper = PythonWrapper(program)
     return program, wrapper, wrapper.bind(generator_for("cpu").load(program.kernels(), Config.of({}).cache_dir))
 
@@ -53,7 +57,9 @@ def test_a_chain_of_kernels_runs_in_one_buffer():
     assert len(of(program, Launch)) == 3
     assert len(of(program, Allocate)) == 1
     assert len(of(program, TakeOver)) == 2
-    torch.testing.assert_close(call([x])[0], x.sin().exp().cos())
+    (result,) = call([x])
+    torch.testing.assert_close(result, x.sin().exp().cos())
+    assert not result._is_view()  # to autograd: the user may change it in place
 
 
 def test_memory_that_nobody_takes_over_goes_before_new_memory_comes():
@@ -73,6 +79,34 @@ def test_an_input_is_never_overwritten_even_if_it_is_freed():
     assert not {item.source for item in of(program, TakeOver)} & {"x_1"}
     call([x])
     torch.testing.assert_close(x, before)
+
+
+def test_a_donated_input_is_overwritten_only_while_nobody_else_holds_it():
+    program, _, call = compiled(lambda x: x.sin(), torch.randn(50), donated=("x_1",))
+    assert [(item.source, item.layout.size) for item in of(program, Reuse)] == [("x_1", (50,))]
+    assert not of(program, Allocate)
+    x = torch.randn(50)
+    expected, address, arguments = x.sin(), x.data_ptr(), [x]
+    del x
+    (result,) = call(arguments)
+    assert result.data_ptr() == address
+    torch.testing.assert_close(result, expected)
+
+    holders: dict[str, Callable[[Tensor], Any]] = {
+        "the same tensor": lambda tensor: tensor,
+        "a view of it": lambda tensor: tensor.detach()[:10],
+        "a node of autograd": torch.sin,
+    }
+    for name, hold in holders.items():
+        x = torch.randn(50, requires_grad=True) * 1
+        held, expected, address = hold(x), x.detach().sin(), x.data_ptr()
+        arguments = [x]
+        del x
+        with torch.no_grad():
+            (result,) = call(arguments)
+        assert result.data_ptr() != address, name
+        torch.testing.assert_close(result, expected)
+        del held
 
 
 def test_a_value_that_is_read_again_keeps_its_memory():

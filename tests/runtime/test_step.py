@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from overlapc.errors import OverlapcError
+from overlapc.runtime import support
 from overlapc.runtime.counters import counted
 from overlapc.runtime.step import StepPlan, Tangent, step_function
 
@@ -228,3 +229,49 @@ def test_gradients_are_free_once_backward_has_read_them():
     (result,) = step(x)
     (result * 2).sum().backward()
     assert alive == [False]
+
+
+def test_backward_goes_on_in_the_memory_of_what_forward_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And leaves it alone where a second backward, or a hook, still needs it."""
+    x, weight = leaf(16, 16), torch.randn(16, 16)
+    options = {"warm_start": False, "cache_dir": str(tmp_path)}
+
+    def function(x: Tensor) -> Tensor:
+        return (x @ weight).sin()
+
+    step = torch.compile(function, backend="overlapc", options=options)
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+
+    def gradient(result: Tensor, **options: Any) -> Tensor:
+        (grad,) = torch.autograd.grad(result.sum(), x, **options)
+        return grad
+
+    torch.testing.assert_close(gradient(step(x)), expected)  # compiled now
+    taken: list[Tensor] = []
+    take_over = support.take_over
+    monkeypatch.setattr(support, "take_over", lambda source, *form: taken.append(source) or take_over(source, *form))
+    result = step(x)
+    for keeps in (True, True, False):
+        torch.testing.assert_close(gradient(result, retain_graph=keeps), expected)
+        assert bool(taken) != keeps
+    taken.clear()
+
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
+        result = step(x)
+    before = [each.clone() for each in kept]
+    torch.testing.assert_close(gradient(result), expected)
+    assert all(torch.equal(one, other) for one, other in zip(before, kept, strict=True))
+    assert not taken
+
+
+@pytest.mark.parametrize("wrapper", ["python", "fx"])
+def test_results_may_be_changed_in_place(wrapper: str):
+    """The result of a linear layer is its product under another shape: a view, but not to the user."""
+    x, weight = leaf(2, 3, 4), leaf(4, 4)
+    options = {"warm_start": False, "native": False, "wrapper": wrapper}
+    step = torch.compile(torch.nn.functional.linear, backend="overlapc", options=options)
+    expected = torch.autograd.grad(torch.nn.functional.linear(x, weight).add_(1).square().sum(), (x, weight))
+    for _ in range(2):
+        result = step(x, weight).add_(1)
+        torch.testing.assert_close(torch.autograd.grad(result.square().sum(), (x, weight)), expected)
