@@ -20,6 +20,7 @@ from overlapc.fusion.loop_order import in_order_of, scattered_bytes
 from overlapc.fusion.merge import Refusal, merge, same_space, without_stores
 from overlapc.fusion.mixed_order import crosses, merge_across, skips
 from overlapc.fusion.order import MergingOrder
+from overlapc.fusion.score import Score, score
 from overlapc.fusion.simplify import simplified
 from overlapc.ir.body import Body
 from overlapc.ir.hazards import overwrites_in_place, scatters
@@ -173,8 +174,8 @@ class Fuser:
                 group.op = dataclasses.replace(group.op, body=simplified(group.op.body))
 
     def round(self) -> bool:
-        """Tries every candidate once, most bytes saved first; whether anything fused."""
-        pairs = sorted(self.candidates(), key=lambda pair: (-pair[0], pair[1]))
+        """Tries every candidate once, the best first; whether anything fused."""
+        pairs = sorted(self.candidates(), key=lambda pair: (pair[0], -pair[1], -pair[2]), reverse=True)
         if self.shuffle is not None:
             self.shuffle.shuffle(pairs)
         fused = False
@@ -185,7 +186,7 @@ class Fuser:
                 number = moved[number]
             return number
 
-        for _, (_, a, b) in pairs:
+        for _, a, b in pairs:
             first, second = self._pair(now(a), now(b))
             if first == second or self._attempt(first, second) in self.settled:
                 continue
@@ -194,8 +195,8 @@ class Fuser:
                 fused = True
         return fused
 
-    def candidates(self) -> Iterable[tuple[int, tuple[int, int, int]]]:
-        """(bytes saved, (distance, first, second)) of pairs of kernels that share a buffer."""
+    def candidates(self) -> Iterable[tuple[Score, int, int]]:
+        """(score, first, second) of pairs of kernels that share a buffer."""
         saved: defaultdict[tuple[int, int], int] = defaultdict(int)
         position = self.order.position
         for name, readers in self.readers.items():
@@ -211,7 +212,8 @@ class Fuser:
                         saved[first, second] += size
         for (first, second), size in saved.items():
             if self._attempt(first, second) not in self.settled and self._may_align(first, second):
-                yield size, (abs(position[first] - position[second]), first, second)
+                bodies = (self.groups[first].kernel.body, self.groups[second].kernel.body)
+                yield score(*bodies, size, abs(position[first] - position[second])), first, second
 
     def _pair(self, a: int, b: int) -> tuple[int, int]:
         return (a, b) if self.order.position[a] < self.order.position[b] else (b, a)

@@ -90,6 +90,19 @@ def test_of_equal_savings_the_nearest_fuse_first() -> None:
 # --- what does not, and why
 
 
+def row_sum(out: str, read: str) -> Loops:
+    """The sum of all elements of a buffer."""
+    (loop,) = loops_of("r", (8,))
+    total = Reduce("sum", x(read, loop.symbol), torch.float32)
+    return kernel(out, Body((), (loop,), (put(out, 0, total),)), view(out, 1))
+
+
+def test_kernels_of_one_kind_fuse_before_others() -> None:
+    """The element-wise ones first, though what feeds the sum is of the same size and stands nearer to it."""
+    _, report = fused(graph([pointwise("p", "a"), row_sum("s", "p"), pointwise("q", "a")], ["p", "s", "q"]))
+    assert report.fused[0][:2] == ("p", "q")
+
+
 def test_another_op_in_between() -> None:
     ops = [pointwise("x", "a"), extern("mm", "x"), pointwise("y", "a", "mm")]
     order, report = fused(graph(ops, ["x", "y"]))
