@@ -168,6 +168,11 @@ class Schedule:
         """Where in the order each node is, by name."""
         return self._index.position
 
+    @property
+    def producers(self) -> Mapping[str, int]:
+        """Position of the node that defines each buffer; inputs have none."""
+        return self._index.producer
+
     def producer(self, buffer: str) -> Node | None:
         """The node that defines `buffer`; None for an input."""
         at = self._index.producer.get(buffer)

@@ -80,18 +80,19 @@ def problems(
 
 def reads_are_defined(schedule: Schedule) -> Iterator[Problem]:
     """Every name is a buffer, inputs and earlier writes are all that is read, outputs exist."""
+    buffers, producers = schedule.buffers, schedule.producers
     for at, node in enumerate(schedule.nodes):
         for name in (*node.reads, *node.writes, *node.mutates):
-            if name not in schedule.buffers:
+            if name not in buffers:
                 yield Problem(f"{node.name} uses {name}, which is not a buffer of the schedule", at)
                 return
         for name in node.reads:
-            producer = schedule.producer(name)
+            producer = producers.get(name)
             if producer is None:
-                if not schedule.buffers[name].is_input:
+                if not buffers[name].is_input:
                     yield Problem(f"{node.name} reads {name}, which is neither an input nor written by a node", at)
-            elif schedule.position(producer.name) >= at:
-                yield Problem(_too_early(schedule, at, name), at, schedule.position(producer.name))
+            elif producer >= at:
+                yield Problem(_too_early(schedule, at, name), at, producer)
         for name in node.mutates:
             if not any(schedule.root(made) == schedule.root(name) for made in node.writes):
                 yield Problem(f"{node.name} overwrites {name} and defines no alias of it", at)
@@ -212,9 +213,10 @@ def _too_early(schedule: Schedule, at: int, name: str) -> str:
 def _in_flight(schedule: Schedule, name: str) -> str | None:
     """The START behind a name, unless a wait's result or another node's lies between."""
     while True:
-        producer = schedule.producer(name)
-        if producer is None:
+        at = schedule.producers.get(name)
+        if at is None:
             return None
+        producer = schedule.nodes[at]
         if producer.kind is Kind.START:
             return producer.name
         alias_of = schedule.buffers[name].alias_of
