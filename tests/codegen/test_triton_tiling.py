@@ -14,19 +14,19 @@ from overlapc.runtime.triton_binary import compile_source
 from tests.codegen.cpp_kernels import loop, p0, r0
 from tests.codegen.triton_cases import elements_and_columns, norm_gradients, softmax
 
-SHARED_OF_A_PROGRAM = 227 * 1024  # bytes, at most, on an H100 or H200
+SHARED_OF_A_PROGRAM = 99 * 1024  # bytes, at most, on compute capability 8.6 and 8.9: the least of all since 8.0
 BF16, F32 = torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(1024, BF16), (4096, BF16), (4096, F32), (16384, BF16)])
-def test_rows_are_loaded_ahead_into_no_more_memory_than_two_programs_have(
+@pytest.mark.parametrize(("width", "dtype"), [(1024, BF16), (4096, BF16), (4096, F32), (8192, BF16), (16384, BF16)])
+def test_rows_are_loaded_ahead_into_no_more_memory_than_a_program_has_anywhere(
     width: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     body = norm_gradients(2, 8192, width, dtype).body
     tiling = choose(body, {})
     assert tiling.form == "totals"
     rows, _ = compile_source(TritonGenerator().generate(body, "gradients"), tmp_path)
-    assert rows.metadata.shared <= SHARED_OF_A_PROGRAM / 2
+    assert rows.metadata.shared <= SHARED_OF_A_PROGRAM
     assert ("cp.async" in rows.asm["ptx"]) == (width * dtype.itemsize < 32768)
 
 

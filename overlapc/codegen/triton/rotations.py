@@ -22,6 +22,8 @@ _REACH = 64  # pairs of values compared below one `where`
 
 def joined_halves(body: Body) -> Body:
     """`body` with one read for two; the same object where nothing is rotated."""
+    if not any(isinstance(value, Op) and value.name == "where" for value in body.values()):
+        return body
     sizes = {loop.symbol: loop.size for loop in (*body.loops, *body.reduction)}
     changed = False
 

@@ -40,7 +40,7 @@ _MANY_STEPS_TILE = 1024
 # Of loops that load ahead, in a sweep on one H200 (benchmarks/triton_tilings.py): two stages hide little, four cost
 # more than they hide.
 _STAGES = 3
-_SHARED_BYTES = 192 * 1024  # of a multiprocessor of an H100/H200, and the first level cache keeps some
+_AHEAD_BYTES = 80 * 1024  # two programs of an H100/H200 have room for it, and so has one of any device since 2020
 DEFAULT_HINT = 4096  # for a size nobody knows
 
 
@@ -247,16 +247,16 @@ def _reduction(
         rblock, num_warps = _LONG_ROW // power_of_two(max(1, streams)), 32
     stages = 0
     if not fits and columns and any(access.is_store for access in inner):
-        stages = _stages(body, tile)  # loads would wait for the stores of the tile before
+        stages = _stages(body, tile, body.reduction)  # loads would wait for the stores of the tile before
     return Tiling(form, x, xblock, num_warps, r=r, rblock=rblock, splits=splits, num_stages=stages)
 
 
-def _stages(body: Body, tile: int) -> int:
-    """Of a pipelined loop over tiles of so many elements: what is loaded ahead must leave room for two programs."""
-    reduced = {loop.symbol for loop in body.reduction}
-    loads = [load for load in body.loads() if reduced & load.index.free_symbols and not load.operands()]
+def _stages(body: Body, tile: int, over: Sequence[Loop]) -> int:
+    """Of a pipelined loop `over` tiles of so many elements, or 0 where there is no room for what is loaded ahead."""
+    moving = {loop.symbol for loop in over}
+    loads = [load for load in body.loads() if moving & load.index.free_symbols and not load.operands()]
     ahead = (_STAGES - 1) * tile * sum(load.memory_dtype.itemsize for load in loads)
-    return _STAGES if 2 * ahead <= _SHARED_BYTES else 0
+    return _STAGES if ahead <= _AHEAD_BYTES else 0
 
 
 def _passes(body: Body, reduced: set[sympy.Symbol]) -> int:
@@ -276,7 +276,7 @@ def _totals(body: Body, rows: int, length: int, best: sympy.Symbol | None) -> Ti
         num_warps, stages = _clamp(1, xblock * rblock // 1024, 32), 0
     else:
         xblock = min(max(1, 2048 // rblock), power_of_two(rows))
-        num_warps, stages = _clamp(1, xblock * rblock // 512, 32), _stages(body, xblock * rblock)
+        num_warps, stages = _clamp(1, xblock * rblock // 512, 32), _stages(body, xblock * rblock, body.loops)
     programs = min(MULTIPROCESSORS * max(1, 16 // num_warps), -(-rows // xblock))
     r = body.reduction if best is None else _last(body.reduction, best)
     return Tiling(
