@@ -15,10 +15,12 @@ from typing import Any
 
 import sympy
 import torch
+from torch import Tensor
 from torch._higher_order_ops.effects import with_effects
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 from torch._prims_common import elementwise_dtypes
 from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.errors import CompileError, OverlapcError
 from overlapc.fx.control import done, order_of
@@ -713,10 +715,16 @@ def _has_side_effects(target: Any) -> bool:
 def _promotable(arg: Any) -> Any:
     """What torch's promotion rules look at: a dtype and whether it is a tensor, a 0-dim tensor or a number."""
     if isinstance(arg, View):
-        return torch.empty([1] * len(arg.size), dtype=arg.dtype, device="meta")
+        return _tensor_of(len(arg.size), arg.dtype)
     if isinstance(arg, sympy.Expr):
         return 1 if arg.is_integer else 1.0
     return arg
+
+
+@lru_cache(None)
+def _tensor_of(dims: int, dtype: torch.dtype) -> Tensor:
+    with _disable_current_modes():  # a compiler runs among fake tensors, which take a hundred times as long to make
+        return torch.empty([1] * dims, dtype=dtype, device="meta")
 
 
 __all__ = ["Context", "lower", "provenance"]
