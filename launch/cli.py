@@ -209,8 +209,9 @@ def calibrate(
         list[Path] | None,
         typer.Option(
             "--from",
-            metavar="RECORD",
-            help="measure nothing, fit --profile to a measured run (`overlapc demo --profile`); may repeat",
+            metavar="RECORD|DIR",
+            help="measure nothing, fit --profile to measured runs: a record, or the folder of `overlapc demo --profile`"
+            " with the records of all ranks; may repeat",
             show_default=False,
         ),
     ] = None,

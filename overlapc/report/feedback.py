@@ -16,7 +16,7 @@ from overlapc.errors import ConfigError
 from overlapc.estimators.device import PROFILES, DeviceProfile, load_profile, profile_to_json
 from overlapc.estimators.feedback import Change, Feedback, feed_back, provenance
 from overlapc.estimators.observed import Run
-from overlapc.report.record import GraphRecord, load
+from overlapc.report.record import GraphRecord, gather, load
 from overlapc.schedule.text import parse
 
 _SHOWN = 40  # changes
@@ -40,13 +40,13 @@ def refine(profile: str, records: Sequence[Path]) -> tuple[Feedback, dict[str, A
 
 
 def runs_of(path: Path) -> list[Run]:
-    """The measured graphs of a record; of graphs that several ranks measured, one.
+    """The measured graphs of a record, or of all ranks of a run's folder; of graphs that several ranks measured, one.
 
     Compute takes the median of the ranks. A collective takes the shortest: what it takes on other ranks holds the time
     that they waited for the last one to come.
     """
     same: dict[tuple[str, str], list[GraphRecord]] = defaultdict(list)
-    for step in load(path).steps:
+    for step in (gather(path) if path.is_dir() else load(path)).steps:
         for graph in step.graphs:
             if graph.measured is not None and graph.measured.nodes:
                 same[graph.name, graph.schedule].append(graph)

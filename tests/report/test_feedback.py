@@ -56,6 +56,18 @@ def test_a_collective_takes_what_it_takes_the_rank_that_waits_for_nobody(tmp_pat
     assert run.measured_ns["m0"] == pytest.approx(1.3 * nodes["m0"].estimate.ns)
 
 
+def test_a_folder_holds_the_records_of_all_ranks(tmp_path):
+    for rank, factor in enumerate((2.0, 1.1)):
+        (tmp_path / f"rank{rank}").mkdir()
+        record(tmp_path / f"rank{rank}", factor)
+    (run,) = runs_of(tmp_path)
+    nodes = {node.name: node for node in run.schedule.nodes}
+    assert run.measured_ns["g0"] == pytest.approx(1.1 * nodes["g0"].estimate.ns)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="empty was not measured"):
+        runs_of(tmp_path / "empty")
+
+
 def test_a_record_becomes_a_profile_that_predicts_it(tmp_path, capsys):
     out = tmp_path / "mine.json"
     path = record(tmp_path, 1.3)
