@@ -6,6 +6,7 @@ the kernels before it in a step.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
@@ -46,6 +47,8 @@ def measure(
             together = trials[at : at + _TOGETHER]
             times = {each.name: dict(known[each.name]) for each in together}
             found |= _searched(together, times, graph, cache_dir, until)
+    if any(each.op.device.type == "cuda" for each in trials):
+        torch.cuda.empty_cache()  # what kernels ran on is for the job, and for those who allocate without torch
     return found
 
 
@@ -90,17 +93,18 @@ def _times(
 ) -> dict[str, float]:
     """ns of each of `sources`; nothing where the memory to try them is not there."""
     device = trial.op.device
-    clock = clock_for(device)
     sizes = [graph.hint(symbol) for symbol in trial.heuristic.sizes]
     names = [source.name for source in sources if source.name in launchers]
     try:
-        sets = memory_sets(trial.heuristic.buffers, graph, device, span_bytes=2 * cache_bytes(device))
-        calls = {name: _call(launchers[name], sets, sizes) for name in names}
-        samples = {name: [compute_ns(clock, call, rounds=1)] for name, call in calls.items()}
-        best = sorted(names, key=lambda name: samples[name][0])[:_FINALISTS]
-        for _ in range(_ROUNDS):  # taking turns, as clocks and temperatures drift
-            for name in dict.fromkeys((*names[:1], *best)):  # the first is what others are compared with
-                samples[name].append(compute_ns(clock, calls[name], rounds=1))
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            clock = clock_for(device)
+            sets = memory_sets(trial.heuristic.buffers, graph, device, span_bytes=2 * cache_bytes(device))
+            calls = {name: _call(launchers[name], sets, sizes) for name in names}
+            samples = {name: [compute_ns(clock, call, rounds=1)] for name, call in calls.items()}
+            best = sorted(names, key=lambda name: samples[name][0])[:_FINALISTS]
+            for _ in range(_ROUNDS):  # taking turns, as clocks and temperatures drift
+                for name in dict.fromkeys((*names[:1], *best)):  # the first is what others are compared with
+                    samples[name].append(compute_ns(clock, calls[name], rounds=1))
     except torch.OutOfMemoryError:
         return {}
     count("tilings_timed", len(names))
