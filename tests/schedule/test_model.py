@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from overlapc.errors import ScheduleError
 from overlapc.schedule.model import Estimate
 from overlapc.schedule.text import parse
-from tests.graphs import order_of
+from tests.graphs import order_of, reordered, schedules
 
 TEXT = "ag0 = all_gather(%p0) @dp; %v = view(ag0); %w0 = wait(%v); %h = kernel(%x); %y = kernel(%h, %w0)"
 
@@ -68,3 +72,30 @@ def test_names_are_defined_once():
 def test_an_alias_of_itself_is_refused():
     with pytest.raises(ScheduleError, match="alias"):
         parse("a = kernel(x) : =b; b = kernel(x) : =a").root("a")
+
+
+@given(schedules(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_reordered_schedule_knows_what_a_new_one_would(schedule, data):
+    moved = data.draw(reordered(schedule))
+    fresh = replace(moved, moved_from=None)
+    assert moved.positions == fresh.positions
+    assert moved.producers == fresh.producers
+    assert moved.started == fresh.started
+    assert list(moved.started) == list(fresh.started)
+    for name in moved.buffers:
+        assert moved.root(name) == fresh.root(name)
+        assert moved.readers(name) == fresh.readers(name)
+    for start in moved.starts():
+        assert moved.wait_of(start) == fresh.wait_of(start)
+
+
+def test_a_node_that_was_replaced_is_looked_at_again():
+    """What is known of the order that a schedule came from is taken over only where its nodes are the same."""
+    schedule = parse("g = all_gather(p) @dp; h = all_gather(q) @tp; w = wait(g); y = kernel(w)")
+    moved = schedule.replace_order(["h", "g", "w", "y"])
+    assert moved.start_of("w").name == "g"
+    waits_for_h = replace(moved.node("w"), reads=("h",))
+    other = replace(moved, nodes=(*moved.nodes[:2], waits_for_h, moved.nodes[3]))
+    assert other.start_of("w").name == "h"
+    assert other.wait_of("g") is None
