@@ -150,3 +150,19 @@ def test_equal_lists_have_equal_text() -> None:
         assert one.text == two.text
         assert one.name == two.name
         assert one.buffers != two.buffers
+
+
+@pytest.mark.parametrize("name", ["step", "norm_large", "transposed", "rows"])
+def test_every_tiling_that_is_measured_does_the_same(name: str, tmp_path: Path) -> None:
+    generator = TritonGenerator()
+    bodies, sizes = CASES[name]
+    first, *others = generator.alternatives(bodies, name)
+    assert first.source == generator.combine(bodies, name)
+    assert others
+    assert all(each.source.buffers == first.source.buffers for each in others)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        launchers = generator.load([each.source for each in others[:4]], tmp_path)
+        for each in others[:4]:
+            found = run(each.source, launchers[each.source.name], sizes)
+            torch.testing.assert_close(found, expected(name, sizes), rtol=3e-6, atol=3e-6)
