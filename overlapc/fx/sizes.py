@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from overlapc.fx.versions import sized_by_data
+
 aten = torch.ops.aten
 
 
@@ -22,7 +24,7 @@ def guessed_size(graph: fx.Graph) -> fx.Node | None:
 
 def _depends_on_data(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.dynamic_output_shape not in target.tags:
+    if not isinstance(target, torch._ops.OpOverload) or not sized_by_data(target):
         return False
     if target is aten.index.Tensor:  # only masks select by data
         return any(_is_mask(index) for index in node.args[1])  # type: ignore[union-attr]

@@ -34,6 +34,11 @@ def check_torch_version(version: str | None = None) -> tuple[int, int]:
     return found
 
 
+def sized_by_data(op: torch._ops.OpOverload) -> bool:
+    """Whether the data decide how large the results are; torch 2.11 does not say so of `_unique`."""
+    return torch.Tag.dynamic_output_shape in op.tags or op is torch.ops.aten._unique.default
+
+
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that `mesh` was sliced from, or itself."""
     return mesh._get_root_mesh()
