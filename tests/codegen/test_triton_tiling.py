@@ -70,3 +70,13 @@ def test_one_row_by_itself_gets_more_threads_than_one_of_many() -> None:
     few, many = (choose(body, {}) for body in bodies)
     assert few.rblock == many.rblock == 4096
     assert few.num_warps == 2 * many.num_warps
+
+
+def test_numbers_of_a_row_take_no_room_ahead() -> None:
+    """LayerNorm's backward: two rows and four numbers of each."""
+    at = 4096 * p0 + r0
+    row = op("mul", Load("x", at, BF16), Load("g", at, BF16))
+    for name in ("mean", "scale", "shift", "other"):
+        row = op("mul", row, Load(name, p0, F32))
+    stores = (Store("dx", at, op("sub", row, Reduce("sum", row, F32)), BF16), Store("dw", r0, row, F32, "sum"))
+    assert choose(Body((loop(p0, 8192),), (loop(r0, 4096),), stores), {}).num_stages == 3

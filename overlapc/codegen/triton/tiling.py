@@ -247,14 +247,14 @@ def _reduction(
         rblock, num_warps = _LONG_ROW // power_of_two(max(1, streams)), 32
     stages = 0
     if not fits and columns and any(access.is_store for access in inner):
-        stages = _stages(body, tile, body.reduction)  # loads would wait for the stores of the tile before
+        stages = _stages(body, tile)  # loads would wait for the stores of the tile before
     return Tiling(form, x, xblock, num_warps, r=r, rblock=rblock, splits=splits, num_stages=stages)
 
 
-def _stages(body: Body, tile: int, over: Sequence[Loop]) -> int:
-    """Of a pipelined loop `over` tiles of so many elements, or 0 where there is no room for what is loaded ahead."""
-    moving = {loop.symbol for loop in over}
-    loads = [load for load in body.loads() if moving & load.index.free_symbols and not load.operands()]
+def _stages(body: Body, tile: int) -> int:
+    """Of a pipelined loop over tiles of so many elements, or 0 where there is no room for what is loaded ahead."""
+    axes = [{loop.symbol for loop in axis} for axis in (body.loops, body.reduction)]
+    loads = [load for load in body.loads() if all(axis & load.index.free_symbols for axis in axes)]  # whole tiles
     ahead = (_STAGES - 1) * tile * sum(load.memory_dtype.itemsize for load in loads)
     return _STAGES if ahead <= _AHEAD_BYTES else 0
 
@@ -276,7 +276,7 @@ def _totals(body: Body, rows: int, length: int, best: sympy.Symbol | None) -> Ti
         num_warps, stages = _clamp(1, xblock * rblock // 1024, 32), 0
     else:
         xblock = min(max(1, 2048 // rblock), power_of_two(rows))
-        num_warps, stages = _clamp(1, xblock * rblock // 512, 32), _stages(body, xblock * rblock, body.loops)
+        num_warps, stages = _clamp(1, xblock * rblock // 512, 32), _stages(body, xblock * rblock)
     programs = min(MULTIPROCESSORS * max(1, 16 // num_warps), -(-rows // xblock))
     r = body.reduction if best is None else _last(body.reduction, best)
     return Tiling(
