@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -74,6 +75,7 @@ def trials_of(
 def trial_of(op: Loops | Combo, graph: LoweredGraph, nodes: tuple[str, ...]) -> Trial:
     """The kernel of `op`, which is launched for `nodes`."""
 
+    @functools.cache  # times are followed several times
     def around(alternative: Alternative) -> tuple[Alternative, ...]:
         return tuple(alternatives_of(op, graph, alternative.tiling))
 
