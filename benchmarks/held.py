@@ -41,7 +41,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for held.json")
     args = parser.parse_args()
-    torch.set_grad_enabled(False)
     calls = {name: call for name, call in made_calls().items() if name not in ("up zeros", "up dx normal")}
     rows = []
     for name, call in calls.items():

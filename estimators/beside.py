@@ -25,6 +25,7 @@ _MARK_CYCLES = 20_000  # of the kernels between phases; about ten microseconds
 _PHASE_NS = 5e6  # of a call alone
 _LEAST_CALLS, _MOST_CALLS = 4, 100  # of a phase
 _LEAST_COLLECTIVES = 4
+_MOST_BESIDE = 600  # calls beside collectives; a GPU's queue of launches holds about a thousand
 _COVERED_CALLS = 8  # that the collectives of a phase should have room for
 
 Call = Callable[[], Any]
@@ -103,7 +104,7 @@ def company(
         for name, call in calls.items():
             alone = max(_LEAST_CALLS, min(_MOST_CALLS, math.ceil(_PHASE_NS / calls_ns[name])))
             collectives = max(_LEAST_COLLECTIVES, math.ceil(_COVERED_CALLS * calls_ns[name] / collective_ns))
-            beside = math.ceil(2 * collectives * collective_ns / calls_ns[name]) + 2
+            beside = min(_MOST_BESIDE, math.ceil(2 * collectives * collective_ns / calls_ns[name]) + 2)
             _phase(call, alone)
             torch.cuda._sleep(_MARK_CYCLES)
             works = [launch() for _ in range(collectives)]

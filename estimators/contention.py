@@ -4,8 +4,10 @@ Three effects, each with its numbers in the device profile:
 
 - A collective holds multiprocessors. A matmul hands out its tiles in waves, one a multiprocessor; with fewer of them it
   needs more waves. One that just fills the device takes twice as long beside the smallest collective, a large one as
-  much longer as there are fewer multiprocessors.
-- A collective takes memory bandwidth from kernels that need it, and they from it: factors.
+  much longer as there are fewer multiprocessors. In between the library's own ways to place tiles decide, so the
+  slowdown is measured for matmuls of several numbers of waves.
+- A collective takes memory bandwidth from kernels that need it, and they from it: factors. What small kernels read is
+  in the cache, which collectives sweep: they are slowed more.
 - Collectives of different process groups that cross the same links share them.
 """
 
@@ -16,11 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from overlapc.estimators.device import DeviceProfile, Slowdown
+from overlapc.estimators.device import DeviceProfile, Slowdown, rate_at
 from overlapc.estimators.links import crossed
 from overlapc.schedule.model import Kind, Node
 
 _TILE = 256 * 128  # results of one tile; cuBLAS took 256x128 or 320x128 for every matmul of a Llama-8B step on H200s
+_SMALLEST_TILE = 128 * 64  # of matmuls whose results make too few of those to fill the device
 _ITEMSIZE = {"float32": 4, "fp32": 4, "float64": 8, "fp64": 8}  # others of a matmul's dtypes have 2 bytes
 
 
@@ -34,10 +37,11 @@ class Beside(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A compute node as contention sees it. tiles: of a matmul's result; 0 when not known."""
+    """A compute node as contention sees it. results: elements that a matmul writes; 0 when not known."""
 
     beside: Beside
-    tiles: int = 0
+    results: int = 0
+    bytes: int = 0  # read and written
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +57,11 @@ def load_of(node: Node) -> Load:
     """What `node` (KERNEL or EXTERN) is to collectives."""
     work = node.work
     if node.kind is not Kind.EXTERN or work is None or work.flops <= 0:
-        return Load(Beside.MEMORY)
+        return Load(Beside.MEMORY, bytes=0 if work is None else work.read_bytes + work.write_bytes)
     if "attention" in node.op:
         return Load(Beside.ATTENTION)
     results = work.write_bytes // _ITEMSIZE.get(work.dtype.removeprefix("torch."), 2)
-    return Load(Beside.MATMUL, tiles_of(results))
+    return Load(Beside.MATMUL, results)
 
 
 def traffic_of(node: Node, profile: DeviceProfile) -> Traffic:
@@ -88,12 +92,22 @@ def compute_stretch(load: Load, beside: Sequence[Traffic], profile: DeviceProfil
     """How many times as long compute takes while these collectives run."""
     if not beside:
         return 1.0
-    if load.beside is Beside.MATMUL and load.tiles and profile.multiprocessors:
-        held = [each.slowdown.multiprocessors for each in beside]
-        if None not in held:
-            left = profile.multiprocessors - round(sum(each or 0.0 for each in held))
-            return waves(load.tiles, left) / waves(load.tiles, profile.multiprocessors)
-    return max(each.slowdown.of(load.beside.value) for each in beside)
+    if load.beside is Beside.MATMUL:  # each takes multiprocessors of its own
+        return 1.0 + sum(_matmul_stretch(load.results, each.slowdown, profile) - 1.0 for each in beside)
+    return max(each.slowdown.of(load.beside.value, load.bytes) for each in beside)
+
+
+def _matmul_stretch(results: int, slowdown: Slowdown, profile: DeviceProfile) -> float:
+    held = slowdown.multiprocessors
+    if not results or not profile.multiprocessors or held is None:
+        return slowdown.matmul
+    left = profile.multiprocessors - round(held)
+    if -(-results // _SMALLEST_TILE) <= left:
+        return 1.0
+    alone = waves(tiles_of(results), profile.multiprocessors)
+    if slowdown.matmuls:
+        return rate_at(slowdown.matmuls, alone)
+    return waves(tiles_of(results), left) / alone
 
 
 def collective_stretches(load: Load | None, running: Sequence[Traffic], profile: DeviceProfile) -> list[float]:

@@ -60,23 +60,30 @@ class Table:
     dtype: str = ""  # "bf16", "fp32"; "" when it was not recorded
 
 
+Points = tuple[tuple[int, float], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Slowdown:
     """How much longer compute takes beside a running collective: 1.29 is 29% longer. At least 1. None: not measured."""
 
     matmul: float = 1.0  # a large matmul
-    memory: float = 1.0  # memory-bound kernels
+    memory: float = 1.0  # large memory-bound kernels
     attention: float | None = None
     own_matmul: float | None = None  # the collective itself, beside matmuls
     own_memory: float | None = None  # the collective itself, beside memory-bound kernels
     multiprocessors: float | None = None  # that the collective holds: decides the waves of a matmul beside it
     alone: float = 1.0  # the collective itself on these channels, against default channels
+    matmuls: Points = ()  # by the waves that a matmul needs alone, ascending
+    memories: Points = ()  # by the bytes that a memory-bound kernel reads and writes, ascending
 
-    def of(self, beside: str) -> float:
-        """Of "matmul", "memory" or "attention"."""
+    def of(self, beside: str, size_bytes: int = 0) -> float:
+        """Of "matmul", "attention" or "memory", which depends on the bytes moved."""
         if beside == "matmul":
             return self.matmul
-        return self.memory if beside == "memory" or self.attention is None else self.attention
+        if beside == "memory" or self.attention is None:
+            return rate_at(self.memories, size_bytes) if self.memories and size_bytes else self.memory
+        return self.attention
 
     def own(self, beside: str) -> float | None:
         """Of the collective beside that; attention counts as a matmul."""
@@ -101,6 +108,8 @@ class DeviceProfile:
     ranks_per_host: int = 1
     host_link: Link | None = None  # between ranks of one host
     network_link: Link | None = None  # one rank's way to other hosts
+    # Between the end of a kernel and the start of a collective that waits for it, and back: the simulator adds it.
+    collective_gap_ns: float = 0.0
     coalesced_tensor_ns: float = 0.0  # what each tensor but the first adds to a coalesced collective
     tables: tuple[Table, ...] = ()
     # Achieved rates by size, ascending: "matmul.bf16", "attention.bf16" and "attention_backward.bf16" give FLOP/s by
@@ -108,6 +117,9 @@ class DeviceProfile:
     curves: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     # By collective, "other" for the rest; "all_gather@16" on that many channels.
     slowdowns: Mapping[str, Slowdown] = field(default_factory=dict)
+    # By "matmul" or "attention": how many times as long work of so many FLOPs takes at the clock of full load as at the
+    # highest. The curves of rates above are of full load. See load.py.
+    throttle: Mapping[str, Points] = field(default_factory=dict)
     collective_slowdown: float = 1.0  # of a collective beside compute where its Slowdown says nothing; at least 1
     origins: Mapping[str, str] = field(default_factory=dict)  # field -> where its number comes from
 
@@ -149,6 +161,11 @@ class DeviceProfile:
         """
         found = self.curve_name(name, dtype)
         return None if found is None or size <= 0 else rate_at(self.curves[found], size)
+
+    def throttled(self, kind: str, flops: int) -> float:
+        """How many times as long "matmul" or "attention" of so many FLOPs takes under full load as in a short burst."""
+        points = self.throttle.get(kind)
+        return rate_at(points, flops) if points and flops > 0 else 1.0
 
     def generated_ns(self, form: str, size_bytes: int) -> float | None:
         """Time of a generated kernel of that form that moves so many bytes; None without a curve.
@@ -218,10 +235,9 @@ def profile_from_json(data: Mapping[str, Any]) -> DeviceProfile:
         if key in values:
             values[key] = _link(values[key])
     tables = [table_from_json(entry) for entry in data.get("tables", ())]
-    slowdowns = {
-        name: Slowdown(**{key: max(1.0, float(factor)) for key, factor in entry.items()})
-        for name, entry in values.pop("slowdowns", {}).items()
-    }
+    slowdowns = {name: _slowdown(entry) for name, entry in values.pop("slowdowns", {}).items()}
+    if "throttle" in values:
+        values["throttle"] = {kind: _points(points) for kind, points in values["throttle"].items()}
     curves = {str(entry["curve"]): _points(entry["points"]) for entry in data.get("curves", ())}
     return DeviceProfile(
         name=str(data["name"]),
@@ -232,6 +248,16 @@ def profile_from_json(data: Mapping[str, Any]) -> DeviceProfile:
         origins=origins,
         **values,
     )
+
+
+def _slowdown(entry: Mapping[str, Any]) -> Slowdown:
+    found: dict[str, Any] = {}
+    for key, factor in entry.items():
+        if isinstance(factor, list | tuple):
+            found[key] = tuple((size, max(1.0, times)) for size, times in _points(factor))
+        else:
+            found[key] = max(1.0, float(factor))
+    return Slowdown(**found)
 
 
 def _link(entry: Mapping[str, Any]) -> Link:
@@ -265,18 +291,20 @@ def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
     for key in (
         "memory_bytes_per_s", "kernel_floor_ns", "kernel_gap_ns", "launch_ns", "synchronous", "multiprocessors",
         "collectives_wait_for_kernels", "collective_floor_ns", "ranks_per_host", "collective_slowdown",
-        "coalesced_tensor_ns",
+        "coalesced_tensor_ns", "collective_gap_ns",
     ):  # fmt: skip
         value = getattr(profile, key)
         if key in profile.origins or value != getattr(IDEAL, key):
             values[key] = value
+    if profile.throttle:
+        values["throttle"] = {kind: [list(point) for point in points] for kind, points in profile.throttle.items()}
     for key in ("host_link", "network_link"):
         link = getattr(profile, key)
         if link is not None:
             values[key] = link_to_json(link)
     if profile.slowdowns:
         values["slowdowns"] = {
-            name: {key: factor for key, factor in asdict(each).items() if factor is not None}
+            name: {key: factor for key, factor in asdict(each).items() if factor is not None and factor != ()}
             for name, each in profile.slowdowns.items()
         }
     return {

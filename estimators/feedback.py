@@ -226,9 +226,16 @@ def _fit_contention(profile: DeviceProfile, seen: Sequence[Seen]) -> tuple[Devic
         if len(members) < MIN_NODES:
             continue
         before = getattr(slowdowns[key], name)
+        if isinstance(before, tuple):
+            factor = _common_factor(members, slowdowns[key], profile)
+            if factor is not None and abs(factor - 1) > _WORTH_IT:
+                points = tuple((size, max(1.0, times * factor)) for size, times in before)
+                slowdowns[key] = replace(slowdowns[key], **{name: points})  # type: ignore[arg-type]
+                changes.append(Change(f"slowdowns.{key}.{name}, factor", 1.0, factor, len(members)))
+            continue
         after = _fitted(name, before, members, slowdowns[key], profile)
         if after is not None and abs(after / (before or profile.collective_slowdown) - 1) > _WORTH_IT:
-            slowdowns[key] = replace(slowdowns[key], **{name: after})
+            slowdowns[key] = replace(slowdowns[key], **{name: after})  # type: ignore[arg-type]
             changes.append(Change(f"slowdowns.{key}.{name}", before, after, len(members)))
     kept = {key: each for key, each in slowdowns.items() if each != profile.slowdowns.get(key)}
     changed = {change.parameter.split(".")[1] for change in changes}
@@ -241,10 +248,13 @@ def _field(each: Seen, slowdown: Slowdown, profile: DeviceProfile) -> str:
     assert each.load is not None
     if each.node.comm is not None:
         return "own_memory" if each.load.beside is Beside.MEMORY else "own_matmul"
+    if each.load.beside is Beside.MEMORY and slowdown.memories and each.load.bytes:
+        return "memories"
     if each.load.beside is not Beside.MATMUL:
         return each.load.beside.value
-    waves = each.load.tiles and profile.multiprocessors and slowdown.multiprocessors is not None
-    return "multiprocessors" if waves else "matmul"
+    if not each.load.results or not profile.multiprocessors or slowdown.multiprocessors is None:
+        return "matmul"
+    return "matmuls" if slowdown.matmuls else "multiprocessors"
 
 
 def _fitted(
@@ -266,6 +276,12 @@ def _fitted(
 
     best = min(range(1, profile.multiprocessors // 2 + 1), key=lambda held: (off(held), abs(held - before)))
     return float(best) if off(best) < off(before) else None
+
+
+def _common_factor(members: Sequence[Seen], slowdown: Slowdown, profile: DeviceProfile) -> float | None:
+    """What all points of a curve are off by; None beyond what is believed."""
+    factor = median(each.measured_ns / each.alone_ns / _beside(each, slowdown, profile) for each in members)
+    return factor if 1 / MOST_FACTOR <= factor <= MOST_FACTOR else None
 
 
 def _beside(each: Seen, slowdown: Slowdown, profile: DeviceProfile) -> float:

@@ -7,6 +7,8 @@ what a single rank measured.
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,12 +29,14 @@ from overlapc.estimators.clock import (
     compute_ns,
     launch_ns,
 )
-from overlapc.estimators.contention import tiles_of
+from overlapc.estimators.contention import tiles_of, waves
 
 MIB = 2**20
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _LLAMA_LAYER = (4096, 16 * MIB, 4 * MIB, 4 * MIB, 16 * MIB, 4096, 56 * MIB, 56 * MIB, 56 * MIB)  # elements, 8B shape
 _SMALL_TENSORS = 33  # of a coalesced collective
+_GAP_CHAIN, _GAP_ROUNDS = 50, 5  # kernels with a collective behind each
+_PAUSE_S = 0.03  # between bursts on a device that should stay cool
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Effort:
     attention: Mapping[str, Sequence[Attention]] = field(default_factory=dict)
     # On a GPU contention depends on how a matmul's tiles fill the device: shapes of one wave, of few and of many.
     beside_matmuls: Sequence[tuple[int, int, int]] = ()
+    beside_moved: Sequence[int] = ()  # bytes that memory-bound kernels read and write
     beside_attention: Attention | None = None
     channels: Sequence[int] = ()  # process groups of so many channels are measured too
     layer: Sequence[int] = ()  # elements of the tensors that a coalesced collective moves
@@ -72,6 +77,7 @@ class Effort:
     # Of matmuls right before each matmul and attention that is measured: in short bursts an H200 reached 814 TFLOP/s,
     # under the load of a training step 740, back to back 712.
     load_s: float = 0.0
+    burst_matmuls: Sequence[tuple[int, int, int]] = ()  # measured in short bursts, too, in bf16
 
     @classmethod
     def quick(cls) -> Effort:
@@ -119,12 +125,14 @@ class Effort:
             collective_dtypes=("bf16", "fp32"),
             beside_bytes=512 * MIB,
             beside_matmul=(8192, 4096, 14336),
-            beside_matmuls=[(4096, 4096, 1024), (4096, 4096, 4096), (4096, 4096, 14336)],
+            beside_matmuls=[(4096, 4096, columns) for columns in (1024, 2048, 4096, 7168, 14336, 32768)],
+            beside_moved=[8 * MIB, 32 * MIB, 96 * MIB, 512 * MIB],
             beside_attention=Attention(1, 32, 8, 4096, 128),
             channels=(16, 8, 4),
             layer=_LLAMA_LAYER,
             generated_bytes=[2**power for power in range(18, 31, 3)],
-            load_s=0.1,
+            load_s=0.25,
+            burst_matmuls=[(4096, 4096, columns) for columns in (512, 1024, 4096, 14336, 32000)],
         )
 
 
@@ -148,6 +156,9 @@ class Measurement:
         effort, values = self.effort, self.quantities
         self.say("copies")
         values["memory_bytes_per_s"] = self._copy_rate(effort.copy_bytes)
+        if effort.load_s > 0:
+            self.say("matmuls and attention in bursts")
+            bursts = self._bursts()
         self.load = self._load()
         for dtype, shapes in effort.matmuls.items():
             self.say(f"matmuls, {dtype}")
@@ -161,6 +172,8 @@ class Measurement:
             self._curve(
                 f"attention_backward.{dtype}", [(flops * 5 // 2, 2.5 * flops / ns * 1e9) for flops, _, ns in times]
             )
+        if effort.load_s > 0:
+            self._throttle(bursts)
         small = self._random(16, dtype=torch.float32)
         if self.device.type != "cpu":
             values["kernel_floor_ns"] = kernel_ns(lambda: small.add_(1.0), calls=100)
@@ -168,6 +181,39 @@ class Measurement:
                 0.0, compute_ns(self.clock, lambda: small.add_(1.0)) - values["kernel_floor_ns"]
             )
         values["launch_ns"] = launch_ns(self.clock, lambda: small.add_(1.0))
+
+    def _bursts(self) -> dict[str, list[tuple[int, float]]]:
+        """(FLOPs, ns) of matmuls and of attention while the device is cool."""
+        found: dict[str, list[tuple[int, float]]] = {"matmul": [], "attention": []}
+        for shape in self.effort.burst_matmuls:
+            a, b = self._operands(shape, torch.bfloat16)
+            found["matmul"].append((2 * math.prod(shape), self._once(partial(torch.mm, a, b))))
+        for case in self.effort.attention.get("bf16", ()):
+            with torch.no_grad():
+                call = partial(_attend, *self._attention_inputs(case, torch.bfloat16))
+                found["attention"].append((case.flops, self._once(call)))
+        return found
+
+    def _once(self, call: Callable[[], object]) -> float:
+        time.sleep(_PAUSE_S)
+        return compute_ns(self.clock, call, rounds=1)
+
+    def _throttle(self, bursts: Mapping[str, Sequence[tuple[int, float]]]) -> None:
+        """How many times as long the same takes under load."""
+        calls: dict[str, list[Callable[[], object]]] = {"matmul": [], "attention": []}
+        for shape in self.effort.burst_matmuls:
+            calls["matmul"].append(partial(torch.mm, *self._operands(shape, torch.bfloat16)))
+        for case in self.effort.attention.get("bf16", ()):
+            calls["attention"].append(partial(_attend, *self._attention_inputs(case, torch.bfloat16)))
+        throttle = {}
+        for kind, cool in bursts.items():
+            with torch.no_grad():
+                hot = [compute_ns(self.clock, call, rounds=1, ahead=self.load) for call in calls[kind]]
+            points = [[flops, max(1.0, ns / cool_ns)] for (flops, cool_ns), ns in zip(cool, hot, strict=True)]
+            if points:
+                throttle[kind] = sorted(points)
+        if throttle:
+            self.quantities["throttle"] = throttle
 
     def communication(self) -> None:
         """Collectives of the whole world, and of pairs of neighbours when there are more ranks than two."""
@@ -179,6 +225,8 @@ class Measurement:
             self._collectives(pairs[dist.get_rank() // 2])
         self.say("coalesced collectives")
         self._coalesced(dist.group.WORLD)
+        if self.clock.queued:
+            self._gap(dist.group.WORLD)
 
     def contention(self) -> None:
         """How much compute and collectives of the whole world slow each other."""
@@ -190,7 +238,7 @@ class Measurement:
     def _contention_by_kernel(self) -> None:
         """On default channels, and on fewer; see beside.py."""
         assert dist.group.WORLD is not None
-        slowdowns: dict[str, dict[str, float]] = {}
+        slowdowns: dict[str, dict[str, Any]] = {}
         ordinary: dict[str, float] = {}
         size = self.effort.beside_bytes
         for channels in (0, *self.effort.channels):
@@ -205,7 +253,7 @@ class Measurement:
                 else:
                     ordinary[collective], slowdowns[collective] = alone_ns, found
         both = [slowdowns[collective] for collective in ordinary]
-        slowdowns["other"] = {key: sum(each[key] for each in both) / len(both) for key in both[0]}
+        slowdowns["other"] = mean_of(both)
         self.quantities["slowdowns"] = slowdowns
         self.quantities["collective_slowdown"] = slowdowns["other"]["own_matmul"]
         self.quantities["multiprocessors"] = self._multiprocessors()
@@ -221,37 +269,51 @@ class Measurement:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def _company(self, launch: Launch, alone_ns: float) -> dict[str, float]:
+    def _company(self, launch: Launch, alone_ns: float) -> dict[str, Any]:
         """A `Slowdown` of this collective. What never had company throughout counts as not slowed."""
         effort = self.effort
         calls: dict[str, Callable[[], object]] = {}
-        for shape in effort.beside_matmuls:
-            calls[f"matmul {shape}"] = partial(torch.mm, *self._operands(shape, torch.bfloat16))
-        source = self._random(effort.beside_bytes // 8, dtype=torch.float32)
-        calls["memory"] = partial(torch.add, source, 1.0, out=torch.empty_like(source))
+        for rows, inner, columns in effort.beside_matmuls:
+            calls[f"matmul {rows, inner, columns}"] = partial(
+                torch.mm, *self._operands((rows, inner, columns), torch.bfloat16)
+            )
+            grad, x = (self._random(inner, size, dtype=torch.bfloat16) for size in (rows, columns))
+            calls[f"gradient {rows, inner, columns}"] = partial(torch.mm, grad.t(), x)
+        for size in effort.beside_moved:
+            source = self._random(size // 8, dtype=torch.float32)
+            calls[f"memory {size}"] = partial(torch.add, source, 1.0, out=torch.empty_like(source))
         if effort.beside_attention is not None:
             inputs = self._attention_inputs(effort.beside_attention, torch.bfloat16)
             calls["attention"] = partial(_attend, *inputs)
         with torch.no_grad():
-            calls_ns = {name: self._agreed(compute_ns(self.clock, call)) for name, call in calls.items()}
+            calls_ns = {name: self._agreed(compute_ns(self.clock, call, rounds=1)) for name, call in calls.items()}
             met = company(calls, calls_ns, launch, alone_ns, self.load)
         for name, each in met.items():
             self.facts[f"{name} beside a collective of {alone_ns / 1e3:.0f} us"] = each.compute or 0.0
-            self.facts[f"{name} beside a collective of {alone_ns / 1e3:.0f} us, MHz"] = each.mhz
         slowed = {name: max(1.0, each.compute or 1.0) for name, each in met.items()}
         stretched = {name: max(1.0, each.collective or 1.0) for name, each in met.items()}
-        matmuls = [(tiles_of(shape[0] * shape[2]), slowed[f"matmul {shape}"]) for shape in effort.beside_matmuls]
-        largest = f"matmul {effort.beside_matmuls[-1]}"
-        found = {
-            "matmul": slowed[largest],
-            "own_matmul": stretched[largest],
-            "multiprocessors": float(held_multiprocessors(matmuls, self._multiprocessors())),
-            "memory": slowed["memory"],
-            "own_memory": stretched["memory"],
+        return self._slowdown(slowed, stretched)
+
+    def _slowdown(self, slowed: Mapping[str, float], stretched: Mapping[str, float]) -> dict[str, Any]:
+        """From how many times as long each call, and the collective beside it, took."""
+        effort, multiprocessors = self.effort, self._multiprocessors()
+        tiles = {shape: tiles_of(shape[0] * shape[2]) for shape in effort.beside_matmuls}
+        matmuls = {shape: (slowed[f"matmul {shape}"] + slowed[f"gradient {shape}"]) / 2 for shape in tiles}
+        largest, most = effort.beside_matmuls[-1], effort.beside_moved[-1]
+        return {
+            "matmul": matmuls[largest],
+            "own_matmul": statistics.median(
+                stretched[f"{kind} {shape}"] for shape in tiles for kind in ("matmul", "gradient")
+            ),
+            "matmuls": [[waves(tiles[shape], multiprocessors), times] for shape, times in matmuls.items()],
+            "multiprocessors": float(
+                held_multiprocessors([(tiles[shape], times) for shape, times in matmuls.items()], multiprocessors)
+            ),
+            "memory": slowed[f"memory {most}"],
+            "own_memory": stretched[f"memory {most}"],
+            "memories": [[size, slowed[f"memory {size}"]] for size in effort.beside_moved],
+            **({"attention": slowed["attention"]} if effort.beside_attention is not None else {}),
         }
-        if "attention" in slowed:
-            found["attention"] = slowed["attention"]
-        return found
 
     def _contention_by_clock(self) -> None:
         """On a CPU, where nothing waits for a kernel's last wave."""
@@ -310,7 +372,12 @@ class Measurement:
     def _matmul(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[int, float]:
         a, b = self._operands(shape, dtype)
         flops = 2 * math.prod(shape)
-        return flops, flops / compute_ns(self.clock, lambda: torch.mm(a, b), ahead=self.load) * 1e9
+        return flops, flops / compute_ns(self.clock, lambda: torch.mm(a, b), self._rounds, ahead=self.load) * 1e9
+
+    @property
+    def _rounds(self) -> int:
+        """Samples of a measurement: under load, which takes long, each is long enough to stand alone."""
+        return 3 if self.load is None else 1
 
     def _copy_rate(self, size_bytes: int) -> float:
         """Bytes read and written a second."""
@@ -336,11 +403,14 @@ class Measurement:
         """ns of forward and of backward."""
         query, key, value = (each.requires_grad_() for each in self._attention_inputs(case, dtype))
         with torch.no_grad():
-            forward_ns = compute_ns(self.clock, lambda: _attend(query, key, value), ahead=self.load)
+            forward_ns = compute_ns(self.clock, lambda: _attend(query, key, value), self._rounds, ahead=self.load)
         out = _attend(query, key, value)
         grad = torch.randn_like(out)
         backward_ns = compute_ns(
-            self.clock, lambda: torch.autograd.grad(out, (query, key, value), grad, retain_graph=True), ahead=self.load
+            self.clock,
+            lambda: torch.autograd.grad(out, (query, key, value), grad, retain_graph=True),
+            self._rounds,
+            ahead=self.load,
         )
         return forward_ns, backward_ns
 
@@ -378,6 +448,31 @@ class Measurement:
                 isolated_ns = collective_ns(self.clock, launch, 1, rounds=9)
                 self.facts[f"{collective} {dtype} alone, {points[0][0]} B on {group.size()} ranks, ns"] = isolated_ns
                 self.tables.append({"collective": collective, "ranks": group.size(), "dtype": dtype, "points": points})
+
+    def _gap(self, group: dist.ProcessGroup) -> None:
+        """What passes between a kernel and a collective behind it, and back: a chain of both, less what they take."""
+        size = self.effort.collective_bytes[0]
+        launch = launcher("all_gather", group, size, DTYPES[self.effort.collective_dtypes[0]], self.device)
+        small = self._random(16, dtype=torch.float32)
+
+        def chain() -> None:
+            small.add_(1.0)
+            launch().wait()
+
+        alone_ns = self._agreed(collective_ns(self.clock, launch, calls_for(size, self.clock)))
+        chain()
+        self.clock.sync()
+        samples = []
+        for _ in range(_GAP_ROUNDS):
+            self.clock.hold(_GAP_CHAIN * 2e-4)
+            begin = self.clock.mark()
+            for _ in range(_GAP_CHAIN):
+                chain()
+            end = self.clock.mark()
+            self.clock.sync()
+            samples.append(self.clock.between_ns(begin, end) / _GAP_CHAIN)
+        kernel_ns = self.quantities["kernel_floor_ns"] + self.quantities["kernel_gap_ns"]
+        self.quantities["collective_gap_ns"] = max(0.0, self._agreed(_median(samples)) - alone_ns - kernel_ns)
 
     def _coalesced(self, group: dist.ProcessGroup) -> None:
         """What one more tensor adds to a coalesced gather: small tensors, as what is large hides it.
@@ -440,6 +535,16 @@ def launcher(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
+
+
+def mean_of(values: Sequence[Any]) -> Any:
+    """Equal structures of numbers, with the mean of each."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: mean_of([value[key] for value in values]) for key in first}
+    if isinstance(first, list):
+        return [mean_of(items) for items in zip(*values, strict=True)]
+    return sum(values) / len(values)
 
 
 def _median(values: Sequence[float]) -> float:

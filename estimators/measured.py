@@ -1,8 +1,10 @@
 """Library calls measured on this device, once a shape, and kept on disk.
 
 A call's key says all that decides its time: the op, and dtype, sizes and strides of its tensors. The file that keeps
-it is named after the device and the versions of the libraries behind it. The calls run right after other matmuls, as
-they will in a training step: in short bursts from idle, GPUs are faster than they can be for long.
+it is named after the device and the versions of the libraries behind it.
+
+Calls are measured in short bursts, which is repeatable: a GPU under load lowers its clock, when and how far depends on
+all that ran in the last tenth of a second. What full load makes of a burst's time, the profile knows (`throttle`).
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +21,13 @@ import filelock
 import torch
 
 from overlapc.estimators.clock import clock_for, compute_ns
+from overlapc.estimators.contention import load_of
+from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.here import cpu_name
 from overlapc.schedule.model import Estimate, Kind, Node
 
 _LOCK_S = 30.0
-# Matmuls before each measurement, 0.2 ms each on an H200. After 20 ms of them over zeros, which draw little power, each
-# shape of a Llama-8B step was measured 7 to 11% faster than it then ran in the step.
-_LOAD_CALLS = 400
-_LOAD_SIZE = 4096
+_PAUSE_S = 0.02  # before each measurement on a GPU: at less than half the load its clock stays where it was
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Times:
     """ns by key, in one file of all processes of a host; a file that cannot be read counts as empty."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        name = machine_of(device)
+        name = f"{machine_of(device)}, in bursts"
         self.path = folder / "measured" / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
         self._name = name
         self._known = self._read()
@@ -76,6 +78,7 @@ class MeasuredCalls:
 
     call_of: Callable[[Node], Call | None]
     times: Times
+    profile: DeviceProfile = IDEAL
     name: str = "measured here"
 
     def estimate(self, node: Node) -> Estimate | None:
@@ -90,31 +93,21 @@ class MeasuredCalls:
             if ns is None:
                 return None
             self.times.put(call.key, ns)
-        return Estimate(ns, self.name)
+        kind, flops = load_of(node).beside.value, 0 if node.work is None else node.work.flops
+        return Estimate(ns * self.profile.throttled(kind, flops), self.name)
 
 
 def measure(call: Call) -> float | None:
-    """ns of one call on this device under load; None where its arguments do not fit into memory."""
+    """ns of one call on this device in a short burst; None where its arguments do not fit into memory."""
     clock = clock_for(call.device)
     try:
         run = call.make()
         if not clock.queued:
             return compute_ns(clock, run)
-        return compute_ns(clock, run, rounds=1, ahead=_load(call.device))
+        time.sleep(_PAUSE_S)
+        return compute_ns(clock, run, rounds=1)
     except torch.OutOfMemoryError:
         return None
-
-
-def _load(device: torch.device) -> Callable[[], None]:
-    a = torch.empty(_LOAD_SIZE, _LOAD_SIZE, dtype=torch.bfloat16, device=device)
-    a.normal_(generator=torch.Generator(device).manual_seed(0))
-    out = torch.empty_like(a)
-
-    def launch() -> None:
-        for _ in range(_LOAD_CALLS):
-            torch.mm(a, a, out=out)
-
-    return launch
 
 
 def machine_of(device: torch.device) -> str:

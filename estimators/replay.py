@@ -97,6 +97,7 @@ class Costs:
         elif kind is Kind.START or kind is Kind.COMM:
             step = Step.START if kind is Kind.START else Step.COMM
             traffic = _number(traffic_of(node, self.profile), self._traffic_ids, self.traffics)
+            ns = on_grid(ns + self.profile.collective_gap_ns) if node.estimate is not None else ns
         else:
             step = Step.NOTHING  # a wait too, until it is known to wait for something
         found = self._of[node.name] = _NodeCosts(node, int(step), ns, load, traffic)

@@ -15,6 +15,7 @@ from typing import Any
 
 from overlapc.errors import ConfigError, MemoryBudgetError, unknown_name
 from overlapc.estimators.device import IDEAL, DeviceProfile
+from overlapc.estimators.load import settled
 from overlapc.estimators.timeline import Timeline, simulate
 from overlapc.garbage import no_collections
 from overlapc.passes.bisect import first_moves, parse_stop
@@ -193,10 +194,11 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
             f"hint: raise memory_budget, shard more, or checkpoint activations"
         )
     ctx = dataclasses.replace(ctx, incoming_peak_bytes=incoming.peak_bytes)
-    before = ctx.timeline(schedule)
     final, reports = run_ways(schedule, ctx) if ctx.passes is None else run_passes(schedule, ctx, passes)
-    after = before if final is schedule else ctx.timeline(final)
-    return Result(final, reports, before, after, _records(reports, before, after))
+    # Passes compare orders at one clock, that of full load; what is reported is at the clock each order leads to.
+    before = settled(ctx.timeline(schedule))
+    after = before if final is schedule else settled(ctx.timeline(final))
+    return Result(after.schedule, reports, before, after, _records(reports, before, after))
 
 
 def run_passes(

@@ -1,7 +1,7 @@
 import pytest
 
 from overlapc.estimators.contention import Beside, Load, collective_stretches, compute_stretch, load_of, traffic_of
-from overlapc.estimators.device import DeviceProfile, Link, Slowdown, load_profile
+from overlapc.estimators.device import DeviceProfile, Link, Slowdown, load_profile, profile_from_json, profile_to_json
 from overlapc.estimators.timeline import simulate
 from overlapc.schedule.text import parse
 
@@ -17,6 +17,10 @@ def traffic(text=GATHER, profile=H200):
 def matmul(rows, columns):
     text = f"m = extern:mm(a, b) flops=9 write={rows * columns * 2}B in=bfloat16"
     return load_of(parse(text).nodes[0])
+
+
+def moved(size):
+    return load_of(parse(f"k = kernel(a) read={size}B : 0B").nodes[0])
 
 
 @pytest.mark.parametrize(
@@ -35,6 +39,37 @@ def test_without_known_multiprocessors_a_matmul_is_slowed_by_the_factor():
     profile = DeviceProfile("d", slowdowns={"other": Slowdown(1.3, 1.1)})
     assert compute_stretch(matmul(4096, 4096), [traffic(profile=profile)], profile) == 1.3
     assert compute_stretch(Load(Beside.ATTENTION), [traffic(profile=profile)], profile) == 1.1
+
+
+POINTS = DeviceProfile(
+    "d",
+    multiprocessors=132,
+    slowdowns={
+        "other": Slowdown(
+            1.3, 1.1, multiprocessors=33.0, matmuls=((1, 2.0), (4, 1.5)), memories=((1000, 1.5), (100_000, 1.1))
+        )
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "times"),
+    [(4096, 1024, 2.0), (4096, 2048, 1.75), (4096, 4096, 1.5), (8192, 14336, 1.5), (512, 1024, 1.0), (2048, 1024, 2.0)],
+)
+def test_measured_matmuls_stand_for_those_of_as_many_waves(rows, columns, times):
+    """Between two numbers of waves it changes with their logarithm; small tiles fill the device where large do not."""
+    assert compute_stretch(matmul(rows, columns), [traffic(profile=POINTS)], POINTS) == pytest.approx(times)
+
+
+def test_small_kernels_are_slowed_more():
+    found = [compute_stretch(moved(size), [traffic(profile=POINTS)], POINTS) for size in (10, 10_000, 10**9)]
+    assert found == [1.5, pytest.approx(1.3), 1.1]
+    assert profile_from_json(profile_to_json(POINTS)).slowdowns == POINTS.slowdowns
+
+
+def test_two_collectives_take_multiprocessors_from_a_matmul_each():
+    one = traffic(profile=POINTS)
+    assert compute_stretch(matmul(4096, 4096), [one, one], POINTS) == pytest.approx(2.0)
 
 
 def test_thrifty_collectives_slow_less():

@@ -22,6 +22,7 @@ TINY = Effort(
     beside_matmul=(32, 32, 32),
     layer=[64, 100, 7],
     load_s=0.0005,
+    burst_matmuls=[(8, 8, 8), (16, 16, 16)],
 )
 
 
@@ -44,6 +45,8 @@ def test_four_ranks_measure_everything_for_themselves_and_for_pairs():
     assert profile.slowdowns["other"].matmul >= 1
     assert profile.slowdowns["other"].own_matmul == profile.collective_slowdown >= 1
     assert profile.collective_floor_ns > 0
+    assert [flops for flops, _ in profile.throttle["matmul"]] == [1024, 8192]
+    assert profile.throttled("matmul", 1024) >= 1
     assert profile.host_link.bytes_per_s > 0
     assert profile.flops_per_s["vector"] == profile.flops_per_s["fp32"] / 4
     assert profile.origins["flops_per_s.vector"].startswith("derived")

@@ -1,0 +1,69 @@
+"""The clock that a step's own load leaves."""
+
+import pytest
+
+from overlapc.estimators.contention import Beside, load_of
+from overlapc.estimators.device import DeviceProfile, profile_from_json, profile_to_json
+from overlapc.estimators.load import settled
+from overlapc.estimators.measured import Call, MeasuredCalls, Times
+from overlapc.estimators.timeline import simulate
+from overlapc.schedule.text import parse
+
+THROTTLED = DeviceProfile("gpu", throttle={"matmul": ((100, 1.5), (10_000, 1.2)), "attention": ((100, 1.3),)})
+BUSY = """m = extern:mm(a, b) flops=100 write=8B in=bfloat16 : 8B 150ns
+t = extern:attention(m) flops=100 : 8B 130ns
+k = kernel(t) : 8B 100ns"""
+
+
+def heat(text):
+    """The part of the difference between bursts and full load that the matmul of `text` lost."""
+    after = settled(simulate(parse(text), THROTTLED))
+    return (after.schedule.node("m").estimate.ns - 100) / 50, after
+
+
+def test_a_step_without_a_pause_is_near_full_load():
+    lost, after = heat(BUSY)
+    assert lost == pytest.approx(0.8)
+    assert [after.span(name)[1] - after.span(name)[0] for name in "mtk"] == [
+        pytest.approx(140), pytest.approx(124), 100,
+    ]  # fmt: skip
+    assert after.schedule.node("m").estimate.source == "given"
+
+
+def test_a_step_that_often_waits_is_near_the_highest_clock():
+    lost, after = heat(BUSY + "\ng = all_gather(k) @dp : 8B 1000ns\nw = wait(g)")
+    assert lost == pytest.approx(0.2)
+    assert after.exposed_ns == 1000
+
+
+def test_in_between_it_changes_evenly():
+    lost, _ = heat(BUSY + "\ng = all_gather(k) @dp : 8B 30ns\nw = wait(g)")
+    assert lost == pytest.approx(0.2 + 0.6 * (380 / 410 - 0.88) / 0.09)
+
+
+def test_a_collective_begins_a_while_after_what_it_waits_for():
+    text = "k = kernel(x) : 8B 100ns; g = all_gather(k) @dp : 8B 30ns; w = wait(g)"
+    assert simulate(parse(text), DeviceProfile("gpu", collective_gap_ns=5)).step_ns == 135
+    assert simulate(parse(text), DeviceProfile("gpu")).step_ns == 130
+
+
+def test_without_known_throttling_nothing_changes():
+    timeline = simulate(parse(BUSY), DeviceProfile("gpu"))
+    assert settled(timeline) is timeline
+
+
+def test_what_was_measured_in_a_burst_is_estimated_at_full_load(tmp_path):
+    import torch
+
+    (node,) = parse("m = extern:mm(a, b) flops=100 write=8B in=bfloat16").nodes
+    times = Times(tmp_path, torch.device("cpu"))
+    times.put("k", 1000.0)
+    calls = MeasuredCalls(
+        lambda _: Call("k", torch.device("cpu"), lambda: pytest.fail("measured again")), times, THROTTLED
+    )
+    assert load_of(node).beside is Beside.MATMUL
+    assert calls.estimate(node).ns == pytest.approx(1500)
+
+
+def test_a_profile_keeps_it():
+    assert profile_from_json(profile_to_json(THROTTLED)).throttle == THROTTLED.throttle
