@@ -86,6 +86,7 @@ def plan_graph(
             dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
             communication = _communication(gm, config.safe_communication)  # type: ignore[arg-type]
         lowered = _lowered(gm, name, config, communication, talks)
+        _share_hints(lowered, talks)
         dumps.write("ir", "lowered", lambda: str(lowered))
         freeable = _freeable(gm, name)
         # Measured on one rank, fusions of other ranks would differ, and with them what ranks compare.
@@ -218,6 +219,15 @@ def _freeable(gm: GraphModule, name: str) -> set[str]:
 def device_types(gm: GraphModule) -> set[str]:
     values = tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
     return {value.device.type for value in values if isinstance(value, torch.Tensor)}
+
+
+def _share_hints(lowered: LoweredGraph, talks: Compilation | None) -> None:
+    """Every rank plans for the same sizes: medians of what the ranks' symbols stood for when the graph was traced."""
+    if talks is None or not lowered.size_hints:
+        return
+    agreed = talks.agree_on_medians({f"size {at}": hint for at, hint in enumerate(lowered.size_hints.values())})
+    for at, symbol in enumerate(lowered.size_hints):
+        lowered.size_hints[symbol] = round(agreed[f"size {at}"])
 
 
 def _estimated(schedule: Schedule, chain: Estimator, talks: Compilation | None) -> Schedule:
