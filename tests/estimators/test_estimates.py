@@ -102,8 +102,10 @@ def test_datasheet_profiles_say_that_nothing_was_measured_there(name):
 
 def test_tables_come_first_and_interpolate():
     chain = FirstKnown((MeasuredCollectives(H200), AnalyticCollectives(H200)))
-    assert chain.estimate(collective("all_gather", 256 * MIB)) == Estimate(661_828, "table h200-nvlink")
-    assert chain.estimate(collective("all_gather", 160 * MIB)).ns == pytest.approx((188_880 + 661_828) / 2, rel=1e-4)
+    points = dict(H200.table("all_gather", 4, "bf16").points)
+    between = (points[64 * MIB] + points[256 * MIB]) / 2
+    assert chain.estimate(collective("all_gather", 256 * MIB)) == Estimate(points[256 * MIB], "table h200-nvlink")
+    assert chain.estimate(collective("all_gather", 160 * MIB)).ns == pytest.approx(between, rel=1e-4)
     assert chain.estimate(collective("all_gather", 256 * MIB, ranks=8)).source == "analytic h200-nvlink"
     assert chain.estimate(collective("all_gather", 256 * MIB, members=(0, 8, 16, 24))).source.startswith("analytic")
 
@@ -128,11 +130,11 @@ def test_the_analytic_model_is_near_what_was_measured(kind, ranks):
 
 
 def test_few_channels_cost_time():
-    """512 MiB on 4 H200s: 1.54 ms on 16 channels, 1.33 on as many as NCCL takes."""
+    """512 MiB on 4 H200s: 1.13 to 1.16 times as long on 16 channels as on as many as NCCL takes."""
     chain = FirstKnown((MeasuredCollectives(H200), AnalyticCollectives(H200)))
     whole = collective("all_gather", 512 * MIB)
     thrifty = replace(whole, comm=replace(whole.comm, channels=16))
-    assert chain.estimate(thrifty).ns / chain.estimate(whole).ns == pytest.approx(1.54 / 1.33, rel=0.01)
+    assert chain.estimate(thrifty).ns / chain.estimate(whole).ns == pytest.approx(1.145, rel=0.02)
     unmeasured = replace(whole, comm=replace(whole.comm, channels=14))
     assert chain.estimate(unmeasured) == chain.estimate(thrifty)  # the nearest number that was measured
 
