@@ -31,6 +31,7 @@ from overlapc.fx.fsdp2 import clean_up
 from overlapc.fx.pack import CopyCosts, pack
 from overlapc.fx.random import draw_once
 from overlapc.fx.versions import donated_inputs
+from overlapc.ir.body import Body
 from overlapc.ir.ops import LoweredGraph, tree_leaves
 from overlapc.lowering import Communication, lower
 from overlapc.lowering.product import Product
@@ -92,7 +93,7 @@ def plan_graph(
         # Measured on one rank, fusions of other ranks would differ, and with them what ranks compare.
         measured = config.benchmark_fusion and talks is None and not torch.are_deterministic_algorithms_enabled()
         measure = KernelTimes(lowered, config.cache_dir) if measured else None  # type: ignore[arg-type]
-        ops, fusion = fuse_ops(lowered, enabled=config.fusion, freeable=freeable, measure=measure)
+        ops, fusion = fuse_ops(lowered, config.fusion, freeable, measure=measure, refuse=_refuse_fused)
         dumps.write("fusion", "decisions", lambda: str(fusion))
         schedule = to_schedule(
             ops,
@@ -177,6 +178,14 @@ def _generates(config: Config, device: torch.device) -> bool:
     return bool(config.native) and codegen.has_generator(device.type)
 
 
+def _refuse(device: torch.device, body: Body) -> str | None:
+    return codegen.generator_for(device.type).refuse(body)
+
+
+def _refuse_fused(device: torch.device, body: Body) -> str | None:
+    return codegen.generator_for(device.type).refuse_fused(body)
+
+
 def _lowered(
     gm: GraphModule,
     name: str,
@@ -187,7 +196,7 @@ def _lowered(
     """The graph in loop IR, matrix products as the configuration wants them."""
 
     def walk(native: Callable[[Product], bool]) -> LoweredGraph:
-        return lower(gm, name, partial(_generates, config), communication.get, native)
+        return lower(gm, name, partial(_generates, config), communication.get, native, _refuse)
 
     measured = config.matmul == "autotune" and not torch.are_deterministic_algorithms_enabled()
     if not measured or "cuda" not in device_types(gm):

@@ -1,7 +1,7 @@
 """What every kernel generator takes and gives: the interface a device plugs into.
 
 A generator turns a loop `Body` into source text and, later, many sources of a graph at once into callables. To add a
-device, write a `Generator` and `register` it under torch's device type.
+device, write a `Generator` and `register` it under torch's device type (tests/codegen/test_third_party.py does).
 """
 
 from __future__ import annotations
@@ -53,12 +53,15 @@ def direct(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Generator(Protocol):
-    """One per device type."""
+    """One per device type. Its methods come in this order in a compilation; all but `load` work on fake tensors."""
 
     device_type: str
 
     def refuse(self, body: Body) -> str | None:
-        """Why this body cannot be generated (`"no scan on cpu"`), or None if it can."""
+        """Why this body cannot be generated (`"no scan on cpu"`), or None: then the op is called as it stands."""
+
+    def refuse_fused(self, body: Body) -> str | None:
+        """Why two kernels should not become this one, or None; `refuse` takes both of them."""
 
     def generate(
         self, body: Body, hint: str, comment: str = "", size_hints: Mapping[str, int] | None = None
@@ -106,6 +109,11 @@ def has_generator(device_type: str) -> bool:
     if device_type not in _generators and device_type in _OURS:
         importlib.import_module(_OURS[device_type])
     return device_type in _generators
+
+
+def foreign() -> list[str]:
+    """Device types whose generator is somebody else's."""
+    return [kind for kind, each in _generators.items() if not type(each).__module__.startswith("overlapc.")]
 
 
 def load(device_type: str, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:

@@ -8,7 +8,7 @@ from overlapc.fusion.deps import without_dead_ops
 from overlapc.fusion.fuse import FusionReport, Measure
 from overlapc.fusion.fuse import fuse as fuse_kernels  # `overlapc.fusion.fuse` is the module
 from overlapc.fusion.inline import inline as inline_kernels
-from overlapc.ir.ops import IROp, LoweredGraph
+from overlapc.ir.ops import IROp, LoweredGraph, Refuse, nothing_refused
 
 __all__ = ["FusionReport", "fuse_ops"]
 
@@ -19,13 +19,16 @@ def fuse_ops(
     freeable: Collection[str] = (),
     seed: int | None = None,
     measure: Measure | None = None,
+    refuse: Refuse = nothing_refused,
 ) -> tuple[list[IROp], FusionReport]:
     """The live ops of `graph`, fused where that saves memory traffic, and the account of it.
 
     `freeable` names inputs whose memory ends with their last reader; `seed` tries fusions in random order (tests);
-    `measure` times kernels, so that only fusions that are faster stay.
+    `measure` times kernels, so that only fusions that are faster stay; kernels that `refuse` has a reason against are
+    not made.
     """
     ops = without_dead_ops(graph)
     if not enabled:
         return ops, FusionReport()
-    return fuse_kernels(inline_kernels(ops, graph), graph, freeable, seed, combos=True, measure=measure)
+    inlined = inline_kernels(ops, graph, refuse)
+    return fuse_kernels(inlined, graph, freeable, seed, combos=True, measure=measure, refuse=refuse)

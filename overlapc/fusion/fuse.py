@@ -24,7 +24,19 @@ from overlapc.fusion.score import Score, score
 from overlapc.fusion.simplify import simplified
 from overlapc.ir.body import Body
 from overlapc.ir.hazards import overwrites_in_place, scatters
-from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start, Wait, buffers_read, buffers_written, loops_of
+from overlapc.ir.ops import (
+    Combo,
+    IROp,
+    Loops,
+    LoweredGraph,
+    Refuse,
+    Start,
+    Wait,
+    buffers_read,
+    buffers_written,
+    loops_of,
+    nothing_refused,
+)
 
 LARGEST_KERNEL = 512  # values in one kernel: longer ones spill registers and take long to compile
 MOST_BUFFERS = 48  # arguments of one kernel
@@ -92,14 +104,16 @@ def fuse(
     seed: int | None = None,
     combos: bool = False,
     measure: Measure | None = None,
+    refuse: Refuse = nothing_refused,
 ) -> tuple[list[IROp], FusionReport]:
     """`ops` with kernels fused, in a legal order, and the account of it.
 
     `freeable` names inputs that nobody holds but the graph. With `combos`, kernels of one kind then share launches.
-    With `measure`, a fusion stays only if its kernel is faster than the two alone, and spills no registers. A `seed`
+    With `measure`, a fusion stays only if its kernel is faster than the two alone, and spills no registers. None makes
+    a kernel that `refuse` has a reason against. A `seed`
     tries candidates in random order: every order must give the same results, which tests show.
     """
-    fuser = Fuser(ops, graph, freeable, None if seed is None else random.Random(seed), measure)
+    fuser = Fuser(ops, graph, freeable, None if seed is None else random.Random(seed), measure, refuse)
     fuser.run()
     if combos:
         fuser.simplify()  # before: kernels of one kind must stay so
@@ -117,9 +131,11 @@ class Fuser:
         freeable: Collection[str] = (),
         shuffle: random.Random | None = None,
         measure: Measure | None = None,
+        refuse: Refuse = nothing_refused,
     ) -> None:
         self.graph = graph
         self.measure = measure
+        self.refuse = refuse
         self.shuffle = shuffle
         self.report = FusionReport()
         self.sizes: dict[str, int] = {}
@@ -289,7 +305,10 @@ class Fuser:
         if len(merged.values()) > LARGEST_KERNEL:
             return Refusal(f"together they compute more than {LARGEST_KERNEL} values")
         unsafe = self._unsafe_change(a, b, merged)
-        return merged if unsafe is None else unsafe
+        if unsafe is not None:
+            return unsafe
+        reason = self.refuse(a.kernel.device, merged)
+        return merged if reason is None else Refusal(reason)
 
     def _slower(self, a: Group, b: Group, merged: Body) -> Refusal | None:
         """Why measurement speaks against a fusion, if there is one and it does."""

@@ -35,7 +35,7 @@ from overlapc.ir.body import (
 )
 from overlapc.ir.hazards import overwrites_in_place, scatters
 from overlapc.ir.indexing import Ranges, bounds, numel, position_in, simplify, substitute
-from overlapc.ir.ops import IROp, Loops, LoweredGraph, buffers_read
+from overlapc.ir.ops import IROp, Loops, LoweredGraph, Refuse, buffers_read, nothing_refused
 from overlapc.ir.values import constant
 
 LARGEST_BODY = 256  # values of a kernel after inlining; keeps source readable and registers bounded
@@ -47,8 +47,10 @@ CHEAP = frozenset(
 )
 
 
-def inline(ops: Sequence[IROp], graph: LoweredGraph) -> list[IROp]:
-    """`ops` with element-wise kernels moved into their readers; those nobody reads any more are gone."""
+def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_refused) -> list[IROp]:
+    """`ops` with element-wise kernels moved into their readers, unless that makes what is refused; those nobody reads
+    any more are gone.
+    """
     now: list[IROp | None] = list(ops)
     kept = output_buffers(graph) | set(graph.aliases.values())
     users: defaultdict[str, set[int]] = defaultdict(set)
@@ -77,7 +79,7 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph) -> list[IROp]:
         if any(_between(overwritten[graph.root(name)], position, max(readers)) for name in sources):
             continue  # the readers would see what was written over it
         inlined = [_inlined_safely(producer, consumer, graph) for consumer in consumers]
-        if any(body is None for body in inlined):
+        if any(body is None or refuse(producer.device, body) is not None for body in inlined):
             continue
         for at, consumer, body in zip(readers, consumers, inlined, strict=True):
             assert body is not None

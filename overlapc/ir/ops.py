@@ -17,6 +17,14 @@ from torch.utils import _pytree as pytree
 from overlapc.ir.body import Body
 from overlapc.ir.indexing import flat_index, is_dense, is_one
 
+# Why there shall be no such kernel on the device; None if it is welcome.
+Refuse = Callable[[torch.device, Body], str | None]
+
+
+def nothing_refused(device: torch.device, body: Body) -> str | None:
+    """The `Refuse` of what takes every kernel."""
+    return None
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:

@@ -45,10 +45,12 @@ from overlapc.ir.ops import (
     Loops,
     LoweredGraph,
     Provenance,
+    Refuse,
     Start,
     View,
     Wait,
     buffers_written,
+    nothing_refused,
     tree_map,
 )
 from overlapc.ir.values import cast, is_number, number, without_trivial_reductions
@@ -59,10 +61,8 @@ aten = torch.ops.aten
 Scalar = int | float | bool | sympy.Expr
 GENERATED_DTYPES = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
-     torch.int32, torch.int64)
+     torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2)
 )  # fmt: skip
-# Formats that generated code converts from and to on some devices; on others such tensors are computed by calls.
-_FLOAT8 = {"cpu": frozenset((torch.float8_e4m3fn, torch.float8_e5m2)), "cuda": frozenset((torch.float8_e4m3fn,))}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,14 +79,16 @@ def lower(
     generates: Callable[[torch.device], bool],
     comm_of: Callable[[Node], Communication | None],
     native_product: Callable[[Any], bool] = lambda product: False,
+    refuse: Refuse = nothing_refused,
 ) -> LoweredGraph:
     """The ops of `gm`, an AOTAutograd graph whose nodes carry fake tensors in `meta["val"]`.
 
     `generates` tells on which devices kernels can be generated; `comm_of` says which nodes communicate;
-    `native_product` which matrix products (`product.Product`) are to be kernels of our own.
+    `native_product` which matrix products (`product.Product`) are to be kernels of our own; an op whose kernel the
+    device's generator would `refuse` is called as it stands.
     Raises CompileError naming the FX node and the user's line when a node cannot be lowered at all.
     """
-    context = Context(gm, name, generates, comm_of, native_product)
+    context = Context(gm, name, generates, comm_of, native_product, refuse)
     for node in gm.graph.nodes:
         try:
             context.run(node)
@@ -144,11 +146,13 @@ class Context:
         generates: Callable[[torch.device], bool],
         comm_of: Callable[[Node], Communication | None],
         native_product: Callable[[Any], bool],
+        refuse: Refuse,
     ) -> None:
         self.gm = gm
         self.generates = generates
         self.comm_of = comm_of
         self.native_product = native_product
+        self.refuse = refuse
         self.env: dict[Node, Any] = {}
         self.latest: dict[str, str] = {}  # root buffer -> its name after the latest mutation
         self.given: dict[str, View] = {}  # copy of an input -> the input
@@ -284,13 +288,12 @@ class Context:
         if not outputs or not self.generates(outputs[0].device):
             return False
         device = outputs[0].device
-        dtypes = GENERATED_DTYPES | _float8_of(device)
         for tensor in outputs:
-            if tensor.dtype not in dtypes or tensor.device != device or tensor.layout != torch.strided:
+            if tensor.dtype not in GENERATED_DTYPES or tensor.device != device or tensor.layout != torch.strided:
                 return False
         if any(isinstance(leaf, Handle) for leaf in _leaves((args, kwargs))):
             return False  # a number that only run time knows, or no strided tensor
-        return all(view.dtype in dtypes and view.layout.device == device for view in _views((args, kwargs)))
+        return all(view.dtype in GENERATED_DTYPES and view.layout.device == device for view in _views((args, kwargs)))
 
     # --- sizes and layouts
 
@@ -402,7 +405,7 @@ class Context:
             return self._empty(view)
         if not layout.is_dense():
             raise Impossible(f"output strides {layout.stride} of size {layout.size} leave holes")
-        made = _printable(canonical(without_trivial_reductions(body(view))))
+        made = self._accepted(canonical(without_trivial_reductions(body(view))), layout.device)
         self.add(Loops(view.buffer, layout.device, made, (view,), origin=provenance(self.node)))
         return view
 
@@ -414,7 +417,7 @@ class Context:
         root = self.graph.root(target.buffer)
         after = self._mutated_name(root)
         renamed = View(after.buffer, target.layout)
-        made = _printable(canonical(body(renamed)))
+        made = self._accepted(canonical(body(renamed)), target.layout.device)
         if any(loop.size == 0 for loop in (*made.loops, *made.reduction)):
             return target
         before = self.latest.get(root, root)
@@ -422,6 +425,16 @@ class Context:
         self.add(Loops(after.buffer, target.layout.device, made, (), (after,), (before,), origin))
         self._renamed(after)
         return renamed
+
+    def _accepted(self, body: Body, device: torch.device) -> Body:
+        """`body`, if the device's generator takes it and can print all its index expressions; Impossible otherwise."""
+        for expr in body.expressions():
+            if not is_plain(expr):
+                raise Impossible(f"the index or size {expr}")
+        reason = self.refuse(device, body)
+        if reason is not None:
+            raise Impossible(reason)
+        return body
 
     def replaces_its_input(self, x: View) -> bool:
         """Whether this node's result, of its first argument `x`, may be written over `x` itself.
@@ -611,14 +624,6 @@ class Context:
         return self._results(call)
 
 
-def _printable(body: Body) -> Body:
-    """`body`, if generators can print all its index expressions; Impossible otherwise."""
-    for expr in body.expressions():
-        if not is_plain(expr):
-            raise Impossible(f"the index or size {expr}")
-    return body
-
-
 def is_wait(node: Node) -> bool:
     return "wait_tensor" in str(node.target)
 
@@ -728,10 +733,3 @@ def _tensor_of(dims: int, dtype: torch.dtype) -> Tensor:
 
 
 __all__ = ["Context", "lower", "provenance"]
-
-
-def _float8_of(device: torch.device) -> frozenset[torch.dtype]:
-    known = _FLOAT8.get(device.type, frozenset())
-    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 9):
-        return frozenset()  # instructions for it came with Ada
-    return known

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Node
 
+from overlapc.codegen.kernel import foreign
 from overlapc.config import Config
 from overlapc.errors import OverlapcError
 from overlapc.fx.collectives import ranks_of
@@ -37,6 +38,8 @@ class NotCacheable(OverlapcError):
 
 def environment_key(config: Config) -> str:
     """Hash of everything but the graph: overlapc's own code, options, versions, devices, torch's switches."""
+    if foreign():
+        raise NotCacheable(f"a kernel generator that is no part of overlapc, for {', '.join(foreign())}")
     return content_key(_code_key(), *_options(config), *_versions(), *_switches())
 
 

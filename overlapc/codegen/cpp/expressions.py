@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import sympy
 import torch
@@ -41,6 +42,7 @@ FORMAT = {
 _FLOAT_MAX = 3.4028234663852886e38
 
 
+@lru_cache(50_000)
 def index_text(expr: sympy.Expr) -> str:
     """C++ for an index expression; every symbol in it is an int64_t. NotImplementedError naming what it lacks."""
     if expr.is_Integer:

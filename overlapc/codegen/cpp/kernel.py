@@ -61,6 +61,10 @@ class CppGenerator:
             return str(error)
         return None
 
+    def refuse_fused(self, body: Body) -> str | None:
+        """None: what can be fused can be generated."""
+        return None
+
     def generate(
         self, body: Body, hint: str, comment: str = "", size_hints: Mapping[str, int] | None = None
     ) -> KernelSource:

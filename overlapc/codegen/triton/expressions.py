@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import sympy
 import torch
@@ -95,6 +96,7 @@ class IndexPrinter:
         return found is not None and at_most(sympy.S.Zero, found[0])
 
 
+@lru_cache(50_000)
 def unprintable(expr: sympy.Expr) -> str | None:
     """The part of an index expression that IndexPrinter cannot print, if any."""
     known = (

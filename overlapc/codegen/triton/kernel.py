@@ -39,7 +39,7 @@ class TritonGenerator:
         """Why this body cannot be generated, or None."""
         dtypes: dict[str, torch.dtype] = {}
         for item in accesses_of(body):
-            if item.memory_dtype not in POINTER:
+            if not _has(item.memory_dtype):
                 return f"no {item.memory_dtype} in Triton kernels"
             if dtypes.setdefault(item.buffer, item.memory_dtype) is not item.memory_dtype:
                 return f"{item.buffer} is read as {dtypes[item.buffer]} and as {item.memory_dtype}"
@@ -54,7 +54,7 @@ class TritonGenerator:
         for value in body.values():
             if value.dtype not in COMPUTE:
                 return f"no {value.dtype} in Triton kernels"
-            if isinstance(value, Cast) and value.to not in POINTER:
+            if isinstance(value, Cast) and not _has(value.to):
                 return f"no {value.to} in Triton kernels"
             reason = unsupported(value) if isinstance(value, Op) else None
             if reason is not None:
@@ -62,6 +62,10 @@ class TritonGenerator:
         exprs = [expr for value in body.values() for expr in value.indices()] + [store.index for store in body.stores]
         parts = (unprintable(expr) for expr in (*exprs, *(loop.size for loop in (*body.loops, *body.reduction))))
         return next((f"index {part} has no Triton form" for part in parts if part is not None), None)
+
+    def refuse_fused(self, body: Body) -> str | None:
+        """None: what can be fused can be generated."""
+        return None
 
     def generate(
         self,
@@ -129,6 +133,13 @@ def _source(shape: KernelShape, comment: str, hints: tuple[int, ...]) -> KernelS
         hints=hints,
     )
     return named_source(shape.name, text, tuple(shape.arguments), shape.sizes, comment, launch)
+
+
+def _has(dtype: torch.dtype) -> bool:
+    """Whether the GPU, or with none here the ones that we plan for, can have elements of `dtype` in memory."""
+    if dtype is torch.float8_e4m3fn and torch.cuda.is_available():
+        return torch.cuda.get_device_capability() >= (8, 9)  # its conversions came with Ada
+    return dtype in POINTER
 
 
 register(TritonGenerator())
