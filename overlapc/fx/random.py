@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._prims_common import make_contiguous_strides_for
 
+from overlapc.fx.writer import described_like
 from overlapc.runtime import philox
 
 aten = torch.ops.aten
@@ -239,10 +240,10 @@ def draw_once(graph: fx.Graph) -> None:
     for device, nodes in drawn.items():
         with graph.inserting_before(first):
             seeds = graph.call_function(ops.seeds.default, (len(nodes), device))
-            seeds.meta["val"] = [node.meta["val"] for node in nodes]
+            seeds.meta = {**described_like(nodes[0]), "val": [node.meta["val"] for node in nodes]}
             for at, node in enumerate(nodes):
                 one = graph.call_function(operator.getitem, (seeds, at))
-                one.meta["val"] = node.meta["val"]
+                one.meta = {**described_like(node), "val": node.meta["val"]}
                 node.replace_all_uses_with(one)
                 graph.erase_node(node)
 

@@ -12,12 +12,17 @@ from torch.utils import _pytree as pytree
 _CARRIED = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "custom", "seq_nr")
 
 
+def described_like(node: fx.Node) -> dict[str, Any]:
+    """Meta data of `node` that says where it comes from, for a node made in its place."""
+    return {key: node.meta[key] for key in _CARRIED if key in node.meta}
+
+
 class Writer:
     """Appends calls before `anchor`, described like `like`; `custom` is what `fx.labels` reads."""
 
     def __init__(self, anchor: fx.Node, like: fx.Node, custom: dict[str, Any] | None = None) -> None:
         self.anchor = anchor
-        self.meta = {key: like.meta[key] for key in _CARRIED if key in like.meta}
+        self.meta = described_like(like)
         if custom is not None:
             self.meta["custom"] = {**self.meta.get("custom", {}), **custom}
 
