@@ -277,8 +277,7 @@ class PythonWrapper:
         if (own.size, own.stride) == (view.layout.size, view.layout.stride) and view.layout.offset == 0:
             return variable
         size, stride = self._shape(view.layout.size), self._shape(view.layout.stride)
-        offset = "" if view.layout.offset == 0 else f", {self._size(view.layout.offset)}"
-        return f"rt.view({variable}, {size}, {stride}{offset})"
+        return f"rt.view({variable}, {size}, {stride}, {self._size(view.layout.offset)})"
 
     def _empty(self, layout: Layout) -> str:
         return self._memory(layout.device, f"{self._shape(layout.size)}, {self._shape(layout.stride)}, {layout.dtype}")

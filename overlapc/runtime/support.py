@@ -46,7 +46,7 @@ def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device
 
 
 view: Callable[..., Tensor] = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
-"""(tensor, size, stride, offset=0) -> its memory through another layout; `offset` counts from its first element.
+"""(tensor, size, stride, offset) -> its memory through another layout; `offset` counts from its first element.
 
 To autograd that is no view: what a graph returns may be changed in place.
 """
@@ -60,7 +60,7 @@ def strided(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: 
 def standing_alone(result: Any) -> Any:
     """A graph's result as no view to autograd, which would refuse to let the user change it in place."""
     viewed = isinstance(result, Tensor) and result._is_view()
-    return view(result, result.size(), result.stride()) if viewed else result
+    return view(result, result.size(), result.stride(), 0) if viewed else result
 
 
 def carve(pool: Tensor, offset: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
