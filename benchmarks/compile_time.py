@@ -81,6 +81,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--systems", default="overlapc,inductor", help=f"of {', '.join(SYSTEMS)}")
     parser.add_argument("--timeout", type=float, default=280.0, help="seconds a process may take")
     parser.add_argument("--profile", type=Path, help="write cProfile files PROFILE.<system>.<phase>")
+    parser.add_argument("--precompile", action="store_true", help="torch keeps guards and bytecode, and traces once")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -96,10 +97,13 @@ def run(system: str, phase: str, cache: Path, args: argparse.Namespace) -> dict[
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        "TORCH_CACHING_PRECOMPILE": str(int(args.precompile)),
     }
     command = [sys.executable, __file__, "--worker", system]
     for name in ("device", "model", "layers", "seq"):
         command += [f"--{name}", str(getattr(args, name))]
+    if args.precompile:
+        command.append("--precompile")
     if args.profile:
         command += ["--profile", f"{args.profile}.{system}.{phase}"]
     done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=args.timeout)
@@ -150,6 +154,8 @@ def measure(system: str, args: argparse.Namespace) -> dict[str, Any]:
         first = step()
     cpu = sum(os.times()[:4]) - cpu_began
     usual = min(step() for _ in range(3))
+    if args.precompile:
+        torch.compiler.save_cache_artifacts()
     counters = torch._dynamo.utils.counters
     ours = counters["overlapc"]
     return {

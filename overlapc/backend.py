@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,10 +46,15 @@ def overlapc(
         if runs_under_fsdp2():
             _advise_adoption()
         number = next(_numbers)
-        key = _step_key(gm, example_inputs, config)
-        kept = warm_step.find(key, config.cache_dir) if key is not None else None  # type: ignore[arg-type]
+        devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
+        key = _step_key(gm, example_inputs, config, devices)
+        if key is not None and torch._dynamo.config.caching_precompile:
+            from overlapc.warm import precompile
+
+            precompile.record(gm, precompile.Kept(key, environment_of(config, devices), config, tuple(sorted(devices))))
+        kept = kept_step(key, config, number) if key is not None else None
         if kept is not None:
-            return warm_step.bound(*kept, partial(from_cache, config=config, number=number))
+            return kept
         if any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs):
             get_ready(config.cache_dir)  # type: ignore[arg-type] # while this process imports the compiler and traces
         from overlapc import compilation
@@ -80,13 +85,24 @@ def _advise_adoption() -> None:
     )
 
 
-def _step_key(gm: GraphModule, inputs: Sequence[Any], config: Config) -> str | None:
+def kept_step(key: str, config: Config, number: int | None = None) -> Callable[..., Any] | None:
+    """The step that an earlier process kept under `key`, if it did."""
+    kept = warm_step.find(key, config.cache_dir)  # type: ignore[arg-type]
+    number = next(_numbers) if number is None else number
+    return None if kept is None else warm_step.bound(*kept, partial(from_cache, config=config, number=number))
+
+
+def environment_of(config: Config, devices: Collection[str]) -> tuple[str, str]:
+    """What a step depends on beside its graph. NotCacheable for options that have no fingerprint."""
+    return environment_key(config), profile_text(config, devices)
+
+
+def _step_key(gm: GraphModule, inputs: Sequence[Any], config: Config, devices: Collection[str]) -> str | None:
     """Under which the whole step is kept; None when it must be compiled each time."""
     if not keeps(config):
         return None
     try:
-        devices = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}
-        return user_graph_key(gm, inputs, "step", environment_key(config), profile_text(config, devices))
+        return user_graph_key(gm, inputs, "step", *environment_of(config, devices))
     except NotCacheable:
         return None
 
