@@ -173,7 +173,7 @@ def _fit_points(
     """(size, ns) with a point at each size that was seen often enough; points between are off by what these are."""
     bins: dict[int, list[tuple[int, Seen]]] = defaultdict(list)
     for size, each in sized:
-        bins[round(_SAME_SIZE * math.log2(size))].append((size, each))
+        bins[_bin(size)].append((size, each))
     ratios: list[tuple[int, float]] = []  # size, seen over predicted
     fitted: dict[int, float] = {}
     changes = []
@@ -188,15 +188,20 @@ def _fit_points(
         ratios.append((size, ratio))
         fitted[size] = alone_ns * ratio
         changes.append(Change(f"{name} at {size}, ns", alone_ns, alone_ns * ratio, len(chosen)))
-    for size, ns in points if ratios else ():
-        if ratios[0][0] < size < ratios[-1][0] and size not in fitted:
-            fitted[size] = ns * _between(ratios, size)
-    if ratios:
-        near = {round(_SAME_SIZE * math.log2(size)) for size, _ in ratios}
-        for size, ns in points:
-            if not ratios[0][0] <= size <= ratios[-1][0] and round(_SAME_SIZE * math.log2(size)) not in near:
-                fitted[size] = ns
+    if not ratios:
+        return list(points), changes
+    least, most = ratios[0][0], ratios[-1][0]
+    ends = {_bin(least), _bin(most)}
+    for size, ns in points:
+        if least < size < most:
+            fitted.setdefault(size, ns * _between(ratios, size))
+        elif _bin(size) not in ends:  # a point so near to what was seen would contradict it
+            fitted[size] = ns
     return sorted(fitted.items()), changes
+
+
+def _bin(size: int) -> int:
+    return round(_SAME_SIZE * math.log2(size))
 
 
 def _between(points: Sequence[tuple[int, float]], size: int) -> float:
@@ -215,6 +220,7 @@ def _fit_contention(profile: DeviceProfile, seen: Sequence[Seen]) -> tuple[Devic
     changes: list[Change] = []
     groups: dict[tuple[str, str], list[Seen]] = defaultdict(list)
     slowdowns: dict[str, Slowdown] = {}
+    kept = dict(profile.slowdowns)
     for each in seen:
         comm = each.company if each.node.comm is None else each.node.comm
         if comm is None or each.load is None or not each.has_company:
@@ -230,17 +236,14 @@ def _fit_contention(profile: DeviceProfile, seen: Sequence[Seen]) -> tuple[Devic
             factor = _common_factor(members, slowdowns[key], profile)
             if factor is not None and abs(factor - 1) > _WORTH_IT:
                 points = tuple((size, max(1.0, times * factor)) for size, times in before)
-                slowdowns[key] = replace(slowdowns[key], **{name: points})  # type: ignore[arg-type]
+                kept[key] = slowdowns[key] = replace(slowdowns[key], **{name: points})  # type: ignore[arg-type]
                 changes.append(Change(f"slowdowns.{key}.{name}, factor", 1.0, factor, len(members)))
             continue
         after = _fitted(name, before, members, slowdowns[key], profile)
         if after is not None and abs(after / (before or profile.collective_slowdown) - 1) > _WORTH_IT:
-            slowdowns[key] = replace(slowdowns[key], **{name: after})  # type: ignore[arg-type]
+            kept[key] = slowdowns[key] = replace(slowdowns[key], **{name: after})  # type: ignore[arg-type]
             changes.append(Change(f"slowdowns.{key}.{name}", before, after, len(members)))
-    kept = {key: each for key, each in slowdowns.items() if each != profile.slowdowns.get(key)}
-    changed = {change.parameter.split(".")[1] for change in changes}
-    kept = {key: each for key, each in kept.items() if key in changed}
-    return replace(profile, slowdowns={**profile.slowdowns, **kept}), changes
+    return replace(profile, slowdowns=kept), changes
 
 
 def _field(each: Seen, slowdown: Slowdown, profile: DeviceProfile) -> str:

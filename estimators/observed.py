@@ -74,7 +74,7 @@ def estimated(schedule: Schedule, profile: DeviceProfile) -> Schedule:
 
 
 def observe(profile: DeviceProfile, runs: Iterable[Run]) -> list[Seen]:
-    """Every node that was measured and that the profile predicts to take time."""
+    """Every node that was measured and that the profile predicts to take time, in the order of the schedules."""
     return [seen for run in runs for seen in _observe(profile, run)]
 
 
@@ -93,10 +93,12 @@ def _observe(profile: DeviceProfile, run: Run) -> list[Seen]:
         for other in others[first:]:
             if timeline.start_ns[other] >= end:
                 break
-            found[other] = min(end, timeline.end_ns[other]) - max(begin, timeline.start_ns[other])
+            shared_ns = min(end, timeline.end_ns[other]) - max(begin, timeline.start_ns[other])
+            if shared_ns > 0:
+                found[other] = shared_ns
         return found, first
 
-    seen = []
+    seen: dict[int, Seen] = {}
     for ours, others in ((computing, sending), (sending, computing)):
         first = 0
         for at in ours:
@@ -106,8 +108,8 @@ def _observe(profile: DeviceProfile, run: Run) -> list[Seen]:
             if not measured_ns or node.estimate is None or node.estimate.ns <= 0 or span_ns <= 0:
                 continue
             load, company = _company(nodes, at, beside, span_ns)
-            seen.append(Seen(node, measured_ns, node.estimate.ns, span_ns, run.beside.get(node.name), load, company))
-    return seen
+            seen[at] = Seen(node, measured_ns, node.estimate.ns, span_ns, run.beside.get(node.name), load, company)
+    return [seen[at] for at in sorted(seen)]
 
 
 def _company(
