@@ -75,6 +75,25 @@ class Context:
             known = schedule.__dict__["_timeline"] = simulate(schedule, self.profile)
         return known
 
+    def late(self, schedule: Schedule) -> Schedule:
+        """`schedule` if every collective takes `overlap_margin` times its estimate. Kept with it, nodes too."""
+        known: tuple[float, Schedule] | None = schedule.__dict__.get("_late")
+        if known is None or known[0] != self.overlap_margin:
+            known = schedule.__dict__["_late"] = self.overlap_margin, self._late(schedule)
+        return known[1]
+
+    def _late(self, schedule: Schedule) -> Schedule:
+        if schedule.moved_from is not None:
+            order = (node.name for node in schedule.nodes)
+            return self.late(schedule.moved_from).replace_order(order, reorder_collectives=schedule.collectives_moved)
+        return schedule.with_estimates(
+            {
+                node.name: Estimate(node.estimate.ns * self.overlap_margin, node.estimate.source)
+                for node in schedule.nodes
+                if node.comm is not None and node.estimate is not None
+            }
+        )
+
 
 @dataclass
 class PassReport:
@@ -178,12 +197,13 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
     MemoryBudgetError when a budget was set and the order that came in exceeds it already: it holds each
     buffer for the shortest time of all orders that the passes can reach, so none of them fits.
     """
-    from overlapc.passes.ways import run_ways  # which needs what is defined here
+    from overlapc.passes.ways import default_names, run_ways  # which need what is defined here
 
     passes = select(ctx.passes)
     last, _ = parse_stop(ctx.stop_after) if ctx.stop_after is not None else (None, None)
-    if last is not None and last not in dict(passes):
-        raise ConfigError("stop_after: " + unknown_name("pass", last, dict(passes)))
+    names = {name for name, _ in passes} if ctx.passes is not None else default_names()
+    if last is not None and last not in names:
+        raise ConfigError("stop_after: " + unknown_name("pass", last, names))
     incoming = analyze(schedule)
     budget = ctx.budget_bytes if ctx.budget_bytes is not None else schedule.budget_bytes
     if budget is not None and incoming.peak_bytes > budget:
@@ -234,6 +254,14 @@ def run_passes(
         if name == last:
             break
     return current, tuple(reports)
+
+
+def cost(schedule: Schedule, ctx: Context) -> tuple[float, float]:
+    """What an order is judged by: its step if collectives take their estimate, plus its step if they are all late, both
+    in ns; of equal ones, what is exposed."""
+    timeline = ctx.timeline(schedule)
+    late_ns = ctx.timeline(ctx.late(schedule)).step_ns if ctx.overlap_margin != 1 else timeline.step_ns
+    return timeline.step_ns + late_ns, timeline.exposed_ns
 
 
 def keep_if_better(

@@ -8,6 +8,7 @@ from overlapc.passes import (
     bucket,
     fill_collectives,
     plan_overlap,
+    polish,
     raise_collectives,
     raise_under_memory,
     sink_under_memory,
@@ -30,21 +31,29 @@ COLLECTIVES = (
     "sink_under_memory",  # after raising: reductions hide, in the order in which that takes the least memory
     "sink_waits",  # in what memory is left, waits move to their readers
 )
-WAYS = (  # ways.py says why there are several
-    Way((*COLLECTIVES, "fill_collectives")),  # what is exposed still may be covered by compute that can move
-    Way(("fill_collectives", *COLLECTIVES)),  # compute first: weight gradients under a scatter of tensor parallelism
-    Way((*COLLECTIVES, "fill_collectives"), margin=2.0),  # further ahead, where collectives come in bursts
+WAYS = (  # ways.py says why there are several, and how many of them are tried
+    Way(COLLECTIVES),
+    Way(("fill_any_waits", *COLLECTIVES)),  # compute first: weight gradients under a scatter of tensor parallelism
+    Way(COLLECTIVES, margin=2.0),  # further ahead, where collectives come in bursts
+    Way(("fill_whole_waits", *COLLECTIVES)),
+    Way(("fill_whole_waits", *COLLECTIVES), margin=2.0),
+    Way(("fill_any_waits", *COLLECTIVES), margin=2.0),
 )
-ORDER = (*FIRST, *WAYS[0].passes)
+ENDS = ("fill_collectives",)  # after each way: what is exposed still may be covered by compute that can move
+LAST = ("polish",)  # after the best of them: moves around what is exposed even so
+ORDER = (*FIRST, *WAYS[0].passes, *ENDS, *LAST)
 
 __all__ = [
+    "ENDS",
     "FIRST",
+    "LAST",
     "ORDER",
     "WAYS",
     "Way",
     "bucket",
     "fill_collectives",
     "plan_overlap",
+    "polish",
     "raise_collectives",
     "raise_under_memory",
     "sink_under_memory",

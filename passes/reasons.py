@@ -27,6 +27,7 @@ class Reason(Enum):
     NO_BUCKET = "cannot be merged: {}"
     MERGED = "bucket of {}"
     FILLED = "compute that was ready fills its time"
+    POLISHED = "so that {} is less exposed"
     SLOWER = "simulates slower"  # the pass as a whole did not pay and was undone
 
     def about(self, node: str = "") -> str:

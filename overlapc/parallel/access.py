@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from overlapc.fx.versions import in_backward
+from overlapc.parallel.controls import Controls
 from overlapc.parallel.gather import ShardedParam, ShardGroup, reduce_with, unshard, unsynced_leaf
 
 # By the key of a ShardedParam: the sharded parameter, and its full gradient that is not reduced yet.
@@ -32,7 +33,7 @@ class _Forward(threading.local):
 _forward = _Forward()
 
 
-class FSDPModule:
+class FSDPModule(Controls):
     """Mixed into the class of every module given to `fully_shard`: casts around forward and says it runs."""
 
     _overlapc_group: ShardGroup | None

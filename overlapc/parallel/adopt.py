@@ -19,6 +19,7 @@ from torch import nn
 from overlapc.errors import ConfigError
 from overlapc.fx.versions import fsdp2_groups, fsdp2_state, release_fsdp2
 from overlapc.parallel.access import make_group, manage, name_groups
+from overlapc.parallel.controls import divided_by
 from overlapc.parallel.gather import ShardedParam
 from overlapc.parallel.sharding import describe, group_on
 
@@ -31,7 +32,7 @@ def adopt_fsdp2(model: _Module) -> _Module:
     Call it after all `fully_shard` calls, before `torch.compile`. Nothing is copied or communicated.
 
     Raises ConfigError when FSDP2 manages no module here, and for what has no counterpart: CPU offload, several
-    meshes in one call, all-gather extensions, replicated (DDP) parameters, a gradient divisor of the user's.
+    meshes in one call, all-gather extensions, replicated (DDP) parameters.
     """
     states = {id(state): state for module in model.modules() if (state := fsdp2_state(module)) is not None}
     if not states:
@@ -56,8 +57,6 @@ def _refuse(state: Any, paths: dict[nn.Module, str]) -> None:
             raise ConfigError(f"adopt_fsdp2: parameters of {where} are replicated, not sharded")
         if getattr(group.mesh_info, "is_spmd_mesh", False):
             raise ConfigError(f"adopt_fsdp2: {where} was sharded with dp_mesh_dims; pass the data-parallel mesh axes")
-        if group.gradient_divide_factor is not None:
-            raise ConfigError(f"adopt_fsdp2: {where} has a gradient divide factor; scale the loss instead")
         for param in group.fsdp_params:
             name = f"parameter {param._module_info.param_name} of {where}"
             if param.offload_to_cpu:
@@ -79,6 +78,8 @@ def _adopt(state: Any) -> None:
             dim = param.fsdp_placement.dim
             name = _path_of(info.module, info.param_name, modules)
             sharded = describe(name, param.sharded_param, mesh, ours, policy, dim, param._orig_size[dim])
+            if group.gradient_divide_factor is not None:
+                sharded = divided_by(sharded, group.gradient_divide_factor)
             _manage(info, sharded)
     release_fsdp2(state)
     for module in modules:

@@ -41,6 +41,7 @@ class Case:
     sizes: dict[str, Any] = field(default_factory=dict)  # of Tiny
     frozen: str = ""  # parameters whose names begin so need no gradient
     micro: int = 1  # batches a step; all but the last without reduction
+    divide: float = 0.0  # what gradients are divided by, if not the number of ranks
     fsdp2: str = ""  # FSDP2's fully_shard: "adopt" takes it over, "hooks" leaves it as it is
     experts: str = ""  # "even", "uneven": a mixture of experts over all ranks in place of Tiny
     adam: bool = False
@@ -61,8 +62,8 @@ TWO = (
     Case("mixed precision", dp=2, how={"mp_policy": HALF}, root={"mp_policy": HALF_ROOT}, tolerance=2e-2),
     Case("checkpoint inside", dp=2, sizes={"ac": "inside"}),
     Case("checkpoint around", dp=2, sizes={"ac": "around", "tied": True}, how={"reshard_after_forward": True}),
-    Case("accumulate", dp=2, micro=3, sizes={"tied": True}),
-    Case("adopt", dp=2, fsdp2="adopt", micro=2),
+    Case("accumulate", dp=2, micro=3, sizes={"tied": True}, divide=5.0),
+    Case("adopt", dp=2, fsdp2="adopt", micro=2, divide=3.0),
     Case("hooks", dp=2, fsdp2="hooks"),
     Case("tp", tp=2),
     Case("experts", dp=2, experts="even"),
@@ -102,6 +103,9 @@ def spread(case: Case, mesh: DeviceMesh, apply: Callable[..., Any]) -> nn.Module
         for module, its_axes in inner:
             apply(module, mesh=its_axes, **case.how)
         apply(model, mesh=axes, **{**case.how, **case.root}, **ignored)
+    for module in model.modules() if case.divide and device == "cuda" else ():  # FSDP2 cannot over gloo
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(case.divide)
     return model
 
 

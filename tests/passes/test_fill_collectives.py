@@ -2,8 +2,8 @@ from hypothesis import given, settings
 
 from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.estimators.timeline import simulate
-from overlapc.passes.base import Context
-from overlapc.passes.fill_collectives import fill_collectives
+from overlapc.passes.base import Context, cost
+from overlapc.passes.fill_collectives import fill_any_waits, fill_collectives, fill_whole_waits
 from overlapc.schedule.text import parse
 from tests.graphs import check_kept, check_pass, order_of, schedules
 
@@ -45,10 +45,10 @@ def test_the_sooner_a_collective_the_sooner_its_compute():
 def test_a_wait_comes_as_soon_as_its_collective_is_done():
     """Nobody asks for `s` yet; but its memory can go, and what it leads to is ready."""
     schedule = parse("""
-        a = kernel(x) : 0B 10us; rs = reduce_scatter(a) @dp : 0B 20us; b = kernel(x) : 0B 30us; c = kernel(x) : 0B 30us
-        s = wait(rs); y = kernel(s) : 0B 5us
+        a = kernel(x) : 0B 10us; rs = reduce_scatter(a) @dp : 0B 20us; s = wait(rs); y = kernel(s) : 0B 5us
+        b = kernel(x) : 0B 30us; c = kernel(x) : 0B 30us
     """)
-    assert order_of(fill_collectives(schedule, Context())[0]) == ["a", "rs", "b", "s", "c", "y"]
+    assert order_of(fill_collectives(schedule, Context())[0]) == ["a", "rs", "b", "s", "y", "c"]
 
 
 def test_a_schedule_that_is_full_comes_back_without_reasons():
@@ -77,6 +77,69 @@ def test_what_exceeds_memory_is_undone():
     assert moved is schedule
     assert report.reasons["s"] == "peak memory"
     assert order_of(fill_collectives(schedule, Context(budget_bytes=20))[0])[2] == "b"
+
+
+HELD = DeviceProfile("held", collectives_wait_for_kernels=True)
+
+
+def test_the_shortest_kernel_comes_first_where_a_collective_stands_behind_it():
+    """Behind `b` the collective would begin 50us later, behind `c` 5us."""
+    check_pass(
+        fill_collectives,
+        before="""
+            a = kernel(x) : 0B 9us; r = reduce_scatter(a) @tp : 0B 50us; s = wait(r); y = kernel(s) : 0B 9us
+            b = kernel(x) : 0B 50us; c = kernel(x) : 0B 5us
+        """,
+        after="""
+            a = kernel(x) : 0B 9us; r = reduce_scatter(a) @tp : 0B 50us; c = kernel(x) : 0B 5us; b = kernel(x) : 0B 50us
+            s = wait(r); y = kernel(s) : 0B 9us
+        """,
+        reasons={"s": "compute that was ready fills its time"},
+        ctx=Context(profile=HELD),
+    )
+
+
+# Two collectives, and compute for one of them: each that is filled loses its first kernel.
+SCARCE = """
+    a = kernel(x) : 0B 9us; r = reduce_scatter(a) @tp : 0B 10us; s = wait(r); b = kernel(s) : 0B 9us
+    q = reduce_scatter(b) @tp : 0B 10us; t = wait(q); y = kernel(t) : 0B 9us
+    c = kernel(x) : 0B 5us; d = kernel(x) : 0B 5us; e = kernel(x) : 0B 5us
+"""
+
+
+def test_scarce_compute_is_kept_for_waits_that_it_covers_whole():
+    schedule, ctx = parse(SCARCE.replace("e = kernel(x) : 0B 5us", "")), Context(profile=HELD)
+    assert order_of(fill_whole_waits(schedule, ctx)[0]) == ["a", "r", "s", "b", "q", "c", "d", "t", "y"]
+    schedule = parse(SCARCE)
+    assert order_of(fill_whole_waits(schedule, ctx)[0]) == ["a", "r", "c", "d", "e", "s", "b", "q", "t", "y"]
+    assert order_of(fill_any_waits(parse(SCARCE.replace("10us", "20us")), ctx)[0])[2:6] == ["c", "d", "e", "s"]
+
+
+def test_the_best_way_of_filling_is_taken():
+    for text in (SCARCE, SCARCE.replace("10us", "20us"), SCARCE.replace("10us", "6us")):
+        schedule, ctx = parse(text), Context(profile=HELD)
+        best = cost(fill_collectives(schedule, ctx)[0], ctx)
+        assert best == min(cost(each(schedule, ctx)[0], ctx) for each in (fill_any_waits, fill_whole_waits))
+
+
+def test_a_kernel_much_longer_than_what_is_left_of_a_wait_is_kept():
+    """After `c` 1us of the first collective is left: `d` goes to the second, of which it covers all."""
+    schedule = parse("""
+        a = kernel(x) : 0B 9us; r = reduce_scatter(a) @tp : 0B 11us; s = wait(r); b = kernel(s) : 0B 9us
+        q = reduce_scatter(b) @tp : 0B 10us; t = wait(q); y = kernel(t) : 0B 9us
+        c = kernel(x) : 0B 10us; d = kernel(x) : 0B 10us
+    """)
+    assert order_of(fill_whole_waits(schedule, Context())[0]) == ["a", "r", "c", "s", "b", "q", "d", "t", "y"]
+
+
+def test_what_is_kept_runs_when_memory_runs_out():
+    """`c` frees 8 bytes; kept for the wait, it would not let `r` fit. `d` is kept."""
+    schedule = parse("""
+        g = input freeable : 8B; a = kernel(x) : 0B 9us; c = kernel(g) : 0B 20us; d = kernel(x) : 0B 20us
+        b = kernel(a) : 8B 9us; r = reduce_scatter(b) @tp : 8B 50us; s = wait(r); y = kernel(s) : 0B 9us
+    """)
+    assert order_of(fill_collectives(schedule, Context(budget_bytes=100))[0]) == ["a", "b", "r", "c", "d", "s", "y"]
+    assert order_of(fill_collectives(schedule, Context(budget_bytes=16))[0]) == ["a", "b", "c", "r", "d", "s", "y"]
 
 
 @given(schedules())

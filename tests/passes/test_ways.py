@@ -3,9 +3,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from overlapc.errors import ConfigError
 from overlapc.estimators.device import DeviceProfile
-from overlapc.passes.base import Context, run_passes, run_pipeline, select
-from overlapc.passes.pipeline import FIRST, ORDER, WAYS
+from overlapc.estimators.timeline import simulate
+from overlapc.passes import ways
+from overlapc.passes.base import Context, cost, run_passes, run_pipeline, select
+from overlapc.passes.pipeline import ENDS, FIRST, ORDER, WAYS
+from overlapc.passes.ways import GOOD_ENOUGH, default_names
+from overlapc.schedule.model import Estimate
 from overlapc.schedule.text import parse
 from tests.graphs import check_kept, order_of, peak, schedules
 
@@ -47,10 +52,41 @@ def test_no_way_is_better_than_the_one_taken(schedule):
     for ctx in (Context(), Context(reorder_collectives=True, profile=DeviceProfile("d", launch_ns=3.0))):
         result = run_pipeline(schedule, ctx)
         check_kept(schedule, result.schedule, ctx)
-        if result.after.exposed_ns <= 0.01 * result.after.step_ns:
+        if result.after.exposed_ns <= GOOD_ENOUGH * result.after.step_ns:
             continue
+        given_ctx = replace(ctx, incoming_peak_bytes=peak(schedule))
         for way in WAYS:
-            margin = ctx.overlap_margin * way.margin
-            tried = replace(ctx, overlap_margin=margin, incoming_peak_bytes=peak(schedule))
-            ended, _ = run_passes(schedule, tried, select((*FIRST, *way.passes)))
-            assert result.after.step_ns <= ctx.timeline(ended).step_ns * (1 + 1e-9)
+            ahead = replace(given_ctx, overlap_margin=ctx.overlap_margin * way.margin)
+            ended, _ = run_passes(schedule, ahead, select((*FIRST, *way.passes)))
+            ended, _ = run_passes(ended, given_ctx, select(ENDS))
+            assert cost(result.schedule, ctx) <= cost(ended, ctx)
+
+
+def test_of_equal_steps_the_one_that_exposes_less_is_cheaper():
+    """The kernel runs beside the collective or before it; the second waits for something that never matters."""
+    beside = parse("""
+        r = reduce_scatter(g) @dp : 0B 9us; k = kernel(x) : 0B 5us; s = wait(r)
+        q = all_gather(p) @tp : 0B 20us; v = wait(q); y = kernel(s, v) : 0B 5us
+    """)
+    behind = beside.replace_order(["q", "r", "k", "s", "v", "y"])
+    assert cost(behind, Context())[0] < cost(beside, Context())[0]
+    same = parse("q = all_gather(p) @dp : 0B 9us; k = kernel(x) : 0B 5us; v = wait(q); y = kernel(v) : 0B 5us")
+    other = same.with_estimates({"k": Estimate(9e3, "given"), "y": Estimate(5e3, "given")})
+    assert simulate(same).step_ns == simulate(other).step_ns
+    assert cost(other, Context()) < cost(same, Context())
+
+
+def test_large_schedules_try_fewer_ways(monkeypatch):
+    schedule = parse(COMPUTE_COVERS)
+    monkeypatch.setattr(ways, "NODES_IN_ALL", 3 * len(schedule.nodes) - 1)
+    tried: list[str] = []
+    monkeypatch.setattr(ways, "_passes", lambda way: (tried.append(way), select(()))[1])
+    run_pipeline(schedule, Context())
+    assert tried == list(WAYS[:2])
+
+
+def test_stopping_at_a_pass_of_another_way_is_no_error():
+    assert "fill_any_waits" in default_names()
+    run_pipeline(parse(COMPUTE_COVERS), Context(stop_after="fill_any_waits"))
+    with pytest.raises(ConfigError, match="no pass named 'fill_any_wait'; nearest: fill_any_waits"):
+        run_pipeline(parse(COMPUTE_COVERS), Context(stop_after="fill_any_wait"))

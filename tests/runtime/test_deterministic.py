@@ -47,6 +47,11 @@ def test_two_compilations_give_one_schedule_and_equal_bits(tmp_path: Path):
     assert "embedding_dense_backward" in schedules[1]
 
 
+def test_nothing_is_measured_to_find_a_kept_step(tmp_path: Path):
+    run(tmp_path / "a", torch.randint(0, 10, (4, 64)), deterministic=True, warm_start=True)
+    assert not list(tmp_path.glob("*/profile-*.json"))
+
+
 def test_the_switch_of_torch_means_the_same(tmp_path: Path):
     tokens = torch.randint(0, 10, (4, 64))
     _, by_option, _ = run(tmp_path / "a", tokens, deterministic=True)

@@ -1,0 +1,148 @@
+"""FSDP2's other methods on a sharded module: what changes the graph, what the compiler decides, what cannot be.
+
+Options that change what is traced give parameters new keys. Dynamo guards on keys, so the next call compiles a graph
+of its own; before the first call that costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from overlapc.errors import ConfigError
+from overlapc.parallel.gather import ShardedParam
+
+_log = logging.getLogger("overlapc")
+
+# When communication happens is what the compiler is for; these say it to FSDP2, and are noted and left at that.
+HINTS = (
+    "set_modules_to_forward_prefetch",
+    "set_modules_to_backward_prefetch",
+    "set_reshard_after_backward",
+    "set_unshard_in_backward",
+    "set_is_last_backward",
+    "set_separate_reduce_scatter_group",
+    "set_reduce_scatter_max_input_buffers",
+    "set_allocate_memory_from_process_group_for_comm",
+    "set_symm_mem_for_comm",
+)
+# What they ask for cannot be a node of a graph, and what to do instead.
+REFUSED = {
+    "unshard": "outside of forward read a parameter with .full_tensor(); inside, reading it gathers it",
+    "set_requires_all_reduce": "to add up gradients over micro-batches use set_requires_gradient_sync(False), which "
+    "leaves out the reduce-scatter too",
+    "set_custom_all_gather": "collectives have to be functional ones that the scheduler can move",
+    "set_custom_reduce_scatter": "collectives have to be functional ones that the scheduler can move",
+    "set_all_reduce_hook": "change gradients between backward and the optimizer's step",
+    "set_post_optim_event": "let the current stream wait for the event before the forward",
+    "set_force_sum_reduction_for_comms": "set_gradient_divide_factor(number of ranks) reduces by sums",
+    "set_reduce_scatter_unused_params": "parameters without a gradient are not reduced",
+}
+
+
+class Controls:
+    """Mixed into `FSDPModule`. `recurse`: for all sharded modules below, too."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether backward gathers parameters again (True), or forward keeps them for it; as for `fully_shard`.
+
+        Raises ConfigError while gradients wait to be reduced.
+        """
+        changed = _modules(self, recurse)
+        _refuse_unreduced("set_reshard_after_forward", changed)
+        for module in changed:
+            group = module.__dict__.get("_overlapc_group")
+            if group is not None:
+                group.reshard_after_forward, group.post = reshard_after_forward, None
+        _describe_anew(changed, lambda param: param)
+
+    def set_gradient_divide_factor(self, factor: float, recurse: bool = False) -> None:
+        """Divide summed gradients by `factor` in place of the number of data-parallel ranks.
+
+        For this module's group only, like FSDP2's, unless `recurse`. Raises ConfigError for a factor that is not
+        positive, and while gradients wait to be reduced.
+        """
+        if not factor > 0:
+            raise ConfigError(f"set_gradient_divide_factor: {factor} is not a positive number")
+        changed = _modules(self, recurse)
+        _refuse_unreduced("set_gradient_divide_factor", changed)
+        _describe_anew(changed, lambda param: divided_by(param, factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's former name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def reshard(self) -> None:
+        """Nothing: between calls parameters are sharded anyway."""
+
+
+def divided_by(param: ShardedParam, factor: float) -> ShardedParam:
+    """`param` with its gradients divided by `factor`, behind the sum; in fp16 half of it before, as by default."""
+    before = 1.0
+    if param.divide_before != 1:  # a sum in fp16 could overflow: see sharding._mean
+        while factor % before == 0 and factor / before > before:
+            before *= 2
+    return dataclasses.replace(param, reduce_op="sum", divide_before=before, divide_after=factor / before)
+
+
+def _modules(control: Any, recurse: bool) -> list[nn.Module]:
+    """The modules whose parameters a control is about: those of one group, or of all groups below."""
+    assert isinstance(control, nn.Module)
+    if recurse:
+        return list(control.modules())
+    found: list[nn.Module] = []
+    pending: list[nn.Module] = [control]
+    while pending:
+        module = pending.pop()
+        found.append(module)
+        pending += [child for child in module.children() if "_overlapc_group" not in child.__dict__]
+    return found
+
+
+def _refuse_unreduced(what: str, modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        if module.__dict__.get("_overlapc_unsynced") or module.__dict__.get("_overlapc_pending"):
+            raise ConfigError(
+                f"{what}: gradients of this {type(module).__name__} are not reduced yet; call it before "
+                "set_requires_gradient_sync(False), or after the backward that reduces them"
+            )
+
+
+def _describe_anew(modules: Iterable[nn.Module], change: Callable[[ShardedParam], ShardedParam]) -> None:
+    """Replace the descriptions of the modules' parameters; tied ones keep sharing one."""
+    changed: dict[int, ShardedParam] = {}
+    for module in modules:
+        params: dict[str, ShardedParam] = module.__dict__.get("_overlapc_params", {})
+        for name, param in params.items():
+            new = changed.setdefault(id(param), dataclasses.replace(change(param)))
+            params[name] = new
+            module.__dict__["_overlapc_keys"][name] = new.key
+            parameter = module._parameters[name]
+            if parameter is not None:
+                parameter._overlapc_sharded = parameter, new  # type: ignore[attr-defined]
+
+
+def _hint(name: str) -> Callable[..., None]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        _log.info("%s: the compiler decides when collectives run; ignored", name)
+
+    method.__name__, method.__doc__ = name, "Accepted and ignored: the compiler decides when collectives run."
+    return method
+
+
+def _refusal(name: str, instead: str) -> Callable[..., None]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(f"{name}: not possible in a compiled graph; {instead}")
+
+    method.__name__, method.__doc__ = name, f"Not possible in a compiled graph; {instead}."
+    return method
+
+
+for _name in HINTS:
+    setattr(Controls, _name, _hint(_name))
+for _name, _instead in REFUSED.items():
+    setattr(Controls, _name, _refusal(_name, _instead))

@@ -1,0 +1,213 @@
+"""Last moves: around each collective that is still exposed, whatever the simulator says makes the step shorter.
+
+    a = kernel(x) : 9us; rs = reduce_scatter(a) @dp : 9us; s = wait(rs); y = kernel(s) : 9us; b = kernel(x) : 9us
+ -> a = kernel(x) : 9us; rs = reduce_scatter(a) @dp : 9us; b = kernel(x) : 9us; s = wait(rs); y = kernel(s) : 9us
+
+Where the stream stands still at a wait, these are tried, nearest first:
+
+- compute from behind the wait goes before it, and compute from before the start goes there too;
+- the wait goes later, and the start earlier, past other starts of its group where that is allowed.
+
+What a node needs and costs next to nothing (views, casts) moves with it. Each move is judged by a replay of the whole
+step (`estimators/incremental.py`), on times as estimated and on late collectives, and kept if that costs less
+(`base.cost`) within the memory limit and is no slower as estimated. Goes round until nothing helps, or `TRIES` moves
+were tried.
+
+Keeps: data dependences, the memory limit, and the order of collectives on each process group unless it may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, pairwise
+
+from overlapc.estimators.incremental import Replay, Timing
+from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
+from overlapc.passes.queues import CARRIED_SHARE, COMPUTE
+from overlapc.passes.reasons import Reason
+from overlapc.schedule import dependencies
+from overlapc.schedule.dependencies import Why
+from overlapc.schedule.memory import MemoryTimeline
+from overlapc.schedule.model import Kind, Schedule
+
+# Moves tried on one schedule, each some tenths of a millisecond; fewer where nodes are many.
+TRIES = 1000
+TRIES_TIMES_NODES = 4_000_000
+# Compute nodes that are moved on either side of a wait, of so many nodes there.
+NEAR = 12
+LOOKED_AT = 96
+# Collectives that an exposed one may have to wait for on its queue, and that are moved too.
+BEFORE = 3
+# How far a start or a wait is moved, in compute nodes.
+STEPS = (1, 2, 4, 8, 16, 32)
+
+_Window = tuple[int, int, list[int]]  # a node, and the move that is about it, as in `Replay.try_window`
+_Move = Callable[[int, int], Iterator[_Window]]
+
+
+@register_pass("polish")
+def polish(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
+    """Rounds over what is exposed; see the module."""
+    search = Polish(schedule, ctx)
+    search.run()
+    names = [schedule.nodes[at].name for at in search.replays[0].order]
+    moved = schedule.replace_order(names, reorder_collectives=ctx.reorder_collectives)
+    return keep_if_better(schedule, moved, ctx, search.report)
+
+
+class Polish:
+    """An order that changes, its memory and its timing. Nodes are positions in the schedule as it came."""
+
+    def __init__(self, schedule: Schedule, ctx: Context) -> None:
+        self.schedule = schedule
+        self.report = PassReport("polish", counted=True)
+        self.most_moves = ctx.most_moves
+        self.limit = ctx.limit_bytes(schedule)
+        self.deps = dependencies.of(schedule)
+        self.kinds = [node.kind for node in schedule.nodes]
+        self.ns = [0.0 if node.estimate is None else node.estimate.ns for node in schedule.nodes]
+        self.free_order = ctx.reorder_collectives
+        clocks = [schedule] if ctx.overlap_margin == 1 else [schedule, ctx.late(schedule)]
+        self.replays = [Replay(clock, ctx.profile) for clock in clocks]
+        self.memory = MemoryTimeline(schedule, check=ctx.check_memory)
+        self.order, self.position = self.replays[0].order, self.replays[0].position
+        self.waits: dict[int, list[int]] = {}
+        for wait, start in schedule.started.items():
+            self.waits.setdefault(start, []).append(wait)
+        self.best = self._cost([replay.timing for replay in self.replays])
+        self.tries = min(TRIES, TRIES_TIMES_NODES // max(1, len(schedule.nodes)))
+        self.moves = 0
+
+    def run(self) -> None:
+        """Go round until nothing helps."""
+        helped = True
+        while helped and self._may_go_on():
+            helped = False
+            exposed = {**self.replays[-1].exposed, **self.replays[0].exposed}
+            for start in sorted(exposed, key=lambda at: (-exposed[at], at)):
+                while self._may_go_on() and self._improve(start):
+                    helped = True
+
+    def _may_go_on(self) -> bool:
+        return self.tries > 0 and (self.most_moves is None or self.moves < self.most_moves)
+
+    def _cost(self, timings: Sequence[Timing]) -> tuple[float, float]:
+        return sum(each.step_ns for each in timings), timings[0].exposed_ns
+
+    def _improve(self, start: int) -> bool:
+        """Make the first move that helps a collective."""
+        if self.kinds[start] is not Kind.START or start not in self.waits:
+            return False
+        wait = min(self.waits[start], key=self.position.__getitem__)
+        for node, low, nodes in self._candidates(start, wait):
+            if not self._may_go_on():
+                return False
+            self.tries -= 1
+            timings = [replay.try_window(low, nodes) for replay in self.replays]
+            cost = self._cost(timings)
+            no_slower = timings[0].step_ns <= self.replays[0].timing.step_ns
+            if cost < self.best and no_slower and self.memory.try_window(low, nodes) <= self.limit:
+                before = self.position[node]
+                for replay in self.replays:
+                    replay.apply(low, nodes)
+                self.memory.apply(low, nodes)
+                self.best = cost
+                self.moves += 1
+                name = self.schedule.nodes[node].name
+                self.report.moved(name, self.position[node] - before)
+                self.report.because(name, Reason.POLISHED, self.schedule.nodes[start].name)
+                return True
+        return False
+
+    # Moves
+
+    def _candidates(self, start: int, wait: int) -> Iterator[_Window]:
+        """Moves that may let the stream stand still for less at a wait."""
+        at = self.position[wait]
+        yield from islice(self._each(self._earlier, range(at + 1, len(self.order)), at), NEAR)
+        yield from islice(self._each(self._later, range(self.position[start] - 1, -1, -1), at), NEAR)
+        for to in self._distances(range(at + 1, len(self.order))):
+            yield from self._later(wait, to)
+        queue = self._queue_up_to(start)
+        for each, ahead in pairwise(queue) if self.free_order else ():
+            yield from self._earlier(each, self.position[ahead])
+        for each in queue:
+            at = self.position[each]
+            for to in self._distances(range(at - 1, -1, -1)):
+                yield from self._earlier(each, to)
+            yield from islice(self._each(self._later, range(at - 1, -1, -1), at + 1), NEAR)
+
+    def _queue_up_to(self, start: int) -> list[int]:
+        """A collective, and those before it on its queue."""
+        queue = self.schedule.nodes[start].comm
+        found = [start]
+        for at in range(self.position[start] - 1, -1, -1):
+            if len(found) > BEFORE:
+                break
+            node = self.order[at]
+            comm = self.schedule.nodes[node].comm
+            if self.kinds[node] is Kind.START and comm is not None and queue is not None and comm.group == queue.group:
+                found.append(node)
+        return found
+
+    def _each(self, move: _Move, positions: range, to: int) -> Iterator[_Window]:
+        """`move` to `to` of the compute nodes at these positions that it is legal for."""
+        for at in positions[:LOOKED_AT]:
+            node = self.order[at]
+            if self.kinds[node] in COMPUTE and self.ns[node] > 0:
+                yield from move(node, to)
+
+    def _distances(self, positions: range) -> list[int]:
+        """Positions so many compute nodes away."""
+        found: list[int] = []
+        passed = 0
+        for at in positions:
+            passed += self.kinds[self.order[at]] in COMPUTE
+            if passed in STEPS[len(found) :]:
+                found.append(at)
+            if len(found) == len(STEPS):
+                break
+        return found
+
+    def _earlier(self, node: int, to: int) -> Iterator[_Window]:
+        """`node` and what it needs moved to before position `to`, if that is legal."""
+        group = self._along(node, self.deps.preds, lambda other: self.position[other] >= to)
+        if group is not None:
+            stays = [other for other in self.order[to : self.position[node] + 1] if other not in group]
+            yield node, to, [*sorted(group, key=self.position.__getitem__), *stays]
+
+    def _later(self, node: int, to: int) -> Iterator[_Window]:
+        """`node` and what needs it moved to right before position `to`, if that is legal."""
+        group = self._along(node, self.deps.succs, lambda other: self.position[other] < to)
+        if group is not None:
+            low = self.position[node]
+            stays = [other for other in self.order[low:to] if other not in group]
+            yield node, low, [*stays, *sorted(group, key=self.position.__getitem__)]
+
+    def _along(self, node: int, edges: Sequence[Sequence[int]], in_the_way: Callable[[int], bool]) -> set[int] | None:
+        """`node` and what has to move with it; None where that is more than next to nothing."""
+        group = {node}
+        stack = [node]
+        allowed_ns = CARRIED_SHARE * self.ns[node]
+        while stack:
+            one = stack.pop()
+            for other in edges[one]:
+                if other in group or not in_the_way(other):
+                    continue
+                if self.free_order and self._why(one, other) is Why.COLLECTIVE_ORDER:
+                    continue
+                allowed_ns -= self.ns[other]
+                if not self._is_light(other) or (self.ns[other] and allowed_ns < 0):
+                    return None
+                group.add(other)
+                stack.append(other)
+        return group
+
+    def _is_light(self, node: int) -> bool:
+        """Whether it may move with another at all: nothing of which nobody knows how long it takes."""
+        kind = self.kinds[node]
+        known = kind in COMPUTE and self.schedule.nodes[node].estimate is not None
+        return known or kind in (Kind.VIEW, Kind.NOOP)
+
+    def _why(self, one: int, other: int) -> Why | None:
+        return self.deps.why.get((one, other)) or self.deps.why.get((other, one))

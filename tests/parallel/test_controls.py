@@ -1,0 +1,140 @@
+"""FSDP2's methods on modules that `fully_shard` made, on torch's fake process group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp as fsdp2
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from overlapc.errors import ConfigError
+from overlapc.fx.labels import label_of
+from overlapc.parallel import FSDPModule, adopt_fsdp2, fully_shard
+from overlapc.parallel.access import managed
+from overlapc.parallel.controls import HINTS, REFUSED
+from overlapc.parallel.gather import ShardedParam
+from tests.parallel.tiny import Recorder, Tiny, batch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def sharded(apply=fully_shard, **sizes) -> Tiny:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    model = Tiny(**sizes)
+    for layer in model.layers:
+        apply(layer, mesh=mesh)
+    return apply(model, mesh=mesh)
+
+
+def recomputed(model: nn.Module, step=None) -> set[str]:
+    """Parameters that the backward graph gathers again."""
+    recorder = Recorder()
+    step = torch.compile(model, backend=recorder, fullgraph=True)
+    step(*batch(2)).backward()
+    gathers = [node for node in recorder.backward[-1].graph.nodes if "all_gather" in str(node.target)]
+    return {label_of(node).param for node in gathers}
+
+
+def params(model: nn.Module) -> dict[str, ShardedParam]:
+    return {f"{path}.{name}": each for path, module in model.named_modules() for name, each in managed(module).items()}
+
+
+def test_reshard_after_forward_may_be_changed():
+    model = sharded()
+    before = recomputed(model)
+    assert any(name.startswith("layers.0.") for name in before)
+    model.layers[0].set_reshard_after_forward(False)
+    assert {name for name in before if not name.startswith("layers.0.")} == recomputed(model)
+    model.set_reshard_after_forward(False)
+    assert recomputed(model) == set()
+    model.set_reshard_after_forward(True, recurse=False)
+    assert recomputed(model)
+    assert not any(name.startswith("layers.") for name in recomputed(model))
+
+
+def test_a_compiled_model_is_compiled_again_after_a_change():
+    model, recorder = sharded(), Recorder()
+    step = torch.compile(model, backend=recorder, fullgraph=True)
+    for _ in range(2):
+        step(*batch(2)).backward()
+    assert len(recorder.forward) == 1
+    model.set_gradient_divide_factor(7.0, recurse=True)
+    step(*batch(2)).backward()
+    assert len(recorder.forward) == 2
+    assert "7.0" in recorder.backward[1].code
+    assert "7.0" not in recorder.backward[0].code
+
+
+def test_gradients_are_divided_by_a_factor_of_the_users():
+    model = sharded()
+    model.set_gradient_divide_factor(6.0)
+    found = {name: (param.reduce_op, param.divide_before, param.divide_after) for name, param in params(model).items()}
+    own = [name for name in found if "layers." not in name]
+    assert own
+    assert {found[name] for name in own} == {("sum", 1.0, 6.0)}
+    assert {each for name, each in found.items() if name not in own} == {("sum", 1.0, 4.0)}
+    model.set_reduce_scatter_divide_factor(3.0)
+    assert {params(model)[name].divide_after for name in own} == {3.0}
+
+
+def test_half_of_a_factor_comes_before_a_sum_in_fp16():
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    model = fully_shard(Tiny(), mesh, param_dtype=torch.float16)
+    model.set_gradient_divide_factor(8.0)
+    assert {(each.divide_before, each.divide_after) for each in params(model).values()} == {(4.0, 2.0)}
+
+
+def test_tied_parameters_stay_tied():
+    model = sharded(tied=True)
+    model.set_gradient_divide_factor(6.0, recurse=True)
+    assert len({id(each) for each in params(model).values()}) < len(params(model))
+    assert recomputed(model)
+
+
+def test_a_factor_has_to_be_positive():
+    with pytest.raises(ConfigError, match="0 is not a positive number"):
+        sharded().set_gradient_divide_factor(0)
+
+
+@pytest.mark.parametrize("change", ["set_reshard_after_forward", "set_gradient_divide_factor"])
+def test_nothing_changes_while_gradients_wait_to_be_reduced(change: str):
+    model = sharded()
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(ConfigError, match=f"{change}: gradients of this .* are not reduced yet"):
+        getattr(model, change)(True)
+
+
+def test_an_adopted_model_keeps_its_factor():
+    model = sharded(fsdp2.fully_shard)
+    model.layers[0].set_gradient_divide_factor(6.0)
+    model = adopt_fsdp2(model)
+    factors = {name: each.divide_after for name, each in params(model).items()}
+    assert {factor for name, factor in factors.items() if "layers.0." in name} == {6.0}
+    assert {factor for name, factor in factors.items() if "layers.0." not in name} == {4.0}
+
+
+def test_all_of_fsdp2s_methods_are_there():
+    """Each works, is a hint that is ignored, or says what to do instead."""
+    theirs = {name for name in vars(fsdp2.FSDPModule) if not name.startswith("_")}
+    # What overlapc itself has no counterpart of: state of a hook-driven iteration.
+    assert theirs - {"reset_iter_state"} <= set(dir(FSDPModule))
+    model = sharded()
+    for name in HINTS:
+        assert getattr(model, name)(True) is None
+    for name in REFUSED:
+        with pytest.raises(ConfigError, match=f"{name}: not possible in a compiled graph; "):
+            getattr(model, name)(True)
+    assert model.reshard() is None
