@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from overlapc.binding import from_cache, keeps
 from overlapc.config import Config
 from overlapc.errors import OverlapcError
-from overlapc.fx.versions import runs_under_fsdp2
+from overlapc.fx.versions import compiled_autograd, runs_under_fsdp2
 from overlapc.profile import profile_text
 from overlapc.runtime.triton_launch import get_ready
 from overlapc.warm import step as warm_step
@@ -99,7 +99,7 @@ def environment_of(config: Config, devices: Collection[str]) -> tuple[str, str]:
 
 def _step_key(gm: GraphModule, inputs: Sequence[Any], config: Config, devices: Collection[str]) -> str | None:
     """Under which the whole step is kept; None when it must be compiled each time."""
-    if not keeps(config):
+    if not keeps(config) or compiled_autograd(gm):
         return None
     try:
         return user_graph_key(gm, inputs, "step", *environment_of(config, devices))

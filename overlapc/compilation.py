@@ -29,7 +29,7 @@ from overlapc.fx.decompositions import decompositions
 from overlapc.fx.partition import partition
 from overlapc.fx.sizes import guessed_size
 from overlapc.fx.subgraphs import is_loop, return_tuple, subgraphs
-from overlapc.fx.versions import check_torch_version
+from overlapc.fx.versions import check_torch_version, compiled_autograd
 from overlapc.ir.ops import Extern, LoweredGraph, Start
 from overlapc.lowering import provenance
 from overlapc.passes.base import Result, select
@@ -53,6 +53,8 @@ def compile_step(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int, key: str | None
 ) -> Callable[..., Any]:
     """Forward and backward of `gm`, compiled; kept under `key` if there is one and the step is plain."""
+    if compiled_autograd(gm):
+        return _compile(compile_graph, gm, example_inputs, config, number)
     watch = warm_step.StepWatch(key, config.cache_dir)  # type: ignore[arg-type]
     return watch.watched(_compile(partial(compile_graph, watch=watch), gm, example_inputs, config, number))
 

@@ -85,6 +85,17 @@ def runs_under_fsdp2() -> bool:
     return any(getattr(getattr(state, "_training_state", None), "name", "") == "FORWARD" for state in states.values())
 
 
+def compiled_autograd(gm: Any) -> bool:
+    """Whether compiled autograd traced `gm`, or will trace its backward; it knows AOTAutograd's functions only.
+
+    A backward that it traced takes its inputs in lists, and comes in a wrapper that is no GraphModule.
+    """
+    from torch._dynamo import compiled_autograd as autograd
+    from torch._dynamo import config
+
+    return not isinstance(gm, fx.GraphModule) or config.compiled_autograd or autograd.compiled_autograd_enabled
+
+
 def is_opaque_input(value: Any) -> bool:
     """Whether a placeholder's `meta["val"]` is neither tensor nor number.
 
@@ -201,6 +212,7 @@ __all__ = [
     "FIRST",
     "StridedShard",
     "check_torch_version",
+    "compiled_autograd",
     "float8_saturates",
     "fsdp2_groups",
     "fsdp2_state",

@@ -58,6 +58,8 @@ def step_function(plan: StepPlan, forward: Call, backward: Call) -> Callable[...
         forward, backward = _without_autocast(forward), _without_autocast(backward)
     if not plan.trains:
         return _without_gradient(forward)
+    # Of a backward inside of a compiled function Dynamo would trace what is generated already.
+    backward = torch._dynamo.disable(backward)
     outputs, constant = plan.outputs, plan.constant
     tangents = tuple((each.output, each.stride, each.dtype, each) for each in plan.tangents)
 
@@ -92,6 +94,7 @@ def step_function(plan: StepPlan, forward: Call, backward: Call) -> Callable[...
                 return _Differentiated.apply(torch.empty(0, requires_grad=True), backward, arguments)
             return tuple(backward(arguments))
 
+    torch._dynamo.disable(Step.backward, recursive=False)  # marks its code only: no wrapper
     # The engine calls these two in torch 2.11 to 2.13, which look `backward` up and call it. On a GPU that happens on
     # another thread than forward's: every Python function less spares a core some cold memory.
     for entry in ("apply", "apply_boxed"):

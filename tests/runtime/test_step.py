@@ -275,3 +275,26 @@ def test_results_may_be_changed_in_place(wrapper: str):
     for _ in range(2):
         result = step(x, weight).add_(1)
         torch.testing.assert_close(torch.autograd.grad(result.square().sum(), (x, weight)), expected)
+
+
+def test_compiled_autograd_traces_what_it_knows(tmp_path: Path):
+    """Also where an ordinary process has kept the step."""
+    x, weight = torch.randn(4, 4), leaf(4, 4)
+
+    def train(x: Tensor) -> Tensor:
+        loss = (x @ weight).sin().sum()
+        loss.backward()
+        return loss
+
+    train(x)
+    assert weight.grad is not None
+    expected = weight.grad
+    options = {"native": False, "warm_start": True, "cache_dir": str(tmp_path)}
+    for traced in (False, True):
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(compiled_autograd=traced):
+            step = torch.compile(train, backend="overlapc", options=options)
+            for _ in range(2):
+                weight.grad = None
+                step(x)
+                torch.testing.assert_close(weight.grad, expected)
