@@ -132,6 +132,15 @@ def test_a_kernel_much_longer_than_what_is_left_of_a_wait_is_kept():
     assert order_of(fill_whole_waits(schedule, Context())[0]) == ["a", "r", "c", "s", "b", "q", "d", "t", "y"]
 
 
+def test_the_shortest_kernel_that_covers_the_rest_is_spent_on_it():
+    schedule = parse("""
+        a = kernel(x) : 0B 9us; r = reduce_scatter(a) @tp : 0B 10us; s = wait(r); b = kernel(s) : 0B 9us
+        q = reduce_scatter(b) @tp : 0B 30us; t = wait(q); y = kernel(t) : 0B 9us
+        c = kernel(x) : 0B 4us; d = kernel(x) : 0B 30us; e = kernel(x) : 0B 12us
+    """)
+    assert order_of(fill_whole_waits(schedule, Context())[0]) == ["a", "r", "e", "s", "b", "q", "c", "d", "t", "y"]
+
+
 def test_what_is_kept_runs_when_memory_runs_out():
     """`c` frees 8 bytes; kept for the wait, it would not let `r` fit. `d` is kept."""
     schedule = parse("""
