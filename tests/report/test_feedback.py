@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from overlapc.errors import ConfigError
-from overlapc.estimators.device import load_profile
+from overlapc.estimators.device import load_profile, profile_to_json
 from overlapc.estimators.observed import estimated
 from overlapc.launch.cli import main
 from overlapc.report.feedback import refine, runs_of
@@ -99,11 +99,16 @@ def test_a_record_that_was_not_measured_is_refused(tmp_path):
 
 
 def test_a_real_step_is_predicted_nearer_where_it_was_held_out(tmp_path):
-    path = tmp_path / "fsdp.json"
+    """Starting from rates that are too low: how good the stored profile is does not matter here."""
+    path, start = tmp_path / "fsdp.json", tmp_path / "slow.json"
     path.write_bytes(gzip.decompress(REAL.read_bytes()))
-    feedback, document = refine("h200-nvlink", [path])
+    curves = {name: tuple((size, rate / 1.3) for size, rate in points) for name, points in PROFILE.curves.items()}
+    start.write_text(json.dumps(profile_to_json(replace(PROFILE, curves=curves))))
+    feedback, document = refine(str(start), [path])
     errors = {each.kind: each for each in feedback.errors}
-    assert errors["kernels"].after < 0.7 * errors["kernels"].before
-    assert errors["library calls"].after < 0.7 * errors["library calls"].before
-    assert errors["collectives"].after <= 1.05 * errors["collectives"].before
+    for kind in ("kernels", "library calls"):
+        assert errors[kind].before > 0.12
+        assert errors[kind].after < errors[kind].before / 2
+        assert errors[kind].after < 0.1
+    assert errors["collectives"].after < 0.25  # they hold the time that this rank waited for others
     assert len(document["fed_back"]) == len(feedback.changes) > 10
