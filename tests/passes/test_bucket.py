@@ -127,6 +127,22 @@ def test_what_another_module_stands_between_stays_apart():
     assert reasons == {}
 
 
+def test_modules_are_not_joined_past_a_collective_of_no_module():
+    """All are nothing but latency; the one in the middle belongs to nobody."""
+    moved, _ = bucketed(units(11, 3).replace(" unit=m1", ""))
+    assert [node.name for node in moved.starts()] == ["a0", "a1", "a2"]
+
+
+def test_what_writes_in_place_is_not_merged():
+    text = """
+        a = all_gather(p) @dp unit=m : 8B 30us; b = all_gather(q) @dp unit=m mutates=o : =o 30us
+        u = wait(a); v = wait(b); y = kernel(u, v) : 0B 500us
+    """
+    assert [node.name for node in bucketed(text)[0].starts()] == ["a", "b"]
+    plain = text.replace("mutates=o : =o", ": 8B")
+    assert [node.name for node in bucketed(plain)[0].starts()] == ["a+1"]
+
+
 def test_a_gather_of_what_compute_made_begins_its_own_bucket():
     moved, reasons = bucketed(LAYER.replace("d = kernel(q) : 0B 1us", "d = kernel(y) : 0B 500us"))
     assert "b" in order_of(moved)
