@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from overlapc.backend import plan_only
 from overlapc.config import Config
 from overlapc.errors import ConfigError, unknown_name
+from overlapc.garbage import no_collections
 from overlapc.launch.demo import DemoConfig, shard
 from overlapc.launch.llama import Llama, LlamaConfig, check_tensor_parallel, tensor_parallel
 from overlapc.report import record
@@ -106,7 +107,7 @@ def plan_model(cfg: PlanConfig, options: Config) -> Report:
     torch._dynamo.reset()
     try:
         mesh = init_device_mesh("cpu", (cfg.replicate, cfg.dp, cfg.tp), mesh_dim_names=AXES)
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True), no_collections():
             model = Llama(cfg.shape)
             if cfg.tp > 1:
                 tensor_parallel(model, mesh["tp"])

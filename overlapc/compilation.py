@@ -30,6 +30,7 @@ from overlapc.fx.partition import partition
 from overlapc.fx.sizes import guessed_size
 from overlapc.fx.subgraphs import is_loop, return_tuple, subgraphs
 from overlapc.fx.versions import check_torch_version, compiled_autograd
+from overlapc.garbage import no_collections
 from overlapc.ir.ops import Extern, LoweredGraph, Start
 from overlapc.lowering import provenance
 from overlapc.passes.base import Result, select
@@ -70,7 +71,7 @@ def _compile(
     """Forward and backward of `gm`, each handed to `each`."""
     check_torch_version()
     select(config.passes)  # an unknown pass is an error now, not after the first graph was lowered
-    with deterministic(config.deterministic):
+    with deterministic(config.deterministic), no_collections():  # a traced graph is objects that all stay
         return _aot(each, config, number)(gm, example_inputs)
 
 
