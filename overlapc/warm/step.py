@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.fx.versions import step_metadata
 from overlapc.runtime.cache import KernelCache
@@ -26,6 +27,18 @@ from overlapc.warm.stored import UNREADABLE, decode, encode
 
 FORMAT = 1
 _SUFFIX = ".step.json"
+
+
+def of_plain_tensors(gm: GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether what Dynamo captured takes and returns no tensors that hold others, as DTensors do.
+
+    AOTAutograd takes those apart first, and then tells its compilers of what is inside only.
+    """
+    (output,) = gm.graph.find_nodes(op="output")
+    returned = [each.meta.get("example_value") for each in output.all_input_nodes]
+    return not any(
+        is_traceable_wrapper_subclass(value) for value in (*inputs, *gm.buffers(), *gm.parameters(), *returned)
+    )
 
 
 class StepWatch:

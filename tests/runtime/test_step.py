@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
+from overlapc.backend import overlapc as overlapc_backend
 from overlapc.errors import OverlapcError
 from overlapc.runtime import support
 from overlapc.runtime.counters import counted
 from overlapc.runtime.step import StepPlan, Tangent, step_function
+from overlapc.warm.step import of_plain_tensors
 
 
 @pytest.fixture
@@ -298,3 +302,27 @@ def test_compiled_autograd_traces_what_it_knows(tmp_path: Path):
                 weight.grad = None
                 step(x)
                 torch.testing.assert_close(weight.grad, expected)
+
+
+@pytest.mark.parametrize("where", ["inside", "outside", "nowhere"])
+def test_tensors_that_hold_others_keep_torchs_wrapper(where: str):
+    """torch 2.11 tells the compiler of a DTensor's graph nothing of the DTensors."""
+    captured: list[bool] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        captured.append(of_plain_tensors(gm, inputs))
+        return overlapc_backend(gm, inputs)
+
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        return TwoTensor(a.sin(), b.cos()) if where == "inside" else a.sin() * b
+
+    torch._dynamo.reset()
+    a, b = leaf(8, 4), leaf(8, 4)
+    if where == "outside":
+        a = TwoTensor(a.detach(), b.detach()).requires_grad_()
+    result = torch.compile(function, backend=backend)(a, b)
+    assert captured == [where == "nowhere"]
+    expected = function(a, b)
+    torch.testing.assert_close(result, expected)
+    if where != "inside":  # a subclass's constructor has no gradient
+        torch.testing.assert_close(torch.autograd.grad(result.sum(), a), torch.autograd.grad(expected.sum(), a))
