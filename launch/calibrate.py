@@ -91,15 +91,14 @@ def work(cfg: CalibrateConfig, out: Path, run_dir: Path) -> None:
         measure(measurement)
         (rank_dir(run_dir, rank) / "measured.json").write_text(json.dumps(measurement.result()))
         dist.barrier()
-        if rank == 0:
-            results = [json.loads((rank_dir(run_dir, each) / "measured.json").read_text()) for each in range(cfg.nproc)]
-            document = profile_document(cfg.profile_name, origin(cfg), results, derived(cfg))
-            out.write_text(json.dumps(document, indent=1) + "\n")
-            print(f"{summary(document)}\n\nwritten to {out}", flush=True)
-        dist.barrier()
     finally:
         dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
+    if rank == 0:  # when nobody waits for this rank any more
+        results = [json.loads((rank_dir(run_dir, each) / "measured.json").read_text()) for each in range(cfg.nproc)]
+        document = profile_document(cfg.profile_name, origin(cfg), results, derived(cfg))
+        out.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"{summary(document)}\n\nwritten to {out}", flush=True)
 
 
 def measure(measurement: Measurement) -> None:
@@ -284,8 +283,16 @@ def summary(document: Mapping[str, Any]) -> str:
         shown = ", ".join(f"{size // 1024} KiB {ns / 1e3:.0f} µs" for size, ns in table["points"][::2])
         lines.append(f"{table['collective']} {table['dtype']} on {table['ranks']} ranks: {shown}")
     for name, each in values.get("slowdowns", {}).items():
-        lines.append(f"beside {name}: " + ", ".join(f"{kind} {factor:.2f}x" for kind, factor in each.items()))
+        lines.append(f"beside {name}: " + ", ".join(f"{kind} {_factor(factor)}" for kind, factor in each.items()))
     return "\n".join(lines)
+
+
+def _factor(value: float | Sequence[tuple[float, float]]) -> str:
+    """A factor, or the range of factors of a curve."""
+    if isinstance(value, int | float):
+        return f"{value:.2f}x"
+    factors = [factor for _, factor in value]
+    return f"{min(factors):.2f} to {max(factors):.2f}x"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -76,7 +77,9 @@ class ProductTimes:
     def _lowered(self, product: Product) -> tuple[Body, tuple[str, ...]]:
         """The kernel's body, and its buffers: both factors and the result."""
         multiply = _multiply(product)
-        gm = make_fx(lambda a, b: (multiply(a, b),), tracing_mode="fake")(*self._tensors(product)[:2])
+        with FakeTensorMode() as mode:  # not the one of the graph being compiled, which makes symbols of sizes
+            fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in self._tensors(product)[:2]]
+        gm = make_fx(lambda a, b: (multiply(a, b),))(*fakes)
         graph = lower(gm, "trial", lambda device: True, lambda node: None, lambda each: True)
         (op,) = graph.ops
         assert isinstance(op, Loops)

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, wraps
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from overlapc.errors import OverlapcError
@@ -74,6 +76,31 @@ def _stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+_all_parts: WeakSet[Parts] = WeakSet()
+
+
+def release_cuda_graphs() -> None:
+    """Drops all CUDA graphs that overlapc captured in this process; the next calls capture anew.
+
+    NCCL destroys no communicator while a CUDA graph holds launches of it: `destroy_process_group` would wait forever.
+    """
+    for parts in tuple(_all_parts):
+        parts.forget(0)
+
+
+@cache
+def _release_with_groups() -> None:
+    """Has `torch.distributed.destroy_process_group` release them first: torch calls nobody before it destroys."""
+    destroy = dist.destroy_process_group
+
+    @wraps(destroy)
+    def release_and_destroy(*args: Any, **options: Any) -> None:
+        release_cuda_graphs()
+        destroy(*args, **options)
+
+    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = release_and_destroy
+
+
 class Parts:
     """The captured parts of one compiled graph, in the order in which they run."""
 
@@ -81,6 +108,7 @@ class Parts:
         self.graph = graph
         self.recorder = recorder or CudaGraphs()
         self.parts: list[_Part] = []
+        _all_parts.add(self)
 
     def part(self, inner: Iterable[int] = (), written: Iterable[int] = ()) -> Callable[[Function], Function]:
         """Makes a part of a function that empties its list of arguments.
@@ -188,6 +216,8 @@ class _Part:
             self.parts.forget(self.number)
             count("cuda_graph_recaptures")
         if self.recording is None:
+            if dist.is_available() and dist.is_initialized():
+                _release_with_groups()
             self.recording = self._record(args, self.addresses)
             count("cuda_graph_captures")
         else:

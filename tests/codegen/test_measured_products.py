@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from overlapc.codegen.triton import products
 from overlapc.lowering.product import Product
@@ -33,6 +36,15 @@ def test_both_are_measured_and_kept(interpreter: None, tmp_path: Path):
     assert set(first) == {f"{each} {whose}" for each in (SMALL, BATCH) for whose in ("library", "ours")}
     assert all(0 < ns < NEVER for ns in first.values())
     assert ProductTimes(cpu, tmp_path)([SMALL, BATCH]) == first  # read, not measured again
+
+
+def test_a_graph_that_is_being_compiled_has_no_say_in_sizes(interpreter: None, tmp_path: Path):
+    """Its fake mode would make symbols of them, which a trial's kernel has nobody to ask for."""
+    times = ProductTimes(torch.device("cpu"), tmp_path)
+    compiling = TracingContext(FakeTensorMode(shape_env=ShapeEnv()))
+    with tracing(compiling):
+        found = times([SMALL])
+    assert 0 < found[f"{SMALL} ours"] < NEVER
 
 
 def test_the_fastest_tiling_is_used_for_products_of_those_sizes(interpreter: None, tmp_path: Path):

@@ -9,7 +9,7 @@ import torch
 from overlapc.errors import ConfigError
 from overlapc.estimators.device import load_profile
 from overlapc.launch import calibrate
-from overlapc.launch.calibrate import KERNELS, CalibrateConfig, compile_alone, derived
+from overlapc.launch.calibrate import KERNELS, CalibrateConfig, compile_alone, derived, summary
 from overlapc.report import record
 from overlapc.schedule.model import Kind
 from overlapc.schedule.text import parse
@@ -29,6 +29,22 @@ def test_a_whole_calibration(tmp_path):
     assert profile.table("all_gather", 2, "float32") is not None
     assert profile.launch_ns > 0
     assert "2 processes on" in profile.origins["memory_bytes_per_s"]
+
+
+def test_a_summary_shows_factors_and_curves():
+    document = {
+        "name": "some",
+        "origin": "said",
+        "quantities": {
+            "memory_bytes_per_s": {"value": 4e12},
+            "launch_ns": {"value": 2e3},
+            "slowdowns": {
+                "value": {"all_gather": {"attention": 1.2, "matmuls": [[1.0, 2.0], [4.0, 1.5], [31.0, 1.24]]}}
+            },
+        },
+        "tables": [],
+    }
+    assert summary(document).splitlines()[-1] == "beside all_gather: attention 1.20x, matmuls 1.24 to 2.00x"
 
 
 @pytest.mark.parametrize("name", KERNELS)

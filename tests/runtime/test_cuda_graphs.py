@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from overlapc.runtime.counters import counted
@@ -37,6 +38,21 @@ def test_the_first_call_runs_the_second_records_later_ones_replay():
         (result,) = part([x, w])
         assert torch.equal(result, call * w)
         assert (recorder.recorded, recorder.replays) == (recorded, replays)
+
+
+def test_recordings_go_before_process_groups_do():
+    """NCCL would wait forever for CUDA graphs that hold its launches."""
+    recorder, part = one_part()
+    x, w = numbers(1.0, 2.0), numbers(3.0, 4.0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for _ in range(3):
+        part([x, w])
+    assert part.recording is not None
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+    assert part.recording is None
+    assert torch.equal(part([x, w])[0], x * w)
+    assert recorder.recorded == 2
 
 
 def test_an_argument_that_stays_is_read_in_place_and_one_that_moves_is_copied():
