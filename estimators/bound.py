@@ -14,6 +14,7 @@ import heapq
 from collections.abc import Sequence
 
 from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.replay import on_grid
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why
 from overlapc.schedule.model import Kind, Schedule
@@ -25,8 +26,10 @@ def lower_bound_ns(schedule: Schedule, profile: DeviceProfile) -> float:
     """At most the step time of every legal order of `schedule` on `profile`."""
     count = len(schedule.nodes)
     deps = dependencies.of(schedule)
-    duration = [
-        node.estimate.ns if node.estimate is not None and node.kind in _LAUNCHED else 0.0 for node in schedule.nodes
+    launch_ns = on_grid(profile.launch_ns)
+    duration = [  # as a replay takes them
+        on_grid(node.estimate.ns) if node.estimate is not None and node.kind in _LAUNCHED else 0.0
+        for node in schedule.nodes
     ]
     is_start = [node.kind is Kind.START for node in schedule.nodes]
     waits_for = schedule.started
@@ -34,7 +37,7 @@ def lower_bound_ns(schedule: Schedule, profile: DeviceProfile) -> float:
     head, tail = [0.0] * count, [0.0] * count
     for at in range(count):
         node = schedule.nodes[at]
-        launch = profile.launch_ns if node.kind in _LAUNCHED else 0.0
+        launch = launch_ns if node.kind in _LAUNCHED else 0.0
         for p in deps.preds[at]:
             if deps.why[p, at] is Why.COLLECTIVE_ORDER:
                 continue
@@ -57,7 +60,7 @@ def lower_bound_ns(schedule: Schedule, profile: DeviceProfile) -> float:
         if node.kind in (Kind.KERNEL, Kind.EXTERN, Kind.COMM):
             resources.setdefault("", []).append(at)
     launched = [at for at, node in enumerate(schedule.nodes) if node.kind in _LAUNCHED]
-    host = len(launched) * profile.launch_ns + min(duration[at] + tail[at] for at in launched) if launched else 0.0
+    host = len(launched) * launch_ns + min(duration[at] + tail[at] for at in launched) if launched else 0.0
     machines = (one_machine_ns(head, duration, tail, nodes) for nodes in resources.values())
     return max(host, max(machines, default=0.0))
 

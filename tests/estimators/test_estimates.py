@@ -48,9 +48,9 @@ def test_unknown_work_is_not_free():
 
 
 def test_matmuls_of_the_measured_machine():
-    """Under the load of a training step, 4096x4096x14336 in bf16 took 650 us."""
+    """Under the load of a training step, 4096x4096x14336 in bf16 took 716 us (benchmarks/clock.py on an H200)."""
     flops = 2 * 4096 * 4096 * 14336
-    assert Roofline(H200).estimate(kernel(Work(flops, dtype="bf16"))).ns == pytest.approx(650e3, rel=0.02)
+    assert Roofline(H200).estimate(kernel(Work(flops, dtype="bf16"))).ns == pytest.approx(716e3, rel=0.02)
 
 
 def test_work_is_priced_at_the_rate_that_its_size_achieves():

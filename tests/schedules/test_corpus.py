@@ -68,8 +68,9 @@ def test_only_the_ends_of_a_large_step_are_exposed(direction, times):
     starts = [node.name for node in result.schedule.starts()]
     inner = starts[6:] if direction == "forward" else starts[:-4]
     assert sum(exposed[name] for name in inner) <= 0.001 * timeline.step_ns
-    # What is left is the first gathers and the last reductions; at 1.5 these alone are 4% and 3%.
-    assert timeline.exposed_ns <= (0.02 if times == 1 else 0.05) * timeline.step_ns
+    # What is left is the first gathers and the last reductions: 2.9% and 2.2% by the profile of 2026-11-21, which knows
+    # that a collective beside the embedding's copies takes twice its time (3.1% were measured); at 1.5 up to 5%.
+    assert timeline.exposed_ns <= (0.03 if times == 1 else 0.05) * timeline.step_ns
 
 
 def test_without_buckets_and_plan_the_same_step_is_slower():
