@@ -88,18 +88,17 @@ def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return flat.view(dtype)
 
 
-def _count(tensor: Tensor) -> int:
-    return sys.getrefcount(tensor)
+def _references(held: object) -> int:
+    return sys.getrefcount(held)
 
 
-def _count_of_new() -> int:
-    tensor = torch.empty(0)
-    count = _count(tensor)
-    del tensor
-    return count
+def _references_if_alone() -> int:
+    """What Python counts in a function whose caller has the only reference, in a variable.
 
-
-_ALONE = _count_of_new()  # references that Python counts in a function whose caller has the only one, in a variable
+    One more while Dynamo evaluates frames, so it is asked each time.
+    """
+    held = object()
+    return _references(held)
 
 
 def reused(source: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -109,7 +108,7 @@ def reused(source: Tensor, size: Sequence[int], stride: Sequence[int], dtype: to
     """
     if (
         source._use_count() == 1  # type: ignore[attr-defined]  # or torch holds it elsewhere
-        and sys.getrefcount(source) <= _ALONE  # or Python does
+        and sys.getrefcount(source) <= _references_if_alone()  # or Python does
         and torch._C._storage_Use_Count(source.untyped_storage()._cdata) == 2  # the second is `untyped_storage()` here
         and source.storage_offset() == 0
     ):

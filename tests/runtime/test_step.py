@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.testing._internal.two_tensor import TwoTensor
 
 from overlapc.backend import overlapc as overlapc_backend
@@ -267,6 +268,25 @@ def test_backward_goes_on_in_the_memory_of_what_forward_saved(tmp_path: Path, mo
     torch.testing.assert_close(gradient(result), expected)
     assert all(torch.equal(one, other) for one, other in zip(before, kept, strict=True))
     assert not taken
+
+
+@pytest.mark.parametrize("evaluates", [None, False], ids=["Python", "Dynamo"])
+def test_what_python_holds_is_counted_whoever_evaluates_frames(evaluates: bool | None):
+    """Dynamo's evaluation of frames holds one more reference to what is passed."""
+
+    def call(kept: list[Tensor], keep: bool) -> bool:
+        source = torch.empty(4)
+        if keep:
+            kept.append(source)
+        address = source.data_ptr()
+        return support.reused(source, (4,), (1,), torch.float32).data_ptr() == address
+
+    prior = set_eval_frame(evaluates)
+    try:
+        assert call([], False)
+        assert not call([], True)
+    finally:
+        set_eval_frame(prior)
 
 
 @pytest.mark.parametrize("wrapper", ["python", "fx"])
