@@ -18,6 +18,7 @@ Launch = Callable[[], dist.Work]  # puts one collective in flight
 _CYCLES_PER_S = 2e9  # of a GPU's clock, or a little more, so that holds are long enough
 _MOST_HELD_S = 0.2
 _SPAN_S = 0.01  # how much compute one sample should hold
+_PAUSE_S = 0.03  # before a burst: at less than half the load a GPU's clock stays where it was
 _MOST_CALLS = 100  # in one sample; a GPU's queue of launches holds about a thousand
 
 
@@ -112,6 +113,12 @@ def cache_bytes(device: torch.device) -> int:
 def clock_for(device: torch.device) -> Clock:
     """The clock of a device's streams, or of the host."""
     return CudaClock() if device.type == "cuda" else CpuClock()
+
+
+def burst_ns(clock: Clock, call: Callable[[], Any]) -> float:
+    """Time of one call in a short burst after a pause: a GPU's clock stays where it is without load."""
+    time.sleep(_PAUSE_S)
+    return compute_ns(clock, call, rounds=1)
 
 
 def compute_ns(clock: Clock, call: Callable[[], Any], rounds: int = 3, ahead: Callable[[], Any] | None = None) -> float:

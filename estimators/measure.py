@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +23,7 @@ from overlapc.estimators.clock import (
     Clock,
     Launch,
     beside_ns,
+    burst_ns,
     clock_for,
     collective_ns,
     compute_ns,
@@ -36,7 +36,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _LLAMA_LAYER = (4096, 16 * MIB, 4 * MIB, 4 * MIB, 16 * MIB, 4096, 56 * MIB, 56 * MIB, 56 * MIB)  # elements, 8B shape
 _SMALL_TENSORS = 33  # of a coalesced collective
 _GAP_CHAIN, _GAP_ROUNDS = 50, 5  # kernels with a collective behind each
-_PAUSE_S = 0.03  # between bursts on a device that should stay cool
 
 
 @dataclass(frozen=True)
@@ -187,16 +186,12 @@ class Measurement:
         found: dict[str, list[tuple[int, float]]] = {"matmul": [], "attention": []}
         for shape in self.effort.burst_matmuls:
             a, b = self._operands(shape, torch.bfloat16)
-            found["matmul"].append((2 * math.prod(shape), self._once(partial(torch.mm, a, b))))
+            found["matmul"].append((2 * math.prod(shape), burst_ns(self.clock, partial(torch.mm, a, b))))
         for case in self.effort.attention.get("bf16", ()):
             with torch.no_grad():
                 call = partial(_attend, *self._attention_inputs(case, torch.bfloat16))
-                found["attention"].append((case.flops, self._once(call)))
+                found["attention"].append((case.flops, burst_ns(self.clock, call)))
         return found
-
-    def _once(self, call: Callable[[], object]) -> float:
-        time.sleep(_PAUSE_S)
-        return compute_ns(self.clock, call, rounds=1)
 
     def _throttle(self, bursts: Mapping[str, Sequence[tuple[int, float]]]) -> None:
         """How many times as long the same takes under load."""

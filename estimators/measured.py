@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +19,13 @@ from pathlib import Path
 import filelock
 import torch
 
-from overlapc.estimators.clock import clock_for, compute_ns
+from overlapc.estimators.clock import burst_ns, clock_for, compute_ns
 from overlapc.estimators.contention import load_of
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.here import cpu_name
 from overlapc.schedule.model import Estimate, Kind, Node
 
 _LOCK_S = 30.0
-_PAUSE_S = 0.02  # before each measurement on a GPU: at less than half the load its clock stays where it was
 
 
 @dataclass(frozen=True)
@@ -102,10 +100,7 @@ def measure(call: Call) -> float | None:
     clock = clock_for(call.device)
     try:
         run = call.make()
-        if not clock.queued:
-            return compute_ns(clock, run)
-        time.sleep(_PAUSE_S)
-        return compute_ns(clock, run, rounds=1)
+        return burst_ns(clock, run) if clock.queued else compute_ns(clock, run)
     except torch.OutOfMemoryError:
         return None
 

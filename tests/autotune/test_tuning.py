@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import triton
 
 from overlapc.autotune import Tuning, tune
 from overlapc.autotune.search import Trial
@@ -24,7 +23,7 @@ from overlapc.codegen import kernel as generators
 from overlapc.codegen.cpp.kernel import CppGenerator
 from overlapc.codegen.kernel import Alternative, KernelSource
 from overlapc.codegen.sources import generate_kernels, source_of
-from overlapc.codegen.triton import TritonGenerator, candidates
+from overlapc.codegen.triton import candidates
 from overlapc.config import Config
 from overlapc.errors import ConfigError, ToolchainError
 from overlapc.estimators.agreement import Party
@@ -34,6 +33,7 @@ from overlapc.ir.ops import Loops, LoweredGraph
 from overlapc.report import record
 from overlapc.runtime.counters import counted
 from overlapc.schedule.model import Estimate, Node, Schedule
+from tests.codegen.interpreted import triton_on_cpu
 from tests.fusion.build import extern, graph, pointwise
 from tests.lowering.compare import compiled
 
@@ -213,15 +213,8 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Triton's generator for CPU tensors, in its interpreter; two tilings a kernel, as that is slow."""
     monkeypatch.setattr(candidates, "MOST", 2)
 
-    class OnCpu(TritonGenerator):
-        device_type = "cpu"
-
-    cpp = generators.generator_for("cpu")
-    generators.register(OnCpu())
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
+    with triton_on_cpu():
         yield
-    generators.register(cpp)
 
 
 def step(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

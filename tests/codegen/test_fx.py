@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import triton
 from torch import Tensor, fx, nn
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -20,12 +19,12 @@ from overlapc.codegen import kernel as generators
 from overlapc.codegen.fx import FxWrapper
 from overlapc.codegen.program import build_program
 from overlapc.codegen.sources import generate_kernels
-from overlapc.codegen.triton import TritonGenerator
 from overlapc.config import Config
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.build import to_schedule
 from overlapc.fx.collectives import canonicalize, find_collectives
 from overlapc.lowering import Communication, lower
+from tests.codegen.interpreted import triton_on_cpu
 from tests.lowering.compare import compiled, same
 
 SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -63,15 +62,8 @@ def targets(module: fx.GraphModule) -> list[Any]:
 def interpreted_triton(tmp_path) -> Iterator[None]:
     """Triton's generator for CPU tensors, in its interpreter."""
 
-    class OnCpu(TritonGenerator):
-        device_type = "cpu"
-
-    cpp = generators.generator_for("cpu")
-    generators.register(OnCpu())
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
+    with triton_on_cpu():
         yield
-    generators.register(cpp)
 
 
 @SHAPES

@@ -1,0 +1,29 @@
+"""Triton's generator for CPU tensors, in its interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import triton
+
+import overlapc.codegen.cpp  # noqa: F401 (registers the generator)
+from overlapc.codegen import kernel as generators
+from overlapc.codegen.triton import TritonGenerator
+
+
+@contextmanager
+def triton_on_cpu() -> Iterator[None]:
+    """Kernels for the CPU are Triton's; the generator that was registered comes back."""
+
+    class OnCpu(TritonGenerator):
+        device_type = "cpu"
+
+    cpp = generators.generator_for("cpu")
+    generators.register(OnCpu())
+    try:
+        with triton.knobs.runtime.scope():
+            triton.knobs.runtime.interpret = True
+            yield
+    finally:
+        generators.register(cpp)
