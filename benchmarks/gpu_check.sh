@@ -23,16 +23,14 @@ for what in "${@:-tests train demo}"; do
     for each in $what; do
         case $each in
         tests) part tests 300 $python -m pytest -q -p no:cacheprovider tests/multigpu ;;
-        parity) # what is compared with eager or with itself, not timed, so all at once: two pairs of GPUs, and all four
-            test="$python -m pytest -q -p no:cacheprovider -rs"
-            CUDA_VISIBLE_DEVICES=0,1 part parity_one 200 $test tests/multigpu/test_cuda_graphs.py tests/multigpu/test_deterministic.py &
-            CUDA_VISIBLE_DEVICES=2,3 part parity_two 280 $test tests/multigpu/test_parity_nccl.py tests/multigpu/test_parity_steps_nccl.py \
-                -k "two or neither" &
-            part parity_four 280 $test tests/multigpu/test_parity_nccl.py tests/multigpu/test_parity_steps_nccl.py -k four &
-            CUDA_VISIBLE_DEVICES=1 part index_fill 120 $python -m tests.ops.sweep --ops index_fill --device cuda --samples 0 \
-                --out "$out/index_fill.jsonl" &
+        parity) # what is compared with eager or with itself, not timed, so all at once
+            test="$python -m pytest -q -p no:cacheprovider -rs --durations=5"
+            CUDA_VISIBLE_DEVICES=0,1 part parity_one 120 $test tests/multigpu/test_cuda_graphs.py \
+                tests/multigpu/test_deterministic.py tests/multigpu/test_device.py &
+            CUDA_VISIBLE_DEVICES=2,3 part parity_two 120 $test tests/multigpu/test_parity_nccl.py -k two &
+            part parity_four 120 $test tests/multigpu/test_parity_nccl.py -k four &
+            part parity_steps 130 $test tests/multigpu/test_parity_steps_nccl.py &
             wait
-            $python -m tests.ops.sweep --summary "$out/index_fill.jsonl" 2>&1 | tail -5 | cut -c1-300
             ;;
         train) part train 300 $python benchmarks/train_step.py --parity --profile \
             --systems "${SYSTEMS:-overlapc,overlapc-none,eager,compile}" --rounds 3 --steps 4 --out "$out" ;;

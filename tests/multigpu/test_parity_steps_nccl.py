@@ -1,7 +1,14 @@
-"""Ten steps beside eager FSDP2 or TP over NCCL, one launch for two GPUs and one for four."""
+"""Ten steps beside eager FSDP2 or TP over NCCL.
+
+Nearly all of it is compiling, on one core a rank. So the cases are dealt to several launches that run at once and share
+GPUs and compiled kernels.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,32 +17,48 @@ import torch
 from tests.parallel.parity import FOUR, TWO, Case, check, check_overlap, seen_by
 from tests.ranks import values_on_ranks
 
+LAUNCHES = 3  # of each number of ranks
+SECONDS = 110  # a launch may take; 20 is what it takes
 
-def outcomes(cases: tuple[Case, ...], ranks: int) -> list[Any]:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
-    return values_on_ranks(seen_by, ranks, cases, "cuda", timeout_s=280, backend="nccl")
-
-
-@pytest.fixture(scope="module")
-def two() -> list[Any]:
-    return outcomes(TWO, 2)
+Seen = Callable[[int, str], list[Any]]
 
 
 @pytest.fixture(scope="module")
-def four() -> list[Any]:
-    return outcomes(FOUR, 4)
+def seen() -> Iterator[Seen]:
+    """What every rank saw of a case, by number of ranks and the case's name. All launches begin at once."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(gpu) for gpu in range(torch.cuda.device_count())] if given is None else given.split(",")
+    launched: dict[tuple[int, str], Future[list[Any]]] = {}
+    with ThreadPoolExecutor(2 * LAUNCHES) as pool:
+        for ranks, cases in ((2, TWO), (4, FOUR)):
+            for number in range(LAUNCHES if len(gpus) >= ranks else 0):
+                dealt, overlap = cases[number::LAUNCHES], number == 0 and ranks == 2
+                first = ranks * number % (len(gpus) // ranks * ranks)
+                env = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + ranks])}
+                future = pool.submit(
+                    values_on_ranks, seen_by, ranks, dealt, "cuda", overlap,
+                    timeout_s=SECONDS, env=env, backend="nccl",
+                )  # fmt: skip
+                names = [case.name for case in dealt] + ["overlap"] * overlap
+                launched.update({(ranks, name): future for name in names})
+
+        def of(ranks: int, name: str) -> list[Any]:
+            if len(gpus) < ranks:
+                pytest.skip(f"needs {ranks} GPUs, found {len(gpus)}")
+            return [on_rank[name] for on_rank in launched[ranks, name].result()]
+
+        yield of
 
 
 @pytest.mark.parametrize("case", TWO, ids=lambda case: case.name)
-def test_two_gpus_match_eager(two, case: Case):
-    check(two, case)
+def test_two_gpus_match_eager(seen: Seen, case: Case):
+    check(seen(2, case.name), case)
 
 
 @pytest.mark.parametrize("case", FOUR, ids=lambda case: case.name)
-def test_four_gpus_match_eager(four, case: Case):
-    check(four, case)
+def test_four_gpus_match_eager(seen: Seen, case: Case):
+    check(seen(4, case.name), case)
 
 
-def test_overlap_changes_neither_bits_nor_kernels(two):
-    check_overlap(two)
+def test_overlap_changes_neither_bits_nor_kernels(seen: Seen):
+    check_overlap(seen(2, "overlap"))

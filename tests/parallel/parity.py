@@ -191,20 +191,20 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-6))
 
 
-def seen_by(cases: tuple[Case, ...], device: str) -> dict[str, dict[str, Any]]:
-    """`compare` for every case, on every rank; two ranks also see what the passes change."""
+def seen_by(cases: tuple[Case, ...], device: str, overlap: bool = False) -> dict[str, dict[str, Any]]:
+    """`compare` for every case, on every rank. overlap: also what the passes change, which takes two ranks."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank())
     seen = {case.name: compare(case, device) for case in cases}
-    if dist.get_world_size() == 2:
+    if overlap:
         seen["overlap"] = overlap_changes(device)
     return seen
 
 
-def check(outcomes: list[dict[str, dict[str, Any]]], case: Case) -> None:
-    for outcome in outcomes:
-        seen = outcome[case.name]
+def check(outcomes: list[dict[str, Any]], case: Case) -> None:
+    """outcomes: what each rank saw of `case`."""
+    for seen in outcomes:
         assert seen["losses"] <= case.tolerance, (case.name, seen["losses"])
         worst = max(seen["grads"], key=seen["grads"].__getitem__)
         assert seen["grads"][worst] <= 10 * case.tolerance, (case.name, worst, seen["grads"][worst])
@@ -212,9 +212,9 @@ def check(outcomes: list[dict[str, dict[str, Any]]], case: Case) -> None:
         assert (seen["advised"] > 0) == (case.fsdp2 == "hooks")
 
 
-def check_overlap(outcomes: list[dict[str, dict[str, Any]]]) -> None:
-    for outcome in outcomes:
-        seen = outcome["overlap"]
+def check_overlap(outcomes: list[dict[str, Any]]) -> None:
+    """outcomes: what `overlap_changes` found on each rank."""
+    for seen in outcomes:
         assert seen["losses"]
         assert seen["grads"]
         assert seen["kernels"][0] == seen["kernels"][1] > 0
