@@ -182,6 +182,8 @@ def patterns() -> Sequence[Pattern]:
         Pattern("attention backward", ("attend back",)),
         Pattern("layer forward", forward),
         Pattern("layer backward", backward),
+        Pattern("layer forward, 5/6 of the time", forward, 0.6e-3),
+        Pattern("layer backward, 5/6 of the time", backward, 1.3e-3),
         Pattern("layer forward, 2/3 of the time", forward, 1.4e-3),
         Pattern("layer backward, 2/3 of the time", backward, 3e-3),
     )

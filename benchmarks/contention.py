@@ -4,13 +4,15 @@
     torchrun --nproc-per-node 4 benchmarks/contention.py --profile out/h200-nvlink.json --channels 0,16
 
 The shapes are those of Llama-8B steps and not the ones to which `overlapc calibrate` fits its model. Only kernels that
-had a collective beside them throughout count; *points* are hundredths of the time alone.
+had a collective beside them throughout count; *points* are hundredths of the time alone. A case that no collective ran
+beside is an error.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import itertools
 import json
 import os
 import statistics
@@ -27,7 +29,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from overlapc.estimators.beside import company
-from overlapc.estimators.clock import Launch, clock_for, collective_ns, compute_ns
+from overlapc.estimators.clock import Launch, cache_bytes, clock_for, collective_ns, compute_ns
 from overlapc.estimators.collectives import MeasuredCollectives
 from overlapc.estimators.contention import collective_stretches, compute_stretch, load_of, traffic_of
 from overlapc.estimators.device import DeviceProfile, load_profile
@@ -74,6 +76,9 @@ def main() -> None:
     dist.barrier()
     faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
+    unseen = [f"{row['beside']} ({row['collective']} of {row['MiB']} MiB)" for row in found if row["slowed"] is None]
+    if unseen:
+        raise SystemExit(f"rank {rank}: no collective ran all the time beside {', '.join(unseen)}")
 
 
 def arguments() -> argparse.Namespace:
@@ -126,7 +131,8 @@ def beside(comm: Comm, launch: Launch, profile: DeviceProfile, device: torch.dev
                 "said": compute_stretch(what, [traffic], profile),
                 "collective slowed": seen.collective,
                 "collective said": collective_stretches(what, [traffic], profile)[0],
-                "MHz": seen.mhz,
+                "MHz before": seen.mhz_before,
+                "MHz after": seen.mhz,
                 "kernel": seen.kernel,
             }
         )
@@ -162,7 +168,7 @@ def subjects(device: torch.device) -> Sequence[Subject]:
     found = [product(name, sizes, False, device) for name, *sizes in products]
     found += [product(name, sizes, True, device) for name, *sizes in gradients]
     found += [attention(seq, backward, device) for seq in (2048, 8192) for backward in (False, True)]
-    found += [moved("add 336 MiB", 28 * MIB, device), moved("add 48 MiB", 4 * MIB, device)]
+    found += [moved(f"add {12 * size} MiB", size * MIB, device) for size in (28, 14, 4, 2)]
     return found
 
 
@@ -203,11 +209,18 @@ def attention(seq: int, backward: bool, device: torch.device) -> Subject:
 
 
 def moved(name: str, elements: int, device: torch.device) -> Subject:
-    """a + b of so many fp32 elements."""
+    """a + b of so many fp32 elements, from memory and not from the cache: each time of other tensors."""
 
     def make() -> Callable[[], Any]:
-        a, b = (torch.randn(elements, device=device) for _ in range(2))
-        return partial(torch.add, a, b, out=torch.empty_like(a))
+        sets = 2 + cache_bytes(device) // (6 * elements)  # twice the cache
+        several = [[torch.randn(elements, device=device) for _ in range(3)] for _ in range(sets)]
+        turns = itertools.cycle(several)
+
+        def add() -> Any:
+            a, b, out = next(turns)
+            return torch.add(a, b, out=out)
+
+        return add
 
     return Subject(Node(name, Kind.KERNEL, "add", work=Work(0, 8 * elements, 4 * elements, "float32")), make)
 
@@ -221,9 +234,6 @@ def text(found: Sequence[dict[str, Any]]) -> str:
         ]
         if errors:
             lines.append(f"{kind}: half within {statistics.median(errors):.1f} points, all within {max(errors):.1f}")
-    unseen = sum(row["slowed"] is None for row in found)
-    if unseen:
-        lines.append(f"{unseen} never had a collective beside them throughout")
     return "\n".join(lines)
 
 

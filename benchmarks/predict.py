@@ -4,26 +4,30 @@
     torchrun --nproc-per-node 2 benchmarks/predict.py --device cpu --model tiny --seq 64     # does it run?
 
 Schedules are fixed when a case is compiled, before anything of it is measured. Steps are timed without the profiler
-first; the profiler then gives each node's time. `--seconds` bounds the run: cases that would begin later are left out.
+first; the profiler then gives each node's time. Both begin when the device has run steps for `_SETTLE_S`: a GPU lowers
+its clock under load, and a job goes on. `--seconds` bounds the run: cases that would begin later are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import gc
 import itertools
 import json
+import math
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from clock import Power
 from peak import at_peak
 from tabulate import tabulate
 from torch import Tensor
@@ -41,12 +45,14 @@ from overlapc.launch.llama import Llama, LlamaConfig, tensor_parallel
 from overlapc.report import record
 from overlapc.report.compare import graph_text, rows, totals_text
 from overlapc.report.memory import peaks
-from overlapc.report.record import Report
+from overlapc.report.record import Report, StepRecord
 from overlapc.report.trace_reading import read_trace
 from overlapc.schedule.model import Comm, Kind, Node
 
 MIB = 2**20
-_STEPS = 5
+_STEPS = 6  # that are timed, and that count under the profiler
+_SETTLE_S = 0.6  # an H200's power limit takes hold after 0.05 to 0.1 s
+_MOST_SETTLING = 60  # steps
 _STUCK_S = 90.0  # a rank that takes longer for one case prints where it stands, and ends
 
 
@@ -207,20 +213,22 @@ def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[di
     once()
     compile_s = time.monotonic() - began
     graphs = record.report_of_process().steps[0].graphs
-    once()
+    settling = steps_to_settle(once, device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    times = [taken for _ in range(2) for taken in timed(once, device)]
+    with watched(device) as power:
+        times = list(timed(once, device, settling))
     peak_bytes = torch.cuda.max_memory_allocated() - before_bytes if cuda else 0
     held = at_peak(once) if args.out and cuda else ""
     trace = args.out / "trace.json" if args.out and dist.get_rank() == 0 else None
-    with overlapc.report.measure(trace) as measured:
-        for _ in range(3):
-            once()
+    with overlapc.report.measure(trace, last=_STEPS) as measured, watched(device) as profiled_power:
+        profiled_times = list(timed(once, device, settling))
     assert measured.report is not None
+    (seen,) = measured.report.steps
+    if args.out:
+        keep_rank(args.out, case, seen, {"timed": (times, power), "profiled": (profiled_times, profiled_power)})
     if trace is not None:
         keep(case, measured.report, trace, held)
-    (seen,) = measured.report.steps
     predicted_ms = sum(graph.after.step_ns for graph in graphs) / 1e6
     predicted_peak = max(peaks(graphs).values())
     step_ms = statistics.median(times)
@@ -231,6 +239,7 @@ def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[di
         "predicted_ms": predicted_ms,
         "measured_ms": step_ms,
         "ratio": step_ms / predicted_ms,
+        "profiled_ms": statistics.median(profiled_times),
         "predicted_gib": predicted_peak / 2**30,
         "measured_gib": peak_bytes / 2**30,
         "memory_ratio": peak_bytes / predicted_peak,
@@ -250,12 +259,45 @@ def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[di
     return result, [totals_text(seen), *(graph_text(graph) for graph in seen.graphs if graph.measured)]
 
 
+def steps_to_settle(once: Callable[[], None], device: torch.device) -> int:
+    """How many steps take `_SETTLE_S`, by the slowest rank; on a CPU one."""
+    if device.type != "cuda":
+        return 1
+    torch.cuda.synchronize()
+    dist.barrier()
+    began = time.perf_counter()
+    once()
+    torch.cuda.synchronize()
+    return min(_MOST_SETTLING, math.ceil(_SETTLE_S / agreed_seconds(time.perf_counter() - began, device)))
+
+
+def watched(device: torch.device) -> contextlib.AbstractContextManager[Power | None]:
+    """What the driver says of a GPU's clock and power meanwhile."""
+    return Power() if device.type == "cuda" else contextlib.nullcontext()
+
+
+def keep_rank(
+    folder: Path, case: Case, seen: StepRecord, runs: Mapping[str, tuple[Sequence[float], Power | None]]
+) -> None:
+    """Of every rank: its steps in ms, its clock and power, and its nodes. GPUs of one kind differ in both."""
+    data: dict[str, Any] = {}
+    for how, (times, power) in runs.items():
+        data[how] = {"ms": list(times), "power": [] if power is None else power.samples}
+    data["graphs"] = {
+        graph.name: {"step_ns": graph.measured.step_ns, "nodes": graph.measured.nodes, "beside": graph.measured.beside}
+        for graph in seen.graphs
+        if graph.measured is not None
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{file_name(case)}.rank{dist.get_rank()}.json").write_text(json.dumps(data))
+
+
 def keep(case: Case, report: Report, trace: Path, held: str) -> None:
-    """Beside the trace: the record, when each node of the last run ran, and what the device held at its peak."""
+    """Beside the trace: the record, when each node ran in every run, and what the device held at its peak."""
     folder, name = trace.parent, file_name(case)
     report.save(folder / f"{name}.record.json")
     spans = {
-        graph: [[marked.label.node, *each] for marked in runs[-1] for each in marked.work]
+        graph: [[[marked.label.node, *each] for marked in run for each in marked.work] for run in runs]
         for graph, runs in read_trace(trace).runs.items()
     }
     (folder / f"{name}.spans.json").write_text(json.dumps(spans))
@@ -294,10 +336,11 @@ class Recomputed(torch.nn.Module):
         return checkpoint(self.inner, *args, use_reentrant=False)
 
 
-def timed(once: Any, device: torch.device) -> Iterator[float]:
-    """Milliseconds of each of _STEPS steps."""
+def timed(once: Callable[[], None], device: torch.device, settling: int) -> Iterator[float]:
+    """Milliseconds of each of _STEPS steps, after so many others."""
     dist.barrier()
-    once()
+    for _ in range(settling):
+        once()
     if device.type != "cuda":
         for _ in range(_STEPS):
             began = time.perf_counter()

@@ -3,6 +3,9 @@
 A collective that comes while a kernel runs waits for the kernel's last wave; the clocks of clock.py would count that
 wait as a slowdown. Kernels' own times do not. Each call is measured alone, beside collectives and alone again in one
 go, after other work: a GPU that draws much power lowers its clock within milliseconds, which is no contention.
+
+A collective that waits for another rank holds multiprocessors and moves nothing: matmuls beside it are slowed, kernels
+bound by memory are not. So ranks meet before each phase of collectives, and what waited all the same does not count.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ _LEAST_CALLS, _MOST_CALLS = 4, 100  # of a phase
 _LEAST_COLLECTIVES = 4
 _MOST_BESIDE = 600  # calls beside collectives; a GPU's queue of launches holds about a thousand
 _COVERED_CALLS = 8  # that the collectives of a phase should have room for
+# Times its time alone, beyond which a collective waited for another rank: four channels beside copies took 4.6 times as
+# long, collectives of ranks that were out of step 19 to 35 times.
+_WAITED = 8.0
 
 Call = Callable[[], Any]
 
@@ -80,13 +86,14 @@ def kernel_ns(call: Call, calls: int = 10) -> float:
 class Company:
     """How many times as long a call and a collective take beside each other, by the call's main kernel.
 
-    None where none of them had company throughout.
+    None where none of them had company throughout, by collectives that did not wait for another rank.
     """
 
     alone_ns: float
     compute: float | None
     collective: float | None
-    mhz: float  # the device's clock while they ran
+    mhz_before: float  # the device's clock before they ran beside each other
+    mhz: float  # and after it
     kernel: str  # the name of the call's main kernel
 
 
@@ -106,6 +113,7 @@ def company(
             collectives = max(_LEAST_COLLECTIVES, math.ceil(_COVERED_CALLS * calls_ns[name] / collective_ns))
             beside = min(_MOST_BESIDE, math.ceil(2 * collectives * collective_ns / calls_ns[name]) + 2)
             _phase(call, alone)
+            launch().wait()  # ranks meet: clocks differ, so the phases before took them differently long
             torch.cuda._sleep(_MARK_CYCLES)
             works = [launch() for _ in range(collectives)]
             for _ in range(beside):
@@ -129,7 +137,7 @@ def companies(names: Sequence[str], spans: Sequence[Span], collective_ns: float)
 
     A mark stands before each phase.
     """
-    moving = [span for span in spans if span.moves]
+    moving = [span for span in spans if span.moves and span.ns <= _WAITED * collective_ns]
     phases: list[list[Span]] = []
     clocks: list[float] = []  # MHz at each mark
     for span in spans:
@@ -150,6 +158,7 @@ def companies(names: Sequence[str], spans: Sequence[Span], collective_ns: float)
             alone_ns,
             statistics.median(slowed) / alone_ns if slowed else None,
             statistics.median(stretched) / collective_ns if stretched else None,
+            clocks[3 * at + 1],
             clocks[3 * at + 2],
             max(before, key=lambda span: span.ns).name,
         )

@@ -6,6 +6,7 @@ what a single rank measured.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +19,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from overlapc.errors import OverlapcError
 from overlapc.estimators.beside import company, held_multiprocessors, kernel_ns
 from overlapc.estimators.clock import (
     Clock,
     Launch,
     beside_ns,
     burst_ns,
+    cache_bytes,
     clock_for,
     collective_ns,
     compute_ns,
@@ -265,7 +268,7 @@ class Measurement:
         return group
 
     def _company(self, launch: Launch, alone_ns: float) -> dict[str, Any]:
-        """A `Slowdown` of this collective. What never had company throughout counts as not slowed."""
+        """A `Slowdown` of this collective. OverlapcError when something never ran beside it."""
         effort = self.effort
         calls: dict[str, Callable[[], object]] = {}
         for rows, inner, columns in effort.beside_matmuls:
@@ -275,8 +278,7 @@ class Measurement:
             grad, x = (self._random(inner, size, dtype=torch.bfloat16) for size in (rows, columns))
             calls[f"gradient {rows, inner, columns}"] = partial(torch.mm, grad.t(), x)
         for size in effort.beside_moved:
-            source = self._random(size // 8, dtype=torch.float32)
-            calls[f"memory {size}"] = partial(torch.add, source, 1.0, out=torch.empty_like(source))
+            calls[f"memory {size}"] = self._streaming(size)
         if effort.beside_attention is not None:
             inputs = self._attention_inputs(effort.beside_attention, torch.bfloat16)
             calls["attention"] = partial(_attend, *inputs)
@@ -285,9 +287,28 @@ class Measurement:
             met = company(calls, calls_ns, launch, alone_ns, self.load)
         for name, each in met.items():
             self.facts[f"{name} beside a collective of {alone_ns / 1e3:.0f} us"] = each.compute or 0.0
+        apart = [name for name, each in met.items() if each.compute is None]
+        if apart:
+            raise OverlapcError(
+                f"no collective of {alone_ns / 1e3:.0f} us ran all the time beside {', '.join(apart)} "
+                f"on rank {dist.get_rank()}: ranks are out of step\n"
+                "hint: stop what else runs on these GPUs, then calibrate again"
+            )
         slowed = {name: max(1.0, each.compute or 1.0) for name, each in met.items()}
         stretched = {name: max(1.0, each.collective or 1.0) for name, each in met.items()}
         return self._slowdown(slowed, stretched)
+
+    def _streaming(self, size_bytes: int) -> Callable[[], object]:
+        """Adds that read and write so many bytes of memory, not of the cache, as generated kernels are measured."""
+        sets = 2 + 2 * cache_bytes(self.device) // size_bytes
+        sources = [self._random(size_bytes // 8, dtype=torch.float32) for _ in range(sets)]
+        pairs = itertools.cycle([(source, torch.empty_like(source)) for source in sources])
+
+        def add() -> object:
+            source, target = next(pairs)
+            return torch.add(source, 1.0, out=target)
+
+        return add
 
     def _slowdown(self, slowed: Mapping[str, float], stretched: Mapping[str, float]) -> dict[str, Any]:
         """From how many times as long each call, and the collective beside it, took."""

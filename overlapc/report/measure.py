@@ -6,6 +6,8 @@
     print(measured.report)
 
 All ranks must measure the same steps. Graphs run with marks meanwhile, so keep compilation (the first steps) outside.
+A GPU needs some tenths of a second to settle at the clock that a job's power allows: for times of a job that goes on,
+measure more steps and let only the `last` of them count.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from overlapc.schedule.text import parse
 class Measurement:
     """The context of `measure()`; `report` holds the outcome afterwards, as does `overlapc.report()`."""
 
-    def __init__(self, trace: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, trace: str | os.PathLike[str] | None = None, last: int = 0) -> None:
         self._trace = None if trace is None else Path(trace)
+        self._last = last
         self._stack = contextlib.ExitStack()
         self.report: Report | None = None
 
@@ -68,22 +71,23 @@ class Measurement:
                     "nothing compiled with backend='overlapc' ran while measuring; put whole steps into the block"
                 ) from None
         (step,) = record.report_of_process().steps
-        graphs = tuple(with_trace(graph, trace) for graph in step.graphs)
+        graphs = tuple(with_trace(graph, trace, self._last) for graph in step.graphs)
         self.report = Report((replace(step, graphs=graphs, measured_peak_bytes=peak_bytes),))
         record.add_measured(self.report)
 
 
-def measure(trace: str | os.PathLike[str] | None = None) -> Measurement:
+def measure(trace: str | os.PathLike[str] | None = None, *, last: int = 0) -> Measurement:
     """Profile the steps in a `with` block. `trace` is where to leave the profiler's Chrome trace; it is large.
 
+    last: how many runs of each graph count, from the end; 0: all of them.
     NothingCompiled when no compiled graph ran in the block.
     """
-    return Measurement(trace)
+    return Measurement(trace, last)
 
 
-def with_trace(graph: GraphRecord, trace: Trace) -> GraphRecord:
-    """`graph` with what the trace saw of it; unchanged when it saw nothing."""
-    runs = trace.runs.get(graph.name)
+def with_trace(graph: GraphRecord, trace: Trace, last: int = 0) -> GraphRecord:
+    """`graph` with what the trace saw of it, of its `last` runs (0: of all); unchanged when it saw nothing."""
+    runs = trace.runs.get(graph.name, ())[-last:]
     if not runs:
         return graph
     collectives = {node.name for node in parse(graph.schedule).nodes if node.kind in (Kind.START, Kind.COMM)}

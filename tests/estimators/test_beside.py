@@ -24,7 +24,7 @@ def test_only_kernels_with_company_throughout_count():
     assert found.alone_ns == 102  # the median of what ran without: fills do not count
     assert found.compute == pytest.approx(152 / 102)
     assert found.collective == pytest.approx(306 / 200)
-    assert found.mhz == pytest.approx(2000)
+    assert (found.mhz_before, found.mhz) == (pytest.approx(2000), pytest.approx(2000))
 
 
 def test_several_calls_have_phases_of_their_own():
@@ -33,6 +33,15 @@ def test_several_calls_have_phases_of_their_own():
     found = companies(["a", "b"], spans(("load", 500), *one, *other, nccl=[(20_510, 20_530)]), collective_ns=20)
     assert (found["a"].compute, found["a"].collective) == (2.0, 1.0)
     assert (found["b"].compute, found["b"].collective) == (None, None)  # it never had company
+
+
+def test_a_collective_that_waits_for_a_rank_is_no_company():
+    """It holds multiprocessors but moves nothing: seen on four H200s, it left adds as fast as alone."""
+    phases = [MARK, ("add", 10), MARK, ("add", 11), ("add", 13), MARK, ("add", 10)]
+    waiting = companies(["add"], spans(*phases, nccl=[(20_000, 20_200)]), collective_ns=20)["add"]
+    assert (waiting.compute, waiting.collective) == (None, None)
+    moving = companies(["add"], spans(*phases, nccl=[(20_000, 20_021), (20_021, 20_041)]), collective_ns=20)["add"]
+    assert moving.compute == pytest.approx(1.2)
 
 
 def test_waves_tell_how_many_multiprocessors_a_collective_holds():

@@ -93,6 +93,19 @@ def test_kernels_belong_to_the_mark_around_their_launch(gpu_trace):
     assert measured.beside == {"ag0": pytest.approx(1 / 3), "k0": 1.0, "mm0": 0.0}
 
 
+def test_only_the_last_runs_count_when_asked(tmp_path):
+    path = tmp_path / "trace.json"
+    slower = [
+        {**event, "dur": 45} if event["name"] == "k" and event["dur"] == 20 else event
+        for event in step_on_gpu(1000, 10)
+    ]
+    path.write_text(json.dumps({"traceEvents": step_on_gpu(0, 0) + slower}))
+    trace = read_trace(path)
+    assert with_trace(GRAPH, trace).measured.nodes["k0"] == (20 + 45) / 2 * US
+    assert with_trace(GRAPH, trace, last=1).measured.nodes["k0"] == 45 * US
+    assert with_trace(GRAPH, trace, last=1).measured.runs == 1
+
+
 def test_a_kernel_without_a_launch_goes_by_the_id_of_its_mark(tmp_path):
     path = tmp_path / "trace.json"
     marked = {**mark("launch", "k0", 0, 5), "args": {"External id": 42}}
