@@ -26,7 +26,7 @@ for what in "${@:-tests train demo}"; do
         parity) # what is compared with eager or with itself, not timed, so all at once
             test="$python -m pytest -q -p no:cacheprovider -rs --durations=5"
             CUDA_VISIBLE_DEVICES=0,1 part parity_one 120 $test tests/multigpu/test_cuda_graphs.py \
-                tests/multigpu/test_deterministic.py tests/multigpu/test_device.py &
+                tests/multigpu/test_deterministic.py tests/multigpu/test_device.py tests/multigpu/test_bucket_nccl.py &
             CUDA_VISIBLE_DEVICES=2,3 part parity_two 120 $test tests/multigpu/test_parity_nccl.py -k two &
             part parity_four 120 $test tests/multigpu/test_parity_nccl.py -k four &
             part parity_steps 130 $test tests/multigpu/test_parity_steps_nccl.py &

@@ -6,7 +6,7 @@
 A bucket saves the latency of every collective but one, and ranks meet once for all of it. It costs waiting (no
 result before the last one has arrived, none sent before the last one is computed) and memory. Which is why
 
-- only collectives of one process group, kind and `Comm.unit` share a bucket, reductions of one dtype, and no other
+- only collectives of one process group, kind and `Comm.unit` share a bucket, all-reduces of one dtype, and no other
   unit's stands between them: what is needed at another time (embedding and head of one root module) stays apart;
 - units that nothing covers and that are mostly latency (many ranks, small parameters) are joined with their
   neighbours, if that simulates faster than each on its own;
@@ -37,6 +37,7 @@ from overlapc.schedule.model import Comm, Kind, Node, Origin, Schedule
 
 GATHERS = ("all_gather",)
 REDUCTIONS = ("reduce_scatter", "all_reduce")
+OF_ONE_DTYPE = ("all_reduce",)  # codegen/bucket.py says why
 # A piece takes at least this many times the latency of one collective, so that latency is at most a tenth of it.
 PIECE_FLOORS = 10.0
 # A bucket that takes at most this many latencies would hardly take longer with more in it.
@@ -92,16 +93,16 @@ def _merged(
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """What collectives of one bucket have in common: reductions their dtype, while gathers move bytes."""
+    """What collectives of one bucket have in common."""
 
     collective: str
     group: str
-    dtype: str  # "" for gathers
+    dtype: str  # "" where it does not matter
     size: int
 
     @classmethod
     def of(cls, comm: Comm) -> _Alike:
-        return cls(comm.collective, comm.group, "" if comm.collective in GATHERS else comm.dtype, comm.size)
+        return cls(comm.collective, comm.group, comm.dtype if comm.collective in OF_ONE_DTYPE else "", comm.size)
 
 
 @dataclass

@@ -24,10 +24,16 @@ def gather(name: str, dtype: torch.dtype = torch.float32, group: str = "1") -> S
     return Start(name, call, Comm("all_gather", 16, "dp", 2), Provenance((name,)))
 
 
-def scatter(name: str, reduction: str, dtype: torch.dtype = torch.float32) -> Start:
+def scatter(name: str, reduction: str = "sum", dtype: torch.dtype = torch.float32) -> Start:
     args = (view(f"{name}_in", 4, dtype), reduction, 2, "1")
     call = Extern(name, c10d.reduce_scatter_tensor.default, args, {}, view(name, 2, dtype), pure=False)
     return Start(name, call, Comm("reduce_scatter", 16, "dp", 2))
+
+
+def reduction(name: str, dtype: torch.dtype) -> Start:
+    args = (view(f"{name}_in", 4, dtype), "sum", "1")
+    call = Extern(name, c10d.all_reduce.default, args, {}, view(name, 4, dtype), pure=False)
+    return Start(name, call, Comm("all_reduce", 16, "dp", 2))
 
 
 def test_a_bucket_takes_and_gives_lists_in_order():
@@ -58,13 +64,20 @@ def test_gathers_of_several_dtypes_go_as_bytes():
     assert [output.buffer for output in three.outputs] == ["a", "b", "c"]
 
 
+def test_scatters_of_several_dtypes_keep_them():
+    mixed = merge_starts([scatter("a"), scatter("b", dtype=torch.bfloat16)])
+    assert isinstance(mixed, Start)
+    assert mixed.call.target is c10d.reduce_scatter_tensor_coalesced.default
+    assert [each.layout.dtype for each in mixed.call.args[0]] == [torch.float32, torch.bfloat16]
+
+
 @pytest.mark.parametrize(
     ("starts", "why"),
     [
-        ([scatter("a", "sum"), scatter("b", "sum", torch.bfloat16)], "dtypes differ"),
+        ([reduction("a", torch.float32), reduction("b", torch.bfloat16)], "dtypes differ"),
         ([gather("a"), gather("b", group="2")], "reductions or process groups differ"),
-        ([scatter("a", "sum"), scatter("b", "avg")], "reductions or process groups differ"),
-        ([gather("a"), scatter("b", "sum")], "no coalesced form of _c10d_functional.all_gather_into_tensor.default"),
+        ([scatter("a"), scatter("b", "avg")], "reductions or process groups differ"),
+        ([gather("a"), scatter("b")], "no coalesced form of _c10d_functional.all_gather_into_tensor.default"),
     ],
 )
 def test_what_differs_stays_apart(starts, why):

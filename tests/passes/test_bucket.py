@@ -64,16 +64,18 @@ def test_another_group_or_module_stays_apart(other):
     assert "b" in order_of(moved)
 
 
-def test_gathers_of_another_dtype_join_and_reductions_do_not():
+def test_dtypes_join_but_for_those_of_all_reduces():
     moved, _ = bucketed(LAYER.replace("all_gather(d) @dp(2) dtype=bf16", "all_gather(d) @dp(2) dtype=fp32"))
     assert moved.node("a+1").comm.dtype == "mixed"
     text = """
-        x = kernel(p) : 4B 5us; r = reduce_scatter(x) @dp(2) dtype=bf16 unit=m : 2B 30us
-        y = kernel(p) : 4B 5us; t = reduce_scatter(y) @dp(2) dtype={} unit=m : 2B 30us
+        x = kernel(p) : 4B 5us; r = {0}(x) @dp(2) dtype=bf16 unit=m : 2B 30us
+        y = kernel(p) : 4B 5us; t = {0}(y) @dp(2) dtype={1} unit=m : 2B 30us
         s = wait(r); w = wait(t); return s, w
     """
-    assert [node.name for node in bucketed(text.format("bf16"))[0].starts()] == ["r+1"]
-    assert [node.name for node in bucketed(text.format("fp32"))[0].starts()] == ["r", "t"]
+    scatters = bucketed(text.format("reduce_scatter", "fp32"))[0].starts()
+    assert [(node.name, node.comm.dtype) for node in scatters] == [("r+1", "mixed")]
+    assert [node.name for node in bucketed(text.format("all_reduce", "bf16"))[0].starts()] == ["r+1"]
+    assert [node.name for node in bucketed(text.format("all_reduce", "fp32"))[0].starts()] == ["r", "t"]
 
 
 def units(each_us: float, count: int = 4) -> str:

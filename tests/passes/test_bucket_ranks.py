@@ -94,21 +94,25 @@ def packed(folder: str) -> dict[str, dict[str, Any]]:
     return seen
 
 
-def precisions() -> dict[str, dict[str, Any]]:
-    """With buckets and without: one step of the module above."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+def precisions(device: str = "cpu", profile: str = PROFILE) -> dict[str, dict[str, Any]]:
+    """With buckets and without: one step of the module above, and how many collectives each direction took."""
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank())
+    mesh = init_device_mesh(device, (2,), mesh_dim_names=("dp",))
     seen = {}
     for passes in ("bucket", "none"):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        model = overlapc.fully_shard(Precisions(), mesh)
-        options = {"rank_timeout": 60, "passes": passes, "peak_increase": 2.0, "profile": PROFILE}
+        model = overlapc.fully_shard(Precisions().to(device), mesh)
+        options = {"rank_timeout": 60, "passes": passes, "peak_increase": 2.0, "profile": profile}
         step = torch.compile(model, backend="overlapc", fullgraph=True, options=options)
-        loss = step(torch.arange(24.0).view(4, 6) / 24 + dist.get_rank())
-        collectives = torch._dynamo.utils.counters["overlapc"]["collectives"]
+        loss = step(torch.arange(24.0, device=device).view(4, 6) / 24 + dist.get_rank())
+        counters = torch._dynamo.utils.counters["overlapc"]
+        forward = counters["collectives"]
         loss.backward()
         grads = {name: local(parameter.grad) for name, parameter in model.named_parameters() if parameter.requires_grad}
-        seen[passes] = {"loss": loss.detach(), "grads": grads, "forward": collectives}
+        collectives = (forward, counters["collectives"] - forward)
+        seen[passes] = {"loss": loss.detach(), "grads": grads, "collectives": collectives}
     return seen
 
 
@@ -133,10 +137,15 @@ def test_buckets_change_no_bit_and_launch_less(outcomes, number):
         assert with_buckets["collectives"] <= without["collectives"] / 2
 
 
-def test_gathers_of_three_dtypes_are_one_launch(outcomes):
+def test_several_dtypes_are_one_launch(outcomes):
+    check_precisions([outcome[-2] for outcome in outcomes])
+
+
+def check_precisions(outcomes: Sequence[dict[str, dict[str, Any]]]) -> None:
+    """Four gathers of three dtypes and three reduce-scatters of two, each kind in one launch; and no bit is another."""
     for outcome in outcomes:
-        with_buckets, without = outcome[-2]["bucket"], outcome[-2]["none"]
-        assert (with_buckets["forward"], without["forward"]) == (1, 4)
+        with_buckets, without = outcome["bucket"], outcome["none"]
+        assert (with_buckets["collectives"], without["collectives"]) == ((1, 1), (4, 3))
         assert torch.equal(with_buckets["loss"], without["loss"])
         for name, grad in without["grads"].items():
             assert torch.equal(with_buckets["grads"][name], grad), name
