@@ -7,13 +7,16 @@
 first left there; wall time, and CPU time of the process with its children, which other work on the machine disturbs
 less. Both hold tracing, the compiler's own imports and one run of the step; building the model, moving it
 and the device's start do not count. `eager` (Dynamo alone) and `aot_eager` (Dynamo + AOTAutograd) are floors: what
-torch needs before a backend is asked. The last columns are the compiler's own counts: kernels that were compiled, and
-steps (ours) or graphs (Inductor) that came whole from it.
+torch needs before a backend is asked. The last columns are counts: graphs that Dynamo traced, kernels that were
+compiled, and steps (ours) or graphs (Inductor) that came whole from the compiler's cache. `--breakdown` samples the
+stack, of all systems alike, and says how much went to imports, Dynamo, AOTAutograd, the compiler and the step itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import cProfile
 import json
 import os
 import statistics
@@ -24,6 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sampled import PHASES, Sampled
 from tabulate import tabulate
 
 SYSTEMS = ("overlapc", "inductor", "aot_eager", "eager")
@@ -51,7 +55,7 @@ def main() -> None:
                 theirs = statistics.median(each["first_s"] for each in seconds["inductor", phase])
                 row.append(f"{row[-1] / theirs:.2f}")
         last = seconds[system, "warm"][-1]
-        rows.append([*row, last["step_s"], last["compiles"], last["from_cache"], last["loss"]])
+        rows.append([*row, last["step_s"], last["traced"], last["compiles"], last["from_cache"], last["loss"]])
     ratio = ["/ inductor"] if "inductor" in systems else []
     on = seconds[systems[0], "warm"][-1]["on"]
     print(f"{args.device}, {args.model}, {args.layers} layers, sequence {args.seq}; {on}")
@@ -64,11 +68,24 @@ def main() -> None:
         "warm s",
         *ratio,
         "step s",
+        "traced warm",
         "compiles warm",
         "from cache warm",
         "loss",
     ]
     print(tabulate(rows, headers, floatfmt=".3f"))
+    if args.breakdown:
+        print_phases(seconds)
+
+
+def print_phases(seconds: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
+    """Where the time of the last round went."""
+    found = [(system, phase, runs[-1]) for (system, phase), runs in seconds.items()]
+    rows = [[system, phase, *run["phases"].values(), run["first_s"]] for system, phase, run in found]
+    print("\nseconds by phase\n" + tabulate(rows, ["system", "", *PHASES, "together"], floatfmt=".2f"))
+    for system, phase, run in found:
+        print(f"\n{system}, {phase}, most at once:")
+        print(tabulate(run["details"].items(), floatfmt=".2f", tablefmt="plain"))
 
 
 def arguments() -> argparse.Namespace:
@@ -81,6 +98,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--systems", default="overlapc,inductor", help=f"of {', '.join(SYSTEMS)}")
     parser.add_argument("--timeout", type=float, default=280.0, help="seconds a process may take")
     parser.add_argument("--profile", type=Path, help="write cProfile files PROFILE.<system>.<phase>")
+    parser.add_argument("--breakdown", action="store_true", help="say by sampling what the time went to")
     parser.add_argument("--precompile", action="store_true", help="torch keeps guards and bytecode, and traces once")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -102,8 +120,7 @@ def run(system: str, phase: str, cache: Path, args: argparse.Namespace) -> dict[
     command = [sys.executable, __file__, "--worker", system]
     for name in ("device", "model", "layers", "seq"):
         command += [f"--{name}", str(getattr(args, name))]
-    if args.precompile:
-        command.append("--precompile")
+    command += [f"--{name}" for name in ("precompile", "breakdown") if getattr(args, name)]
     if args.profile:
         command += ["--profile", f"{args.profile}.{system}.{phase}"]
     done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=args.timeout)
@@ -130,9 +147,7 @@ def measure(system: str, args: argparse.Namespace) -> dict[str, Any]:
         model.to(torch.bfloat16)
         (torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")).sum().item()
     torch.zeros(4, requires_grad=True).sum().backward()
-    began, cpu_began = time.perf_counter(), sum(os.times()[:4])
-    compiled = torch.compile(model, backend=system, fullgraph=True)
-    setup = time.perf_counter() - began  # imports the backend, some of them
+    sampled = Sampled()
 
     def step() -> float:
         began = time.perf_counter()
@@ -144,27 +159,32 @@ def measure(system: str, args: argparse.Namespace) -> dict[str, Any]:
         model.zero_grad(set_to_none=True)
         return time.perf_counter() - began
 
+    watched: contextlib.AbstractContextManager[Any] = sampled if args.breakdown else contextlib.nullcontext()
     if args.profile:
-        import cProfile
-
-        with cProfile.Profile() as profile:
-            first = step()
-        profile.dump_stats(args.profile)
-    else:
-        first = step()
+        watched = cProfile.Profile()
+    began, cpu_began = time.perf_counter(), sum(os.times()[:4])
+    with watched:
+        compiled = torch.compile(model, backend=system, fullgraph=True)  # imports the backend, some of them
+        step()
+    first = time.perf_counter() - began
     cpu = sum(os.times()[:4]) - cpu_began
+    if args.profile:
+        watched.dump_stats(args.profile)  # type: ignore[attr-defined]
     usual = min(step() for _ in range(3))
     if args.precompile:
         torch.compiler.save_cache_artifacts()
     counters = torch._dynamo.utils.counters
     ours = counters["overlapc"]
     return {
-        "first_s": setup + first,
+        "first_s": first,
         "cpu_s": cpu,
         "step_s": usual,
         "loss": step.loss,  # type: ignore[attr-defined]
         "compiles": ours["kernel_compiles"] if system == "overlapc" else counters["inductor"]["fxgraph_cache_miss"],
         "from_cache": ours["steps_from_cache"] if system == "overlapc" else counters["inductor"]["fxgraph_cache_hit"],
+        "traced": counters["stats"]["unique_graphs"],
+        "phases": sampled.seconds() if args.breakdown else {},
+        "details": sampled.details() if args.breakdown else {},
         "on": f"torch {torch.__version__}, {torch.cuda.get_device_name() if args.device == 'cuda' else 'CPU'}",
     }
 
