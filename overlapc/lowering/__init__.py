@@ -14,7 +14,8 @@ from overlapc.lowering import (
     topk,
     view,
 )
-from overlapc.lowering.graph import Communication, lower, provenance
+from overlapc.lowering.graph import Communication, lower
+from overlapc.lowering.provenance import provenance
 from overlapc.lowering.table import LIBRARY_CALLS, lowered_ops
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from overlapc.ir.ops import View
-from overlapc.lowering.graph import Context
+from overlapc.lowering.context import Context
 from overlapc.lowering.table import Impossible, Rule, lowering_of, lowers
 
 aten = torch.ops.aten

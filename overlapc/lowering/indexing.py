@@ -13,7 +13,7 @@ from overlapc.ir.body import Body, Checked, Index, Load, Value, op
 from overlapc.ir.indexing import is_one, loop_symbol
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast, constant
-from overlapc.lowering.graph import Context
+from overlapc.lowering.context import Context
 from overlapc.lowering.table import Impossible, lowers
 
 aten = torch.ops.aten

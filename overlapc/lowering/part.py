@@ -12,7 +12,7 @@ from overlapc.ir.body import Index, Value, op
 from overlapc.ir.indexing import is_one
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast
-from overlapc.lowering.graph import Context
+from overlapc.lowering.context import Context
 from overlapc.lowering.indexing import at_least, below, both, masked_element, positioned
 from overlapc.lowering.scatter import Position
 from overlapc.lowering.table import Impossible, lowers

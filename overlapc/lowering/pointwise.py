@@ -12,7 +12,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 from overlapc.ir.body import LOW_PRECISION, Body, Cast, Constant, Index, Value, op
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast, constant
-from overlapc.lowering.graph import Context
+from overlapc.lowering.context import Context
 from overlapc.lowering.table import Impossible, lowers, lowers_by_name
 
 aten = torch.ops.aten

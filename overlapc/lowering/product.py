@@ -17,7 +17,7 @@ from overlapc.ir.body import Body, Cast, Loop, Reduce, Value, op
 from overlapc.ir.indexing import loop_symbol
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast
-from overlapc.lowering.graph import Context
+from overlapc.lowering.context import Context
 from overlapc.lowering.table import Impossible, lowers
 
 aten = torch.ops.aten

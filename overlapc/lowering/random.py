@@ -13,7 +13,7 @@ from overlapc.ir.body import Index, Load, Value, op
 from overlapc.ir.indexing import flat_index
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast, constant
-from overlapc.lowering.graph import Context
+from overlapc.lowering.context import Context
 from overlapc.lowering.indexing import positioned
 from overlapc.lowering.scatter import contiguous_strides
 from overlapc.lowering.table import lowers_by_name

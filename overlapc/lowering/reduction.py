@@ -12,7 +12,7 @@ from overlapc.ir.body import Body, Loop, Reduce, Value, compute_dtype, op
 from overlapc.ir.indexing import loop_symbol, numel
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast, constant
-from overlapc.lowering.graph import Context
+from overlapc.lowering.context import Context
 from overlapc.lowering.pointwise import truth
 from overlapc.lowering.table import Impossible, lowers
 

@@ -11,7 +11,7 @@ import torch
 from overlapc.ir.body import Body, Scan, Value, compute_dtype
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast
-from overlapc.lowering.graph import Context
+from overlapc.lowering.context import Context
 from overlapc.lowering.reduction import normalized, reduction_loops
 from overlapc.lowering.table import lowers
 

@@ -17,7 +17,7 @@ import torch
 from overlapc.ir.body import Body, Checked, Index, Load, Store, Value, compute_dtype, op
 from overlapc.ir.ops import Layout, View
 from overlapc.ir.values import cast, constant
-from overlapc.lowering.graph import Context
+from overlapc.lowering.context import Context
 from overlapc.lowering.indexing import (
     Place,
     in_bounds,

@@ -10,7 +10,7 @@ import torch
 from overlapc.ir.body import Body, Index, Reduce, Value, op
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast, constant
-from overlapc.lowering.graph import Context
+from overlapc.lowering.context import Context
 from overlapc.lowering.reduction import nonempty, reduction_loops
 from overlapc.lowering.table import Impossible, lowers
 

@@ -11,7 +11,7 @@ from torch.utils._sympy.functions import ModularIndexing
 
 from overlapc.ir.body import Value
 from overlapc.ir.ops import View
-from overlapc.lowering.graph import Context
+from overlapc.lowering.context import Context
 from overlapc.lowering.indexing import positioned
 from overlapc.lowering.table import Impossible, lowers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -132,6 +133,7 @@ def as_expected(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence
     return laid_out.copy_(tensor)
 
 
+@cache
 def owned(target: Callable[..., Any]) -> Callable[..., Any]:
     """`target`, with results that share memory with nothing: for view ops that no layout describes."""
 

@@ -1,0 +1,358 @@
+"""What lowering rules build ops with: names, sizes, layouts, kernels and calls of the node that is being lowered."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch._higher_order_ops.effects import with_effects
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
+from torch._prims_common import elementwise_dtypes
+from torch.fx import Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+from overlapc.fx.versions import symbol_hint
+from overlapc.ir.body import Body, Constant, Index, Load, Loop, Store, Value, canonical
+from overlapc.ir.indexing import is_one, is_plain, loop_symbol
+from overlapc.ir.ops import (
+    Extern,
+    Handle,
+    IROp,
+    Layout,
+    Loops,
+    LoweredGraph,
+    Refuse,
+    View,
+    tree_map,
+)
+from overlapc.ir.values import cast, number, without_trivial_reductions
+from overlapc.lowering.provenance import provenance
+from overlapc.lowering.schema import has_side_effects, mutated, returned_argument, users_through_views, views_of
+from overlapc.lowering.table import OUT_VARIANTS, Impossible
+
+aten = torch.ops.aten
+
+
+class Context:
+    """State of one lowering; what lowering functions build ops with."""
+
+    def __init__(self, name: str, native_product: Callable[[Any], bool], refuse: Refuse) -> None:
+        self.native_product = native_product
+        self.refuse = refuse
+        self.env: dict[Node, Any] = {}
+        self.latest: dict[str, str] = {}  # root buffer -> its name after the latest mutation
+        self.given: dict[str, View] = {}  # copy of an input -> the input
+        self.mutated: dict[str, str] = {}  # name after a mutation -> root buffer
+        self.known: set[str] = set()  # symbols that the arguments or an earlier op bring
+        self.graph = LoweredGraph(name, (), {}, {}, {}, {}, {}, [], (), {})
+        self.node: Node
+        self.item: int | None = None  # which of a list op's tensors is being lowered
+
+    # --- names, sizes and layouts
+
+    def value_of(self, node: Node | None = None) -> Any:
+        value = (node or self.node).meta["val"]
+        return value if node is not None or self.item is None else value[self.item]
+
+    @contextmanager
+    def for_item(self, item: int) -> Iterator[None]:
+        """Within, one result of a list op is lowered: names and layouts are that item's."""
+        self.item = item
+        try:
+            yield
+        finally:
+            self.item = None
+
+    def name_for(self, part: int | str | None = None) -> str:
+        parts = (self.node.name, self.item, part)
+        return "_".join(str(part) for part in parts if part is not None)
+
+    def expr(self, size: Any) -> sympy.Expr:
+        """A size as sympy; remembers what its symbols stood for when the graph was traced."""
+        if isinstance(size, torch.SymInt | torch.SymFloat):
+            expr = size.node.expr
+            for symbol in expr.free_symbols:
+                if str(symbol) not in self.graph.size_hints:
+                    hint = symbol_hint(size, symbol)
+                    if hint is not None:
+                        self.graph.size_hints[str(symbol)] = hint
+            return expr
+        if isinstance(size, sympy.Expr):
+            return size
+        return sympy.Integer(int(size))
+
+    def layout(self, tensor: torch.Tensor, offset: sympy.Expr | None = None) -> Layout:
+        """Layout of a fake tensor; the offset is its own unless given."""
+        return Layout(
+            tensor.device,
+            tensor.dtype,
+            tuple(self.expr(extent) for extent in tensor.shape),
+            tuple(self.expr(step) for step in tensor.stride()),
+            self.expr(tensor.storage_offset()) if offset is None else offset,
+        )
+
+    def current(self, value: Any) -> Any:
+        """A view by its buffer's name after all mutations so far, in whatever structure it stands."""
+        if not self.latest:
+            return value
+
+        def rename(leaf: Any) -> Any:
+            if isinstance(leaf, View):
+                root = self.graph.root(leaf.buffer)
+                if root in self.latest:
+                    return View(self.latest[root], leaf.layout)
+            return leaf
+
+        return tree_map(rename, value)
+
+    # --- kernels
+
+    def add(self, op: IROp) -> None:
+        for output in op.outputs:
+            if isinstance(output, View):
+                self.graph.views[output.buffer] = output
+                sizes = output.layout.size
+            else:
+                sizes = (output.expr,) if output.expr is not None else ()
+            for size in sizes:
+                if size.is_Symbol and str(size) not in self.known:
+                    self.known.add(str(size))
+                    self.graph.sources[str(size)] = output.buffer
+        self.graph.ops.append(op)
+
+    def loops(
+        self,
+        body: Callable[[View], Body],
+        layout: Layout | None = None,
+        name: str | None = None,
+    ) -> View:
+        """A kernel with one output, laid out as the fake tensor says unless `layout` is given.
+
+        Raises Impossible when that layout has holes or overlaps (a kernel must define every element).
+        """
+        layout = layout or self.layout(self.value_of(), offset=sympy.S.Zero)
+        view = View(name or self.name_for(), layout)
+        if any(extent == 0 for extent in layout.size):
+            return self._empty(view)
+        if not layout.is_dense():
+            raise Impossible(f"output strides {layout.stride} of size {layout.size} leave holes")
+        made = self._accepted(canonical(without_trivial_reductions(body(view))), layout.device)
+        self.add(Loops(view.buffer, layout.device, made, (view,), origin=provenance(self.node)))
+        return view
+
+    def pointwise(
+        self,
+        function: Callable[..., Value],
+        *args: Any,
+        name: str | None = None,
+        layout: Layout | None = None,
+    ) -> View:
+        """A kernel that computes each output element by `function` of the arguments' elements, broadcast.
+
+        Arguments are views, numbers or sizes; `function` gets a Value for each, as it lies in memory.
+        """
+
+        def body(out: View) -> Body:
+            loops, position = self.loops_over(out.layout)
+            value = function(*(self.element(arg, position) for arg in args))
+            return Body(loops, (), (self.store(out, position, value),))
+
+        return self.loops(body, layout, name)
+
+    def update(self, target: View, body: Callable[[View], Body]) -> View:
+        """A kernel that changes elements of `target` in place; `target` by the name it has from then on.
+
+        `body` stores to the view that it is given.
+        """
+        root = self.graph.root(target.buffer)
+        after = self._mutated_name(root)
+        renamed = View(after.buffer, target.layout)
+        made = self._accepted(canonical(body(renamed)), target.layout.device)
+        if any(loop.size == 0 for loop in (*made.loops, *made.reduction)):
+            return target
+        before = self.latest.get(root, root)
+        origin = provenance(self.node)
+        self.add(Loops(after.buffer, target.layout.device, made, (), (after,), (before,), origin))
+        self.rename(after)
+        return renamed
+
+    def _accepted(self, body: Body, device: torch.device) -> Body:
+        """`body`, if the device's generator takes it and can print all its index expressions; Impossible otherwise."""
+        for expr in body.expressions():
+            if not is_plain(expr):
+                raise Impossible(f"the index or size {expr}")
+        reason = self.refuse(device, body)
+        if reason is not None:
+            raise Impossible(reason)
+        return body
+
+    def replaces_its_input(self, x: View) -> bool:
+        """Whether this node's result, of its first argument `x`, may be written over `x` itself.
+
+        So it is where `x` is an input that the graph ends by copying the very result into, where nothing reads the
+        old content from here on (this node's other arguments neither), and the result is not returned by itself.
+        """
+        given = self.node.args[0] if self.node.args else None
+        if not isinstance(given, Node) or given.op != "placeholder" or self.graph.views.get(given.name) != x:
+            return False
+        copies = [
+            user for user in given.users if user.target is aten.copy_.default and user.args[:2] == (given, self.node)
+        ]
+        if len(copies) != 1 or self.layout(self.value_of()) != x.layout or not x.layout.is_dense():
+            return False
+        others = [node for node in self.node.all_input_nodes if node is not given]
+        if self.node.all_input_nodes.count(given) != 1 or any(
+            self.graph.root(view.buffer) == x.buffer for node in others for view in views_of(self.env[node])
+        ):
+            return False
+        later = [user for user in users_through_views(given) if user not in self.env and user is not self.node]
+        returned = any(user.op == "output" for user in users_through_views(self.node))
+        return later == copies and not returned
+
+    def _empty(self, view: View) -> View:
+        """Memory for a tensor without elements: a kernel with nothing to do would only be a special case for all."""
+        layout = view.layout
+        options = {"dtype": layout.dtype, "device": layout.device}
+        call = torch.empty_strided
+        self.add(Extern(view.buffer, call, (layout.size, layout.stride), options, view, origin=provenance(self.node)))
+        return view
+
+    # --- their loops and elements
+
+    def loops_over(self, layout: Layout) -> tuple[tuple[Loop, ...], tuple[sympy.Expr, ...]]:
+        """Loops over every position of `layout`, outermost in memory first, and the position by dim."""
+        position: list[sympy.Expr] = [sympy.S.Zero] * len(layout.size)
+        loops: list[Loop] = []
+        for dim in layout.dim_order():
+            symbol = loop_symbol("p", len(loops))
+            position[dim] = symbol
+            loops.append(Loop(symbol, layout.size[dim]))
+        return tuple(loops), tuple(position)
+
+    def element(self, arg: Any, position: Sequence[sympy.Expr]) -> Value:
+        """The element of `arg` that belongs to `position` of a tensor it is broadcast to."""
+        if isinstance(arg, View):
+            skip = len(position) - len(arg.size)
+            at = tuple(sympy.S.Zero if is_one(extent) else position[skip + dim] for dim, extent in enumerate(arg.size))
+            return Load(arg.buffer, arg.layout.at(at), arg.dtype)
+        return self.scalar(arg)
+
+    def scalar(self, arg: Any) -> Value:
+        """A number or size as a value, in Python's own widest dtype of its kind."""
+        if isinstance(arg, bool):
+            return Constant(arg, torch.bool)
+        if isinstance(arg, int):
+            return Constant(arg, torch.int64)
+        if isinstance(arg, float):
+            return Constant(arg, torch.float64)
+        if isinstance(arg, sympy.Expr):
+            if arg.is_Integer:
+                return Constant(int(arg), torch.int64)
+            return Index(arg) if arg.is_integer else number(arg)
+        raise Impossible(f"a {type(arg).__name__} argument")
+
+    def store(self, out: View, position: Sequence[sympy.Expr], value: Value) -> Store:
+        return Store(out.buffer, out.layout.at(tuple(position)), cast(value, out.dtype), out.dtype)
+
+    def promoted(self, kind: PROMOTION, *args: Any) -> torch.dtype:
+        """The dtype torch computes an element-wise op of these arguments in (float32 for low precision)."""
+        return elementwise_dtypes(*(_promotable(arg) for arg in args), type_promotion_kind=kind)[0]
+
+    # --- calls
+
+    def extern(
+        self,
+        target: Callable[..., Any],
+        args: Any,
+        kwargs: Mapping[str, Any],
+        fallback: bool = False,
+        pure: bool | None = None,
+    ) -> Any:
+        """A call of `target` as it stands; results are laid out as the fake tensors say.
+
+        Whether it may be dropped when nobody reads its results is told by its schema unless `pure` does.
+        """
+        call = self.call_of(target, args, kwargs, fallback)
+        if pure is not None:
+            call = dataclasses.replace(call, pure=pure)
+        self.add(call)
+        for view in call.mutates:
+            self.rename(view)
+        return self.results_of(call)
+
+    def call_of(self, target: Any, args: Any, kwargs: Mapping[str, Any], fallback: bool) -> Extern:
+        roots = dict.fromkeys(self.graph.root(view.buffer) for view in mutated(target, args, kwargs))
+
+        def mirror(value: Any, path: tuple[int, ...]) -> Any:
+            if isinstance(value, tuple | list):
+                parts = [mirror(item, (*path, at)) for at, item in enumerate(value)]
+                return tuple(parts) if isinstance(value, tuple) else parts
+            if value is None:
+                return None
+            returned = returned_argument(target, path[0] if path else 0, args, kwargs)
+            if returned is not None:
+                return returned
+            name = "_".join((self.node.name, *map(str, path)))
+            if target is with_effects and path == (0,):
+                return Handle(name)
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+                return View(name, self.layout(value, offset=sympy.S.Zero))
+            return Handle(name, self.expr(value) if isinstance(value, torch.SymInt) else None)
+
+        result = mirror(self.node.meta.get("val"), ())
+        out = isinstance(result, View) and target in OUT_VARIANTS and result.layout.is_dense()
+        return Extern(
+            self.node.name,
+            target,
+            tuple(args),
+            dict(kwargs),
+            result,
+            tuple(self._mutated_name(root) for root in roots),
+            out,
+            fallback,
+            pure=not roots and not has_side_effects(target),
+            origin=provenance(self.node),
+        )
+
+    def _mutated_name(self, root: str) -> View:
+        base = name = f"{root}__{self.node.name}"
+        times = 1
+        while name in self.graph.aliases:  # a node may change one buffer several times
+            times += 1
+            name = f"{base}_{times}"
+        renamed = View(name, self.graph.views[root].layout)
+        self.mutated[renamed.buffer] = root
+        return renamed
+
+    def rename(self, view: View) -> None:
+        root = self.mutated[view.buffer]
+        self.graph.aliases[view.buffer] = self.latest.get(root, root)
+        self.graph.views[view.buffer] = view
+        self.latest[root] = view.buffer
+
+    def results_of(self, call: Extern) -> Any:
+        def leaf(value: Any) -> Any:
+            return value.expr if isinstance(value, Handle) and value.expr is not None else value
+
+        return self.current(tree_map(leaf, call.result))
+
+
+def _promotable(arg: Any) -> Any:
+    """What torch's promotion rules look at: a dtype and whether it is a tensor, a 0-dim tensor or a number."""
+    if isinstance(arg, View):
+        return _tensor_of(len(arg.size), arg.dtype)
+    if isinstance(arg, sympy.Expr):
+        return 1 if arg.is_integer else 1.0
+    return arg
+
+
+@lru_cache(None)
+def _tensor_of(dims: int, dtype: torch.dtype) -> Tensor:
+    with _disable_current_modes():  # a compiler runs among fake tensors, which take a hundred times as long to make
+        return torch.empty([1] * dims, dtype=dtype, device="meta")

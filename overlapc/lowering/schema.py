@@ -1,0 +1,99 @@
+"""What a node's op does to its arguments, by its schema: views, writes, results that are arguments, effects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._higher_order_ops.effects import with_effects
+from torch.fx import Node
+
+from overlapc.ir.ops import Handle, View
+
+
+def is_view(node: Node) -> bool:
+    """Whether every result of the node is a view of its first argument, by the op's schema."""
+    target = node.target
+    if target is torch.ops.aten._unsafe_view.default or target is torch.ops.aten.lift_fresh.default:
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    returns = target._schema.returns
+    return (
+        bool(returns)
+        and all(item.alias_info is not None and not item.alias_info.is_write for item in returns)
+        and not any(arg.alias_info is not None and arg.alias_info.is_write for arg in target._schema.arguments)
+    )
+
+
+def users_through_views(node: Node) -> list[Node]:
+    """Every node that reads the memory of `node`, views of it left out and their own readers listed."""
+    found: dict[Node, None] = {}
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if is_view(user):
+                stack.append(user)
+            else:
+                found[user] = None
+    return list(found)
+
+
+def is_effect_token(node: Node) -> bool:
+    """Whether the input orders ops with side effects; at run time it may be a tensor or None."""
+    return any(user.target is with_effects and user.args[0] is node for user in node.users)
+
+
+def binds_sizes(node: Node) -> bool:
+    """Whether the node makes sizes that only its data tell."""
+    return bool(node.meta.get("unbacked_bindings"))
+
+
+def mutated(target: Any, args: Any, kwargs: Mapping[str, Any]) -> list[View]:
+    """Views that the call overwrites, by its schema."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return []
+    found: list[View] = []
+    for at, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = kwargs.get(argument.name, args[at] if at < len(args) else None)
+            found.extend(views_of(given))
+    return found
+
+
+def returned_argument(target: Any, position: int, args: Any, kwargs: Mapping[str, Any]) -> View | None:
+    """The argument that the call returns as result `position` (in-place and out= ops)."""
+    if not isinstance(target, torch._ops.OpOverload) or position >= len(target._schema.returns):
+        return None
+    alias = target._schema.returns[position].alias_info
+    if alias is None or not alias.is_write:
+        return None
+    for at, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.before_set == alias.before_set:
+            given = kwargs.get(argument.name, args[at] if at < len(args) else None)
+            return given if isinstance(given, View) else None
+    return None
+
+
+def has_side_effects(target: Any) -> bool:
+    """Whether a call matters even if nobody reads its results."""
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name
+        if "assert" in name or "sym_constrain" in name or not target._schema.returns:
+            return True
+        return torch.Tag.nondeterministic_seeded in target.tags or name.startswith("_c10d_functional")
+    return not getattr(target, "__module__", "").startswith(("_operator", "math"))
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """What stands in a structure of arguments; a view is one leaf."""
+    return torch.utils._pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, View))
+
+
+def views_of(tree: Any) -> list[View]:
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, View)]
+
+
+def named_in(tree: Any) -> list[View | Handle]:
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, View | Handle)]
