@@ -490,6 +490,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     passed = ["--device", arguments.device, "--size", arguments.size, "--cases", arguments.cases]
     systems = [system for system in arguments.systems if system != TUNED]  # which needs the device to itself
     passed += ["--systems", ",".join(systems), "--no-check", "--compile-only"]
+    passed += ["--threads", str(torch.get_num_threads())]  # Inductor writes them into its code, and keeps that
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     running = [
         subprocess.Popen(

@@ -264,6 +264,23 @@ def test_operation(results: dict[torch.dtype, dict[str, torch.Tensor]], dtype: t
         assert torch.equal(torch.signbit(actual)[numbers], torch.signbit(expected)[numbers])
 
 
+def test_our_own_functions_are_within_two_units_everywhere(kernels: Kernels):
+    """Every 4099th float of either sign; results below the smallest normal number within that many units of it."""
+    bits = torch.arange(0, 0x7F800000, 4099, dtype=torch.int64).to(torch.int32)
+    a = torch.cat([bits, bits - 2**31]).view(torch.float32)
+    found = {
+        store.buffer: torch.empty(len(a), dtype=store.memory_dtype) for store in BODIES["ops_torch.float32_simd"].stores
+    }
+    kernels.run("ops_torch.float32_simd", {"a": a, "b": torch.ones_like(a), **found}, s0=len(a))
+    for name in ("exp", "erf"):
+        exact = UNARY[name](a.double())
+        finite = exact.abs() < torch.finfo(torch.float32).max
+        unit = torch.exp2(torch.frexp(exact)[1].double().clamp(min=-125) - 24)
+        assert ((found[name].double() - exact).abs() / unit)[finite].max() < 2, name
+        assert torch.equal(found[name][~finite].double(), exact[~finite].sign() * math.inf)
+    assert torch.equal(found["erf"][a.abs() > 4], a[a.abs() > 4].sign())
+
+
 def test_dividing_integers_by_zero_does_not_end_the_process(
     results: dict[torch.dtype, dict[str, torch.Tensor]],
 ):

@@ -66,18 +66,18 @@ def test_sizes_known_at_launch(kernels: Kernels):
 CHECK = """
 #include <stdio.h>
 template <class T> int wrong(int64_t rows, int64_t columns) {
-  T from[40 * 40], tile[32 * 40];
-  for (int at = 0; at < 1600; ++at) from[at] = T(at);
-  transpose_tile<40>(tile, from, 40, rows, columns);
+  T from[80 * 40], tile[32 * 64];
+  for (int at = 0; at < 3200; ++at) from[at] = T(at);
+  transpose_tile<32, 64>(tile, from, 40, rows, columns);
   int found = 0;
   for (int64_t i = 0; i < rows; ++i)
-    for (int64_t j = 0; j < columns; ++j) found += tile[40 * i + j] != from[i + 40 * j];
+    for (int64_t j = 0; j < columns; ++j) found += tile[64 * i + j] != from[i + 40 * j];
   return found;
 }
 int main() {
   int found = 0;
   for (int64_t rows : {1, 16, 31, 32})
-    for (int64_t columns : {1, 16, 33, 40})
+    for (int64_t columns : {1, 16, 33, 64})
       found += wrong<uint8_t>(rows, columns) + wrong<uint16_t>(rows, columns) + wrong<float>(rows, columns) +
                wrong<double>(rows, columns);
   printf("%d", found);
@@ -85,7 +85,7 @@ int main() {
 """
 
 
-@pytest.mark.parametrize("flags", [["-march=x86-64"], ["-O0"]])
+@pytest.mark.parametrize("flags", [["-march=x86-64"], ["-O0"], ["-march=native"], ["-march=native", "-mno-avx512f"]])
 def test_vectors_of_any_machine(flags: list[str], tmp_path: Path):
     compiler = find_compiler()
     if platform.machine() != "x86_64":

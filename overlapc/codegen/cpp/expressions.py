@@ -162,18 +162,18 @@ _LOGICAL = {"logical_and": "&", "logical_or": "|", "logical_xor": "^"}  # not &&
 _PRELUDE = {
     "abs": "absolute", "sign": "sign", "signbit": "sign_bit", "relu": "relu", "sigmoid": "sigmoid",
     "floor_div": "floor_div", "trunc_div": "trunc_div", "remainder": "remainder_", "fmod": "fmod_",
-    "exp": "exponential",
+    "exp": "exponential", "erf": "error_function",
     "pow": "power", "maximum": "maximum", "minimum": "minimum",
     "shift_left": "shift_left", "shift_right": "shift_right",
 }  # fmt: skip
 # Named as in C's math.h, with an f for float.
 _MATH = frozenset(
-    "sqrt exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc "
+    "sqrt exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erfc "
     "lgamma floor ceil trunc atan2 hypot copysign nextafter".split()
 )
 _ROUNDING = frozenset({"floor", "ceil", "trunc", "round"})
 # What an operation costs, in additions; decides from how much work on threads are worth waking.
-HEAVY = dict.fromkeys(_MATH | {"exp", "sigmoid", "pow"}, 10) | dict.fromkeys(
+HEAVY = dict.fromkeys(_MATH | {"exp", "erf", "sigmoid", "pow"}, 10) | dict.fromkeys(
     ("floor", "ceil", "trunc", "sqrt", "copysign"), 1
 )
 HEAVY |= dict.fromkeys(("random", "random_word"), 40)  # ten rounds of two products

@@ -20,7 +20,16 @@ from overlapc.codegen.cpp.expressions import (
 )
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
 from overlapc.codegen.cpp.pieces import Piece, pieces
-from overlapc.codegen.cpp.plan import BLOCK, CONFLICT_BLOCK, PARALLEL_WORK, TILED_BLOCK, TRANSPOSE_BLOCK, Plan, stride
+from overlapc.codegen.cpp.plan import (
+    BLOCK,
+    CONFLICT_BLOCK,
+    PARALLEL_WORK,
+    TILED_BYTES,
+    TILED_COLUMNS,
+    TRANSPOSE_BLOCK,
+    Plan,
+    stride,
+)
 from overlapc.ir.body import (
     Body,
     Cast,
@@ -163,7 +172,7 @@ class Function:
             assert rows is not None
             assert columns is not None
             row, column = (f"({loop.symbol} - {loop.symbol}_block)" for loop in (rows, columns))
-            return f"{self.tiles[access]}[{TILED_BLOCK[1]} * {row} + {column}]"
+            return f"{self.tiles[access]}[{TILED_COLUMNS} * {row} + {column}]"
         index = access.index
         if access.indirect:
             names = {}
@@ -353,7 +362,7 @@ class Function:
         vector = plan.vector
         if vector is not None and plan.blocked is not None:
             self.tiles = self._tiled(plan.blocked, vector)
-            rows, columns = TILED_BLOCK if self.tiles else TRANSPOSE_BLOCK
+            rows, columns = (self._tile_rows(), TILED_COLUMNS) if self.tiles else TRANSPOSE_BLOCK
             parallel += [blocks(plan.blocked, rows), blocks(vector, columns)]
             inner += [in_block(plan.blocked), self.simd(in_block(vector))]
         elif vector is not None:
@@ -364,7 +373,7 @@ class Function:
             else:
                 inner.append(self.simd(plain(vector)))
         collapsed = self.on_threads(parallel, self.body.numel())
-        if plan.blocked is not None and vector is not None:
+        if self.tiles and plan.blocked is not None and vector is not None:
             parallel[-1].inside += self._fill_tiles(plan.blocked, vector)
         self.store_nest([*parallel, *inner], self.body.stores, {}, collapsed)
 
@@ -381,9 +390,13 @@ class Function:
                 found[load] = f"tile{self.number[load]}"
         return found
 
+    def _tile_rows(self) -> int:
+        """Of the loop around the vector loop, in one tile: a cache line of the smallest element that is turned."""
+        return TILED_BYTES // min(load.memory_dtype.itemsize for load in self.tiles)
+
     def _fill_tiles(self, blocked: Loop, vector: Loop) -> list[str]:
         """Lines that turn the block at hand round, for every load of `tiles`."""
-        rows, columns = TILED_BLOCK
+        rows, columns = self._tile_rows(), TILED_COLUMNS
         origin = {loop.symbol: sympy.Symbol(f"{loop.symbol}_block", integer=True) for loop in (blocked, vector)}
         height, width = (f"{loop.symbol}_end - {loop.symbol}_block" for loop in (blocked, vector))
         lines = []
@@ -391,5 +404,5 @@ class Function:
             first = f"{self.arguments[load.buffer]} + {index_text(load.index.xreplace(origin))}"
             step = stride(load.index, vector.symbol)
             lines.append(f"{MEMORY_TYPE[load.memory_dtype]} {tile}[{rows} * {columns}];")
-            lines.append(f"transpose_tile<{columns}>({tile}, {first}, {index_text(step)}, {height}, {width});")
+            lines.append(f"transpose_tile<{rows}, {columns}>({tile}, {first}, {index_text(step)}, {height}, {width});")
         return lines

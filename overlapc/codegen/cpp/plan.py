@@ -37,8 +37,8 @@ BLOCK = 2048
 # Of the loop around the vector loop, and of that. With rows a power of two apart only 12 lines of a cache set are left:
 # (32, 64) took 4 times as long as this on a 2048 x 2048 float32 transpose (benchmarks/cpp_kernels.py, Zen 5).
 TRANSPOSE_BLOCK = (32, 16)
-# The same where blocks are turned round in registers: then a line of each row is read whole, and soon enough.
-TILED_BLOCK = (32, 64)
+# The same where blocks are turned round in registers: bytes read of each row, the line that comes anyway, and rows.
+TILED_BYTES, TILED_COLUMNS = 64, 64
 CONFLICT_BLOCK = 64  # of the vector loop when it is the only one that may run on threads
 TILE = 128  # columns that accumulate at a time: 512 B of float32 from each row
 ROWS = 16  # short rows that go through a pass together

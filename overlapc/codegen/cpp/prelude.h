@@ -229,9 +229,41 @@ INLINE float exponential(float x) {
   p = x < -104.0f ? 0.0f : p;
   return x > 89.0f ? INFINITY : p;  // NaN has come through
 }
+
+// erf of float32, within two units in the last place (libmvec: four). Near zero a polynomial;
+// elsewhere 1 - 2^r with a polynomial r, so that 1 + erf(x) is right for negative x as well (GELU).
+INLINE float error_function(float x) {
+  const float a = fabsf(x), s = x * x;
+  float near = -0.0006090340327f;  // erf(x) / x - 1 over x * x, for |x| < 0.9
+  near = __builtin_fmaf(near, s, 0.005011958799f);
+  near = __builtin_fmaf(near, s, -0.02677890603f);
+  near = __builtin_fmaf(near, s, 0.1128214073f);
+  near = __builtin_fmaf(near, s, -0.3761252327f);
+  near = __builtin_fmaf(near, s, 0.128379154f);
+  const float b = a > 4.0f ? 4.0f : a;  // from there on erf is 1; NaN comes through
+  float r = 0.0002859836285f;           // log2(1 - erf(b)) for 0.9 <= b <= 4
+  r = __builtin_fmaf(r, b, -0.004422686461f);
+  r = __builtin_fmaf(r, b, 0.03219448436f);
+  r = __builtin_fmaf(r, b, -0.1502051249f);
+  r = __builtin_fmaf(r, b, -0.9189613565f);
+  r = __builtin_fmaf(r, b, -1.627067971f);
+  r = __builtin_fmaf(r, b, -0.0002400252912f);
+  const float shifted = r + 12582912.0f;  // as above; r has no need of its range
+  const float f = r - (shifted - 12582912.0f);
+  float p = 0.001327642768f;  // 2^f on |f| <= 1/2, error 8e-8
+  p = __builtin_fmaf(p, f, 0.00967554098f);
+  p = __builtin_fmaf(p, f, 0.05550713411f);
+  p = __builtin_fmaf(p, f, 0.2402211973f);
+  p = __builtin_fmaf(p, f, 0.693146967f);
+  p = __builtin_fmaf(p, f, 1.000000072f);
+  const float rest = p * bits<float>((bits<int32_t>(shifted) - 0x4b400000 + 127) << 23);
+  return a < 0.9f ? __builtin_fmaf(near, x, x) : copysignf(1.0f - rest, x);
+}
 #else
 INLINE float exponential(float x) { return expf(x); }
+INLINE float error_function(float x) { return erff(x); }
 #endif
+INLINE double error_function(double x) { return erf(x); }
 INLINE double exponential(double x) { return exp(x); }
 
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
@@ -341,54 +373,96 @@ template <> struct bits_type<4> { using type = uint32_t; };
 template <> struct bits_type<8> { using type = uint64_t; };
 
 #if defined(__GNUC__) && !defined(__clang__)
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#if __GNUC__ >= 12 && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define VECTOR_BYTES 64
+#elif __GNUC__ >= 12 && defined(__AVX2__)
+#define VECTOR_BYTES 32
 #else
 #define VECTOR_BYTES 16
 #endif
-// to[i][j] = from[j][i] for i, j < Width, a power of two: rows i and i + Width/2 are interleaved log2(Width) times.
-template <class T, int Width>
-INLINE void transpose_square(T* to, int64_t to_step, const T* from, int64_t from_step) {
-  typedef T Row __attribute__((vector_size(Width * sizeof(T))));
-  Row rows[Width], low, high;
-  for (int i = 0; i < Width; ++i) {
-    low[i] = T((i & 1) * Width + i / 2);
-    high[i] = T((i & 1) * Width + i / 2 + Width / 2);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < Width; ++i) memcpy(&rows[i], from + i * from_step, sizeof(Row));
-#pragma GCC unroll 4
-  for (int round = 1; round < Width; round *= 2) {
-    Row next[Width];
-#pragma GCC unroll 8
-    for (int i = 0; i < Width / 2; ++i) {
-      next[2 * i] = __builtin_shuffle(rows[i], rows[i + Width / 2], low);
-      next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + Width / 2], high);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < Width; ++i) rows[i] = next[i];
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < Width; ++i) memcpy(to + i * to_step, &rows[i], sizeof(Row));
+
+// Pieces of 16 bytes that lie `step` bytes apart, side by side in one vector.
+typedef uint64_t Pieces1 __attribute__((vector_size(16)));
+typedef uint64_t Pieces2 __attribute__((vector_size(32)));
+typedef uint64_t Pieces4 __attribute__((vector_size(64)));
+INLINE void gather_pieces(Pieces1& to, const char* from, int64_t) { memcpy(&to, from, sizeof(to)); }
+#if __GNUC__ >= 12
+INLINE void gather_pieces(Pieces2& to, const char* from, int64_t step) {
+  Pieces1 low, high;
+  gather_pieces(low, from, step);
+  gather_pieces(high, from + step, step);
+  to = __builtin_shufflevector(low, high, 0, 1, 2, 3);
+}
+INLINE void gather_pieces(Pieces4& to, const char* from, int64_t step) {
+  Pieces2 low, high;
+  gather_pieces(low, from, step);
+  gather_pieces(high, from + 2 * step, step);
+  to = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
 }
 #endif
 
-// tile[i][j] = from[i + step * j] for i < rows, j < columns; a row of the tile has room for `Columns` elements.
-template <int Columns, class T>
+// to[i][j] = from[j][i] for i < 16 / sizeof(T), j < VECTOR_BYTES / sizeof(T): a square in every 16 bytes of a vector,
+// where two vectors are interleaved in one cheap instruction; rows i and i + side/2 are, log2(side) times.
+template <class T>
+INLINE void transpose_squares(T* to, int64_t to_step, const T* from, int64_t from_step) {
+  constexpr int side = 16 / sizeof(T), width = VECTOR_BYTES / sizeof(T);
+  typedef T Row __attribute__((vector_size(VECTOR_BYTES)));
+  typedef uint64_t Pieces __attribute__((vector_size(VECTOR_BYTES)));
+  Row rows[side], low, high;
+  for (int i = 0; i < width; ++i) {
+    low[i] = T(i / side * side + i % side / 2 + (i & 1) * width);
+    high[i] = T(low[i] + side / 2);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < side; ++i) {
+    Pieces pieces;
+    gather_pieces(pieces, (const char*)(from + i * from_step), side * from_step * sizeof(T));
+    rows[i] = (Row)pieces;
+  }
+#pragma GCC unroll 4
+  for (int round = 1; round < side; round *= 2) {
+    Row next[side];
+#pragma GCC unroll 8
+    for (int i = 0; i < side / 2; ++i) {
+      next[2 * i] = __builtin_shuffle(rows[i], rows[i + side / 2], low);
+      next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + side / 2], high);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < side; ++i) rows[i] = next[i];
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < side; ++i) memcpy(to + i * to_step, &rows[i], sizeof(Row));
+}
+#endif
+
+// tile[i][j] = from[i + step * j] for i < rows <= Rows, j < columns <= Columns, as far as the tile, which has room for
+// Rows x Columns, is read: vectors leave any numbers beyond.
+template <int Rows, int Columns, class T>
 INLINE void transpose_tile(T* tile, const T* from, int64_t step, int64_t rows, int64_t columns) {
-  int64_t done = 0;
 #ifdef VECTOR_BYTES
   using Bits = typename bits_type<sizeof(T)>::type;
-  constexpr int width = VECTOR_BYTES / sizeof(T) < 16 ? VECTOR_BYTES / sizeof(T) : 16;
-  const int64_t whole = rows / width * width;
-  for (; done + width <= columns; done += width)
-    for (int64_t i = 0; i < whole; i += width)
-      transpose_square<Bits, width>((Bits*)tile + i * Columns + done, Columns, (const Bits*)from + i + step * done, step);
-  for (int64_t j = 0; j < done; ++j)
-    for (int64_t i = whole; i < rows; ++i) tile[i * Columns + j] = from[i + step * j];
-#endif
-  for (int64_t j = done; j < columns; ++j)
+  constexpr int side = 16 / sizeof(T), width = VECTOR_BYTES / sizeof(T);
+  static_assert(Rows % side == 0 && Columns % width == 0, "a tile is whole vectors");
+  // So many lines of memory a power of two apart would push each other out of a set of the nearest cache (of 8 to 12)
+  // before they are used up: those are copied first. A tile that is not full is, too, so that vectors read no further.
+  if (width <= 16 && rows == Rows && columns == Columns) {
+    for (int64_t j = 0; j < Columns; j += width)
+      for (int64_t i = 0; i < Rows; i += side)
+        transpose_squares<Bits>((Bits*)tile + i * Columns + j, Columns, (const Bits*)from + i + step * j, step);
+    return;
+  }
+  T copy[Columns * Rows];
+  if (rows == Rows)
+    for (int64_t j = 0; j < columns; ++j) memcpy(copy + Rows * j, from + step * j, Rows * sizeof(T));
+  else
+    for (int64_t j = 0; j < columns; ++j) memcpy(copy + Rows * j, from + step * j, rows * sizeof(T));
+  for (int64_t j = 0; j < columns; j += width)
+    for (int64_t i = 0; i < rows; i += side)
+      transpose_squares<Bits>((Bits*)tile + i * Columns + j, Columns, (const Bits*)copy + i + Rows * j, Rows);
+#else
+  for (int64_t j = 0; j < columns; ++j)
     for (int64_t i = 0; i < rows; ++i) tile[i * Columns + j] = from[i + step * j];
+#endif
 }
 
 // ---- index arithmetic (the printer uses / and % where both sides are known to be positive)
