@@ -3,7 +3,7 @@
     python benchmarks/kernels.py --prepare 12 --json kernels.json           # one GPU, about four minutes
     python benchmarks/kernels.py --device cpu --size small                  # this machine's cores
     python benchmarks/kernels.py --cases 'softmax|cross' --systems overlapc,inductor --profile --json slow.json
-    python benchmarks/kernels.py --device cpu --size tiny --cases 'Norm'     # what a call costs the host
+    python benchmarks/kernels.py --device cpu --size tiny --host-only --threads 1   # what calls cost the host
     python benchmarks/kernels.py --autotune --cases 'Norm|RoPE'             # and with measured block sizes
 
 The list is kernel_cases.py. On a GPU a case is timed twice: with launches hidden (calls queued behind a held stream,
@@ -306,6 +306,7 @@ class Result:
     hidden_us: dict[str, float]
     launched_us: dict[str, float]
     host_us: dict[str, float]  # of forward + backward, for trained problems
+    host_least_us: dict[str, float]  # the same, the least sample: what the host itself adds is not in it
     profile: dict[str, list[tuple[str, float]]]
     tuned: list[str]  # what was measured of its kernels' block sizes, a line a graph
 
@@ -331,6 +332,11 @@ def measured(name: str, make: Callable[[Inputs], Problem], arguments: argparse.N
     torch.manual_seed(0)
     reports.clear()
     problem = make(Inputs(SCALES[arguments.size], arguments.device))
+    kinds = problem.kinds
+    if arguments.host_only:
+        kinds = (BOTH,) if problem.gradients else ()
+    if not kinds:
+        return []
     subjects, failed = {}, []
     eager = Subject(problem, "eager", name)
     reference = _reference(problem, name) if arguments.check else []
@@ -341,7 +347,7 @@ def measured(name: str, make: Callable[[Inputs], Problem], arguments: argparse.N
                 verdict = checked(problem, subject, Subject(problem, "eager", name), reference)
                 if verdict != "ok":
                     failed.append(f"{system}: {verdict}")
-            for kind in problem.kinds:
+            for kind in kinds:
                 subject.call(kind)()
         except (RuntimeError, OverlapcError, NotImplementedError) as error:
             failed.append(f"{system}: {type(error).__name__}: {str(error).strip().splitlines()[0][:80]}")
@@ -353,16 +359,17 @@ def measured(name: str, make: Callable[[Inputs], Problem], arguments: argparse.N
     outputs = [leaf for leaf in pytree.tree_leaves(eager.forward()) if isinstance(leaf, Tensor)]
     gradients = eager.both() if problem.gradients else ()
     clock = on_cpu if arguments.device == "cpu" else on_gpu
-    host: dict[str, float] = {}
+    samples: dict[str, list[float]] = {}
     if problem.gradients:
         calls = {system: subject.both for system, subject in subjects.items()}
         times = clock(calls, arguments.rounds)
         samples = {system: each.host or each.launched for system, each in times.items()}
-        host = {system: 1e6 * statistics.median(each) for system, each in samples.items()}
+    host = {system: 1e6 * statistics.median(each) for system, each in samples.items()}
+    least = {system: 1e6 * min(each) for system, each in samples.items()}
     compiled = (graph for step in reports.report_of_process().steps for graph in step.graphs)
     tuned = [f"{graph.name}: {graph.tuned}" for graph in compiled if graph.tuned]
     results = []
-    for kind in problem.kinds:
+    for kind in kinds:
         calls = {system: subject.call(kind) for system, subject in subjects.items()}
         times = clock(calls, arguments.rounds)
         waits = [f"{system} waits for the device" for system, each in times.items() if each.waits]
@@ -375,6 +382,7 @@ def measured(name: str, make: Callable[[Inputs], Problem], arguments: argparse.N
                 {system: 1e6 * statistics.median(each.hidden) for system, each in times.items()},
                 {system: 1e6 * statistics.median(each.launched) for system, each in times.items()},
                 host,
+                least,
                 {system: profiled(call) for system, call in calls.items()} if arguments.profile else {},
                 tuned,
             )
@@ -468,16 +476,7 @@ def summary(results: Sequence[Result], bandwidth: float | None) -> str:
             f"with measured block sizes: {geometric_mean(list(gains.values())):.3f} times as fast in geometric mean;"
             f" most {', '.join(changed[:8])}; least {changed[-1]}"
         )
-    hosts = {result.case.rsplit(" forward", 1)[0].rsplit(" backward", 1)[0]: result.host_us for result in results}
-    ratios = [
-        times["overlapc"] / times["inductor"] for times in hosts.values() if {"overlapc", "inductor"} <= set(times)
-    ]
-    if ratios:
-        ours = statistics.median(times["overlapc"] for times in hosts.values() if "overlapc" in times)
-        lines.append(
-            f"host time of forward + backward: {ours:.0f} us, {geometric_mean(ratios):.2f} of inductor's in geometric"
-            f" mean over {len(ratios)} (worst {max(ratios):.2f})"
-        )
+    lines += _host_lines(results)
     wrong = [f"{result.case}: {result.check}" for result in results if result.check not in ("ok", NOT_CHECKED)]
     lines += dict.fromkeys(f"{result.case}: {line}" for result in results for line in result.tuned)
     unchecked = any(result.check == NOT_CHECKED for result in results)
@@ -485,11 +484,38 @@ def summary(results: Sequence[Result], bandwidth: float | None) -> str:
     return "\n".join(lines)
 
 
+_HOST_FORMAT = ("", *2 * (".0f", ".0f", ".0f", ".2f"))
+
+
+def _host_lines(results: Sequence[Result]) -> list[str]:
+    """Host time of forward + backward by problem: medians, and the least samples."""
+    by_problem = {re.sub(" (forward|backward|forward \\+ backward)$", "", each.case): each for each in results}
+    rows: list[list[Any]] = []
+    for name, result in by_problem.items():
+        if {"overlapc", "inductor"} <= set(result.host_us):
+            row: list[Any] = [name]
+            for times in (result.host_us, result.host_least_us):
+                row += [times["overlapc"], times["inductor"], times.get("eager"), times["overlapc"] / times["inductor"]]
+            rows.append(row)
+    if not rows:
+        return []
+    headers = ["host, us", "overlapc", "inductor", "eager", "ratio"]
+    lines = [tabulate(rows, headers=[*headers, *(f"least {each}" for each in headers[1:])], floatfmt=_HOST_FORMAT)]
+    for label, at in (("", 4), (", least samples", 8)):
+        ratios = [row[at] for row in rows]
+        lines.append(
+            f"host time of forward + backward{label}: {statistics.median(row[at - 3] for row in rows):.0f} us,"
+            f" {geometric_mean(ratios):.2f} of inductor's in geometric mean over {len(rows)} (worst {max(ratios):.2f})"
+        )
+    return lines
+
+
 def prepare(arguments: argparse.Namespace) -> None:
     """Fills both systems' caches in parallel: this script, compiling only, on shards of the list."""
     passed = ["--device", arguments.device, "--size", arguments.size, "--cases", arguments.cases]
     systems = [system for system in arguments.systems if system != TUNED]  # which needs the device to itself
     passed += ["--systems", ",".join(systems), "--no-check", "--compile-only"]
+    passed += ["--host-only"] if arguments.host_only else []
     passed += ["--threads", str(torch.get_num_threads())]  # Inductor writes them into its code, and keeps that
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     running = [
@@ -516,6 +542,7 @@ def main() -> None:
     parser.add_argument("--prepare", type=int, default=0, help="fill the caches with this many processes first")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--no-check", dest="check", action="store_false", help="do not compare with float64")
+    parser.add_argument("--host-only", action="store_true", help="only what forward + backward calls cost the host")
     parser.add_argument("--autotune", action="store_true", help="also with measured block sizes (overlapc-tuned)")
     parser.add_argument("--profile", action="store_true", help="device kernels of every case, into --json")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no problem after this time")
