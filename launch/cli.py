@@ -29,7 +29,6 @@ _USAGE, _FAILED, _INTERRUPTED = 2, 1, 130
 
 app = typer.Typer(
     help="Hides FSDP/TP communication behind compute: a torch.compile backend, and tools around it.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -386,8 +385,11 @@ def _writable(folder: Path) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit code is 0, 1 (a job failed), 2 (bad input) or 130 (Ctrl-C)."""
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        code = app(args=arguments, prog_name="overlapc", standalone_mode=False)
+        code = app(args=given or ["--help"], prog_name="overlapc", standalone_mode=False)
+        if not given:
+            return _USAGE
     except _UsageProblem as problem:
         return _say(" ".join(problem.format_message().split()), problem.exit_code)
     except JobFailed as failed:

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from overlapc.errors import ConfigError, unknown_name
 from overlapc.units import parse_bytes
+
+STAGES = ("fx", "ir", "fusion", "passes", "program", "kernels", "all")  # of a compilation, as `dump` names them
 
 
 def _bool(text: Any) -> bool:
@@ -56,7 +59,12 @@ def _optional_bool(text: Any) -> bool | None:
 
 
 def _optional_bytes(text: Any) -> int | None:
-    return None if text is None or text == "" else parse_bytes(text)
+    if text is None or text == "":
+        return None
+    size = parse_bytes(text)
+    if size <= 0:
+        raise ConfigError(f"{text!r} is not a positive size")
+    return size
 
 
 def _fraction(text: Any) -> float:
@@ -106,14 +114,14 @@ def _words(text: Any) -> frozenset[str]:
     return frozenset(text)
 
 
-def _subset(*known: str) -> Callable[[Any], frozenset[str]]:
-    """A reader of some of these words."""
+def _subset(kind: str, *known: str) -> Callable[[Any], frozenset[str]]:
+    """A reader of some of these words, each of which names a `kind`, or of "none"."""
 
     def read(text: Any) -> frozenset[str]:
-        words = _words(text)
+        words = _words(text) - {"none"}
         for word in words:
             if word not in known:
-                raise ConfigError(unknown_name("kind of value", word, known))
+                raise ConfigError(unknown_name(kind, word, known))
         return words
 
     return read
@@ -238,7 +246,7 @@ class Config:
     )
     check_values: frozenset[str] | str = _knob(
         frozenset(),
-        _subset("nan", "inf"),
+        _subset("kind of value", "nan", "inf"),
         "fail with the kernel's name and line when it writes one of these: nan,inf; slow",
     )
     sync_kernels: bool = _knob(
@@ -251,10 +259,12 @@ class Config:
     )
     verify: bool = _knob(True, _bool, "check the schedule after every pass")
     dump: frozenset[str] | str = _knob(
-        frozenset(), _words, "stages to write as text: fx, ir, fusion, passes, program, kernels, all"
+        frozenset(), _subset("stage", *STAGES), f"stages to write as text: {', '.join(STAGES)}"
     )
     debug: frozenset[str] | str = _knob(
-        frozenset(), _words, "stages to print to stderr, by the same names: debug=fusion says why kernels stay apart"
+        frozenset(),
+        _subset("stage", *STAGES),
+        "stages to print to stderr, by the same names: debug=fusion says why kernels stay apart",
     )
     dump_dir: Path | str = _knob(Path("overlapc_dump"), _path, "folder that dumps go to")
     warm_start: bool = _knob(
@@ -296,6 +306,7 @@ class Config:
         for name in given:
             if name not in known:
                 raise ConfigError(unknown_name("option", name, known))
+        _warn_of_unknown_variables(known)
         for name in known:
             variable = variable_of(name)
             if name not in given and variable in os.environ:
@@ -329,6 +340,18 @@ MODES: Mapping[str, Mapping[str, Any]] = {
 def variable_of(name: str) -> str:
     """The environment variable of an option: `rank_timeout` -> `OVERLAPC_RANK_TIMEOUT`."""
     return "OVERLAPC_" + name.upper()
+
+
+# Variables with our prefix that are no options: launch.torchrun sets one for its ranks, tests read the other.
+_OTHER_VARIABLES = ("OVERLAPC_RUN_DIR", "OVERLAPC_TEST_SEED")
+
+
+def _warn_of_unknown_variables(options: Iterable[str]) -> None:
+    """Of a name that is misspelt, say: nobody reads it, and nobody would notice that nothing came of it."""
+    known = {*map(variable_of, options), *_OTHER_VARIABLES}
+    for variable in os.environ:
+        if variable.startswith("OVERLAPC_") and variable not in known:
+            warnings.warn(f"{unknown_name('variable', variable, known)}; it is ignored", stacklevel=2)
 
 
 def describe() -> list[tuple[str, str, str, str]]:

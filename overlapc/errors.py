@@ -35,8 +35,11 @@ class MemoryBudgetError(OverlapcError):
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> Sequence[str]:
-    """The names closest to `name`, best first; empty when nothing is close."""
-    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+    """The names closest to `name`, best first, those that begin with it before others; empty when nothing is close."""
+    known = list(known)
+    longer = [each for each in known if name and each.startswith(name)]
+    alike = difflib.get_close_matches(name, known, n=count, cutoff=0.6)
+    return list(dict.fromkeys((*longer, *alike)))[:count]
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:

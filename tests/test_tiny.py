@@ -106,6 +106,8 @@ def test_options_come_from_a_dict_a_config_or_variables(monkeypatch):
     [
         ({"memory_budgt": 1}, "no option named 'memory_budgt'; nearest: memory_budget"),
         ({"memory_budget": "70 gigs"}, "memory_budget: '70 gigs' is not a size; write it like '70GiB'"),
+        ({"memory_budget": -1}, "memory_budget: -1 is not a positive size"),
+        ({"dump": "pass"}, "dump: no stage named 'pass'; nearest: passes"),
         ({"rank_timeout": 0}, "rank_timeout: 0 is not a positive number of seconds"),
         ({"passes": "sink_wait"}, "no pass named 'sink_wait'; nearest: sink_waits"),
         ({"profile": "h300"}, "no device profile named 'h300'"),
@@ -116,6 +118,12 @@ def test_unusable_options_are_an_error_of_ours_that_says_which(options, message)
         torch.compile(torch.sin, backend="overlapc", options=options)(torch.randn(4))
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_a_variable_that_is_misspelt_is_warned_of(monkeypatch):
+    monkeypatch.setenv("OVERLAPC_MEMORY_BUDGT", "1GiB")
+    with pytest.warns(UserWarning, match="no variable named 'OVERLAPC_MEMORY_BUDGT'; nearest: OVERLAPC_MEMORY_BUDGET"):
+        overlapc.Config.of()
 
 
 def test_the_modes_of_torch_are_options():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from overlapc.errors import ConfigError
 from overlapc.fx.versions import in_backward
 from overlapc.parallel.controls import Controls
 from overlapc.parallel.gather import ShardedParam, ShardGroup, reduce_with, unshard, unsynced_leaf
@@ -95,11 +96,17 @@ def no_sync(module: FSDPModule) -> Iterator[None]:
         step(*first).backward()
     step(*last).backward()                    # reduces the gradients of both
     """
-    module.set_requires_gradient_sync(False)
+    sync = getattr(module, "set_requires_gradient_sync", None)  # torch.compile's wrapper passes it on
+    if sync is None:
+        raise ConfigError(
+            f"no_sync: this {type(module).__name__} was given to neither overlapc.fully_shard nor overlapc.adopt_fsdp2;"
+            " give it the outermost module that was"
+        )
+    sync(False)
     try:
         yield
     finally:
-        module.set_requires_gradient_sync(True)
+        sync(True)
 
 
 def group_of(module: nn.Module) -> ShardGroup | None:
@@ -124,10 +131,18 @@ def manage(module: nn.Module, params: dict[str, ShardedParam]) -> None:
 
 
 def make_group(
-    module: nn.Module, group: ShardGroup | None, input_dtype: torch.dtype | None, output_dtype: torch.dtype | None
+    module: nn.Module,
+    group: ShardGroup | None,
+    input_dtype: torch.dtype | None,
+    output_dtype: torch.dtype | None,
+    part: int = 0,
 ) -> None:
-    """Let calls of `module` cast their floating inputs and outputs and count as forward; None: it has no parameters."""
+    """Let calls of `module` cast their floating inputs and outputs and count as forward.
+
+    group: None if `module` has no parameters. part: which of the group's modules it is.
+    """
     module.__dict__["_overlapc_group"] = group
+    module.__dict__["_overlapc_part"] = part
     module.__dict__["_overlapc_input_dtype"] = input_dtype
     module.__dict__["_overlapc_output_dtype"] = output_dtype
     module.__dict__["_overlapc_pending"] = {}
@@ -135,11 +150,11 @@ def make_group(
 
 
 def name_groups(root: nn.Module) -> None:
-    """Let every group at or below `root` know its path."""
+    """Let every group at or below `root` know the paths of its modules."""
     for path, module in root.named_modules():
         group = group_of(module)
         if group is not None:
-            group.path = path
+            group.paths[module.__dict__["_overlapc_part"]] = path
 
 
 def _keep_unsynced(modules: Iterable[nn.Module]) -> None:

@@ -15,10 +15,11 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from overlapc.errors import ConfigError
 from overlapc.fx.versions import fsdp2_groups, fsdp2_state, release_fsdp2
-from overlapc.parallel.access import make_group, manage, name_groups
+from overlapc.parallel.access import FSDPModule, make_group, manage, name_groups
 from overlapc.parallel.controls import divided_by
 from overlapc.parallel.gather import ShardedParam
 from overlapc.parallel.sharding import describe, group_on
@@ -36,7 +37,7 @@ def adopt_fsdp2(model: _Module) -> _Module:
     """
     states = {id(state): state for module in model.modules() if (state := fsdp2_state(module)) is not None}
     if not states:
-        raise ConfigError(f"adopt_fsdp2: FSDP2 manages no module of this {type(model).__name__}; nothing to take over")
+        raise ConfigError(f"adopt_fsdp2: FSDP2 manages no module of this {type(model).__name__}: {_why_none(model)}")
     paths = {module: path for path, module in model.named_modules()}
     for state in states.values():
         _refuse(state, paths)
@@ -44,6 +45,17 @@ def adopt_fsdp2(model: _Module) -> _Module:
         _adopt(state)
     name_groups(model)
     return model
+
+
+def _why_none(model: nn.Module) -> str:
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return "overlapc manages it already"
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return (
+            "it is wrapped in FSDP1's FullyShardedDataParallel; shard it with overlapc.fully_shard, or with"
+            " torch.distributed.fsdp.fully_shard, instead"
+        )
+    return "call it after torch.distributed.fsdp.fully_shard, or call overlapc.fully_shard in its place"
 
 
 def _refuse(state: Any, paths: dict[nn.Module, str]) -> None:
@@ -54,13 +66,19 @@ def _refuse(state: Any, paths: dict[nn.Module, str]) -> None:
         raise ConfigError(f"adopt_fsdp2: parameters of {where} lie on several meshes; call fully_shard for each")
     for group in groups:
         if group.mesh_info.shard_mesh_dim is None:
-            raise ConfigError(f"adopt_fsdp2: parameters of {where} are replicated, not sharded")
+            raise ConfigError(
+                f"adopt_fsdp2: parameters of {where} are replicated, not sharded; fully_shard with"
+                " reshard_after_forward=False communicates as much, and keeps less memory"
+            )
         if getattr(group.mesh_info, "is_spmd_mesh", False):
             raise ConfigError(f"adopt_fsdp2: {where} was sharded with dp_mesh_dims; pass the data-parallel mesh axes")
         for param in group.fsdp_params:
             name = f"parameter {param._module_info.param_name} of {where}"
             if param.offload_to_cpu:
-                raise ConfigError(f"adopt_fsdp2: {name} is offloaded to the CPU")
+                raise ConfigError(
+                    f"adopt_fsdp2: {name} is offloaded to the CPU, which overlapc does not do; leave out"
+                    " offload_policy, and save memory by memory_budget or activation checkpointing"
+                )
             if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
                 raise ConfigError(f"adopt_fsdp2: {name} has an all-gather extension")
 
@@ -68,23 +86,25 @@ def _refuse(state: Any, paths: dict[nn.Module, str]) -> None:
 def _adopt(state: Any) -> None:
     """Give one `fully_shard` call's modules and parameters to us."""
     modules, policy = state._modules, state._mp_policy
-    ours = None  # stays so where inner calls took all parameters
     for group in fsdp2_groups(state):
         group._to_sharded()
+    release_fsdp2(state)  # first: it gives modules their own classes back, on which ours are made
+    ours = None  # stays so where inner calls took all parameters
+    for group in fsdp2_groups(state):
         mesh = group.mesh_info.mesh
         ours = group_on(mesh, _reshard_after_forward(state, group))
+        ours.paths = [""] * len(modules)
         for param in group.fsdp_params:
             info = param._module_info
             dim = param.fsdp_placement.dim
-            name = _path_of(info.module, info.param_name, modules)
-            sharded = describe(name, param.sharded_param, mesh, ours, policy, dim, param._orig_size[dim])
+            part, name = _path_of(info.module, info.param_name, modules)
+            sharded = describe(name, param.sharded_param, mesh, ours, policy, dim, param._orig_size[dim], part)
             if group.gradient_divide_factor is not None:
                 sharded = divided_by(sharded, group.gradient_divide_factor)
             _manage(info, sharded)
-    release_fsdp2(state)
-    for module in modules:
-        cast = policy.param_dtype if policy.cast_forward_inputs else None
-        make_group(module, ours, cast, policy.output_dtype)
+    cast = policy.param_dtype if policy.cast_forward_inputs else None
+    for part, module in enumerate(modules):
+        make_group(module, ours, cast, policy.output_dtype, part)
 
 
 def _manage(info: Any, sharded: ShardedParam) -> None:
@@ -94,13 +114,13 @@ def _manage(info: Any, sharded: ShardedParam) -> None:
         manage(module, {name: sharded})
 
 
-def _path_of(owner: nn.Module, name: str, modules: tuple[nn.Module, ...]) -> str:
-    """The parameter's name, seen from the module that was given to `fully_shard`."""
-    for module in modules:
+def _path_of(owner: nn.Module, name: str, modules: tuple[nn.Module, ...]) -> tuple[int, str]:
+    """Which of the modules given to `fully_shard` the parameter belongs to, and its name seen from there."""
+    for part, module in enumerate(modules):
         for path, inner in module.named_modules():
             if inner is owner:
-                return f"{path}.{name}" if path else name
-    return name
+                return part, f"{path}.{name}" if path else name
+    return 0, name
 
 
 def _reshard_after_forward(state: Any, group: Any) -> bool | int | None:

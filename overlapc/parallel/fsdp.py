@@ -12,7 +12,7 @@ tensor.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -27,11 +27,11 @@ from overlapc.parallel.access import group_of, make_group, manage, managed, name
 from overlapc.parallel.gather import ShardedParam
 from overlapc.parallel.sharding import device_of, group_on, shard
 
-_Module = TypeVar("_Module", bound=nn.Module)
+_Modules = TypeVar("_Modules", bound="nn.Module | Sequence[nn.Module]")
 
 
 def fully_shard(
-    module: _Module,
+    module: _Modules,
     mesh: DeviceMesh | None = None,
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -39,10 +39,11 @@ def fully_shard(
     reduce_dtype: torch.dtype | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
-    ignored_params: Collection[nn.Parameter] = (),
-) -> _Module:
+    ignored_params: Collection[nn.Parameter] | None = None,
+) -> _Modules:
     """Shard the parameters of `module` that no inner call manages, in place; returns `module`.
 
+    module: or a list of several, such as the last norm and the head, whose parameters make one group.
     mesh: one axis shards (FSDP); two axes replicate over the first and shard over the second (HSDP). Default:
         all ranks. Parameters that are DTensors already (`parallelize_module`) must lie on other axes of the
         same root mesh.
@@ -60,18 +61,18 @@ def fully_shard(
 
     Raises ConfigError for a mesh, module, parameter or option that cannot be used.
     """
-    if group_of(module) is not None:
-        raise ConfigError(f"fully_shard: this {type(module).__name__} is already sharded; call it once a module")
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        raise ConfigError(f"fully_shard: {type(module).__name__} has no forward; shard the modules in it")
+    modules = _checked(module)
     policy = _policy(mp_policy, param_dtype, reduce_dtype)
     mesh = _default_mesh() if mesh is None else mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"fully_shard: mesh={mesh!r} is no DeviceMesh; make one with init_device_mesh(...)")
     group = group_on(mesh, reshard_after_forward)
+    group.paths = [""] * len(modules)
     device = device_of(mesh)
-    ignored = {id(param) for param in ignored_params}
+    ignored = {id(param) for param in ignored_params or ()}
 
     sharded: dict[int, tuple[nn.Parameter, ShardedParam]] = {}  # by id of the original: tied ones stay tied
-    for owner_path, owner in _own_modules(module):
+    for part, owner_path, owner in _own_modules(modules):
         mine: dict[str, ShardedParam] = {}
         for name, param in owner._parameters.items():
             if param is None or name in managed(owner) or id(param) in ignored:
@@ -87,7 +88,7 @@ def fully_shard(
                 earlier = getattr(param, "_overlapc_sharded", None)
                 placed = shard_placement_fn(param) if shard_placement_fn else None
                 dim = 0 if placed is None else placed.dim
-                sharded[id(param)] = earlier or shard(path, param, mesh, group, policy, dim, device)
+                sharded[id(param)] = earlier or shard(path, param, mesh, group, policy, dim, device, part)
                 param._overlapc_sharded = sharded[id(param)]  # type: ignore[attr-defined]
             owner._parameters[name], mine[name] = sharded[id(param)]
         manage(owner, mine)
@@ -95,9 +96,27 @@ def fully_shard(
             if buffer is not None and not buffer.is_meta:
                 owner._buffers[name] = buffer.to(device)
 
-    make_group(module, group, policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype)
-    name_groups(module)
+    cast = policy.param_dtype if policy.cast_forward_inputs else None
+    for part, each in enumerate(modules):
+        make_group(each, group, cast, policy.output_dtype, part)
+        name_groups(each)
     return module
+
+
+def _checked(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules of one call, without those inside another of them."""
+    modules = [given] if isinstance(given, nn.Module) else list(given)
+    if not modules:
+        raise ConfigError("fully_shard: the list of modules is empty")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"fully_shard: {module!r} is no module")
+        if group_of(module) is not None:
+            raise ConfigError(f"fully_shard: this {type(module).__name__} is already sharded; call it once a module")
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise ConfigError(f"fully_shard: {type(module).__name__} has no forward; shard the modules in it")
+    inner = {id(child) for module in modules for child in module.modules() if child is not module}
+    return [module for module in modules if id(module) not in inner]
 
 
 def _policy(
@@ -123,15 +142,16 @@ def _default_mesh() -> DeviceMesh:
     )
 
 
-def _own_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of `root` and all below it, but not of inner groups; a shared module once."""
+def _own_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[int, str, nn.Module]]:
+    """(which root, path from there, module) of the roots and all below, but not of inner groups; a shared one once."""
     seen: set[int] = set()
-    pending = [("", root)]
-    while pending:
-        path, module = pending.pop()
-        if id(module) in seen or (module is not root and group_of(module) is not None):
-            continue
-        seen.add(id(module))
-        yield path, module
-        children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
-        pending.extend(reversed(children))
+    for part, root in enumerate(roots):
+        pending = [("", root)]
+        while pending:
+            path, module = pending.pop()
+            if id(module) in seen or (module is not root and group_of(module) is not None):
+                continue
+            seen.add(id(module))
+            yield part, path, module
+            children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+            pending.extend(reversed(children))

@@ -47,7 +47,7 @@ class ShardGroup:
     """The parameters of one `fully_shard` call: what they have in common."""
 
     def __init__(self, reshard_after_forward: bool | int | None, axis: Axis, replicate: Axis | None) -> None:
-        self.path = ""  # of the module, seen from the outermost fully_shard; outer calls refresh it
+        self.paths = [""]  # of its modules, seen from the outermost fully_shard; outer calls refresh them
         self.reshard_after_forward = reshard_after_forward
         self.axis = axis
         self.replicate = replicate
@@ -57,10 +57,15 @@ class ShardGroup:
         return self  # process groups cannot be copied; a copied module shards the same way
 
     @property
+    def path(self) -> str:
+        """What the group is called: the path of its module, or of several."""
+        return ",".join(self.paths)
+
+    @property
     def reshard(self) -> bool:
         """Whether backward gathers again. Like FSDP2, None means yes, but not for the outermost module."""
         if self.reshard_after_forward is None:
-            return self.path != ""
+            return "" not in self.paths
         return bool(self.reshard_after_forward)
 
 
@@ -74,7 +79,7 @@ _count = itertools.count()
 class ShardedParam:
     """One parameter's way from its shard to the gathered tensor and back. Lengths are of dim `dim`."""
 
-    name: str  # seen from the group's module
+    name: str  # seen from its module, `group.paths[part]`
     group: ShardGroup
     dim: int  # that is sharded; other dims than 0 are even
     length: int  # of the gathered tensor
@@ -87,6 +92,7 @@ class ShardedParam:
     divide_before: float  # gradients are divided by this before they are reduced (1.0: not at all)
     divide_after: float  # and by this after
     tensor_parallel: TensorParallel | None
+    part: int = 0  # which of the group's modules it belongs to
     key: str = field(init=False)  # for `unshard`; valid as long as this object lives
 
     def __post_init__(self) -> None:
@@ -105,9 +111,10 @@ class ShardedParam:
     def label(self) -> ParamLabel:
         group = self.group
         post, post_rank = group.post or (None, 0)
+        path = group.paths[self.part]
         return ParamLabel(
             group=group.path,
-            param=f"{group.path}.{self.name}" if group.path else self.name,
+            param=f"{path}.{self.name}" if path else self.name,
             axis=group.axis.name,
             replicate_axis=group.replicate.name if group.replicate else "",
             reshard=group.reshard,

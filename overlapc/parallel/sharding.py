@@ -76,8 +76,12 @@ def shard(
     policy: MixedPrecisionPolicy,
     dim: int,
     device: torch.device,
+    part: int = 0,
 ) -> tuple[nn.Parameter, ShardedParam]:
-    """The DTensor parameter, sharded on `dim`, that replaces `param`, and how to gather it."""
+    """The DTensor parameter, sharded on `dim`, that replaces `param`, and how to gather it.
+
+    part: which of the group's modules it belongs to.
+    """
     if param.ndim == 0:
         raise ConfigError(f"fully_shard: parameter {name} is a scalar; make it a tensor of one element")
     if not -param.ndim <= dim < param.ndim:
@@ -101,7 +105,7 @@ def shard(
         mine, full_mesh, placements, run_check=False, shape=param.shape, stride=_contiguous_stride(param)
     )
     sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
-    return sharded, describe(name, sharded, mesh, group, policy, dim, length)
+    return sharded, describe(name, sharded, mesh, group, policy, dim, length, part)
 
 
 def describe(
@@ -112,6 +116,7 @@ def describe(
     policy: MixedPrecisionPolicy,
     dim: int,
     length: int,
+    part: int = 0,
 ) -> ShardedParam:
     """How to gather `param`, a DTensor sharded on `dim` over `mesh` and perhaps over axes of tensor parallelism.
 
@@ -144,6 +149,7 @@ def describe(
         divide_before=before,
         divide_after=after,
         tensor_parallel=parallel,
+        part=part,
     )
 
 

@@ -199,7 +199,7 @@ def test_profiles_load_name_their_origins_and_come_back(name):
 
 
 def test_profiles_that_cannot_be_used(tmp_path):
-    with pytest.raises(ConfigError, match="no device profile named 'h200'; nearest: h100, b200, h200-nvlink"):
+    with pytest.raises(ConfigError, match="no device profile named 'h200'; nearest: h200-nvlink, h100, b200"):
         load_profile("h200")
     with pytest.raises(ConfigError, match="No such file"):
         load_profile(tmp_path / "none.json")

@@ -73,6 +73,12 @@ def test_bad_input_is_one_line_and_exit_code_2(command, arguments, message):
     assert message in error
 
 
+def test_without_a_command_its_help_is_shown(command):
+    code, out, error = command()
+    assert (code, error) == (2, "")
+    assert "\n  report  " in out
+
+
 def test_no_compiler(command, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     code, _, error = command("demo")

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from overlapc.errors import ConfigError
 from overlapc.fx.collectives import find_collectives
 from overlapc.fx.labels import label_of
-from overlapc.parallel import FSDPModule, MixedPrecisionPolicy, fully_shard
+from overlapc.parallel import FSDPModule, MixedPrecisionPolicy, adopt_fsdp2, fully_shard, no_sync
 from tests.parallel.tiny import Recorder, Tiny, batch, ops
 
 
@@ -228,6 +228,31 @@ def test_parameters_are_sharded_outside_of_forward_and_can_be_initialized_there(
     assert model.layers[1].up._parameters["weight"].to_local().eq(0.5).all()
 
 
+@pytest.mark.parametrize("adopted", [False, True])
+def test_a_list_of_modules_is_one_group(adopted: bool):
+    model = Tiny()
+    apply = fsdp2.fully_shard if adopted else fully_shard
+    given = [model.norm, model.head]
+    assert apply(given, mesh=mesh_1d()) is given
+    apply(model, mesh=mesh_1d())
+    if adopted:
+        adopt_fsdp2(model)
+    (forward,) = compiled(model).forward
+    labels = {collective.label.param: collective.label for collective in find_collectives(forward.graph)}
+    assert {"norm.weight", "norm.bias", "head.weight"} == {
+        name for name, label in labels.items() if label.group == "norm,head"
+    }
+    assert labels["head.weight"].reshard  # it is not the outermost
+    assert not labels["embed.weight"].reshard
+
+
+def test_of_a_list_modules_within_others_are_left_to_these():
+    model = Tiny()
+    fully_shard([model.layers[0].norm, model.layers[0]], mesh_1d())
+    assert not isinstance(model.layers[0].norm, FSDPModule)
+    assert isinstance(model.layers[0], FSDPModule)
+
+
 def test_ignored_parameters_stay_as_they_are():
     model = Tiny()
     kept = model.head.weight
@@ -316,6 +341,12 @@ def test_options_that_cannot_be_used_are_refused_with_a_reason():
         fully_shard(nn.Linear(4, 4), mesh, reshard_after_forward=3)
     with pytest.raises(ConfigError, match="no forward"):
         fully_shard(nn.ModuleList([nn.Linear(4, 4)]), mesh)
+    with pytest.raises(ConfigError, match="list of modules is empty"):
+        fully_shard([], mesh)
+    with pytest.raises(ConfigError, match="'head' is no module"):
+        fully_shard(["head"], mesh)
+    with pytest.raises(ConfigError, match="mesh=4 is no DeviceMesh"):
+        fully_shard(nn.Linear(4, 4), 4)
     with pytest.raises(ConfigError, match="already sharded"):
         fully_shard(fully_shard(nn.Linear(4, 4), mesh), mesh)
     with pytest.raises(ConfigError, match="has 3 axes"):
@@ -334,6 +365,36 @@ def test_options_that_cannot_be_used_are_refused_with_a_reason():
     parallelize_module(two_meshes, other, ColwiseParallel())
     with pytest.raises(ConfigError, match="slice both from one"):
         fully_shard(two_meshes, mesh)
+
+
+def test_what_cannot_be_taken_over_says_what_to_do_instead():
+    mesh = mesh_1d()
+    with pytest.raises(ConfigError, match="of this Linear: call it after"):
+        adopt_fsdp2(nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match="overlapc manages it already"):
+        adopt_fsdp2(adopt_fsdp2(fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh)))
+    with pytest.raises(ConfigError, match="FSDP1's FullyShardedDataParallel"):
+        adopt_fsdp2(fsdp2.FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")))
+    offload = fsdp2.CPUOffloadPolicy(pin_memory=False)
+    with pytest.raises(ConfigError, match="leave out offload_policy"):
+        adopt_fsdp2(fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=offload))
+
+
+def test_a_module_that_has_parameters_of_its_own_is_taken_over():
+    model = Tiny()
+    for module in (model.embed, model.head, model):
+        fsdp2.fully_shard(module, mesh=mesh_1d())
+    (forward,) = compiled(adopt_fsdp2(model)).forward
+    assert sorted(gathers(forward)) == sorted(BLOCKS + ROOT)
+
+
+def test_no_sync_wants_a_sharded_module_and_takes_a_compiled_one():
+    with pytest.raises(ConfigError, match="this Linear was given to neither"), no_sync(nn.Linear(4, 4)):
+        pass
+    model = fully_shard(nn.Linear(4, 4), mesh_1d())
+    with no_sync(torch.compile(model, backend="eager")):
+        assert model._overlapc_unsynced
+    assert not model._overlapc_unsynced
 
 
 def test_three_axes_are_placed_like_fsdp2_places_them():
