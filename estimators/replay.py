@@ -73,9 +73,9 @@ class Costs:
         self.waits_for: Mapping[int, int] = schedule.started
         for wait in self.waits_for:
             self.step[wait] = int(Step.WAIT)
-        groups = sorted({node.comm.group for node in schedule.nodes if node.comm is not None} | {""})
+        groups = sorted({node.group for node in schedule.nodes} | {""})
         number = {group: queue for queue, group in enumerate(groups)}  # the same in every order
-        self.queue = [number["" if node.comm is None else node.comm.group] for node in schedule.nodes]
+        self.queue = [number[node.group] for node in schedule.nodes]
         self.queues = len(groups)
         self.launch_ns = on_grid(profile.launch_ns)
         self.gap_ns = on_grid(profile.kernel_gap_ns)

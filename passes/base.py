@@ -301,7 +301,7 @@ def _records(reports: Sequence[PassReport], before: Timeline, after: Timeline) -
             CollectiveRecord(
                 name=node.name,
                 op=node.op if comm is None else comm.collective,
-                group="" if comm is None else comm.group,
+                group=node.group,
                 size=0 if comm is None else comm.size,
                 bytes=0 if comm is None else comm.bytes,
                 estimate_ns=None if node.estimate is None else node.estimate.ns,

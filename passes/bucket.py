@@ -300,7 +300,7 @@ class _Round:
     def _passes_others(self, low: int, high: int) -> bool:
         """Whether another collective of the group stands between two members."""
         return any(
-            node.kind in (Kind.START, Kind.COMM) and node.comm is not None and node.comm.group == self.alike.group
+            node.kind in (Kind.START, Kind.COMM) and node.group == self.alike.group
             for node in self.nodes[low + 1 : high]
         )
 

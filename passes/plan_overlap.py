@@ -93,8 +93,7 @@ class _Plan(Sink):
                 if node.kind is Kind.START:
                     self._look(at)
                 continue
-            if needs:
-                self._release(needs, at)
+            self._release(needs, at)
             if node.kind in COMPUTE:
                 for queue in self.coming:
                     self._issue_due(queue, self.busy_now + self.queues.compute_ns[at], at)
@@ -125,12 +124,11 @@ class _Plan(Sink):
                 return
             reason = Reason.HIDDEN if self.dues.due[start] >= self.busy_now else Reason.SCHEDULE_START
             self.report.because(self.schedule.nodes[start], reason)
-            coming.pop()
             self._place(start)
 
     def _issue_before(self, start: int) -> None:
         """Start what would be late behind `start`, which is next on its queue."""
-        queue = _queue(self.schedule, start)
+        queue = self.schedule.nodes[start].group
         if queue in self.coming:
             free_ns = max(self.now, self._queue_free_ns(queue)) + self.queues.collective_ns[start]
             self._issue_due(queue, self.busy_now + free_ns - self.now, start)
@@ -153,14 +151,12 @@ class _Plan(Sink):
     # Placing
 
     def _place(self, at: int) -> None:
-        if self.done[at]:
-            return
         for before in _preds(self.deps, at):
             if before in self.lifted and not self.done[before]:
                 self._place(before)
         kind = self.queues.kinds[at]
         if kind in (Kind.START, Kind.COMM):
-            queue = _queue(self.schedule, at)
+            queue = self.schedule.nodes[at].group
             if queue in self.last:
                 self.queues.previous[at] = self.last[queue]
             else:
@@ -181,23 +177,19 @@ class _Plan(Sink):
     def _release_hidden_for_starts(self) -> None:
         """Starts that were held for waits go when those are free of charge; what is urgent on their queue first."""
         self._note_hidden()
-        went = -1
-        while self.may_go and self.may_go[0] > went:  # what comes before the last one goes next time
-            went = heapq.heappop(self.may_go)
-            for at in self._with_needs([went]):
+        while self.may_go:
+            for at in self._with_needs([heapq.heappop(self.may_go)]):
                 if at in self.held:
                     self._place(at)
-            self._note_hidden()
 
     def _look(self, start: int) -> None:
         """Let a held start look at a wait that keeps it from going; without one it may go."""
-        if start in self.held:
-            waits = (wait for wait in self.behind[start] if wait in self.waits and not self._hidden(wait))
-            wait = min(waits, default=None)
-            if wait is None:
-                heapq.heappush(self.may_go, start)
-            else:
-                self.looking_at.setdefault(wait, []).append(start)
+        waits = (wait for wait in self.behind[start] if wait in self.waits and not self._hidden(wait))
+        wait = min(waits, default=None)
+        if wait is None:
+            heapq.heappush(self.may_go, start)
+        else:
+            self.looking_at.setdefault(wait, []).append(start)
 
     def _let_go(self, wait: int) -> None:
         super()._let_go(wait)
@@ -205,17 +197,11 @@ class _Plan(Sink):
             self._look(start)
 
     def _expect(self, wait: int) -> None:
-        start = self.queues.collective.get(wait)
-        if start is None or self.done[start]:
+        if self.done[self.queues.collective[wait]]:
             super()._expect(wait)
 
     def _hidden(self, wait: int) -> bool:
-        start = self.queues.collective.get(wait)
-        return start is None or (self.done[start] and super()._hidden(wait))
-
-    def _give_up(self, wait: int) -> int:
-        start = self.queues.collective.get(wait)
-        return 0 if start is not None and not self.done[start] else super()._give_up(wait)
+        return self.done[self.queues.collective[wait]] and super()._hidden(wait)
 
 
 @dataclass(frozen=True)
@@ -243,7 +229,7 @@ class _Dues:
         coming: dict[str, list[int]] = {}
         latest: dict[str, float] = {}
         for at in sorted(free, key=lambda at: (needed[at], at), reverse=True):
-            queue = _queue(schedule, at)
+            queue = nodes[at].group
             end = min(busy[needed[at]], latest.get(queue, busy[-1]))
             due[at] = latest[queue] = end - queues.collective_ns[at]
             coming.setdefault(queue, []).append(at)
@@ -257,11 +243,6 @@ def _preds(deps: Dependencies, at: int) -> list[int]:
     return [before for before in deps.preds[at] if deps.why[before, at] is not Why.COLLECTIVE_ORDER]
 
 
-def _queue(schedule: Schedule, start: int) -> str:
-    comm = schedule.nodes[start].comm
-    return "" if comm is None else comm.group
-
-
 def _free(schedule: Schedule, deps: Dependencies, queues: Queues) -> dict[int, frozenset[int]]:
     """Starts that depend on inputs and cheap work on them only, and that work."""
     free: dict[int, frozenset[int]] = {}
@@ -269,7 +250,7 @@ def _free(schedule: Schedule, deps: Dependencies, queues: Queues) -> dict[int, f
     for at, node in enumerate(schedule.nodes):
         clear = all(light[before] for before in _preds(deps, at))
         light.append(clear and node.kind in (*COMPUTE, Kind.VIEW, Kind.NOOP) and not node.mutates)
-        if clear and node.kind is Kind.START and node.comm is not None:
+        if clear and node.kind is Kind.START:
             along = _along(at, deps, queues)
             if along is not None:
                 free[at] = along

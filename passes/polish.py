@@ -139,14 +139,13 @@ class Polish:
 
     def _queue_up_to(self, start: int) -> list[int]:
         """A collective, and those before it on its queue."""
-        queue = self.schedule.nodes[start].comm
+        group = self.schedule.nodes[start].group
         found = [start]
         for at in range(self.position[start] - 1, -1, -1):
             if len(found) > BEFORE:
                 break
             node = self.order[at]
-            comm = self.schedule.nodes[node].comm
-            if self.kinds[node] is Kind.START and comm is not None and queue is not None and comm.group == queue.group:
+            if self.kinds[node] is Kind.START and self.schedule.nodes[node].group == group:
                 found.append(node)
         return found
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import bisect
 import heapq
-import math
 
 from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
 from overlapc.passes.queues import CARRIED_SHARE, COMPUTE, Queues
@@ -75,8 +74,7 @@ class Sink:
             if node.kind is Kind.WAIT or (needs and self._sinks_along(at, needs)):
                 self._hold(at, needs)
             else:
-                if needs:
-                    self._release(needs, at)
+                self._release(needs, at)
                 self._make_room(at)
                 self._place(at)
         for at in self.waits:
@@ -151,14 +149,14 @@ class Sink:
         return self.queues.compute_ns[at] + max((self.along_ns[before] for before in needs), default=0.0)
 
     def _hidden(self, wait: int) -> bool:
-        start = self.queues.collective.get(wait)
-        return start is None or (self.queues.known[start] and self.queues.end_ns[start] <= self.now)
+        start = self.queues.collective[wait]
+        return self.queues.known[start] and self.queues.end_ns[start] <= self.now
 
     def _expect(self, wait: int) -> None:
         """Note when a held wait will be hidden, once that is known."""
-        start = self.queues.collective.get(wait)
-        if start is None or self.queues.known[start]:
-            heapq.heappush(self.ends, (-math.inf if start is None else self.queues.end_ns[start], wait))
+        start = self.queues.collective[wait]
+        if self.queues.known[start]:
+            heapq.heappush(self.ends, (self.queues.end_ns[start], wait))
 
     def _note_hidden(self) -> None:
         """Bring `hidden` up to the clock."""
@@ -204,8 +202,7 @@ class Sink:
 
     def _give_up(self, wait: int) -> int:
         """Place all waits of one collective if that frees something; how many bytes it did."""
-        start = self.queues.collective.get(wait)
-        waits = [wait] if start is None else [at for at in self.queues.closed_by[start] if at in self.waits]
+        waits = [at for at in self.queues.closed_by[self.queues.collective[wait]] if at in self.waits]
         if not any(self.left[storage] <= len(waits) for storage in self.life.touches[wait]):
             return 0
         before = self.live + self.reserved

@@ -81,7 +81,7 @@ def _spans(timeline: Timeline) -> Iterator[Span]:
         if node.kind in (Kind.KERNEL, Kind.EXTERN):
             yield Span(node.name, "compute", start_ns, end_ns, node.kind.value, origin)
         elif node.kind in (Kind.START, Kind.COMM):
-            group = node.comm.group if node.comm is not None else "unknown"
+            group = node.group or "unknown"
             yield Span(node.name, f"@{group}", start_ns, end_ns, node.kind.value, origin)
             if node.kind is Kind.COMM:  # which waits for itself
                 yield Span(node.name, "compute", start_ns, end_ns, "idle", origin)

@@ -109,6 +109,11 @@ class Node:
     payload: Any = field(default=None, compare=False, repr=False)  # codegen's own; never looked into here
 
     @property
+    def group(self) -> str:
+        """The process group whose queue it takes; "" for what does not communicate, or nobody knows where."""
+        return "" if self.comm is None else self.comm.group
+
+    @property
     def is_barrier(self) -> bool:
         """Whether no start and no wait crosses it: communication that nobody vouches for."""
         return self.kind is Kind.COMM and (self.comm is None or not self.comm.safe)

@@ -241,5 +241,5 @@ def brief(schedule: Schedule, at: int) -> str:
     """One node in its short form: `%y = kernel(%h, %w0)`."""
     node = schedule.nodes[at]
     names = ", ".join(node.writes) or node.name
-    group = f" @{node.comm.group}" if node.comm is not None else ""
+    group = f" @{node.group}" if node.group else ""
     return f"{names} = {node.op}({', '.join(node.reads)}){group}"
