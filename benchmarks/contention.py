@@ -33,7 +33,7 @@ from overlapc.estimators.clock import Launch, cache_bytes, clock_for, collective
 from overlapc.estimators.collectives import MeasuredCollectives
 from overlapc.estimators.contention import collective_stretches, compute_stretch, load_of, traffic_of
 from overlapc.estimators.device import DeviceProfile, load_profile
-from overlapc.estimators.measure import DTYPES, calls_for, launcher
+from overlapc.estimators.workloads import DTYPES, calls_for, launcher
 from overlapc.schedule.model import Comm, Kind, Node, Work
 
 MIB = 2**20

@@ -34,6 +34,10 @@ class Clock(Protocol):
         """Let nothing launched from now on begin until the host has had `host_s` seconds to launch it."""
         ...
 
+    def idle(self, seconds: float) -> None:
+        """Let the device do nothing for about so long, behind what was launched so far."""
+        ...
+
     def mark(self) -> Any:
         """The moment at which everything launched so far on the compute stream is done."""
         ...
@@ -58,6 +62,9 @@ class CpuClock:
 
     def hold(self, host_s: float) -> None:
         pass
+
+    def idle(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def mark(self) -> list[float]:
         return [time.perf_counter()]
@@ -87,6 +94,9 @@ class CudaClock:
 
     def hold(self, host_s: float) -> None:
         torch.cuda._sleep(int(min(host_s, _MOST_HELD_S) * _CYCLES_PER_S))
+
+    def idle(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * _CYCLES_PER_S))
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -120,6 +120,8 @@ class DeviceProfile:
     # By "matmul" or "attention": how many times as long work of so many FLOPs takes at the clock of full load as at the
     # highest. The curves of rates above are of full load. See load.py.
     throttle: Mapping[str, Points] = field(default_factory=dict)
+    # By thousandths of the time that the device computes: the part of that difference which is lost.
+    heat: Points = ()
     collective_slowdown: float = 1.0  # of a collective beside compute where its Slowdown says nothing; at least 1
     origins: Mapping[str, str] = field(default_factory=dict)  # field -> where its number comes from
 
@@ -236,6 +238,8 @@ def profile_from_json(data: Mapping[str, Any]) -> DeviceProfile:
             values[key] = _link(values[key])
     tables = [table_from_json(entry) for entry in data.get("tables", ())]
     slowdowns = {name: _slowdown(entry) for name, entry in values.pop("slowdowns", {}).items()}
+    if "heat" in values:
+        values["heat"] = _points(values["heat"])
     if "throttle" in values:
         values["throttle"] = {kind: _points(points) for kind, points in values["throttle"].items()}
     curves = {str(entry["curve"]): _points(entry["points"]) for entry in data.get("curves", ())}
@@ -298,6 +302,8 @@ def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
             values[key] = value
     if profile.throttle:
         values["throttle"] = {kind: [list(point) for point in points] for kind, points in profile.throttle.items()}
+    if profile.heat:
+        values["heat"] = [list(point) for point in profile.heat]
     for key in ("host_link", "network_link"):
         link = getattr(profile, key)
         if link is not None:

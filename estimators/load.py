@@ -1,8 +1,8 @@
 """The clock of a device under load: a GPU that draws more power than it may lowers it, within about 0.1 s.
 
 On an H200 matmuls and attention take 1.15 to 1.3 times as long while a dense training step runs as they do in a short
-burst, kernels bound by memory as long as ever. A compute stream that stands still now and then keeps its clock: with a
-third of the time idle next to nothing is lost (`benchmarks/clock.py`).
+burst, kernels bound by memory as long as ever. How much of that a step loses depends on how much it computes: with a
+third of the time idle next to nothing (`DeviceProfile.heat`). What a collective slows computes no more for that.
 
 Estimates are of full load. Once an order is chosen, how busy it keeps the device is known, and so is its clock.
 """
@@ -10,23 +10,22 @@ Estimates are of full load. Once an order is chosen, how busy it keeps the devic
 from __future__ import annotations
 
 from overlapc.estimators.contention import Beside, load_of
+from overlapc.estimators.device import rate_at
 from overlapc.estimators.timeline import Timeline, simulate
 from overlapc.schedule.model import Estimate, Kind, Node
-
-# The share of a graph in which the compute stream is busy, and the part of the difference between the highest clock and
-# that of full load that was lost to it: forward and backward of five Llama-8B steps on 4 H200s. Up to 0.88 they lost
-# 0.05 to 0.4 (but for one forward, with 0.75), from 0.96 on 0.5 to 0.95.
-_COOL, _HOT = (0.88, 0.2), (0.97, 0.8)
 
 
 def settled(timeline: Timeline) -> Timeline:
     """The same order at the clock that its own load leaves; the same object where the profile knows no difference."""
     profile, schedule = timeline.profile, timeline.schedule
-    if not profile.throttle or timeline.step_ns <= 0:
+    if not profile.throttle or not profile.heat or timeline.step_ns <= 0:
         return timeline
-    busy = timeline.compute_ns / timeline.step_ns
-    share = min(1.0, max(0.0, (busy - _COOL[0]) / (_HOT[0] - _COOL[0])))
-    heat = _COOL[1] + (_HOT[1] - _COOL[1]) * share
+    computing_ns = sum(
+        node.estimate.ns
+        for node in schedule.nodes
+        if node.kind in (Kind.KERNEL, Kind.EXTERN) and node.estimate is not None
+    )
+    heat = rate_at(profile.heat, round(1000 * computing_ns / timeline.step_ns))
     estimates = {}
     for node in schedule.nodes:
         times = _times(node, timeline)

@@ -30,7 +30,8 @@ from overlapc.errors import ConfigError
 from overlapc.estimators.beside import kernels_of
 from overlapc.estimators.calibrate import Derived, cpu_derived, cpu_origin, median_of, profile_document
 from overlapc.estimators.clock import compute_ns, launch_ns
-from overlapc.estimators.measure import Effort, Measurement
+from overlapc.estimators.effort import Effort
+from overlapc.estimators.measure import Measurement
 from overlapc.launch.torchrun import RUN_DIR, check_world, rank_dir
 from overlapc.report import record
 from overlapc.schedule.model import Kind

@@ -1,15 +1,22 @@
 """The clock that a step's own load leaves."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from overlapc.estimators.contention import Beside, load_of
-from overlapc.estimators.device import DeviceProfile, profile_from_json, profile_to_json
+from overlapc.estimators.device import DeviceProfile, Slowdown, profile_from_json, profile_to_json
 from overlapc.estimators.load import settled
 from overlapc.estimators.measured import Call, MeasuredCalls, Times
 from overlapc.estimators.timeline import simulate
 from overlapc.schedule.text import parse
 
-THROTTLED = DeviceProfile("gpu", throttle={"matmul": ((100, 1.5), (10_000, 1.2)), "attention": ((100, 1.3),)})
+THROTTLED = DeviceProfile(
+    "gpu",
+    throttle={"matmul": ((100, 1.5), (10_000, 1.2)), "attention": ((100, 1.3),)},
+    heat=((700, 0.1), (1000, 0.8)),
+)
 BUSY = """m = extern:mm(a, b) flops=100 write=8B in=bfloat16 : 8B 150ns
 t = extern:attention(m) flops=100 : 8B 130ns
 k = kernel(t) : 8B 100ns"""
@@ -32,13 +39,24 @@ def test_a_step_without_a_pause_is_near_full_load():
 
 def test_a_step_that_often_waits_is_near_the_highest_clock():
     lost, after = heat(BUSY + "\ng = all_gather(k) @dp : 8B 1000ns\nw = wait(g)")
-    assert lost == pytest.approx(0.2)
+    assert lost == pytest.approx(0.1)
     assert after.exposed_ns == 1000
 
 
 def test_in_between_it_changes_evenly():
     lost, _ = heat(BUSY + "\ng = all_gather(k) @dp : 8B 30ns\nw = wait(g)")
-    assert lost == pytest.approx(0.2 + 0.6 * (380 / 410 - 0.88) / 0.09)
+    assert lost == pytest.approx(0.1 + 0.7 * math.log(0.927 / 0.7) / math.log(1 / 0.7))
+
+
+def test_what_a_collective_slows_is_no_hotter_for_that():
+    """The stream is never idle, but computes for half of the time only: the collective holds it up."""
+    slowed = replace(THROTTLED, slowdowns={"other": Slowdown(matmul=3.0, memory=3.0, attention=3.0)})
+    timeline = simulate(
+        parse("g = all_gather(x) @dp : 8B 2000ns; " + BUSY.replace("\n", "; ") + "; w = wait(g)"), slowed
+    )
+    assert timeline.compute_ns == 3 * 380
+    after = settled(timeline)
+    assert after.schedule.node("m").estimate.ns == pytest.approx(100 + 50 * 0.1)
 
 
 def test_a_collective_begins_a_while_after_what_it_waits_for():
@@ -47,8 +65,9 @@ def test_a_collective_begins_a_while_after_what_it_waits_for():
     assert simulate(parse(text), DeviceProfile("gpu")).step_ns == 130
 
 
-def test_without_known_throttling_nothing_changes():
-    timeline = simulate(parse(BUSY), DeviceProfile("gpu"))
+@pytest.mark.parametrize("profile", [DeviceProfile("gpu"), replace(THROTTLED, heat=())])
+def test_without_known_throttling_nothing_changes(profile):
+    timeline = simulate(parse(BUSY), profile)
     assert settled(timeline) is timeline
 
 
@@ -66,4 +85,5 @@ def test_what_was_measured_in_a_burst_is_estimated_at_full_load(tmp_path):
 
 
 def test_a_profile_keeps_it():
-    assert profile_from_json(profile_to_json(THROTTLED)).throttle == THROTTLED.throttle
+    again = profile_from_json(profile_to_json(THROTTLED))
+    assert (again.throttle, again.heat) == (THROTTLED.throttle, THROTTLED.heat)

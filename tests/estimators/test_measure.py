@@ -8,7 +8,8 @@ import torch
 from overlapc.estimators.calibrate import cpu_derived, median_of, profile_document
 from overlapc.estimators.clock import CpuClock, compute_ns, launch_ns
 from overlapc.estimators.device import profile_from_json, profile_to_json
-from overlapc.estimators.measure import COLLECTIVES, Attention, Effort, Measurement
+from overlapc.estimators.effort import COLLECTIVES, Attention, Effort
+from overlapc.estimators.measure import Measurement
 from tests.ranks import values_on_ranks
 
 TINY = Effort(
@@ -23,6 +24,8 @@ TINY = Effort(
     layer=[64, 100, 7],
     load_s=0.0005,
     burst_matmuls=[(8, 8, 8), (16, 16, 16)],
+    heat_matmuls=[(16, 16, 16), (8, 16, 32)],
+    heat_idle=[0.0, 100.0],
 )
 
 
@@ -47,6 +50,9 @@ def test_four_ranks_measure_everything_for_themselves_and_for_pairs():
     assert profile.collective_floor_ns > 0
     assert [flops for flops, _ in profile.throttle["matmul"]] == [1024, 8192]
     assert profile.throttled("matmul", 1024) >= 1
+    (paused, _), (busy, _) = profile.heat  # of a thousand
+    assert 0 <= paused < 500 < busy <= 1000
+    assert all(0 <= lost <= 1 for _, lost in profile.heat)
     assert profile.host_link.bytes_per_s > 0
     assert profile.flops_per_s["vector"] == profile.flops_per_s["fp32"] / 4
     assert profile.origins["flops_per_s.vector"].startswith("derived")

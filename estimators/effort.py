@@ -1,0 +1,112 @@
+"""How much `overlapc calibrate` measures: the sizes of everything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+MIB = 2**20
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+_LLAMA_LAYER = (4096, 16 * MIB, 4 * MIB, 4 * MIB, 16 * MIB, 4096, 56 * MIB, 56 * MIB, 56 * MIB)  # elements, 8B shape
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention of `heads` queries that share `kv_heads` keys and values."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seq: int
+    width: int
+
+    @property
+    def flops(self) -> int:
+        """Of the forward, as the estimators count: causal attention like any other."""
+        return 4 * self.batch * self.heads * self.seq * self.seq * self.width
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Which sizes to measure."""
+
+    matmuls: Mapping[str, Sequence[tuple[int, int, int]]]  # dtype -> (rows, inner, columns)
+    copy_bytes: int
+    collectives: Sequence[str]
+    collective_bytes: Sequence[int]
+    collective_dtypes: Sequence[str]
+    beside_bytes: int  # of collectives, and of copies, that run beside something
+    beside_matmul: tuple[int, int, int]
+    attention: Mapping[str, Sequence[Attention]] = field(default_factory=dict)
+    # On a GPU contention depends on how a matmul's tiles fill the device: shapes of one wave, of few and of many.
+    beside_matmuls: Sequence[tuple[int, int, int]] = ()
+    beside_moved: Sequence[int] = ()  # bytes that memory-bound kernels read and write
+    beside_attention: Attention | None = None
+    channels: Sequence[int] = ()  # process groups of so many channels are measured too
+    layer: Sequence[int] = ()  # elements of the tensors that a coalesced collective moves
+    generated_bytes: Sequence[int] = ()  # read and written by a generated kernel
+    # Of matmuls right before each matmul and attention that is measured: in short bursts an H200 reached 814 TFLOP/s,
+    # under the load of a training step 740, back to back 712.
+    load_s: float = 0.0
+    burst_matmuls: Sequence[tuple[int, int, int]] = ()  # measured in short bursts, too, in bf16
+    heat_matmuls: Sequence[tuple[int, int, int]] = ()  # of a transformer's layer, in bf16
+    heat_idle: Sequence[float] = ()  # pauses behind such a layer, as parts of the time that it takes
+
+    @classmethod
+    def quick(cls) -> Effort:
+        """About ten seconds on two cores: what is measured when a machine's CPU is first compiled for."""
+        return cls(
+            matmuls={"fp32": [(512, 512, 512)], "bf16": [(512, 512, 512)]},
+            copy_bytes=32 * MIB,
+            collectives=("all_gather", "reduce_scatter", "all_reduce"),
+            collective_bytes=[2**16, 2**18, MIB, 4 * MIB, 16 * MIB],
+            collective_dtypes=("fp32",),
+            beside_bytes=16 * MIB,
+            beside_matmul=(256, 256, 256),
+        )
+
+    @classmethod
+    def cpu(cls) -> Effort:
+        """What `overlapc calibrate` measures on a CPU."""
+        squares = [(size, size, size) for size in (64, 128, 256, 512, 1024)]
+        return cls(
+            matmuls={"fp32": squares, "bf16": squares},
+            attention={"fp32": [Attention(1, 4, 2, seq, 64) for seq in (128, 512)]},
+            copy_bytes=32 * MIB,
+            collectives=COLLECTIVES,
+            collective_bytes=[2**16, 2**18, MIB, 4 * MIB, 16 * MIB],
+            collective_dtypes=("fp32",),
+            beside_bytes=16 * MIB,
+            beside_matmul=(256, 256, 256),
+            layer=[size // 64 for size in _LLAMA_LAYER],
+            generated_bytes=[2**16, MIB, 16 * MIB],
+        )
+
+    @classmethod
+    def gpu(cls) -> Effort:
+        """What `overlapc calibrate` measures on a GPU: sizes of transformers from small to Llama-8B and above."""
+        bf16 = [(size, size, size) for size in (256, 512, 1024, 2048)]
+        for rows in (1024, 4096):
+            bf16 += [(rows, 4096, 1024), (rows, 4096, 4096), (rows, 4096, 14336), (rows, 14336, 4096)]
+        bf16 += [(4096, 4096, 32000), (8192, 4096, 14336)]
+        return cls(
+            matmuls={"bf16": bf16, "fp32": [(size, size, size) for size in (512, 1024, 2048, 4096)]},
+            attention={"bf16": [Attention(1, 32, 8, seq, 128) for seq in (512, 1024, 2048, 4096, 8192)]},
+            copy_bytes=1024 * MIB,
+            collectives=COLLECTIVES,
+            collective_bytes=[2**power for power in range(16, 31, 2)],
+            collective_dtypes=("bf16", "fp32"),
+            beside_bytes=512 * MIB,
+            beside_matmul=(8192, 4096, 14336),
+            beside_matmuls=[(4096, 4096, columns) for columns in (1024, 2048, 4096, 7168, 14336, 32768)],
+            beside_moved=[8 * MIB, 32 * MIB, 96 * MIB, 512 * MIB],
+            beside_attention=Attention(1, 32, 8, 4096, 128),
+            channels=(16, 8, 4),
+            layer=_LLAMA_LAYER,
+            generated_bytes=[2**power for power in range(18, 31, 3)],
+            load_s=0.25,
+            burst_matmuls=[(4096, 4096, columns) for columns in (512, 1024, 4096, 14336, 32000)],
+            heat_matmuls=[(4096, 4096, columns) for columns in (4096, 1024, 1024, 4096, 14336, 14336)]
+            + [(4096, 14336, 4096)],
+            heat_idle=[0.0, 0.15, 0.3, 0.5],
+        )

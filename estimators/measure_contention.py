@@ -1,0 +1,195 @@
+"""How much compute and collectives of the whole world slow each other, measured on each rank at once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from overlapc.estimators.beside import company, held_multiprocessors
+from overlapc.estimators.clock import Clock, Launch, beside_ns, cache_bytes, collective_ns, compute_ns
+from overlapc.estimators.contention import tiles_of, waves
+from overlapc.estimators.effort import Effort
+from overlapc.estimators.here import CalibrationError
+from overlapc.estimators.workloads import (
+    DTYPES,
+    agreed,
+    attend,
+    attention_inputs,
+    calls_for,
+    launcher,
+    operands,
+    random,
+)
+
+
+@dataclass(frozen=True)
+class Contention:
+    """Measures `quantities` of a profile, and `facts` behind them. load: what runs before compute that is measured."""
+
+    effort: Effort
+    device: torch.device
+    clock: Clock
+    load: Callable[[], None] | None
+    say: Callable[[str], None]
+    quantities: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)
+
+    def measure(self) -> None:
+        """By the profiler's kernels on a GPU, else by the clock."""
+        if self.clock.queued:
+            self.by_kernel()
+        else:
+            self.by_clock()
+
+    def by_kernel(self) -> None:
+        """On default channels, and on fewer; see beside.py."""
+        assert dist.group.WORLD is not None
+        slowdowns: dict[str, dict[str, Any]] = {}
+        ordinary: dict[str, float] = {}
+        size = self.effort.beside_bytes
+        for channels in (0, *self.effort.channels):
+            group = dist.group.WORLD if not channels else self._group_on(channels)
+            for collective, dtype in (("all_gather", "bf16"), ("reduce_scatter", "fp32")):
+                launch = launcher(collective, group, size, DTYPES[dtype], self.device)
+                alone_ns = agreed(collective_ns(self.clock, launch, calls_for(size, self.clock)), self.device)
+                self.say(f"{collective} beside compute, {channels or 'default'} channels")
+                found = self._company(launch, alone_ns)
+                if channels:
+                    slowdowns[f"{collective}@{channels}"] = {**found, "alone": alone_ns / ordinary[collective]}
+                else:
+                    ordinary[collective], slowdowns[collective] = alone_ns, found
+        both = [slowdowns[collective] for collective in ordinary]
+        slowdowns["other"] = mean_of(both)
+        self.quantities["slowdowns"] = slowdowns
+        self.quantities["collective_slowdown"] = slowdowns["other"]["own_matmul"]
+        self.quantities["multiprocessors"] = self._multiprocessors()
+
+    def _multiprocessors(self) -> int:
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    def _group_on(self, channels: int) -> dist.ProcessGroup:
+        """The whole world on at most so many channels."""
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = channels
+        group = dist.new_group(backend="nccl", pg_options=options)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def _company(self, launch: Launch, alone_ns: float) -> dict[str, Any]:
+        """A `Slowdown` of this collective. CalibrationError when something never ran beside it."""
+        effort = self.effort
+        calls: dict[str, Callable[[], object]] = {}
+        for rows, inner, columns in effort.beside_matmuls:
+            calls[f"matmul {rows, inner, columns}"] = partial(
+                torch.mm, *operands(self.device, (rows, inner, columns), torch.bfloat16)
+            )
+            grad, x = (random(self.device, inner, size, dtype=torch.bfloat16) for size in (rows, columns))
+            calls[f"gradient {rows, inner, columns}"] = partial(torch.mm, grad.t(), x)
+        for size in effort.beside_moved:
+            calls[f"memory {size}"] = self._streaming(size)
+        if effort.beside_attention is not None:
+            inputs = attention_inputs(self.device, effort.beside_attention, torch.bfloat16)
+            calls["attention"] = partial(attend, *inputs)
+        with torch.no_grad():
+            calls_ns = {
+                name: agreed(compute_ns(self.clock, call, rounds=1), self.device) for name, call in calls.items()
+            }
+            met = company(calls, calls_ns, launch, alone_ns, self.load)
+        for name, each in met.items():
+            self.facts[f"{name} beside a collective of {alone_ns / 1e3:.0f} us"] = each.compute or 0.0
+        apart = [name for name, each in met.items() if each.compute is None]
+        if apart:
+            raise CalibrationError(
+                f"no collective of {alone_ns / 1e3:.0f} us ran all the time beside {', '.join(apart)} "
+                f"on rank {dist.get_rank()}: ranks are out of step\n"
+                "hint: stop what else runs on these GPUs, then calibrate again"
+            )
+        slowed = {name: max(1.0, each.compute or 1.0) for name, each in met.items()}
+        stretched = {name: max(1.0, each.collective or 1.0) for name, each in met.items()}
+        return self._slowdown(slowed, stretched)
+
+    def _streaming(self, size_bytes: int) -> Callable[[], object]:
+        """Adds that read and write so many bytes of memory, not of the cache, as generated kernels are measured."""
+        sets = 2 + 2 * cache_bytes(self.device) // size_bytes
+        sources = [random(self.device, size_bytes // 8, dtype=torch.float32) for _ in range(sets)]
+        pairs = itertools.cycle([(source, torch.empty_like(source)) for source in sources])
+
+        def add() -> object:
+            source, target = next(pairs)
+            return torch.add(source, 1.0, out=target)
+
+        return add
+
+    def _slowdown(self, slowed: Mapping[str, float], stretched: Mapping[str, float]) -> dict[str, Any]:
+        """From how many times as long each call, and the collective beside it, took."""
+        effort, multiprocessors = self.effort, self._multiprocessors()
+        tiles = {shape: tiles_of(shape[0] * shape[2]) for shape in effort.beside_matmuls}
+        matmuls = {shape: (slowed[f"matmul {shape}"] + slowed[f"gradient {shape}"]) / 2 for shape in tiles}
+        largest, most = effort.beside_matmuls[-1], effort.beside_moved[-1]
+        return {
+            "matmul": matmuls[largest],
+            "own_matmul": statistics.median(
+                stretched[f"{kind} {shape}"] for shape in tiles for kind in ("matmul", "gradient")
+            ),
+            "matmuls": [[waves(tiles[shape], multiprocessors), times] for shape, times in matmuls.items()],
+            "multiprocessors": float(
+                held_multiprocessors([(tiles[shape], times) for shape, times in matmuls.items()], multiprocessors)
+            ),
+            "memory": slowed[f"memory {most}"],
+            "own_memory": stretched[f"memory {most}"],
+            "memories": [[size, slowed[f"memory {size}"]] for size in effort.beside_moved],
+            **({"attention": slowed["attention"]} if effort.beside_attention is not None else {}),
+        }
+
+    def by_clock(self) -> None:
+        """On a CPU, where nothing waits for a kernel's last wave."""
+        effort, clock, device = self.effort, self.clock, self.device
+        assert dist.group.WORLD is not None
+        a, b = operands(device, effort.beside_matmul, torch.float32)
+        product = torch.mm(a, b)
+        source = random(device, effort.beside_bytes // 4, dtype=torch.float32)
+        target = torch.empty_like(source)
+        beside = {"matmul": lambda: torch.mm(a, b, out=product), "memory": lambda: torch.add(source, 1.0, out=target)}
+        # gloo cannot say when a reduce-scatter is done; its gather stands for all collectives.
+        cases = {"all_gather": "fp32"}
+        slowdowns: dict[str, dict[str, float]] = {}
+        for collective, dtype in cases.items():
+            launch = launcher(collective, dist.group.WORLD, effort.beside_bytes, DTYPES[dtype], device)
+            own_alone_ns = collective_ns(clock, launch, calls_for(effort.beside_bytes, clock))
+            alone_ns = agreed(own_alone_ns, device)
+            found: dict[str, float] = {}
+            for kind, call in beside.items():
+                self.say(f"{collective} beside {kind}")
+                own_call_ns = compute_ns(clock, call)
+                call_ns = agreed(own_call_ns, device)
+                # The first to be done must have had company all the time: the other is given twice the work.
+                launches = 1
+                calls = max(1, int(launches * alone_ns / call_ns / 2.5))
+                slowed_ns, _ = beside_ns(clock, launch, launches, call, calls)
+                found[kind] = max(1.0, slowed_ns / own_call_ns)
+                calls = max(1, math.ceil(2 * launches * alone_ns / call_ns))
+                _, slowed_ns = beside_ns(clock, launch, launches, call, calls)
+                found[f"own_{kind}"] = max(1.0, slowed_ns / own_alone_ns)
+            slowdowns[collective] = found
+        kinds = [f"{own}{kind}" for kind in beside for own in ("", "own_")]
+        mean = {kind: sum(each[kind] for each in slowdowns.values()) / len(slowdowns) for kind in kinds}
+        self.quantities["slowdowns"] = {"other": mean}
+        self.quantities["collective_slowdown"] = mean["own_matmul"]
+
+
+def mean_of(values: Sequence[Any]) -> Any:
+    """Equal structures of numbers, with the mean of each."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: mean_of([value[key] for value in values]) for key in first}
+    if isinstance(first, list):
+        return [mean_of(items) for items in zip(*values, strict=True)]
+    return sum(values) / len(values)

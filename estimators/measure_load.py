@@ -1,0 +1,121 @@
+"""What load does to a device's clock: how much slower work becomes, and how much of that at which share of busy time.
+
+A GPU that draws more power than it may lowers its clock. `throttle` says how many times as long matmuls and attention
+take right after a quarter of a second of nothing but matmuls. A training step reaches a part of that, its *heat*, which
+depends on how much of the time the device computes: measured with the work of a transformer's layer and pauses between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+
+from overlapc.estimators.clock import Clock, burst_ns, compute_ns
+from overlapc.estimators.device import rate_at
+from overlapc.estimators.effort import Attention, Effort
+from overlapc.estimators.workloads import attend, attention_inputs, operands, random
+
+_SAMPLED = 20  # rounds of a layer
+
+Call = Callable[[], object]
+Curve = list[list[float]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call, of so many FLOPs. kind: "matmul", "attention" or, of what no clock slows, "memory"."""
+
+    kind: str
+    flops: int
+    call: Call
+
+
+@dataclass(frozen=True)
+class Load:
+    """Measures what load does. full: launches the work that makes the device as hot as it gets."""
+
+    effort: Effort
+    device: torch.device
+    clock: Clock
+    full: Callable[[], None]
+    say: Callable[[str], None]
+
+    def measured(self) -> dict[str, dict[str, Curve] | Curve]:
+        """`throttle` and `heat` of a profile."""
+        with torch.no_grad():
+            self.say("matmuls and attention in bursts and under load")
+            throttle = self._throttle()
+            self.say("a layer with pauses")
+            return {"throttle": throttle, "heat": self._heat(throttle)}
+
+    def _throttle(self) -> dict[str, Curve]:
+        """By kind: FLOPs, and how many times as long they take under load as in a short burst."""
+        works = [self._matmul(shape) for shape in self.effort.burst_matmuls]
+        for case in self.effort.attention.get("bf16", ()):
+            works.append(Work("attention", case.flops, self._attend(case)))
+        cool_ns = [burst_ns(self.clock, work.call) for work in works]
+        hot_ns = [compute_ns(self.clock, work.call, rounds=1, ahead=self.full) for work in works]
+        throttle: dict[str, Curve] = {}
+        for work, cool, hot in zip(works, cool_ns, hot_ns, strict=True):
+            throttle.setdefault(work.kind, []).append([work.flops, max(1.0, hot / cool)])
+        return {kind: sorted(points) for kind, points in throttle.items()}
+
+    def _heat(self, throttle: Mapping[str, Curve]) -> Curve:
+        """Thousandths of the time that the device computes, and the part of `throttle` that is lost then."""
+        works = self._layer()
+        cool_ns = burst_ns(self.clock, lambda: _run(works))
+        hot_ns = cool_ns
+        for work in works:
+            points = [(int(flops), times) for flops, times in throttle.get(work.kind, ())]
+            if points:
+                hot_ns += burst_ns(self.clock, work.call) * (rate_at(points, work.flops) - 1.0)
+        found = []
+        for idle in self.effort.heat_idle:
+            busy_ns, period_ns = self._settled(works, cool_ns, idle * cool_ns)
+            lost = (busy_ns - cool_ns) / (hot_ns - cool_ns) if hot_ns > cool_ns else 0.0
+            found.append([1000.0 * busy_ns / period_ns, min(1.0, max(0.0, lost))])
+        return sorted(found)
+
+    def _settled(self, works: Sequence[Work], work_ns: float, idle_ns: float) -> tuple[float, float]:
+        """ns of one round of `works`, and of a round and the pause behind it, once the clock has settled."""
+        rounds = math.ceil(self.effort.load_s * 2e9 / (work_ns + idle_ns)) + _SAMPLED
+        begins, ends = [], []
+        for at in range(rounds):
+            sampled = at >= rounds - _SAMPLED
+            if sampled:
+                begins.append(self.clock.mark())
+            _run(works)
+            if sampled:
+                ends.append(self.clock.mark())
+            if idle_ns > 0:
+                self.clock.idle(idle_ns / 1e9)
+        last = self.clock.mark()
+        self.clock.sync()
+        between = self.clock.between_ns
+        busy_ns = median(between(begin, end) for begin, end in zip(begins, ends, strict=True))
+        return busy_ns, median(between(begin, after) for begin, after in zip(begins, [*begins[1:], last], strict=True))
+
+    def _layer(self) -> list[Work]:
+        """The forward of a transformer's layer: matmuls, attention, and a copy for all that is bound by memory."""
+        works = [self._matmul(shape) for shape in self.effort.heat_matmuls]
+        if self.effort.beside_attention is not None:
+            case = self.effort.beside_attention
+            works.insert(len(works) // 2, Work("attention", case.flops, self._attend(case)))
+        source = random(self.device, self.effort.copy_bytes // 8, dtype=torch.float32)
+        return [*works, Work("memory", 0, partial(torch.empty_like(source).copy_, source))]
+
+    def _matmul(self, shape: tuple[int, int, int]) -> Work:
+        return Work("matmul", 2 * math.prod(shape), partial(torch.mm, *operands(self.device, shape, torch.bfloat16)))
+
+    def _attend(self, case: Attention) -> Call:
+        return partial(attend, *attention_inputs(self.device, case, torch.bfloat16))
+
+
+def _run(works: Sequence[Work]) -> None:
+    for work in works:
+        work.call()
