@@ -264,6 +264,9 @@ def report(
             show_default=False,
         ),
     ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="of long tables too, the collectives that are hidden wholly")
+    ] = False,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -275,10 +278,10 @@ def report(
 ) -> None:
     """Show a saved record as a table, or save it in another form.
 
-    With --profile, or for a record that was measured: every collective and kernel, predicted and measured, with what
-    is further off than 20% marked.
+    First comes what is exposed, why, and what to try; then each graph. With --profile, or for a record that was
+    measured: every collective and kernel, predicted and measured, with what is further off than 20% marked.
     """
-    from overlapc.report import compare, record, report_with_trace
+    from overlapc.report import compare, record, report_with_trace, text
 
     loaded = record.load(file)
     if profile is not None:
@@ -287,7 +290,7 @@ def report(
         print(f"written to {loaded.save(target)}")
     if save:
         return
-    print(loaded)
+    print(text.render(loaded, all_rows=every))
     for graph in loaded.steps[0].graphs if loaded.steps else ():
         if graph.measured is not None:
             print(f"\n{compare.graph_text(graph)}")

@@ -149,6 +149,7 @@ class CollectiveRecord:
     moves: int  # positions that its start and its wait moved
     moved_with: tuple[str, ...]
     limit: str  # the limiting factor in words
+    causes: tuple[Reason, ...] = ()  # the named reasons in it: of the start, of the wait
     members: tuple[str, ...] = ()  # the collectives that came in and were merged into it
 
 
@@ -297,6 +298,7 @@ def _records(reports: Sequence[PassReport], before: Timeline, after: Timeline) -
         names = [node.name, *members] if wait is None else [node.name, *members, wait.name]
         comm, now = node.comm, after.collectives[node.name]
         was = [before.collectives[name] for name in members or (node.name,)]
+        limit, causes = _limit(reports, node, wait, hidden=node.estimate is not None and now.exposed_ns <= 0)
         records.append(
             CollectiveRecord(
                 name=node.name,
@@ -314,22 +316,30 @@ def _records(reports: Sequence[PassReport], before: Timeline, after: Timeline) -
                 moved_with=tuple(
                     dict.fromkeys(other for report in reports for other in report.moved_with.get(node.name, ()))
                 ),
-                limit=_limit(reports, node, wait, hidden=node.estimate is not None and now.exposed_ns <= 0),
+                limit=limit,
+                causes=causes,
                 members=members,
             )
         )
     return tuple(records)
 
 
-def _limit(reports: Sequence[PassReport], node: Node, wait: Node | None, *, hidden: bool) -> str:
-    """What keeps a collective from being hidden: its start's last reason, then its wait's."""
+def _limit(
+    reports: Sequence[PassReport], node: Node, wait: Node | None, *, hidden: bool
+) -> tuple[str, tuple[Reason, ...]]:
+    """What keeps a collective from being hidden, in words and by name: its start's last reason, then its wait's."""
     if hidden:
-        return Reason.HIDDEN.about()
-    parts = []
-    for part in (node, wait):
-        said = [report.reasons[part.name] for report in reports if part is not None and part.name in report.reasons]
+        return Reason.HIDDEN.about(), ()
+    parts, causes = [], []
+    for label, name in (("start", node.name), ("wait", "" if wait is None else wait.name)):
+        said = [(report.reasons[name], report.limits.get(name)) for report in reports if name in report.reasons]
         # A pass that was undone as a whole says less than one that decided about this node.
-        said = [reason for reason in said if reason != Reason.SLOWER.about()] or said
-        if part is not None and said and said[-1] != Reason.HIDDEN.about():
-            parts.append(f"{'start' if part is node else 'wait'}: {said[-1]}")
-    return "; ".join(parts) or ("no pass looked at it" if node.estimate is not None else "no estimate")
+        said = [(text, reason) for text, reason in said if reason is not Reason.SLOWER] or said
+        if not said or said[-1][1] is Reason.HIDDEN:
+            continue
+        text, reason = said[-1]
+        parts.append(f"{label}: {text}")
+        if reason is not None:
+            causes.append(reason)
+    words = "; ".join(parts) or ("no pass looked at it" if node.estimate is not None else "no estimate")
+    return words, tuple(causes)

@@ -65,6 +65,7 @@ def _row(row: CollectiveRecord, schedule: Schedule) -> CollectiveRow:
         exposed_after_ns=row.exposed_after_ns,
         moves=row.moves,
         limit=row.limit,
+        causes=tuple(reason.name for reason in row.causes),
         origin=shown_origin(schedule.node(row.name).origin),
     )
 

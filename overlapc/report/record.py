@@ -51,6 +51,7 @@ class CollectiveRow:
     moves: int
     limit: str  # why it was not hidden further
     origin: str = ""
+    causes: tuple[str, ...] = ()  # the names of the `passes.reasons.Reason`s that `limit` puts in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +128,17 @@ class GraphRecord:
                 **data,
                 "before": _plan(data["before"]),
                 "after": _plan(data["after"]),
-                "collectives": tuple(CollectiveRow(**row) for row in data["collectives"]),
+                "collectives": tuple(map(_collective, data["collectives"])),
                 "memory": tuple((time_ns, size_bytes) for time_ns, size_bytes in data["memory"]),
                 "passes": tuple(PassRow(**row) for row in data["passes"]),
                 "unknown": tuple(data["unknown"]),
                 "measured": Measured(**data["measured"]) if data.get("measured") else None,
             }
         )
+
+
+def _collective(data: Mapping[str, Any]) -> CollectiveRow:
+    return CollectiveRow(**{**data, "causes": tuple(data.get("causes", ()))})
 
 
 def _plan(data: Mapping[str, Any]) -> Plan:
@@ -186,7 +191,7 @@ class Report:
         if target.suffix == ".json":
             return trace.render(self) if target.stem.startswith("trace") else self.to_json()
         if target.suffix == ".txt":
-            return text.schedules(self) if "schedule" in target.stem else text.render(self) + "\n"
+            return text.schedules(self) if "schedule" in target.stem else text.render(self, all_rows=True) + "\n"
         raise ConfigError(f"{target.name}: a report saves as .html, trace.json, .json, schedule.txt or .txt")
 
     def to_json(self) -> str:

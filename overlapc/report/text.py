@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from tabulate import tabulate
 
 from overlapc.report import compare
+from overlapc.report.advice import Exposure, exposures
 from overlapc.report.record import CollectiveRow, GraphRecord, Report, StepRecord
 from overlapc.report.times import change, ms, us
 from overlapc.units import human_bytes
@@ -14,16 +15,21 @@ from overlapc.units import human_bytes
 HEADERS = ("collective", "of", "group", "size", "time µs", "by", "hidden µs", "exposed µs", "moves", "limited by")
 _ALIGN = ("left", "left", "left", "right", "right", "left", "right", "right", "right", "left")
 _NAMES_SHOWN = 8
+_ROWS_SHOWN = 24  # a table longer than that leaves out collectives that are hidden, unless all are asked for
+_EXPOSURES_SHOWN = 4
+_NAMED = 3  # modules of an exposure
 
 
-def render(report: Report) -> str:
-    """The first rank's step in full, then one line for each rank whose prediction differs from it."""
+def render(report: Report, *, all_rows: bool = False) -> str:
+    """What the first rank's step comes to and why, each graph, then a line for each rank that predicts something else.
+
+    all_rows: of long tables too, the collectives that are hidden.
+    """
     if not report.steps or not report.steps[0].graphs:
         return "nothing was compiled with backend='overlapc' yet"
     first, *others = report.steps
-    sections = [_heading(first), *(graph_text(graph) for graph in first.graphs)]
-    if len(first.graphs) > 1:
-        sections.append(totals_text(first))
+    sections = [f"{_heading(first)}\n{totals_text(first)}"]
+    sections += [graph_text(graph, all_rows=all_rows) for graph in first.graphs]
     if any(graph.measured for graph in first.graphs):
         sections.append(compare.totals_text(first))
     sections.extend(_other_rank(first, other) for other in others if other.graphs != first.graphs)
@@ -34,13 +40,18 @@ def _heading(step: StepRecord) -> str:
     return f"rank {step.rank} of {step.world_size}: {len(step.graphs)} compiled graph(s), predicted times"
 
 
-def graph_text(graph: GraphRecord) -> str:
+def graph_text(graph: GraphRecord, *, all_rows: bool = True) -> str:
     """One graph: its collectives, and what they add up to."""
-    rows = [collective_cells(row) for row in graph.collectives]
-    if rows:
-        rows.append(total_cells(graph.collectives))
-    table = tabulate(rows, HEADERS, colalign=_ALIGN, disable_numparse=True) if rows else "no collectives"
-    return "\n".join([f"graph {graph.name}", table, *facts(graph)])
+    rows = graph.collectives
+    if not all_rows and len(rows) > _ROWS_SHOWN:
+        rows = tuple(row for row in rows if row.exposed_after_ns > 0 or row.estimate_ns is None)
+    cells = [collective_cells(row) for row in rows]
+    if graph.collectives:
+        cells.append(total_cells(graph.collectives))
+    table = tabulate(cells, HEADERS, colalign=_ALIGN, disable_numparse=True) if cells else "no collectives"
+    left_out = len(graph.collectives) - len(rows)
+    notes = [f"             {left_out} more are hidden: not shown (`overlapc report FILE --all`)"] if left_out else []
+    return "\n".join([f"graph {graph.name}", table, *notes, *facts(graph)])
 
 
 def collective_cells(row: CollectiveRow) -> tuple[str, ...]:
@@ -106,7 +117,7 @@ def fallback_text(graph: GraphRecord) -> str:
 
 
 def totals_text(step: StepRecord) -> str:
-    """All graphs of a step together: forward and backward run one after the other."""
+    """All graphs of a step together, which run one after the other: how long, what is exposed, why, and what to try."""
     before = sum(graph.before.step_ns for graph in step.graphs)
     after = sum(graph.after.step_ns for graph in step.graphs)
     bound = sum(graph.lower_bound_ns for graph in step.graphs)
@@ -114,15 +125,41 @@ def totals_text(step: StepRecord) -> str:
     exposed_after = sum(graph.exposed_after_ns for graph in step.graphs)
     kernels = sum(graph.kernels for graph in step.graphs)
     fallbacks = sum(sum(graph.fallbacks.values()) for graph in step.graphs)
-    return "\n".join(
-        [
-            "all graphs",
-            f"step time    {ms(before)} -> {ms(after)}; {bound_text(after, bound)}",
-            f"exposed      {ms(exposed_before)} -> {ms(exposed_after)} of communication",
-            f"peak memory  {human_bytes(max(graph.peak_bytes for graph in step.graphs))}",
-            f"kernels      {kernels} generated; eager fallbacks: {fallbacks}",
-        ]
-    )
+    lines = [
+        f"step time    {ms(before)} -> {ms(after)}; {bound_text(after, bound)}",
+        f"busy         {_busy(step)}",
+        f"peak memory  {human_bytes(max(graph.peak_bytes for graph in step.graphs))}",
+        f"kernels      {kernels} generated; eager fallbacks: {fallbacks}",
+        f"exposed      {ms(exposed_before)} -> {ms(exposed_after)} of communication",
+    ]
+    worst = exposures(step)
+    for exposure in worst[:_EXPOSURES_SHOWN]:
+        lines += _exposure_lines(exposure)
+    rest_ns = sum(exposure.exposed_ns for exposure in worst[_EXPOSURES_SHOWN:])
+    if rest_ns:
+        lines.append(f"  {ms(rest_ns)}  in {len(worst) - _EXPOSURES_SHOWN} other ways")
+    return "\n".join(lines)
+
+
+def _exposure_lines(exposure: Exposure) -> Iterator[str]:
+    """One cause: how long, whose, why, and what to try."""
+    names = [row.origin or row.name for row in exposure.rows]
+    whose = ", ".join(dict.fromkeys(map(_short, names[:_NAMED]))) + (" ..." if len(names) > _NAMED else "")
+    count = f"{len(names)} collectives" if len(names) > 1 else "a collective"
+    time = f"  {ms(exposure.exposed_ns)}  "
+    yield f"{time}{count} of {exposure.graph} ({whose}): {exposure.cause.why}"
+    if exposure.cause.advice:
+        yield f"{' ' * len(time)}try: {exposure.cause.advice}"
+
+
+def _busy(step: StepRecord) -> str:
+    """How long compute and each queue have something to do; the longest is what a step cannot be shorter than."""
+    busy_ns: dict[str, float] = {}
+    for graph in step.graphs:
+        for span in graph.after.spans:
+            if span.kind != "idle":
+                busy_ns[span.lane] = busy_ns.get(span.lane, 0.0) + span.end_ns - span.start_ns
+    return ", ".join(f"{lane} {ms(time_ns)}" for lane, time_ns in sorted(busy_ns.items())) or "nothing"
 
 
 def _other_rank(first: StepRecord, other: StepRecord) -> str:

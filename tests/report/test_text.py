@@ -38,10 +38,36 @@ def test_every_rank_that_differs_gets_a_line_and_equal_ones_none():
     assert "\nrank 1" not in render(same)
 
 
-def test_totals_add_up_over_graphs():
-    totals = render(REPORT).partition("all graphs\n")[2]
-    assert totals.startswith("step time    0.720 ms -> 0.560 ms; no order can beat 0.520 ms (gap 7.7%)\n")
-    assert "exposed      0.200 ms -> 0.120 ms of communication" in totals
+SUMMARY = """\
+rank 0 of 2: 2 compiled graph(s), predicted times
+step time    0.720 ms -> 0.560 ms; no order can beat 0.520 ms (gap 7.7%)
+busy         @dp 0.400 ms, compute 0.320 ms
+peak memory  3MiB
+kernels      2 generated; eager fallbacks: 3
+exposed      0.200 ms -> 0.120 ms of communication
+  0.100 ms  a collective of forward (ag0): the graph begins with it, before anything can be computed
+            try: a small group of what is used first; in backward, reshard_after_forward=False for it
+  0.020 ms  a collective of forward (layers.1): to have more in flight at once would exceed the memory limit
+            try: a larger memory_budget; without one, a larger peak_increase
+
+graph forward
+"""
+
+
+def test_a_report_begins_with_what_is_exposed_and_why():
+    assert render(REPORT).startswith(SUMMARY)
+
+
+def test_a_long_table_leaves_out_what_is_hidden_unless_all_is_asked_for():
+    hidden = replace(FORWARD.collectives[1], name="ag2", exposed_after_ns=0.0, limit="hidden", causes=())
+    rows = (*FORWARD.collectives, *(replace(hidden, name=f"ag{at}") for at in range(2, 40)))
+    report = Report((StepRecord(graphs=(replace(FORWARD, collectives=rows),)),))
+    assert "ag39" not in render(report)
+    assert "ag1 all_gather" in render(report)
+    assert "\nall 40 " in render(report)
+    assert "38 more are hidden" in render(report)
+    assert "ag39" in render(report, all_rows=True)
+    assert "more are hidden" not in render(report, all_rows=True)
 
 
 def test_nothing_compiled_says_so():

@@ -1,0 +1,125 @@
+"""Why communication is still exposed, and what a user can change about it.
+
+Passes note for each collective which rule stopped its start and its wait (`CollectiveRow.causes`). Here these become a
+few causes, each with what it means and what to try, and the collectives of a step are added up by cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from overlapc.passes.reasons import Reason
+from overlapc.report.record import CollectiveRow, StepRecord
+
+_LEAST = 0.01  # of all exposed time: causes that cost less are not worth a line
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What keeps communication exposed; `advice` is empty where nothing can be changed."""
+
+    why: str
+    advice: str = ""
+
+
+MEMORY = Cause(
+    "to have more in flight at once would exceed the memory limit",
+    "a larger memory_budget; without one, a larger peak_increase",
+)
+BARRIER = Cause(
+    "communication of a kind that overlapc does not know must not be passed",
+    "name its op in safe_communication, if others may run before and after it",
+)
+COLLECTIVE_ORDER = Cause(
+    "collectives of one process group keep their order",
+    "reorder_collectives=1, if it is off; process groups of their own for what should not wait for each other",
+)
+END = Cause(
+    "the graph ends with it, when nothing is left to compute",
+    "overlapc.no_sync over micro-batches, to reduce once for several; a fully_shard of its own for what comes last",
+)
+BEGIN = Cause(
+    "the graph begins with it, before anything can be computed",
+    "a small group of what is used first; in backward, reshard_after_forward=False for it",
+)
+BUSY = Cause(
+    "its queue is busy, or the compute around it hides others already",
+    "more to compute on each rank (batch, sequence), or fewer bytes (reshard_after_forward=False, lower precision)",
+)
+CHAIN = Cause(
+    "it takes what was computed just before, and what comes next needs it",
+    "compute that does not depend on it: larger or several micro-batches in a graph; or fewer ranks on this mesh axis",
+)
+SLOWER = Cause("every order that hides it was simulated to take longer", BUSY.advice)
+
+# The first that applies is the cause: what can be changed with an option, then the ends of a graph, then the rest.
+_BY_REASON: tuple[tuple[Cause, frozenset[Reason]], ...] = (
+    (MEMORY, frozenset({Reason.MEMORY})),
+    (BARRIER, frozenset({Reason.BARRIER})),
+    (COLLECTIVE_ORDER, frozenset({Reason.COLLECTIVE_ORDER})),
+    (END, frozenset({Reason.SCHEDULE_END})),
+    (BEGIN, frozenset({Reason.SCHEDULE_START})),
+    (
+        BUSY,
+        frozenset(
+            {Reason.QUEUE, Reason.NEXT_ON_QUEUE, Reason.WOULD_EXPOSE, Reason.FILLED, Reason.POLISHED, Reason.PIECES}
+        ),
+    ),
+    (CHAIN, frozenset({Reason.DATA, Reason.READER, Reason.ORDER_EDGE, Reason.BEFORE})),
+    (SLOWER, frozenset({Reason.SLOWER})),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """All that one cause keeps exposed in a graph."""
+
+    cause: Cause
+    graph: str
+    rows: tuple[CollectiveRow, ...]  # the longest first
+
+    @property
+    def exposed_ns(self) -> float:
+        """How long compute stands still for these collectives."""
+        return sum(row.exposed_after_ns for row in self.rows)
+
+
+def exposures(step: StepRecord) -> list[Exposure]:
+    """What is exposed in a step, by graph and cause, the worst first; what costs next to nothing is left out."""
+    found: list[Exposure] = []
+    for graph in step.graphs:
+        by_cause: dict[Cause, list[CollectiveRow]] = {}
+        for row, cause in _causes(graph.collectives):
+            by_cause.setdefault(cause, []).append(row)
+        for cause, rows in by_cause.items():
+            rows.sort(key=lambda row: -row.exposed_after_ns)
+            found.append(Exposure(cause, graph.name, tuple(rows)))
+    least_ns = _LEAST * sum(each.exposed_ns for each in found)
+    return sorted((each for each in found if each.exposed_ns >= least_ns), key=lambda each: -each.exposed_ns)
+
+
+def _causes(rows: Iterable[CollectiveRow]) -> Iterator[tuple[CollectiveRow, Cause]]:
+    beginning = set()  # queues that have carried nothing yet but what the graph begins with
+    seen = set()
+    for row in rows:
+        cause = cause_of(row)
+        behind = row.group in beginning and cause is BUSY and Reason.QUEUE.name in row.causes
+        if behind:
+            cause = BEGIN
+        if row.group not in seen and cause is BEGIN:
+            beginning.add(row.group)
+        elif not behind:
+            beginning.discard(row.group)
+        seen.add(row.group)
+        if row.exposed_after_ns > 0:
+            yield row, cause
+
+
+def cause_of(row: CollectiveRow) -> Cause:
+    """Why this one is exposed; the words of the table where no named reason stands behind them."""
+    reasons = {Reason[name] for name in row.causes if name in Reason.__members__}
+    for cause, covered in _BY_REASON:
+        if reasons & covered:
+            return cause
+    return Cause(row.limit)

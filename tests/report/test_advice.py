@@ -1,0 +1,100 @@
+"""From the rules that stopped collectives to what a user reads, on rows made by hand and on planned schedules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from overlapc.passes.base import Context, run_pipeline
+from overlapc.passes.reasons import Reason
+from overlapc.report import advice
+from overlapc.report.advice import cause_of, exposures
+from overlapc.report.build import graph_record
+from overlapc.report.record import CollectiveRow, StepRecord
+from overlapc.schedule.text import parse
+from tests.report.sample import FORWARD
+
+
+def row(name: str, exposed_us: float, *causes: str, group: str = "dp") -> CollectiveRow:
+    sample = FORWARD.collectives[0]
+    return replace(sample, name=name, group=group, exposed_after_ns=exposed_us * 1e3, causes=causes)
+
+
+def of(*rows: CollectiveRow) -> StepRecord:
+    return StepRecord(graphs=(replace(FORWARD, collectives=rows),))
+
+
+def test_every_reason_but_those_of_no_consequence_has_a_cause():
+    nothing_to_say = {Reason.HIDDEN, Reason.NO_BUCKET, Reason.MERGED}
+    unknown = {reason for reason in Reason if cause_of(row("ag", 1, reason.name)).why == row("ag", 1).limit}
+    assert unknown == nothing_to_say
+
+
+def test_what_an_option_can_change_comes_before_what_none_can():
+    assert cause_of(row("ag", 1, "SCHEDULE_START", "MEMORY")) is advice.MEMORY
+    assert cause_of(row("rs", 1, "DATA", "SCHEDULE_END")) is advice.END
+    assert cause_of(row("ar", 1, "DATA", "READER")) is advice.CHAIN
+
+
+def test_without_a_named_reason_the_words_of_the_table_stand():
+    old = replace(row("ag", 1), limit="no pass looked at it")
+    assert cause_of(old) == advice.Cause("no pass looked at it")
+    assert cause_of(replace(old, causes=("OF_A_LATER_VERSION",))).why == "no pass looked at it"
+
+
+def test_exposed_time_adds_up_by_cause_and_the_worst_comes_first():
+    found = exposures(of(row("a", 1, "DATA", "READER"), row("b", 5, "MEMORY"), row("c", 7, "DATA", "READER")))
+    assert [(each.cause, each.exposed_ns, [one.name for one in each.rows]) for each in found] == [
+        (advice.CHAIN, 8e3, ["c", "a"]),
+        (advice.MEMORY, 5e3, ["b"]),
+    ]
+
+
+def test_less_than_a_hundredth_of_what_is_exposed_is_left_out():
+    assert [each.cause for each in exposures(of(row("a", 0.9, "DATA"), row("b", 99.1, "MEMORY")))] == [advice.MEMORY]
+
+
+def test_what_queues_up_behind_the_first_gather_is_exposed_for_the_same_cause():
+    first, second = row("ag0", 5, "SCHEDULE_START", "FILLED"), row("ag1", 5, "QUEUE", "FILLED")
+    assert [each.cause for each in exposures(of(first, second))] == [advice.BEGIN]
+    hidden = row("ag_hidden", 0)
+    later = exposures(of(first, hidden, second))
+    assert {each.cause for each in later} == {advice.BEGIN, advice.BUSY}
+    other_queue = exposures(of(first, row("ar", 5, "QUEUE", group="tp")))
+    assert {each.cause for each in other_queue} == {advice.BEGIN, advice.BUSY}
+
+
+@pytest.mark.parametrize(
+    ("text", "budget_bytes", "cause"),
+    [
+        ("ag = all_gather(%p) @dp(2) : 1MiB 100us; w = wait(ag); mm = kernel(w) : 1MiB 50us; return mm", None, "BEGIN"),
+        (
+            "mm = kernel(%x) : 1MiB 50us; rs = reduce_scatter(mm) @dp(2) : 1MiB 100us; w = wait(rs); return w",
+            None,
+            "END",
+        ),
+        (
+            "a = kernel(%x) : 1MiB 50us; ar = all_reduce(a) @tp(2) : 1MiB 100us; w = wait(ar);"
+            " b = kernel(w) : 1MiB 50us; return b",
+            None,
+            "CHAIN",
+        ),
+        (
+            "a = kernel(%x) : 1MiB 500us; ag = all_gather(%p) @dp(2) : 9MiB 100us; w = wait(ag);"
+            " b = kernel(a, w) : 1MiB 50us; return b",
+            None,
+            "",
+        ),
+        (
+            "a = kernel(%x) : 4MiB 500us; c = kernel(a) : 1MiB 10us; ag = all_gather(%p) @dp(2) : 4MiB 100us;"
+            " w = wait(ag); b = kernel(c, w) : 1MiB 50us; return b",
+            6 * 2**20,
+            "MEMORY",
+        ),
+    ],
+)
+def test_planned_schedules_say_why(text, budget_bytes, cause):
+    planned = run_pipeline(parse("schedule s\n" + text.replace("; ", "\n")), Context(budget_bytes=budget_bytes))
+    found = exposures(StepRecord(graphs=(graph_record(planned),)))
+    assert [each.cause for each in found] == ([getattr(advice, cause)] if cause else [])
