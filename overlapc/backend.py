@@ -51,7 +51,8 @@ def overlapc(
         if key is not None and torch._dynamo.config.caching_precompile:
             from overlapc.warm import precompile
 
-            precompile.record(gm, precompile.Kept(key, environment_of(config, devices), config, tuple(sorted(devices))))
+            environment = environment_of(config, devices)
+            precompile.record(gm, precompile.Kept(key, environment, options, mode, tuple(sorted(devices))))
         kept = kept_step(key, config, number) if key is not None else None
         if kept is not None:
             return kept

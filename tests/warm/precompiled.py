@@ -1,15 +1,32 @@
-"""A model in a module of its own: torch finds what it kept by its source."""
+"""Models in a module of their own: torch finds what it kept by its source."""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+activation = {"gelu": torch.nn.functional.gelu, "tanh": torch.tanh}[os.environ.get("ACTIVATION", "gelu")]
+
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, scale: float) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 32)
+        self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.gelu(self.linear(x)).square().mean()
+        return activation(self.linear(x)).square().mean() * self.scale
+
+
+class WithActivation(nn.Module):
+    """Which function it calls is up to the object."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(x)
