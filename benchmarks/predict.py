@@ -11,7 +11,6 @@ its clock under load, and a job goes on. `--seconds` bounds the run: cases that 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
 import gc
 import itertools
@@ -27,7 +26,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from clock import Power
 from peak import at_peak
 from tabulate import tabulate
 from torch import Tensor
@@ -50,9 +48,10 @@ from overlapc.report.trace_reading import read_trace
 from overlapc.schedule.model import Comm, Kind, Node
 
 MIB = 2**20
-_STEPS = 6  # that are timed, and that count under the profiler
-_SETTLE_S = 0.6  # an H200's power limit takes hold after 0.05 to 0.1 s
-_MOST_SETTLING = 60  # steps
+_STEPS = 8  # that are timed, and that count under the profiler
+_SETTLE_S = 2.0  # an H200's power limit takes hold after 0.05 to 0.1 s, and its clock swings for about a second
+_PROFILED_SETTLE_S = 0.5  # right behind the timed steps
+_MOST_SETTLING = 150  # steps
 _STUCK_S = 90.0  # a rank that takes longer for one case prints where it stands, and ends
 
 
@@ -213,20 +212,19 @@ def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[di
     once()
     compile_s = time.monotonic() - began
     graphs = record.report_of_process().steps[0].graphs
-    settling = steps_to_settle(once, device)
+    held = at_peak(once) if args.out and cuda else ""
+    step_s = seconds_of(once, device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    with watched(device) as power:
-        times = list(timed(once, device, settling))
+    times = list(timed(once, device, settling(_SETTLE_S, step_s)))
     peak_bytes = torch.cuda.max_memory_allocated() - before_bytes if cuda else 0
-    held = at_peak(once) if args.out and cuda else ""
     trace = args.out / "trace.json" if args.out and dist.get_rank() == 0 else None
-    with overlapc.report.measure(trace, last=_STEPS) as measured, watched(device) as profiled_power:
-        profiled_times = list(timed(once, device, settling))
+    with overlapc.report.measure(trace, last=_STEPS) as measured:
+        profiled_times = list(timed(once, device, settling(_PROFILED_SETTLE_S, step_s)))
     assert measured.report is not None
     (seen,) = measured.report.steps
     if args.out:
-        keep_rank(args.out, case, seen, {"timed": (times, power), "profiled": (profiled_times, profiled_power)})
+        keep_rank(args.out, case, seen, {"timed ms": times, "profiled ms": profiled_times})
     if trace is not None:
         keep(case, measured.report, trace, held)
     predicted_ms = sum(graph.after.step_ns for graph in graphs) / 1e6
@@ -259,30 +257,26 @@ def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[di
     return result, [totals_text(seen), *(graph_text(graph) for graph in seen.graphs if graph.measured)]
 
 
-def steps_to_settle(once: Callable[[], None], device: torch.device) -> int:
-    """How many steps take `_SETTLE_S`, by the slowest rank; on a CPU one."""
+def seconds_of(once: Callable[[], None], device: torch.device) -> float:
+    """One step on the slowest rank; infinite on a CPU, where nothing has to settle."""
     if device.type != "cuda":
-        return 1
+        return math.inf
     torch.cuda.synchronize()
     dist.barrier()
     began = time.perf_counter()
     once()
     torch.cuda.synchronize()
-    return min(_MOST_SETTLING, math.ceil(_SETTLE_S / agreed_seconds(time.perf_counter() - began, device)))
+    return agreed_seconds(time.perf_counter() - began, device)
 
 
-def watched(device: torch.device) -> contextlib.AbstractContextManager[Power | None]:
-    """What the driver says of a GPU's clock and power meanwhile."""
-    return Power() if device.type == "cuda" else contextlib.nullcontext()
+def settling(seconds: float, step_s: float) -> int:
+    """How many steps take so long, at least one."""
+    return max(1, min(_MOST_SETTLING, math.ceil(seconds / step_s)))
 
 
-def keep_rank(
-    folder: Path, case: Case, seen: StepRecord, runs: Mapping[str, tuple[Sequence[float], Power | None]]
-) -> None:
-    """Of every rank: its steps in ms, its clock and power, and its nodes. GPUs of one kind differ in both."""
-    data: dict[str, Any] = {}
-    for how, (times, power) in runs.items():
-        data[how] = {"ms": list(times), "power": [] if power is None else power.samples}
+def keep_rank(folder: Path, case: Case, seen: StepRecord, times_ms: Mapping[str, Sequence[float]]) -> None:
+    """Of every rank: its steps, and its nodes. GPUs of one kind differ in their clocks."""
+    data: dict[str, Any] = {how: list(each) for how, each in times_ms.items()}
     data["graphs"] = {
         graph.name: {"step_ns": graph.measured.step_ns, "nodes": graph.measured.nodes, "beside": graph.measured.beside}
         for graph in seen.graphs

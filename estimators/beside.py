@@ -27,7 +27,7 @@ _MAIN = 0.3  # kernels shorter than this share of the longest are preparation (f
 _MARK_CYCLES = 20_000  # of the kernels between phases; about ten microseconds
 _PHASE_NS = 5e6  # of a call alone
 _LEAST_CALLS, _MOST_CALLS = 4, 100  # of a phase
-_LEAST_COLLECTIVES = 4
+_LEAST_COLLECTIVES = 2
 _MOST_BESIDE = 600  # calls beside collectives; a GPU's queue of launches holds about a thousand
 _COVERED_CALLS = 8  # that the collectives of a phase should have room for
 # Times its time alone, beyond which a collective waited for another rank: four channels beside copies took 4.6 times as

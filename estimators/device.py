@@ -120,7 +120,8 @@ class DeviceProfile:
     # By "matmul" or "attention": how many times as long work of so many FLOPs takes at the clock of full load as at the
     # highest. The curves of rates above are of full load. See load.py.
     throttle: Mapping[str, Points] = field(default_factory=dict)
-    # By thousandths of the time that the device computes: the part of that difference which is lost.
+    # By thousandths of the time that the device computes: the clock of full load, as a part of the clock then. What
+    # takes `throttle` times as long at full load as in a burst takes that part of it, but no less than in a burst.
     heat: Points = ()
     collective_slowdown: float = 1.0  # of a collective beside compute where its Slowdown says nothing; at least 1
     origins: Mapping[str, str] = field(default_factory=dict)  # field -> where its number comes from

@@ -21,6 +21,7 @@ from overlapc.estimators.here import CalibrationError
 from overlapc.estimators.workloads import (
     DTYPES,
     agreed,
+    all_agreed,
     attend,
     attention_inputs,
     calls_for,
@@ -84,7 +85,7 @@ class Contention:
         return group
 
     def _company(self, launch: Launch, alone_ns: float) -> dict[str, Any]:
-        """A `Slowdown` of this collective. CalibrationError when something never ran beside it."""
+        """A `Slowdown` of this collective, without what it never ran beside all the time."""
         effort = self.effort
         calls: dict[str, Callable[[], object]] = {}
         for rows, inner, columns in effort.beside_matmuls:
@@ -99,22 +100,18 @@ class Contention:
             inputs = attention_inputs(self.device, effort.beside_attention, torch.bfloat16)
             calls["attention"] = partial(attend, *inputs)
         with torch.no_grad():
-            calls_ns = {
-                name: agreed(compute_ns(self.clock, call, rounds=1), self.device) for name, call in calls.items()
-            }
+            own_ns = [compute_ns(self.clock, call, rounds=1) for call in calls.values()]
+            calls_ns = dict(zip(calls, all_agreed(own_ns, self.device), strict=True))
             met = company(calls, calls_ns, launch, alone_ns, self.load)
         for name, each in met.items():
             self.facts[f"{name} beside a collective of {alone_ns / 1e3:.0f} us"] = each.compute or 0.0
-        apart = [name for name, each in met.items() if each.compute is None]
-        if apart:
-            raise CalibrationError(
-                f"no collective of {alone_ns / 1e3:.0f} us ran all the time beside {', '.join(apart)} "
-                f"on rank {dist.get_rank()}: ranks are out of step\n"
-                "hint: stop what else runs on these GPUs, then calibrate again"
-            )
-        slowed = {name: max(1.0, each.compute or 1.0) for name, each in met.items()}
+        apart = all_agreed([each.compute is None for each in met.values()], self.device)  # all leave out the same
+        left_out = [name for name, missing in zip(met, apart, strict=True) if missing]
+        if left_out:
+            self.say(f"  left out, as no collective ran beside them all the time: {', '.join(left_out)}")
+        slowed = {name: max(1.0, each.compute or 1.0) for name, each in met.items() if name not in left_out}
         stretched = {name: max(1.0, each.collective or 1.0) for name, each in met.items()}
-        return self._slowdown(slowed, stretched)
+        return slowdown_of(effort, self._multiprocessors(), slowed, stretched)
 
     def _streaming(self, size_bytes: int) -> Callable[[], object]:
         """Adds that read and write so many bytes of memory, not of the cache, as generated kernels are measured."""
@@ -127,27 +124,6 @@ class Contention:
             return torch.add(source, 1.0, out=target)
 
         return add
-
-    def _slowdown(self, slowed: Mapping[str, float], stretched: Mapping[str, float]) -> dict[str, Any]:
-        """From how many times as long each call, and the collective beside it, took."""
-        effort, multiprocessors = self.effort, self._multiprocessors()
-        tiles = {shape: tiles_of(shape[0] * shape[2]) for shape in effort.beside_matmuls}
-        matmuls = {shape: (slowed[f"matmul {shape}"] + slowed[f"gradient {shape}"]) / 2 for shape in tiles}
-        largest, most = effort.beside_matmuls[-1], effort.beside_moved[-1]
-        return {
-            "matmul": matmuls[largest],
-            "own_matmul": statistics.median(
-                stretched[f"{kind} {shape}"] for shape in tiles for kind in ("matmul", "gradient")
-            ),
-            "matmuls": [[waves(tiles[shape], multiprocessors), times] for shape, times in matmuls.items()],
-            "multiprocessors": float(
-                held_multiprocessors([(tiles[shape], times) for shape, times in matmuls.items()], multiprocessors)
-            ),
-            "memory": slowed[f"memory {most}"],
-            "own_memory": stretched[f"memory {most}"],
-            "memories": [[size, slowed[f"memory {size}"]] for size in effort.beside_moved],
-            **({"attention": slowed["attention"]} if effort.beside_attention is not None else {}),
-        }
 
     def by_clock(self) -> None:
         """On a CPU, where nothing waits for a kernel's last wave."""
@@ -183,6 +159,42 @@ class Contention:
         mean = {kind: sum(each[kind] for each in slowdowns.values()) / len(slowdowns) for kind in kinds}
         self.quantities["slowdowns"] = {"other": mean}
         self.quantities["collective_slowdown"] = mean["own_matmul"]
+
+
+def slowdown_of(
+    effort: Effort, multiprocessors: int, slowed: Mapping[str, float], stretched: Mapping[str, float]
+) -> dict[str, Any]:
+    """A `Slowdown`, from how many times as long each call, and the collective beside it, took.
+
+    Calls may be missing. CalibrationError where all matmuls or all memory-bound kernels are.
+    """
+    matmuls = {
+        shape: (slowed[f"matmul {shape}"] + slowed[f"gradient {shape}"]) / 2
+        for shape in effort.beside_matmuls
+        if f"matmul {shape}" in slowed and f"gradient {shape}" in slowed
+    }
+    memories = [[size, slowed[f"memory {size}"]] for size in effort.beside_moved if f"memory {size}" in slowed]
+    if not matmuls or not memories:
+        raise CalibrationError(
+            "no collective ran all the time beside any matmul or any memory-bound kernel: ranks are out of step\n"
+            "hint: stop what else runs on these GPUs, then calibrate again"
+        )
+    tiles = {shape: tiles_of(shape[0] * shape[2]) for shape in matmuls}
+    largest_size, largest_times = memories[-1]
+    return {
+        "matmul": list(matmuls.values())[-1],
+        "own_matmul": statistics.median(
+            stretched[f"{kind} {shape}"] for shape in tiles for kind in ("matmul", "gradient")
+        ),
+        "matmuls": [[waves(tiles[shape], multiprocessors), times] for shape, times in matmuls.items()],
+        "multiprocessors": float(
+            held_multiprocessors([(tiles[shape], times) for shape, times in matmuls.items()], multiprocessors)
+        ),
+        "memory": largest_times,
+        "own_memory": stretched[f"memory {largest_size}"],
+        "memories": memories,
+        **({"attention": slowed["attention"]} if "attention" in slowed else {}),
+    }
 
 
 def mean_of(values: Sequence[Any]) -> Any:

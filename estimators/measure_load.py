@@ -1,8 +1,9 @@
 """What load does to a device's clock: how much slower work becomes, and how much of that at which share of busy time.
 
 A GPU that draws more power than it may lowers its clock. `throttle` says how many times as long matmuls and attention
-take right after a quarter of a second of nothing but matmuls. A training step reaches a part of that, its *heat*, which
-depends on how much of the time the device computes: measured with the work of a transformer's layer and pauses between.
+take under nothing but matmuls. A training step leaves a higher clock. By how much (`heat`) depends on how much of the
+time the device computes: measured with the work of a transformer's layer, and pauses between. On H200s one clock
+explains all that runs at it: matmul or attention take as many times longer as the clock is below one of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from overlapc.estimators.effort import Attention, Effort
 from overlapc.estimators.workloads import attend, attention_inputs, operands, random
 
 _SAMPLED = 20  # rounds of a layer
+_SETTLING = 4  # times `Effort.load_s`: an H200's clock swings for about a second
 
 Call = Callable[[], object]
 Curve = list[list[float]]
@@ -59,6 +61,8 @@ class Load:
         for case in self.effort.attention.get("bf16", ()):
             works.append(Work("attention", case.flops, self._attend(case)))
         cool_ns = [burst_ns(self.clock, work.call) for work in works]
+        for _ in range(_SETTLING):
+            self.full()
         hot_ns = [compute_ns(self.clock, work.call, rounds=1, ahead=self.full) for work in works]
         throttle: dict[str, Curve] = {}
         for work, cool, hot in zip(works, cool_ns, hot_ns, strict=True):
@@ -66,24 +70,22 @@ class Load:
         return {kind: sorted(points) for kind, points in throttle.items()}
 
     def _heat(self, throttle: Mapping[str, Curve]) -> Curve:
-        """Thousandths of the time that the device computes, and the part of `throttle` that is lost then."""
+        """Thousandths of the time that the device computes, and the clock of full load as a part of the clock then."""
         works = self._layer()
-        cool_ns = burst_ns(self.clock, lambda: _run(works))
-        hot_ns = cool_ns
+        bursts = []  # ns, times as long at full load
         for work in works:
             points = [(int(flops), times) for flops, times in throttle.get(work.kind, ())]
-            if points:
-                hot_ns += burst_ns(self.clock, work.call) * (rate_at(points, work.flops) - 1.0)
+            bursts.append((burst_ns(self.clock, work.call), rate_at(points, work.flops) if points else 1.0))
+        alone_ns = sum(ns for ns, _ in bursts)
         found = []
         for idle in self.effort.heat_idle:
-            busy_ns, period_ns = self._settled(works, cool_ns, idle * cool_ns)
-            lost = (busy_ns - cool_ns) / (hot_ns - cool_ns) if hot_ns > cool_ns else 0.0
-            found.append([1000.0 * busy_ns / period_ns, min(1.0, max(0.0, lost))])
+            busy_ns, period_ns = self._settled(works, alone_ns, idle * alone_ns)
+            found.append([1000.0 * busy_ns / period_ns, heat_of(bursts, busy_ns)])
         return sorted(found)
 
     def _settled(self, works: Sequence[Work], work_ns: float, idle_ns: float) -> tuple[float, float]:
         """ns of one round of `works`, and of a round and the pause behind it, once the clock has settled."""
-        rounds = math.ceil(self.effort.load_s * 2e9 / (work_ns + idle_ns)) + _SAMPLED
+        rounds = math.ceil(_SETTLING * self.effort.load_s * 1e9 / (work_ns + idle_ns)) + _SAMPLED
         begins, ends = [], []
         for at in range(rounds):
             sampled = at >= rounds - _SAMPLED
@@ -114,6 +116,22 @@ class Load:
 
     def _attend(self, case: Attention) -> Call:
         return partial(attend, *attention_inputs(self.device, case, torch.bfloat16))
+
+
+def heat_of(bursts: Sequence[tuple[float, float]], taken_ns: float) -> float:
+    """The clock of full load as a part of the clock at which calls take `taken_ns` together.
+
+    bursts: each call's ns at the highest clock, and how many times as long it takes at full load. Between the highest
+    clock and that of full load.
+    """
+    low, high = 1.0 / max(times for _, times in bursts), 1.0
+    while high - low > 1e-4:  # ever longer with the clock's period
+        middle = (low + high) / 2
+        if sum(ns * max(1.0, times * middle) for ns, times in bursts) < taken_ns:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
 
 
 def _run(works: Sequence[Work]) -> None:

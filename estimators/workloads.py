@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -63,8 +65,13 @@ def launcher(
     raise ValueError(f"no collective {collective!r}")
 
 
-def agreed(ns: float, device: torch.device) -> float:
-    """The slowest rank's time, the same on all: what follows may depend on it."""
-    slowest = torch.tensor([ns], device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest.item())
+def agreed(value: float, device: torch.device) -> float:
+    """The greatest of all ranks' values, the same on all: what follows may depend on it."""
+    return all_agreed([value], device)[0]
+
+
+def all_agreed(values: Sequence[float], device: torch.device) -> list[float]:
+    """The greatest of all ranks' values, each by itself."""
+    greatest = torch.tensor(list(values), dtype=torch.float64, device=device)
+    dist.all_reduce(greatest, dist.ReduceOp.MAX)
+    return greatest.tolist()

@@ -8,6 +8,7 @@ import pytest
 from overlapc.estimators.contention import Beside, load_of
 from overlapc.estimators.device import DeviceProfile, Slowdown, profile_from_json, profile_to_json
 from overlapc.estimators.load import settled
+from overlapc.estimators.measure_load import heat_of
 from overlapc.estimators.measured import Call, MeasuredCalls, Times
 from overlapc.estimators.timeline import simulate
 from overlapc.schedule.text import parse
@@ -15,48 +16,58 @@ from overlapc.schedule.text import parse
 THROTTLED = DeviceProfile(
     "gpu",
     throttle={"matmul": ((100, 1.5), (10_000, 1.2)), "attention": ((100, 1.3),)},
-    heat=((700, 0.1), (1000, 0.8)),
+    heat=((700, 0.7), (1000, 0.9)),
 )
 BUSY = """m = extern:mm(a, b) flops=100 write=8B in=bfloat16 : 8B 150ns
 t = extern:attention(m) flops=100 : 8B 130ns
 k = kernel(t) : 8B 100ns"""
 
 
-def heat(text):
-    """The part of the difference between bursts and full load that the matmul of `text` lost."""
+def stretched(text):
+    """How many times as long the matmul of `text` takes as in a burst, and the timeline that says so."""
     after = settled(simulate(parse(text), THROTTLED))
-    return (after.schedule.node("m").estimate.ns - 100) / 50, after
+    return after.schedule.node("m").estimate.ns / 100, after
 
 
 def test_a_step_without_a_pause_is_near_full_load():
-    lost, after = heat(BUSY)
-    assert lost == pytest.approx(0.8)
+    times, after = stretched(BUSY)
+    assert times == pytest.approx(1.5 * 0.9)
     assert [after.span(name)[1] - after.span(name)[0] for name in "mtk"] == [
-        pytest.approx(140), pytest.approx(124), 100,
+        pytest.approx(135), pytest.approx(117), 100,
     ]  # fmt: skip
     assert after.schedule.node("m").estimate.source == "given"
 
 
 def test_a_step_that_often_waits_is_near_the_highest_clock():
-    lost, after = heat(BUSY + "\ng = all_gather(k) @dp : 8B 1000ns\nw = wait(g)")
-    assert lost == pytest.approx(0.1)
+    times, after = stretched(BUSY + "\ng = all_gather(k) @dp : 8B 1000ns\nw = wait(g)")
+    assert times == pytest.approx(1.5 * 0.7)
+    assert after.schedule.node("t").estimate.ns == pytest.approx(100)  # nothing is faster than in a burst
     assert after.exposed_ns == 1000
 
 
-def test_in_between_it_changes_evenly():
-    lost, _ = heat(BUSY + "\ng = all_gather(k) @dp : 8B 30ns\nw = wait(g)")
-    assert lost == pytest.approx(0.1 + 0.7 * math.log(0.927 / 0.7) / math.log(1 / 0.7))
+def test_in_between_it_changes_evenly_and_collectives_count_a_tenth():
+    times, _ = stretched(BUSY + "\ng = all_gather(k) @dp : 8B 30ns\nw = wait(g)")
+    busy = round(1000 * (380 + 3) / 410) / 1000
+    assert times == pytest.approx(1.5 * (0.7 + 0.2 * math.log(busy / 0.7) / math.log(1 / 0.7)))
 
 
 def test_what_a_collective_slows_is_no_hotter_for_that():
-    """The stream is never idle, but computes for half of the time only: the collective holds it up."""
+    """The stream is never idle, but computes for a third of the time only: the collective holds it up."""
     slowed = replace(THROTTLED, slowdowns={"other": Slowdown(matmul=3.0, memory=3.0, attention=3.0)})
     timeline = simulate(
         parse("g = all_gather(x) @dp : 8B 2000ns; " + BUSY.replace("\n", "; ") + "; w = wait(g)"), slowed
     )
     assert timeline.compute_ns == 3 * 380
-    after = settled(timeline)
-    assert after.schedule.node("m").estimate.ns == pytest.approx(100 + 50 * 0.1)
+    assert settled(timeline).schedule.node("m").estimate.ns == pytest.approx(150 * 0.7)
+
+
+def test_one_clock_explains_what_a_layer_takes():
+    """A call slower than its own limit, one at it, and one that no clock slows."""
+    bursts = [(100.0, 1.4), (100.0, 1.1), (50.0, 1.0)]
+    assert heat_of(bursts, 250.0) == pytest.approx(1 / 1.4, abs=1e-3)
+    assert heat_of(bursts, 100 * 1.12 + 100 + 50) == pytest.approx(0.8, abs=1e-3)
+    assert heat_of(bursts, 100 * 1.33 + 100 * 1.045 + 50) == pytest.approx(0.95, abs=1e-3)
+    assert heat_of(bursts, 999.0) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_a_collective_begins_a_while_after_what_it_waits_for():

@@ -1,6 +1,7 @@
 """What measures GPUs, tried over gloo: every number is there, and ranks stay together."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from overlapc.estimators.calibrate import cpu_derived, median_of, profile_docume
 from overlapc.estimators.clock import CpuClock, compute_ns, launch_ns
 from overlapc.estimators.device import profile_from_json, profile_to_json
 from overlapc.estimators.effort import COLLECTIVES, Attention, Effort
+from overlapc.estimators.here import CalibrationError
 from overlapc.estimators.measure import Measurement
+from overlapc.estimators.measure_contention import slowdown_of
 from tests.ranks import values_on_ranks
 
 TINY = Effort(
@@ -52,11 +55,27 @@ def test_four_ranks_measure_everything_for_themselves_and_for_pairs():
     assert profile.throttled("matmul", 1024) >= 1
     (paused, _), (busy, _) = profile.heat  # of a thousand
     assert 0 <= paused < 500 < busy <= 1000
-    assert all(0 <= lost <= 1 for _, lost in profile.heat)
+    assert all(0 < heat <= 1 for _, heat in profile.heat)
     assert profile.host_link.bytes_per_s > 0
     assert profile.flops_per_s["vector"] == profile.flops_per_s["fp32"] / 4
     assert profile.origins["flops_per_s.vector"].startswith("derived")
     assert profile_from_json(profile_to_json(profile)) == profile
+
+
+def test_what_no_collective_ran_beside_is_left_out():
+    """Long matmuls, and attention: the others make the curves, and the longest of them stands for what is longer."""
+    effort = replace(TINY, beside_matmuls=[(4096, 8, 1024), (4096, 8, 4096), (4096, 8, 14336)], beside_moved=[8, 64])
+    slowed = {f"{kind} {shape}": times for kind, more in (("matmul", 0.0), ("gradient", 0.2))
+              for shape, times in zip(effort.beside_matmuls[:2], (2.0 + more, 1.4 + more), strict=True)}  # fmt: skip
+    stretched = {f"{kind} {shape}": 1.25 for kind in ("matmul", "gradient") for shape in effort.beside_matmuls}
+    stretched["memory 8"] = 2.5
+    found = slowdown_of(effort, 132, {**slowed, "memory 8": 1.5}, stretched)
+    assert found["matmuls"] == [[1, pytest.approx(2.1)], [4, pytest.approx(1.5)]]
+    assert found["matmul"] == pytest.approx(1.5)
+    assert (found["memory"], found["memories"], found["own_memory"]) == (1.5, [[8, 1.5]], 2.5)
+    assert "attention" not in found
+    with pytest.raises(CalibrationError, match="out of step"):
+        slowdown_of(effort, 132, slowed, stretched)
 
 
 def test_medians_keep_what_is_no_number():
