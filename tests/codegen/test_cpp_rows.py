@@ -24,7 +24,15 @@ def heads_scaled(tokens: int, heads: int, width: int) -> Body:
     return Body((loop(p0, tokens), loop(p1, heads)), (loop(r0, width),), stores)
 
 
+def sums(width: int, dtype: torch.dtype) -> Body:
+    """Sums of squares of 40 rows."""
+    x = Load("x", width * p0 + r0, dtype)
+    return Body((loop(p0, 40),), (loop(r0, width),), (Store("y", p0, Reduce("sum", op("mul", x, x), dtype), dtype),))
+
+
+SUMS = [(width, dtype) for width in (2, 7, 16, 33, 64, 100, 512, 513) for dtype in (F32, torch.float64)]
 BODIES = {
+    **{f"sum_{dtype}_{width}": sums(width, dtype) for width, dtype in SUMS},
     "rms_norm": rms_norm(201, 100),
     "softmax": softmax(203, 77),
     "rms_norm_symbolic": rms_norm(s0, 60),
@@ -39,7 +47,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
 
 
 def test_rows_go_together(kernels: Kernels):
-    assert all("lane < lanes" in source.text for source in kernels.sources.values())
+    together = [source.text for name, source in kernels.sources.items() if not name.startswith("sum_")]
+    assert all("lane < lanes" in text for text in together)
     assert "p0 = p0_block + lane" in kernels.sources["pairs"].text
     assert "p1 = p1_block + lane" in kernels.sources["heads"].text
 
@@ -74,3 +83,12 @@ def test_rows_of_several_loops(kernels: Kernels, name: str, heads: int):
     torch.testing.assert_close(norm, expected.float())
     scale = w[:, None].double() * x.double().abs().amax(-1) / (expected + 1e-6)
     torch.testing.assert_close(y, (x.double() * scale[..., None]).float())
+
+
+@pytest.mark.parametrize(("width", "dtype"), SUMS)
+def test_short_rows_are_summed_at_their_end(kernels: Kernels, width: int, dtype: torch.dtype):
+    x, y = torch.randn(40, width, dtype=dtype), torch.empty(40, dtype=dtype)
+    kernels.run(f"sum_{dtype}_{width}", {"x": x, "y": y})
+    exact = x.double().pow(2).sum(1)
+    torch.testing.assert_close(y.double(), exact, rtol=2e-7 * (1 if dtype is F32 else 1e-8), atol=0)
+    assert ("sum_terms" in kernels.sources[f"sum_{dtype}_{width}"].text) == (width <= 512)

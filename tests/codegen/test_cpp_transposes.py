@@ -15,7 +15,7 @@ from overlapc.runtime.toolchain import find_compiler
 from tests.codegen.cpp_kernels import Kernels, loop, p0, p1, p2, s0, s1
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
-SIZES = ((64, 32), (70, 45), (129, 200), (16, 17))
+SIZES = ((64, 32), (70, 45), (129, 200), (16, 17), (256, 300))
 
 
 def transposed(rows, columns, dtype: torch.dtype, batch: int = 2) -> Body:

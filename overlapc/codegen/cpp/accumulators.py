@@ -30,7 +30,8 @@ class Accumulator:
     totals: tuple[Variable, ...]  # kept across the whole reduction
     partial: str | None  # declaration of the sum over one block, "float sum7": a short sum, folded into a double total
     fold: str  # adds the partial to the total
-    clause: str | None  # of `#pragma omp simd reduction(...)`; None when the loop must run in order
+    # Of `#pragma omp simd reduction(...)`; "" when none is needed, None when the loop must run in order.
+    clause: str | None
     result: str  # the value, from the totals
     add: Callable[[str, str], list[str]]  # (value, flat position) -> lines
     combine: Callable[[list[str]], str]  # other totals -> a line
@@ -48,11 +49,14 @@ _LIMITS = {
 }
 
 
-def accumulator(reduce: Reduce, number: int, columns: bool, in_order: bool) -> Accumulator:
+def accumulator(
+    reduce: Reduce, number: int, columns: bool, in_order: bool, row: tuple[str, int] | None = None
+) -> Accumulator:
     """The lines for `reduce`.
 
     `columns` when there is one result for each lane of a tile; `in_order` when the loops visit positions of the
-    flattened reduction space from first to last.
+    flattened reduction space from first to last. `row`: the vector loop's variable, which counts from zero, and its
+    iterations, where these are few.
     """
     lane = "[lane]" if columns else ""
     kind, dtype = reduce.kind, reduce.arg.dtype
@@ -66,7 +70,29 @@ def accumulator(reduce: Reduce, number: int, columns: bool, in_order: bool) -> A
         if dtype.is_floating_point and not columns:
             return _ordered(reduce, number)
         return _extreme(reduce, number, lane)
+    if row is not None and kind == "sum" and reduce.dtype.is_floating_point:
+        return _short_sum(reduce, number, *row)
     return _arithmetic(reduce, number, lane)
+
+
+def _short_sum(reduce: Reduce, number: int, variable: str, length: int) -> Accumulator:
+    """The sum of a short row, of terms that are kept until the row's end.
+
+    Compilers join the lanes of a simd reduction one after another, which takes longer than a short row itself.
+    """
+    name, terms, kind = f"total{number}", f"terms{number}", C_TYPE[reduce.dtype]
+    return Accumulator(
+        reduce,
+        number,
+        (Variable("double", name, "0"),),
+        None,
+        f"{name} += sum_terms<{length}>({terms});",
+        "",
+        f"{kind}({name})",
+        lambda value, at: [f"{terms}[{variable}] = {value};"],
+        lambda other: f"{name} += {other[0]};",
+        lambda first: [f"{kind} {terms}[{length}];"],
+    )
 
 
 def _arithmetic(reduce: Reduce, number: int, lane: str) -> Accumulator:

@@ -18,7 +18,7 @@ from overlapc.codegen.cpp.expressions import (
     operation_text,
     store_text,
 )
-from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
+from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain, stripes
 from overlapc.codegen.cpp.pieces import Piece, pieces
 from overlapc.codegen.cpp.plan import (
     BLOCK,
@@ -26,10 +26,12 @@ from overlapc.codegen.cpp.plan import (
     PARALLEL_WORK,
     TILED_BYTES,
     TILED_COLUMNS,
+    TILED_STRIPE,
     TRANSPOSE_BLOCK,
     Plan,
     stride,
 )
+from overlapc.codegen.cpp.side_by_side import Moved, side_by_side
 from overlapc.ir.body import (
     Body,
     Cast,
@@ -308,7 +310,12 @@ class Function:
         for text in loop.before:
             self.line(text)
         assert loop.loop is not None
-        for piece in pieces(values, loop.loop) if divisible else [Piece()]:
+        parts = pieces(values, loop.loop) if divisible else [Piece()]
+        together = self._side_by_side(parts, loop, roots, known)
+        if together is not None:
+            self._write_side_by_side(together, loop, known, finish)
+            parts = []
+        for piece in parts:
             self.facts = piece.facts
             names = dict(known)
             self.begin(loop.between(piece.begin, piece.end))
@@ -319,6 +326,48 @@ class Function:
         self.facts = {}
         for text in loop.after:
             self.line(text)
+
+    def _side_by_side(
+        self, parts: Sequence[Piece], loop: For, roots: Sequence[Value], known: Mapping[Value, str]
+    ) -> list[Moved] | None:
+        """`parts` as one loop, where their iterations may run in any order and no name depends on the loop's."""
+        symbol = str(loop.name)
+        if len(parts) < 2 or loop.begin != "0" or loop.loop is None or symbol != str(loop.loop.symbol):
+            return None
+        if not loop.pragma.startswith("#pragma omp simd") or any(symbol in name for name in known.values()):
+            return None
+        needed = []
+        for piece in parts:
+            self.facts = piece.facts
+            needed.append(self.needed(roots, known))
+        self.facts = {}
+        return side_by_side(parts, needed, loop.loop)
+
+    def _write_side_by_side(
+        self,
+        together: Sequence[Moved],
+        loop: For,
+        known: Mapping[Value, str],
+        finish: Callable[[Mapping[Value, str]], Iterable[str]],
+    ) -> None:
+        """One loop as long as the first piece: the values of all, each once, then the lines of every piece in turn."""
+        names = dict(known)
+        self.begin(loop.between(None, sympy.Integer(together[1].shift)))
+        for piece in together:
+            for value in piece.values.values():
+                self.number.setdefault(value, len(self.number))
+            self.define((value for value in piece.values.values() if value not in names), names)
+        for piece in together:
+            self.facts = piece.facts
+            if piece.shift:  # the lines name the loop's variable, as they do in a loop of their own
+                self.line(f"const int64_t {loop.name}_{piece.shift} = {loop.name} + {piece.shift};")
+                self.line("{")
+                self.line(f"const int64_t {loop.name} = {loop.name}_{piece.shift};")
+            for text in finish({**known, **{value: names[moved] for value, moved in piece.values.items()}}):
+                self.line(text)
+            if piece.shift:
+                self.line("}")
+        self.close()
 
     def store_nest(
         self, loops: Sequence[For], stores: Sequence[Store], known: Mapping[Value, str], collapsed: int = 0
@@ -362,8 +411,15 @@ class Function:
         vector = plan.vector
         if vector is not None and plan.blocked is not None:
             self.tiles = self._tiled(plan.blocked, vector)
-            rows, columns = (self._tile_rows(), TILED_COLUMNS) if self.tiles else TRANSPOSE_BLOCK
-            parallel += [blocks(plan.blocked, rows), blocks(vector, columns)]
+            if self.tiles:
+                rows = self._tile_rows()
+                stripe, block = stripes(plan.blocked, rows * TILED_STRIPE, rows)
+                block.inside += self._fill_tiles(plan.blocked, vector)
+                parallel += [stripe, blocks(vector, TILED_COLUMNS)]
+                inner.append(block)
+            else:
+                rows, columns = TRANSPOSE_BLOCK
+                parallel += [blocks(plan.blocked, rows), blocks(vector, columns)]
             inner += [in_block(plan.blocked), self.simd(in_block(vector))]
         elif vector is not None:
             step = CONFLICT_BLOCK if plan.serial and not plan.outer else BLOCK
@@ -373,8 +429,6 @@ class Function:
             else:
                 inner.append(self.simd(plain(vector)))
         collapsed = self.on_threads(parallel, self.body.numel())
-        if self.tiles and plan.blocked is not None and vector is not None:
-            parallel[-1].inside += self._fill_tiles(plan.blocked, vector)
         self.store_nest([*parallel, *inner], self.body.stores, {}, collapsed)
 
     # ---- transposed reads

@@ -55,6 +55,13 @@ def blocks(loop: Loop, step: int, begin: str = "0", end: str | None = None) -> F
     return For(name, begin, end, step=step, inside=inside)
 
 
+def stripes(loop: Loop, step: int, block: int) -> tuple[For, For]:
+    """The loop over stripes of `loop`, and the one over the blocks of a stripe."""
+    name, end = f"{loop.symbol}_stripe", f"{loop.symbol}_stripe_end"
+    inside = [f"const int64_t {end} = at_most({name} + {step}, {index_text(loop.size)});"]
+    return For(name, "0", index_text(loop.size), step=step, inside=inside), blocks(loop, block, name, end)
+
+
 def in_block(loop: Loop) -> For:
     return plain(loop, f"{loop.symbol}_block", f"{loop.symbol}_end")
 

@@ -317,6 +317,61 @@ INLINE double from_ordered(int64_t key) {
   return key == INT64_MAX || key == INT64_MIN ? (double)NAN : bits<double>(key ^ ((key >> 63) & INT64_MAX));
 }
 
+#if defined(__GNUC__)
+#if __GNUC__ >= 12 && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define VECTOR_BYTES 64
+#elif __GNUC__ >= 12 && defined(__AVX2__)
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+
+
+// The sum of a vector's numbers: half is added to half until one is left.
+template <int Bytes, class T>
+INLINE T folded(const char* from) {
+  if constexpr (Bytes == sizeof(T)) {
+    T number;
+    memcpy(&number, from, sizeof(T));
+    return number;
+  } else {
+    typedef T Half __attribute__((vector_size(Bytes / 2)));
+    Half low, high;
+    memcpy(&low, from, sizeof(low));
+    memcpy(&high, from + sizeof(low), sizeof(high));
+    low += high;
+    return folded<Bytes / 2, T>((const char*)&low);
+  }
+}
+#endif
+
+// The sum of `Count` terms, in an order that depends on nothing but the machine's vectors.
+template <int Count, class T>
+INLINE T sum_terms(const T* terms) {
+  T sum = 0;
+  int at = 0;
+#ifdef VECTOR_BYTES
+  constexpr int width = VECTOR_BYTES / sizeof(T);
+  typedef T Vector __attribute__((vector_size(VECTOR_BYTES)));
+  Vector even = {}, odd = {}, next;
+  for (; at + 2 * width <= Count; at += 2 * width) {
+    memcpy(&next, terms + at, sizeof(next));
+    even += next;
+    memcpy(&next, terms + at + width, sizeof(next));
+    odd += next;
+  }
+  if (at + width <= Count) {
+    memcpy(&next, terms + at, sizeof(next));
+    even += next;
+    at += width;
+  }
+  even += odd;
+  sum = folded<VECTOR_BYTES, T>((const char*)&even);
+#endif
+  for (; at < Count; ++at) sum += terms[at];
+  return sum;
+}
+
 // Whether (x, at) is the better argmax: NaN first, then the larger, then the earlier.
 template <class T>
 INLINE bool before_max(T x, int64_t at, T best, int64_t best_at) {
@@ -372,15 +427,7 @@ template <> struct bits_type<2> { using type = uint16_t; };
 template <> struct bits_type<4> { using type = uint32_t; };
 template <> struct bits_type<8> { using type = uint64_t; };
 
-#if defined(__GNUC__) && !defined(__clang__)
-#if __GNUC__ >= 12 && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define VECTOR_BYTES 64
-#elif __GNUC__ >= 12 && defined(__AVX2__)
-#define VECTOR_BYTES 32
-#else
-#define VECTOR_BYTES 16
-#endif
-
+#if defined(VECTOR_BYTES) && !defined(__clang__)
 // Pieces of 16 bytes that lie `step` bytes apart, side by side in one vector.
 typedef uint64_t Pieces1 __attribute__((vector_size(16)));
 typedef uint64_t Pieces2 __attribute__((vector_size(32)));
@@ -439,7 +486,7 @@ INLINE void transpose_squares(T* to, int64_t to_step, const T* from, int64_t fro
 // Rows x Columns, is read: vectors leave any numbers beyond.
 template <int Rows, int Columns, class T>
 INLINE void transpose_tile(T* tile, const T* from, int64_t step, int64_t rows, int64_t columns) {
-#ifdef VECTOR_BYTES
+#if defined(VECTOR_BYTES) && !defined(__clang__)
   using Bits = typename bits_type<sizeof(T)>::type;
   constexpr int side = 16 / sizeof(T), width = VECTOR_BYTES / sizeof(T);
   static_assert(Rows % side == 0 && Columns % width == 0, "a tile is whole vectors");

@@ -10,17 +10,18 @@ totals for that chunk; the chunks' rows are combined in order at the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
 import sympy
+import torch
 
 from overlapc.codegen.cpp.accumulators import Accumulator, Variable, accumulator, scan_state, scan_text
 from overlapc.codegen.cpp.expressions import C_TYPE, index_text, store_text, weight
 from overlapc.codegen.cpp.function import Function
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
-from overlapc.codegen.cpp.plan import BLOCK, CHUNK_ROWS, CHUNKS, ROWS, TILE, chunk_count
+from overlapc.codegen.cpp.plan import BLOCK, CHUNK_ROWS, CHUNKS, ROWS, SHORT_SUM, TILE, chunk_count
 from overlapc.ir.body import Constant, Index, Load, Loop, Op, Reduce, Scan, Store, Value
 from overlapc.ir.indexing import numel
 
@@ -216,7 +217,8 @@ class ReductionFunction(Function):
         vector = self.plan.vector
         assert vector is not None
         in_order = columns or vector == self.body.reduction[-1]  # every other role keeps the body's order
-        accumulators = [accumulator(reduce, self.number[reduce], columns, in_order) for reduce in reduces]
+        row = self._short_row()
+        accumulators = [accumulator(reduce, self.number[reduce], columns, in_order, row) for reduce in reduces]
         kept: list[Value] = []
         if self.lanes is not None:
             for part in accumulators:
@@ -244,6 +246,14 @@ class ReductionFunction(Function):
             known[part.reduce] = f"v{part.number}" if self.lanes is None else f"a{part.number}[lane]"
         known.update((value, self._kept_place(value)) for value in kept)
 
+    def _short_row(self) -> tuple[str, int] | None:
+        """The vector loop's variable and length, where it goes over a whole short row at a time."""
+        plan = self.plan
+        vector = plan.vector
+        if plan.columns or plan.split is not None or vector is None or not vector.size.is_Integer:
+            return None
+        return (str(vector.symbol), int(vector.size)) if 1 < int(vector.size) <= SHORT_SUM else None
+
     def _kept_place(self, value: Value) -> str:
         """Where the element at hand of a value kept in a row is."""
         vector = self.plan.vector
@@ -262,7 +272,7 @@ class ReductionFunction(Function):
         waiting = [store for store in self.inner_stores if self._stage_of(store) >= stage]
         roots += [value for store in waiting for value in store.operands()]
         later = set(self.needed(roots, after))
-        now = self.needed([reduce.arg for reduce in reduces], known)
+        now = _unconditional([reduce.arg for reduce in reduces], known)
         kept = [value for value in now if value in later and self.varies[value] and weight(value) >= _DEAR]
         size_bytes = sum(value.dtype.itemsize for value in kept) * int(plan.vector.size)
         size_bytes *= 1 if plan.rows is None else self._tile()
@@ -380,9 +390,12 @@ class ReductionFunction(Function):
                 loops.append(self._lane_loop())
             else:
                 in_order = scans or any(part.clause is None for part in accumulators)
-                clauses = None if in_order else "".join(f" reduction({part.clause})" for part in accumulators)
+                clauses = None if in_order else self._clauses(accumulators)
                 loops += self._along_rows(accumulators, split, clauses)
             self.nest(loops, roots, known, accumulate)
+
+    def _clauses(self, accumulators: Sequence[Accumulator]) -> str:
+        return "".join(f" reduction({part.clause})" for part in accumulators if part.clause)
 
     def _along_rows(self, parts: Sequence[Accumulator], split: Loop | None, clauses: str | None) -> list[For]:
         """The vector loop of a sweep, in blocks that end with a fold; side by side unless `clauses` is None."""
@@ -449,3 +462,16 @@ class ReductionFunction(Function):
                 collapsed = self.on_threads(parallel, self.body.reduction_numel() * width)
             with self._each_row():
                 self.store_nest(loops, self._late_stores, known, collapsed)
+
+
+def _unconditional(roots: Iterable[Value], known: Container[Value]) -> list[Value]:
+    """What is computed for `roots` in every iteration, whatever conditions a piece of the loop knows."""
+    reached: dict[Value, None] = {}
+    stack = list(roots)
+    while stack:
+        value = stack.pop()
+        if value not in reached and value not in known and value.dtype != torch.bool:
+            reached[value] = None
+            chooses = isinstance(value, Op) and value.name == "where"
+            stack.extend(() if chooses else value.operands())
+    return list(reached)
