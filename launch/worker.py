@@ -21,6 +21,7 @@ from overlapc.errors import ConfigError, OverlapcError, ToolchainError
 from overlapc.launch.torchrun import RUN_DIR, RankError, rank_dir
 
 _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], None]
+_LAUNCHING = (__file__, runpy.__file__, "<frozen runpy>")  # files that lead to the user's script
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -56,13 +57,21 @@ def _save_record(run_dir: Path, rank: int) -> None:
 def _recorder(run_dir: Path, rank: int) -> _Hook:
     def record_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ours = our_error(error)
-        text = "".join(traceback.format_exception(kind, error, trace))
+        text = "".join(traceback.format_exception(kind, error, _from_the_script_on(trace)))
         inner = getattr(error, "inner_exception", error)  # what Dynamo wraps when a backend fails
         message = str(ours) if ours else f"{type(inner).__name__}: {inner}".splitlines()[0]
         code = 2 if isinstance(ours, (ConfigError, ToolchainError)) else 1
         RankError(rank, time.time_ns(), message, "" if ours else text, code).write(run_dir)
 
     return record_error
+
+
+def _from_the_script_on(trace: TracebackType | None) -> TracebackType | None:
+    """`trace` without the frames that led to the script: ours, and Python's way of running it."""
+    inner = trace
+    while inner is not None and inner.tb_frame.f_code.co_filename in _LAUNCHING:
+        inner = inner.tb_next
+    return inner or trace
 
 
 def our_error(error: BaseException | None) -> OverlapcError | None:

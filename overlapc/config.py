@@ -89,11 +89,15 @@ def _stop(text: Any) -> str | None:
 
 
 def _names(text: Any) -> tuple[str | Callable[..., Any], ...] | None:
-    """`"a,b"`, `"none"`, a list of names and callables, or None for the default pipeline."""
+    """`"a,b"`, `"none"`, a list of names and callables, one callable, or None for the default pipeline."""
     if text is None:
         return None
+    if callable(text):
+        return (text,)
     if isinstance(text, str):
         return () if text.strip() == "none" else tuple(part.strip() for part in text.split(",") if part.strip())
+    if not isinstance(text, Iterable):
+        raise ConfigError(f"{text!r} is neither names nor functions")
     return tuple(text)
 
 
@@ -171,7 +175,9 @@ class Config:
         1.5, _margin, "start collectives early enough to be hidden if they take this many times their estimate"
     )
     passes: tuple[str | Callable[..., Any], ...] | str | None = _knob(
-        None, _names, "passes in this order, 'none' for none (default: passes/pipeline.py)"
+        None,
+        _names,
+        "passes in this order, by name or as package.module:function; 'none' for none (default: passes/pipeline.py)",
     )
     stop_after: str | None = _knob(
         None, _stop, "run passes up to this one only: PASS, or PASS:N for the first N of its moves (for bisection)"

@@ -8,12 +8,14 @@ pay is undone and says so.
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from overlapc.errors import ConfigError, MemoryBudgetError, unknown_name
+from overlapc.errors import ConfigError, MemoryBudgetError, ScheduleError, unknown_name
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.load import settled
 from overlapc.estimators.timeline import Timeline, simulate
@@ -26,6 +28,7 @@ from overlapc.schedule.verify import verify
 from overlapc.units import human_bytes
 
 _PASSES: dict[str, Pass] = {}
+_SIGNATURE = "a function (Schedule, Context) -> (Schedule, PassReport)"
 _ROUNDING = 1e-9  # relative: sums of the same times in another order differ by this much
 
 
@@ -177,18 +180,46 @@ def register_pass(name: str) -> Callable[[Pass], Pass]:
 
 
 def select(passes: Sequence[str | Pass] | None) -> tuple[tuple[str, Pass], ...]:
-    """(name, pass) for names and callables; None for the default order. ConfigError for an unknown name."""
+    """(name, pass) for names, callables and `package.module:function`; None for the default order.
+
+    ConfigError for an unknown name, for what cannot be imported, and for what cannot be called as a pass is.
+    """
     from overlapc.passes.pipeline import ORDER  # which imports, and so registers, every pass of ours
 
     chosen: list[tuple[str, Pass]] = []
     for each in ORDER if passes is None else passes:
-        if not isinstance(each, str):
-            chosen.append((getattr(each, "__name__", type(each).__name__), each))
-        elif each in _PASSES:
+        if isinstance(each, str) and each in _PASSES:
             chosen.append((each, _PASSES[each]))
-        else:
+        elif isinstance(each, str) and ":" not in each:
             raise ConfigError(unknown_name("pass", each, _PASSES))
+        else:
+            chosen.append(_checked(_imported(each) if isinstance(each, str) else each))
     return tuple(chosen)
+
+
+def is_ours(name: str) -> bool:
+    """Whether overlapc's own code says what the pass of this name does."""
+    found = select((name,))[0][1] if ":" not in name else None
+    return found is not None and found.__module__.startswith("overlapc.")
+
+
+def _imported(path: str) -> Pass:
+    """The function that `package.module:function` names."""
+    module, _, name = path.partition(":")
+    try:
+        found: Pass = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"passes: cannot import {path}: {error}; is its folder on PYTHONPATH?") from None
+    return found
+
+
+def _checked(given: Pass) -> tuple[str, Pass]:
+    name = getattr(given, "__name__", type(given).__name__)
+    try:
+        inspect.signature(given).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"passes: {name} is no pass ({error}); a pass is {_SIGNATURE}") from None
+    return name, given
 
 
 @no_collections()
@@ -233,7 +264,7 @@ def run_passes(
         if ctx.dump is not None:
             ctx.dump(f"{number:02}_{name}.before", str(current))
         begin = time.perf_counter()
-        moved, report = each(current, dataclasses.replace(ctx, most_moves=moves) if name == last else ctx)
+        moved, report = _call(name, each, current, dataclasses.replace(ctx, most_moves=moves) if name == last else ctx)
         if name == last and moves is not None and not report.counted:
             moved = first_moves(current, moved, moves)
         report.seconds = time.perf_counter() - begin
@@ -255,6 +286,18 @@ def run_passes(
         if name == last:
             break
     return current, tuple(reports)
+
+
+def _call(name: str, each: Pass, schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
+    """What the pass returns. ScheduleError, with its name, for a move that is none and for a result that is none."""
+    try:
+        result: Any = each(schedule, ctx)
+    except ScheduleError as error:
+        raise ScheduleError(f"{name}: {error}") from error
+    match result:
+        case (Schedule() as moved, PassReport() as report):
+            return moved, report
+    raise ScheduleError(f"{name} returned {type(result).__name__}; a pass is {_SIGNATURE}")
 
 
 def cost(schedule: Schedule, ctx: Context) -> tuple[float, float]:

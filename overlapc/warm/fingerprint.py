@@ -67,6 +67,14 @@ def _code_key() -> str:
     return content_key(*(file.read_bytes() for file in files))
 
 
+def _passes_are_ours(names: Sequence[str]) -> None:
+    from overlapc.passes.base import is_ours  # which imports all passes: few runs name any
+
+    for name in names:
+        if not is_ours(name):
+            raise NotCacheable(f"pass {name} is no part of overlapc")
+
+
 def _options(config: Config) -> Iterator[str]:
     for knob in dataclasses.fields(config):
         if knob.name in _NOT_IN_KEY:
@@ -74,6 +82,8 @@ def _options(config: Config) -> Iterator[str]:
         value = getattr(config, knob.name)
         if callable(value) or (isinstance(value, tuple) and any(callable(each) for each in value)):
             raise NotCacheable(f"option {knob.name} holds a function")
+        if knob.name == "passes" and value:
+            _passes_are_ours(value)
         if isinstance(value, frozenset):
             value = sorted(value)
         yield f"{knob.name}={value!r}"

@@ -121,6 +121,8 @@ def test_any_other_error_keeps_the_traceback_of_the_first_rank_that_failed(scrip
     assert "overlapc: rank 1: KeyError: 'missing'" in done.stderr
     assert done.stderr.count("Traceback") == 1
     assert '{}["missing"]' in done.stderr
+    assert "runpy" not in done.stderr  # how we came to the script says nothing about its error
+    assert "worker.py" not in done.stderr
 
 
 def test_a_rank_that_is_killed_is_named_with_its_signal(script):

@@ -76,6 +76,36 @@ def test_a_broken_pass_is_caught_and_named():
     run_pipeline(parse("a = kernel(x); b = kernel(x)"), Context(passes=(reversing,)))
 
 
+def test_an_order_that_is_none_names_the_pass_that_made_it():
+    def dropping(schedule, ctx):
+        return schedule.replace_order(order_of(schedule)[1:]), PassReport("dropping")
+
+    with pytest.raises(ScheduleError, match=r"^dropping: step: an order of \d+ names for \d+ nodes"):
+        run_pipeline(parse(STEP), Context(passes=(dropping,)))
+
+
+def test_what_is_no_pass_says_what_one_is():
+    with pytest.raises(ConfigError, match=r"passes: int is no pass .*a pass is a function \(Schedule, Context\)"):
+        select(("sink_waits", 3))
+    with pytest.raises(ConfigError, match=r"passes: len is no pass"):
+        select((len,))
+
+    def forgetful(schedule, ctx):
+        return schedule
+
+    with pytest.raises(ScheduleError, match=r"forgetful returned Schedule; a pass is"):
+        run_pipeline(parse(STEP), Context(passes=(forgetful,)))
+
+
+def test_a_pass_is_found_by_where_it_lies():
+    ((name, found),) = select(("tests.passes.test_base:renaming",))
+    assert (name, found.__name__, found.__module__) == ("renaming", "renaming", "tests.passes.test_base")
+    with pytest.raises(ConfigError, match=r"cannot import tests.passes.test_base:nowhere: .*PYTHONPATH"):
+        select(("tests.passes.test_base:nowhere",))
+    with pytest.raises(ConfigError, match="cannot import no_such_module:mine"):
+        select(("no_such_module:mine",))
+
+
 def test_unknown_names_offer_their_neighbours():
     with pytest.raises(ConfigError, match="no pass named 'sink_wait'; nearest: sink_waits"):
         select(("sink_wait",))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from overlapc.config import Config
+from overlapc.passes.base import PassReport, register_pass
 from overlapc.report import record
 from overlapc.runtime.counters import counted
 from overlapc.warm import stored
@@ -179,9 +180,20 @@ def test_tensors_that_a_graph_carries_are_this_process_own(tmp_path: Path):
         assert torch.equal(compiled(torch.ones(3)), torch.tensor([1.0, 2.0, 3.0]))
 
 
+def test_passes_of_somebody_else_cannot_be_kept_by_name_either():
+    """Their code is not in the key: after a change, the graph of before would be found."""
+    environment_key(Config.of({"passes": "bucket,sink_waits"}))
+    register_pass("somebody_elses")(lambda schedule, ctx: (schedule, PassReport("somebody_elses")))
+    for passes in ("bucket,somebody_elses", "tests.passes.test_base:renaming"):
+        with pytest.raises(NotCacheable, match="is no part of overlapc"):
+            environment_key(Config.of({"passes": passes}))
+
+
 def test_functions_among_options_cannot_be_kept():
     with pytest.raises(NotCacheable, match="estimates"):
         environment_key(Config.of({"estimates": lambda node: None}))
+    with pytest.raises(NotCacheable, match="passes"):
+        environment_key(Config.of({"passes": lambda schedule, ctx: None}))
     assert environment_key(Config.of({})) == environment_key(Config.of({}))
     assert environment_key(Config.of({})) != environment_key(Config.of({"overlap_margin": 2.0}))
     assert environment_key(Config.of({})) == environment_key(Config.of({"rank_timeout": 2.0}))
