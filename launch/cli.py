@@ -137,7 +137,9 @@ def plan(
         Path | None,
         typer.Argument(help="schedules in text form (a run's schedule.txt), or give --model", show_default=False),
     ] = None,
-    model: Annotated[str, typer.Option(metavar="llama-8b|demo|tiny", help="plan a training step of this model")] = "",
+    model: Annotated[
+        str, typer.Option(metavar="llama-8b|llama-70b|demo|tiny", help="plan a training step of this model")
+    ] = "",
     mesh: Annotated[
         str, typer.Option(metavar="dp=N,tp=N", help="ranks by axis: replicate, dp, tp (default: all in dp)")
     ] = "",
@@ -148,6 +150,9 @@ def plan(
     dtype: Annotated[str, typer.Option(metavar="fp32|bf16", help="of compute; gradients reduce in fp32")] = "bf16",
     no_reshard: Annotated[
         bool, typer.Option("--no-reshard", help="keep parameters gathered between forward and backward")
+    ] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="trace every layer (default: of many equal ones a few)")
     ] = False,
     passes: Passes = None,
     profile: Annotated[
@@ -177,7 +182,7 @@ def plan(
         from overlapc.launch.plan_model import PlanConfig, plan_model
 
         cfg = PlanConfig.of(model, mesh, world_size, seq, batch, layers, dtype, not no_reshard)
-        report = plan_model(cfg, Config.of({"profile": "h200-nvlink", **values}))
+        report = plan_model(cfg, Config.of({"profile": "h200-nvlink", **values}), whole=whole)
     else:
         from overlapc.launch.plan import plan_text
 

@@ -56,6 +56,11 @@ class LlamaConfig:
         return cls(4096, layers, 32, 8, 14336, 32_000, max_seq, 500_000.0)
 
     @classmethod
+    def llama_70b(cls, layers: int = 80, max_seq: int = 4096) -> LlamaConfig:
+        """The published 70B shape, but for its vocabulary, which is the 8B's here."""
+        return cls(8192, layers, 64, 8, 28672, 32_000, max_seq, 500_000.0)
+
+    @classmethod
     def tiny(cls) -> LlamaConfig:
         """Compiles in seconds: for tests."""
         return cls(dim=32, layers=2, heads=4, kv_heads=2, ffn=64, max_seq=64)

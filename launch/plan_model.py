@@ -1,37 +1,49 @@
 """`overlapc plan --model`: the training step of a model on any number of ranks, planned in one process without a GPU.
 
 The real graph is captured from fake tensors over torch's fake process group, as rank 0 of the job sees it, and goes
-through the whole pipeline up to its final schedule on a stored device profile.
+through the whole pipeline up to its final schedule on a stored device profile. Of a model of many layers only a few are
+traced: its schedule is written from theirs (schedule/repeat.py), if three numbers of layers agree on how that goes.
+What only shows between layers farther apart than that (a fusion of the first with the last) would be taken to go on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from overlapc.backend import plan_only
+from overlapc.backend import plan_only, schedule_only
+from overlapc.compilation import plan_schedule
 from overlapc.config import Config
 from overlapc.errors import ConfigError, unknown_name
 from overlapc.garbage import no_collections
 from overlapc.launch.demo import DemoConfig, shard
 from overlapc.launch.llama import Llama, LlamaConfig, check_tensor_parallel, tensor_parallel
+from overlapc.passes.base import Context
 from overlapc.report import record
 from overlapc.report.record import Report, StepRecord
+from overlapc.schedule.model import Schedule
+from overlapc.schedule.repeat import Irregular, repeated
 
 AXES = ("replicate", "dp", "tp")  # outermost first: ranks of one `tp` group are neighbours
 MODELS: dict[str, Callable[[], LlamaConfig]] = {
     "llama-8b": partial(LlamaConfig.llama_8b, layers=32),
+    "llama-70b": LlamaConfig.llama_70b,
     "demo": LlamaConfig,
     "tiny": LlamaConfig.tiny,
 }
+# Numbers of layers that larger ones follow from. The first layer and the last are unlike those between, of which the
+# smallest of these models has one; a model of no more layers than are in all of them is traced itself.
+FEW = (3, 4, 5)
 
 
 @dataclass(frozen=True)
@@ -98,25 +110,61 @@ def parse_mesh(text: str, world_size: int) -> dict[str, int]:
     return {name: axes.get(name, 1) for name in AXES}
 
 
-def plan_model(cfg: PlanConfig, options: Config) -> Report:
-    """The report of rank 0's forward and backward. ConfigError where a process group exists already."""
+def plan_model(cfg: PlanConfig, options: Config, *, whole: bool = False) -> Report:
+    """The report of rank 0's forward and backward. ConfigError where a process group exists already.
+
+    whole: every layer is traced, however many there are.
+    """
     if dist.is_initialized():
         raise ConfigError("planning needs a process of its own: this one has a process group")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cfg.world_size)
     before = len(record.report_of_process().steps[0].graphs)
-    torch._dynamo.reset()
     try:
         mesh = init_device_mesh("cpu", (cfg.replicate, cfg.dp, cfg.tp), mesh_dim_names=AXES)
-        with FakeTensorMode(allow_non_fake_inputs=True), no_collections():
-            model = Llama(cfg.shape)
-            if cfg.tp > 1:
-                tensor_parallel(model, mesh["tp"])
-            how = DemoConfig(cfg.world_size, "cpu", cfg.dtype, cfg.tp, cfg.replicate, reshard=cfg.reshard)
-            shard("overlapc", model, how, mesh)
-            tokens = torch.zeros(cfg.batch, cfg.seq, dtype=torch.int64)
-            step = torch.compile(model, backend=partial(plan_only, options=options), fullgraph=True)
-            step(tokens, tokens).backward()
+        if whole or cfg.shape.layers <= sum(FEW) or not _plan_from_few(cfg, options, mesh):
+            _trace(cfg, mesh, partial(plan_only, options=options))
     finally:
         dist.destroy_process_group()
     graphs = record.report_of_process().steps[0].graphs[before:]
     return Report((StepRecord(0, cfg.world_size, graphs),))
+
+
+def _plan_from_few(cfg: PlanConfig, options: Config, mesh: DeviceMesh) -> bool:
+    """Plan forward and backward as they follow from models of few layers; False, and a warning, if they do not."""
+    found = [_schedules(cfg, layers, options, mesh) for layers in FEW]
+    planned: list[tuple[Schedule, Context]] = []
+    try:
+        for same in zip(*found, strict=True):  # forward in models of few layers, then backward
+            schedules = {layers: schedule for layers, (schedule, _) in zip(FEW, same, strict=True)}
+            planned.append((repeated(schedules, cfg.shape.layers), same[0][1]))
+    except Irregular as why:
+        warnings.warn(
+            f"all {cfg.shape.layers} layers are traced, which takes longer, as they do not follow from {FEW}: {why}",
+            stacklevel=3,
+        )
+        return False
+    for schedule, ctx in planned:
+        plan_schedule(schedule, ctx)
+    return True
+
+
+def _schedules(cfg: PlanConfig, layers: int, options: Config, mesh: DeviceMesh) -> list[tuple[Schedule, Context]]:
+    """Forward and backward of the model with so many layers, as passes would be given them."""
+    found: list[tuple[Schedule, Context]] = []
+    few = dataclasses.replace(cfg, shape=dataclasses.replace(cfg.shape, layers=layers))
+    _trace(few, mesh, partial(schedule_only, options=options, found=lambda *graph: found.append(graph)))
+    return found
+
+
+def _trace(cfg: PlanConfig, mesh: DeviceMesh, backend: Callable[..., Any]) -> None:
+    """Forward and backward of the model through `backend`, on fake tensors."""
+    torch._dynamo.reset()
+    with FakeTensorMode(allow_non_fake_inputs=True), no_collections():
+        model = Llama(cfg.shape)
+        if cfg.tp > 1:
+            tensor_parallel(model, mesh["tp"])
+        how = DemoConfig(cfg.world_size, "cpu", cfg.dtype, cfg.tp, cfg.replicate, reshard=cfg.reshard)
+        shard("overlapc", model, how, mesh)
+        tokens, targets = (torch.zeros(cfg.batch, cfg.seq, dtype=torch.int64) for _ in range(2))
+        step = torch.compile(model, backend=backend, fullgraph=True)
+        step(tokens, targets).backward()

@@ -9,7 +9,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo.exc import ShortenTraceback
@@ -23,6 +23,10 @@ from overlapc.profile import profile_text
 from overlapc.runtime.triton_launch import get_ready
 from overlapc.warm import step as warm_step
 from overlapc.warm.fingerprint import NotCacheable, environment_key, user_graph_key
+
+if TYPE_CHECKING:  # parts of the compiler
+    from overlapc.passes.base import Context
+    from overlapc.schedule.model import Schedule
 
 _numbers = itertools.count()
 
@@ -73,6 +77,22 @@ def plan_only(
         from overlapc import compilation
 
         return compilation.plan_step(gm, example_inputs, Config.of(options), next(_numbers))
+    except OverlapcError as error:
+        raise _direct(error) from error.__cause__
+
+
+def schedule_only(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    found: Callable[[Schedule, Context], None],
+    options: Mapping[str, Any] | Config | None = None,
+) -> Callable[..., Any]:
+    """A backend that goes as far as where passes begin, and hands `found` what they would be given for each graph."""
+    try:
+        from overlapc import compilation
+
+        return compilation.schedule_step(gm, example_inputs, Config.of(options), next(_numbers), found)
     except OverlapcError as error:
         raise _direct(error) from error.__cause__
 

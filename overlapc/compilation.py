@@ -33,8 +33,8 @@ from overlapc.fx.versions import check_torch_version, compiled_autograd
 from overlapc.garbage import no_collections
 from overlapc.ir.ops import Extern, LoweredGraph, Start
 from overlapc.lowering import provenance
-from overlapc.passes.base import Result, select
-from overlapc.planning import collective_lines, device_types, plan_graph
+from overlapc.passes.base import Context, Result, run_pipeline, select
+from overlapc.planning import Passes, collective_lines, device_types, plan_graph
 from overlapc.profile import profile_text
 from overlapc.report import record
 from overlapc.report.build import graph_record
@@ -48,6 +48,7 @@ from overlapc.warm.fingerprint import NotCacheable, environment_key, graph_key
 from overlapc.warm.printed import compiled_graph
 
 _log = logging.getLogger("overlapc")
+Found = Callable[[Schedule, Context], None]
 
 
 def compile_step(
@@ -63,6 +64,19 @@ def compile_step(
 def plan_step(gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int) -> Callable[..., Any]:
     """Forward and backward of `gm`, planned only: they run as they stand."""
     return _compile(_plan_only, gm, example_inputs, config, number)
+
+
+def schedule_step(
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int, found: Found
+) -> Callable[..., Any]:
+    """Forward and backward of `gm` up to where passes begin: `found` is handed what these would be given."""
+    return _compile(partial(_schedule_only, found=found), gm, example_inputs, config, number)
+
+
+def plan_schedule(schedule: Schedule, ctx: Context) -> None:
+    """The passes on what `schedule_step` found, or on one like it, recorded as a graph of this process."""
+    began = time.perf_counter()
+    _remember(run_pipeline(schedule, ctx), began)
 
 
 def _compile(
@@ -198,24 +212,49 @@ def _with_pool(
 
 def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str) -> Callable[..., Any]:
     """Like compile_graph, but for fake tensors: the graph itself runs, as nothing is generated."""
-    return _planned(gm, config, name).call
-
-
-def _planned(gm: GraphModule, config: Config, name: str, *, within: bool = False, single: bool = False) -> Built:
     began = time.perf_counter()
+    _remember(_plan(gm, config, name), began)
+    return make_boxed_func(gm.forward)
+
+
+def _schedule_only(
+    gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str, found: Found
+) -> Callable[..., Any]:
+    """Like _plan_only, up to where passes begin."""
+
+    def hand_over(schedule: Schedule, ctx: Context) -> Result:
+        found(schedule, ctx)
+        return run_pipeline(schedule, replace(ctx, passes=(), stop_after=None, dump=None))
+
+    _plan(gm, config, name, hand_over)
+    return make_boxed_func(gm.forward)
+
+
+def _plan(gm: GraphModule, config: Config, name: str, passes: Passes = run_pipeline) -> Result:
     # This machine is not the one that is planned for.
     config = replace(config, measure_matmuls=False, autotune=False)
-    inner = _inner_graphs(gm, config, name, _planned)
-    of_inner = _times_of_inner(gm, inner)
-    planned = plan_graph(gm, config=config, name=name, dumps=dump.Dumps(config, name), inner=of_inner)
+    of_inner = _times_of_inner(gm, _inner_graphs(gm, config, name, _planned_within))
+    dumps = dump.Dumps(config, name)
+    planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, passes=passes)
     assert planned is not None, "there was no cache to take it from"
-    result = planned.result
+    return planned.result
+
+
+def _planned_within(gm: GraphModule, config: Config, name: str, *, within: bool, single: bool) -> Built:
+    result = _plan(gm, config, name)
+    _count(result)
+    return Built(make_boxed_func(gm.forward), result.after.step_ns)
+
+
+def _remember(result: Result, began: float) -> None:
+    _count(result)
+    seconds = time.perf_counter() - began
+    record.add(graph_record(result, fallbacks=_fallbacks(result), compile_seconds=seconds))
+
+
+def _count(result: Result) -> None:
     for counter, times in _counts(result).items():
         count(counter, times)
-    if not within:
-        seconds = time.perf_counter() - began
-        record.add(graph_record(result, fallbacks=_fallbacks(result), compile_seconds=seconds))
-    return Built(make_boxed_func(gm.forward), result.after.step_ns)
 
 
 def _as_it_stands(gm: GraphModule, node: Node) -> Callable[..., Any]:

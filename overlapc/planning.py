@@ -43,6 +43,8 @@ from overlapc.report.drawing import to_dot
 from overlapc.report.walk import walk_through
 from overlapc.schedule.model import Estimate, Kind, Schedule
 
+Passes = Callable[[Schedule, Context], Result]
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -61,6 +63,7 @@ def plan_graph(
     dumps: dump.Dumps,
     inner: Estimator,
     kept_order: str | None = None,
+    passes: Passes = run_pipeline,
 ) -> Planned | None:
     """The stages up to the final schedule, before any code is generated. `inner` knows what calls of inner graphs take.
 
@@ -107,7 +110,7 @@ def plan_graph(
             dumps.write("kernels", "tuning", lambda: str(tuning))
         chain = chain_of(profile, config, lowered, inner, tuning)
         schedule = _estimated(schedule, chain, talks)
-        result = run_pipeline(schedule, _context(config, profile, chain, dumps))
+        result = passes(schedule, _context(config, profile, chain, dumps))
         dumps.write("passes", "walk", lambda: walk_through(result.after))
         dumps.write("passes", "schedule", lambda: to_dot(result.schedule), suffix="dot")
         if talks is not None:

@@ -31,17 +31,20 @@ def to_schedule(
     buffers: dict[str, Buffer] = {}
     for name in (*graph.inputs, *graph.constants):
         buffers[name] = Buffer(name, _bytes(name, graph), is_input=True, freeable=name in freeable)
-    nodes = []
-    last_effect: tuple[str, ...] = ()  # random numbers and the like come in the order the user wrote
     for op in ops:
         for name in buffers_written(op):
             alias = graph.aliases.get(name)
             buffers[name] = Buffer(name, 0 if alias else _bytes(name, graph), alias_of=alias)
+    # Names are listed as they come to be, so that equal layers print alike (sorted, `mm_9` and `mm_10` would not).
+    position = {name: at for at, name in enumerate(buffers)}
+    nodes = []
+    last_effect: tuple[str, ...] = ()  # random numbers and the like come in the order the user wrote
+    for op in ops:
         after = dict.fromkeys((*order.get(op.name, ()), *(last_effect if has_effect(op) else ())))
-        nodes.append(_node(op, graph, tuple(after)))
+        nodes.append(_node(op, graph, tuple(after), position))
         if has_effect(op):
             last_effect = (op.name,)
-    outputs = tuple(sorted(output_buffers(graph) & buffers.keys()))
+    outputs = tuple(sorted(output_buffers(graph) & buffers.keys(), key=position.__getitem__))
     return Schedule(graph.name, tuple(nodes), buffers, outputs, budget_bytes)
 
 
@@ -65,13 +68,13 @@ def _bytes(name: str, graph: LoweredGraph) -> int:
     return -(-size // CUDA_BLOCK) * CUDA_BLOCK if view.layout.device.type == "cuda" else size
 
 
-def _node(op: IROp, graph: LoweredGraph, after: tuple[str, ...]) -> Node:
+def _node(op: IROp, graph: LoweredGraph, after: tuple[str, ...], position: Mapping[str, int]) -> Node:
     kind, name, comm = _kind(op)
     return Node(
         name=op.name,
         kind=kind,
         op=name,
-        reads=tuple(sorted(reads_of(op, graph))),
+        reads=tuple(sorted(reads_of(op, graph), key=position.__getitem__)),
         writes=tuple(buffers_written(op)),
         mutates=tuple(graph.aliases[view.buffer] for view in mutated(op)),
         after=after,

@@ -161,7 +161,7 @@ def _placements(name: str, param: Tensor, mesh: DeviceMesh, dim: int) -> tuple[D
     other = param.device_mesh
     root = root_mesh(mesh)
     names = (mesh.mesh_dim_names or ()) + (other.mesh_dim_names or ())
-    if root_mesh(other) is not root or len(names) != mesh.ndim + other.ndim or len(set(names)) != len(names):
+    if root_mesh(other) != root or len(names) != mesh.ndim + other.ndim or len(set(names)) != len(names):
         raise ConfigError(
             f"fully_shard: parameter {name} is a DTensor on mesh axes {other.mesh_dim_names}, which are not other "
             f"axes of the same mesh as {mesh.mesh_dim_names}; slice both from one init_device_mesh(...)"

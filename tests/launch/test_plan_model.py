@@ -1,5 +1,6 @@
 """A training step planned for many ranks in this one process."""
 
+import re
 import time
 
 import pytest
@@ -7,16 +8,18 @@ import torch.distributed as dist
 
 from overlapc.config import Config
 from overlapc.errors import ConfigError
-from overlapc.launch.plan_model import PlanConfig, parse_mesh, plan_model
+from overlapc.launch import plan_model as plan_model_module
+from overlapc.launch.llama import Llama
+from overlapc.launch.plan_model import FEW, PlanConfig, parse_mesh, plan_model
 from overlapc.schedule.model import Kind
 from overlapc.schedule.text import parse
 
 H200 = {"profile": "h200-nvlink"}
 
 
-def planned(mesh, world_size=0, **options):
-    cfg = PlanConfig.of("tiny", mesh, world_size, 64, 1, 1, "bf16", True)
-    return plan_model(cfg, Config.of({**H200, **options}))
+def planned(mesh, world_size=0, layers=1, whole=False, **options):
+    cfg = PlanConfig.of("tiny", mesh, world_size, 64, 1, layers, "bf16", True)
+    return plan_model(cfg, Config.of({**H200, **options}), whole=whole)
 
 
 def gathered_bytes(report):
@@ -49,6 +52,27 @@ def test_tensor_parallel_ranks_hold_less():
     groups = {row.group for graph in two.steps[0].graphs for row in graph.collectives}
     assert len(groups) == 2
     assert max(g.peak_bytes for g in two.steps[0].graphs) < max(g.peak_bytes for g in one.steps[0].graphs)
+
+
+def texts(report):
+    """The final schedules, without the numbers that count the compilations of this process."""
+    return [re.sub(r"_\d+\n", "\n", graph.schedule, count=1) for graph in report.steps[0].graphs]
+
+
+def test_many_layers_follow_from_few_to_the_letter(monkeypatch):
+    layers = sum(FEW) + 1
+    whole = planned("dp=2", layers=layers, whole=True)
+    traced = []
+    monkeypatch.setattr(plan_model_module, "Llama", lambda shape: traced.append(shape.layers) or Llama(shape))
+    assert texts(planned("dp=2", layers=layers)) == texts(whole)
+    assert traced == list(FEW)
+
+
+def test_layers_that_do_not_follow_are_all_traced_and_said(monkeypatch):
+    monkeypatch.setattr(plan_model_module, "FEW", (1, 2, 3))  # the only layer is the first and the last
+    with pytest.warns(UserWarning, match=r"all 7 layers are traced.*do not follow from \(1, 2, 3\)"):
+        report = planned("dp=2", layers=7)
+    assert "layers.6" in report.steps[0].graphs[0].schedule
 
 
 @pytest.mark.parametrize(

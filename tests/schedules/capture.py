@@ -35,7 +35,6 @@ from overlapc.launch.llama import FeedForward, Llama, LlamaConfig, tensor_parall
 
 HERE = Path(__file__).parent
 NARROW = LlamaConfig(dim=1024, layers=8, heads=16, kv_heads=4, ffn=3584, vocab=8192, max_seq=2048)
-LLAMA_70B = LlamaConfig(8192, 80, 64, 8, 28672, 32_000, 4096, 500_000.0)
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
 
@@ -107,7 +106,7 @@ CASES = {
     "two_groups": Case(NARROW, {"one": 2, "other": 4}, two_groups),
     "moe": Case(NARROW, {"dp": 2, "ep": 4}, experts),
     "llama_8b_tp_fsdp": Case(LlamaConfig.llama_8b(32), {"dp": 4, "tp": 2}, fsdp),
-    "llama_70b_fsdp64": Case(LLAMA_70B, {"dp": 64}, fsdp),
+    "llama_70b_fsdp64": Case(LlamaConfig.llama_70b(), {"dp": 64}, fsdp),
 }
 
 

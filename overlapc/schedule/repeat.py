@@ -1,0 +1,268 @@
+"""A schedule of many equal layers, from the schedules of a few.
+
+Layers that are equal are traced equally: with one more, a schedule grows by some stretches, each like the stretch right
+before it but for the numbers in its names. `repeated` finds these stretches in the schedules of n, n + 1 and n + 2
+layers, and writes the schedule of any larger number:
+
+    (3)  a_0 a_1 a_2 end_3    (4)  a_0 a_1 a_2 a_3 end_4    (5)  a_0 a_1 a_2 a_3 a_4 end_5
+ -> (7)  a_0 a_1 a_2 a_3 a_4 a_5 a_6 end_7
+
+Each number in a name has to be a constant, plus a multiple of how many layers there are, plus in a stretch a multiple
+of which repetition it is; all else (kinds, bytes, times, order) has to be the same in every repetition. Three schedules
+give each of these more often than it takes to know it. Where one does not hold `Irregular` says what did not fit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from overlapc.errors import ScheduleError
+from overlapc.schedule.model import Buffer, Node, Origin, Schedule
+from overlapc.schedule.verify import verify
+
+_NUMBER = re.compile(r"\d+")
+_Names = tuple[tuple[str, ...], ...]  # names in groups, such as all that a node reads
+
+
+class Irregular(ScheduleError):
+    """Schedules of few layers from which that of more does not follow; the message says where."""
+
+
+def repeated(few: Mapping[int, Schedule], layers: int) -> Schedule:
+    """The schedule of `layers` layers, from those of three numbers of layers, one more each (keys of `few`).
+
+    Payloads are those of the like nodes in the schedule of fewest layers.
+    """
+    counts = sorted(few)
+    assert counts == list(range(counts[0], counts[0] + 3))
+    assert layers >= counts[0]
+    first, second, third = (few[count] for count in counts)
+    lines = [_lines(each) for each in (first, second, third)]
+    more = layers - counts[0]
+    made = [line for part in _parts(*lines) for line in part.lines(more)]
+    schedule = _schedule(made, first)
+    verify(schedule, f"{schedule.name} of {layers} layers")
+    return schedule
+
+
+# --- lines: what a schedule consists of
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """An input, a node with the buffers that it writes, or an output; in `like` and `stems` equal to those like it.
+
+    stems: names, each cut where its numbers are. payload: of a node.
+    """
+
+    like: Any
+    stems: tuple[tuple[tuple[str, ...], ...], ...]
+    numbers: tuple[int, ...]
+    payload: Any = None
+
+    @classmethod
+    def of(cls, like: Any, names: _Names, payload: Any = None) -> _Line:
+        stems = tuple(tuple(tuple(_NUMBER.split(name)) for name in group) for group in names)
+        return cls(
+            like,
+            stems,
+            tuple(int(each) for group in names for name in group for each in _NUMBER.findall(name)),
+            payload,
+        )
+
+    def is_like(self, other: _Line) -> bool:
+        return self.stems == other.stems and self.like == other.like
+
+    def names(self) -> _Names:
+        """The names that it was made of."""
+        numbers = map(str, self.numbers)
+
+        def whole(stem: tuple[str, ...]) -> str:
+            return stem[0] + "".join(next(numbers) + piece for piece in stem[1:])
+
+        return tuple(tuple(whole(stem) for stem in group) for group in self.stems)
+
+
+def _lines(schedule: Schedule) -> list[_Line]:
+    inputs = (buffer for buffer in schedule.buffers.values() if schedule.producer(buffer.name) is None)
+    return [
+        *(_Line.of(replace(buffer, name=""), ((buffer.name,),)) for buffer in inputs),
+        *(_node_line(node, schedule.buffers) for node in schedule.nodes),
+        *(_Line.of("output", ((name,),)) for name in schedule.outputs),
+    ]
+
+
+def _node_line(node: Node, buffers: Mapping[str, Buffer]) -> _Line:
+    written = [buffers[name] for name in node.writes]
+    origin, comm = node.origin, node.comm
+    nameless = replace(
+        node, name="", reads=(), writes=(), mutates=(), after=(), payload=None,
+        comm=None if comm is None else replace(comm, unit=""),
+    )  # fmt: skip
+    names: _Names = (
+        (node.name, origin.module, "" if comm is None else comm.unit),
+        node.reads, node.writes, node.mutates, node.after, origin.fx,
+        tuple(buffer.alias_of or "" for buffer in written),
+    )  # fmt: skip
+    return _Line.of((nameless, origin.source, tuple(buffer.bytes for buffer in written)), names, node.payload)
+
+
+def _schedule(lines: Sequence[_Line], like: Schedule) -> Schedule:
+    buffers: dict[str, Buffer] = {}
+    nodes: list[Node] = []
+    outputs: list[str] = []
+    for line in lines:
+        names = line.names()
+        if isinstance(line.like, Buffer):
+            ((name,),) = names
+            buffers[name] = replace(line.like, name=name)
+        elif isinstance(line.like, tuple):
+            node, written = _node(line, names)
+            nodes.append(node)
+            buffers.update((buffer.name, buffer) for buffer in written)
+        else:
+            outputs += names[0]
+    return Schedule(like.name, tuple(nodes), buffers, tuple(outputs), like.budget_bytes)
+
+
+def _node(line: _Line, names: _Names) -> tuple[Node, list[Buffer]]:
+    nameless, source, sizes = line.like
+    (name, module, unit), reads, writes, mutates, after, fx, aliases = names
+    node = replace(
+        nameless, name=name, reads=reads, writes=writes, mutates=mutates, after=after, payload=line.payload,
+        comm=None if nameless.comm is None else replace(nameless.comm, unit=unit), origin=Origin(fx, source, module),
+    )  # fmt: skip
+    return node, [
+        Buffer(written, size, alias_of=alias or None)
+        for written, size, alias in zip(writes, sizes, aliases, strict=True)
+    ]
+
+
+# --- parts: what grows and what does not
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Lines of the schedule of fewest layers, and how their numbers go on.
+
+    a_layer: added to each number with every layer more. a_repetition: added from one repetition to the next; None for
+    what does not repeat.
+    """
+
+    first: Sequence[_Line]
+    a_layer: Sequence[tuple[int, ...]]
+    a_repetition: Sequence[tuple[int, ...]] | None = None
+
+    def lines(self, more: int) -> Iterator[_Line]:
+        """With so many layers more than the fewest."""
+        for repetition in range(1 if self.a_repetition is None else more + 1):
+            for at, line in enumerate(self.first):
+                numbers = _plus(line.numbers, self.a_layer[at], more)
+                if self.a_repetition is not None:
+                    numbers = _plus(numbers, self.a_repetition[at], repetition)
+                yield replace(line, numbers=numbers)
+
+
+def _parts(first: Sequence[_Line], second: Sequence[_Line], third: Sequence[_Line]) -> Iterator[_Part]:
+    """What the three schedules consist of, in turn what stays and what repeats."""
+    done = [0, 0, 0]  # lines of each that are in a part
+
+    def part(length: int, *, repeats: bool = False) -> _Part:
+        ends = [at + length * (1 + more * repeats) for more, at in enumerate(done)]
+        found = _part(*(each[at:end] for each, at, end in zip((first, second, third), done, ends, strict=True)))
+        done[:] = ends
+        return found
+
+    for at, length in _growth(first, second):
+        # How far ahead of `at` the first repetition ends cannot be seen by what lines are like: several next to each
+        # other may be like those of a repetition. Numbers tell.
+        room = at - length - done[0]
+        turned = next(
+            (
+                back
+                for back in range(min(length, room + 1))
+                if _repeats([each[done[n] + room - back :] for n, each in enumerate((first, second, third))], length)
+            ),
+            None,
+        )
+        if turned is None:
+            raise Irregular(f"{_shown(second[at + done[1] - done[0]])} does not continue what came before it")
+        yield part(room - turned)
+        yield part(length, repeats=True)
+    rest = {len(each) - at for each, at in zip((first, second, third), done, strict=True)}
+    if len(rest) > 1:
+        raise Irregular(
+            f"the schedules grow by {len(second) - len(first)} and {len(third) - len(second)} lines a layer"
+        )
+    yield part(rest.pop())
+
+
+def _growth(first: Sequence[_Line], second: Sequence[_Line]) -> Iterator[tuple[int, int]]:
+    """(position in `first`, length) of each stretch that `second` has there beside, like the one right before it."""
+    at = extra = 0
+    while at < len(first) or at + extra < len(second):
+        here = at + extra
+        if at < len(first) and here < len(second) and first[at].is_like(second[here]):
+            at += 1
+            continue
+        for length in range(1, min(at, len(second) - here) + 1):
+            resumes = second[here + length : here + length + 1]
+            if _all_like(first[at : at + 1], resumes) and _all_like(
+                second[here - length : here], second[here : here + length]
+            ):
+                break
+        else:
+            raise Irregular(f"{_shown((*second[here:], *first[at:])[0])} is no repetition of what came before it")
+        yield at, length
+        extra += length
+
+
+def _part(*versions: Sequence[_Line]) -> _Part:
+    """The part that these lines of the three schedules are. Irregular where they are none."""
+    length = len(versions[0])
+    repeats = len(versions[1]) > length
+    found = _Part(
+        versions[0],
+        [_minus(after.numbers, before.numbers) for before, after in zip(versions[0], versions[1], strict=False)],
+        [
+            _minus(after.numbers, before.numbers)
+            for before, after in zip(versions[1], versions[1][length:], strict=False)
+        ]
+        if repeats
+        else None,
+    )
+    for more, version in enumerate(versions):
+        for line, expected in zip(version, found.lines(more), strict=True):
+            if not line.is_like(expected) or line.numbers != expected.numbers:
+                raise Irregular(f"{_shown(line)} is not what follows from fewer layers: {_shown(expected)}")
+    return found
+
+
+def _repeats(versions: Sequence[Sequence[_Line]], length: int) -> bool:
+    stretches = [lines[: length * (1 + more)] for more, lines in enumerate(versions)]
+    if any(len(stretch) < length * (1 + more) for more, stretch in enumerate(stretches)):
+        return False
+    try:
+        _part(*stretches)
+    except Irregular:
+        return False
+    return True
+
+
+def _all_like(some: Sequence[_Line], others: Sequence[_Line]) -> bool:
+    return len(some) == len(others) and all(one.is_like(other) for one, other in zip(some, others, strict=True))
+
+
+def _plus(numbers: tuple[int, ...], others: tuple[int, ...], times: int) -> tuple[int, ...]:
+    return tuple([number + times * other for number, other in zip(numbers, others, strict=True)])
+
+
+def _minus(numbers: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([number - other for number, other in zip(numbers, others, strict=True)])
+
+
+def _shown(line: _Line) -> str:
+    return next(name for group in line.names() for name in group if name)
