@@ -6,6 +6,7 @@ What a warm start does not need is not imported: the compiler is ten times as la
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -49,6 +50,8 @@ def overlapc(
         config = Config.of(options, mode)
         if runs_under_fsdp2():
             _advise_adoption()
+        if "overlapc.parallel.gather" in sys.modules:  # else there is nothing that we shard
+            _advise_outermost(gm)
         number = next(_numbers)
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
         key = _step_key(gm, example_inputs, config, devices)
@@ -104,6 +107,20 @@ def _advise_adoption() -> None:
         "hint: model = overlapc.adopt_fsdp2(model) before torch.compile takes the model over as it is",
         stacklevel=2,
     )
+
+
+def _advise_outermost(gm: GraphModule) -> None:
+    from overlapc.parallel.alone import compiled_alone
+
+    if compiled_alone(gm.graph):
+        warnings.warn(
+            "overlapc compiles a module of a sharded model by itself: communication is scheduled within one compiled"
+            " graph, so nothing hides what this one gathers and reduces. Each such module is compiled anew, and after"
+            f" torch._dynamo.config.recompile_limit ({torch._dynamo.config.recompile_limit}) of them Dynamo runs the"
+            " others eagerly.\nhint: compile the outermost module, torch.compile(model); if you do, a graph break comes"
+            " in between, which TORCH_LOGS=graph_breaks shows",
+            stacklevel=2,
+        )
 
 
 def kept_step(key: str, config: Config, number: int | None = None) -> Callable[..., Any] | None:

@@ -124,6 +124,11 @@ class ShardedParam:
         )
 
 
+def param_of(key: str) -> ShardedParam:
+    """The description that compiled code names by `key`."""
+    return _params[key]
+
+
 @torch.compiler.allow_in_graph
 def unshard(param: DTensor, key: str, unsynced: Tensor | None = None) -> Tensor:
     """The gathered parameter: a plain tensor, or a DTensor on the tensor-parallel mesh.

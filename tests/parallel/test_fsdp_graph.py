@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import partial
 
 import pytest
@@ -386,6 +387,23 @@ def test_a_module_that_has_parameters_of_its_own_is_taken_over():
         fsdp2.fully_shard(module, mesh=mesh_1d())
     (forward,) = compiled(adopt_fsdp2(model)).forward
     assert sorted(gathers(forward)) == sorted(BLOCKS + ROOT)
+
+
+def test_a_module_compiled_by_itself_is_advised_of():
+    model = shard(Tiny())
+    with pytest.warns(UserWarning, match=r"compiles a module of a sharded model by itself.*\n.*outermost module"):
+        torch.compile(model.layers[1], backend="overlapc")(torch.ones(2, 3, 8))
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_a_model_of_one_sharded_module_is_not(around: bool):
+    model = nn.Sequential(nn.ReLU(), nn.Linear(8, 8))
+    fully_shard(model[1], mesh_1d())
+    fully_shard(model, mesh_1d())
+    step = (lambda x: model(x).sum()) if around else model
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        torch.compile(step, backend="overlapc")(torch.ones(2, 8))
 
 
 def test_no_sync_wants_a_sharded_module_and_takes_a_compiled_one():

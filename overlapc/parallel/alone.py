@@ -1,0 +1,22 @@
+"""Find out that a sharded module of a larger model is compiled by itself, where nothing hides its communication."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from overlapc.parallel.gather import param_of, unshard
+
+
+def compiled_alone(graph: fx.Graph) -> bool:
+    """Whether Dynamo's `graph` gathers the parameters of one sharded module only, and begins within that."""
+    found = ""
+    for node in graph.find_nodes(op="call_function", target=unshard):
+        given, key = node.args[:2]
+        assert isinstance(given, fx.Node)
+        param = param_of(str(key))
+        path = param.group.paths[param.part]
+        # Dynamo names an input by how it is reached: l_self_modules_layers_modules_0_parameters_weight_.
+        if not path or found not in ("", path) or "modules_" + path.replace(".", "_modules_") in given.name:
+            return False
+        found = path
+    return found != ""
