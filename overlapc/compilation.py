@@ -57,7 +57,7 @@ def compile_step(
     """Forward and backward of `gm`, compiled; kept under `key` if there is one and the step is plain."""
     if compiled_autograd(gm) or not warm_step.of_plain_tensors(gm, example_inputs):
         return _compile(compile_graph, gm, example_inputs, config, number)
-    watch = warm_step.StepWatch(key, config.cache_dir)  # type: ignore[arg-type]
+    watch = warm_step.StepWatch(key, config.cache_dir, example_inputs)  # type: ignore[arg-type]
     return watch.watched(_compile(partial(compile_graph, watch=watch), gm, example_inputs, config, number))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -155,39 +156,72 @@ def donated_inputs() -> list[int] | None:
     return donated
 
 
-def step_metadata() -> list[bool] | None:
-    """Of the step that AOTAutograd is compiling on this thread: whether each output has a gradient.
+@dataclass(frozen=True, slots=True)
+class StepMetadata:
+    """What AOTAutograd found out about a step, as far as who calls its graphs must know."""
 
-    None when outputs alias anything, inputs are mutated, tensors are subclasses, or graphs take or return more than
-    the user's tensors (tokens, random state, sizes): then only torch's own wrapper can call its graphs.
+    inputs: int
+    differentiable: tuple[bool, ...]  # by output
+    changed: tuple[int, ...]  # inputs that a graph changes in place, and autograd is to see it
+    computed: tuple[int, ...]  # inputs that take part in autograd and are no leaves
+    sizes: int  # symbolic sizes among what forward saves
+    formats: tuple[torch.memory_format | None, ...]  # of gradients of symbolic sizes; None for static ones
+    dynamic: tuple[tuple[int, tuple[int, ...]], ...]  # (output, its dims that a later graph should take as symbolic)
+    deterministic: bool  # backward may run under torch.use_deterministic_algorithms
+
+
+def step_metadata() -> StepMetadata | None:
+    """Of the step that AOTAutograd is compiling on this thread.
+
+    None when outputs alias anything, tensors are subclasses, inputs are changed in a way that needs more than the graph
+    (other sizes, other memory, changes that have gradients), or graphs take or return more than the user's tensors
+    (tokens, random state): then only torch's own wrapper can call its graphs.
     """
     context = torch._guards.TracingContext.try_get()
     found: Any = getattr(context, "fw_metadata", None)
     if found is None:
         return None
-    mutated = any(
-        each.mutates_data or each.mutates_metadata or each.mutation_inductor_storage_resize for each in found.input_info
-    )
     special = (
         found.num_intermediate_bases
         or found.tokens
         or found.num_backward_tokens
         or found.num_graphsafe_rng_states
         or found.is_rng_op_functionalized
-        or found.num_symints_saved_for_bw
         or getattr(found, "num_tensors_saved_with_no_vc_check", None)
         or getattr(found, "num_opaque_objects_saved_for_bw", None)
+        or getattr(found, "indices_of_inputs_that_requires_grad_with_mutations_in_bw", None)
         or found.grad_enabled_mutation is not None
     )
+    changed_elsewhere = any(each.mutation_type.name == "MUTATED_OUT_GRAPH" for each in found.input_info)
     plain_outputs = all(
-        each.output_type.name == "non_alias" and issubclass(each.raw_type, torch.Tensor) and not each.dynamic_dims
+        each.output_type.name in ("non_alias", "unsafe_view_alias") and issubclass(each.raw_type, torch.Tensor)
         for each in found.output_info
     )
-    subclasses = any(type(each).__name__ == "SubclassCreationMeta" for each in found.subclass_inp_meta)
-    subclasses |= any(type(each).__name__ == "SubclassCreationMeta" for each in found.subclass_fw_graph_out_meta)
-    if mutated or special or subclasses or not plain_outputs:
+    if special or changed_elsewhere or not plain_outputs:
         return None
-    return [each.requires_grad for each in found.output_info]
+    of_tensors = [*found.subclass_inp_meta, *found.subclass_fw_graph_out_meta, *found.subclass_tangent_meta]
+    if any(type(each).__name__ == "SubclassCreationMeta" for each in of_tensors):
+        return None
+    formats = [getattr(each, "memory_format", None) for each in found.subclass_tangent_meta]
+    return StepMetadata(
+        inputs=len(found.input_info),
+        differentiable=tuple(each.requires_grad for each in found.output_info),
+        changed=tuple(found.mutated_graph_handled_indices_seen_by_autograd),
+        computed=tuple(at for at, each in enumerate(found.input_info) if each.requires_grad and not each.is_leaf),
+        sizes=found.num_symints_saved_for_bw or 0,
+        formats=tuple(getattr(each, "memory_format", each) for each in formats),
+        dynamic=tuple((at, tuple(each.dynamic_dims)) for at, each in enumerate(found.output_info) if each.dynamic_dims),
+        deterministic=found.deterministic is not False,
+    )
+
+
+def mark_dynamic(tensor: torch.Tensor, dims: Iterable[int]) -> None:
+    """Lets a graph that takes `tensor`, a result of another, have these dims as symbols from the start."""
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    name = "mark_dynamo_propagated_dynamic_indices"  # before torch 2.13 under the other name
+    mark = getattr(runtime_wrappers, name, None) or runtime_wrappers.maybe_mark_dynamic_helper  # type: ignore[attr-defined]
+    mark(tensor, set(dims))
 
 
 @lru_cache(None)
@@ -210,6 +244,7 @@ def size_hint(size: int | torch.SymInt) -> int:
 __all__ = [
     "BEYOND",
     "FIRST",
+    "StepMetadata",
     "StridedShard",
     "check_torch_version",
     "compiled_autograd",
@@ -219,6 +254,7 @@ __all__ = [
     "group_name_of",
     "in_backward",
     "is_opaque_input",
+    "mark_dynamic",
     "release_fsdp2",
     "resolve_group",
     "root_mesh",

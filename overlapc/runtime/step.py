@@ -1,41 +1,26 @@
 """A compiled forward and backward as one differentiable function, for graphs with nothing special about them.
 
-AOTAutograd's own wrapper handles aliased outputs, mutated inputs and tensor subclasses; a graph that has none of these
-needs only what is here. That costs the host less, and it can be rebuilt from a few numbers (`StepPlan`), so that a warm
-start need not trace anything below Dynamo.
+AOTAutograd's own wrapper handles aliased outputs, inputs that get other memory and tensor subclasses; a graph that has
+none of these needs only what is here. That costs the host less, and it can be rebuilt from a few numbers (`StepPlan`),
+so that a warm start need not trace anything below Dynamo.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._dynamo.decorators import skip
 
 from overlapc.errors import OverlapcError
+from overlapc.runtime.tangents import SizedTangent, Tangent
 
 Call = Callable[[list[Any]], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Tangent:
-    """The gradient that backward takes for one output, in the layout it was compiled for."""
-
-    output: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def fitted(self, given: Tensor | None) -> Tensor:
-        """`given`, which has another layout, copied into this one; zeros for None."""
-        if given is None:
-            return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device).zero_()
-        if given.shape != self.size:
-            raise OverlapcError(f"the gradient of output {self.output} has size {tuple(given.shape)}, not {self.size}")
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device).copy_(given)
+Step = Callable[..., tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +29,40 @@ class StepPlan:
 
     outputs: int
     constant: tuple[int, ...]  # outputs without gradient
-    tangents: tuple[Tangent, ...]
+    tangents: tuple[Tangent | SizedTangent, ...]
     trains: bool  # there is a backward
     autocast: bool  # autocast was on: it is in the graphs already, and must be off while they run
+    changed: tuple[int, ...] = ()  # inputs that a graph changes in place
+    detached: tuple[int, ...] = ()  # inputs that other nodes computed and that get no gradient
+    sizes: int = 0  # symbolic sizes: the last that forward saves, the first that backward takes
+    dynamic: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (output, its dims of symbolic size)
+    deterministic: bool = True  # backward may run under torch.use_deterministic_algorithms
+
+    def of_static_sizes(self) -> bool:
+        return not self.sizes and not self.dynamic and all(isinstance(each, Tangent) for each in self.tangents)
 
 
-def step_function(plan: StepPlan, forward: Call, backward: Call) -> Callable[..., tuple[Any, ...]]:
+def step_function(
+    plan: StepPlan, forward: Call, backward: Call, mark_dynamic: Callable[[Tensor, Iterable[int]], None] | None = None
+) -> Step:
     """`step(*inputs) -> outputs`, differentiable if `plan` trains.
 
-    `forward` and `backward` take one list, which they empty.
+    `forward` and `backward` take one list, which they empty. `mark_dynamic` is called for `plan.dynamic`.
     """
     if plan.autocast:
         forward, backward = _without_autocast(forward), _without_autocast(backward)
-    if not plan.trains:
-        return _without_gradient(forward)
-    # Of a backward inside of a compiled function Dynamo would trace what is generated already.
-    backward = torch._dynamo.disable(backward)
-    outputs, constant = plan.outputs, plan.constant
+    step = _differentiable(plan, forward, backward) if plan.trains else _without_gradient(forward)
+    if plan.changed or plan.detached:
+        step = _prepared(step, plan.changed, plan.detached)
+    if plan.dynamic:
+        assert mark_dynamic is not None
+        step = _marked(step, plan.dynamic, mark_dynamic)
+    return step
+
+
+def _differentiable(plan: StepPlan, forward: Call, backward: Call) -> Step:
+    outputs, constant, sizes, deterministic = plan.outputs, plan.constant, plan.sizes, plan.deterministic
+    materializes = any(isinstance(each, SizedTangent) for each in plan.tangents)  # autograd knows their sizes
     tangents = tuple((each.output, each.stride, each.dtype, each) for each in plan.tangents)
 
     class Step(torch.autograd.Function):
@@ -69,8 +71,12 @@ def step_function(plan: StepPlan, forward: Call, backward: Call) -> Callable[...
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
             results = forward(list(inputs))
+            if sizes:
+                ctx.sizes = results[-sizes:]
+                results = results[:-sizes]
             ctx.save_for_backward(*results[outputs:])
-            ctx.set_materialize_grads(False)
+            if not materializes:
+                ctx.set_materialize_grads(False)
             returned = tuple(results[:outputs])
             if constant:
                 ctx.mark_non_differentiable(*(returned[at] for at in constant))
@@ -80,21 +86,38 @@ def step_function(plan: StepPlan, forward: Call, backward: Call) -> Callable[...
         def backward(ctx: Any, *grads: Any) -> Any:
             if len(grads) == 1 and isinstance(grads[0], list):
                 (grads,) = grads
+            if torch._C._are_functorch_transforms_active():
+                raise OverlapcError(_TRANSFORMED)
+            if not deterministic and torch._C._get_deterministic_algorithms():
+                raise OverlapcError(_NOT_DETERMINISTIC)
             arguments = list(ctx.saved_tensors)
             ctx.maybe_clear_saved_tensors()
             for output, stride, dtype, tangent in tangents:
                 grad = grads[output]
-                if grad is None or grad.stride() != stride or grad.dtype != dtype:
+                if type(grad) is not Tensor or grad.stride() != stride or grad.dtype != dtype:
                     grad = tangent.fitted(grad)
                 arguments.append(grad)
             grad = None  # nothing but `arguments` may hold it: backward frees what it has read
             if isinstance(grads, list):
                 grads.clear()
+            if sizes:
+                arguments[:0] = ctx.sizes
             if torch.is_grad_enabled():  # create_graph=True
-                return _Differentiated.apply(torch.empty(0, requires_grad=True), backward, arguments)
-            return tuple(backward(arguments))
+                return _Differentiated.apply(torch.empty(0, requires_grad=True), untraced, arguments)
+            return untraced(arguments)
 
-    torch._dynamo.disable(Step.backward, recursive=False)  # marks its code only: no wrapper
+    def untraced(arguments: list[Any]) -> Any:
+        """Of a backward inside of a compiled function Dynamo would trace what is generated already."""
+        before = set_eval_frame(None)
+        if before is None:
+            return backward(arguments)
+        try:
+            return backward(arguments)
+        finally:
+            set_eval_frame(before)
+
+    for function in (Step.backward, untraced):
+        skip(function)  # marks its code only: no wrapper
     # The engine calls these two in torch 2.11 to 2.13, which look `backward` up and call it. On a GPU that happens on
     # another thread than forward's: every Python function less spares a core some cold memory.
     for entry in ("apply", "apply_boxed"):
@@ -111,7 +134,17 @@ def step_function(plan: StepPlan, forward: Call, backward: Call) -> Callable[...
     return step
 
 
-def _without_gradient(forward: Call) -> Callable[..., tuple[Any, ...]]:
+_TRANSFORMED = (
+    "the backward of a compiled step was called within torch.func or vmap, which see only the first derivatives of a"
+    " graph that is compiled as a whole\nhint: put the transform into the function that torch.compile takes"
+)
+_NOT_DETERMINISTIC = (
+    "torch.use_deterministic_algorithms is on in the backward of a step, but was off when its forward was compiled\n"
+    "hint: turn it on before the forward, or off for the backward"
+)
+
+
+def _without_gradient(forward: Call) -> Step:
     """Gradients are off in it: a parameter that only a `no_grad` block reads must not be recorded outside of it."""
 
     def step(*inputs: Any) -> tuple[Any, ...]:
@@ -124,6 +157,34 @@ def _without_gradient(forward: Call) -> Callable[..., tuple[Any, ...]]:
             torch._C._set_grad_enabled(True)
 
     return step
+
+
+def _prepared(step: Step, changed: tuple[int, ...], detached: tuple[int, ...]) -> Step:
+    """What autograd must know before: whose memory changes, and what must not be a way back into other nodes."""
+
+    def prepared(*inputs: Any) -> tuple[Any, ...]:
+        if changed:
+            torch._C._increment_version([inputs[at] for at in changed])
+        if detached:
+            given = list(inputs)
+            for at in detached:
+                given[at] = given[at].detach()
+            return step(*given)
+        return step(*inputs)
+
+    return prepared
+
+
+def _marked(
+    step: Step, dynamic: tuple[tuple[int, tuple[int, ...]], ...], mark: Callable[[Tensor, Iterable[int]], None]
+) -> Step:
+    def marked(*inputs: Any) -> tuple[Any, ...]:
+        returned = step(*inputs)
+        for output, dims in dynamic:
+            mark(returned[output], dims)
+        return returned
+
+    return marked
 
 
 class _Differentiated(torch.autograd.Function):

@@ -53,7 +53,17 @@ def user_graph_key(gm: fx.GraphModule, inputs: Sequence[Any], *context: str) -> 
 
     NotCacheable for what AOTAutograd would decide by looking at more than the graph says.
     """
-    return content_key(*context, *(_user_input(value) for value in inputs), *_user_lines(gm))
+    taken = [_user_input(value) for value in inputs]
+    return content_key(*context, *taken, str(shared_memory(inputs)), *_user_lines(gm))
+
+
+def shared_memory(inputs: Sequence[Any]) -> list[list[int]]:
+    """Which of `inputs` are views of one memory: AOTAutograd takes those together if one of them is changed."""
+    found: dict[int, list[int]] = {}
+    for at, value in enumerate(inputs):
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            found.setdefault(value.untyped_storage()._cdata, []).append(at)
+    return [each for each in found.values() if len(each) > 1]
 
 
 # --- the environment

@@ -141,31 +141,37 @@ def test_a_damaged_entry_is_compiled_again(block, tmp_path: Path, kind: str, dam
 
 
 class Stateful(nn.Module):
-    """Changes a buffer, as no plain step may."""
+    """Changes a buffer. `adds_up`: and another by what has a gradient, as no plain step may."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, adds_up: bool) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.total = nn.Buffer(torch.zeros(())) if adds_up else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x)).square().mean()
+        loss = self.norm(self.linear(x)).square().mean()
+        if self.total is not None:
+            self.total.add_(loss)
+        return loss
 
 
-def test_graphs_start_warm_where_steps_cannot(tmp_path: Path):
+@pytest.mark.parametrize("adds_up", [False, True])
+def test_graphs_start_warm_where_steps_cannot(tmp_path: Path, adds_up: bool):
     torch.manual_seed(0)
     x = torch.randn(8, 16)
     results, counts, buffers = [], [], []
     for _ in range(2):
         torch.manual_seed(1)
-        model = Stateful()
+        model = Stateful(adds_up=adds_up)
         result, count = step(model, tmp_path, x)
         results.append(result)
         counts.append(count)
         buffers.append(model.norm.running_mean.clone())
-    assert counts[1]["steps_from_cache"] == 0
+    assert counts[1]["steps_from_cache"] == (0 if adds_up else 1)
     assert (counts[1]["graph_compiles"], counts[1]["kernel_compiles"]) == (0, 0)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert torch.equal(*buffers)
+    assert model.total is None or torch.equal(model.total, results[1][0])
     assert buffers[0].abs().sum() > 0
 
 
