@@ -30,6 +30,8 @@ from overlapc.estimators.workloads import (
     random,
 )
 
+Times = Mapping[str, tuple[float, float]]  # call -> how many times as long it, and the collective beside it, takes
+
 
 @dataclass(frozen=True)
 class Contention:
@@ -54,24 +56,26 @@ class Contention:
         """On default channels, and on fewer; see beside.py."""
         assert dist.group.WORLD is not None
         slowdowns: dict[str, dict[str, Any]] = {}
-        ordinary: dict[str, float] = {}
-        size = self.effort.beside_bytes
+        ordinary: dict[str, tuple[float, Times]] = {}  # on default channels: ns alone, what it was measured beside
+        size, multiprocessors = self.effort.beside_bytes, self._multiprocessors()
         for channels in (0, *self.effort.channels):
             group = dist.group.WORLD if not channels else self._group_on(channels)
             for collective, dtype in (("all_gather", "bf16"), ("reduce_scatter", "fp32")):
                 launch = launcher(collective, group, size, DTYPES[dtype], self.device)
                 alone_ns = agreed(collective_ns(self.clock, launch, calls_for(size, self.clock)), self.device)
                 self.say(f"{collective} beside compute, {channels or 'default'} channels")
-                found = self._company(launch, alone_ns)
+                times = self._company(launch, alone_ns)
+                found = slowdown_of(self.effort, multiprocessors, times)
                 if channels:
-                    slowdowns[f"{collective}@{channels}"] = {**found, "alone": alone_ns / ordinary[collective]}
+                    slowdowns[f"{collective}@{channels}"] = {**found, "alone": alone_ns / ordinary[collective][0]}
                 else:
-                    ordinary[collective], slowdowns[collective] = alone_ns, found
-        both = [slowdowns[collective] for collective in ordinary]
-        slowdowns["other"] = mean_of(both)
+                    ordinary[collective], slowdowns[collective] = (alone_ns, times), found
+        slowdowns["other"] = slowdown_of(
+            self.effort, multiprocessors, mean_of([times for _, times in ordinary.values()])
+        )
         self.quantities["slowdowns"] = slowdowns
         self.quantities["collective_slowdown"] = slowdowns["other"]["own_matmul"]
-        self.quantities["multiprocessors"] = self._multiprocessors()
+        self.quantities["multiprocessors"] = multiprocessors
 
     def _multiprocessors(self) -> int:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
@@ -84,8 +88,8 @@ class Contention:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def _company(self, launch: Launch, alone_ns: float) -> dict[str, Any]:
-        """A `Slowdown` of this collective, without what it never ran beside all the time."""
+    def _company(self, launch: Launch, alone_ns: float) -> Times:
+        """By call, without those that this collective never ran beside all the time."""
         effort = self.effort
         calls: dict[str, Callable[[], object]] = {}
         for rows, inner, columns in effort.beside_matmuls:
@@ -109,9 +113,11 @@ class Contention:
         left_out = [name for name, missing in zip(met, apart, strict=True) if missing]
         if left_out:
             self.say(f"  left out, as no collective ran beside them all the time: {', '.join(left_out)}")
-        slowed = {name: max(1.0, each.compute or 1.0) for name, each in met.items() if name not in left_out}
-        stretched = {name: max(1.0, each.collective or 1.0) for name, each in met.items()}
-        return slowdown_of(effort, self._multiprocessors(), slowed, stretched)
+        return {
+            name: (max(1.0, each.compute or 1.0), max(1.0, each.collective or 1.0))
+            for name, each in met.items()
+            if name not in left_out
+        }
 
     def _streaming(self, size_bytes: int) -> Callable[[], object]:
         """Adds that read and write so many bytes of memory, not of the cache, as generated kernels are measured."""
@@ -161,47 +167,44 @@ class Contention:
         self.quantities["collective_slowdown"] = mean["own_matmul"]
 
 
-def slowdown_of(
-    effort: Effort, multiprocessors: int, slowed: Mapping[str, float], stretched: Mapping[str, float]
-) -> dict[str, Any]:
-    """A `Slowdown`, from how many times as long each call, and the collective beside it, took.
-
-    Calls may be missing. CalibrationError where all matmuls or all memory-bound kernels are.
-    """
-    matmuls = {
-        shape: (slowed[f"matmul {shape}"] + slowed[f"gradient {shape}"]) / 2
-        for shape in effort.beside_matmuls
-        if f"matmul {shape}" in slowed and f"gradient {shape}" in slowed
-    }
-    memories = [[size, slowed[f"memory {size}"]] for size in effort.beside_moved if f"memory {size}" in slowed]
+def slowdown_of(effort: Effort, multiprocessors: int, times: Times) -> dict[str, Any]:
+    """A `Slowdown`. Calls may be missing; CalibrationError where all matmuls or all memory-bound kernels are."""
+    matmuls: dict[tuple[int, int, int], float] = {}
+    stretched = []
+    for shape in effort.beside_matmuls:
+        both = [times[name] for name in (f"matmul {shape}", f"gradient {shape}") if name in times]
+        if both:
+            matmuls[shape] = statistics.mean(compute for compute, _ in both)
+            stretched += [collective for _, collective in both]
+    memories = [[size, *times[f"memory {size}"]] for size in effort.beside_moved if f"memory {size}" in times]
     if not matmuls or not memories:
         raise CalibrationError(
             "no collective ran all the time beside any matmul or any memory-bound kernel: ranks are out of step\n"
             "hint: stop what else runs on these GPUs, then calibrate again"
         )
     tiles = {shape: tiles_of(shape[0] * shape[2]) for shape in matmuls}
-    largest_size, largest_times = memories[-1]
+    _, largest, own_largest = memories[-1]
     return {
         "matmul": list(matmuls.values())[-1],
-        "own_matmul": statistics.median(
-            stretched[f"{kind} {shape}"] for shape in tiles for kind in ("matmul", "gradient")
-        ),
-        "matmuls": [[waves(tiles[shape], multiprocessors), times] for shape, times in matmuls.items()],
+        "own_matmul": statistics.median(stretched),
+        "matmuls": [[waves(tiles[shape], multiprocessors), slowed] for shape, slowed in matmuls.items()],
         "multiprocessors": float(
-            held_multiprocessors([(tiles[shape], times) for shape, times in matmuls.items()], multiprocessors)
+            held_multiprocessors([(tiles[shape], slowed) for shape, slowed in matmuls.items()], multiprocessors)
         ),
-        "memory": largest_times,
-        "own_memory": stretched[f"memory {largest_size}"],
-        "memories": memories,
-        **({"attention": slowed["attention"]} if "attention" in slowed else {}),
+        "memory": largest,
+        "own_memory": own_largest,
+        "memories": [[size, slowed] for size, slowed, _ in memories],
+        **({"attention": times["attention"][0]} if "attention" in times else {}),
     }
 
 
-def mean_of(values: Sequence[Any]) -> Any:
-    """Equal structures of numbers, with the mean of each."""
-    first = values[0]
-    if isinstance(first, dict):
-        return {key: mean_of([value[key] for value in values]) for key in first}
-    if isinstance(first, list):
-        return [mean_of(items) for items in zip(*values, strict=True)]
-    return sum(values) / len(values)
+def mean_of(several: Sequence[Times]) -> Times:
+    """Of the calls that all have."""
+    shared = [name for name in several[0] if all(name in times for times in several)]
+    return {
+        name: (
+            statistics.mean(times[name][0] for times in several),
+            statistics.mean(times[name][1] for times in several),
+        )
+        for name in shared
+    }

@@ -12,7 +12,7 @@ from overlapc.estimators.device import profile_from_json, profile_to_json
 from overlapc.estimators.effort import COLLECTIVES, Attention, Effort
 from overlapc.estimators.here import CalibrationError
 from overlapc.estimators.measure import Measurement
-from overlapc.estimators.measure_contention import slowdown_of
+from overlapc.estimators.measure_contention import mean_of, slowdown_of
 from tests.ranks import values_on_ranks
 
 TINY = Effort(
@@ -64,18 +64,22 @@ def test_four_ranks_measure_everything_for_themselves_and_for_pairs():
 
 def test_what_no_collective_ran_beside_is_left_out():
     """Long matmuls, and attention: the others make the curves, and the longest of them stands for what is longer."""
-    effort = replace(TINY, beside_matmuls=[(4096, 8, 1024), (4096, 8, 4096), (4096, 8, 14336)], beside_moved=[8, 64])
-    slowed = {f"{kind} {shape}": times for kind, more in (("matmul", 0.0), ("gradient", 0.2))
-              for shape, times in zip(effort.beside_matmuls[:2], (2.0 + more, 1.4 + more), strict=True)}  # fmt: skip
-    stretched = {f"{kind} {shape}": 1.25 for kind in ("matmul", "gradient") for shape in effort.beside_matmuls}
-    stretched["memory 8"] = 2.5
-    found = slowdown_of(effort, 132, {**slowed, "memory 8": 1.5}, stretched)
-    assert found["matmuls"] == [[1, pytest.approx(2.1)], [4, pytest.approx(1.5)]]
-    assert found["matmul"] == pytest.approx(1.5)
+    one_wave, four, fourteen = shapes = [(4096, 8, 1024), (4096, 8, 4096), (4096, 8, 14336)]
+    effort = replace(TINY, beside_matmuls=shapes, beside_moved=[8, 64])
+    gather = {
+        f"matmul {one_wave}": (2.0, 1.2), f"gradient {one_wave}": (2.2, 1.3),
+        f"matmul {four}": (1.5, 1.25), f"gradient {fourteen}": (1.3, 1.3), "memory 8": (1.5, 2.5),
+    }  # fmt: skip
+    found = slowdown_of(effort, 132, gather)
+    assert found["matmuls"] == [[1, pytest.approx(2.1)], [4, 1.5], [14, 1.3]]
+    assert (found["matmul"], found["own_matmul"]) == (1.3, pytest.approx(1.275))
     assert (found["memory"], found["memories"], found["own_memory"]) == (1.5, [[8, 1.5]], 2.5)
     assert "attention" not in found
+    scatter = {f"matmul {four}": (1.7, 1.35), "memory 8": (1.1, 1.5), "attention": (1.2, 1.1)}
+    other = slowdown_of(effort, 132, mean_of([gather, scatter]))  # of what both ran beside
+    assert (other["matmuls"], other["memory"]) == ([[4, pytest.approx(1.6)]], pytest.approx(1.3))
     with pytest.raises(CalibrationError, match="out of step"):
-        slowdown_of(effort, 132, slowed, stretched)
+        slowdown_of(effort, 132, {"memory 8": (1.5, 2.5)})
 
 
 def test_medians_keep_what_is_no_number():
