@@ -298,6 +298,22 @@ def to_fp8e4nv_saturated(x):
 
 
 @triton.jit
+def to_fp8e5(x):
+    """Rounded to nearest even; infinity beyond the largest number, where the instruction would give that number."""
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Beside a power of two so much larger the adder drops what is less than a unit, and rounds for us. Numbers below
+    # the smallest normal one share its unit.
+    power = tl.maximum(magnitude & 0x7F800000, 113 << 23)
+    beside = power + (21 << 23)
+    total = magnitude.to(tl.float32, bitcast=True) + beside.to(tl.float32, bitcast=True)
+    number = total.to(tl.uint32, bitcast=True) - beside + (power >> 21) - (113 << 2)
+    number = tl.where(magnitude >= 0x47700000, 0x7C, number)  # from 61440 on
+    number = tl.where(magnitude > 0x7F800000, 0x7F, number)
+    return (number | ((bits >> 24) & 0x80)).to(tl.uint8).to(tl.float8e5, bitcast=True)
+
+
+@triton.jit
 def to_fp16(x):
     """Rounded to nearest even."""
     return x.to(tl.float16)

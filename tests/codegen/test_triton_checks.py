@@ -65,6 +65,26 @@ def test_a_sum_of_a_constant_counts_its_rows(interpreter, tmp_path):
     torch.testing.assert_close(count, torch.full((3,), 5))
 
 
+def test_a_failed_check_names_its_nodes_and_their_line(interpreter, tmp_path):
+    comment = "embedding add_1 | /home/me/model.py:12: return self.table(tokens) + 1  # ±\n"
+    generator = TritonGenerator()
+    source = generator.generate(picks(7), "kernel", comment)
+    launch = generator.load([source], tmp_path)[source.name]
+    tensors = {"table": torch.randn(5), "index": torch.full((7,), 9), "y": torch.zeros(7)}
+    with pytest.raises(
+        Exception, match=r"an index is out of bounds, in embedding add_1 \| /home/me/model.py:12: return"
+    ):
+        launch(*(tensors[name] for name in source.buffers))
+    plain = Body((Loop(P, sympy.Integer(7)),), (), (Store("y", P, Load("x", P, torch.float32), torch.float32),))
+    assert generator.generate(plain, "kernel", comment).text == generator.generate(plain, "kernel").text
+
+
+def test_its_message_is_in_what_runs_on_a_gpu(tmp_path):
+    source = TritonGenerator().generate(picks(7), "kernel", "embedding | model.py:12")
+    (compiled,) = compile_source(source, tmp_path)
+    assert b"an index is out of bounds, in embedding | model.py:12" in compiled.asm["cubin"]
+
+
 def test_the_assert_is_in_what_runs_on_a_gpu(tmp_path):
     (compiled,) = compile_source(TritonGenerator().generate(picks(7), "kernel"), tmp_path)
     assert "__assertfail" in compiled.asm["ptx"]

@@ -68,9 +68,9 @@ def test_the_module_on_disk_says_where_it_came_from(tmp_path: Path):
             Body(
                 (loop(p0, 4),),
                 (),
-                (Store("y", p0, Cast(Load("x", p0, torch.float32), torch.float8_e5m2), torch.float32),),
+                (Store("y", p0, Cast(Load("x", p0, torch.float32), torch.float8_e4m3fnuz), torch.float32),),
             ),
-            "no torch.float8_e5m2",
+            "no torch.float8_e4m3fnuz",
         ),
         (
             Body((loop(p0, 4),), (), (Store("y", p0, Load("x", p0, torch.int8), torch.int8, "add"),)),

@@ -498,13 +498,23 @@ def largest(rows: int, width: int, count: int) -> Case:
     return Case(f"largest_{count}_of_{width}", body, tensors, expected, tolerance=0)
 
 
-def through_float8(count: int) -> Case:
-    """Rounded to float8, what lies beyond its numbers included; the interpreter's own conversion does not round."""
-    edge = torch.tensor([0.0, -0.0, 2.0**-9, 2.0**-10, 448.0, -449.0, 464.0, 465.0, 1e6, math.inf, -math.inf, math.nan])
-    x = torch.cat([edge, torch.randn(count) * torch.logspace(-4, 3, count)])
-    body = Body((loop(p0, len(x)),), (), (Store("y", p0, Cast(Load("x", p0, f32), torch.float8_e4m3fn), f32),))
-    tensors = {"x": x, "y": torch.zeros(len(x))}
-    return Case("through_float8", body, tensors, lambda t: {"y": t["x"].to(torch.float8_e4m3fn).float()}, tolerance=0)
+def through_float8(count: int, to: torch.dtype, back: bool = True) -> Case:
+    """Rounded to float8, what lies beyond its numbers included; and, with `back`, read as a number again.
+
+    The interpreter's conversions from float8 know no infinity, and those to e4m3 do not round.
+    """
+    edge = [0.0, -0.0, 2.0**-9, 2.0**-10, 448.0, -449.0, 464.0, 465.0, 1e6, math.inf, -math.inf, math.nan]
+    edge += [2.0**-16, 2.0**-17, -1.5 * 2.0**-17, 57344.0, 61439.0, -61440.0, 65536.0]
+    x = torch.cat([torch.tensor(edge), torch.randn(count) * torch.logspace(-6, 5, count)])
+    load = Load("x", p0, f32)
+    stores = [Store("stored", p0, load, to)] + [Store("y", p0, Cast(load, to), f32)] * back
+    tensors = {"x": x, "stored": torch.zeros(len(x)).to(to)} | ({"y": torch.zeros(len(x))} if back else {})
+
+    def expected(t: Tensors) -> Tensors:
+        rounded = t["x"].to(to)
+        return {"stored": rounded} | ({"y": rounded.float()} if back else {})
+
+    return Case(f"through_{str(to)[6:]}", Body((loop(p0, len(x)),), (), tuple(stores)), tensors, expected, tolerance=0)
 
 
 def first(x: torch.Tensor, largest: bool) -> torch.Tensor:
@@ -607,6 +617,7 @@ def small() -> list[Case]:
         empty_rows(3),
         nothing(),
         largest(5, 21, 3),
+        through_float8(200, torch.float8_e5m2, back=False),
         *(reductions(5, 21, dtype) for dtype in (f32, f64, bf16, f16, i64, i32, i8, u8, boolean)),
     ]
 
@@ -641,7 +652,8 @@ def large() -> list[Case]:
         divided(1_000_000),
         in_place(100, 40000),
         largest(3000, 64, 8),
-        through_float8(100_000),
+        through_float8(100_000, torch.float8_e4m3fn),
+        through_float8(100_000, torch.float8_e5m2),
         two_reduction_loops(64, 32, 1000),
         *(reductions(50, 3000, dtype) for dtype in (f32, f64, i64, i32)),
     ]

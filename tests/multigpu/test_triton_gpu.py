@@ -6,12 +6,17 @@ keeps the source in the message.
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import overlapc
 from overlapc.codegen.triton import TritonGenerator
 from tests.codegen.product_cases import large_product_cases
 from tests.codegen.scan_cases import large_scan_cases, scan_cases
@@ -143,3 +148,30 @@ def test_a_launch_costs_the_host_a_few_microseconds(tmp_path: Path):
         best_us = min(best_us, (time.perf_counter() - start) / 200 * 1e6)
     print(f"host time of a launch: {best_us:.1f} us")
     assert best_us < 20
+
+
+OUT_OF_BOUNDS = """
+import torch
+from overlapc.backend import overlapc
+
+def picked(table, tokens):
+    return table[tokens] * 2  # the line at fault
+
+table, tokens = torch.randn(5, 8, device="cuda"), torch.tensor([0, 7], device="cuda")
+step = torch.compile(picked, backend=overlapc)
+step(table, tokens)
+torch.cuda.synchronize()
+"""
+
+
+def test_a_failed_check_names_its_node_and_line(tmp_path: Path):
+    """In a process of its own: after a device assert a CUDA context is of no more use."""
+    script = tmp_path / "script.py"
+    script.write_text(OUT_OF_BOUNDS)
+    root = Path(overlapc.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, env=environment)
+    assert ended.returncode
+    assert re.search(
+        r"an index is out of bounds for dimension 0 with size 5, in .*index.* \| .*script\.py:6", ended.stderr
+    )

@@ -22,7 +22,7 @@ COMPUTE = {
 POINTER = {
     torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
     torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
-    torch.bool: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
+    torch.bool: "*u8", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
 }  # fmt: skip
 
 
@@ -270,6 +270,8 @@ def converted(text: str, source: torch.dtype, to: torch.dtype) -> str:
     if to is torch.float8_e4m3fn:
         suffix = "_saturated" if float8_saturates() else ""
         return f"ops.to_fp8e4nv{suffix}({converted_name(text, source, torch.float32)})"
+    if to is torch.float8_e5m2:
+        return f"ops.to_fp8e5({converted_name(text, source, torch.float32)})"
     if to is torch.float16:
         return f"ops.to_fp16({converted_name(text, source, torch.float32)})"
     if source.is_floating_point and to in (torch.uint8, torch.int8, torch.int16):

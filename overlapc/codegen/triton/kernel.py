@@ -77,7 +77,9 @@ class TritonGenerator:
     ) -> KernelSource:
         """Source for `body`; `tiling` overrides the heuristic choice of axes and block sizes."""
         hints = _hints(body, size_hints or {})
-        shape = KernelShape(body, tiling or _chosen(body, hints), _identifier(hint))
+        # Kernels without checks have one text wherever they come from.
+        origin = comment if body.checks() else ""
+        shape = KernelShape(body, tiling or _chosen(body, hints), _identifier(hint), origin=origin)
         return _source(shape, comment, tuple(hints.values()))
 
     def combine(self, bodies: Sequence[Body], hint: str, comment: str = "") -> KernelSource:

@@ -30,9 +30,14 @@ class KernelShape:
         name: str,
         program: str = "tl.program_id(0)",
         known: tuple[Mapping[sympy.Symbol, int], ...] = (),
+        origin: str = "",
     ) -> None:
-        """`program` is the text of a program's number; `known` gives all the sizes that symbols will ever have."""
+        """`program` is the text of a program's number; `known` gives all the sizes that symbols will ever have.
+
+        `origin` says in the messages of checks what was compiled: a device assert reaches the user as its text alone.
+        """
         self.program = program
+        self.origin = origin
         self.known = known
         self.body = body = joined_halves(body)
         self.tiling = tiling

@@ -22,6 +22,7 @@ from overlapc.codegen.triton.shape import KernelShape, axis_symbol, term
 from overlapc.ir.body import Cast, Checked, Constant, Index, Load, Op, Reduce, Scan, Store, Value
 from overlapc.ir.indexing import exact_quotient
 
+_ORIGIN_CHARACTERS = 300  # of what a check says about where it comes from
 _ORDER = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
@@ -81,10 +82,16 @@ class ValueWriter(AxisWriter):
             elif value not in literal_only:
                 if isinstance(value, Checked):
                     mask = self.mask_argument(self.value_axes[value]).removeprefix(", ") or "None"
-                    emit(f"tl.device_assert({names[value.condition]}, {value.message!r}, mask={mask})")
+                    message = self.assertion(value.message)
+                    emit(f"tl.device_assert({names[value.condition]}, {message}, mask={mask})")
                 name = self.fresh()
                 emit(f"{name} = {self.text(value, names)}")
                 names[value] = name
+
+    def assertion(self, message: str) -> str:
+        """The literal that a failed check prints: what is wrong, then the nodes and the line it was compiled from."""
+        origin = " ".join(self.kernel.origin.split())[:_ORIGIN_CHARACTERS]
+        return ascii(f"{message}, in {origin}" if origin else message)
 
     def scanned(self, emit: Scope, names: Mapping[Value, str], scanning: Scanning) -> str:
         """Statements for a scan over this tile, after the tiles before it; the name of the result."""
