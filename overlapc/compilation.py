@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
+from torch._dynamo import disable
+from torch._dynamo.utils import flatten_graph_inputs
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch.fx import GraphModule, Node
 
 from overlapc import dump
 from overlapc.binding import bind, keeps
-from overlapc.codegen.fx import FxWrapper
 from overlapc.codegen.parts import split
 from overlapc.codegen.pool import peak_bytes, pooled
 from overlapc.codegen.program import Program, build_program
@@ -85,19 +85,41 @@ def _compile(
     """Forward and backward of `gm`, each handed to `each`."""
     check_torch_version()
     select(config.passes)  # an unknown pass is an error now, not after the first graph was lowered
+    if any(isinstance(value, list | tuple | dict) for value in example_inputs):  # compiled autograd's graphs
+        flat = partial(_traced, each, config=config, number=number)
+        return flatten_graph_inputs(gm, example_inputs, flat)
+    return _traced(each, gm, example_inputs, config=config, number=number)
+
+
+def _traced(
+    each: Callable[..., Callable[..., Any]], gm: GraphModule, inputs: Sequence[Any], *, config: Config, number: int
+) -> Callable[..., Any]:
+    """What AOTAutograd makes of `gm`, called directly.
+
+    Not through `torch._dynamo.backends.common.aot_autograd`, which imports Inductor's scheduler and IR to ask whether
+    they log: on a machine that keeps no bytecode a tenth of a cold start.
+    """
     with deterministic(config.deterministic), no_collections():  # a traced graph is objects that all stay
-        return _aot(each, config, number)(gm, example_inputs)
+        step = aot_module_simplified(
+            gm,
+            inputs,
+            fw_compiler=partial(each, config=config, name=f"forward_{number}"),
+            bw_compiler=_hidden(partial(each, config=config, name=f"backward_{number}")),
+            inference_compiler=partial(each, config=config, name=f"inference_{number}"),
+            decompositions=decompositions(native_random=not config.fallback_random),
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )
+    return disable(step, reason="it is compiled")
 
 
-def _aot(each: Callable[..., Callable[..., Any]], config: Config, number: int) -> Callable[..., Callable[..., Any]]:
-    return aot_autograd(
-        fw_compiler=partial(each, config=config, name=f"forward_{number}"),
-        bw_compiler=partial(each, config=config, name=f"backward_{number}"),
-        inference_compiler=partial(each, config=config, name=f"inference_{number}"),
-        decompositions=decompositions(native_random=not config.fallback_random),
-        partition_fn=partition,
-        keep_inference_input_mutations=True,
-    )
+def _hidden(compiler: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+    """`compiler` and what it makes, kept from Dynamo: backward may be compiled and run within what that traces."""
+
+    def compile_backward(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return disable(disable(compiler)(*args, **kwargs), reason="it is compiled")
+
+    return compile_backward
 
 
 @dataclass(frozen=True)
@@ -184,7 +206,11 @@ def _build(
         checks=config.checks,
         partition=parted,
     )
-    graph = FxWrapper(program, single=single) if config.wrapper == "fx" else None
+    graph = None
+    if config.wrapper == "fx":
+        from overlapc.codegen.fx import FxWrapper  # which registers an operator: not for those who do not need it
+
+        graph = FxWrapper(program, single=single)
     call = bind(compiled, config, name, began, objects=objects, within=within, graph=graph)
     dumps.write("program", "wrapper", lambda: graph.text() if graph else compiled.text(name), suffix="py")
     kept_now = key is not None and _keep(key, compiled, config)

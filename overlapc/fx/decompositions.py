@@ -84,7 +84,7 @@ BROKEN_UP = (
 
 @lru_cache(None)
 def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
-    """Op -> decomposition, for `aot_autograd(decompositions=…)`.
+    """Op -> decomposition, for AOTAutograd's `decompositions=`.
 
     With `native_random`, random numbers come from generated code; without, from torch's own ops, as eager's do.
     """
