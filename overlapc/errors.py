@@ -34,6 +34,10 @@ class MemoryBudgetError(OverlapcError):
     """No schedule fits the memory budget that the user set."""
 
 
+class CheckFailed(OverlapcError, IndexError):
+    """A check in a kernel that did not hold: eager's IndexError for an index, its RuntimeError for an assertion."""
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3) -> Sequence[str]:
     """The names closest to `name`, best first, those that begin with it before others; empty when nothing is close."""
     known = list(known)

@@ -22,7 +22,7 @@ from overlapc.fusion.mixed_order import crosses, merge_across, skips
 from overlapc.fusion.order import MergingOrder
 from overlapc.fusion.score import Score, score
 from overlapc.fusion.simplify import simplified
-from overlapc.ir.body import Body
+from overlapc.ir.body import Body, Checked, topological
 from overlapc.ir.hazards import overwrites_in_place, scatters
 from overlapc.ir.ops import (
     Combo,
@@ -422,7 +422,9 @@ class Fuser:
     def _local(self, a: Group, b: Group) -> set[str]:
         """Buffers that would live and die inside the fused kernel: they never touch memory."""
         both = {a.number, b.number}
-        return {name for name in a.writes | b.writes if self.readers[name] <= both and name not in self.outputs}
+        local = {name for name in a.writes | b.writes if self.readers[name] <= both and name not in self.outputs}
+        unread = {name for name in local if not self.readers[name]}
+        return local - _with_checks((a.kernel.body, b.kernel.body), unread) if unread else local
 
     def _fused(self, a: Group, b: Group, body: Body, local: set[str]) -> Loops:
         """The kernel of `body`, which does what both groups do."""
@@ -494,3 +496,13 @@ class Fuser:
         }
         self.report.kernel_of = {name: self.groups[number].op.name for name, number in group_of.items()}
         return [self.groups[number].op for number in self.order.order()]
+
+
+def _with_checks(bodies: Iterable[Body], unread: set[str]) -> set[str]:
+    """Those of the buffers that nobody reads whose stores carry checks: without the store these would be lost."""
+    return {
+        store.buffer
+        for body in bodies
+        for store in body.stores
+        if store.buffer in unread and any(isinstance(value, Checked) for value in topological(store.operands()))
+    }

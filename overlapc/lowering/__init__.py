@@ -1,6 +1,7 @@
 """ATen graphs to loop IR: `lower` walks a graph; one file a family of ops says how."""
 
 from overlapc.lowering import (
+    asserts,
     embedding,
     foreach,
     indexing,
@@ -21,6 +22,7 @@ from overlapc.lowering.table import LIBRARY_CALLS, lowered_ops
 __all__ = [
     "LIBRARY_CALLS",
     "Communication",
+    "asserts",
     "embedding",
     "foreach",
     "indexing",

@@ -233,15 +233,15 @@ class Walk:
 
     def _can_generate(self, value: Any, args: Any, kwargs: Any) -> bool:
         outputs = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        if not outputs or not self.generates(outputs[0].device):
+        views = views_of((args, kwargs))
+        devices = {*(tensor.device for tensor in outputs), *(view.layout.device for view in views)}
+        if len(devices) != 1 or not self.generates(next(iter(devices))):
             return False
-        device = outputs[0].device
-        for tensor in outputs:
-            if tensor.dtype not in GENERATED_DTYPES or tensor.device != device or tensor.layout != torch.strided:
-                return False
         if any(isinstance(leaf, Handle) for leaf in leaves_of((args, kwargs))):
             return False  # a number that only run time knows, or no strided tensor
-        return all(view.dtype in GENERATED_DTYPES and view.layout.device == device for view in views_of((args, kwargs)))
+        if any(tensor.layout != torch.strided for tensor in outputs):
+            return False
+        return {*(tensor.dtype for tensor in outputs), *(view.dtype for view in views)} <= GENERATED_DTYPES
 
     def _view(self, node: Node, base: View, value: Any) -> Any:
         """The result of a view op as layouts over the buffer of `base`."""

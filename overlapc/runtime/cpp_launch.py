@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from overlapc.errors import ToolchainError
+from overlapc.errors import CheckFailed, ToolchainError
 from overlapc.runtime.cache import KernelCache, content_key
 from overlapc.runtime.toolchain import Compiler, compile_error, find_compiler
 
@@ -60,7 +60,7 @@ _address = torch.Tensor.data_ptr
 class CppLauncher:
     """`launcher(*tensors, *sizes)` runs the kernel on the calling thread and torch's OpenMP threads.
 
-    IndexError, naming what was compiled, when a check of the kernel failed. The GIL is released while it runs, so
+    CheckFailed, naming what was compiled, when a check of the kernel failed. The GIL is released while it runs, so
     that gloo's Python-side callbacks and autograd threads go on.
     """
 
@@ -80,7 +80,7 @@ class CppLauncher:
         tensors = self._tensors
         failed = self._function(*map(_address, args[:tensors]), *args[tensors:], torch.get_num_threads())
         if failed:
-            raise IndexError(f"{self._messages[failed - 1]}\n   in kernel {self.name}: {self._comment}")
+            raise CheckFailed(f"{self._messages[failed - 1]}\n   in kernel {self.name}: {self._comment}")
 
 
 def load_kernels(kernels: Sequence[CppKernel], cache_dir: Path) -> dict[str, CppLauncher]:

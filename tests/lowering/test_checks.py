@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import sympy
 import torch
@@ -45,6 +47,33 @@ def test_the_error_names_the_kernel_and_the_line():
     call = compiled(lambda x, i: x[i] + 1)
     with pytest.raises(IndexError, match=r"in kernel index_add_\w+: .*test_checks\.py:\d+"):
         call(TABLE, torch.tensor([9]))
+
+
+MESSAGE = 'numbers must be positive,\n not \\ or "else" {} %s \\'
+
+
+def asserted(x):
+    torch._assert_async((x > 0).all(), MESSAGE)
+    return x * 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_an_assert_is_part_of_a_kernel_and_says_its_message(dynamic):
+    same(asserted, torch.rand(5, 3) + 0.1, dynamic=dynamic)
+    torch._dynamo.utils.counters.clear()
+    call = compiled(asserted, dynamic)
+    with pytest.raises(RuntimeError, match=re.escape(MESSAGE)) as raised:
+        call(-torch.ones(5, 3))
+    assert re.search(r"in kernel \w+: .*_assert_async.*test_checks\.py:\d+", str(raised.value), re.DOTALL)
+    assert not torch._dynamo.utils.counters["overlapc"]["fallbacks"]
+    torch.testing.assert_close(call(torch.ones(5, 3)), torch.full((5, 3), 2.0))
+
+
+def test_an_assert_of_a_number():
+    call = compiled(lambda x: (torch._assert_async(x[:1], "zero"), x + 1))
+    call(torch.tensor([0.5, 0.0]))
+    with pytest.raises(RuntimeError, match="zero"):
+        call(torch.tensor([0.0, 1.0]))
 
 
 def test_targets_that_are_ignored_are_not_out_of_bounds():

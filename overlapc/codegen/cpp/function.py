@@ -130,7 +130,7 @@ class Function:
         self.depth += 1
         if self.checks:  # volatile: every thread and lane may set it, and none of that may be optimized away
             for number, message in enumerate(self.checks, 1):
-                self.line(f"// {number}: {message}")
+                self.line(f"// {number}: {message!a}")
             self.line("volatile int32_t failed = 0;")
         self.write()
         if self.checks:
