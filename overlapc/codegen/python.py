@@ -81,8 +81,12 @@ class PythonWrapper:
         body: list[str] = []
         steps = partition.steps if partition is not None else program.instructions
         device = first = next((found for found in map(_device_of, steps) if found is not None), None)
+        looked_at = [item for item in steps if isinstance(item, CheckInput)]
         # In the program's order: names of objects count up as they are met.
         for item in steps:
+            if isinstance(item, CheckInput):
+                body += self._layouts(looked_at) if item is looked_at[0] else []
+                continue
             wanted = _device_of(item)
             if wanted not in (None, device):
                 device = wanted
@@ -165,6 +169,16 @@ class PythonWrapper:
         if isinstance(item, Free):
             return [f"life.freed({list(item.variables)!r})"]
         return []
+
+    def _layouts(self, items: list[CheckInput]) -> list[str]:
+        """All at once where that is possible: each by itself only for the first call, and where something differs."""
+        lines = [line for item in items for line in self._print(item)]
+        extents = [extent for item in items for extent in (*item.layout.size, *item.layout.stride)]
+        if len(items) < 2 or any(extent.free_symbols for extent in extents):
+            return lines
+        names = ", ".join(item.variable for item in items)
+        self.header.append("layouts = rt.Layouts()")
+        return [f"if not layouts.known({names}):", *(f"    {line}" for line in lines), f"    layouts.learn({names})"]
 
     # --- instructions
 

@@ -35,6 +35,30 @@ def check(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence[int])
     )
 
 
+class Layouts:
+    """Whether tensors are laid out as those were that passed every check: one call for all of them.
+
+    `known` compares more than layouts (what autograd records, for instance) and holds no tensor.
+    """
+
+    __slots__ = ("known",)
+
+    def __init__(self) -> None:
+        self.known: Callable[..., bool] = _unknown
+
+    def learn(self, *tensors: Tensor) -> None:
+        """These passed. The first stay the pattern: who alternates is checked one by one."""
+        if self.known is _unknown:
+            sizes, strides = [list(each.shape) for each in tensors], [list(each.stride()) for each in tensors]
+            guards: Any = torch._C._dynamo.guards
+            pattern = guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+            self.known = pattern.check
+
+
+def _unknown(*tensors: Tensor) -> bool:
+    return False
+
+
 def _same_steps(tensor: Tensor, stride: Sequence[int]) -> bool:
     # A dim of size 1 has no step, and an empty tensor none at all.
     pairs = zip(tensor.shape, tensor.stride(), stride, strict=True)

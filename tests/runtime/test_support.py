@@ -1,0 +1,76 @@
+"""Arguments are looked at all at once, and no less closely than one by one."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from overlapc.backend import overlapc as backend
+from overlapc.runtime import support
+
+SHAPE = (4, 6)
+
+
+@pytest.fixture
+def layouts() -> support.Layouts:
+    found = support.Layouts()
+    found.learn(torch.empty(SHAPE), torch.empty(6))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "known"),
+    [
+        (torch.empty(SHAPE), True),
+        (torch.empty(8, 6)[2:6], True),
+        (torch.empty(6, 4).t(), False),
+        (torch.empty(4, 12)[:, ::2], False),
+        (torch.empty(5, 6), False),
+        (torch.empty(24), False),
+    ],
+    ids=["new", "rows of another", "transposed", "every second column", "longer", "flat"],
+)
+def test_only_the_same_layout_is_known(layouts: support.Layouts, first: Tensor, known: bool):
+    assert layouts.known(first, torch.empty(6)) == known
+    assert not layouts.known(first, torch.empty(7))
+
+
+def test_nothing_is_known_before_the_first_call_and_the_first_stays():
+    layouts = support.Layouts()
+    assert not layouts.known(torch.empty(3))
+    layouts.learn(torch.empty(3))
+    layouts.learn(torch.empty(4))
+    assert layouts.known(torch.empty(3))
+    assert not layouts.known(torch.empty(4))
+
+
+def test_no_tensor_is_held():
+    tensor = torch.empty(3)
+    storage = weakref.ref(tensor.untyped_storage())
+    layouts = support.Layouts()
+    layouts.learn(tensor)
+    del tensor
+    assert storage() is None
+
+
+def test_a_wrong_layout_is_an_error_after_right_ones():
+    """Dynamo's guards look first, so a compiled graph is called here without it."""
+    graphs = []
+
+    def capture(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs.append(backend(gm, inputs, options={"warm_start": False}))
+        return graphs[0]
+
+    torch._dynamo.reset()
+    x, y = torch.randn(SHAPE), torch.randn(6)
+    torch.compile(lambda x, y: x * y, backend=capture)(x, y)
+    (call,) = graphs
+    for _ in range(3):
+        torch.testing.assert_close(call(x, y)[0], x * y)
+    torch.testing.assert_close(call(x.clone().requires_grad_(), y)[0], x * y)
+    with pytest.raises(support.LayoutError, match="size \\(6, 4\\)"):
+        call(x.t().contiguous(), y)
+    torch.testing.assert_close(call(x, y)[0], x * y)
