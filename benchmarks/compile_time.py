@@ -5,11 +5,13 @@
 
 *cold*: the first forward + backward with an empty cache folder; *warm*: the same in the next process, with what the
 first left there; wall time, and CPU time of the process with its children, which other work on the machine disturbs
-less. Both hold tracing, the compiler's own imports and one run of the step; building the model, moving it
-and the device's start do not count. `eager` (Dynamo alone) and `aot_eager` (Dynamo + AOTAutograd) are floors: what
-torch needs before a backend is asked. The last columns are counts: graphs that Dynamo traced, kernels that were
-compiled, and steps (ours) or graphs (Inductor) that came whole from the compiler's cache. `--breakdown` samples the
-stack, of all systems alike, and says how much went to imports, Dynamo, AOTAutograd, the compiler and the step itself.
+less. Both hold tracing, the compiler's own imports and one run of the step; building the model, moving it and the
+device's start do not count. Where Python keeps no bytecode (`PYTHONDONTWRITEBYTECODE`), half of the imports is
+compiling them: unset it and set `PYTHONPYCACHEPREFIX` to a folder to have the warm start find bytecode. `eager`
+(Dynamo alone) and `aot_eager` (Dynamo + AOTAutograd) are floors: what torch needs before a backend is asked. The last
+columns are counts: graphs that Dynamo traced, kernels that were compiled, and steps (ours) or graphs (Inductor) that
+came whole from the compiler's cache. `--breakdown` samples the stack, of all systems alike, and says how much went to
+imports, Dynamo, AOTAutograd, the compiler and the step itself.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="compile_time") as folder:
             for phase in ("cold", "warm"):
                 for system in systems:
-                    seconds.setdefault((system, phase), []).append(run(system, phase, Path(folder) / system, args))
+                    found = run(system, phase, Path(folder) / system, args)
+                    seconds.setdefault((system, phase), []).append(found)
+                    # At once: a run that is cut off later has told this much.
+                    print(f"{system} {phase}: {found['first_s']:.2f} s, {found['phases']}", file=sys.stderr, flush=True)
     rows = []
     for system in systems:
         row: list[Any] = [system]
