@@ -49,7 +49,7 @@ class Sink:
         self.deps = dependencies.of(schedule)
         self.queues = Queues.of(schedule, ctx.timeline(schedule), ctx.overlap_margin)
         self.limit = ctx.limit_bytes(schedule)
-        self.usual = min(analyze(schedule).peak_bytes, self.limit)
+        self.usual = analyze(schedule).peak_bytes
         self.life = lifetimes(schedule)
         self.left = [0] * len(self.life.roots)  # storage -> nodes that still touch it
         for storages in self.life.touches:
@@ -142,8 +142,7 @@ class Sink:
         if not exposed:
             return False
         longest = max(self.queues.collective_ns[self.queues.collective[wait]] for wait in exposed)
-        fits = self.live + self.reserved + self.life.allocates[at] + self.life.scratch[at] <= self.limit
-        return fits and self._along_ns(at, needs) <= CARRIED_SHARE * longest
+        return self._has_room(at, self.limit) and self._along_ns(at, needs) <= CARRIED_SHARE * longest
 
     def _along_ns(self, at: int, needs: list[int]) -> float:
         return self.queues.compute_ns[at] + max((self.along_ns[before] for before in needs), default=0.0)
@@ -174,40 +173,37 @@ class Sink:
 
     def _make_room(self, at: int) -> None:
         """Place waits whose collectives hold memory that `at` needs: the hidden ones first, oldest first."""
-        during = self.live + self.reserved + self.life.allocates[at] + self.life.scratch[at]
-        if during <= self.usual:
+        if self._has_room(at, self.usual):
             return
         self._note_hidden()
-        at = 0
-        while at < len(self.hidden):
-            wait = self.hidden[at]
-            during -= self._give_up(wait)
-            if during <= self.usual:
+        tried = 0  # of `hidden`, which shrinks and grows meanwhile
+        while tried < len(self.hidden):
+            wait = self.hidden[tried]
+            self._give_up(wait)
+            if self._has_room(at, self.usual):
                 return
             self._note_hidden()
-            at = bisect.bisect_right(self.hidden, wait)
-        if during <= self.limit:
-            return
+            tried = bisect.bisect_right(self.hidden, wait)
         for wait in tuple(self.waits):
-            if during <= self.limit:
+            if self._has_room(at, self.limit):
                 return
-            if wait in self.waits:
-                during -= self._give_up(wait)
+            self._give_up(wait)
         # Kernels that sank along hold no wait any more, but still have memory to allocate.
-        if self.held and self.live + self.reserved + self.life.allocates[at] + self.life.scratch[at] > self.limit:
+        if not self._has_room(at, self.limit):
             for held in tuple(self.held):
                 if held in self.waits:
                     self.report.because(self.schedule.nodes[held], Reason.MEMORY)
                 self._place(held)
 
-    def _give_up(self, wait: int) -> int:
-        """Place all waits of one collective if that frees something; how many bytes it did."""
+    def _has_room(self, at: int, most_bytes: int) -> bool:
+        """Whether `at` may run now, beside what is held back, in so much memory."""
+        return self.live + self.reserved + self.life.allocates[at] + self.life.scratch[at] <= most_bytes
+
+    def _give_up(self, wait: int) -> None:
+        """Place all waits of one collective if that frees something."""
         waits = [at for at in self.queues.closed_by[self.queues.collective[wait]] if at in self.waits]
-        if not any(self.left[storage] <= len(waits) for storage in self.life.touches[wait]):
-            return 0
-        before = self.live + self.reserved
-        for at in self._with_needs(waits):
-            if at in self.waits:
-                self.report.because(self.schedule.nodes[at], Reason.MEMORY)
-            self._place(at)
-        return before - self.live - self.reserved
+        if any(self.left[storage] <= len(waits) for storage in self.life.touches[wait]):
+            for at in self._with_needs(waits):
+                if at in self.waits:
+                    self.report.because(self.schedule.nodes[at], Reason.MEMORY)
+                self._place(at)
