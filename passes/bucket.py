@@ -154,10 +154,10 @@ class _Round:
                 if len(parts) > 1:
                     for at in each.members:
                         self.report.because(self.nodes[at], Reason.PIECES)
-                buckets += [each] if len(parts) == 1 else [found for part in parts for found in place(part)]
+                buckets += [found for part in parts for found in place(part)]
         merged = [(each, node) for each in buckets if len(each.members) > 1 and (node := self._node(each.members))]
         if self.ctx.most_moves is not None:
-            del merged[max(0, self.ctx.most_moves - len(self.report.merged)) :]
+            del merged[self.ctx.most_moves - len(self.report.merged) :]
         return self._rebuilt(merged) if merged else self.schedule
 
     # Which collectives belong together
@@ -258,9 +258,8 @@ class _Round:
                 if before < first or before in bucket.carried or before in needs:
                     continue
                 node = self.nodes[before]
-                cost_ns = ns_of(node) if node.kind in COMPUTE else 0.0
-                allowed_ns -= cost_ns
-                if node.kind not in (*COMPUTE, Kind.VIEW, Kind.NOOP) or (cost_ns > 0 and allowed_ns < 0):
+                allowed_ns -= ns_of(node)
+                if node.kind not in (*COMPUTE, Kind.VIEW, Kind.NOOP) or allowed_ns < 0:
                     self.report.because(self.nodes[start], Reason.DATA, node.name)
                     return None
                 needs.add(before)
@@ -299,10 +298,7 @@ class _Round:
 
     def _passes_others(self, low: int, high: int) -> bool:
         """Whether another collective of the group stands between two members."""
-        return any(
-            node.kind in (Kind.START, Kind.COMM) and node.group == self.alike.group
-            for node in self.nodes[low + 1 : high]
-        )
+        return any(node.group == self.alike.group for node in self.nodes[low + 1 : high])
 
     def _preds(self, at: int) -> Iterator[int]:
         why = self.deps.why
@@ -320,7 +316,6 @@ class _Round:
                 for node in nodes:
                     self.report.because(node, Reason.NO_BUCKET, payload)
                 return None
-        names = {node.name for node in nodes}
         dtypes = {comm_of(node).dtype for node in nodes}
         total = Sum.of(nodes)
         first = nodes[0]
@@ -331,7 +326,7 @@ class _Round:
             op=first.op,
             reads=_joined(node.reads for node in nodes),
             writes=_joined(node.writes for node in nodes),
-            after=tuple(name for name in _joined(node.after for node in nodes) if name not in names),
+            after=_joined(node.after for node in nodes),
             comm=replace(comm, bytes=total.bytes, dtype=comm.dtype if len(dtypes) == 1 else "mixed"),
             estimate=self.cost.estimate(total),
             scratch_bytes=sum(node.scratch_bytes for node in nodes),
@@ -376,8 +371,7 @@ class _Round:
 def _after_renamed(node: Node, renamed: dict[str, str]) -> Node:
     if not any(name in renamed for name in node.after):
         return node
-    after = tuple(dict.fromkeys(renamed.get(name, name) for name in node.after))
-    return replace(node, after=tuple(name for name in after if name != node.name))
+    return replace(node, after=tuple(dict.fromkeys(renamed.get(name, name) for name in node.after)))
 
 
 def _joined(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

@@ -218,8 +218,7 @@ class Fill:
         for queue in self.in_flight:
             while queue and queue[0] not in self.machine.in_flight:
                 self.free.extend(self.waits_of.pop(queue.popleft(), ()))
-        if at not in self.collective:
-            self.ready_ns -= self._compute_ns(at)
+        self.ready_ns -= self._compute_ns(at)
         self.live += self.life.allocates[at]
         for storage in self.life.touches[at]:
             self.left[storage] -= 1

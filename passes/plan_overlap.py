@@ -265,9 +265,8 @@ def _along(start: int, deps: Dependencies, queues: Queues) -> frozenset[int] | N
     while stack:
         for before in _preds(deps, stack.pop()):
             if before not in along:
-                cost_ns = queues.compute_ns[before]
-                allowed_ns -= cost_ns
-                if cost_ns > 0 and allowed_ns < 0:
+                allowed_ns -= queues.compute_ns[before]
+                if allowed_ns < 0:
                     return None
                 along.add(before)
                 stack.append(before)

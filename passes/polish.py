@@ -196,7 +196,7 @@ class Polish:
                 if self.free_order and self._why(one, other) is Why.COLLECTIVE_ORDER:
                     continue
                 allowed_ns -= self.ns[other]
-                if not self._is_light(other) or (self.ns[other] and allowed_ns < 0):
+                if not self._is_light(other) or allowed_ns < 0:
                     return None
                 group.add(other)
                 stack.append(other)

@@ -41,8 +41,7 @@ def raise_collectives(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassR
             ready.extend(sorted(freed, reverse=True))
 
     for at in sorted(at for at in eager if not missing[at]):
-        if not done[at]:
-            place(at)
+        place(at)
     for at in range(len(schedule.nodes)):
         if not done[at]:
             place(at)

@@ -49,7 +49,7 @@ def walk_in_rounds(name: str, schedule: Schedule, ctx: Context, direction: Direc
     limit = ctx.limit_bytes(schedule)
     current, timeline = schedule, ctx.timeline(schedule)
     for _ in range(ROUNDS):
-        left = None if ctx.most_moves is None else max(0, ctx.most_moves - len(report.moves))
+        left = None if ctx.most_moves is None else ctx.most_moves - len(report.moves)
         moved, said = Walk(name, current, timeline, limit, dataclasses.replace(ctx, most_moves=left), direction).run()
         if moved is current:
             _merge(report, said)
@@ -255,9 +255,8 @@ class Walk:
                 needed = None
             if needed is not None:
                 cost = self.queues.compute_ns[above]
-                if not self._is_cheap(above, opening) or (
-                    carried_ns + cost > CARRIED_SHARE * self._collective_ns(opening) and cost > 0
-                ):
+                most_ns = CARRIED_SHARE * self._collective_ns(opening)
+                if not self._is_cheap(above, opening) or carried_ns + cost > most_ns:
                     stop = (reason_of(needed, of_wait=self.later), above)
                     break
                 block.insert(0, above)

@@ -37,6 +37,14 @@ def check_pass(
     return report
 
 
+def check_order(each: Pass, before: str, after: str, ctx: Context) -> None:
+    """`each` puts the schedule `before` into the order `after` (names); what every pass keeps is checked too."""
+    schedule = parse(before)
+    moved, _ = each(schedule, ctx)
+    check_kept(schedule, moved, ctx)
+    assert " ".join(order_of(moved)) == after
+
+
 def check_kept(schedule: Schedule, moved: Schedule, ctx: Context) -> None:
     """What every pass keeps: rules, collective order, memory limit, and a step no slower than before."""
     verify(

@@ -27,6 +27,7 @@ def bucketed(text: str, **context: object) -> tuple[Schedule, dict[str, str]]:
         may_reorder_collectives=ctx.reorder_collectives,
     )  # fmt: skip
     assert simulate(moved, ctx.profile).step_ns <= simulate(schedule, ctx.profile).step_ns * (1 + 1e-9)
+    assert set(report.limits) <= set(report.reasons) <= set(order_of(moved))
     return moved, report.reasons
 
 
@@ -44,7 +45,8 @@ def test_gathers_of_a_module_start_as_one_where_the_first_did():
     assert order_of(moved) == ["warm", "c", "d", "a+1", "u", "y", "v", "z"]
     node = moved.node("a+1")
     assert (node.reads, node.writes) == (("c", "d"), ("a", "b"))
-    assert (node.comm.bytes, node.comm.unit, node.estimate.ns) == (16, "m", 50e3)  # one latency saved
+    assert (node.comm.bytes, node.comm.unit, node.comm.dtype) == (16, "m", "bf16")
+    assert node.estimate.ns == 50e3  # one latency saved
     assert reasons == {"a+1": "bucket of m"}
 
 
@@ -117,6 +119,32 @@ def test_modules_are_joined_only_where_that_is_faster():
     assert [node.name for node in moved.starts()] == ["a", "b"]
 
 
+def test_modules_are_not_joined_where_each_for_itself_is_faster():
+    """Joined they take 14us, and both kernels come after; else 12us, and the first kernel runs beside the second."""
+    moved, _ = bucketed(passes_of((11, 11), (11, 5)))
+    assert [node.name for node in moved.starts()] == ["a0+1", "a1+1"]
+    moved, _ = bucketed(passes_of((11, 5), (11, 5)))
+    assert [node.name for node in moved.starts()] == ["a0+3"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "warm = kernel(x) : 0B 900us;" + units(11, 2),  # covered
+        units(11, 2).replace("@dp unit=m1 : 8B 11us", "@dp unit=m1 : 8B 60us"),  # the second is long
+        # the first is covered, as it is needed last
+        """
+        a0 = all_gather(p) @dp unit=m0 : 8B 11us; a1 = all_gather(p) @dp unit=m1 : 8B 11us
+        w1 = wait(a1); k1 = kernel(w1) : 0B 900us; w0 = wait(a0); k0 = kernel(w0) : 0B 5us
+        """,
+    ],
+    ids=["covered", "long", "first-covered"],
+)
+def test_only_modules_that_are_latency_and_that_nothing_covers_are_joined(text):
+    moved, _ = bucketed(text)
+    assert [node.name for node in moved.starts()] == ["a0", "a1"]
+
+
 def test_what_another_module_stands_between_stays_apart():
     """The embedding and the head belong to one module, and are needed at the two ends of a step."""
     text = """
@@ -141,14 +169,69 @@ def test_what_writes_in_place_is_not_merged():
         u = wait(a); v = wait(b); y = kernel(u, v) : 0B 500us
     """
     assert [node.name for node in bucketed(text)[0].starts()] == ["a", "b"]
+    for other in (text.replace("@dp unit=m :", "@dp :"), text.replace("@dp unit=m mutates", "@tp unit=m mutates")):
+        assert [node.name for node in bucketed(other)[0].starts()] == ["a", "b"]
     plain = text.replace("mutates=o : =o", ": 8B")
     assert [node.name for node in bucketed(plain)[0].starts()] == ["a+1"]
+
+
+@pytest.mark.parametrize(
+    "other", ["comm:gather(d) @dp(2) safe=yes collective=all_gather unit=m", "all_gather(d)"], ids=["waits", "nowhere"]
+)
+def test_what_waits_for_itself_or_goes_nobody_knows_where_is_not_merged(other):
+    text = LAYER.replace("all_gather(d) @dp(2) dtype=bf16 unit=m", other)
+    assert "a" in order_of(
+        bucketed(text if "all_gather(d)" in other else text.replace("v = wait(b)", "v = view(b)"))[0]
+    )
 
 
 def test_a_gather_of_what_compute_made_begins_its_own_bucket():
     moved, reasons = bucketed(LAYER.replace("d = kernel(q) : 0B 1us", "d = kernel(y) : 0B 500us"))
     assert "b" in order_of(moved)
     assert reasons["b"] == "data dependence on d"
+
+
+@pytest.mark.parametrize(
+    ("casts", "joins"),
+    [
+        ("c = kernel(q) : 0B 20us; d = view(c); e = view(c)", True),  # what both views need counts once
+        ("f = kernel(q) : 0B 20us; c = kernel(f) : 0B 10us; d = view(c); e = view(c)", False),
+    ],
+)
+def test_a_quarter_of_a_gathers_time_may_come_along(casts, joins):
+    text = f"""
+        a = all_gather(p) @dp unit=m : 8B 100us; k = kernel(x) : 0B 900us
+        {casts}; b, bb = all_gather(d, e) @dp unit=m : 8B, 8B 100us; u = wait(a); v = wait(b); w = wait(bb)
+        y = kernel(u, v, w, k) : 0B 500us
+    """
+    assert [node.name for node in bucketed(text)[0].starts()] == (["a+1"] if joins else ["a", "b"])
+
+
+def test_what_came_along_once_is_free_for_the_next():
+    text = """
+        a = all_gather(p) @dp unit=m : 8B 100us; k = kernel(x) : 0B 900us
+        c = kernel(q) : 0B 20us; b = all_gather(c) @dp unit=m : 8B 100us
+        d = kernel(c) : 0B 20us; e = all_gather(d) @dp unit=m : 8B 100us; u = wait(a); v = wait(b); w = wait(e)
+        y = kernel(u, v, w, k) : 0B 500us
+    """
+    assert order_of(bucketed(text)[0])[:3] == ["c", "d", "a+2"]
+
+
+@pytest.mark.parametrize(
+    ("made", "joins"),
+    [
+        ("c = kernel(q) : 0B 500us; {}", True),  # in front of the bucket anyhow
+        ("{} t = all_gather(q) @tp : 8B 1us; c = wait(t)", False),
+        ("{} c = comm:swap(q) @tp safe=yes : 8B", False),
+    ],
+    ids=["before", "gathered", "swapped"],
+)
+def test_what_comes_along_is_compute_that_was_not_there_yet(made, joins):
+    text = f"""
+        {made.format("a = all_gather(p) @dp unit=m : 8B 100us; k = kernel(x) : 0B 900us;")}
+        b = all_gather(c) @dp unit=m : 8B 100us; u = wait(a); v = wait(b); y = kernel(u, v, k) : 0B 500us
+    """
+    assert ("a+1" in order_of(bucketed(text)[0])) == joins
 
 
 def test_a_reduction_that_needs_another_is_not_merged_with_it():
@@ -181,6 +264,30 @@ def test_what_is_left_over_is_no_piece_of_its_own():
     uses = [f"w{at} = wait(a{at}); k{at} = kernel(w{at}) : 0B 5us" for at in range(5)]
     moved, _ = bucketed(";".join(gathers + uses))
     assert [node.name for node in moved.starts()] == ["a0+1", "a2+2"]
+
+
+def passes_of(*units: tuple[int, int], reductions: bool = False) -> str:
+    """A module of two collectives for each (us that one takes, us of compute until the next module's)."""
+    lines, ready = [], []
+    for at, (each_us, compute_us) in enumerate(units):
+        names = (f"a{at}", f"b{at}")
+        starts = [f"{name} = {{}}(p) @dp unit=m{at} : 0B {each_us}us" for name in names]
+        waits = [f"w{name} = wait({name})" for name in names]
+        kernel = f"k{at} = kernel({'x' if reductions else ', '.join(f'w{name}' for name in names)}) : 0B {compute_us}us"
+        lines += [*starts, kernel] if reductions else starts
+        ready += waits if reductions else [*waits, kernel]
+    return "; ".join([*lines, *ready]).format(*["reduce_scatter" if reductions else "all_gather"] * (2 * len(units)))
+
+
+def test_what_is_covered_counts_all_that_is_on_the_queue():
+    """Together the second module's two take 300us and the third's 350us, all of which the stall for the first leaves
+    time for. Of reductions each has to be done by the end, so the first one's 500us lack the time that the last takes.
+    """
+    moved, reasons = bucketed(passes_of((255, 400), (155, 300), (180, 5)))
+    assert [node.name for node in moved.starts()] == ["a0", "b0", "a1+1", "a2+1"]
+    assert reasons["a0"] == reasons["b0"] == "nothing covers all of it: in pieces"
+    moved, _ = bucketed("warm = kernel(x) : 0B 900us;" + passes_of((255, 200), (155, 400), reductions=True))
+    assert [node.name for node in moved.starts()] == ["a0", "b0", "a1+1"]
 
 
 def test_memory_cuts_buckets_into_pieces_and_then_refuses_them():
@@ -224,6 +331,43 @@ def test_collectives_pass_others_of_their_group_only_where_that_is_allowed():
     assert [node.name for node in moved.starts()] == ["a", "r", "b", "t"]
 
 
+SIDE_BY_SIDE = """
+    warm = kernel(x) : 0B 900us; a = {0}(p) @dp unit=m : 8B 30us; other = all_reduce(q) @{1} : 0B 5us
+    b = {0}(p) @dp unit=m : 8B 30us; last = kernel(warm) : 0B 900us; u = wait(a); v = wait(b); w = wait(other)
+"""
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
+def test_without_leave_to_pass_others_those_of_other_groups_are_no_hindrance(collective):
+    other_group, same_group = SIDE_BY_SIDE.format(collective, "tp"), SIDE_BY_SIDE.format(collective, "dp")
+    assert "a+1" in order_of(bucketed(other_group, reorder_collectives=False)[0])
+    assert "a" in order_of(bucketed(same_group, reorder_collectives=False)[0])
+    assert "a+1" in order_of(bucketed(same_group)[0])
+
+
+def test_no_start_goes_behind_a_reduction_without_leave_to_pass_others():
+    """`r` would take `c`, which reduces its result on, past `q` on the queue of both."""
+    text = """
+        g = kernel(x) : 4B 5us; r = reduce_scatter(g) @dp unit=m : 2B 30us; s = wait(r)
+        c = all_reduce(s) @replicate : 2B 30us; q = all_reduce(p) @replicate : 2B 30us
+        h = kernel(x) : 4B 5us; t = reduce_scatter(h) @dp unit=m : 2B 30us
+        w = wait(t); u = wait(c); v = wait(q); return u, v, w
+    """
+    moved, _ = bucketed(text)
+    assert [node.name for node in moved.starts()] == ["q", "r+1", "c"]
+    kept, _ = bucketed(text, reorder_collectives=False)
+    assert [node.name for node in kept.starts()] == ["r", "c", "q", "t"]
+
+
+def test_what_has_to_come_after_a_member_comes_after_its_bucket():
+    moved, _ = bucketed("""
+        r = reduce_scatter(x) @dp unit=m : 0B 50us; c = all_reduce(x) @tp after=r : 0B 50us
+        t = reduce_scatter(x) @dp unit=m : 0B 50us; k = kernel(x) : 0B 900us; s = wait(r); u = wait(t); v = wait(c)
+    """)
+    assert order_of(moved)[:2] == ["r+1", "c"]
+    assert moved.node("c").after == ("r+1",)
+
+
 def test_payloads_are_merged_by_who_made_them():
     schedule = parse(LAYER)
     schedule = replace(
@@ -240,6 +384,24 @@ def test_payloads_are_merged_by_who_made_them():
 def test_who_estimates_is_asked_about_buckets():
     moved, _ = bucketed(LAYER, estimate=lambda node: Estimate(node.comm.bytes * 1e3, "asked"))
     assert moved.node("a+1").estimate == Estimate(16e3, "asked")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "both_ns"),
+    [("30us", "30us", 50e3), ("11us", "2us", 11e3), ("2us", "11us", 11e3), ("30us", "", None), ("", "30us", None)],
+)
+def test_a_bucket_saves_a_latency_but_is_no_shorter_than_its_longest(first, second, both_ns):
+    text = f"""
+        a = all_gather(p) @dp unit=m : 8B {first}; b = all_gather(q) @dp unit=m : 8B {second}
+        k = kernel(x) : 0B 900us; u = wait(a); v = wait(b); y = kernel(u, v, k)
+    """
+    estimate = bucketed(text)[0].node("a+1").estimate
+    assert (None if estimate is None else estimate.ns) == both_ns
+
+
+def test_a_bucket_is_no_longer_than_its_members_one_after_the_other():
+    moved, _ = bucketed(LAYER, estimate=lambda node: Estimate(node.comm.bytes * 9e3, "asked"))
+    assert moved.node("a+1").estimate.ns == 60e3
 
 
 def test_reports_count_a_bucket_as_its_members():

@@ -52,6 +52,20 @@ def test_collectives_that_become_ready_together_keep_their_order():
     )
 
 
+def test_a_start_waits_for_all_that_it_needs():
+    check_pass(
+        raise_collectives,
+        before="a = kernel(x); b = kernel(x); k = kernel(x); r, t = reduce_scatter(a, b) @dp; s = wait(r); u = wait(t)",
+        after="a = kernel(x); b = kernel(x); r, t = reduce_scatter(a, b) @dp; k = kernel(x); s = wait(r); u = wait(t)",
+        reasons={"r": "data dependence on b"},
+    )
+
+
+def test_views_that_no_collective_needs_stay():
+    text = "a = all_gather(p) @dp; h = kernel(x); k = kernel(x); v = view(h); w = wait(a); y = kernel(v, k, w)"
+    assert raise_collectives(parse(text), Context())[0] == parse(text)
+
+
 def test_what_simulates_slower_is_undone():
     """Overlapped, the gather takes 20 ns in which the kernel gets 7 ns done: 113 ns and not 110."""
     profile = DeviceProfile("slow", slowdowns={"other": Slowdown(3.0, 3.0)}, collective_slowdown=2.0)

@@ -8,7 +8,7 @@ from overlapc.passes.base import Context
 from overlapc.passes.raise_under_memory import raise_under_memory
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
-from tests.graphs import check_kept, check_pass, order_of, schedules
+from tests.graphs import check_kept, check_order, check_pass, schedules
 
 
 def test_a_start_moves_up_until_it_is_hidden():
@@ -318,10 +318,7 @@ ORDERS = {
 @pytest.mark.parametrize("rule", ORDERS)
 def test_every_rule_makes_a_difference(rule):
     before, after = ORDERS[rule]
-    schedule, ctx = parse(before), Context(reorder_collectives=True)
-    moved, _ = raise_under_memory(schedule, ctx)
-    check_kept(schedule, moved, ctx)
-    assert " ".join(order_of(moved)) == after
+    check_order(raise_under_memory, before, after, Context(reorder_collectives=True))
 
 
 @given(schedules())

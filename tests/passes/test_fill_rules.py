@@ -1,0 +1,221 @@
+"""What each rule of `fill_collectives` is there for, as the order that comes out: without it another one does."""
+
+import pytest
+
+from overlapc.estimators.device import DeviceProfile, Slowdown
+from overlapc.passes.base import Context
+from overlapc.passes.fill_collectives import fill_any_waits, fill_collectives, fill_whole_waits
+from tests.graphs import check_order
+
+SOME, ROOMY, TIGHT = Context(), Context(peak_increase=100.0), Context(peak_increase=0.0)
+LATE = Context(peak_increase=100.0, overlap_margin=1.5)
+BEHIND = Context(peak_increase=100.0, profile=DeviceProfile("held", collectives_wait_for_kernels=True))
+SLOW = Context(
+    peak_increase=100.0,
+    overlap_margin=1.5,
+    profile=DeviceProfile("slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.5, launch_ns=2e3),
+)
+PASSES = (fill_collectives, fill_any_waits, fill_whole_waits)
+
+# Context, schedule, and the order that each of the passes gives, or all of them.
+ORDERS: dict[str, tuple[Context, str, str | tuple[str, str, str]]] = {
+    "a wait for what is done costs nothing and comes at once": (
+        BEHIND,
+        """
+        a = reduce_scatter(x) @tp : 0B 50us; b = wait(a); d, db = reduce_scatter(x) @dp : 0B, 0B 50us
+        g = comm:swap(x) @dp : 0B; h = kernel(g) : 0B 50us; w0 = wait(db)
+        """,
+        "a d b g w0 h",
+    ),
+    "collectives are no compute that fills time": (
+        BEHIND,
+        """
+        a = reduce_scatter(x) @tp : 0B 50us; b = wait(a); c = reduce_scatter(x) @dp : 0B 50us
+        d = reduce_scatter(b) @tp : 0B 50us; g = reduce_scatter(x) @dp : 0B 50us
+        """,
+        "a c g b d",
+    ),
+    "what leads to a collective sooner than the wait comes first": (
+        BEHIND,
+        """
+        a = reduce_scatter(x) @dp : 0B 50us; b = wait(a); d = comm:swap(x) @tp safe=yes : 0B
+        f = kernel(x) : 0B 50us
+        """,
+        "a d f b",
+    ),
+    "views alone fill nothing": (
+        BEHIND,
+        "b = reduce_scatter(x) @dp : 0B 50us; c = view(x); d = wait(b)",
+        "b c d",
+    ),
+    "where a collective runs already the soonest needed comes first": (
+        BEHIND,
+        """
+        a = kernel(x) : 0B 50us; b = kernel(x) : 0B 100us; c = kernel(x) : 0B 50us
+        d = reduce_scatter(x) @dp : 0B 50us; w0 = wait(d)
+        """,
+        "d a b w0 c",
+    ),
+    "a wait that was begun is filled to its end": (
+        ROOMY,
+        """
+        b = reduce_scatter(x) @dp : 0B 50us; c = wait(b); d = kernel(x) : 0B 5us; e = kernel(d) : 0B 20us
+        h = comm:swap(d) @dp : 0B 50us
+        """,
+        "b d e c h",
+    ),
+    "the first node may be the shortest": (
+        BEHIND,
+        """
+        a = kernel(x) : 0B 50us; b = kernel(a) mutates=a : =a 50us; c = reduce_scatter(x) @dp : 0B
+        d = wait(c); e = kernel(d) : 0B 50us; f = reduce_scatter(e) @dp : 0B 50us
+        """,
+        "a b c d e f",
+    ),
+    "what is ahead on the queue takes time too": (
+        ROOMY,
+        """
+        a = kernel(x) : 0B 50us; c = reduce_scatter(x) @dp : 0B 50us; d = reduce_scatter(a) @dp : 0B 50us
+        i = kernel(x) : 0B 50us; j = wait(d); l = reduce_scatter(j) @dp : 0B 50us
+        """,
+        "c a d i j l",
+    ),
+    "what is behind on the queue does not": (
+        BEHIND,
+        """
+        b = reduce_scatter(x) @dp : 0B 5us; c = kernel(p) mutates=p : =p 50us; d = wait(b)
+        e = reduce_scatter(x) @dp : 0B 50us; f = reduce_scatter(d) @dp : 0B 50us; g = kernel(x) : 0B 50us
+        """,
+        ("b e c d f g", "b e c g d f", "b e c d f g"),
+    ),
+    "nor does it for one that runs already": (
+        ROOMY,
+        """
+        b = reduce_scatter(x) @dp : 0B 5us; c = kernel(p) mutates=p : =p 50us; d = wait(b)
+        e = reduce_scatter(x) @dp : 0B 50us; f = reduce_scatter(d) @dp : 0B 50us; g = kernel(x) : 0B 50us
+        """,
+        ("b e c d f g", "b e c d f g", "b e d f c g"),
+    ),
+    "all that is ahead on the queue counts": (
+        LATE,
+        """
+        a, ab = reduce_scatter(x) @dp : 0B, 0B 5us; b, bb = reduce_scatter(x) @dp : 0B, 0B 5us
+        c = kernel(x) : 0B 50us; f = wait(bb); g = reduce_scatter(f) @dp : 0B 50us
+        """,
+        ("a b f g c", "a b c f g", "a b c f g"),
+    ),
+    "memory is given back after its last use": (
+        SOME,
+        """
+        a = reduce_scatter(x) @dp : 8B; b = wait(a); c = kernel(b) : 0B 50us
+        f = kernel(x) mutates=x : =x 50us; h = reduce_scatter(f) @dp : 8B 50us; i = wait(h)
+        k = kernel(c) : 0B 50us
+        """,
+        "a b f c h k i",
+    ),
+    "what is given back is there for others": (
+        TIGHT,
+        """
+        a = kernel(x) : 1B 50us; d = comm:swap(x) @dp : 4B 50us; e = kernel(x) : 0B 50us
+        f = reduce_scatter(x) @dp : 8B 50us; g = view(a)
+        """,
+        "d f a e g",
+    ),
+    "what costs the same stays": (
+        ROOMY,
+        "a = reduce_scatter(x) @dp : 0B 50us; b = wait(a); d = view(x)",
+        "a b d",
+    ),
+    "what ran does not run again": (
+        BEHIND,
+        """
+        b = reduce_scatter(x) @dp : 0B 5us; c = kernel(p) mutates=p : =p 50us; d = wait(b)
+        f = reduce_scatter(d) @dp : 0B 50us; g = kernel(x) : 0B 20us
+        """,
+        ("b g c d f", "b g c d f", "b c d f g"),
+    ),
+    "the shortest of what takes time": (
+        BEHIND,
+        """
+        a = reduce_scatter(x) @dp : 0B 50us; b = view(x); c = kernel(x) : 0B 50us; d = kernel(x) : 0B 5us
+        e = wait(a)
+        """,
+        "a d b c e",
+    ),
+    "a kernel of which a quarter is covered is not kept": (
+        ROOMY,
+        """
+        a = reduce_scatter(x) @dp : 0B 5us; b = wait(a); c = kernel(x) : 0B 20us
+        d = reduce_scatter(b) @dp : 0B 50us
+        """,
+        "a c b d",
+    ),
+    "a kernel of which a tenth is covered is kept": (
+        LATE,
+        """
+        a = reduce_scatter(x) @dp : 0B 5us; b = wait(a); c = kernel(x) : 0B 50us
+        d = reduce_scatter(b) @dp : 0B
+        """,
+        ("a c b d", "a c b d", "a b c d"),
+    ),
+    "the first node may be the last to fill a wait": (
+        ROOMY,
+        """
+        a = kernel(x) : 0B 20us; c = reduce_scatter(x) @dp : 0B 5us; d = wait(c)
+        e = reduce_scatter(d) @dp : 0B 50us; f = reduce_scatter(x) @tp : 0B 50us
+        """,
+        ("c f a d e", "c f a d e", "c a d e f"),
+    ),
+    "a kernel just long enough covers the rest": (
+        ROOMY,
+        """
+        a = kernel(x) : 0B 50us; b = reduce_scatter(x) @dp : 0B 20us; c = wait(b); e = kernel(x) : 0B 20us
+        g = reduce_scatter(c) @dp : 0B 50us
+        """,
+        ("b e c g a", "b a c g e", "b e c g a"),
+    ),
+    "what needs memory does not make room for itself": (
+        TIGHT,
+        "b = kernel(x) : 8B 50us; f = kernel(b) : 0B 50us; h = reduce_scatter(x) @dp : 8B 50us",
+        "b f h",
+    ),
+    "nor does what ran": (
+        TIGHT,
+        """
+        b = reduce_scatter(x) @dp : 0B 50us; c = kernel(x) : 8B 20us; d = wait(b); e = kernel(c) : 0B 50us
+        i = kernel(c) mutates=c : =c 50us; l = reduce_scatter(x) @dp : 8B 50us
+        """,
+        "b c d e i l",
+    ),
+    "only the last use frees memory": (
+        TIGHT,
+        """
+        a = kernel(p) : 4B 50us; b = kernel(p) mutates=p : =p 50us; c = kernel(a) : 0B 50us
+        d = kernel(a) : 0B 50us; g = reduce_scatter(b) @dp : 0B 50us; j = reduce_scatter(x) @dp : 8B 50us
+        """,
+        "a b c d g j",
+    ),
+    "one way goes by times as estimated": (
+        SLOW,
+        """
+        a = comm:swap(x) @dp : 0B 50us; b = reduce_scatter(a) @dp : 0B 5us; c = kernel(a) : 0B 5us
+        d = kernel(x) mutates=x : =x 50us; e = wait(b); g = reduce_scatter(a) @dp : 0B 50us
+        """,
+        ("a b g c e d", "a b g c d e", "a b g c d e"),
+    ),
+    "others by late collectives": (
+        LATE,
+        """
+        a = kernel(x) : 0B 50us; b = kernel(a) : 0B 50us; c = reduce_scatter(x) @dp : 0B 50us
+        w0 = wait(c)
+        """,
+        "c a b w0",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", ORDERS)
+def test_every_rule_makes_a_difference(rule):
+    ctx, before, after = ORDERS[rule]
+    for each, order in zip(PASSES, (after,) * 3 if isinstance(after, str) else after, strict=True):
+        check_order(each, before, order, ctx)

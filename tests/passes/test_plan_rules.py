@@ -1,0 +1,149 @@
+"""What each rule of `plan_overlap` is there for, as the order that comes out: without it another one does."""
+
+from dataclasses import replace
+
+import pytest
+
+from overlapc.estimators.device import DeviceProfile, Slowdown
+from overlapc.passes.base import Context
+from overlapc.passes.plan_overlap import plan_overlap
+from tests.graphs import check_order
+
+FREE = Context(reorder_collectives=True, peak_increase=100.0)
+TIGHT = Context(reorder_collectives=True, peak_increase=0.0)
+LATE = replace(FREE, overlap_margin=1.5)
+BEHIND = replace(FREE, profile=DeviceProfile("held", collectives_wait_for_kernels=True))
+SLOW = replace(
+    LATE,
+    profile=DeviceProfile("slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.5, launch_ns=2e3),
+)
+
+ORDERS: dict[str, tuple[Context, str, str]] = {
+    "a plan that exceeds memory is made again with less to give away": (
+        TIGHT,
+        """
+        a = kernel(x) : 8B; b = view(x); c = kernel(a) : 8B 50us; d = view(a)
+        e = reduce_scatter(b) @dp : 8B 50us; f = reduce_scatter(d) @dp : 0B 50us
+        """,
+        "a c b d e f",
+    ),
+    "a collective begins when the one that was put before it ends": (
+        SLOW,
+        """
+        a = kernel(x) : 0B 50us; b = reduce_scatter(a) @dp : 0B 5us; c = kernel(x) mutates=x : =x 50us
+        d = wait(b); e = reduce_scatter(a) @dp : 0B 100us; f = reduce_scatter(d) @dp : 0B 50us
+        g = kernel(x) : 0B 50us
+        """,
+        "a e b c g d f",
+    ),
+    "views sink with their wait": (
+        FREE,
+        "a = reduce_scatter(x) @dp : 0B 50us; b = wait(a); c = view(b); d = view(x)",
+        "d a b c",
+    ),
+    "what was waited for is looked for no more": (
+        TIGHT,
+        """
+        a = reduce_scatter(x) @dp : 0B 50us; b = reduce_scatter(x) @dp : 8B 50us
+        c = reduce_scatter(x) @dp : 0B 100us; d = wait(c); e = kernel(d) : 8B 20us
+        g = kernel(d) : 0B 50us; i = wait(a); l = kernel(x) : 1B
+        """,
+        "c d a b g i e l",
+    ),
+    "what has not started is not hidden": (
+        FREE,
+        "a = reduce_scatter(x) @dp : 1B 50us; b = wait(a); f = kernel(x) : 1B 50us",
+        "a f b",
+    ),
+    "every group has its own queue": (
+        FREE,
+        "b = kernel(x) : 0B 50us; c = reduce_scatter(x) @tp : 0B 50us; d = reduce_scatter(x) @dp : 0B 50us",
+        "d c b",
+    ),
+    "what may start anywhere does not start where it stood": (
+        FREE,
+        "a = reduce_scatter(x) @dp : 0B 50us; d = view(x)",
+        "d a",
+    ),
+    "waits make room": (
+        TIGHT,
+        "a = reduce_scatter(x) @dp : 1B 50us; b = wait(a); c = view(x); f = kernel(c) : 1B 50us",
+        "c a b f",
+    ),
+    "what nobody asked for starts at the end": (
+        FREE,
+        "c = reduce_scatter(x) @dp : 0B 50us",
+        "c",
+    ),
+    "a queue is free when the last that was put there ends": (
+        LATE,
+        """
+        a = reduce_scatter(x) @dp : 0B 50us; b = reduce_scatter(x) @dp : 0B 50us; c = kernel(x) : 0B 50us
+        d = reduce_scatter(c) @dp : 0B 20us; e = reduce_scatter(x) @dp : 0B 20us; h = kernel(x) : 0B 100us
+        """,
+        "a b c e d h",
+    ),
+    "waits that stand before their start get to know when it ends": (
+        BEHIND,
+        """
+        a = reduce_scatter(x) @dp : 0B 50us; b = wait(a); c = kernel(x) : 0B 50us
+        d = reduce_scatter(b) @dp : 0B 50us; f = kernel(x) : 0B 50us; g = view(c)
+        """,
+        "a c f b d g",
+    ),
+    "a wait that was placed is none that may be given up": (
+        TIGHT,
+        """
+        a = reduce_scatter(x) @dp : 0B 100us; b = reduce_scatter(x) @dp : 8B 50us
+        c = reduce_scatter(x) @dp : 1B 100us; d = wait(c); e = kernel(d) : 8B 20us; g = kernel(d) : 0B 5us
+        h = kernel(g) : 0B 50us; i = wait(a); k = kernel(d) : 8B 50us; l = kernel(k) : 1B
+        m = kernel(x) : 0B 50us
+        """,
+        "c d g a h k i e l b m",
+    ),
+    "a wait that has no start yet frees nothing": (
+        TIGHT,
+        """
+        a = kernel(x) : 1B 50us; d = reduce_scatter(a) @dp : 0B 50us; e = wait(d)
+        f = reduce_scatter(x) @dp : 0B; g = kernel(x) : 8B 50us
+        """,
+        "a f d e g",
+    ),
+    "a start behind what communicates by itself is not free": (
+        FREE,
+        "a = comm:swap(x) @dp : 0B 50us; b = kernel(a) : 0B 50us; d = reduce_scatter(x) @dp : 0B 50us",
+        "a b d",
+    ),
+    "only starts are free": (
+        FREE,
+        "a = comm:swap(x) @dp : 0B 50us; b = view(x)",
+        "a b",
+    ),
+    "nobody knows when a collective of unknown length is hidden": (
+        FREE,
+        """
+        c = kernel(x) : 0B 50us; d, db = reduce_scatter(x) @dp : 0B, 0B; g = wait(d)
+        h, hb = reduce_scatter(g) @dp : 0B, 1B 50us; i = kernel(x) : 0B 50us
+        """,
+        "c d g h i",
+    ),
+    "a wait whose collective is just done is hidden": (
+        FREE,
+        "b = kernel(x) : 0B 5us; c = reduce_scatter(x) @dp : 1B 5us; d = wait(c); f = kernel(x) : 4B",
+        "c b d f",
+    ),
+    "of several waits the oldest that is done goes": (
+        FREE,
+        """
+        c, cb = reduce_scatter(x) @dp : 8B, 4B; g = reduce_scatter(x) @dp : 0B 50us; h = wait(cb)
+        i = kernel(x) : 0B 50us; j = wait(c); k = wait(g); l = kernel(h) : 4B 50us
+        """,
+        "g c i h k l j",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", ORDERS)
+def test_every_rule_makes_a_difference(rule):
+    ctx, before, after = ORDERS[rule]
+    check_order(plan_overlap, before, after, ctx)

@@ -1,0 +1,99 @@
+"""What each rule of `walk.py` is there for, as the order that comes out: without it another one does."""
+
+from dataclasses import replace
+
+import pytest
+
+from overlapc.estimators.device import DeviceProfile
+from overlapc.passes.base import Context
+from overlapc.passes.raise_under_memory import raise_under_memory
+from overlapc.passes.sink_under_memory import sink_under_memory
+from tests.graphs import check_order
+
+FREE = Context(reorder_collectives=True, peak_increase=100.0)
+KEPT = Context(peak_increase=100.0)
+LATE = replace(FREE, overlap_margin=1.5)
+BEHIND = replace(FREE, profile=DeviceProfile("held", collectives_wait_for_kernels=True))
+
+# Context, schedule, its order with starts raised, and with waits sunk.
+ORDERS: dict[str, tuple[Context, str, str, str]] = {
+    "cheap work alone sinks with a wait that another start should pass": (
+        BEHIND,
+        """
+        a = reduce_scatter(x) @dp : 0B 50us; b = wait(a); d = reduce_scatter(x) @dp : 0B 50us; f = wait(d)
+        g = kernel(b) : 0B 50us
+        """,
+        "a b d f g",
+        "a b d g f",
+    ),
+    "only a collective that loses its cover is exposed": (
+        LATE,
+        """
+        b = reduce_scatter(x) @dp : 0B 100us; c = wait(b); e = reduce_scatter(x) @tp : 0B 50us
+        g = kernel(x) : 0B 100us; h = kernel(c) mutates=c : =c 20us; w0 = wait(e)
+        """,
+        "b c e g h w0",
+        "b e g w0 c h",
+    ),
+    "seen from the end nodes stand where they stood": (
+        FREE,
+        """
+        a = reduce_scatter(x) @dp : 0B 50us; b = wait(a); c = reduce_scatter(x) @dp : 0B; e = wait(c)
+        f = kernel(x) : 0B 50us
+        """,
+        "c a b e f",
+        "a c f b e",
+    ),
+    "a collective does not come along": (
+        FREE,
+        """
+        a, ab = reduce_scatter(x) @tp : 0B, 0B 50us; b = wait(ab); c = wait(a)
+        d = reduce_scatter(b) @dp : 0B 50us
+        """,
+        "a b d c",
+        "a b d c",
+    ),
+    "a start passes those of other groups": (
+        KEPT,
+        """
+        a = reduce_scatter(x) @tp : 0B 50us; b = wait(a); c = reduce_scatter(x) @dp : 0B 20us
+        d = reduce_scatter(b) @tp : 0B 50us; g = reduce_scatter(x) @dp : 0B 50us
+        """,
+        "a c g b d",
+        "a b c d g",
+    ),
+    "seen from the end a start covers nothing": (
+        FREE,
+        """
+        a = reduce_scatter(x) @dp : 0B 50us; b = wait(a); c = kernel(b) : 0B 5us
+        f = reduce_scatter(x) @dp : 0B 50us
+        """,
+        "a b f c",
+        "a f b c",
+    ),
+    "one that waits in its queue needs its cover later": (
+        BEHIND,
+        """
+        e = reduce_scatter(x) @dp : 0B 5us; f = kernel(x) : 0B 50us; g = reduce_scatter(x) @dp : 0B 5us
+        h = kernel(x) : 0B 5us; i = reduce_scatter(h) @tp : 0B 50us; j = kernel(x) : 0B 5us
+        """,
+        "e g h i f j",
+        "e f g h i j",
+    ),
+    "one that is just covered is not exposed": (
+        FREE,
+        """
+        g = reduce_scatter(x) @dp : 0B 5us; h = kernel(x) : 0B 5us; i = reduce_scatter(h) @tp : 0B 50us
+        j = kernel(x) : 0B 5us
+        """,
+        "h i g j",
+        "g h i j",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", ORDERS)
+def test_every_rule_makes_a_difference(rule):
+    ctx, before, raised, sunk = ORDERS[rule]
+    check_order(raise_under_memory, before, raised, ctx)
+    check_order(sink_under_memory, before, sunk, ctx)
