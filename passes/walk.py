@@ -159,10 +159,7 @@ class Walk:
         for node in [at for at, kind in enumerate(self.queues.kinds) if kind is Kind.START]:
             if moved == self.most_moves:
                 break
-            if node in self.queues.collective:
-                moved += self._move(node)
-        if not moved:
-            return self.schedule, self.report
+            moved += self._move(node)
         names = [self._name(node) for node in self.line.order]
         if self.later:
             names.reverse()
@@ -300,11 +297,7 @@ class Walk:
         """Why the block cannot pass the node above it, or None."""
         whys = [self.deps.why[above, at] for at in block if (above, at) in self.deps.why]
         before = self.queues.previous.get(self.queues.collective[block[-1]])
-        if (
-            self.queues.kinds[above] is Kind.START
-            and before is not None
-            and self.queues.collective.get(above) == before
-        ):
+        if self.queues.kinds[above] is Kind.START and self.queues.collective[above] == before:
             # No edge says so when collectives that stood between the two were passed.
             whys.append(Why.COLLECTIVE_ORDER)
         return min(whys, key=lambda why: why.value, default=None)
@@ -312,7 +305,7 @@ class Walk:
     def _would_expose(self, above: int, at: int, carried_ns: float) -> bool:
         """Whether taking compute out from beside the collective that `above` opens would expose it."""
         queues = self.queues
-        if queues.kinds[above] is not Kind.START or above not in queues.collective:
+        if queues.kinds[above] is not Kind.START:
             return False
         collective = queues.collective[above]
         cover = self.busy[self._closing_position(collective)] - self.busy[at] - carried_ns

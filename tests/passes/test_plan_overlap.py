@@ -41,6 +41,11 @@ def test_a_gather_goes_ahead_of_a_reduction_that_nobody_waits_for():
     )
 
 
+def test_moves_of_starts_and_waits_are_counted():
+    _, report = plan_overlap(parse(STEP), ROOMY)
+    assert report.moves == {"ag": 3, "rs": 1, "s": 3, "w": 1}
+
+
 def test_nothing_moves_where_collectives_may_not_pass_each_other():
     schedule = parse(STEP)
     assert plan_overlap(schedule, Context(budget_bytes=1000))[0] is schedule

@@ -6,6 +6,7 @@ from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context
 from overlapc.passes.raise_under_memory import raise_under_memory
+from overlapc.passes.reasons import Reason
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
 from tests.graphs import check_kept, check_order, check_pass, schedules
@@ -28,7 +29,7 @@ def test_a_start_that_is_hidden_stays():
     schedule = parse("first = kernel(x) : 0B 9us;" + text)
     moved, report = raise_under_memory(schedule, Context())
     assert moved is schedule
-    assert report.reasons == {"ag": "hidden"}
+    assert (report.reasons, report.limits) == ({"ag": "hidden"}, {"ag": Reason.HIDDEN})
 
 
 def test_the_start_of_the_schedule_stops_a_start():

@@ -12,11 +12,64 @@ from tests.graphs import check_order
 
 FREE = Context(reorder_collectives=True, peak_increase=100.0)
 KEPT = Context(peak_increase=100.0)
+TIGHT = Context(reorder_collectives=True, peak_increase=0.0)
 LATE = replace(FREE, overlap_margin=1.5)
 BEHIND = replace(FREE, profile=DeviceProfile("held", collectives_wait_for_kernels=True))
 
 # Context, schedule, its order with starts raised, and with waits sunk.
 ORDERS: dict[str, tuple[Context, str, str, str]] = {
+    "a start cannot begin before what it needs, unless that is cheap": (
+        FREE,
+        """
+        a = reduce_scatter(x) @dp : 0B 50us; b = wait(a); d, db = reduce_scatter(x) @dp : 0B, 0B 50us
+        e = wait(db); f = reduce_scatter(b) @tp : 0B 50us; g = kernel(x) : 0B 50us; w0 = wait(f)
+        """,
+        "a b d e f g w0",
+        "a b d f g e w0",
+    ),
+    "views sink with a wait, but not what needs them": (
+        FREE,
+        """
+        d = reduce_scatter(x) @dp : 0B 50us; e = wait(d); f = view(e); g = reduce_scatter(x) @tp : 0B 50us
+        i = reduce_scatter(f) @dp : 0B 50us; k = wait(i); l = kernel(x) : 0B 50us
+        """,
+        "d e f g i k l",
+        "d e f g i l k",
+    ),
+    "what takes no time takes along what takes none": (
+        TIGHT,
+        """
+        a = kernel(x) : 0B 50us; b = kernel(a) : 0B 50us; c = view(a); d = reduce_scatter(x) @dp : 0B 50us
+        i = reduce_scatter(a) @dp after=c : 0B
+        """,
+        "d a c i b",
+        "a b c d i",
+    ),
+    "a start with work to take along passes none of its group": (
+        BEHIND,
+        """
+        b = kernel(x) : 0B 5us; c = reduce_scatter(x) @dp : 0B 50us
+        e, eb = reduce_scatter(b) @dp : 0B, 0B 50us; f = kernel(x) : 0B 50us
+        i = reduce_scatter(x) @tp : 0B; j = wait(e); k = kernel(x) : 0B 50us
+        """,
+        "c i b e f j k",
+        "b c e f i k j",
+    ),
+    "of all that needs a result the first is what it is due for": (
+        FREE,
+        """
+        a = reduce_scatter(x) @dp : 0B 50us; c = reduce_scatter(x) @dp : 0B 50us; d = wait(c); e = wait(a)
+        f = view(e); g = reduce_scatter(e) @dp : 0B 50us; j = kernel(x) : 0B 50us; k = kernel(f) : 0B 50us
+        """,
+        "a c d e f g j k",
+        "a c e f g j d k",
+    ),
+    "just a quarter of a collective's time may come along": (
+        FREE,
+        "b = reduce_scatter(x) @dp : 0B 20us; c = wait(b); d = kernel(c) : 0B 5us; e = kernel(x) : 0B 50us",
+        "b c d e",
+        "b e c d",
+    ),
     "cheap work alone sinks with a wait that another start should pass": (
         BEHIND,
         """

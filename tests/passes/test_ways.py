@@ -8,7 +8,7 @@ from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.timeline import simulate
 from overlapc.passes import ways
 from overlapc.passes.base import Context, cost, run_passes, run_pipeline, select
-from overlapc.passes.pipeline import ENDS, FIRST, ORDER, WAYS
+from overlapc.passes.pipeline import ENDS, FIRST, ORDER, WAYS, Way
 from overlapc.passes.ways import GOOD_ENOUGH, default_names
 from overlapc.schedule.model import Estimate
 from overlapc.schedule.text import parse
@@ -76,13 +76,33 @@ def test_of_equal_steps_the_one_that_exposes_less_is_cheaper():
     assert cost(other, Context()) < cost(same, Context())
 
 
-def test_large_schedules_try_fewer_ways(monkeypatch):
-    schedule = parse(COMPUTE_COVERS)
-    monkeypatch.setattr(ways, "NODES_IN_ALL", 3 * len(schedule.nodes) - 1)
-    tried: list[str] = []
+@pytest.fixture
+def tried(monkeypatch):
+    """The ways that are tried from now on; none of them does anything."""
+    tried: list[Way] = []
     monkeypatch.setattr(ways, "_passes", lambda way: (tried.append(way), select(()))[1])
+    return tried
+
+
+@pytest.mark.parametrize(("nodes_in_all", "count"), [(14, 2), (15, 3), (1, 1)])
+def test_large_schedules_try_fewer_ways_but_one(monkeypatch, tried, nodes_in_all, count):
+    schedule = parse(COMPUTE_COVERS)
+    assert len(schedule.nodes) == 5
+    monkeypatch.setattr(ways, "NODES_IN_ALL", nodes_in_all)
     run_pipeline(schedule, Context())
-    assert tried == list(WAYS[:2])
+    assert tried == list(WAYS[:count])
+
+
+@pytest.mark.parametrize(("exposed_ns", "count"), [(0, 1), (90, 1), (200, len(WAYS))])
+def test_what_leaves_less_than_a_thousandth_exposed_ends_the_search(tried, exposed_ns, count):
+    text = "ag = all_gather(p) @dp : 0B {}ns; k = kernel(x) : 0B 50us; w = wait(ag); y = kernel(w) : 0B 50us"
+    run_pipeline(parse(text.format(50_000 + exposed_ns)), Context())
+    assert tried == list(WAYS[:count])
+
+
+def test_of_equal_ways_the_first_is_taken():
+    result = run_pipeline(parse("ag = all_gather(p) @dp : 0B 50us; w = wait(ag); y = kernel(w) : 0B 5us"), Context())
+    assert [report.name for report in result.reports] == list(ORDER)
 
 
 def test_stopping_at_a_pass_of_another_way_is_no_error():
