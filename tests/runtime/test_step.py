@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from overlapc.runtime import support
 from overlapc.runtime.counters import counted
 from overlapc.runtime.step import StepPlan, Tangent, step_function
 from overlapc.warm.step import of_plain_tensors
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -240,12 +237,65 @@ def test_gradients_are_free_once_backward_has_read_them():
     assert alive == [False]
 
 
-def test_backward_goes_on_in_the_memory_of_what_forward_saved(tmp_path: Path):
-    """In a process of its own: something that other tests of a whole run leave behind holds what is saved, too."""
-    code = "import sys; from tests.runtime.saved_memory import check; check(sys.argv[1])"
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def dynamo_in_another_thread():
+    """A thread that stays in Dynamo's evaluation of frames."""
+    inside, done = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        prior = set_eval_frame(False)
+        inside.set()
+        done.wait()
+        set_eval_frame(prior)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    assert inside.wait(10)
+    yield
+    done.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["alone", "beside-dynamo"])
+def test_backward_goes_on_in_the_memory_of_what_forward_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, elsewhere: bool
+):
+    """And leaves it alone where a second backward, or a hook, still needs it.
+
+    elsewhere: while another thread is in Dynamo, which evaluates the frames of all threads then.
+    """
+    if elsewhere:
+        request.getfixturevalue("dynamo_in_another_thread")
+    x, weight = leaf(16, 16), torch.randn(16, 16)
+    options = {"warm_start": False, "cache_dir": str(tmp_path)}
+
+    def function(x: Tensor) -> Tensor:
+        return (x @ weight).sin()
+
+    step = torch.compile(function, backend="overlapc", options=options)
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+
+    def gradient(result: Tensor, **options: Any) -> Tensor:
+        (grad,) = torch.autograd.grad(result.sum(), x, **options)
+        return grad
+
+    torch.testing.assert_close(gradient(step(x)), expected)  # compiled now
+    taken: list[Tensor] = []
+    take_over = support.take_over
+    monkeypatch.setattr(support, "take_over", lambda source, *form: taken.append(source) or take_over(source, *form))
+    result = step(x)
+    for keeps in (True, True, False):
+        torch.testing.assert_close(gradient(result, retain_graph=keeps), expected)
+        assert bool(taken) != keeps
+    taken.clear()
+
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
+        result = step(x)
+    before = [each.clone() for each in kept]
+    torch.testing.assert_close(gradient(result), expected)
+    assert all(torch.equal(one, other) for one, other in zip(before, kept, strict=True))
+    assert not taken
 
 
 @pytest.mark.parametrize("evaluates", [None, False], ids=["Python", "Dynamo"])
