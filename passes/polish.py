@@ -96,7 +96,7 @@ class Polish:
 
     def _improve(self, start: int) -> bool:
         """Make the first move that helps a collective."""
-        if self.kinds[start] is not Kind.START or start not in self.waits:
+        if start not in self.waits:  # it waits for itself, or nobody for it
             return False
         wait = min(self.waits[start], key=self.position.__getitem__)
         for node, low, nodes in self._candidates(start, wait):
@@ -129,7 +129,7 @@ class Polish:
         for to in self._distances(range(at + 1, len(self.order))):
             yield from self._later(wait, to)
         queue = self._queue_up_to(start)
-        for each, ahead in pairwise(queue) if self.free_order else ():
+        for each, ahead in pairwise(queue):
             yield from self._earlier(each, self.position[ahead])
         for each in queue:
             at = self.position[each]
@@ -193,7 +193,7 @@ class Polish:
             for other in edges[one]:
                 if other in group or not in_the_way(other):
                     continue
-                if self.free_order and self._why(one, other) is Why.COLLECTIVE_ORDER:
+                if self.free_order and self.deps.why.get((other, one)) is Why.COLLECTIVE_ORDER:
                     continue
                 allowed_ns -= self.ns[other]
                 if not self._is_light(other) or allowed_ns < 0:
@@ -207,6 +207,3 @@ class Polish:
         kind = self.kinds[node]
         known = kind in COMPUTE and self.schedule.nodes[node].estimate is not None
         return known or kind in (Kind.VIEW, Kind.NOOP)
-
-    def _why(self, one: int, other: int) -> Why | None:
-        return self.deps.why.get((one, other)) or self.deps.why.get((other, one))

@@ -116,7 +116,7 @@ class Queues:
         kind = self.kinds[node]
         if kind in COMPUTE:
             return now_ns + self.compute_ns[node]
-        if kind not in (Kind.START, Kind.WAIT, Kind.COMM) or node not in self.collective:
+        if node not in self.collective:
             return now_ns
         collective = self.collective[node]
         if kind is not Kind.WAIT:

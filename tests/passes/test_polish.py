@@ -140,6 +140,8 @@ def test_nothing_exposed_is_nothing_to_do():
     moved, report = polish(schedule, Context())
     assert moved is schedule
     assert report.moves == report.reasons == {}
+    nothing = parse("p = input : 1B; return p")
+    assert polish(nothing, Context())[0] is nothing
 
 
 TWO = """
@@ -161,6 +163,8 @@ def test_so_many_tries_and_no_more(monkeypatch):
     schedule = parse(TWO)
     monkeypatch.setattr(module, "TRIES", 0)
     assert polish(schedule, Context())[0] is schedule
+    monkeypatch.setattr(module, "TRIES", 1)
+    assert len(polish(schedule, Context())[1].moves) == 1
     monkeypatch.setattr(module, "TRIES", 1000)
     monkeypatch.setattr(module, "TRIES_TIMES_NODES", len(schedule.nodes) - 1)
     assert polish(schedule, Context())[0] is schedule
