@@ -29,6 +29,7 @@ from overlapc.fx.gathers import Gather, parameter_gathers
 from overlapc.fx.random import draw_once
 from overlapc.fx.recompute import recompute_expansions
 from overlapc.fx.rng_state import describe, unwrap_attention
+from overlapc.fx.versions import return_no_tangents
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -41,6 +42,7 @@ def partition(
 
     `options` are those of torch's partitioners (`static_lifetime_input_indices`), passed through.
     """
+    return_no_tangents(joint_module.graph, num_fwd_outputs)
     canonicalize(joint_module)
     draw_once(joint_module.graph)
     joint_module.graph.eliminate_dead_code()  # reads that nothing computes with would count as uses

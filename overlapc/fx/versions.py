@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -104,6 +104,35 @@ def is_opaque_input(value: Any) -> bool:
     only hands back with the gradient; torch 2.11 keeps it outside.
     """
     return not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+
+
+def return_no_tangents(joint: fx.Graph, forward_outputs: int) -> None:
+    """Let forward return the mesh of a DTensor as one of its own inputs, where torch 2.13 traced that of the gradient.
+
+    Torch finds the input that brings a mesh by the mesh's identity. Where a program made an equal mesh before, DTensors
+    that a graph makes may lie on that one, and only the gradients that were made up for tracing are found to share it.
+    """
+    output = joint.output_node()
+    (returned,) = output.args
+    assert isinstance(returned, Sequence)
+    placeholders = joint.find_nodes(op="placeholder")
+    given = {_real(node): node for node in reversed(placeholders) if _is_mesh(node) and "tangents" not in node.name}
+    changed = [
+        given.get(_real(node), node)
+        if at < forward_outputs and isinstance(node, fx.Node) and "tangents" in node.name and _is_mesh(node)
+        else node
+        for at, node in enumerate(returned)
+    ]
+    if changed != list(returned):
+        output.args = (changed,)
+
+
+def _is_mesh(node: fx.Node) -> bool:
+    return isinstance(_real(node), DeviceMesh)
+
+
+def _real(node: fx.Node) -> Any:
+    return getattr(node.meta.get("val"), "real_obj", None)
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -257,6 +286,7 @@ __all__ = [
     "mark_dynamic",
     "release_fsdp2",
     "resolve_group",
+    "return_no_tangents",
     "root_mesh",
     "runs_under_fsdp2",
     "size_hint",

@@ -415,6 +415,25 @@ def test_no_sync_wants_a_sharded_module_and_takes_a_compiled_one():
     assert not model._overlapc_unsynced
 
 
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_dtensor_comes_out_on_a_mesh_that_was_made_before(earlier: bool):
+    """torch 2.13 takes an equal mesh of earlier for that of the output, and finds it nowhere but in the tangents."""
+    for _ in range(1 + earlier):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False))
+        embed = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+        parallelize_module(model, mesh["tp"], {"0": embed, "1": head})
+        fully_shard(model, mesh["dp"])
+        if earlier:
+            model(torch.ones(2, 4, dtype=torch.int64))
+    out = torch.compile(model, backend="overlapc", fullgraph=True)(torch.ones(2, 4, dtype=torch.int64))
+    assert isinstance(out, DTensor)
+    assert (out.device_mesh, out.placements) == (mesh["tp"], (Shard(2),))
+    out.to_local().sum().backward()
+    assert model[1].weight.grad is not None
+
+
 def test_three_axes_are_placed_like_fsdp2_places_them():
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
