@@ -1,6 +1,6 @@
 """Split the joint graph into forward and backward, with a policy for parameter gathers.
 
-    partition_fn = overlapc.fx.partition.partition      # for aot_autograd
+    partition_fn = overlapc.fx.partition.partition      # for AOTAutograd
 
 torch's min-cut decides what is saved and what is recomputed; this says what it may not decide:
 
