@@ -18,20 +18,17 @@ from overlapc.codegen.cpp.expressions import (
     operation_text,
     store_text,
 )
-from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain, stripes
+from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
 from overlapc.codegen.cpp.pieces import Piece, pieces
 from overlapc.codegen.cpp.plan import (
     BLOCK,
     CONFLICT_BLOCK,
     PARALLEL_WORK,
-    TILED_BYTES,
-    TILED_COLUMNS,
-    TILED_STRIPE,
     TRANSPOSE_BLOCK,
     Plan,
-    stride,
 )
 from overlapc.codegen.cpp.side_by_side import Moved, side_by_side
+from overlapc.codegen.cpp.transposes import Tiles, tiles_of
 from overlapc.ir.body import (
     Body,
     Cast,
@@ -39,7 +36,6 @@ from overlapc.ir.body import (
     Constant,
     Index,
     Load,
-    Loop,
     Op,
     Reduce,
     Scan,
@@ -63,7 +59,7 @@ class Function:
         self.number = {value: at for at, value in enumerate(self.values)}
         self.lines: list[str] = []
         self.depth = 0
-        self.tiles: dict[Load, str] = {}
+        self.tiles: Tiles | None = None
         self.bits: dict[str, str] = {}  # name of a number -> name of the bits it was read from
         self.facts: Mapping[Value, bool] = {}  # conditions that hold, or do not, where we are writing
         reduced = {loop.symbol for loop in body.reduction}
@@ -169,12 +165,8 @@ class Function:
 
     def place(self, access: Load | Store, known: Mapping[Value, str]) -> str:
         """`in0[4096 * p0 + r0]`."""
-        if isinstance(access, Load) and access in self.tiles:
-            rows, columns = self.plan.blocked, self.plan.vector
-            assert rows is not None
-            assert columns is not None
-            row, column = (f"({loop.symbol} - {loop.symbol}_block)" for loop in (rows, columns))
-            return f"{self.tiles[access]}[{TILED_COLUMNS} * {row} + {column}]"
+        if isinstance(access, Load) and self.tiles is not None and access in self.tiles.names:
+            return self.tiles.place(access)
         index = access.index
         if access.indirect:
             names = {}
@@ -410,12 +402,10 @@ class Function:
         inner = [plain(loop) for loop in plan.serial]
         vector = plan.vector
         if vector is not None and plan.blocked is not None:
-            self.tiles = self._tiled(plan.blocked, vector)
-            if self.tiles:
-                rows = self._tile_rows()
-                stripe, block = stripes(plan.blocked, rows * TILED_STRIPE, rows)
-                block.inside += self._fill_tiles(plan.blocked, vector)
-                parallel += [stripe, blocks(vector, TILED_COLUMNS)]
+            self.tiles = tiles_of(self.body, plan.blocked, vector, self.memory_dtype)
+            if self.tiles is not None:
+                around, block = self.tiles.loops(self.arguments)
+                parallel += around
                 inner.append(block)
             else:
                 rows, columns = TRANSPOSE_BLOCK
@@ -430,33 +420,3 @@ class Function:
                 inner.append(self.simd(plain(vector)))
         collapsed = self.on_threads(parallel, self.body.numel())
         self.store_nest([*parallel, *inner], self.body.stores, {}, collapsed)
-
-    # ---- transposed reads
-
-    def _tiled(self, blocked: Loop, vector: Loop) -> dict[Load, str]:
-        """Loads that go through memory along `blocked`, and the name of the tile that each is turned round in."""
-        found = {}
-        for load in self.body.loads():
-            across, along = (stride(load.index, loop.symbol) for loop in (vector, blocked))
-            always = load.mask is None and not load.indirect
-            plain_type = load.memory_dtype == self.memory_dtype[load.buffer]
-            if along == 1 and across not in (None, 0, 1) and always and plain_type:
-                found[load] = f"tile{self.number[load]}"
-        return found
-
-    def _tile_rows(self) -> int:
-        """Of the loop around the vector loop, in one tile: a cache line of the smallest element that is turned."""
-        return TILED_BYTES // min(load.memory_dtype.itemsize for load in self.tiles)
-
-    def _fill_tiles(self, blocked: Loop, vector: Loop) -> list[str]:
-        """Lines that turn the block at hand round, for every load of `tiles`."""
-        rows, columns = self._tile_rows(), TILED_COLUMNS
-        origin = {loop.symbol: sympy.Symbol(f"{loop.symbol}_block", integer=True) for loop in (blocked, vector)}
-        height, width = (f"{loop.symbol}_end - {loop.symbol}_block" for loop in (blocked, vector))
-        lines = []
-        for load, tile in self.tiles.items():
-            first = f"{self.arguments[load.buffer]} + {index_text(load.index.xreplace(origin))}"
-            step = stride(load.index, vector.symbol)
-            lines.append(f"{MEMORY_TYPE[load.memory_dtype]} {tile}[{rows} * {columns}];")
-            lines.append(f"transpose_tile<{rows}, {columns}>({tile}, {first}, {index_text(step)}, {height}, {width});")
-        return lines
