@@ -213,14 +213,14 @@ def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[di
     compile_s = time.monotonic() - began
     graphs = record.report_of_process().steps[0].graphs
     held = at_peak(once) if args.out and cuda else ""
-    step_s = seconds_of(once, device)
+    host_s, step_s = seconds_of(once, device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    times = list(timed(once, device, settling(_SETTLE_S, step_s)))
+    times = list(timed(once, device, settling(_SETTLE_S, step_s, device)))
     peak_bytes = torch.cuda.max_memory_allocated() - before_bytes if cuda else 0
     trace = args.out / "trace.json" if args.out and dist.get_rank() == 0 else None
     with overlapc.report.measure(trace, last=_STEPS) as measured:
-        profiled_times = list(timed(once, device, settling(_PROFILED_SETTLE_S, step_s)))
+        profiled_times = list(timed(once, device, settling(_PROFILED_SETTLE_S, step_s, device)))
     assert measured.report is not None
     (seen,) = measured.report.steps
     if args.out:
@@ -238,6 +238,7 @@ def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[di
         "measured_ms": step_ms,
         "ratio": step_ms / predicted_ms,
         "profiled_ms": statistics.median(profiled_times),
+        "host_ms": host_s * 1e3,
         "predicted_gib": predicted_peak / 2**30,
         "measured_gib": peak_bytes / 2**30,
         "memory_ratio": peak_bytes / predicted_peak,
@@ -257,20 +258,27 @@ def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[di
     return result, [totals_text(seen), *(graph_text(graph) for graph in seen.graphs if graph.measured)]
 
 
-def seconds_of(once: Callable[[], None], device: torch.device) -> float:
-    """One step on the slowest rank; infinite on a CPU, where nothing has to settle."""
-    if device.type != "cuda":
-        return math.inf
-    torch.cuda.synchronize()
+def seconds_of(once: Callable[[], None], device: torch.device) -> tuple[float, float]:
+    """The host's time for one step, and that until the device is done, on the slowest rank.
+
+    On a CPU both are the same.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     dist.barrier()
     began = time.perf_counter()
     once()
-    torch.cuda.synchronize()
-    return agreed_seconds(time.perf_counter() - began, device)
+    host_s = time.perf_counter() - began
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    step_s = time.perf_counter() - began
+    return agreed_seconds(host_s, device), agreed_seconds(step_s, device)
 
 
-def settling(seconds: float, step_s: float) -> int:
-    """How many steps take so long, at least one."""
+def settling(seconds: float, step_s: float, device: torch.device) -> int:
+    """How many steps take so long, at least one; one on a CPU, where nothing has to settle."""
+    if device.type != "cuda":
+        return 1
     return max(1, min(_MOST_SETTLING, math.ceil(seconds / step_s)))
 
 

@@ -27,9 +27,9 @@ _MAIN = 0.3  # kernels shorter than this share of the longest are preparation (f
 _MARK_CYCLES = 20_000  # of the kernels between phases; about ten microseconds
 _PHASE_NS = 5e6  # of a call alone
 _LEAST_CALLS, _MOST_CALLS = 4, 100  # of a phase
-_LEAST_COLLECTIVES = 2
 _MOST_BESIDE = 600  # calls beside collectives; a GPU's queue of launches holds about a thousand
-_COVERED_CALLS = 8  # that the collectives of a phase should have room for
+# That the collectives of a phase should have room for. Few: a phase of 40 ms gave the clock time to change within it.
+_COVERED_CALLS = 3
 # Times its time alone, beyond which a collective waited for another rank: four channels beside copies took 4.6 times as
 # long, collectives of ranks that were out of step 19 to 35 times.
 _WAITED = 8.0
@@ -110,7 +110,7 @@ def company(
             load()
         for name, call in calls.items():
             alone = max(_LEAST_CALLS, min(_MOST_CALLS, math.ceil(_PHASE_NS / calls_ns[name])))
-            collectives = max(_LEAST_COLLECTIVES, math.ceil(_COVERED_CALLS * calls_ns[name] / collective_ns))
+            collectives = math.ceil(_COVERED_CALLS * calls_ns[name] / collective_ns)
             beside = min(_MOST_BESIDE, math.ceil(2 * collectives * collective_ns / calls_ns[name]) + 2)
             _phase(call, alone)
             launch().wait()  # ranks meet: clocks differ, so the phases before took them differently long
