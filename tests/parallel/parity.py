@@ -42,6 +42,7 @@ class Case:
     frozen: str = ""  # parameters whose names begin so need no gradient
     micro: int = 1  # batches a step; all but the last without reduction
     divide: float = 0.0  # what gradients are divided by, if not the number of ranks
+    ends: bool = False  # the embedding is a group of its own, the last norm and the head are one together
     fsdp2: str = ""  # FSDP2's fully_shard: "adopt" takes it over, "hooks" leaves it as it is
     experts: str = ""  # "even", "uneven": a mixture of experts over all ranks in place of Tiny
     adam: bool = False
@@ -63,7 +64,8 @@ TWO = (
     Case("checkpoint inside", dp=2, sizes={"ac": "inside"}),
     Case("checkpoint around", dp=2, sizes={"ac": "around", "tied": True}, how={"reshard_after_forward": True}),
     Case("accumulate", dp=2, micro=3, sizes={"tied": True}, divide=5.0),
-    Case("adopt", dp=2, fsdp2="adopt", micro=2, divide=3.0),
+    Case("a list of modules", dp=2, ends=True),
+    Case("adopt", dp=2, fsdp2="adopt", micro=2, divide=3.0, ends=True),
     Case("hooks", dp=2, fsdp2="hooks"),
     Case("tp", tp=2),
     Case("experts", dp=2, experts="even"),
@@ -98,6 +100,8 @@ def spread(case: Case, mesh: DeviceMesh, apply: Callable[..., Any]) -> nn.Module
         if isinstance(model, MoE) and case.replicas == 1:  # each rank has an expert of its own
             ignored = {"ignored_params": set(model.experts.parameters())}
         inner = [(layer, axes) for layer in getattr(model, "layers", ())]
+        if case.ends:
+            inner += [(model.embed, axes), ([model.norm, model.head], axes)]
         if isinstance(model, MoE) and case.replicas > 1:  # every replica has all experts, and shards each over replicas
             inner = [(model.experts, mesh["replicate"])]
         for module, its_axes in inner:
