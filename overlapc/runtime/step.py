@@ -164,7 +164,7 @@ def _prepared(step: Step, changed: tuple[int, ...], detached: tuple[int, ...]) -
 
     def prepared(*inputs: Any) -> tuple[Any, ...]:
         if changed:
-            torch._C._increment_version([inputs[at] for at in changed])
+            torch.autograd.graph.increment_version([inputs[at] for at in changed])
         if detached:
             given = list(inputs)
             for at in detached:
