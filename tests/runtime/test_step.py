@@ -28,7 +28,7 @@ def compiled(tmp_path: Path):
     def compile_warm(function: Any, *inputs: Tensor) -> Any:
         for _ in range(2):
             torch._dynamo.reset()
-            options = {"cache_dir": str(tmp_path), "warm_start": True}
+            options = {"cache_dir": str(tmp_path), "warm_start": True, "profile": "cpu-gloo"}
             result = torch.compile(function, backend="overlapc", options=options)
             before = counted("steps_from_cache")
             outputs = result(*inputs)
@@ -341,7 +341,7 @@ def test_compiled_autograd_traces_what_it_knows(tmp_path: Path):
     train(x)
     assert weight.grad is not None
     expected = weight.grad
-    options = {"native": False, "warm_start": True, "cache_dir": str(tmp_path)}
+    options = {"native": False, "warm_start": True, "cache_dir": str(tmp_path), "profile": "cpu-gloo"}
     for traced in (False, True):
         torch._dynamo.reset()
         with torch._dynamo.config.patch(compiled_autograd=traced):

@@ -372,7 +372,7 @@ def test_a_kept_step_is_not_found_for_inputs_that_overlap(tmp_path: Any):
         a.add_(1)
         return b * 2
 
-    options = {"cache_dir": str(tmp_path), "warm_start": True, "native": False}
+    options = {"cache_dir": str(tmp_path), "warm_start": True, "native": False, "profile": "cpu-gloo"}
     for apart in (True, False):
         torch._dynamo.reset()
         step = torch.compile(function, backend=backend, options=options)
