@@ -6,13 +6,16 @@ few causes, each with what it means and what to try, and the collectives of a st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import bisect
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from overlapc.passes.reasons import Reason
-from overlapc.report.record import CollectiveRow, StepRecord
+from overlapc.report.record import CollectiveRow, GraphRecord, Span, StepRecord
 
 _LEAST = 0.01  # of all exposed time: causes that cost less are not worth a line
+_LITTLE = 0.1  # of a collective's time: less compute than that hides nothing worth a word
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ CHAIN = Cause(
     "it takes what was computed just before, and what comes next needs it",
     "compute that does not depend on it: larger or several micro-batches in a graph; or fewer ranks on this mesh axis",
 )
-SLOWER = Cause("every order that hides it was simulated to take longer", BUSY.advice)
+SLOWER = Cause("moves that would hide it make the simulated step longer", BUSY.advice)
 
 # The first that applies is the cause: what can be changed with an option, then the ends of a graph, then the rest.
 _BY_REASON: tuple[tuple[Cause, frozenset[Reason]], ...] = (
@@ -90,7 +93,7 @@ def exposures(step: StepRecord) -> list[Exposure]:
     found: list[Exposure] = []
     for graph in step.graphs:
         by_cause: dict[Cause, list[CollectiveRow]] = {}
-        for row, cause in _causes(graph.collectives):
+        for row, cause in _causes(graph):
             by_cause.setdefault(cause, []).append(row)
         for cause, rows in by_cause.items():
             rows.sort(key=lambda row: -row.exposed_after_ns)
@@ -99,11 +102,14 @@ def exposures(step: StepRecord) -> list[Exposure]:
     return sorted((each for each in found if each.exposed_ns >= least_ns), key=lambda each: -each.exposed_ns)
 
 
-def _causes(rows: Iterable[CollectiveRow]) -> Iterator[tuple[CollectiveRow, Cause]]:
+def _causes(graph: GraphRecord) -> Iterator[tuple[CollectiveRow, Cause]]:
+    around = _Around(graph)
     beginning = set()  # queues that have carried nothing yet but what the graph begins with
     seen = set()
-    for row in rows:
+    for row in graph.collectives:
         cause = cause_of(row)
+        if cause is SLOWER or not cause.advice:
+            cause = around.cause_of(row) or cause
         behind = row.group in beginning and cause is BUSY and Reason.QUEUE.name in row.causes
         if behind:
             cause = BEGIN
@@ -114,6 +120,32 @@ def _causes(rows: Iterable[CollectiveRow]) -> Iterator[tuple[CollectiveRow, Caus
         seen.add(row.group)
         if row.exposed_after_ns > 0:
             yield row, cause
+
+
+class _Around:
+    """Says of collectives that no rule speaks of whether next to nothing is computed before them, or after."""
+
+    def __init__(self, graph: GraphRecord) -> None:
+        spans = graph.after.spans
+        self.flight = {span.node: span for span in spans if span.lane != "compute"}
+        compute = sorted((span for span in spans if span.lane == "compute" and span.kind != "idle"), key=_start)
+        self.starts = [span.start_ns for span in compute]
+        self.before_ns = [0.0, *itertools.accumulate(span.end_ns - span.start_ns for span in compute)]
+
+    def cause_of(self, row: CollectiveRow) -> Cause | None:
+        """BEGIN or END, where the compute before or after could hide next to none of it."""
+        span = self.flight.get(row.name)
+        if span is None:
+            return None
+        little_ns = _LITTLE * (span.end_ns - span.start_ns)
+        if self.before_ns[bisect.bisect_left(self.starts, span.start_ns)] <= little_ns:
+            return BEGIN
+        after_ns = self.before_ns[-1] - self.before_ns[bisect.bisect_left(self.starts, span.end_ns)]
+        return END if after_ns <= little_ns else None
+
+
+def _start(span: Span) -> float:
+    return span.start_ns
 
 
 def cause_of(row: CollectiveRow) -> Cause:

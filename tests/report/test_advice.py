@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from overlapc.passes.reasons import Reason
 from overlapc.report import advice
 from overlapc.report.advice import cause_of, exposures
 from overlapc.report.build import graph_record
-from overlapc.report.record import CollectiveRow, StepRecord
+from overlapc.report.record import CollectiveRow, Plan, Span, StepRecord
 from overlapc.schedule.text import parse
 from tests.report.sample import FORWARD
 
@@ -63,6 +64,25 @@ def test_what_queues_up_behind_the_first_gather_is_exposed_for_the_same_cause():
     assert {each.cause for each in later} == {advice.BEGIN, advice.BUSY}
     other_queue = exposures(of(first, row("ar", 5, "QUEUE", group="tp")))
     assert {each.cause for each in other_queue} == {advice.BEGIN, advice.BUSY}
+
+
+@pytest.mark.parametrize(
+    ("before_us", "after_us", "cause"), [(0, 90, "BEGIN"), (5, 90, "BEGIN"), (90, 5, "END"), (90, 90, None)]
+)
+def test_where_no_rule_speaks_the_compute_before_and_after_does(before_us, after_us, cause):
+    """A bucket says whose it is, and a pass that was undone that it was."""
+    ends_us = list(itertools.accumulate((before_us, 100, after_us)))
+    spans = (
+        Span("early", "compute", 0.0, ends_us[0] * 1e3, "kernel"),
+        Span("ag", "@dp", ends_us[0] * 1e3, ends_us[1] * 1e3, "start"),
+        Span("ag", "compute", ends_us[0] * 1e3, ends_us[1] * 1e3, "idle"),
+        Span("late", "compute", ends_us[1] * 1e3, ends_us[2] * 1e3, "kernel"),
+    )
+    for causes in ((), ("MERGED",), ("MERGED", "SLOWER")):
+        rows = (replace(row("ag", 100, *causes), limit="bucket of root"),)
+        graph = replace(FORWARD, collectives=rows, after=Plan(ends_us[2] * 1e3, spans))
+        (found,) = exposures(StepRecord(graphs=(graph,)))
+        assert found.cause == (getattr(advice, cause) if cause else cause_of(rows[0]))
 
 
 @pytest.mark.parametrize(
