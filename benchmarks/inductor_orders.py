@@ -39,6 +39,10 @@ ITERATIVE = (
 )
 
 
+class NoStandIn(Exception):
+    """A schedule that an order of Inductor's cannot be asked for; the message says why."""
+
+
 def orders() -> dict[str, Callable[[Schedule], Schedule]]:
     """Every order of Inductor's that is compared, by name."""
     return {
@@ -252,7 +256,7 @@ class _Graph:
 
     def _node(self, at: int, node: Node) -> fx.Node:
         if node.kind is Kind.COMM or node.mutates:
-            raise ValueError(f"{node.name}: barriers and mutations have no stand-in")
+            raise NoStandIn(f"has no stand-in for a barrier or a mutation ({node.name})")
         first: fx.Node
         args = [] if node.kind is Kind.WAIT else [self.named[name] for name in node.reads]
         if node.kind is Kind.START:

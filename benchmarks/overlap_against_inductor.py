@@ -25,16 +25,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from inductor_orders import orders  # beside this file
+from inductor_orders import NoStandIn, orders  # beside this file
 from tabulate import tabulate
 
 from overlapc.config import Config
 from overlapc.estimators.base import FirstKnown
 from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
 from overlapc.estimators.device import load_profile
+from overlapc.estimators.load import settled
 from overlapc.estimators.roofline import Roofline
 from overlapc.estimators.timeline import Timeline, simulate
-from overlapc.passes.base import Context, run_pipeline
+from overlapc.passes.base import Context, run_passes, run_pipeline, select
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 from overlapc.schedule.text import parse
@@ -86,7 +87,7 @@ def main() -> None:
     for path in args.files or sorted(CORPUS.glob("*.sched")):
         schedule = parse(path.read_text())
         schedule = schedule.with_estimates({node.name: chain.estimate(node) for node in schedule.nodes})
-        before = simulate(schedule, profile).exposed_ns / 1e6
+        before = settled(simulate(schedule, profile)).exposed_ns / 1e6
         for where, given in given_to_inductor(schedule, ctx).items():
             found = inductors(given, ctx, where, args)
             theirs = sorted(found, key=lambda each: (each.exposed_ms, each.step_ms))
@@ -121,8 +122,8 @@ def arguments() -> argparse.Namespace:
 
 
 def given_to_inductor(schedule: Schedule, ctx: Context) -> dict[str, Schedule]:
-    """The schedule as it is, and with our buckets if there are any."""
-    bucketed = run_pipeline(schedule, replace(ctx, passes=("bucket",))).schedule
+    """The schedule as it is, and with our buckets if there are any; at full load, as our passes see it."""
+    bucketed, _ = run_passes(schedule, ctx, select(("bucket",)))
     return {"": schedule} if bucketed is schedule else {"": schedule, BUCKETS: bucketed}
 
 
@@ -135,7 +136,7 @@ def inductors(schedule: Schedule, ctx: Context, where: str, args: argparse.Names
             continue
         moved = schedule.replace_order(found.nodes, reorder_collectives=True)
         verify(moved, name + where, reference=schedule, may_reorder_collectives=True)
-        yield Judged(name + where, simulate(moved, ctx.profile), found.seconds)
+        yield Judged(name + where, settled(simulate(moved, ctx.profile)), found.seconds)  # as ours is judged
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,8 @@ def order_of(schedule: Schedule, name: str, limit_s: int) -> Order:
         return Order((), time.process_time() - began, f"takes more than {limit_s} s")
     except RecursionError:  # its overlap scheduling calls itself without bound
         return Order((), limit_s, "recurses too deep")
+    except NoStandIn as why:
+        return Order((), limit_s, str(why))
     return Order(tuple(node.name for node in moved.nodes), time.process_time() - began)
 
 

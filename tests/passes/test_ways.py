@@ -7,7 +7,7 @@ from overlapc.errors import ConfigError
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.timeline import simulate
 from overlapc.passes import ways
-from overlapc.passes.base import Context, cost, run_passes, run_pipeline, select
+from overlapc.passes.base import Context, PassReport, cost, run_passes, run_pipeline, select
 from overlapc.passes.pipeline import ENDS, FIRST, ORDER, WAYS, Way
 from overlapc.passes.ways import GOOD_ENOUGH, default_names
 from overlapc.schedule.model import Estimate
@@ -80,7 +80,7 @@ def test_of_equal_steps_the_one_that_exposes_less_is_cheaper():
 def tried(monkeypatch):
     """The ways that are tried from now on; none of them does anything."""
     tried: list[Way] = []
-    monkeypatch.setattr(ways, "_passes", lambda way: (tried.append(way), select(()))[1])
+    monkeypatch.setattr(ways, "_passes", lambda way, *_: (tried.append(way), select(()))[1])
     return tried
 
 
@@ -110,3 +110,37 @@ def test_stopping_at_a_pass_of_another_way_is_no_error():
     run_pipeline(parse(COMPUTE_COVERS), Context(stop_after="fill_any_waits"))
     with pytest.raises(ConfigError, match="no pass named 'fill_any_wait'; nearest: fill_any_waits"):
         run_pipeline(parse(COMPUTE_COVERS), Context(stop_after="fill_any_wait"))
+
+
+def test_the_last_passes_may_turn_round_which_way_is_best(monkeypatch):
+    """The way that costs 2% more before them ends with less, and is taken; one that costs more than that has no say."""
+    made = {name: parse(f"a = kernel(x) : 0B {us}us") for name, us in (("near", 101), ("best", 100), ("far", 110))}
+    ends = {"near": parse("a = kernel(x) : 0B 90us"), "far": parse("a = kernel(x) : 0B 80us")}
+
+    def last(schedule, ctx):
+        name = next(name for name, each in made.items() if each is schedule)
+        finished.append(name)
+        return ends.get(name, schedule), PassReport("last")
+
+    finished: list[str] = []
+    monkeypatch.setattr(ways, "WAYS", tuple(made))
+    monkeypatch.setattr(ways, "GOOD_ENOUGH", -1.0)
+    monkeypatch.setattr(ways, "LAST", (last,))
+    monkeypatch.setattr(ways, "_passes", lambda way, *_: ((way, lambda *_: (made[way], PassReport(way))),))
+    ended, reports = ways.run_ways(parse("a = kernel(x) : 0B 120us"), Context(verify=False))
+    assert ended is ends["near"]
+    assert [report.name for report in reports] == [*FIRST, "near", "last"]
+    assert finished == ["best", "near"]
+
+
+def test_a_pass_runs_once_on_an_order_that_several_ways_lead_to(monkeypatch):
+    asked: list[tuple[str, ...]] = []
+
+    def same(schedule, ctx):
+        asked.append(tuple(order_of(schedule)))
+        return schedule, PassReport("same")
+
+    monkeypatch.setattr(ways, "WAYS", (Way((same,)), Way((same, same)), Way((same,), margin=2.0)))
+    monkeypatch.setattr(ways, "ENDS", ())
+    run_pipeline(parse(COMPUTE_COVERS), Context())
+    assert len(asked) == 2  # at each of the two margins
