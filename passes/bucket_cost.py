@@ -46,8 +46,9 @@ class BucketCost:
     def estimate(self, total: Sum) -> Estimate | None:
         """By whoever estimates, else the sum of the members less latencies saved; None if one is unknown."""
         first = total.first
-        if first is None or first.estimate is None or not total.known:
+        if first is None or not total.known:
             return None
+        assert first.estimate is not None
         if total.count == 1:
             return first.estimate
         found = self._asked(first, total.bytes)

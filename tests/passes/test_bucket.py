@@ -9,6 +9,7 @@ from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context, run_pipeline
 from overlapc.passes.bucket import bucket
+from overlapc.passes.bucket_cost import BucketCost
 from overlapc.schedule.model import Estimate, Schedule
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
@@ -107,6 +108,17 @@ def test_latency_is_that_of_the_group():
     one_module = units(60).replace("m1", "m0").replace("m2", "m0").replace("m3", "m0")
     assert len(bucketed(one_module)[0].starts()) == 2
     assert len(bucketed(one_module, estimate=slow_start)[0].starts()) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked_us", "one", "latency_us"),
+    [(3, "30us", 10), (12, "30us", 12), (55, "30us", 30), (55, "", 55), (None, "30us", 10)],
+    ids=["floor", "asked", "no-longer-than-one", "one-is-unknown", "nobody-knows"],
+)
+def test_latency_is_at_least_the_profiles_and_at_most_what_one_takes(asked_us, one, latency_us):
+    node = parse(f"a = all_gather(p) @dp : 8B {one}; u = wait(a)").node("a")
+    asked = None if asked_us is None else Estimate(asked_us * 1e3, "asked")
+    assert BucketCost(replace(ROOMY, estimate=lambda node: asked), node).latency_ns == latency_us * 1e3
 
 
 def test_modules_are_joined_only_where_that_is_faster():

@@ -46,6 +46,14 @@ def test_stopping_early_stops_on_the_way_that_was_chosen(stop):
     ]
 
 
+def test_dumps_are_of_the_way_that_was_chosen_alone():
+    dumped = {}
+    result = run_pipeline(parse(COMPUTE_COVERS), Context(dump=dumped.__setitem__))
+    assert list(dumped) == [
+        f"{at:02}_{report.name}.{when}" for at, report in enumerate(result.reports, 1) for when in ("before", "after")
+    ]
+
+
 @given(schedules())
 @settings(max_examples=60, deadline=None)
 def test_no_way_is_better_than_the_one_taken(schedule):
