@@ -40,7 +40,7 @@ WAYS = (  # ways.py says why there are several, and how many of them are tried
     Way(("fill_any_waits", *COLLECTIVES), margin=2.0),
 )
 ENDS = ("fill_collectives",)  # after each way: what is exposed still may be covered by compute that can move
-LAST = ("polish",)  # after the best of them: moves around what is exposed even so
+LAST = ("polish",)  # after the best two of them: moves around what is exposed even so
 ORDER = (*FIRST, *WAYS[0].passes, *ENDS, *LAST)
 
 __all__ = [
