@@ -136,17 +136,26 @@ class System:
         return [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
 
     def _kernel_spans(self) -> list[tuple[str, int, int]]:
-        """(name, start, end) in ns of every kernel and copy of PROFILED_STEPS steps."""
+        """(name, start, end) in ns of every kernel and copy of PROFILED_STEPS steps.
+
+        The profilers of several ranks are ready at different times, and the first collective waits for the last of
+        them (40 ms were seen): one step before those that count takes that.
+        """
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            self.once()
+            torch.cuda.synchronize()
+            began_ns = time.time_ns()  # the profiler's clock
             for _ in range(PROFILED_STEPS):
                 self.once()
             torch.cuda.synchronize()
         return [
             (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
             for event in recorded.profiler.kineto_results.events()
-            if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0
+            if event.device_type() == torch.autograd.DeviceType.CUDA
+            and event.duration_ns() > 0
+            and event.start_ns() >= began_ns
         ]
 
 
