@@ -76,6 +76,8 @@ FOUND = [
     ("name", "dtype", "dynamic", "count", "seed", "wrong"), FOUND, ids=lambda value: f"{value}"[:40]
 )
 def test_what_the_sweep_found_stays_right(name, dtype, dynamic, count, seed, wrong):
+    if name not in BY_NAME:
+        pytest.skip(f"no {name} in the operators of torch {torch.__version__}")
     same(name, dtype, dynamic, count, seed)
 
 
