@@ -54,8 +54,9 @@ def format_bytes(size_bytes: int | float) -> str:
 def human_bytes(size_bytes: int | float) -> str:
     """Rounded for people to read: `8.79GiB`. Does not parse back exactly."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if abs(size_bytes) >= _BYTES[unit]:
-            return f"{size_bytes / _BYTES[unit]:.3g}{unit}"
+        size = size_bytes / _BYTES[unit]
+        if abs(size) >= 1:
+            return f"{size:.0f}{unit}" if abs(size) >= 100 else f"{size:.3g}{unit}"
     return f"{size_bytes:.0f}B"
 
 
