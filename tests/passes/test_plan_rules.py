@@ -1,22 +1,11 @@
 """What each rule of `plan_overlap` is there for, as the order that comes out: without it another one does."""
 
-from dataclasses import replace
-
 import pytest
 
-from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.passes.base import Context
 from overlapc.passes.plan_overlap import plan_overlap
 from tests.graphs import check_order
-
-FREE = Context(reorder_collectives=True, peak_increase=100.0)
-TIGHT = Context(reorder_collectives=True, peak_increase=0.0)
-LATE = replace(FREE, overlap_margin=1.5)
-BEHIND = replace(FREE, profile=DeviceProfile("held", collectives_wait_for_kernels=True))
-SLOW = replace(
-    LATE,
-    profile=DeviceProfile("slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.5, launch_ns=2e3),
-)
+from tests.passes.contexts import BEHIND, FREE, LATE, SLOW, TIGHT
 
 ORDERS: dict[str, tuple[Context, str, str]] = {
     "a plan that exceeds memory is made again with less to give away": (

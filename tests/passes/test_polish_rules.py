@@ -1,22 +1,11 @@
 """What each rule of `polish` is there for, as the order that comes out: without it another one does."""
 
-from dataclasses import replace
-
 import pytest
 
-from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.passes.base import Context
 from overlapc.passes.polish import polish
 from tests.graphs import check_order
-
-FREE = Context(reorder_collectives=True, peak_increase=100.0)
-KEPT = Context(peak_increase=100.0)
-LATE = replace(FREE, overlap_margin=1.5)
-BEHIND = replace(FREE, profile=DeviceProfile("held", collectives_wait_for_kernels=True))
-SLOW = replace(
-    LATE,
-    profile=DeviceProfile("slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.5, launch_ns=2e3),
-)
+from tests.passes.contexts import BEHIND, FREE, KEPT, LATE, SLOW
 
 ORDERS: dict[str, tuple[Context, str, str]] = {
     "starts are moved for their own collective only": (

@@ -1,20 +1,12 @@
 """What each rule of `walk.py` is there for, as the order that comes out: without it another one does."""
 
-from dataclasses import replace
-
 import pytest
 
-from overlapc.estimators.device import DeviceProfile
 from overlapc.passes.base import Context
 from overlapc.passes.raise_under_memory import raise_under_memory
 from overlapc.passes.sink_under_memory import sink_under_memory
 from tests.graphs import check_order
-
-FREE = Context(reorder_collectives=True, peak_increase=100.0)
-KEPT = Context(peak_increase=100.0)
-TIGHT = Context(reorder_collectives=True, peak_increase=0.0)
-LATE = replace(FREE, overlap_margin=1.5)
-BEHIND = replace(FREE, profile=DeviceProfile("held", collectives_wait_for_kernels=True))
+from tests.passes.contexts import BEHIND, FREE, KEPT, LATE, TIGHT
 
 # Context, schedule, its order with starts raised, and with waits sunk.
 ORDERS: dict[str, tuple[Context, str, str, str]] = {
