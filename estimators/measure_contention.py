@@ -141,30 +141,21 @@ class Contention:
         target = torch.empty_like(source)
         beside = {"matmul": lambda: torch.mm(a, b, out=product), "memory": lambda: torch.add(source, 1.0, out=target)}
         # gloo cannot say when a reduce-scatter is done; its gather stands for all collectives.
-        cases = {"all_gather": "fp32"}
-        slowdowns: dict[str, dict[str, float]] = {}
-        for collective, dtype in cases.items():
-            launch = launcher(collective, dist.group.WORLD, effort.beside_bytes, DTYPES[dtype], device)
-            own_alone_ns = collective_ns(clock, launch, calls_for(effort.beside_bytes, clock))
-            alone_ns = agreed(own_alone_ns, device)
-            found: dict[str, float] = {}
-            for kind, call in beside.items():
-                self.say(f"{collective} beside {kind}")
-                own_call_ns = compute_ns(clock, call)
-                call_ns = agreed(own_call_ns, device)
-                # The first to be done must have had company all the time: the other is given twice the work.
-                launches = 1
-                calls = max(1, int(launches * alone_ns / call_ns / 2.5))
-                slowed_ns, _ = beside_ns(clock, launch, launches, call, calls)
-                found[kind] = max(1.0, slowed_ns / own_call_ns)
-                calls = max(1, math.ceil(2 * launches * alone_ns / call_ns))
-                _, slowed_ns = beside_ns(clock, launch, launches, call, calls)
-                found[f"own_{kind}"] = max(1.0, slowed_ns / own_alone_ns)
-            slowdowns[collective] = found
-        kinds = [f"{own}{kind}" for kind in beside for own in ("", "own_")]
-        mean = {kind: sum(each[kind] for each in slowdowns.values()) / len(slowdowns) for kind in kinds}
-        self.quantities["slowdowns"] = {"other": mean}
-        self.quantities["collective_slowdown"] = mean["own_matmul"]
+        launch = launcher("all_gather", dist.group.WORLD, effort.beside_bytes, torch.float32, device)
+        own_alone_ns = collective_ns(clock, launch, calls_for(effort.beside_bytes, clock))
+        alone_ns = agreed(own_alone_ns, device)
+        found: dict[str, float] = {}
+        for kind, call in beside.items():
+            self.say(f"all_gather beside {kind}")
+            own_call_ns = compute_ns(clock, call)
+            call_ns = agreed(own_call_ns, device)
+            # The first to be done must have had company all the time: the other is given twice the work.
+            slowed_ns, _ = beside_ns(clock, launch, 1, call, max(1, int(alone_ns / call_ns / 2.5)))
+            found[kind] = max(1.0, slowed_ns / own_call_ns)
+            _, slowed_ns = beside_ns(clock, launch, 1, call, max(1, math.ceil(2 * alone_ns / call_ns)))
+            found[f"own_{kind}"] = max(1.0, slowed_ns / own_alone_ns)
+        self.quantities["slowdowns"] = {"other": found}
+        self.quantities["collective_slowdown"] = found["own_matmul"]
 
 
 def slowdown_of(effort: Effort, multiprocessors: int, times: Times) -> dict[str, Any]:
