@@ -139,7 +139,7 @@ class Schedule:
     collectives_moved: bool = field(default=False, compare=False, repr=False)  # among each other, on purpose
 
     def __str__(self) -> str:
-        from overlapc.schedule.text import print_schedule  # which imports this module
+        from overlapc.schedule.printer import print_schedule  # which imports this module
 
         return print_schedule(self)
 

@@ -106,3 +106,9 @@ def test_what_the_format_cannot_say_is_refused():
     node = Node("y", Kind.KERNEL, "kernel", (), ("y",), estimate=Estimate(1.0, "a]b"))
     with pytest.raises(ScheduleError, match="may not hold"):
         str(Schedule("s", (node,), {"y": Buffer("y", 0)}))
+
+
+def test_a_group_without_a_name_is_still_a_group():
+    schedule = parse('y = comm(x) @"" moves=8B')
+    assert schedule.node("y").comm == Comm("comm", 8, "", 0)
+    assert parse(str(schedule)) == schedule

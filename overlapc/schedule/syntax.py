@@ -1,0 +1,41 @@
+"""What the text of a schedule may leave out, and its words: what printing and parsing must agree on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from overlapc.errors import ScheduleError
+from overlapc.schedule.model import Buffer, Kind
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+KINDS = {kind.value: kind for kind in Kind}
+WORD = re.compile(r"[%\w.$/+-]+")  # a name that needs no quotes
+_OUTPUT_SIZED = ("all_gather", "all_to_all")
+_ALIASING = (Kind.WAIT, Kind.VIEW)
+
+
+def default_kind(op: str) -> Kind | None:
+    """The kind of a node whose statement names only its op; None for an op that needs KIND: before it."""
+    return Kind.START if op in COLLECTIVES else KINDS.get(op)
+
+
+def default_buffer(kind: Kind, reads: Sequence[str], writes: Sequence[str], at: int) -> Buffer:
+    """The buffer `writes[at]` of a node that gives no sizes: waits and views define aliases of what they read."""
+    if kind in _ALIASING and reads:
+        return Buffer(writes[at], 0, alias_of=reads[at if len(reads) == len(writes) else 0])
+    return Buffer(writes[at], 0)
+
+
+def default_bytes(collective: str, reads: Sequence[str], writes: Sequence[str], buffers: Mapping[str, Buffer]) -> int:
+    """Bytes of a collective by its own definition (see `Comm`), of the storage behind what it reads or writes."""
+    return sum(_storage_bytes(name, buffers) for name in (writes if collective in _OUTPUT_SIZED else reads))
+
+
+def _storage_bytes(name: str, buffers: Mapping[str, Buffer]) -> int:
+    for _ in range(len(buffers)):
+        buffer = buffers[name]
+        if buffer.alias_of is None:
+            return buffer.bytes
+        name = buffer.alias_of
+    raise ScheduleError(f"{name} is an alias of itself")
