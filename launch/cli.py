@@ -295,7 +295,7 @@ def report(
         print(f"written to {loaded.save(target)}")
     if save:
         return
-    print(text.render(loaded, all_rows=every))
+    print(text.render(loaded.steps, all_rows=every))
     for graph in loaded.steps[0].graphs if loaded.steps else ():
         if graph.measured is not None:
             print(f"\n{compare.graph_text(graph)}")

@@ -13,7 +13,8 @@ from overlapc.estimators.device import IDEAL, load_profile
 from overlapc.estimators.roofline import Roofline
 from overlapc.passes.base import Context, run_pipeline
 from overlapc.report.build import graph_record
-from overlapc.report.record import Report, StepRecord
+from overlapc.report.model import StepRecord
+from overlapc.report.record import Report
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
 

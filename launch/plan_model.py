@@ -30,7 +30,8 @@ from overlapc.launch.demo import DemoConfig, shard
 from overlapc.launch.llama import Llama, LlamaConfig, check_tensor_parallel, tensor_parallel
 from overlapc.passes.base import Context
 from overlapc.report import record
-from overlapc.report.record import Report, StepRecord
+from overlapc.report.model import StepRecord
+from overlapc.report.record import Report
 from overlapc.schedule.model import Schedule
 from overlapc.schedule.repeat import Irregular, repeated
 

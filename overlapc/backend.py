@@ -5,31 +5,25 @@ What a warm start does not need is not imported: the compiler is ten times as la
 
 from __future__ import annotations
 
-import itertools
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo.exc import ShortenTraceback
 from torch.fx import GraphModule
 
-from overlapc.binding import from_cache, keeps
+from overlapc.binding import environment_of, keeps, kept_step, next_number
 from overlapc.config import Config
 from overlapc.errors import OverlapcError
 from overlapc.fx.versions import compiled_autograd, runs_under_fsdp2
-from overlapc.profile import profile_text
 from overlapc.runtime.triton_launch import get_ready
-from overlapc.warm import step as warm_step
-from overlapc.warm.fingerprint import NotCacheable, environment_key, user_graph_key
+from overlapc.warm.fingerprint import NotCacheable, user_graph_key
 
 if TYPE_CHECKING:  # parts of the compiler
     from overlapc.passes.base import Context
     from overlapc.schedule.model import Schedule
-
-_numbers = itertools.count()
 
 
 def overlapc(
@@ -52,11 +46,11 @@ def overlapc(
             _advise_adoption()
         if "overlapc.parallel.gather" in sys.modules:  # else there is nothing that we shard
             _advise_outermost(gm)
-        number = next(_numbers)
+        number = next_number()
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
         key = _step_key(gm, example_inputs, config, devices)
         if key is not None and torch._dynamo.config.caching_precompile:
-            from overlapc.warm import precompile
+            from overlapc import precompile
 
             environment = environment_of(config, devices)
             precompile.record(gm, precompile.Kept(key, environment, options, mode, tuple(sorted(devices))))
@@ -79,7 +73,7 @@ def plan_only(
     try:
         from overlapc import compilation
 
-        return compilation.plan_step(gm, example_inputs, Config.of(options), next(_numbers))
+        return compilation.plan_step(gm, example_inputs, Config.of(options), next_number())
     except OverlapcError as error:
         raise _direct(error) from error.__cause__
 
@@ -95,7 +89,7 @@ def schedule_only(
     try:
         from overlapc import compilation
 
-        return compilation.schedule_step(gm, example_inputs, Config.of(options), next(_numbers), found)
+        return compilation.schedule_step(gm, example_inputs, Config.of(options), next_number(), found)
     except OverlapcError as error:
         raise _direct(error) from error.__cause__
 
@@ -121,18 +115,6 @@ def _advise_outermost(gm: GraphModule) -> None:
             " in between, which TORCH_LOGS=graph_breaks shows",
             stacklevel=2,
         )
-
-
-def kept_step(key: str, config: Config, number: int | None = None) -> Callable[..., Any] | None:
-    """The step that an earlier process kept under `key`, if it did."""
-    kept = warm_step.find(key, config.cache_dir)  # type: ignore[arg-type]
-    number = next(_numbers) if number is None else number
-    return None if kept is None else warm_step.bound(*kept, partial(from_cache, config=config, number=number))
-
-
-def environment_of(config: Config, devices: Collection[str]) -> tuple[str, str]:
-    """What a step depends on beside its graph. NotCacheable for options that have no fingerprint."""
-    return environment_key(config), profile_text(config, devices)
 
 
 def _step_key(gm: GraphModule, inputs: Sequence[Any], config: Config, devices: Collection[str]) -> str | None:

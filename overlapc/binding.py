@@ -1,22 +1,35 @@
-"""A compiled graph made callable: bound to this process, counted, reported. All that a warm start runs of ours."""
+"""Compiled graphs and kept steps made callable: bound to this process, counted and reported."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
 from overlapc.config import Config
+from overlapc.profile import profile_text
 from overlapc.report import record
 from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministically
+from overlapc.warm import step as warm_step
+from overlapc.warm.fingerprint import environment_key
 from overlapc.warm.graph import CompiledGraph
 
 if TYPE_CHECKING:
     from overlapc.codegen.fx import FxWrapper
+
+
+_numbers = itertools.count()
+
+
+def next_number() -> int:
+    """What tells the graphs of one step from those of the steps before, in their names: `forward_0`, `backward_0`."""
+    return next(_numbers)
 
 
 def keeps(config: Config) -> bool:
@@ -49,7 +62,19 @@ def bind(
     return call
 
 
-def from_cache(compiled: CompiledGraph, *, config: Config, number: int) -> Callable[[list[Any]], Any]:
+def _from_cache(compiled: CompiledGraph, *, config: Config, number: int) -> Callable[[list[Any]], Any]:
     """A graph of a step that was found on disk."""
     kind = compiled.name.split("_")[0]
     return bind(compiled, config, f"{kind}_{number}", time.perf_counter())
+
+
+def kept_step(key: str, config: Config, number: int | None = None) -> Callable[..., Any] | None:
+    """The step that an earlier process kept under `key`, if it did."""
+    kept = warm_step.find(key, config.cache_dir)  # type: ignore[arg-type]
+    number = next_number() if number is None else number
+    return None if kept is None else warm_step.bound(*kept, partial(_from_cache, config=config, number=number))
+
+
+def environment_of(config: Config, devices: Collection[str]) -> tuple[str, str]:
+    """What a step depends on beside its graph. NotCacheable for options that have no fingerprint."""
+    return environment_key(config), profile_text(config, devices)

@@ -38,6 +38,7 @@ from overlapc.planning import Passes, collective_lines, device_types, plan_graph
 from overlapc.profile import profile_text
 from overlapc.report import record
 from overlapc.report.build import graph_record
+from overlapc.report.model import GraphRecord
 from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministic
 from overlapc.runtime.support import unboxed
@@ -225,8 +226,8 @@ def _donated(schedule: Schedule, config: Config) -> set[str]:
 
 
 def _with_pool(
-    program: Program, report: record.GraphRecord, schedule: Schedule, lowered: LoweredGraph
-) -> tuple[Program, record.GraphRecord]:
+    program: Program, report: GraphRecord, schedule: Schedule, lowered: LoweredGraph
+) -> tuple[Program, GraphRecord]:
     """`program` on a pool, and what its peak is then; as it was if the pool would not fit the memory budget."""
     on_pool = pooled(program)
     peak = peak_bytes(on_pool, schedule, lowered.hint)

@@ -10,19 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from overlapc.report.measure import Measurement, measure, report_with_trace
-from overlapc.report.record import (
-    CollectiveRow,
-    GraphRecord,
-    Measured,
-    NothingCompiled,
-    PassRow,
-    Plan,
-    Report,
-    Span,
-    StepRecord,
-    load,
-    report_of_process,
-)
+from overlapc.report.model import CollectiveRow, GraphRecord, Measured, PassRow, Plan, Span, StepRecord
+from overlapc.report.record import NothingCompiled, Report, load, report_of_process
 
 __all__ = [
     "CollectiveRow",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from overlapc.passes.reasons import Reason
-from overlapc.report.record import CollectiveRow, GraphRecord, Span, StepRecord
+from overlapc.report.model import CollectiveRow, GraphRecord, Span, StepRecord
 
 _LEAST = 0.01  # of all exposed time: causes that cost less are not worth a line
 _LITTLE = 0.1  # of a collective's time: less compute than that hides nothing worth a word

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from overlapc.estimators.timeline import Timeline
 from overlapc.passes.base import CollectiveRecord, Result
-from overlapc.report.record import CollectiveRow, GraphRecord, PassRow, Plan, Span
+from overlapc.report.model import CollectiveRow, GraphRecord, PassRow, Plan, Span
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Kind, Origin, Schedule
 

@@ -8,7 +8,8 @@ from statistics import median
 
 from overlapc.errors import ConfigError
 from overlapc.estimators.profile_trace import EarlierRun, signature_of
-from overlapc.report.record import GraphRecord, load
+from overlapc.report.model import GraphRecord
+from overlapc.report.record import load
 from overlapc.report.trace_reading import read_trace, run_times
 from overlapc.schedule.text import parse
 

@@ -16,7 +16,8 @@ from overlapc.errors import ConfigError
 from overlapc.estimators.device import PROFILES, DeviceProfile, load_profile, profile_to_json
 from overlapc.estimators.feedback import Change, Feedback, feed_back, provenance
 from overlapc.estimators.observed import Run
-from overlapc.report.record import GraphRecord, gather, load
+from overlapc.report.model import GraphRecord
+from overlapc.report.record import gather, load
 from overlapc.schedule.text import parse
 
 _SHOWN = 40  # changes

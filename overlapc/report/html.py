@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import jinja2
 
 from overlapc.report import compare, text
-from overlapc.report.record import GraphRecord, Plan, Report, Span
+from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
 from overlapc.units import human_bytes
 
 _WIDTH = 1100.0  # of the timeline, in SVG units
@@ -43,10 +43,10 @@ class Timeline:
     height: int
 
 
-def render(report: Report) -> str:
-    """The whole page."""
+def render(steps: Sequence[StepRecord]) -> str:
+    """The whole page: the graphs of every rank's step."""
     return _template().render(
-        steps=report.steps,
+        steps=steps,
         headers=text.HEADERS,
         timelines=timelines,
         cells=text.collective_cells,

@@ -24,7 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from overlapc.errors import ConfigError
 from overlapc.report import record
-from overlapc.report.record import GraphRecord, Measured, NothingCompiled, Report
+from overlapc.report.model import GraphRecord, Measured
+from overlapc.report.record import NothingCompiled, Report
 from overlapc.report.trace_reading import Trace, read_trace, run_times, typical
 from overlapc.runtime.marks import marked
 from overlapc.schedule.model import Kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from overlapc.report.record import GraphRecord
+from overlapc.report.model import GraphRecord
 from overlapc.schedule.model import Buffer
 from overlapc.schedule.text import parse
 

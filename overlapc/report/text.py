@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
 from overlapc.report import compare
 from overlapc.report.advice import Exposure, exposures
-from overlapc.report.record import CollectiveRow, GraphRecord, Report, StepRecord
+from overlapc.report.model import CollectiveRow, GraphRecord, StepRecord
 from overlapc.report.times import change, ms, us
 from overlapc.units import human_bytes
 
@@ -20,14 +20,14 @@ _EXPOSURES_SHOWN = 4
 _NAMED = 3  # modules of an exposure
 
 
-def render(report: Report, *, all_rows: bool = False) -> str:
+def render(steps: Sequence[StepRecord], *, all_rows: bool = False) -> str:
     """What the first rank's step comes to and why, each graph, then a line for each rank that predicts something else.
 
     all_rows: of long tables too, the collectives that are hidden.
     """
-    if not report.steps or not report.steps[0].graphs:
+    if not steps or not steps[0].graphs:
         return "nothing was compiled with backend='overlapc' yet"
-    first, *others = report.steps
+    first, *others = steps
     sections = [f"{_heading(first)}\n{totals_text(first)}"]
     sections += [graph_text(graph, all_rows=all_rows) for graph in first.graphs]
     if any(graph.measured for graph in first.graphs):
@@ -168,9 +168,9 @@ def _other_rank(first: StepRecord, other: StepRecord) -> str:
     return f"rank {other.rank}: {len(other.graphs)} graph(s), step time {ms(after)}, exposed {ms(exposed)}"
 
 
-def schedules(report: Report) -> str:
+def schedules(steps: Sequence[StepRecord]) -> str:
     """The final schedules of the first rank, as `overlapc plan` reads them back one by one."""
-    graphs = report.steps[0].graphs if report.steps else ()
+    graphs = steps[0].graphs if steps else ()
     return "\n\n".join(graph.schedule.rstrip() for graph in graphs) + "\n"
 
 

@@ -7,20 +7,20 @@ stops waiting for it, and a counter of live memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from overlapc.report.html import lanes_of
-from overlapc.report.record import GraphRecord, Plan, Report, Span, StepRecord
+from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
 
 _PAUSE_NS = 10_000.0  # between two graphs drawn one after the other
 
 Event = dict[str, Any]
 
 
-def render(report: Report) -> str:
+def render(steps: Sequence[StepRecord]) -> str:
     """The text of a trace.json: graphs of a step follow one another, in the order of compilation."""
-    events = [event for step in report.steps for event in _step(step)]
+    events = [event for step in steps for event in _step(step)]
     return json.dumps({"displayTimeUnit": "ns", "traceEvents": events}) + "\n"
 
 

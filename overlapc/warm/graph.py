@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from overlapc.codegen import kernel as codegen
 from overlapc.codegen.kernel import KernelSource
 from overlapc.codegen.objects import Boxed, function_of, rebuild
-from overlapc.report.record import GraphRecord
+from overlapc.report.model import GraphRecord
 from overlapc.runtime.cache import KernelCache
 from overlapc.runtime.marks import switching
 from overlapc.warm.fingerprint import NotCacheable

@@ -13,7 +13,7 @@ from overlapc.codegen.kernel import KernelSource
 from overlapc.codegen.parts import Partition
 from overlapc.codegen.program import Program
 from overlapc.codegen.python import PythonWrapper
-from overlapc.report.record import GraphRecord
+from overlapc.report.model import GraphRecord
 from overlapc.warm.graph import NAME, CompiledGraph
 
 

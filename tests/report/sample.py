@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from overlapc.report.record import CollectiveRow, GraphRecord, PassRow, Plan, Report, Span, StepRecord
+from overlapc.report.model import CollectiveRow, GraphRecord, PassRow, Plan, Span, StepRecord
+from overlapc.report.record import Report
 
 # ag0 and ag1 of 100 µs each; mm0 and mm1 of 80 µs. Before: each gather is waited for at once.
 BEFORE = Plan(

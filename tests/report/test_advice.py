@@ -12,7 +12,7 @@ from overlapc.passes.reasons import Reason
 from overlapc.report import advice
 from overlapc.report.advice import cause_of, exposures
 from overlapc.report.build import graph_record
-from overlapc.report.record import CollectiveRow, Plan, Span, StepRecord
+from overlapc.report.model import CollectiveRow, Plan, Span, StepRecord
 from overlapc.schedule.text import parse
 from tests.report.sample import FORWARD
 

@@ -10,7 +10,8 @@ import pytest
 from overlapc.passes.base import Context, run_pipeline
 from overlapc.report import trace
 from overlapc.report.build import graph_record
-from overlapc.report.record import Report, StepRecord, load
+from overlapc.report.model import StepRecord
+from overlapc.report.record import Report, load
 from overlapc.report.text import graph_text
 from overlapc.schedule.model import Origin
 from overlapc.schedule.text import parse
@@ -90,4 +91,4 @@ def test_the_schedule_reads_back_and_nothing_is_lost_on_disk(graph, tmp_path):
     assert parse(graph.schedule).name == "step"
     report = Report((StepRecord(graphs=(graph,)),))
     assert load(report.save(tmp_path / "record.json")) == report
-    assert "layers.0.mlp" in trace.render(report)
+    assert "layers.0.mlp" in trace.render(report.steps)

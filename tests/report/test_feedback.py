@@ -12,7 +12,8 @@ from overlapc.estimators.device import load_profile, profile_to_json
 from overlapc.estimators.observed import estimated
 from overlapc.launch.cli import main
 from overlapc.report.feedback import refine, runs_of
-from overlapc.report.record import Measured, Report, StepRecord
+from overlapc.report.model import Measured, StepRecord
+from overlapc.report.record import Report
 from overlapc.schedule.text import parse
 from tests.report.sample import FORWARD
 

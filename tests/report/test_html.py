@@ -6,7 +6,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 from overlapc.report import html
-from overlapc.report.record import Plan, Report, Span, StepRecord
+from overlapc.report.model import Plan, Span, StepRecord
 from tests.report.sample import AFTER, BEFORE, FORWARD, REPORT
 
 _VOID = {"meta", "br", "link"}
@@ -38,14 +38,14 @@ class Page(HTMLParser):
 
 
 def test_the_page_is_well_formed_and_reaches_nothing():
-    page = Page(html.render(REPORT))
+    page = Page(html.render(REPORT.steps))
     assert page.open == []
     assert page.links == []
-    assert "http" not in html.render(REPORT)
+    assert "http" not in html.render(REPORT.steps)
 
 
 def test_every_collective_is_in_the_table_with_its_reason():
-    cells = Page(html.render(REPORT)).cells
+    cells = Page(html.render(REPORT.steps)).cells
     for row in FORWARD.collectives:
         assert f"{row.name} {row.op}" in cells
         assert row.limit in cells
@@ -64,13 +64,13 @@ def test_bars_start_and_end_where_the_plan_says():
 
 
 def test_text_of_the_schedule_is_escaped():
-    assert "[table &lt;x&gt;]" in html.render(REPORT)
+    assert "[table &lt;x&gt;]" in html.render(REPORT.steps)
 
 
 def test_a_graph_of_twenty_thousand_nodes_stays_a_small_page():
     spans = tuple(Span(f"k{at}", "compute", at * 10.0, at * 10.0 + 9.0, "kernel") for at in range(20_000))
     graph = replace(FORWARD, after=Plan(200_000.0, spans), memory=tuple((at * 10.0, at) for at in range(20_000)))
-    page = html.render(Report((StepRecord(0, 1, (graph,)),)))
+    page = html.render((StepRecord(0, 1, (graph,)),))
     assert len(page) < 500_000
     bars = html.timelines(graph)[1].bars
     assert 100 < len(bars) < 3000

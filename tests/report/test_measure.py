@@ -9,7 +9,8 @@ import overlapc
 from overlapc.errors import ConfigError
 from overlapc.report import compare, record
 from overlapc.report.measure import with_trace
-from overlapc.report.record import GraphRecord, NothingCompiled, Plan, Report, Span, StepRecord
+from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
+from overlapc.report.record import NothingCompiled, Report
 from overlapc.report.trace_reading import read_trace
 from overlapc.runtime.marks import Label
 

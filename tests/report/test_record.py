@@ -9,7 +9,8 @@ import pytest
 import overlapc.report
 from overlapc.errors import ConfigError
 from overlapc.report import record
-from overlapc.report.record import Report, StepRecord
+from overlapc.report.model import StepRecord
+from overlapc.report.record import Report
 from tests.report.sample import FORWARD, REPORT
 
 

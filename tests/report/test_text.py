@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from overlapc.report.record import Report, StepRecord
+from overlapc.report.model import StepRecord
+from overlapc.report.record import Report
 from overlapc.report.text import graph_text, render, schedules
 from tests.report.sample import FORWARD, REPORT
 
@@ -33,9 +34,9 @@ def test_a_collective_nobody_could_estimate_is_unknown_and_not_zero():
 
 
 def test_every_rank_that_differs_gets_a_line_and_equal_ones_none():
-    assert "rank 1: 1 graph(s), step time 0.280 ms, exposed 0.120 ms" in render(REPORT)
+    assert "rank 1: 1 graph(s), step time 0.280 ms, exposed 0.120 ms" in render(REPORT.steps)
     same = Report((REPORT.steps[0], replace(REPORT.steps[0], rank=1)))
-    assert "\nrank 1" not in render(same)
+    assert "\nrank 1" not in render(same.steps)
 
 
 SUMMARY = """\
@@ -55,24 +56,24 @@ graph forward
 
 
 def test_a_report_begins_with_what_is_exposed_and_why():
-    assert render(REPORT).startswith(SUMMARY)
+    assert render(REPORT.steps).startswith(SUMMARY)
 
 
 def test_a_long_table_leaves_out_what_is_hidden_unless_all_is_asked_for():
     hidden = replace(FORWARD.collectives[1], name="ag2", exposed_after_ns=0.0, limit="hidden", causes=())
     rows = (*FORWARD.collectives, *(replace(hidden, name=f"ag{at}") for at in range(2, 40)))
     report = Report((StepRecord(graphs=(replace(FORWARD, collectives=rows),)),))
-    assert "ag39" not in render(report)
-    assert "ag1 all_gather" in render(report)
-    assert "\nall 40 " in render(report)
-    assert "38 more are hidden" in render(report)
-    assert "ag39" in render(report, all_rows=True)
-    assert "more are hidden" not in render(report, all_rows=True)
+    assert "ag39" not in render(report.steps)
+    assert "ag1 all_gather" in render(report.steps)
+    assert "\nall 40 " in render(report.steps)
+    assert "38 more are hidden" in render(report.steps)
+    assert "ag39" in render(report.steps, all_rows=True)
+    assert "more are hidden" not in render(report.steps, all_rows=True)
 
 
 def test_nothing_compiled_says_so():
-    assert render(Report((StepRecord(),))) == "nothing was compiled with backend='overlapc' yet"
+    assert render((StepRecord(),)) == "nothing was compiled with backend='overlapc' yet"
 
 
 def test_schedules_follow_one_another():
-    assert schedules(REPORT).count("schedule forward\n") == 2
+    assert schedules(REPORT.steps).count("schedule forward\n") == 2

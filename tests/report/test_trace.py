@@ -12,7 +12,7 @@ from tests.report.sample import AFTER, FORWARD, REPORT
 
 @pytest.fixture(scope="module")
 def events():
-    return json.loads(trace.render(REPORT))["traceEvents"]
+    return json.loads(trace.render(REPORT.steps))["traceEvents"]
 
 
 def test_one_process_a_rank_and_one_named_thread_a_resource_and_order(events):

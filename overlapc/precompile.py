@@ -21,6 +21,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import Guard, TracingContext
 from torch.fx import GraphModule
 
+from overlapc.binding import environment_of, kept_step
 from overlapc.config import Config
 from overlapc.errors import OverlapcError
 from overlapc.runtime.counters import count
@@ -62,8 +63,6 @@ class StepArtifact(BackendCacheArtifact[Callable[..., Any]]):
 
     def after_deserialization(self) -> Callable[..., Any]:
         """The step."""
-        from overlapc.backend import kept_step  # which imports this only where it is used
-
         _pass_over_names(self.content.ids)
         step = kept_step(self.content.key, self.content.config)
         if step is None:
@@ -106,8 +105,6 @@ def record(gm: GraphModule, kept: Kept) -> None:
 
 
 def _unpickled(key: str, kept: Kept) -> StepArtifact:
-    from overlapc.backend import environment_of
-
     if environment_of(kept.config, kept.devices) != kept.environment:
         raise StepIsGone("the step was made by another version, or for another machine or state of torch")
     for each in kept.names:

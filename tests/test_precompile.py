@@ -15,15 +15,15 @@ import torch
 from torch._dynamo.precompile_context import PrecompileContext
 from torch._dynamo.utils import counters
 
-from overlapc.backend import environment_of
+from overlapc.binding import environment_of
 from overlapc.config import Config
-from overlapc.warm.precompile import Kept, StepArtifact, StepIsGone
-from tests.warm import precompiled
+from overlapc.precompile import Kept, StepArtifact, StepIsGone
+from tests import precompiled
 
 PROGRAM = """
 import json, os, sys
 import torch
-from tests.warm import precompiled
+from tests import precompiled
 
 torch.manual_seed(0)
 model = precompiled.Model(float(os.environ.get("SCALE", "1")))
@@ -55,7 +55,7 @@ def run(folder: Path, **environment: str) -> dict[str, float]:
         "OVERLAPC_WARM_START": "1",
         **environment,
     }
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=given, cwd=root, capture_output=True, text=True, timeout=240
     )
