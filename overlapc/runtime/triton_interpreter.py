@@ -1,8 +1,8 @@
 """Generated Triton kernels through Triton's interpreter, on CPU tensors: slow, and needs no GPU.
 
-The interpreter lacks libdevice, rounds bfloat16 wrongly, multiplies its bit patterns, and runs custom reductions
-element by element; for these torch's CPU functions stand in. All else, the prelude's compositions included, is the
-source that runs on a GPU.
+The interpreter lacks libdevice, rounds bfloat16 wrongly, multiplies its bit patterns, and runs custom reductions and
+scans element by element; for these torch's and NumPy's functions stand in. All else, the prelude's compositions
+included, is the source that runs on a GPU.
 """
 
 from __future__ import annotations
@@ -80,6 +80,10 @@ def _prelude() -> ModuleType:
         "reduce_prod": _reduction(lambda data: data.prod(1, keepdims=True, dtype=data.dtype)),
         "reduce_max": _reduction(lambda data: data.max(1, keepdims=True)),
         "reduce_min": _reduction(lambda data: data.min(1, keepdims=True)),
+        "scan_sum": _reduction(lambda data: data.cumsum(1, dtype=data.dtype)),
+        "scan_prod": _reduction(lambda data: data.cumprod(1, dtype=data.dtype)),
+        "scan_max": _reduction(lambda data: np.maximum.accumulate(data, 1)),
+        "scan_min": _reduction(lambda data: np.minimum.accumulate(data, 1)),
     }
     vars(module).update(replacements)
     return module

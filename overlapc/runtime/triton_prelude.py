@@ -124,6 +124,39 @@ def later_smallest(a, i, b, j):
 
 
 @triton.jit
+def _last_largest(a, i, b, j):
+    b_wins = (b > a) | ((b != b) & (a == a))
+    same = (a == b) | ((a != a) & (b != b))
+    keep = b_wins | (same & (j > i))
+    return tl.where(keep, b, a), tl.where(keep, j, i)
+
+
+@triton.jit
+def _last_smallest(a, i, b, j):
+    b_wins = (b < a) | ((b != b) & (a == a))
+    same = (a == b) | ((a != a) & (b != b))
+    keep = b_wins | (same & (j > i))
+    return tl.where(keep, b, a), tl.where(keep, j, i)
+
+
+@triton.jit
+def reduce_last_argmax(v, i):
+    """(largest, its position): the last on ties, a NaN before all numbers."""
+    return tl.reduce((v, i), 1, _last_largest, keep_dims=True)
+
+
+@triton.jit
+def reduce_last_argmin(v, i):
+    """(smallest, its position): the last on ties, a NaN before all numbers."""
+    return tl.reduce((v, i), 1, _last_smallest, keep_dims=True)
+
+
+@triton.jit
+def reduce_logsumexp(v):
+    return tl.reduce(v, 1, log_add_exp, keep_dims=True)
+
+
+@triton.jit
 def scan_sum(v):
     return tl.associative_scan(v, 1, add)
 

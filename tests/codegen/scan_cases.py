@@ -130,6 +130,16 @@ def scan_of_a_scan(rows: int, outer: int, inner: int) -> Case:
     return Case("scan_of_a_scan", body, tensors, expected)
 
 
+def scan_in_place(rows: int, width: int) -> Case:
+    """The scan of a row takes the row's place, and is scanned again."""
+    x = Load("x", width * p0 + r0, f32)
+    once = Scan("sum", x, f32, r0)
+    stores = (Store("x", width * p0 + r0, once, f32), Store("y", width * p0 + r0, Scan("sum", once, f32, r0), f32))
+    body = Body((loop(p0, rows),), (loop(r0, width),), stores)
+    tensors = {"x": noise(rows, width), "y": torch.zeros(rows, width)}
+    return Case("scan_in_place", body, tensors, lambda t: {"x": t["x"].cumsum(1), "y": t["x"].cumsum(1).cumsum(1)})
+
+
 def symbolic_scan(rows: int, width: int) -> Case:
     """The length of the scan is known at launch only."""
     x = Load("x", s0 * p0 + r0, f32)
@@ -146,6 +156,7 @@ def large_scan_cases() -> list[Case]:
         scan_of_columns(3000, 200),
         nucleus(64, 32_000),
         scan_of_a_scan(30, 40, 50),
+        scan_in_place(3, 200_000),
         symbolic_scan(30, 100_000),
     ]
 
@@ -157,5 +168,6 @@ def scan_cases() -> list[Case]:
         scan_of_columns(40, 20),
         nucleus(5, 37),
         scan_of_a_scan(3, 4, 5),
+        scan_in_place(3, 100),
         symbolic_scan(3, 37),
     ]

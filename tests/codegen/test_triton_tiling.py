@@ -9,7 +9,7 @@ import torch
 
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.tiling import MULTIPROCESSORS, choose
-from overlapc.ir.body import Body, Load, Reduce, Store, op
+from overlapc.ir.body import Body, Load, Reduce, Scan, Store, op
 from overlapc.runtime.triton_binary import compile_source
 from tests.codegen.cpp_kernels import loop, p0, r0
 from tests.codegen.triton_cases import elements_and_columns, norm_gradients, softmax
@@ -70,6 +70,13 @@ def test_one_row_by_itself_gets_more_threads_than_one_of_many() -> None:
     few, many = (choose(body, {}) for body in bodies)
     assert few.rblock == many.rblock == 4096
     assert few.num_warps == 2 * many.num_warps
+
+
+@pytest.mark.parametrize(("rows", "length", "splits"), [(1, 2**20, 128), (8, 2**17, 16), (2048, 2**17, 1)])
+def test_few_long_rows_are_scanned_by_many_programs_and_many_rows_by_one_each(rows: int, length: int, splits: int):
+    at = length * p0 + r0
+    scan = Scan("sum", Load("x", at, F32), F32, r0)
+    assert choose(Body((loop(p0, rows),), (loop(r0, length),), (Store("y", at, scan, F32),)), {}).splits == splits
 
 
 def test_numbers_of_a_row_take_no_room_ahead() -> None:

@@ -128,8 +128,7 @@ def variants(body: Body) -> list[tuple[str, Tiling | None]]:
     forms.append(("looped", Tiling("looped", xblock=2, rblock=16, **shared)))
     if any(isinstance(value, Reduce) and value.kind == "max" for value in body.values()):
         forms.append(("lanes", Tiling("looped", xblock=2, rblock=256, num_stages=2, **shared)))
-    if not body.scans():
-        forms.append(("split", Tiling("split", xblock=2, rblock=8, splits=4, **shared)))
+    forms.append(("split", Tiling("split", xblock=2, rblock=8, splits=4, **shared)))
     return forms
 
 

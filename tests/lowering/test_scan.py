@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from tests.codegen.interpreted import triton_on_cpu
 from tests.lowering.compare import compiled, same
 
 NUMBERS = torch.tensor([[0.5, -1.0, -1.0, math.nan, 2.0, math.nan], [math.inf, 3.0, math.inf, -math.inf, 0.0, 1.0]])
@@ -92,3 +94,19 @@ def test_gradients():
         (expected,) = torch.autograd.grad((function(x) * weight).sum(), x)
         (found,) = torch.autograd.grad((compiled(function)(x) * weight).sum(), x)
         torch.testing.assert_close(found, expected)
+
+
+def test_a_long_row_among_several_programs_on_a_gpu(tmp_path: Path):
+    """Three kernels in Triton, for one row: its softmax, then the scan of what that gives, in pieces."""
+
+    def top_p(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mass = logits.softmax(-1).cumsum(-1)
+        return mass, torch.where(mass < 0.9, logits, -torch.inf)
+
+    x = torch.randn(1, 40_000).mul(3).sort(descending=True).values
+    with triton_on_cpu():
+        mass, kept = compiled(top_p, cache_dir=str(tmp_path), profile="cpu-gloo")(x)
+    torch.testing.assert_close(mass, x.double().softmax(-1).cumsum(-1).float())
+    assert torch.equal(kept, torch.where(mass < 0.9, x, -torch.inf))
+    (source,) = [text for path in tmp_path.rglob("*.py") if "ops.scan_sum" in (text := path.read_text())]
+    assert "# split: " in source

@@ -1,15 +1,18 @@
 """How a kernel accumulates its reductions: tile by tile, lane-wise, then once over the lanes; and how it scans.
 
-An accumulation has one or two states. `update` folds a tile into lane states `[x, r]`; `reduced` turns these into
-`[x, 1]`. Reduced states of several programs, side by side, are what `combined` takes: that is all a split needs.
+An accumulation has one or two states and writes statements over them. `update` folds a tile into lane states
+`[x, r]`; `reduced` turns these into `[x, 1]`. Reduced states of several programs, side by side, are what `combined`
+takes: that is all a split needs.
 
-A scan combines the elements of a tile along r, and what an earlier tile left in its carries `[x, 1]` with all of them.
+A scan combines the elements of a tile along r, and what an earlier tile left in its states `[x, 1]` with all of them.
+Where r is divided among programs it is an accumulation as well: what the programs before this one have accumulated is
+where this one's scan begins.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +20,6 @@ import torch
 from overlapc.codegen.triton.expressions import COMPUTE, neutral
 from overlapc.ir.body import Op, Reduce, Scan, Value, as_number, topological
 
-NEXT = "next"  # of several states, the new ones are next0, next1, …, in this order
 _PRELUDE_NAME = {"any": "max", "all": "min"}
 
 
@@ -39,16 +41,20 @@ class Plain:
     states: tuple[State, ...]
 
     @property
-    def provides(self) -> tuple[Reduce, ...]:
+    def arg(self) -> Value:
+        return self.reduce.arg
+
+    @property
+    def provides(self) -> tuple[Value, ...]:
         return (self.reduce,)
 
-    def update(self, states: Sequence[str], value: str, position: str) -> list[str]:
-        """New states, given the current ones; behind the end, `value` is the first state's neutral."""
+    def update(self, states: Sequence[str], targets: Sequence[str], value: str, position: str) -> list[str]:
+        """New states in `targets`, given the current ones; behind the end, `value` is the first state's neutral."""
         (state,) = states
         kind = self.reduce.kind
         if kind in ("sum", "prod"):
-            return [f"{state} {'+' if kind == 'sum' else '*'} {value}"]
-        return [f"ops.{'maximum' if kind in ('max', 'any') else 'minimum'}({state}, {value})"]
+            return [f"{targets[0]} = {state} {'+' if kind == 'sum' else '*'} {value}"]
+        return [f"{targets[0]} = ops.{'maximum' if kind in ('max', 'any') else 'minimum'}({state}, {value})"]
 
     def start(self, value: str, position: str) -> list[str]:
         """States after the first tile."""
@@ -74,20 +80,27 @@ class Position:
     states: tuple[State, ...]
 
     @property
-    def provides(self) -> tuple[Reduce, ...]:
+    def arg(self) -> Value:
+        return self.reduce.arg
+
+    @property
+    def provides(self) -> tuple[Value, ...]:
         return (self.reduce,)
 
     def start(self, value: str, position: str) -> list[str]:
         return [value, position]
 
-    def update(self, states: Sequence[str], value: str, position: str) -> list[str]:
+    def update(self, states: Sequence[str], targets: Sequence[str], value: str, position: str) -> list[str]:
         best, at = states
         wins = f"{value} {'>' if self.reduce.kind == 'argmax' else '<'} {best}"
         # Positions grow from tile to tile, so a tie keeps the earlier one. What never wins is neutral, and at 0: that
         # is the answer for a row in which nothing wins.
         if self.states[0].dtype.is_floating_point:
             wins = f"(({wins}) | ({value} != {value})) & ({best} == {best})"
-        return [f"tl.where({wins}, {value}, {best})", f"tl.where({wins}, {position}, {at})"]
+        return [
+            f"{targets[0]} = tl.where({wins}, {value}, {best})",
+            f"{targets[1]} = tl.where({wins}, {position}, {at})",
+        ]
 
     def reduced(self, states: Sequence[str], targets: Sequence[str]) -> list[str]:
         return [f"{targets[0]}, {targets[1]} = ops.reduce_{self.reduce.kind}({states[0]}, {states[1]})"]
@@ -112,20 +125,19 @@ class Online:
     guarded: bool = False  # an infinite maximum counts as 0 in the sum
 
     @property
-    def reduce(self) -> Reduce:
-        """The reduction whose argument is accumulated."""
-        return self.peak
+    def arg(self) -> Value:
+        return self.peak.arg
 
     @property
-    def provides(self) -> tuple[Reduce, ...]:
+    def provides(self) -> tuple[Value, ...]:
         return (self.peak, self.total)
 
-    def update(self, states: Sequence[str], value: str, position: str) -> list[str]:
+    def update(self, states: Sequence[str], targets: Sequence[str], value: str, position: str) -> list[str]:
         peak, total = states
         width = self.states[0].width
         return [
-            f"ops.online_peak({peak}, {value}, {width})",
-            f"ops.online_total({peak}, {NEXT}0, {total}, {value}, {width})",
+            f"{targets[0]} = ops.online_peak({peak}, {value}, {width})",
+            f"{targets[1]} = ops.online_total({peak}, {targets[0]}, {total}, {value}, {width})",
         ]
 
     def reduced(self, states: Sequence[str], targets: Sequence[str]) -> list[str]:
@@ -142,16 +154,82 @@ class Online:
         return [reduced[0], f"ops.{finish}({reduced[0]}, {reduced[1]})"]
 
 
-Accumulation = Plain | Position | Online
+# The prelude's functions by kind of scan: of two elements, and of all elements along r, which gives what the scan
+# would have at the end.
+_COMBINE = {
+    "sum": "add", "prod": "multiply", "logsumexp": "log_add_exp", "max": "maximum", "min": "minimum",
+    "argmax": "later_largest", "argmin": "later_smallest",
+}  # fmt: skip
+_AT_THE_END = {kind: f"reduce_{kind}" for kind in _COMBINE} | {
+    "argmax": "reduce_last_argmax", "argmin": "reduce_last_argmin",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Scanning:
+    """A scan in a kernel. Its states, one of them or the extreme and its position, are its value so far.
+
+    As an accumulation, where r is divided among programs, it is the scan's value at the end of a program's share.
+    """
+
+    scan: Scan
+    states: tuple[State, ...]
+
+    @property
+    def arg(self) -> Value:
+        return self.scan.arg
+
+    @property
+    def provides(self) -> tuple[Value, ...]:
+        return (self.scan,)
+
+    def tile(self, elements: Sequence[str]) -> str:
+        """The scan of one tile by itself: an expression that yields as many values as there are states."""
+        return f"ops.scan_{self.scan.kind}({', '.join(elements)})"
+
+    def joined(self, scanned: Sequence[str]) -> str:
+        """What `tile` yielded, with all earlier tiles before it."""
+        return f"ops.{_COMBINE[self.scan.kind]}({', '.join([*(state.name for state in self.states), *scanned])})"
+
+    def update(self, states: Sequence[str], targets: Sequence[str], value: str, position: str) -> list[str]:
+        elements = [value, position][: len(states)]
+        return [f"{', '.join(targets)} = ops.{_COMBINE[self.scan.kind]}({', '.join([*states, *elements])})"]
+
+    def reduced(self, states: Sequence[str], targets: Sequence[str]) -> list[str]:
+        return [f"{', '.join(targets)} = ops.{_AT_THE_END[self.scan.kind]}({', '.join(states)})"]
+
+    combined = reduced
+
+
+def scanning(scan: Scan, number: int, position_dtype: torch.dtype) -> Scanning:
+    """How `scan`, the kernel's number `number`, runs."""
+    kind, dtype = scan.kind, scan.arg.dtype
+    if dtype is torch.bool:
+        dtype = torch.int32
+    start = neutral({"logsumexp": "max"}.get(kind, kind), dtype)
+    states: tuple[State, ...] = (State(f"scan{number}", dtype, start),)
+    if kind in ("argmax", "argmin"):
+        states += (State(f"scan_at{number}", position_dtype, "0"),)
+    return Scanning(scan, states)
+
+
+Reduction = Plain | Position | Online
+Accumulation = Reduction | Scanning
 
 
 def accumulations(
-    roots: Sequence[Value], online: bool, position_dtype: torch.dtype, width: int = 1
+    roots: Sequence[Value],
+    online: bool,
+    position_dtype: torch.dtype,
+    width: int = 1,
+    scans: Mapping[Scan, Scanning] | None = None,
 ) -> list[list[Accumulation]]:
     """The reductions under `roots` by depth: those of entry d need only results of entries before d.
 
     With `online`, a maximum and the sum of exponentials relative to it become one accumulation, in lanes of `width`.
+    `scans` are those that must be accumulated before what they give is known.
     """
+    scans = scans or {}
     values = topological(roots)
     reduces = [value for value in values if isinstance(value, Reduce)]
     partner = _online_partners(reduces) if online else {}
@@ -159,15 +237,19 @@ def accumulations(
     levels: list[list[Accumulation]] = []
     joined = {total: peak for peak, total in partner.items()}
     for value in values:
-        if not isinstance(value, Reduce):
+        if not isinstance(value, Reduce) and value not in scans:
             depth[value] = max((depth[operand] for operand in value.operands()), default=0)
             continue
         if value in joined:
             depth[value] = depth[joined[value]]
             continue
+        assert isinstance(value, Reduce | Scan)
         depth[value] = depth[value.arg] + 1
         while len(levels) < depth[value]:
             levels.append([])
+        if isinstance(value, Scan):
+            levels[depth[value] - 1].append(scans[value])
+            continue
         number = sum(len(level) for level in levels)
         levels[depth[value] - 1].append(_accumulation(value, partner.get(value), number, position_dtype, width))
     return levels
@@ -205,7 +287,7 @@ def _unguarded(value: Value) -> Value | None:
 
 def _accumulation(
     value: Reduce, total: Reduce | None, number: int, position_dtype: torch.dtype, width: int
-) -> Accumulation:
+) -> Reduction:
     if total is not None:
         peak = State(f"peak{number}", value.dtype, neutral("max", value.dtype), width)
         exp = total.arg
@@ -228,39 +310,3 @@ def _accumulation(
     if value.dtype is not torch.bool:
         start = neutral(value.kind, dtype)
     return Plain(value, (State(f"{value.kind}{number}", dtype, start),))
-
-
-# The prelude's function of two elements that a scan applies along r.
-_COMBINE = {
-    "sum": "add", "prod": "multiply", "logsumexp": "log_add_exp", "max": "maximum", "min": "minimum",
-    "argmax": "later_largest", "argmin": "later_smallest",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Scanning:
-    """A scan in a kernel: its carries, one of them or the extreme and its position."""
-
-    scan: Scan
-    carries: tuple[State, ...]
-
-    def tile(self, elements: Sequence[str]) -> str:
-        """The scan of one tile by itself: an expression that yields as many values as there are carries."""
-        return f"ops.scan_{self.scan.kind}({', '.join(elements)})"
-
-    def joined(self, scanned: Sequence[str]) -> str:
-        """What `tile` yielded, with all earlier tiles before it."""
-        carries = [state.name for state in self.carries]
-        return f"ops.{_COMBINE[self.scan.kind]}({', '.join([*carries, *scanned])})"
-
-
-def scanning(scan: Scan, number: int, position_dtype: torch.dtype) -> Scanning:
-    """How `scan`, the kernel's number `number`, runs."""
-    kind, dtype = scan.kind, scan.arg.dtype
-    if dtype is torch.bool:
-        dtype = torch.int32
-    start = neutral({"logsumexp": "max"}.get(kind, kind), dtype)
-    carries: tuple[State, ...] = (State(f"carry{number}", dtype, start),)
-    if kind in ("argmax", "argmin"):
-        carries += (State(f"carry_at{number}", position_dtype, "0"),)
-    return Scanning(scan, carries)

@@ -90,7 +90,7 @@ def _reduction(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) ->
     if chosen.form == "split":
         yield from (chosen.with_splits(splits) for splits in (2 * chosen.splits, chosen.splits // 2) if splits >= 2)
         yield _form(chosen, "looped", chosen.rblock, chosen.num_warps)
-    elif not body.scans() and rows < 4 * MULTIPROCESSORS and length >= 4 * chosen.rblock:
+    elif rows < 4 * MULTIPROCESSORS and length >= 4 * chosen.rblock:
         yield from (replace(chosen, form="split", splits=splits) for splits in (2, 4))
 
 

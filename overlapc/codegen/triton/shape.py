@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 import sympy
 import torch
 
-from overlapc.codegen.triton.accumulate import accumulations, scanning
+from overlapc.codegen.triton.accumulate import Accumulation, accumulations, scanning
 from overlapc.codegen.triton.expressions import IndexPrinter
 from overlapc.codegen.triton.precision import coarse_values
 from overlapc.codegen.triton.rotations import joined_halves
 from overlapc.codegen.triton.tiling import Tiling
-from overlapc.ir.body import Body, Load, Op, Reduce, Scan, Store, Value, depends_on, topological
+from overlapc.ir.body import Body, Load, Op, Scan, Store, Value, depends_on, topological
 from overlapc.ir.facts import unseen_where_masked
 from overlapc.ir.indexing import bounds, exact_quotient, numel
 
@@ -64,10 +64,13 @@ class KernelShape:
         roots = [value for store in body.stores for value in store.operands()]
         online = tiling.form in ("looped", "split")
         self.lane_width = self._lane_width()
-        self.levels = [] if tiling.form == "dot" else accumulations(roots, online, position, self.lane_width)
         scans = [value for value in body.values() if isinstance(value, Scan)]
-        assert not (scans and tiling.form == "split"), "a scan cannot be split among programs"
         self.scans = {scan: scanning(scan, number, position) for number, scan in enumerate(scans)}
+        self.splits_scans = bool(scans) and tiling.form == "split"
+        self.levels: list[list[Accumulation]] = []
+        if tiling.form != "dot":
+            ahead = self.scans if self.splits_scans else None
+            self.levels = accumulations(roots, online, position, self.lane_width, ahead)
 
     def _lane_width(self) -> int:
         """Neighbours along r that a thread holds: what it loads in 16 bytes, where tiles run along r in memory."""
@@ -169,8 +172,7 @@ class KernelShape:
             for accumulation in level
             for value in accumulation.provides
         }
-        needed = (value for value in topological(store.operands()) if isinstance(value, Reduce))
-        return max((provided[value] for value in needed), default=0)
+        return max((provided.get(value, 0) for value in topological(store.operands())), default=0)
 
     def describe(self) -> str:
         parts = [f"{axis} {self.numel[axis]} by {self.block[axis]}" for axis in self.tile_axes]

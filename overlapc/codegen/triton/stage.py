@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from overlapc.codegen.triton.accumulate import NEXT, Accumulation, Online, Position
+from overlapc.codegen.triton.accumulate import Accumulation, Online, Reduction, Scanning
 from overlapc.codegen.triton.axes import Scope
 from overlapc.codegen.triton.expressions import COMPUTE
 from overlapc.codegen.triton.shape import term
@@ -44,11 +44,17 @@ class StageWriter(ValueWriter):
 
     def early(self, inner: Sequence[Store], depth: int) -> list[Store]:
         """Stores that the pass of the reductions at `depth` can make: nothing later holds them back."""
+        if self.kernel.splits_scans:
+            return list(inner) if depth + 1 == len(self.kernel.levels) and not self.late(inner) else []
         return [store for store in inner if self.kernel.level_of(store) == depth < len(self.kernel.levels)]
 
     def late(self, inner: Sequence[Store]) -> list[Store]:
-        """Stores that wait for every reduction; only these may overwrite what the passes read."""
-        return [store for store in inner if self.kernel.level_of(store) == len(self.kernel.levels)]
+        """Stores that wait for every reduction; only these may overwrite what the passes read.
+
+        Of scans that are split, all: a store may go where they read, and they read once more than `ir.hazards` counts.
+        """
+        late = [store for store in inner if self.kernel.level_of(store) == len(self.kernel.levels)]
+        return list(inner) if late and self.kernel.splits_scans else late
 
     def over_rows(self, inner: Sequence[Store], outer: Sequence[Store]) -> list[str]:
         """One program's share of the rows, a few whole rows at a time, and its totals of their columns to scratch."""
@@ -129,6 +135,7 @@ class StageWriter(ValueWriter):
         self.program_axes(split=True)
         for level in kernel.levels[:depth]:
             self.combine(level)
+            self.combine_before(level)
         first, last = self.share()
         level = kernel.levels[depth]
         inner, _ = kernel.divided_stores()
@@ -147,6 +154,8 @@ class StageWriter(ValueWriter):
         self.program_axes(split=inner)
         for level in self.kernel.levels:
             self.combine(level)
+            if inner:
+                self.combine_before(level)
         if inner:
             first, last = self.share()
             self.loop_over_r(stores, first, last)
@@ -158,21 +167,21 @@ class StageWriter(ValueWriter):
 
     def reduce_tile(self, level: Sequence[Accumulation]) -> None:
         """All of r is in this tile: reduce it at once."""
-        self.compute(self.top, self.names, [accumulation.reduce.arg for accumulation in level])
+        self.compute(self.top, self.names, [accumulation.arg for accumulation in level])
         for accumulation in level:
-            assert not isinstance(accumulation, Online)
+            assert not isinstance(accumulation, Online | Scanning)
             value = self.lanes(self.top, self.names, accumulation)
             if "r" in self.masks:
                 value = f"tl.where({self.masks['r']}, {value}, {accumulation.states[0].neutral})"
             names = [state.name for state in accumulation.states]
-            lanes = accumulation.start(value, self.position_of(accumulation))
+            lanes = accumulation.start(value, self.position())
             for line in accumulation.reduced(lanes, names):
                 self.top(line)
             self.define(accumulation, names)
 
     def reduce_loop(self, level: Sequence[Accumulation], first: str, last: str, stores: Sequence[Store] = ()) -> None:
         """Accumulates a depth's reductions lane by lane over tiles of r, and makes `stores` on the way."""
-        roots = [accumulation.reduce.arg for accumulation in level]
+        roots = [accumulation.arg for accumulation in level]
         roots += [value for store in stores for value in store.operands()]
         self.compute_outer(roots)
         for accumulation in level:
@@ -189,18 +198,18 @@ class StageWriter(ValueWriter):
                 masked = self.fresh()
                 with_r(f"{masked} = tl.where({self.masks['r']}, {value}, {accumulation.states[0].neutral})")
                 value = masked
-            new = accumulation.update(states, value, self.position_of(accumulation))
-            if len(states) > 1:  # each new state is computed from all old ones
-                for at, text in enumerate(new):
-                    with_r(f"{NEXT}{at} = {text}")
-                new = [f"{NEXT}{at}" for at in range(len(new))]
-            for old, text in zip(states, new, strict=True):
-                with_r(f"{old} = {text}")
+            # Each of several new states is computed from all old ones.
+            new = states if len(states) == 1 else [f"next{at}" for at in range(len(states))]
+            for line in accumulation.update(states, new, value, self.position()):
+                with_r(line)
+            if new != states:
+                with_r(f"{', '.join(states)} = {', '.join(new)}")
         self.write(with_r, names, stores, ("x", "r"))
         self.close_axis("r")
 
     def finish_level(self, level: Sequence[Accumulation]) -> None:
         for accumulation in level:
+            assert not isinstance(accumulation, Scanning)
             names = [state.name for state in accumulation.states]
             targets = [f"{name}_all" for name in names]
             for line in accumulation.reduced(names, targets):
@@ -210,15 +219,32 @@ class StageWriter(ValueWriter):
     def combine(self, level: Sequence[Accumulation]) -> None:
         """Results of an earlier stage: every program reduces the parts of its rows, in the same order."""
         for accumulation in level:
-            parts, targets = [], []
-            for state in accumulation.states:
-                parts.append(f"{state.name}_lanes")
-                targets.append(f"{state.name}_all")
-                where = self.part(state.name, "tl.arange(0, SPLITS)[None, :]")
-                self.top(f"{parts[-1]} = tl.load({where}{self.mask_argument(('x',))})")
-            for line in accumulation.combined(parts, targets):
+            if isinstance(accumulation, Scanning):
+                continue
+            targets = [f"{state.name}_all" for state in accumulation.states]
+            for line in accumulation.combined(self.parts(accumulation), targets):
                 self.top(line)
             self.define(accumulation, targets)
+
+    def combine_before(self, level: Sequence[Accumulation]) -> None:
+        """The states of an earlier stage's scans at the beginning of this program's share."""
+        for accumulation in level:
+            if not isinstance(accumulation, Scanning):
+                continue
+            parts = self.parts(accumulation)
+            for state, part in zip(accumulation.states, parts, strict=True):
+                self.top(f"{part} = tl.where(tl.arange(0, SPLITS)[None, :] < split, {part}, {state.neutral})")
+            for line in accumulation.combined(parts, [f"{state.name}_before" for state in accumulation.states]):
+                self.top(line)
+
+    def parts(self, accumulation: Accumulation) -> list[str]:
+        """The states that all programs of a row have left, side by side."""
+        names = []
+        for state in accumulation.states:
+            names.append(f"{state.name}_lanes")
+            where = self.part(state.name, "tl.arange(0, SPLITS)[None, :]")
+            self.top(f"{names[-1]} = tl.load({where}{self.mask_argument(('x',))})")
+        return names
 
     def part(self, name: str, split: str) -> str:
         """Pointer to the part of `split`: parts of neighbouring rows are neighbours."""
@@ -226,7 +252,7 @@ class StageWriter(ValueWriter):
         row = self.kernel.index_name["x"] if self.kernel.axes["x"] else "tl.full([XBLOCK, 1], 0, tl.int32)"
         return f"{name}_parts + ({row} + {split} * {size})"
 
-    def define(self, accumulation: Accumulation, reduced: Sequence[str]) -> None:
+    def define(self, accumulation: Reduction, reduced: Sequence[str]) -> None:
         for value, text in zip(accumulation.provides, accumulation.results(reduced), strict=True):
             if not text.isidentifier():
                 name = self.fresh()
@@ -237,16 +263,15 @@ class StageWriter(ValueWriter):
 
     def lanes(self, emit: Scope, names: Mapping[Value, str], accumulation: Accumulation) -> str:
         """The argument of a reduction as a full tile of the state's dtype."""
-        return self.tile(emit, names, accumulation.reduce.arg, accumulation.states[0].dtype)
-
-    def position_of(self, accumulation: Accumulation) -> str:
-        return self.position() if isinstance(accumulation, Position) else ""
+        return self.tile(emit, names, accumulation.arg, accumulation.states[0].dtype)
 
     def open_scanning_loop(self, first: str, last: str, roots: Sequence[Value]) -> Scope:
         """The loop over tiles of r in which `roots` are computed, after what their scans carry from tile to tile."""
+        kernel = self.kernel
         for value in self.needed(roots, self.names):
-            for carry in self.kernel.scans[value].carries if isinstance(value, Scan) else ():
-                self.top(f"{carry.name} = tl.full({self.kernel.shape('x')}, {carry.neutral}, {COMPUTE[carry.dtype]})")
+            for state in kernel.scans[value].states if isinstance(value, Scan) else ():
+                start = f"tl.full({kernel.shape('x')}, {state.neutral}, {COMPUTE[state.dtype]})"
+                self.top(f"{state.name} = {f'{state.name}_before' if kernel.splits_scans else start}")
         return self.open_loop(first, last)
 
     def loop_over_r(self, stores: Sequence[Store], first: str, last: str) -> None:

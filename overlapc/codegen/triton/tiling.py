@@ -9,7 +9,7 @@ Forms of a kernel:
     persistent  reduction whose row fits a tile [x, r]: everything is read once
     looped      reduction in tiles [x, r] over r, one pass a reduction depth
     dot         matrix product in tiles [y, x], over r; y and x are the loops that only one factor varies with
-    split       looped, with r divided among programs: too few rows to fill the device, and nothing to scan
+    split       looped, with r divided among programs: too few rows to fill the device
     totals      persistent, with the rows divided among programs that each total the columns of theirs
 
 Sizes that are symbols enter with their hints; any size stays correct, hints only choose speed.
@@ -237,8 +237,9 @@ def _reduction(
         # Many programs have enough loads in flight: fewer threads to a row wait less for each other.
         num_warps = tile // 128 if many_steps else _clamp(1, tile // 1024, 8 if tile <= 16384 else 16)
     splits = 1
-    if not fits and not scans and programs < 2 * MULTIPROCESSORS:
-        wanted = min((8 if columns else 4) * MULTIPROCESSORS // programs, length // (4 * rblock), 512)
+    if not fits and programs < 2 * MULTIPROCESSORS:
+        least = (2 if scans else 4) * rblock  # elements a program; tiles of a scan wait for each other
+        wanted = min((8 if columns else 4) * MULTIPROCESSORS // programs, length // least, 512)
         splits = 1 << max(0, wanted.bit_length() - 1) if wanted >= 2 else 1
     form = "persistent" if fits else "split" if splits > 1 else "looped"
     if form == "looped" and not columns and passes > 1 and length >= _LONG_ROW:

@@ -95,17 +95,17 @@ class ValueWriter(AxisWriter):
 
     def scanned(self, emit: Scope, names: Mapping[Value, str], scanning: Scanning) -> str:
         """Statements for a scan over this tile, after the tiles before it; the name of the result."""
-        scan, carries = scanning.scan, scanning.carries
-        elements = [self.tile(emit, names, scan.arg, carries[0].dtype)]
-        if len(carries) > 1:
+        scan, states = scanning.scan, scanning.states
+        elements = [self.tile(emit, names, scan.arg, states[0].dtype)]
+        if len(states) > 1:
             elements.append(self.position())
-        results = [self.fresh() for _ in carries]
+        results = [self.fresh() for _ in states]
         emit(f"{', '.join(results)} = {scanning.tile(elements)}")
-        if self.kernel.tiling.form == "looped":
+        if self.kernel.tiling.form != "persistent":
             emit(f"{', '.join(results)} = {scanning.joined(results)}")
-            for carry, result in zip(carries, results, strict=True):
-                emit(f"{carry.name} = ops.last({result})")
-        result, computed = results[-1], carries[-1].dtype
+            for state, result in zip(states, results, strict=True):
+                emit(f"{state.name} = ops.last({result})")
+        result, computed = results[-1], states[-1].dtype
         if computed is scan.dtype:
             return result
         name = self.fresh()
