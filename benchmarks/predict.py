@@ -49,10 +49,11 @@ from overlapc.report.trace_reading import read_trace
 from overlapc.schedule.model import Comm, Kind, Node
 
 MIB = 2**20
-_STEPS = 8  # that are timed, and that count under the profiler
+_STEPS = 8  # that count under the profiler, and of which the host's time is taken
+_TIMED_S = 2.0  # of steps that are timed
 _SETTLE_S = 2.0  # an H200's power limit takes hold after 0.05 to 0.1 s, and its clock swings for about a second
 _PROFILED_SETTLE_S = 0.5  # right behind the timed steps
-_MOST_SETTLING = 150  # steps
+_MOST_STEPS = 150  # that are timed, or run before
 _STUCK_S = 90.0  # a rank that takes longer for one case prints where it stands, and ends
 
 
@@ -206,30 +207,36 @@ def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[di
     run = torch.compile(model, backend="overlapc", fullgraph=True, options=options)
     began = time.monotonic()
 
-    def once() -> None:
-        run(tokens, tokens).backward()
+    def backward(loss: Tensor) -> None:
+        loss.backward()
         model.zero_grad(set_to_none=True)
+
+    def once() -> None:
+        backward(run(tokens, tokens))
 
     once()
     compile_s = time.monotonic() - began
-    graphs = record.report_of_process().steps[0].graphs
+    said = record.report_of_process().steps[0]
     held = at_peak(once) if args.out and cuda else ""
-    host_s, step_s = seconds_of(once, device)
+    step_s = seconds_of(once, device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    times = list(timed(once, device, settling(_SETTLE_S, step_s, device)))
+    times = list(
+        timed(once, device, steps_in(_SETTLE_S, step_s, device), max(_STEPS, steps_in(_TIMED_S, step_s, device)))
+    )
     peak_bytes = torch.cuda.max_memory_allocated() - before_bytes if cuda else 0
+    host_ms = host_times_ms(lambda: run(tokens, tokens), backward, device)
     trace = args.out / "trace.json" if args.out and dist.get_rank() == 0 else None
     with overlapc.report.measure(trace, last=_STEPS) as measured:
-        profiled_times = list(timed(once, device, settling(_PROFILED_SETTLE_S, step_s, device)))
+        profiled_times = list(timed(once, device, steps_in(_PROFILED_SETTLE_S, step_s, device), _STEPS))
     assert measured.report is not None
     (seen,) = measured.report.steps
     if args.out:
         keep_rank(args.out, case, seen, {"timed ms": times, "profiled ms": profiled_times})
     if trace is not None:
         keep(case, measured.report, trace, held)
-    predicted_ms = sum(graph.after.step_ns for graph in graphs) / 1e6
-    predicted_peak = max(peaks(graphs).values())
+    predicted_ms = said.step_ns / 1e6
+    predicted_peak = max(peaks(said.graphs).values())
     step_ms = statistics.median(times)
     result: dict[str, Any] = {
         "case": case.name,
@@ -239,7 +246,8 @@ def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[di
         "measured_ms": step_ms,
         "ratio": step_ms / predicted_ms,
         "profiled_ms": statistics.median(profiled_times),
-        "host_ms": host_s * 1e3,
+        "host said ms": [None if graph.host_ns is None else round(graph.host_ns / 1e6, 2) for graph in said.graphs],
+        "host ms": host_ms,
         "predicted_gib": predicted_peak / 2**30,
         "measured_gib": peak_bytes / 2**30,
         "memory_ratio": peak_bytes / predicted_peak,
@@ -259,28 +267,43 @@ def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[di
     return result, [totals_text(seen), *(graph_text(graph) for graph in seen.graphs if graph.measured)]
 
 
-def seconds_of(once: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """The host's time for one step, and that until the device is done, on the slowest rank.
-
-    On a CPU both are the same.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def seconds_of(once: Callable[[], None], device: torch.device) -> float:
+    """The time of one step until the device is done, on the slowest rank."""
+    synchronize(device)
     dist.barrier()
     began = time.perf_counter()
     once()
-    host_s = time.perf_counter() - began
+    synchronize(device)
+    return agreed_seconds(time.perf_counter() - began, device)
+
+
+def host_times_ms(
+    forward: Callable[[], Tensor], backward: Callable[[Tensor], None], device: torch.device
+) -> list[float]:
+    """The host's time for forward and for backward on the slowest rank, medians; with the device's on a CPU."""
+    found: list[tuple[float, float]] = []
+    for _ in range(_STEPS):
+        synchronize(device)
+        dist.barrier()
+        began = time.perf_counter()
+        loss = forward()
+        between = time.perf_counter()
+        backward(loss)
+        found.append((between - began, time.perf_counter() - between))
+    synchronize(device)
+    return [round(agreed_seconds(statistics.median(each), device) * 1e3, 2) for each in zip(*found, strict=True)]
+
+
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-    step_s = time.perf_counter() - began
-    return agreed_seconds(host_s, device), agreed_seconds(step_s, device)
 
 
-def settling(seconds: float, step_s: float, device: torch.device) -> int:
+def steps_in(seconds: float, step_s: float, device: torch.device) -> int:
     """How many steps take so long, at least one; one on a CPU, where nothing has to settle."""
     if device.type != "cuda":
         return 1
-    return max(1, min(_MOST_SETTLING, math.ceil(seconds / step_s)))
+    return max(1, min(_MOST_STEPS, math.ceil(seconds / step_s)))
 
 
 def keep_rank(folder: Path, case: Case, seen: StepRecord, times_ms: Mapping[str, Sequence[float]]) -> None:
@@ -339,18 +362,18 @@ class Recomputed(torch.nn.Module):
         return checkpoint(self.inner, *args, use_reentrant=False)
 
 
-def timed(once: Callable[[], None], device: torch.device, settling: int) -> Iterator[float]:
-    """Milliseconds of each of _STEPS steps, after so many others."""
+def timed(once: Callable[[], None], device: torch.device, settling: int, steps: int) -> Iterator[float]:
+    """Milliseconds of each of `steps` steps, after so many others."""
     dist.barrier()
     for _ in range(settling):
         once()
     if device.type != "cuda":
-        for _ in range(_STEPS):
+        for _ in range(steps):
             began = time.perf_counter()
             once()
             yield (time.perf_counter() - began) * 1e3
         return
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_STEPS + 1)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     marks[0].record()
     for mark in marks[1:]:
         once()

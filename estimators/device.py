@@ -90,6 +90,18 @@ class Slowdown:
         return self.own_memory if beside == "memory" else self.own_matmul
 
 
+@dataclass(frozen=True, slots=True)
+class HostCosts:
+    """Host time in ns of what a compiled graph does, by kind; see host.py."""
+
+    kernel: float  # a launch
+    call: float  # of a library
+    collective: float  # its start and its wait
+    tensor: float  # each tensor but the first of a coalesced collective, and its wait
+    graph: float  # a call of a compiled graph: guards, autograd
+    argument: float  # each tensor that goes into a graph or comes out, of a model whose parameters are DTensors
+
+
 @dataclass(frozen=True)
 class DeviceProfile:
     """What estimators and the simulator know about a machine."""
@@ -99,7 +111,8 @@ class DeviceProfile:
     memory_bytes_per_s: float | None = None  # read + written
     kernel_floor_ns: float = 0.0  # the shortest a launched node takes on the device
     kernel_gap_ns: float = 0.0  # between the end of one kernel and the beginning of the next on its stream
-    launch_ns: float = 0.0  # host time to launch one node
+    launch_ns: float = 0.0  # host time to launch one node, whatever it is: how late an idle device begins with it
+    host: HostCosts | None = None  # what a whole graph costs the host; None: not measured
     synchronous: bool = False  # compute runs on the launching thread, which so cannot run ahead
     multiprocessors: int = 0  # that kernels and collectives share; 0: not known
     # A collective that comes while a kernel runs begins with the kernel's last wave, as GPUs hand out blocks in order.
@@ -123,6 +136,7 @@ class DeviceProfile:
     # By thousandths of the time that the device computes: the clock of full load, as a part of the clock then. What
     # takes `throttle` times as long at full load as in a burst takes that part of it, but no less than in a burst.
     heat: Points = ()
+    collective_load: float = 0.0  # what a collective draws of what compute draws, for which it counts in `heat`
     collective_slowdown: float = 1.0  # of a collective beside compute where its Slowdown says nothing; at least 1
     origins: Mapping[str, str] = field(default_factory=dict)  # field -> where its number comes from
 
@@ -239,6 +253,8 @@ def profile_from_json(data: Mapping[str, Any]) -> DeviceProfile:
             values[key] = _link(values[key])
     tables = [table_from_json(entry) for entry in data.get("tables", ())]
     slowdowns = {name: _slowdown(entry) for name, entry in values.pop("slowdowns", {}).items()}
+    if "host" in values:
+        values["host"] = HostCosts(**{kind: float(ns) for kind, ns in values["host"].items()})
     if "heat" in values:
         values["heat"] = _points(values["heat"])
     if "throttle" in values:
@@ -296,7 +312,7 @@ def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
     for key in (
         "memory_bytes_per_s", "kernel_floor_ns", "kernel_gap_ns", "launch_ns", "synchronous", "multiprocessors",
         "collectives_wait_for_kernels", "collective_floor_ns", "ranks_per_host", "collective_slowdown",
-        "coalesced_tensor_ns", "collective_gap_ns",
+        "coalesced_tensor_ns", "collective_gap_ns", "collective_load",
     ):  # fmt: skip
         value = getattr(profile, key)
         if key in profile.origins or value != getattr(IDEAL, key):
@@ -305,6 +321,8 @@ def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
         values["throttle"] = {kind: [list(point) for point in points] for kind, points in profile.throttle.items()}
     if profile.heat:
         values["heat"] = [list(point) for point in profile.heat]
+    if profile.host is not None:
+        values["host"] = asdict(profile.host)
     for key in ("host_link", "network_link"):
         link = getattr(profile, key)
         if link is not None:

@@ -51,6 +51,7 @@ class Effort:
     burst_matmuls: Sequence[tuple[int, int, int]] = ()  # measured in short bursts, too, in bf16
     heat_matmuls: Sequence[tuple[int, int, int]] = ()  # of a transformer's layer, in bf16
     heat_idle: Sequence[float] = ()  # pauses behind such a layer, as parts of the time that it takes
+    heat_bytes: int = 0  # of each of two collectives in such a pause
 
     @classmethod
     def quick(cls) -> Effort:
@@ -110,4 +111,5 @@ class Effort:
             heat_matmuls=[(4096, 4096, columns) for columns in (4096, 1024, 1024, 4096, 14336, 14336)]
             + [(4096, 14336, 4096)],
             heat_idle=[0.0, 0.15, 0.3, 0.5],
+            heat_bytes=256 * MIB,
         )

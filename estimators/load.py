@@ -2,7 +2,8 @@
 
 On an H200 matmuls and attention take 1.15 to 1.3 times as long while a dense training step runs as they do in a short
 burst, kernels bound by memory as long as ever. The clock goes by how much of the time the device computes: with a third
-of it idle next to nothing is lost (`DeviceProfile.heat`). What a collective slows computes no more for that.
+of it idle next to nothing is lost (`DeviceProfile.heat`). What a collective slows computes no more for that, and a
+collective draws power of its own: its time counts for a part (`collective_load`).
 
 Estimates are of full load. Once an order is chosen, how busy it keeps the device is known, and so is its clock.
 """
@@ -13,10 +14,6 @@ from overlapc.estimators.contention import Beside, load_of
 from overlapc.estimators.device import rate_at
 from overlapc.estimators.timeline import Timeline, simulate
 from overlapc.schedule.model import Estimate, Kind, Node
-
-# What a collective draws of what compute does: FSDP steps on 4 H200s, in which collectives run for 0.4 of the time, ran
-# at the clock of a layer without them that fills 0.04 more of the time.
-_OF_COMMUNICATION = 0.1
 
 
 def settled(timeline: Timeline) -> Timeline:
@@ -42,7 +39,7 @@ def _busy_ns(timeline: Timeline) -> float:
             computing_ns += node.estimate.ns
         elif node.estimate is not None and node.comm is not None:
             communicating_ns += node.estimate.ns
-    return computing_ns + _OF_COMMUNICATION * communicating_ns
+    return computing_ns + timeline.profile.collective_load * communicating_ns
 
 
 def _times(node: Node, timeline: Timeline) -> float:

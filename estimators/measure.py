@@ -88,11 +88,20 @@ class Measurement:
             self._gap(dist.group.WORLD)
 
     def contention(self) -> None:
-        """How much compute and collectives of the whole world slow each other."""
+        """How much compute and collectives of the whole world slow each other, also by the power that they draw."""
         found = Contention(self.effort, self.device, self.clock, self.load, self.say)
         found.measure()
         self.quantities.update(found.quantities)
         self.facts.update(found.facts)
+        if self.load is not None:
+            self.say("a layer with collectives in its pauses")
+            assert dist.group.WORLD is not None
+            launches = [
+                launcher(collective, dist.group.WORLD, self.effort.heat_bytes, DTYPES[dtype], self.device)
+                for collective, dtype in (("all_gather", "bf16"), ("reduce_scatter", "fp32"))
+            ]
+            values, load = self.quantities, Load(self.effort, self.device, self.clock, self.load, self.say)
+            values["collective_load"] = load.collective_load(values["throttle"], values["heat"], launches)
 
     def result(self) -> dict[str, Any]:
         """Everything measured, as JSON has it; the same structure on every rank."""

@@ -4,11 +4,14 @@ A GPU that draws more power than it may lowers its clock. `throttle` says how ma
 take under nothing but matmuls. A training step leaves a higher clock. By how much (`heat`) depends on how much of the
 time the device computes: measured with the work of a transformer's layer, and pauses between. On H200s one clock
 explains all that runs at it: matmul or attention take as many times longer as the clock is below one of their own.
+Collectives draw power, too: in the pauses of such a layer they lower the clock as so much more compute would
+(`collective_load`).
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +19,12 @@ from statistics import median
 
 import torch
 
-from overlapc.estimators.clock import Clock, burst_ns, compute_ns
+from overlapc.estimators.clock import Clock, Launch, burst_ns, collective_ns, compute_ns
 from overlapc.estimators.device import rate_at
 from overlapc.estimators.effort import Attention, Effort
-from overlapc.estimators.workloads import attend, attention_inputs, operands, random
+from overlapc.estimators.workloads import agreed, all_agreed, attend, attention_inputs, calls_for, operands, random
 
-_SAMPLED = 20  # rounds of a layer
+_SAMPLED = 100  # rounds of a layer: half a second of an H200
 _SETTLING = 4  # times `Effort.load_s`: an H200's clock swings for about a second
 
 Call = Callable[[], object]
@@ -72,10 +75,7 @@ class Load:
     def _heat(self, throttle: Mapping[str, Curve]) -> Curve:
         """Thousandths of the time that the device computes, and the clock of full load as a part of the clock then."""
         works = self._layer()
-        bursts = []  # ns, times as long at full load
-        for work in works:
-            points = [(int(flops), times) for flops, times in throttle.get(work.kind, ())]
-            bursts.append((burst_ns(self.clock, work.call), rate_at(points, work.flops) if points else 1.0))
+        bursts = self._bursts(works, throttle)
         alone_ns = sum(ns for ns, _ in bursts)
         found = []
         for idle in self.effort.heat_idle:
@@ -83,9 +83,46 @@ class Load:
             found.append([1000.0 * busy_ns / period_ns, heat_of(bursts, busy_ns)])
         return sorted(found)
 
-    def _settled(self, works: Sequence[Work], work_ns: float, idle_ns: float) -> tuple[float, float]:
-        """ns of one round of `works`, and of a round and the pause behind it, once the clock has settled."""
-        rounds = math.ceil(_SETTLING * self.effort.load_s * 1e9 / (work_ns + idle_ns)) + _SAMPLED
+    def collective_load(self, throttle: Mapping[str, Curve], heat: Curve, launches: Sequence[Launch]) -> float:
+        """What collectives draw while they run, as a part of what compute draws. All ranks must ask for it at once.
+
+        throttle, heat: as `measured` found them on this rank. launches: collectives for the pauses of a layer.
+        """
+        with torch.no_grad():
+            works = self._layer()
+            bursts = self._bursts(works, throttle)
+            work_ns = agreed(sum(ns for ns, _ in bursts), self.device)  # how many rounds depends on it
+            alone = [
+                collective_ns(self.clock, launch, calls_for(self.effort.heat_bytes, self.clock)) for launch in launches
+            ]
+            pause_ns = sum(all_agreed(alone, self.device))
+
+            def communicate() -> None:
+                for launch in launches:
+                    launch().wait()
+
+            drawn = []  # as parts of the time: so much more than was computed
+            for pause in (None, communicate):  # what the device is off the curve by now is no collective's
+                busy_ns, period_ns = self._settled(works, work_ns, pause_ns, pause)
+                drawn.append(share_at(heat, heat_of(bursts, busy_ns)) - busy_ns / period_ns)
+            return min(1.0, max(0.0, (drawn[1] - drawn[0]) * period_ns / pause_ns))
+
+    def _bursts(self, works: Sequence[Work], throttle: Mapping[str, Curve]) -> list[tuple[float, float]]:
+        """Of each work: its ns in a short burst, and how many times as long it takes at full load."""
+        bursts = []
+        for work in works:
+            points = [(int(flops), times) for flops, times in throttle.get(work.kind, ())]
+            bursts.append((burst_ns(self.clock, work.call), rate_at(points, work.flops) if points else 1.0))
+        return bursts
+
+    def _settled(
+        self, works: Sequence[Work], work_ns: float, pause_ns: float, pause: Callable[[], None] | None = None
+    ) -> tuple[float, float]:
+        """ns of one round of `works`, and of a round and the pause behind it, once the clock has settled.
+
+        pause: launches what takes `pause_ns`; without it the device is idle for so long.
+        """
+        rounds = math.ceil(_SETTLING * self.effort.load_s * 1e9 / (work_ns + pause_ns)) + _SAMPLED
         begins, ends = [], []
         for at in range(rounds):
             sampled = at >= rounds - _SAMPLED
@@ -94,8 +131,10 @@ class Load:
             _run(works)
             if sampled:
                 ends.append(self.clock.mark())
-            if idle_ns > 0:
-                self.clock.idle(idle_ns / 1e9)
+            if pause is not None:
+                pause()
+            elif pause_ns > 0:
+                self.clock.idle(pause_ns / 1e9)
         last = self.clock.mark()
         self.clock.sync()
         between = self.clock.between_ns
@@ -132,6 +171,16 @@ def heat_of(bursts: Sequence[tuple[float, float]], taken_ns: float) -> float:
         else:
             high = middle
     return (low + high) / 2
+
+
+def share_at(heat: Curve, value: float) -> float:
+    """The share of the time (of 1) at which `heat` has that value: within what was measured, by a line between two."""
+    shares, values = zip(*heat, strict=True)
+    at = bisect_left(values, value)
+    if at == 0 or at == len(values):
+        return float(shares[min(at, len(values) - 1)]) / 1000
+    part = (value - values[at - 1]) / (values[at] - values[at - 1])
+    return float(shares[at - 1] + part * (shares[at] - shares[at - 1])) / 1000
 
 
 def _run(works: Sequence[Work]) -> None:

@@ -13,36 +13,23 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from overlapc.backend import overlapc
 from overlapc.errors import ConfigError
-from overlapc.estimators.beside import kernels_of
-from overlapc.estimators.calibrate import Derived, cpu_derived, cpu_origin, median_of, profile_document
-from overlapc.estimators.clock import compute_ns, launch_ns
+from overlapc.estimators.calibrate import Derived, cpu_derived, cpu_origin, profile_document
 from overlapc.estimators.effort import Effort
 from overlapc.estimators.measure import Measurement
+from overlapc.launch.calibrate_host import host_costs, kernel_launch_ns
+from overlapc.launch.calibrate_kernels import generated
 from overlapc.launch.torchrun import RUN_DIR, check_world, rank_dir
-from overlapc.report import record
-from overlapc.schedule.model import Kind
-from overlapc.schedule.text import parse
 
 LIMIT_S = 420  # a rank that is not done by then prints where it stands and exits
-_WIDTH = 4096  # columns of the generated kernels' inputs
-_LONG_ROW = 32768  # columns of the kernel whose rows do not fit into registers
-_CACHE_BYTES = 2**27  # inputs that together do not fit into a GPU's cache
-_MOST_SETS = 32  # of inputs
-_CHAIN = 24  # kernels in the chain that measures the host's time for a launch
 
 
 @dataclass(frozen=True)
@@ -106,10 +93,18 @@ def measure(measurement: Measurement) -> None:
     """Everything, in an order that is the same on all ranks. Collectives only when there is somebody to talk to."""
     measurement.compute()
     generated(measurement)
+    measurement.say("launches")
+    kernel_ns, eager_ns = kernel_launch_ns(measurement.clock, measurement.device), measurement.quantities["launch_ns"]
+    measurement.facts["host time of a generated kernel's launch, ns"] = kernel_ns
+    measurement.facts["host time of an eager launch, ns"] = eager_ns
+    measurement.quantities["launch_ns"] = (kernel_ns + eager_ns) / 2
     if dist.get_world_size() > 1:
         dist.barrier()  # ranks generate kernels at different speeds
         measurement.communication()
         measurement.contention()
+        if measurement.clock.queued:
+            measurement.say("the host's time for graphs")
+            measurement.quantities["host"] = asdict(host_costs(measurement.clock, measurement.device, kernel_ns))
 
 
 _began = time.monotonic()
@@ -117,118 +112,6 @@ _began = time.monotonic()
 
 def _say(what: str) -> None:
     print(f"[{time.monotonic() - _began:6.1f} s] {what}", file=sys.stderr, flush=True)
-
-
-# --- kernels as overlapc generates them
-
-
-def residual_norm(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Residual and RMSNorm; both are used later, as in a transformer block."""
-    total = x + y
-    return total, F.rms_norm(total, (_WIDTH,), weight, 1e-5)
-
-
-def swiglu(x: Tensor, y: Tensor, _: Tensor) -> tuple[Tensor]:
-    return (F.silu(x) * y,)
-
-
-def cast(x: Tensor, _: Tensor, __: Tensor) -> tuple[Tensor]:
-    return (x.to(torch.float64 if x.dtype == torch.float32 else torch.float32),)
-
-
-def column_sum(x: Tensor, _: Tensor, __: Tensor) -> tuple[Tensor]:
-    return (x.float().sum(0),)
-
-
-def long_rows(x: Tensor, _: Tensor, __: Tensor) -> tuple[Tensor]:
-    return (F.log_softmax(x.view(-1, _LONG_ROW).float(), -1).to(x.dtype),)
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A generated kernel that stands for others of its form (`Work.form`). moves: tensors like `x`, by their bytes."""
-
-    function: Callable[..., Any]
-    form: str
-    moves: float
-
-
-KERNELS: Mapping[str, Kernel] = {
-    "swiglu": Kernel(swiglu, "", 3),
-    "cast": Kernel(cast, "", 3),
-    "residual_norm": Kernel(residual_norm, "rows", 4),
-    "long_rows": Kernel(long_rows, "long_rows", 2),
-    "column_sum": Kernel(column_sum, "columns", 1),
-}
-
-
-def generated(measurement: Measurement) -> None:
-    """Achieved bandwidth of generated kernels by form and size, and the host's time to launch one."""
-    device, clock = measurement.device, measurement.clock
-    points: dict[str, dict[int, list[float]]] = {}
-    for size in measurement.effort.generated_bytes:
-        measurement.say(f"generated kernels, {size} B")
-        for name, kernel in KERNELS.items():
-            rate = _rate(measurement, kernel, size)
-            measurement.facts[f"generated {name}, {size} B, bytes/s"] = rate
-            points.setdefault(kernel.form, {}).setdefault(size, []).append(rate)
-    for form, rates in points.items():
-        if len(rates) > 1:
-            curve = f"generated.{form}" if form else "generated"
-            measurement.curves[curve] = [[size, median_of(found)] for size, found in rates.items()]
-    measurement.say("launches")
-    x = torch.ones(16, device=device)
-    chain, _, launches = compile_alone(_chain, (x,), fusion=False)
-    with torch.no_grad():
-        ours_ns = launch_ns(clock, lambda: chain(x), launches)
-    measurement.facts["host time of a generated kernel's launch, ns"] = ours_ns
-    measurement.facts["host time of an eager launch, ns"] = measurement.quantities["launch_ns"]
-    measurement.quantities["launch_ns"] = (ours_ns + measurement.quantities["launch_ns"]) / 2
-
-
-def _rate(measurement: Measurement, kernel: Kernel, size_bytes: int) -> float:
-    """Bytes/s of a kernel that moves about `size_bytes`. On a GPU its inputs come from memory, not from the cache."""
-    device = measurement.device
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    unit = _LONG_ROW if kernel.form == "long_rows" else _WIDTH
-    rows = max(1, int(size_bytes / kernel.moves / dtype.itemsize / unit)) * unit // _WIDTH
-    ones = torch.ones(_WIDTH, dtype=dtype, device=device)
-
-    def arguments() -> tuple[Tensor, ...]:
-        x, y = (torch.randn(rows, _WIDTH, device=device).to(dtype) for _ in range(2))
-        return x, y, ones
-
-    first = arguments()
-    compiled, moved, _ = compile_alone(kernel.function, first)
-    with torch.no_grad():
-        if not measurement.clock.queued:
-            return moved / compute_ns(measurement.clock, partial(compiled, *first)) * 1e9
-        several = [first, *(arguments() for _ in range(min(_MOST_SETS, _CACHE_BYTES // max(1, 2 * first[0].nbytes))))]
-        for each in several[:2]:
-            compiled(*each)
-        spans = kernels_of(lambda: [compiled(*each) for each in several])
-        return moved / (sum(span.ns for span in spans) / len(several)) * 1e9
-
-
-def _chain(x: Tensor) -> tuple[Tensor]:
-    for _ in range(_CHAIN):
-        x = torch.sin(x)
-    return (x,)
-
-
-def compile_alone(
-    function: Callable[..., tuple[Tensor, ...]], arguments: Sequence[Tensor], **options: Any
-) -> tuple[Callable[..., Any], int, int]:
-    """`function` compiled without Dynamo, whose guards cost a step but not each kernel; the bytes that one call moves
-    by its schedule's count; and how many kernels and library calls it launches."""
-    settings = {"profile": "h200-nvlink", "rank_check": False, **options}  # estimates are not used here
-    with torch.no_grad():
-        compiled = overlapc(make_fx(function)(*arguments), list(arguments), options=settings)
-        compiled(*arguments)
-    graph = record.report_of_process().steps[0].graphs[-1]
-    nodes = [node for node in parse(graph.schedule).nodes if node.kind in (Kind.KERNEL, Kind.EXTERN)]
-    moved = sum(node.work.read_bytes + node.work.write_bytes for node in nodes if node.work is not None)
-    return compiled, moved, len(nodes)
 
 
 # --- the file

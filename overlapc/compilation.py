@@ -189,7 +189,7 @@ def _build(
         counts["kernels_tuned"] = len(tuning.changed)
         _log.info("%s: %s", name, tuning.summary())
     if parted is not None:
-        report = replace(report, captured=parted.summary())
+        report = replace(report, captured=parted.summary(), host_ns=None)  # which is of nodes launched one by one
         counts["cuda_graph_parts"] = len(parted.parts)
         _log.info("%s: %s", name, parted.summary())
     dumps.write("program", "program", lambda: str(program))

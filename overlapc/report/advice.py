@@ -56,6 +56,11 @@ CHAIN = Cause(
 )
 SLOWER = Cause("moves that would hide it make the simulated step longer", BUSY.advice)
 
+HOST = Cause(
+    "the host needs longer than the device",
+    "more work in each launch (batch, sequence); cuda_graphs=True, for small models; larger fully_shard groups",
+)
+
 # The first that applies is the cause: what can be changed with an option, then the ends of a graph, then the rest.
 _BY_REASON: tuple[tuple[Cause, frozenset[Reason]], ...] = (
     (MEMORY, frozenset({Reason.MEMORY})),

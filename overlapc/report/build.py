@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from overlapc.estimators.host import host_ns
 from overlapc.estimators.timeline import Timeline
 from overlapc.passes.base import CollectiveRecord, Result
 from overlapc.report.model import CollectiveRow, GraphRecord, PassRow, Plan, Span
@@ -43,6 +44,7 @@ def graph_record(
         fallbacks=dict(fallbacks or {}),
         unknown=result.after.unknown,
         compile_seconds=compile_seconds,
+        host_ns=host_ns(final, result.after.profile),
     )
 
 

@@ -99,6 +99,7 @@ class GraphRecord:
     captured: str = ""  # with cuda_graphs: how many parts are captured, and what is not and why
     tuned: str = ""  # with autotune: how many kernels were measured, and what other block sizes gain
     measured: Measured | None = None  # None: nobody measured it
+    host_ns: float | None = None  # what a call costs the host; None: the profile does not know
 
     @property
     def exposed_before_ns(self) -> float:
@@ -143,6 +144,32 @@ class StepRecord:
     world_size: int = 1
     graphs: tuple[GraphRecord, ...] = ()
     measured_peak_bytes: int | None = None  # most that torch's allocator gave out while measuring; None: not a GPU
+
+    @property
+    def host_ns(self) -> float | None:
+        """The host's time for all graphs; None unless it is known of each."""
+        found = [graph.host_ns for graph in self.graphs if graph.host_ns is not None]
+        return sum(found) if found and len(found) == len(self.graphs) else None
+
+    @property
+    def device_ns(self) -> float:
+        """The device's time for all graphs, one after the other."""
+        return sum(graph.after.step_ns for graph in self.graphs)
+
+    @property
+    def step_ns(self) -> float:
+        """What each of many steps takes: what the slower of device and host does, as the host runs ahead."""
+        return max(self.device_ns, self.host_ns or 0.0)
+
+    @property
+    def step_before_ns(self) -> float:
+        """The same in the incoming order."""
+        return max(sum(graph.before.step_ns for graph in self.graphs), self.host_ns or 0.0)
+
+    @property
+    def lower_bound_ns(self) -> float:
+        """What no orders of the graphs can beat."""
+        return max(sum(graph.lower_bound_ns for graph in self.graphs), self.host_ns or 0.0)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepRecord:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from tabulate import tabulate
 
 from overlapc.report import compare
-from overlapc.report.advice import Exposure, exposures
+from overlapc.report.advice import HOST, Exposure, exposures
 from overlapc.report.model import CollectiveRow, GraphRecord, StepRecord
 from overlapc.report.times import change, ms, us
 from overlapc.units import human_bytes
@@ -118,15 +118,14 @@ def fallback_text(graph: GraphRecord) -> str:
 
 def totals_text(step: StepRecord) -> str:
     """All graphs of a step together, which run one after the other: how long, what is exposed, why, and what to try."""
-    before = sum(graph.before.step_ns for graph in step.graphs)
-    after = sum(graph.after.step_ns for graph in step.graphs)
-    bound = sum(graph.lower_bound_ns for graph in step.graphs)
+    after = step.step_ns
     exposed_before = sum(graph.exposed_before_ns for graph in step.graphs)
     exposed_after = sum(graph.exposed_after_ns for graph in step.graphs)
     kernels = sum(graph.kernels for graph in step.graphs)
     fallbacks = sum(sum(graph.fallbacks.values()) for graph in step.graphs)
     lines = [
-        f"step time    {ms(before)} -> {ms(after)}; {bound_text(after, bound)}",
+        f"step time    {ms(step.step_before_ns)} -> {ms(after)}; {bound_text(after, step.lower_bound_ns)}",
+        *_host_lines(step),
         f"busy         {_busy(step)}",
         f"peak memory  {human_bytes(max(graph.peak_bytes for graph in step.graphs))}",
         f"kernels      {kernels} generated; eager fallbacks: {fallbacks}",
@@ -139,6 +138,18 @@ def totals_text(step: StepRecord) -> str:
     if rest_ns:
         lines.append(f"  {ms(rest_ns)}  in {len(worst) - _EXPOSURES_SHOWN} other ways")
     return "\n".join(lines)
+
+
+def _host_lines(step: StepRecord) -> Iterator[str]:
+    """What the host needs for a step, if that is known, and what to try where it is what a step waits for."""
+    if step.host_ns is None:
+        return
+    over_ns = step.host_ns - step.device_ns
+    if over_ns <= 0:
+        yield f"host         {ms(step.host_ns)}, while the device is busy with {ms(step.device_ns)}"
+        return
+    yield f"host         {ms(step.host_ns)}: {HOST.why}; host-bound by {ms(over_ns)}"
+    yield f"             try: {HOST.advice}"
 
 
 def _exposure_lines(exposure: Exposure) -> Iterator[str]:
@@ -163,9 +174,8 @@ def _busy(step: StepRecord) -> str:
 
 
 def _other_rank(first: StepRecord, other: StepRecord) -> str:
-    after = sum(graph.after.step_ns for graph in other.graphs)
     exposed = sum(graph.exposed_after_ns for graph in other.graphs)
-    return f"rank {other.rank}: {len(other.graphs)} graph(s), step time {ms(after)}, exposed {ms(exposed)}"
+    return f"rank {other.rank}: {len(other.graphs)} graph(s), step time {ms(other.step_ns)}, exposed {ms(exposed)}"
 
 
 def schedules(steps: Sequence[StepRecord]) -> str:

@@ -8,7 +8,7 @@ import pytest
 from overlapc.estimators.contention import Beside, load_of
 from overlapc.estimators.device import DeviceProfile, Slowdown, profile_from_json, profile_to_json
 from overlapc.estimators.load import settled
-from overlapc.estimators.measure_load import heat_of
+from overlapc.estimators.measure_load import heat_of, share_at
 from overlapc.estimators.measured import Call, MeasuredCalls, Times
 from overlapc.estimators.timeline import simulate
 from overlapc.schedule.text import parse
@@ -17,6 +17,7 @@ THROTTLED = DeviceProfile(
     "gpu",
     throttle={"matmul": ((100, 1.5), (10_000, 1.2)), "attention": ((100, 1.3),)},
     heat=((700, 0.7), (1000, 0.9)),
+    collective_load=0.1,
 )
 BUSY = """m = extern:mm(a, b) flops=100 write=8B in=bfloat16 : 8B 150ns
 t = extern:attention(m) flops=100 : 8B 130ns
@@ -45,10 +46,13 @@ def test_a_step_that_often_waits_is_near_the_highest_clock():
     assert after.exposed_ns == 1000
 
 
-def test_in_between_it_changes_evenly_and_collectives_count_a_tenth():
-    times, _ = stretched(BUSY + "\ng = all_gather(k) @dp : 8B 30ns\nw = wait(g)")
-    busy = round(1000 * (380 + 3) / 410) / 1000
-    assert times == pytest.approx(1.5 * (0.7 + 0.2 * math.log(busy / 0.7) / math.log(1 / 0.7)))
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.5])
+def test_in_between_it_changes_evenly_and_collectives_count_for_a_part(part):
+    text = BUSY + "\ng = all_gather(k) @dp : 8B 30ns\nw = wait(g)"
+    after = settled(simulate(parse(text), replace(THROTTLED, collective_load=part)))
+    busy = round(1000 * (380 + 30 * part) / 410) / 1000
+    heat = 0.7 + 0.2 * math.log(busy / 0.7) / math.log(1 / 0.7)
+    assert after.schedule.node("m").estimate.ns == pytest.approx(150 * heat)
 
 
 def test_what_a_collective_slows_is_no_hotter_for_that():
@@ -68,6 +72,13 @@ def test_one_clock_explains_what_a_layer_takes():
     assert heat_of(bursts, 100 * 1.12 + 100 + 50) == pytest.approx(0.8, abs=1e-3)
     assert heat_of(bursts, 100 * 1.33 + 100 * 1.045 + 50) == pytest.approx(0.95, abs=1e-3)
     assert heat_of(bursts, 999.0) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_clock_says_how_much_of_the_time_was_computed():
+    heat = [[600.0, 0.7], [800.0, 0.8], [1000.0, 1.0]]
+    assert [share_at(heat, value) for value in (0.6, 0.7, 0.75, 0.8, 0.95, 1.0)] == pytest.approx(
+        [0.6, 0.6, 0.7, 0.8, 0.95, 1.0]
+    )
 
 
 def test_a_collective_begins_a_while_after_what_it_waits_for():
@@ -97,4 +108,4 @@ def test_what_was_measured_in_a_burst_is_estimated_at_full_load(tmp_path):
 
 def test_a_profile_keeps_it():
     again = profile_from_json(profile_to_json(THROTTLED))
-    assert (again.throttle, again.heat) == (THROTTLED.throttle, THROTTLED.heat)
+    assert again == replace(THROTTLED, origins=again.origins)

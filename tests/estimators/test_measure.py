@@ -28,7 +28,8 @@ TINY = Effort(
     load_s=0.0005,
     burst_matmuls=[(8, 8, 8), (16, 16, 16)],
     heat_matmuls=[(16, 16, 16), (8, 16, 32)],
-    heat_idle=[0.0, 100.0],
+    heat_idle=[0.0, 20.0],
+    heat_bytes=4096,
 )
 
 
@@ -56,6 +57,7 @@ def test_four_ranks_measure_everything_for_themselves_and_for_pairs():
     (paused, _), (busy, _) = profile.heat  # of a thousand
     assert 0 <= paused < 500 < busy <= 1000
     assert all(0 < heat <= 1 for _, heat in profile.heat)
+    assert 0 <= profile.collective_load <= 1
     assert profile.host_link.bytes_per_s > 0
     assert profile.flops_per_s["vector"] == profile.flops_per_s["fp32"] / 4
     assert profile.origins["flops_per_s.vector"].startswith("derived")

@@ -2,17 +2,22 @@
 
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from overlapc.errors import ConfigError
+from overlapc.estimators.clock import clock_for
 from overlapc.estimators.device import load_profile
-from overlapc.launch import calibrate
-from overlapc.launch.calibrate import KERNELS, CalibrateConfig, compile_alone, derived, summary
+from overlapc.launch import calibrate_host
+from overlapc.launch.calibrate import CalibrateConfig, derived, summary
+from overlapc.launch.calibrate_host import host_costs, kernel_launch_ns
+from overlapc.launch.calibrate_kernels import KERNELS, compile_alone
 from overlapc.report import record
 from overlapc.schedule.model import Kind
 from overlapc.schedule.text import parse
+from tests.ranks import values_on_ranks
 
 
 def test_a_whole_calibration(tmp_path):
@@ -61,8 +66,22 @@ def test_generated_kernels_move_what_they_must(name):
 
 
 def test_the_chain_has_a_launch_for_each_op():
-    _, _, launches = compile_alone(calibrate._chain, (torch.ones(16),), fusion=False)
-    assert launches == calibrate._CHAIN
+    _, _, launches = compile_alone(calibrate_host._sines, (torch.ones(16),), fusion=False)
+    assert launches == calibrate_host._CHAIN
+
+
+def host_costs_here():
+    clock, device = clock_for(torch.device("cpu")), torch.device("cpu")
+    return asdict(host_costs(clock, device, kernel_launch_ns(clock, device)))
+
+
+def test_what_graphs_cost_the_host_is_measured_by_kind():
+    """Over gloo, which waits for each collective; a GPU's numbers are not so long."""
+    for costs in values_on_ranks(host_costs_here, 2, timeout_s=120):
+        assert costs["kernel"] > 0
+        assert costs["call"] > 0
+        assert costs["collective"] > 10 * costs["kernel"]
+        assert costs["argument"] > 0  # a DTensor is unpacked, and made of each gradient
 
 
 def test_what_a_gpu_profile_adds_is_marked_as_not_measured():

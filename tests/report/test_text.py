@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from overlapc.report.model import StepRecord
 from overlapc.report.record import Report
-from overlapc.report.text import graph_text, render, schedules
+from overlapc.report.text import graph_text, render, schedules, totals_text
 from tests.report.sample import FORWARD, REPORT
 
 GOLDEN = """\
@@ -57,6 +57,24 @@ graph forward
 
 def test_a_report_begins_with_what_is_exposed_and_why():
     assert render(REPORT.steps).startswith(SUMMARY)
+
+
+def test_a_step_takes_as_long_as_the_slower_of_host_and_device():
+    def lines(*host_us: float | None) -> list[str]:
+        graphs = [replace(FORWARD, host_ns=None if us is None else us * 1e3) for us in host_us]
+        return totals_text(StepRecord(graphs=tuple(graphs))).splitlines()[:3]
+
+    step, host, tried = lines(500.0, 500.0)
+    assert (step, host) == (
+        "step time    1.000 ms -> 1.000 ms; no order can beat 1.000 ms (gap 0.0%)",
+        "host         1.000 ms: the host needs longer than the device; host-bound by 0.440 ms",
+    )
+    assert tried.lstrip().startswith("try: ")
+    step, host, busy = lines(300.0, 200.0)
+    assert step == "step time    0.720 ms -> 0.560 ms; no order can beat 0.520 ms (gap 7.7%)"
+    assert host == "host         0.500 ms, while the device is busy with 0.560 ms"
+    assert busy.startswith("busy")
+    assert not any(line.startswith("host") for line in lines(300.0, None))  # of one graph it is not known
 
 
 def test_a_long_table_leaves_out_what_is_hidden_unless_all_is_asked_for():
