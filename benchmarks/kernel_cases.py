@@ -2,7 +2,8 @@
 
 A problem is a function over inputs; with `gradients` it is trained, and its forward, its backward or both are a case
 each. Sizes are a `Scale`: `gpu` moves far more than an H200's L2 holds, `small` suits two CPU cores, `tiny` leaves
-nothing but the host's time.
+nothing but the host's time. RARE are not part of the list, nor of any mean over it: forms of kernels that training
+seldom needs.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Problem:
 
 
 PROBLEMS: dict[str, Callable[[Inputs], Problem]] = {}
+RARE: dict[str, Callable[[Inputs], Problem]] = {}
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,9 @@ class Inputs:
         return torch.randint(below, size, device=self.device)
 
 
-def problem(name: str) -> Callable[[Callable[[Inputs], Problem]], Callable[[Inputs], Problem]]:
+def problem(name: str, rare: bool = False) -> Callable[[Callable[[Inputs], Problem]], Callable[[Inputs], Problem]]:
     def registered(make: Callable[[Inputs], Problem]) -> Callable[[Inputs], Problem]:
-        PROBLEMS[name] = make
+        (RARE if rare else PROBLEMS)[name] = make
         return make
 
     return registered
@@ -636,3 +638,77 @@ def _(make: Inputs) -> Problem:
         make.normal(s.width),
     )
     return Problem(run, inputs, matmul_bound=True)
+
+
+# --- rare: scans
+
+
+@problem("scan of one row", rare=True)
+def _(make: Inputs) -> Problem:
+    def run(x: Tensor) -> Tensor:
+        return x.cumsum(-1)
+
+    return Problem(run, (make.normal(1, 2048 * make.scale.tokens, dtype=torch.float32),))
+
+
+@problem("scan of eight rows", rare=True)
+def _(make: Inputs) -> Problem:
+    def run(logits: Tensor) -> Tensor:
+        return logits.softmax(-1).cumsum(-1)
+
+    return Problem(run, (make.normal(8, make.scale.large_vocabulary, dtype=torch.float32),))
+
+
+@problem("scan of columns", rare=True)
+def _(make: Inputs) -> Problem:
+    def run(x: Tensor) -> Tensor:
+        return x.cumsum(0)
+
+    return Problem(run, (make.normal(64 * make.scale.tokens, 16, dtype=torch.float32),))
+
+
+@problem("largest so far and its place", rare=True)
+def _(make: Inputs) -> Problem:
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.cummax(x, -1)
+
+    return Problem(run, (make.normal(8, 128 * make.scale.tokens, dtype=torch.float32),))
+
+
+# --- rare: dims in other orders
+
+
+@problem("dims reversed", rare=True)
+def _(make: Inputs) -> Problem:
+    s = make.scale
+
+    def run(x: Tensor) -> Tensor:
+        return x.permute(2, 1, 0).contiguous()
+
+    return Problem(run, (make.normal(2 * s.head, 2 * s.head, s.width // 8),))
+
+
+@problem("sum of three layouts", rare=True)
+def _(make: Inputs) -> Problem:
+    s = make.scale
+    first, second, third = 2 * s.head, s.width // 16, s.width // 8
+
+    def run(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return a + b.transpose(1, 2) + c.permute(2, 1, 0)
+
+    sizes = (first, second, third), (first, third, second), (third, second, first)
+    return Problem(run, tuple(make.normal(*size) for size in sizes))
+
+
+# --- rare: the largest of many
+
+
+@problem("top-k of a vocabulary", rare=True)
+def _(make: Inputs) -> Problem:
+    s = make.scale
+
+    def run(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return logits.topk(50, -1)
+
+    logits = make.normal(max(4, s.large_rows // 32), s.large_vocabulary, dtype=torch.float32)
+    return Problem(run, (logits,), least={FORWARD: logits.nbytes})

@@ -41,7 +41,7 @@ from torch.utils import _pytree as pytree
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import overlapc
-from benchmarks.kernel_cases import BACKWARD, BOTH, FORWARD, PROBLEMS, SCALES, Inputs, Problem
+from benchmarks.kernel_cases import BACKWARD, BOTH, FORWARD, PROBLEMS, RARE, SCALES, Inputs, Problem
 from overlapc.errors import OverlapcError
 from overlapc.report import record as reports
 
@@ -516,6 +516,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     systems = [system for system in arguments.systems if system != TUNED]  # which needs the device to itself
     passed += ["--systems", ",".join(systems), "--no-check", "--compile-only"]
     passed += ["--host-only"] if arguments.host_only else []
+    passed += ["--rare"] if arguments.rare else []
     passed += ["--threads", str(torch.get_num_threads())]  # Inductor writes them into its code, and keeps that
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     running = [
@@ -535,6 +536,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--size", choices=tuple(SCALES), help="default: gpu on cuda, small on cpu")
     parser.add_argument("--cases", default="", help="only problems whose name matches this expression")
+    parser.add_argument("--rare", action="store_true", help="instead of the list what training seldom needs")
     parser.add_argument("--systems", default=",".join(SYSTEMS), type=lambda text: text.split(","))
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds, systems alternating (default: 7)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
@@ -554,10 +556,11 @@ def main() -> None:
     arguments.size = arguments.size or ("gpu" if arguments.device == "cuda" else "small")
     began = time.perf_counter()
     first, count = map(int, arguments.shard.split("/"))
-    names = [name for name in PROBLEMS if re.search(arguments.cases, name)][first::count]
+    problems = RARE if arguments.rare else PROBLEMS
+    names = [name for name in problems if re.search(arguments.cases, name)][first::count]
     if arguments.list:
         for name in names:
-            made = PROBLEMS[name](Inputs(SCALES["tiny"], "cpu"))
+            made = problems[name](Inputs(SCALES["tiny"], "cpu"))
             print("\n".join(f"{name} {kind}" if made.gradients else name for kind in made.kinds))
         return
     if arguments.threads:
@@ -572,7 +575,7 @@ def main() -> None:
         if time.perf_counter() - began > arguments.seconds:
             print(f"time is up: not run from {name} on", flush=True)
             break
-        results += measured(name, PROBLEMS[name], arguments)
+        results += measured(name, problems[name], arguments)
         if arguments.json:  # after every problem: a run may be cut short
             record = {"bandwidth": bandwidth, "results": [asdict(result) for result in results]}
             arguments.json.write_text(json.dumps(record, indent=1))

@@ -27,17 +27,19 @@ from torch.fx import GraphModule
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.kernel_cases import PROBLEMS, SCALES, Inputs, Problem
+from benchmarks.kernel_cases import PROBLEMS, RARE, SCALES, Inputs, Problem
 from benchmarks.models import decompositions, lowered, partition
 from overlapc.codegen.kernel import KernelSource
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton import tiling as tilings
+from overlapc.codegen.triton.candidates import alternatives
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.errors import OverlapcError
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.work import work_of
 from overlapc.fx.collectives import canonicalize
 from overlapc.fx.random import draw_once
+from overlapc.ir.body import Body
 from overlapc.ir.ops import Loops, LoweredGraph
 
 CALLS = 10
@@ -87,9 +89,13 @@ def kernels_of(problem: Problem, name: str) -> list[Kernel]:
     return found
 
 
-def variants(chosen: Tiling) -> Iterator[tuple[str, Tiling]]:
+def variants(body: Body, chosen: Tiling) -> Iterator[tuple[str, Tiling]]:
     """The choice and what lies around it."""
     yield "*", chosen
+    if chosen.form == "tiled":
+        for each in alternatives(body, {}, chosen)[1:]:
+            yield f"{each.zblock} x {each.yblock} x {each.xblock}, warps {each.num_warps}", each
+        return
     warps = [each for each in (chosen.num_warps // 2, chosen.num_warps * 2) if 1 <= each <= 32]
     wider = [each for each in (chosen.xblock // 2, chosen.xblock * 2) if each >= 1]
     if chosen.form in ("totals", "looped", "split"):
@@ -151,7 +157,7 @@ def timed(kernel: Kernel, clock: Clock, cache: Path) -> list[tuple[str, float]]:
     hints = {symbol: kernel.graph.hint(symbol) for symbol in kernel.op.body.size_symbols()}
     chosen = tilings.choose(kernel.op.body, hints)
     sources: dict[str, KernelSource] = {}
-    for label, tiling in variants(chosen):
+    for label, tiling in variants(kernel.op.body, chosen):
         try:
             sources[label] = generator.generate(kernel.op.body, "trial", tiling=tiling)
         except AssertionError as error:  # a form that such sizes have no code for
@@ -181,7 +187,7 @@ def main() -> None:
     args = parser.parse_args()
     began, clock = time.monotonic(), Clock()
     print(f"device copy {clock.bytes_per_ns / 1e3:.2f} TB/s")
-    for name, make in PROBLEMS.items():
+    for name, make in (PROBLEMS | RARE).items():
         if not re.search(args.cases, name):
             continue
         for kernel in kernels_of(make(Inputs(SCALES["gpu"], "cuda")), name):

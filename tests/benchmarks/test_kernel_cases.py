@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.kernel_cases import BOTH, PROBLEMS, SCALES, Inputs
+from benchmarks.kernel_cases import BOTH, PROBLEMS, RARE, SCALES, Inputs
 from benchmarks.kernels import Subject, checked, least_bytes
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", [*PROBLEMS, *RARE])
 def test_a_problem_runs_and_says_its_bytes(name):
     torch.manual_seed(0)
-    problem = PROBLEMS[name](Inputs(SCALES["tiny"], "cpu"))
+    problem = (PROBLEMS | RARE)[name](Inputs(SCALES["tiny"], "cpu"))
     subject = Subject(problem, "eager", name)
     outputs = [result for result in subject.results() if result is not None]
     assert outputs

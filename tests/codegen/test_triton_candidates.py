@@ -36,9 +36,9 @@ def test_large_kernels_have_a_few_others_around_the_chosen_one():
         assert 3 <= len(others) < MOST, case.name
         assert chosen not in others
         for each in others:
-            loops = [*each.grid, *each.y, *each.x, *each.r]
+            loops = [*each.grid, *each.z, *each.y, *each.x, *each.r]
             assert sorted(map(str, loops)) == sorted(map(str, (*case.body.loops, *case.body.reduction)))
-            blocks = (each.xblock, each.yblock, each.rblock, each.num_warps)
+            blocks = (each.xblock, each.yblock, each.zblock, each.rblock, each.num_warps)
             assert all(block > 0 and block & (block - 1) == 0 for block in blocks)
             assert each.num_warps <= 32
 

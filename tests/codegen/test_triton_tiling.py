@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from overlapc.codegen.triton import TritonGenerator
+from overlapc.codegen.triton.shape import tile_axes
 from overlapc.codegen.triton.tiling import MULTIPROCESSORS, choose
 from overlapc.ir.body import Body, Load, Reduce, Scan, Store, op
 from overlapc.runtime.triton_binary import compile_source
 from tests.codegen.cpp_kernels import loop, p0, r0
-from tests.codegen.triton_cases import elements_and_columns, norm_gradients, softmax
+from tests.codegen.triton_cases import elements_and_columns, norm_gradients, softmax, three_ways, transpose
 
 SHARED_OF_A_PROGRAM = 99 * 1024  # bytes, at most, on compute capability 8.6 and 8.9: the least of all since 8.0
 BF16, F32 = torch.bfloat16, torch.float32
@@ -87,3 +88,12 @@ def test_numbers_of_a_row_take_no_room_ahead() -> None:
         row = op("mul", row, Load(name, p0, F32))
     stores = (Store("dx", at, op("sub", row, Reduce("sum", row, F32)), BF16), Store("dw", r0, row, F32, "sum"))
     assert choose(Body((loop(p0, 8192),), (loop(r0, 4096),), stores), {}).num_stages == 3
+
+
+def test_a_tile_has_an_axis_for_each_loop_that_something_lies_along() -> None:
+    """Without the third one a tile would read a whole sector of the cache for each element of that tensor."""
+    assert len(tile_axes(choose(transpose(1000, 2000).body, {}))) == 2
+    tiling = choose(three_ways(100, 200, 150, BF16).body, {})
+    assert tile_axes(tiling) == ("z", "y", "x")
+    assert min(tiling.xblock, tiling.yblock, tiling.zblock) * BF16.itemsize == 32
+    assert len(tile_axes(choose(three_ways(3, 200, 150).body, {}))) == 2  # too few along the third

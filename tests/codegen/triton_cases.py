@@ -119,6 +119,10 @@ def variants(body: Body) -> list[tuple[str, Tiling | None]]:
             *rest, y, x = body.loops
             forms.append(("tiled", Tiling("tiled", (x,), 16, 2, y=(y,), yblock=8, grid=tuple(rest))))
             forms.append(("rows", Tiling("rows", (x,), 16, 1, grid=(*rest, y))))
+        if len(body.loops) >= 3:
+            *rest, z = rest
+            layers = {"z": (z,), "zblock": 4, "grid": tuple(rest)}
+            forms.append(("cubes", Tiling("tiled", (x,), 16, 2, y=(y,), yblock=8, **layers)))
         return [*forms, ("flat", Tiling("flat", body.loops, 64, 2))]
     shared = {"x": body.loops, "r": body.reduction, "num_warps": 2}
     if any(store.is_total for store in body.stores):
@@ -399,6 +403,27 @@ def transpose(rows: int, columns: int, batch: int = 2) -> Case:
     return Case("transpose", body, tensors, lambda t: {"y": t["x"].transpose(1, 2).float() + t["bias"]})
 
 
+def three_ways(batch: int, rows: int, columns: int, dtype: torch.dtype = f32) -> Case:
+    """Three tensors of one shape, each contiguous along another dim."""
+    at = (p0 * rows + p1) * columns + p2
+    a = Load("a", at, dtype)
+    b = Load("b", (p0 * columns + p2) * rows + p1, dtype)
+    c = Load("c", (p2 * rows + p1) * batch + p0, dtype)
+    loops = (loop(p0, batch), loop(p1, rows), loop(p2, columns))
+    body = Body(loops, (), (Store("y", at, op("add", op("mul", a, b), c), dtype),))
+    tensors = {
+        "a": noise(batch, rows, columns, dtype=dtype),
+        "b": noise(batch, columns, rows, dtype=dtype),
+        "c": noise(columns, rows, batch, dtype=dtype),
+        "y": torch.zeros(batch, rows, columns, dtype=dtype),
+    }
+
+    def expected(t: Tensors) -> Tensors:
+        return {"y": t["a"].float() * t["b"].transpose(1, 2).float() + t["c"].permute(2, 1, 0).float()}
+
+    return Case("three_ways", body, tensors, expected)
+
+
 def symbolic(rows: int, width: int) -> Case:
     """The number of columns is known at launch only."""
     x = Load("x", s0 * p0 + r0, f32)
@@ -608,6 +633,7 @@ def small() -> list[Case]:
         column_sum(50, 20),
         norm_and_scale(100),
         transpose(17, 33),
+        three_ways(18, 20, 17),
         symbolic(3, 37),
         symbolic_pointwise(3, 37),
         divided(50),
@@ -645,6 +671,8 @@ def large() -> list[Case]:
         column_sum(100, 70),
         norm_and_scale(10_000_000),
         transpose(1000, 2000),
+        three_ways(100, 200, 150),
+        three_ways(64, 300, 100, bf16),
         symbolic(1000, 3000),
         symbolic(2, 1_000_000),
         symbolic_pointwise(1000, 3000),

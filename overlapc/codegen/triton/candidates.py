@@ -21,6 +21,8 @@ _MOST_WARPS = 32
 _PIECES = ((1024, 4), (2048, 8), (4096, 8))  # elements of a row at a time, and warps
 _LEAST_ROW = 2048  # elements; shorter rows are not worth a loop
 _LONGEST_TILE = 65536  # elements of a row that may be tried as one tile: 64 a thread at 32 warps
+# Columns, rows, layers and warps of a tile over three dims.
+_CUBES = ((16, 16, 16, 4), (16, 16, 16, 16), (32, 16, 16, 8), (16, 32, 16, 8), (16, 16, 32, 8), (32, 32, 8, 8))
 # Columns, rows and warps of a tile that turns a matrix round.
 _TILES = ((64, 64, 8), (64, 64, 4), (32, 32, 2), (32, 32, 4), (64, 32, 4), (32, 64, 4), (128, 32, 8), (32, 128, 8))
 
@@ -57,10 +59,14 @@ def _pointwise(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) ->
 
 
 def _tiled(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) -> Iterator[Tiling]:
+    if chosen.z:
+        for xblock, yblock, zblock, warps in _CUBES:
+            yield replace(chosen, xblock=xblock, yblock=yblock, zblock=zblock, num_warps=warps)
     across, down = (power_of_two(hint_of(numel(loop.size for loop in axis), hints)) for axis in (chosen.x, chosen.y))
     for xblock, yblock, warps in _TILES:
         if xblock <= across and yblock <= down:
-            yield replace(chosen, xblock=xblock, yblock=yblock, num_warps=warps)
+            flat = replace(chosen, z=(), zblock=1, grid=(*chosen.grid, *chosen.z))
+            yield replace(flat, xblock=xblock, yblock=yblock, num_warps=warps)
 
 
 def _reduction(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) -> Iterator[Tiling]:

@@ -90,10 +90,8 @@ def _blocks(size: sympy.Expr, block: int) -> sympy.Expr:
 
 
 def _whole(shape: KernelShape) -> Function:
-    programs = _blocks(shape.numel["x"], shape.tiling.xblock)
-    if "y" in shape.axes:
-        programs = programs * _blocks(shape.numel["y"], shape.tiling.yblock)
-    programs = programs * numel(loop.size for loop in shape.tiling.grid)
+    programs = numel(loop.size for loop in shape.tiling.grid)
+    programs *= numel(_blocks(size, shape.block[axis]) for axis, size in shape.numel.items() if axis != "r")
     dot = shape.tiling.form == "dot"
     lines = products.lines(shape) if dot else StageWriter(shape).whole(*shape.divided_stores())
     return Function(shape.name, lines, programs, shape.tiling.num_warps)

@@ -47,13 +47,12 @@ class KernelShape:
         self.reduced = {loop.symbol for loop in body.reduction}
         self.is_reduction = bool(body.reduction)
         self.arguments = argument_names(body)
-        self.axes = {
-            axis: loops for axis, loops in (("y", tiling.y), ("x", tiling.x), ("r", tiling.r)) if loops or axis == "x"
-        }
+        axes = {"z": tiling.z, "y": tiling.y, "x": tiling.x, "r": tiling.r}
+        self.axes = {axis: loops for axis, loops in axes.items() if loops or axis == "x"}
         self.axis_of = {loop.symbol: axis for axis, loops in self.axes.items() for loop in loops}
         self.numel = {axis: numel(loop.size for loop in loops) for axis, loops in self.axes.items()}
         self.index_name = {axis: str(loops[0].symbol) if len(loops) == 1 else axis for axis, loops in self.axes.items()}
-        self.block = {"y": tiling.yblock, "x": tiling.xblock, "r": tiling.rblock}
+        self.block = {"z": tiling.zblock, "y": tiling.yblock, "x": tiling.xblock, "r": tiling.rblock}
         self.tile_axes = tile_axes(tiling)
         self.suffix = ""  # of index variables, where one axis has two of them
         self.index_bounds, self.index_dtype = self._index_width()
@@ -143,7 +142,7 @@ class KernelShape:
     def subscript(self, axis: str) -> str:
         if len(self.tile_axes) == 1:
             return ""
-        return "[:, None]" if axis == self.tile_axes[0] else "[None, :]"
+        return "[" + ", ".join(":" if each == axis else "None" for each in self.tile_axes) + "]"
 
     def widened(self, text: str) -> str:
         return text if self.index_dtype == "tl.int32" else f"{text}.to({self.index_dtype})"
@@ -185,7 +184,9 @@ def tile_axes(tiling: Tiling) -> tuple[str, ...]:
     """The axes of a kernel's blocks, as dims of a tile; a matrix product's tiles span two of its three."""
     if tiling.form == "dot":
         return ("y", "x", "r")
-    return ("x", "r") if tiling.r else ("y", "x") if tiling.y else ("x",)
+    if tiling.r:
+        return ("x", "r")
+    return ("z", "y", "x") if tiling.z else ("y", "x") if tiling.y else ("x",)
 
 
 def term(text: str) -> str:

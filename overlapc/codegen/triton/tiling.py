@@ -5,7 +5,8 @@ Forms of a kernel:
     flat        pointwise; all loops flattened into one axis x
     rows        pointwise; the last loop is the axis x, all others are fixed in a program, as are loads that do not
                 vary along x (an embedding's token)
-    tiled       pointwise; two loops as axes y and x, for bodies that read along one and write along the other
+    tiled       pointwise; two loops as axes y and x, for bodies that read along one and write along the other, or three
+                as z, y and x, where something lies along each
     persistent  reduction whose row fits a tile [x, r]: everything is read once
     looped      reduction in tiles [x, r] over r, one pass a reduction depth
     dot         matrix product in tiles [y, x], over r; y and x are the loops that only one factor varies with
@@ -40,6 +41,7 @@ _MANY_STEPS_TILE = 1024
 # Of loops that load ahead, in a sweep on one H200 (benchmarks/triton_tilings.py): two stages hide little, four cost
 # more than they hide.
 _STAGES = 3
+_CUBE = 16  # edge of a tile of three axes: a whole sector of the cache, 32 bytes, along each in two-byte formats
 _AHEAD_BYTES = 80 * 1024  # two programs of an H100/H200 have room for it, and so has one of any device since 2020
 DEFAULT_HINT = 4096  # for a size nobody knows
 
@@ -56,6 +58,8 @@ class Tiling:
     rblock: int = 1
     y: tuple[Loop, ...] = ()
     yblock: int = 1
+    z: tuple[Loop, ...] = ()
+    zblock: int = 1
     grid: tuple[Loop, ...] = ()  # loops that are one value in a whole program
     splits: int = 1
     num_stages: int = 0  # of a pipelined loop; 0: Triton's default for products, no pipeline for others
@@ -145,17 +149,10 @@ def _pointwise(body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence
         total *= size
     votes = _contiguous_bytes(accesses, sizes)
     ranked = sorted(votes, key=lambda symbol: -votes[symbol])
-    if len(ranked) >= 2:
-        first, second = ranked[0], ranked[1]
-        if 4 * votes[second] >= votes[first] > 0 and min(sizes[first], sizes[second]) >= 16:
-            by_symbol = {loop.symbol: loop for loop in body.loops}
-            xblock = min(64, power_of_two(sizes[first]))
-            yblock = min(64, power_of_two(sizes[second]))
-            rest = tuple(loop for loop in body.loops if loop.symbol not in (first, second))
-            return Tiling(
-                "tiled", (by_symbol[first],), xblock, _clamp(1, xblock * yblock // 512, 8),
-                y=(by_symbol[second],), yblock=yblock, grid=rest,
-            )  # fmt: skip
+    most = votes[ranked[0]] if ranked else 0
+    along = [symbol for symbol in ranked[:3] if 4 * votes[symbol] >= most > 0 and sizes[symbol] >= _CUBE]
+    if len(along) >= 2:
+        return _tiled(body, along, sizes)
     loops = body.loops
     if ranked and votes[ranked[0]] > 0 and loops[-1].symbol != ranked[0] and not votes[loops[-1].symbol]:
         loops = _last(loops, ranked[0])
@@ -165,6 +162,18 @@ def _pointwise(body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence
     xblock = _clamp(128, power_of_two(total // (4 * MULTIPROCESSORS) + 1), 1024)
     xblock = min(xblock, max(32, power_of_two(total)))
     return Tiling("flat", loops, xblock, _clamp(1, xblock // 256, 4))
+
+
+def _tiled(body: Body, along: Sequence[sympy.Symbol], sizes: Mapping[sympy.Symbol, int]) -> Tiling:
+    """Tiles over two or three loops, the one that most lies along first."""
+    axes = [tuple(loop for loop in body.loops if loop.symbol == symbol) for symbol in along]
+    rest = tuple(loop for loop in body.loops if loop.symbol not in along)
+    if len(axes) == 3:
+        x, y, z = axes
+        return Tiling("tiled", x, _CUBE, _CUBE**3 // 512, y=y, yblock=_CUBE, z=z, zblock=_CUBE, grid=rest)
+    xblock, yblock = (min(64, power_of_two(sizes[symbol])) for symbol in along)
+    x, y = axes
+    return Tiling("tiled", x, xblock, _clamp(1, xblock * yblock // 512, 8), y=y, yblock=yblock, grid=rest)
 
 
 def _has_row_values(body: Body, loops: Sequence[Loop], sizes: Mapping[sympy.Symbol, int]) -> bool:
