@@ -1,15 +1,17 @@
 """What the parts of one compiled forward + backward call cost the host: torch's own, and ours.
 
-    python benchmarks/host_parts.py --device cuda
+    python benchmarks/host_parts.py --device cuda --problems 'RMSNorm,RoPE'
 
-Three tables: single calls (allocation, checks, launches), a differentiable function that does nothing under Dynamo and
-without it (what no backend can go below), and where a whole RMSNorm call spends its time, the change of threads
-between forward and backward included. Microseconds, medians of samples of many calls.
+Three kinds of tables: single calls (allocation, checks, launches); a whole forward + backward beside the same without
+launches, and beside a differentiable function that computes nothing, under Dynamo and without it (what no backend can
+go below); and where a call spends its time, the change of threads between forward and backward included. Microseconds,
+medians of samples of many calls.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -22,9 +24,11 @@ import torch
 import torch._dynamo.guards
 from tabulate import tabulate
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.host_time import sample
 from benchmarks.kernel_cases import PROBLEMS, SCALES, Inputs
 from benchmarks.kernels import Subject
 
@@ -66,48 +70,80 @@ def single_calls(device: str) -> dict[str, Callable[[], Any]]:
     return calls
 
 
-def empty_functions(device: str) -> dict[str, Callable[[], Any]]:
-    """Forward and backward of functions that compute nothing."""
-    x = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
-    w = torch.ones(WIDTH, device=device, requires_grad=True)
-    tangent = torch.ones(ROWS, WIDTH, device=device)
-    result, of_x, of_w = torch.empty_like(tangent), torch.empty_like(tangent), torch.empty(WIDTH, device=device)
+def computing_nothing(of: Subject, under_dynamo: bool) -> Subject:
+    """A differentiable function that takes and returns what `of` does, without computing: no backend can go below."""
+    inputs = of.problem.inputs
+    with torch.no_grad():
+        outputs = [leaf.detach() for leaf in pytree.tree_leaves(of.function(*inputs))]
+    gradients = dict(zip(of.problem.gradients, of.both(), strict=True))
+    given = tuple(gradients.get(at) for at, value in enumerate(inputs) if isinstance(value, Tensor))
 
     class Nothing(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
             ctx.save_for_backward(*inputs)
             ctx.set_materialize_grads(False)
-            return result.detach()
+            return tuple(output.detach() for output in outputs)
 
         @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-            assert len(ctx.saved_tensors) == 2
-            return of_x, of_w
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            assert len(ctx.saved_tensors) == len(given)
+            return given
 
-    def backend(gm: Any, inputs: Any) -> Callable[..., Any]:
-        return lambda *arguments: (Nothing.apply(*arguments),)
+    def tensors(*inputs: Any) -> tuple[Tensor, ...]:
+        return Nothing.apply(*(value for value in inputs if isinstance(value, Tensor)))
 
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        return x * w
+    def traced(*inputs: Any) -> tuple[Tensor, ...]:
+        total = sum(value.sum() for value in inputs if isinstance(value, Tensor))
+        return tuple(total * 1.0 for _ in outputs)
 
-    def own(name: str) -> Callable[..., Any]:
-        return types.FunctionType(function.__code__.replace(co_name=name), globals(), name)
+    found = Subject(of.problem, "eager", "nothing")
+    found.function = tensors
+    if under_dynamo:
+        found.function = torch.compile(traced, backend=lambda gm, inputs: Nothing.apply, dynamic=False)
+    return found
 
-    compiled = torch.compile(own("nothing"), backend=backend)
-    only = torch.compile(own("only"), backend=lambda gm, inputs: lambda *arguments: (result,))
 
-    def both(call: Callable[..., Any]) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad([call(x, w)], [x, w], [tangent])
+def wrappers() -> dict[int, types.FunctionType]:
+    """All generated functions, by id."""
+    functions = (each for each in gc.get_objects() if type(each) is types.FunctionType)
+    return {id(each): each for each in functions if each.__code__.co_filename.startswith("<overlapc ")}
 
-    return {
-        "Dynamo alone": lambda: only(x, w),
-        "autograd function, forward": lambda: Nothing.apply(x, w),
-        "autograd function, both": both(Nothing.apply),
-        "autograd function under Dynamo, both": both(compiled),
-        "eager x * w, forward": lambda: function(x, w),
-        "eager x * w, both": both(function),
+
+def kernels_of(subject: Subject) -> list[tuple[dict[str, Any], str]]:
+    """Where the functions that are generated for `subject`, which is compiled now, find kernels: (namespace, name)."""
+    before = wrappers()
+    subject.both()
+    spaces = [each.__globals__ for found, each in wrappers().items() if found not in before]
+    return [(space, name) for space in spaces for name, value in space.items() if "Launcher" in type(value).__name__]
+
+
+def without_parts(name: str, device: str, rounds: int = 25) -> list[Any]:
+    """Rows of what is run, median and least microseconds of forward + backward: all of a call, and less and less of it.
+
+    The calls alternate, in samples of 50.
+    """
+    problem = PROBLEMS[name](Inputs(SCALES["tiny"], device))
+    ours, inductor, eager = (Subject(problem, system, name) for system in ("overlapc", "inductor", "eager"))
+    kernels = kernels_of(ours)
+    launchers = [space[kernel] for space, kernel in kernels]
+    calls = {
+        "eager": eager.both,
+        "inductor": inductor.both,
+        "overlapc": ours.both,
+        f"overlapc, its {len(kernels)} kernels not launched": ours.both,
+        "nothing computed, under Dynamo": computing_nothing(ours, True).both,
+        "nothing computed": computing_nothing(ours, False).both,
     }
+    samples: dict[str, list[float]] = {each: [] for each in calls}
+    for turn in range(rounds + 1):
+        for each, call in calls.items():
+            for (space, kernel), launcher in zip(kernels, launchers, strict=True):
+                space[kernel] = (lambda *tensors: None) if "not launched" in each else launcher
+            time_us = sample(call, device)
+            if turn:  # the first compiles
+                samples[each].append(time_us)
+    return [[each, statistics.median(times), min(times)] for each, times in samples.items()]
 
 
 def where_time_goes(subject: Subject, device: str, calls: int = 500) -> list[Any]:
@@ -157,19 +193,22 @@ def where_time_goes(subject: Subject, device: str, calls: int = 500) -> list[Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--problem", default="RMSNorm", choices=sorted(PROBLEMS))
+    parser.add_argument("--problems", default="RMSNorm", type=lambda text: text.split(","))
     parser.add_argument("--systems", default="overlapc,eager", type=lambda text: text.split(","))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(tabulate(measured(single_calls(arguments.device), arguments.device), ("call", "us"), floatfmt=".2f"))
-    rows = measured(empty_functions(arguments.device), arguments.device)
-    print(tabulate(rows, ("computes nothing", "us"), floatfmt=".2f"))
-    problem = PROBLEMS[arguments.problem](Inputs(SCALES["tiny"], arguments.device))
+    device = arguments.device
+    print(tabulate(measured(single_calls(device), device), ("call", "us"), floatfmt=".2f"))
+    for name in arguments.problems:
+        torch._dynamo.reset()
+        print(
+            tabulate(without_parts(name, device), (f"{name}, both", "median us", "least"), floatfmt=".1f"), flush=True
+        )
+    problem = PROBLEMS[arguments.problems[0]](Inputs(SCALES["tiny"], device))
     for system in arguments.systems:
-        subject = Subject(problem, system, arguments.problem)
-        rows = where_time_goes(subject, arguments.device)
-        rows += measured({"both": subject.both, "forward": subject.forward, "backward": subject.backward}, "cpu")
-        print(tabulate(rows, (f"{arguments.problem}, {system}", "us"), floatfmt=".2f"))
+        subject = Subject(problem, system, arguments.problems[0])
+        rows = where_time_goes(subject, device)
+        print(tabulate(rows, (f"{arguments.problems[0]}, {system}", "us"), floatfmt=".2f"))
 
 
 if __name__ == "__main__":

@@ -91,6 +91,10 @@ class TakeOver:
     layout: Layout
 
 
+# Bytes of an argument below which new memory costs the host less than to ask who else holds that (2 us).
+SMALLEST_REUSED = 64 << 10
+
+
 @dataclass(frozen=True, slots=True)
 class Reuse:
     """An argument's memory under another name if nobody but this graph holds it by then, else new memory.
@@ -318,6 +322,9 @@ class _Builder:
                 return True
         if self._takes_spare(view):
             return True
+        size = view.layout.storage_bytes()
+        if size.is_Integer and size < SMALLEST_REUSED:
+            return False
         for root in sorted((dying & self.donated) - shared):
             if self._may_become(root, view, op.body):
                 self.donated.discard(root)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 
 from overlapc.errors import CheckFailed, ToolchainError
 from overlapc.runtime.cache import KernelCache, content_key
+from overlapc.runtime.native_launcher import host_launcher_type
 from overlapc.runtime.toolchain import Compiler, compile_error, find_compiler
 
 
@@ -54,48 +55,66 @@ def _files(root: Path) -> KernelCache:
     return KernelCache(root, "files")
 
 
-_address = torch.Tensor.data_ptr
+# A kernel's second entry, for callers that know how many arguments it takes but not their types.
+_ENTRY = """
+struct Word { unsigned long long bits; template <class T> operator T() const { return (T)bits; } };
+extern "C" int NAME_entry(const unsigned long long *words) { CALL }
+"""
 
 
-class CppLauncher:
+def with_entry(kernel: CppKernel) -> CppKernel:
+    """`kernel` with `<name>_entry`, which takes its arguments as one array of 8-byte words."""
+    arguments = ", ".join(f"Word{{words[{at}]}}" for at in range(kernel.tensors + kernel.sizes + 1))
+    called = f"{kernel.name}({arguments});"
+    call = f"return {called}" if kernel.messages else f"{called} return 0;"
+    return replace(kernel, text=kernel.text + _ENTRY.replace("NAME", kernel.name).replace("CALL", call))
+
+
+def launcher(kernel: CppKernel, library: Path, cache_dir: Path) -> Callable[..., None]:
     """`launcher(*tensors, *sizes)` runs the kernel on the calling thread and torch's OpenMP threads.
 
     CheckFailed, naming what was compiled, when a check of the kernel failed. The GIL is released while it runs, so
     that gloo's Python-side callbacks and autograd threads go on.
     """
+    entry = getattr(ctypes.CDLL(str(library)), f"{kernel.name}_entry")
+    messages = tuple(f"{each}\n   in kernel {kernel.name}: {kernel.comment}" for each in kernel.messages)
+    make = host_launcher_type(cache_dir)
+    if make is not None:
+        return make(
+            name=kernel.name,
+            function=ctypes.cast(entry, ctypes.c_void_p).value,
+            pointers=kernel.tensors,
+            sizes=kernel.sizes,
+            data_ptr=torch.Tensor.data_ptr,
+            threads=torch.get_num_threads,
+            error=CheckFailed,
+            messages=messages,
+        )
+    tensors, count = kernel.tensors, kernel.tensors + kernel.sizes + 1
 
-    __slots__ = ("_comment", "_function", "_messages", "_tensors", "name")
-
-    def __init__(self, kernel: CppKernel, library: Path) -> None:
-        function = getattr(ctypes.CDLL(str(library)), kernel.name)
-        function.argtypes = [ctypes.c_void_p] * kernel.tensors + [ctypes.c_int64] * (kernel.sizes + 1)
-        function.restype = ctypes.c_int32 if kernel.messages else None
-        self._messages = kernel.messages
-        self._comment = kernel.comment
-        self.name = kernel.name
-        self._function = function
-        self._tensors = kernel.tensors
-
-    def __call__(self, *args: Any) -> None:
-        tensors = self._tensors
-        failed = self._function(*map(_address, args[:tensors]), *args[tensors:], torch.get_num_threads())
+    def launch(*args: Any) -> None:
+        addresses = map(torch.Tensor.data_ptr, args[:tensors])
+        failed = entry((ctypes.c_uint64 * count)(*addresses, *args[tensors:], torch.get_num_threads()))
         if failed:
-            raise CheckFailed(f"{self._messages[failed - 1]}\n   in kernel {self.name}: {self._comment}")
+            raise CheckFailed(messages[failed - 1])
+
+    return launch
 
 
-def load_kernels(kernels: Sequence[CppKernel], cache_dir: Path) -> dict[str, CppLauncher]:
+def load_kernels(kernels: Sequence[CppKernel], cache_dir: Path) -> dict[str, Callable[..., None]]:
     """A launcher for each kernel, by name. ToolchainError when there is no compiler or it refuses a source."""
     compiler = find_compiler()
     cache = _cache(Path(cache_dir))
-    unique = {kernel.name: kernel for kernel in kernels}
+    unique = {kernel.name: with_entry(kernel) for kernel in kernels}
     workers = max(1, min(len(unique), len(os.sched_getaffinity(0))))
     missing = [kernel for kernel in unique.values() if not cache.path(kernel.key(compiler), ".so").exists()]
     with ThreadPoolExecutor(workers, thread_name_prefix="overlapc-compile") as pool:
+        pool.submit(host_launcher_type, cache_dir)  # compiled beside them, once a machine
         files = [missing[first::workers] for first in range(workers)]
         list(pool.map(lambda file: _build_together(file, cache, _files(Path(cache_dir)), compiler), files))
         libraries = pool.map(lambda kernel: build_library(kernel, cache, compiler), unique.values())
         return {
-            kernel.name: CppLauncher(kernel, library)
+            kernel.name: launcher(kernel, library, cache_dir)
             for kernel, library in zip(unique.values(), libraries, strict=True)
         }
 

@@ -1,8 +1,9 @@
-/* Launches the stages of one compiled kernel with one call from Python.
+/* Launches one compiled kernel with one call from Python.
 
-   A `Launcher` knows everything that does not change from call to call: the functions in the driver, their grids,
-   blocks and shared memory, and the scratch memory between stages. A call takes the tensors only. What it was not made
-   for (a pointer that is not aligned, another device) it hands to a Python function with the same arguments.
+   A `Launcher` knows everything of a GPU's kernel that does not change from call to call: the functions in the driver,
+   their grids, blocks and shared memory, and the scratch memory between stages. A call takes the tensors only. What it
+   was not made for (a pointer that is not aligned, another device) it hands to a Python function with the same
+   arguments. A `HostLauncher` calls a C function, on the calling thread.
 
    Only the C API of Python is used, and the driver's library is opened by its path: this compiles in a second and does
    not depend on torch's version. */
@@ -15,6 +16,19 @@
 #include <structmember.h>
 
 #define ALIGNMENT 16 /* bytes; what the kernels were compiled for */
+
+/* The address of a tensor's first element; (uint64_t)-1 with an exception set. */
+static uint64_t address_of(PyObject *data_ptr, PyObject *const *tensor) {
+  PyObject *number = PyObject_Vectorcall(data_ptr, tensor, 1, NULL);
+  if (!number) return (uint64_t)-1;
+  uint64_t address = PyLong_AsUnsignedLongLong(number);
+  Py_DECREF(number);
+  return address;
+}
+
+static int failed(uint64_t value) { return value == (uint64_t)-1 && PyErr_Occurred(); }
+
+/* --- kernels on a GPU */
 
 typedef int (*LaunchKernel)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                             unsigned block_y, unsigned block_z, unsigned shared, void *stream, void **parameters,
@@ -69,17 +83,6 @@ typedef struct {
   PyObject *otherwise;
 } Launcher;
 
-/* The address of a tensor's first element; (uint64_t)-1 with an exception set. */
-static uint64_t address_of(Launcher *self, PyObject *const *tensor) {
-  PyObject *number = PyObject_Vectorcall(self->data_ptr, tensor, 1, NULL);
-  if (!number) return (uint64_t)-1;
-  uint64_t address = PyLong_AsUnsignedLongLong(number);
-  Py_DECREF(number);
-  return address;
-}
-
-static int failed(uint64_t value) { return value == (uint64_t)-1 && PyErr_Occurred(); }
-
 /* Allocates the scratch memory into `held` and its addresses into `values`; -1 with an exception set. */
 static int allocate(Launcher *self, PyObject **held, uint64_t *values) {
   for (Py_ssize_t at = 0; at < self->scratches; ++at) {
@@ -87,7 +90,7 @@ static int allocate(Launcher *self, PyObject **held, uint64_t *values) {
     PyObject *arguments[] = {PyTuple_GET_ITEM(form, 0), PyTuple_GET_ITEM(form, 1), PyTuple_GET_ITEM(form, 2)};
     held[at] = PyObject_Vectorcall(self->empty, arguments, 3, NULL);
     if (!held[at]) return -1;
-    values[at] = address_of(self, &held[at]);
+    values[at] = address_of(self->data_ptr, &held[at]);
     if (failed(values[at])) return -1;
   }
   return 0;
@@ -124,7 +127,7 @@ static PyObject *launcher_call(PyObject *object, PyObject *const *tensors, size_
   void *context = NULL;
   uint64_t values[self->pointers + self->scratches + 2], together = 0;
   for (Py_ssize_t at = 0; at < given; ++at) {
-    values[at] = address_of(self, &tensors[at]);
+    values[at] = address_of(self->data_ptr, &tensors[at]);
     if (failed(values[at])) return NULL;
     together |= values[at];
   }
@@ -242,6 +245,97 @@ static PyTypeObject LauncherType = {
     .tp_members = launcher_members,
 };
 
+/* --- kernels on the host */
+
+typedef struct {
+  PyObject_HEAD
+  vectorcallfunc call;
+  Py_ssize_t pointers, sizes;
+  int (*function)(const uint64_t *words); /* the addresses, the sizes and the number of threads */
+  PyObject *name;                         /* for errors */
+  PyObject *data_ptr;                     /* of a tensor */
+  PyObject *threads;                      /* how many it may use */
+  PyObject *error;                        /* of a check that failed */
+  PyObject *messages;                     /* of the checks; the function returns the number of one, from 1 */
+} HostLauncher;
+
+static PyObject *host_launcher_call(PyObject *object, PyObject *const *arguments, size_t flags, PyObject *keywords) {
+  HostLauncher *self = (HostLauncher *)object;
+  Py_ssize_t given = PyVectorcall_NARGS(flags);
+  if ((keywords && PyTuple_GET_SIZE(keywords)) || given != self->pointers + self->sizes)
+    return PyErr_Format(PyExc_TypeError, "%U takes %zd tensors and %zd sizes, not %zd arguments", self->name,
+                        self->pointers, self->sizes, given);
+  uint64_t words[given + 1];
+  for (Py_ssize_t at = 0; at < given; ++at) {
+    words[at] = at < self->pointers ? address_of(self->data_ptr, &arguments[at])
+                                    : (uint64_t)PyLong_AsLongLong(arguments[at]);
+    if (failed(words[at])) return NULL;
+  }
+  PyObject *threads = PyObject_CallNoArgs(self->threads);
+  if (!threads) return NULL;
+  words[given] = PyLong_AsUnsignedLongLong(threads);
+  Py_DECREF(threads);
+  if (failed(words[given])) return NULL;
+  int check = 0;
+  Py_BEGIN_ALLOW_THREADS /* gloo's callbacks and autograd's threads go on */
+  check = self->function(words);
+  Py_END_ALLOW_THREADS
+  if (!check) Py_RETURN_NONE;
+  PyObject *message = PySequence_GetItem(self->messages, check - 1);
+  if (message) PyErr_SetObject(self->error, message);
+  Py_XDECREF(message);
+  return NULL;
+}
+
+static void host_launcher_free(PyObject *object) {
+  HostLauncher *self = (HostLauncher *)object;
+  Py_CLEAR(self->name);
+  Py_CLEAR(self->data_ptr);
+  Py_CLEAR(self->threads);
+  Py_CLEAR(self->error);
+  Py_CLEAR(self->messages);
+  Py_TYPE(object)->tp_free(object);
+}
+
+static PyObject *host_launcher_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"name", "function", "pointers", "sizes", "data_ptr", "threads", "error", "messages", NULL};
+  PyObject *name, *data_ptr, *threads, *error, *messages;
+  Py_ssize_t pointers, sizes;
+  unsigned long long function;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UKnnOOOO!", names, &name, &function, &pointers, &sizes, &data_ptr,
+                                   &threads, &error, &PyTuple_Type, &messages))
+    return NULL;
+  HostLauncher *self = (HostLauncher *)type->tp_alloc(type, 0);
+  if (!self) return NULL;
+  self->call = host_launcher_call;
+  self->function = (int (*)(const uint64_t *))(uintptr_t)function;
+  self->pointers = pointers;
+  self->sizes = sizes;
+  self->name = Py_NewRef(name);
+  self->data_ptr = Py_NewRef(data_ptr);
+  self->threads = Py_NewRef(threads);
+  self->error = Py_NewRef(error);
+  self->messages = Py_NewRef(messages);
+  return (PyObject *)self;
+}
+
+static PyMemberDef host_launcher_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(HostLauncher, call), READONLY, NULL},
+    {NULL},
+};
+
+static PyTypeObject HostLauncherType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "overlapc_launcher.HostLauncher",
+    .tp_doc = "launcher(*tensors, *sizes) -> None",
+    .tp_basicsize = sizeof(HostLauncher),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_vectorcall_offset = offsetof(HostLauncher, call),
+    .tp_call = PyVectorcall_Call,
+    .tp_new = host_launcher_new,
+    .tp_dealloc = host_launcher_free,
+    .tp_members = host_launcher_members,
+};
+
 static PyMethodDef functions[] = {
     {"open_driver", open_driver, METH_O, "open_driver(path) -> driver of `Launcher`; OSError if it is none"},
     {NULL},
@@ -252,6 +346,7 @@ static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "overlapc_laun
 
 PyMODINIT_FUNC PyInit_overlapc_launcher(void) {
   PyObject *module = PyModule_Create(&definition);
-  if (module && PyModule_AddType(module, &LauncherType)) Py_CLEAR(module);
+  if (module && (PyModule_AddType(module, &LauncherType) || PyModule_AddType(module, &HostLauncherType)))
+    Py_CLEAR(module);
   return module;
 }

@@ -1,6 +1,7 @@
 """`launcher.c`, built once per machine and kept beside the kernels: one call from Python launches a whole kernel.
 
-Without a C compiler or Python's headers there is none, and kernels are launched through torch's own launcher.
+Without a C compiler or Python's headers there is none; kernels are then launched through torch's own launcher on a GPU,
+and through ctypes on the host.
 """
 
 from __future__ import annotations
@@ -38,11 +39,34 @@ def launcher_type(cache_dir: Path, driver: str = DRIVER) -> Callable[..., Callab
     (size, stride, dtype), which `empty` takes; `data_ptr` of a tensor; `stream_of` a `device`; `otherwise`, called
     with the tensors where one is not aligned to 16 bytes or another device is current than was when it was made.
     """
+    module = _module(cache_dir)
+    if module is None:
+        return None
     try:
-        module = _load(_built(cache_dir))
         return partial(module.Launcher, module.open_driver(driver))
-    except (ToolchainError, ImportError, OSError) as error:
+    except OSError as error:
         _log.info("kernels are launched through torch, at 1 to 2 us more each: %s", error)
+        return None
+
+
+def host_launcher_type(cache_dir: Path) -> Callable[..., Callable[..., None]] | None:
+    """Makes launchers of functions on the host; None, logged, where there can be none.
+
+    A launcher takes tensors, then sizes, and is made of, by keyword: `name`, for errors; `function`, the address of one
+    that takes an array of 8-byte words (addresses, sizes, threads) and returns the number of a check that failed, or 0;
+    `pointers` and `sizes`, how many it takes; `data_ptr` of a tensor; `threads()`, how many it may use; `error`, raised
+    with one of `messages`, a tuple, when a check failed.
+    """
+    module = _module(cache_dir)
+    return None if module is None else module.HostLauncher
+
+
+@lru_cache(None)
+def _module(cache_dir: Path) -> ModuleType | None:
+    try:
+        return _load(_built(cache_dir))
+    except (ToolchainError, ImportError, OSError) as error:
+        _log.info("kernels are launched from Python, at 1 to 2 us more each: %s", error)
         return None
 
 

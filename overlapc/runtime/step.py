@@ -102,22 +102,17 @@ def _differentiable(plan: StepPlan, forward: Call, backward: Call) -> Step:
                 grads.clear()
             if sizes:
                 arguments[:0] = ctx.sizes
-            if torch.is_grad_enabled():  # create_graph=True
-                return _Differentiated.apply(torch.empty(0, requires_grad=True), untraced, arguments)
-            return untraced(arguments)
+            # Of a backward inside of a compiled function Dynamo would trace what is generated already.
+            evaluates = set_eval_frame(None)
+            try:
+                if torch.is_grad_enabled():  # create_graph=True
+                    return _Differentiated.apply(torch.empty(0, requires_grad=True), backward, arguments)
+                return backward(arguments)
+            finally:
+                if evaluates is not None:
+                    set_eval_frame(evaluates)
 
-    def untraced(arguments: list[Any]) -> Any:
-        """Of a backward inside of a compiled function Dynamo would trace what is generated already."""
-        before = set_eval_frame(None)
-        if before is None:
-            return backward(arguments)
-        try:
-            return backward(arguments)
-        finally:
-            set_eval_frame(before)
-
-    for function in (Step.backward, untraced):
-        skip(function)  # marks its code only: no wrapper
+    skip(Step.backward)  # marks its code only: no wrapper
     # The engine calls these two in torch 2.11 to 2.13, which look `backward` up and call it. On a GPU that happens on
     # another thread than forward's: every Python function less spares a core some cold memory.
     for entry in ("apply", "apply_boxed"):

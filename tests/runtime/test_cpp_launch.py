@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from overlapc.errors import ToolchainError
+from overlapc.errors import CheckFailed, ToolchainError
+from overlapc.runtime import cpp_launch
 from overlapc.runtime.counters import counted
 from overlapc.runtime.cpp_launch import CppKernel, load_kernels
 from overlapc.runtime.toolchain import find_compiler
@@ -38,6 +39,51 @@ def test_kernels_of_a_graph_are_compiled_once_each_and_then_found(tmp_path: Path
     assert counted("kernel_compiles") - compiles == 2
     load_kernels([kernel(3), kernel(4)], tmp_path)  # another graph shares one of them
     assert counted("kernel_compiles") - compiles == 3
+
+
+CHECKED = """
+extern "C" int checked(double* out0, const double* in0, const double* in1, long n, long first, long threads) {
+  for (long i = 0; i < n; ++i) out0[i] = in0[i] - in1[first + i];
+  return in1[0] < 0 ? 2 : in1[0] > 5;
+}
+"""
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["C", "ctypes"])
+def test_a_launch_passes_tensors_sizes_and_threads(native: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    if not native:
+        monkeypatch.setattr(cpp_launch, "host_launcher_type", lambda cache_dir: None)
+    threads = 'extern "C" void threads_given(long* out0, long threads) { *out0 = threads; }\n'
+    checked = CppKernel("checked", CHECKED, 3, 2, "from layer 7", ("above 5", "below 0"))
+    launchers = load_kernels([checked, CppKernel("threads_given", threads, 1, 0)], tmp_path)
+    assert ("HostLauncher" in str(type(launchers["checked"]))) == native
+    out, x, y = (
+        torch.zeros(3, dtype=torch.float64),
+        torch.arange(3.0, dtype=torch.float64),
+        torch.arange(1.0, 6).double(),
+    )
+    assert launchers["checked"](out, x, y, 2, 1) is None
+    assert out.tolist() == [-2, -2, 0]
+    launchers["checked"](out, x, y[1:], 1, -1)  # sizes have signs
+    assert out.tolist() == [-1, -2, 0]
+    for first, message in ((9, "above 5"), (-9, "below 0")):
+        y[0] = first
+        with pytest.raises(CheckFailed, match=f"{message}\\n   in kernel checked: from layer 7"):
+            launchers["checked"](out, x, y, 1, 0)
+    count = torch.zeros((), dtype=torch.int64)
+    launchers["threads_given"](count)
+    assert count == torch.get_num_threads()
+
+
+def test_wrong_arguments_of_a_launch_are_an_error_that_names_it(tmp_path: Path):
+    launch, x = load_kernels([kernel(2)], tmp_path)["times_2"], torch.zeros(3)
+    with pytest.raises(TypeError, match="times_2 takes 2 tensors and 1 sizes, not 2 arguments"):
+        launch(x, x)
+    with pytest.raises(TypeError, match="takes 2 tensors"):
+        launch(x, x, n=3)
+    for wrong in ((x, 3, 3), (x, x, x), (x, x, 1 << 80)):
+        with pytest.raises((TypeError, OverflowError)):
+            launch(*wrong)
 
 
 def test_what_a_graph_lacks_is_compiled_a_file_per_core(tmp_path: Path):

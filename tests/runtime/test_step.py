@@ -266,7 +266,7 @@ def test_backward_goes_on_in_the_memory_of_what_forward_saved(
     """
     if elsewhere:
         request.getfixturevalue("dynamo_in_another_thread")
-    x, weight = leaf(16, 16), torch.randn(16, 16)
+    x, weight = leaf(128, 128), torch.randn(128, 128)
     options = {"warm_start": False, "cache_dir": str(tmp_path), "profile": "cpu-gloo"}
 
     def function(x: Tensor) -> Tensor:
