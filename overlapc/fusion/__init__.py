@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from overlapc.fusion.deps import without_dead_ops
-from overlapc.fusion.fuse import FusionReport, Measure
+from overlapc.fusion.fuse import Measure
 from overlapc.fusion.fuse import fuse as fuse_kernels  # `overlapc.fusion.fuse` is the module
 from overlapc.fusion.inline import inline as inline_kernels
+from overlapc.fusion.report import FusionReport
 from overlapc.ir.ops import IROp, LoweredGraph, Refuse, nothing_refused
 
 __all__ = ["FusionReport", "fuse_ops"]

@@ -8,18 +8,17 @@ gradient, and its reduction with it), and the peak of memory stays where it is.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
 
 import torch
 
+from overlapc.fusion.groups import Group, Groups
+from overlapc.fusion.merge import Refusal
+from overlapc.fusion.report import FusionReport
 from overlapc.ir.body import Body
 from overlapc.ir.hazards import scatters
-from overlapc.ir.ops import Extern, IROp, Loops, Start, Wait
-from overlapc.ir.template import SIZE, template_of
+from overlapc.ir.ops import Combo, Extern, IROp, Loops, Start, Wait, loops_of
+from overlapc.ir.template import SIZE, rough_kind, template_of
 from overlapc.lowering.table import LIBRARY_CALLS
-
-if TYPE_CHECKING:
-    from overlapc.fusion.fuse import Fuser
 
 MOST_POINTERS = 240  # buffers of one launch: a CUDA kernel has 4 KiB for its arguments
 MOST_OPEN = 8  # launches of one kind that a kernel may choose from: keeps attempts linear
@@ -27,33 +26,61 @@ MOST_OPEN = 8  # launches of one kind that a kernel may choose from: keeps attem
 Kind = tuple[int, torch.device, Body]
 
 
-def combine(fuser: Fuser) -> None:
-    """Puts kernels of `fuser` into launches of several, each into the first of its kind that may take it."""
-    stretch = _stretches(fuser)
-    rough = Counter((stretch[number], rough_kind(group.op)) for number, group in fuser.groups.items())
+def combine(groups: Groups, report: FusionReport) -> None:
+    """Puts kernels into launches of several, each into the first of its kind that may take it."""
+    stretch = _stretches(groups)
+    rough = Counter((stretch[group.number], _rough_kind(group.op)) for group in groups)
     launches: defaultdict[Kind, list[int]] = defaultdict(list)
-    for number in fuser.order.order():
-        op = fuser.groups[number].op
-        if not isinstance(op, Loops) or rough[stretch[number], rough_kind(op)] < 2 or not _may_combine(op.body):
+    for number in groups.order.order():
+        op = groups[number].op
+        if not isinstance(op, Loops) or rough[stretch[number], _rough_kind(op)] < 2 or not _may_combine(op.body):
             continue
         template = template_of(op.body).body
         if set(template.size_symbols()) - {SIZE}:
             continue  # how many programs a part takes must be known now
         open_ones = launches[stretch[number], op.device, template]
         for at, launch in enumerate(open_ones[:MOST_OPEN]):
-            if fuser.try_combine(launch, number):
+            if _try_combine(groups, report, launch, number):
                 open_ones[at] = min(launch, number)
                 break
         else:
             open_ones.append(number)
 
 
-def _stretches(fuser: Fuser) -> dict[int, int]:
+def _try_combine(groups: Groups, report: FusionReport, one: int, other: int) -> bool:
+    """Puts two groups of kernels of one kind into one launch, or notes why not."""
+    a, b = map(groups.__getitem__, groups.in_order(one, other))
+    refusal = _combined(groups, a, b)
+    if refusal is None:
+        report.combined.append((a.op.name, b.op.name))
+    else:
+        report.refused.setdefault((a.op.name, b.op.name), f"not one launch: {refusal.reason}")
+    return refusal is None
+
+
+def _combined(groups: Groups, a: Group, b: Group) -> Refusal | None:
+    """Puts one launch in the place of two, or says why not; `a` stands earlier."""
+    if len(a.reads | b.reads | a.writes | b.writes) > MOST_POINTERS:
+        return Refusal(f"together they use more than {MOST_POINTERS} buffers")
+    if a.number in groups.order.before[b.number]:
+        return Refusal("one needs the other")
+    obstacle = groups.obstacle(a, b, set())
+    if obstacle is not None:
+        return obstacle
+    place = groups.make_room(a, b)
+    if isinstance(place, Refusal):
+        return place
+    launch = Combo(b.op.name, loops_of(a.op) + loops_of(b.op), a.op.origin.joined(b.op.origin))
+    groups.replace(a, b, launch, set(), place)
+    return None
+
+
+def _stretches(groups: Groups) -> dict[int, int]:
     """For each group, how many library calls and communications stand before it."""
     found: dict[int, int] = {}
     passed = 0
-    for number in fuser.order.order():
-        passed += _divides(fuser.groups[number].op)
+    for number in groups.order.order():
+        passed += _divides(groups[number].op)
         found[number] = passed
     return found
 
@@ -64,12 +91,8 @@ def _divides(op: IROp) -> bool:
     return isinstance(op, Start | Wait)
 
 
-def rough_kind(op: IROp) -> tuple[int, ...]:
-    """Cheap to compute, and equal for kernels of one kind."""
-    if not isinstance(op, Loops):
-        return ()
-    body = op.body
-    return len(body.values()), len(body.stores), len(body.loops), len(body.reduction)
+def _rough_kind(op: IROp) -> tuple[int, ...]:
+    return rough_kind(op.body) if isinstance(op, Loops) else ()
 
 
 def _may_combine(body: Body) -> bool:

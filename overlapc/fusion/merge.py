@@ -76,10 +76,7 @@ def align(first: Body, second: Body) -> tuple[Body, Body] | Refusal:
         inner = refine(_sizes(first.reduction), _sizes(second.reduction))
         if outer is None or inner is None:
             return Refusal("their reductions run over different ranges")
-        return (
-            _over(first, outer, inner, 0),
-            _over(second, outer, inner, 1),
-        )
+        return _over(first, outer, inner, 0), _over(second, outer, inner, 1)
     if not first.reduction and not second.reduction:
         outer = refine(_sizes(first.loops), _sizes(second.loops))
         if outer is None:
@@ -157,18 +154,14 @@ def refine(a: Sequence[sympy.Expr], b: Sequence[sympy.Expr]) -> Refined | None:
             return None
         if left == right:
             piece, left, right = left, sympy.S.One, sympy.S.One
-            owners[0][i].append(len(sizes))
-            owners[1][j].append(len(sizes))
         elif (quotient := exact_quotient(left, right)) is not None:
             piece, left, right = right, quotient, sympy.S.One
-            owners[0][i].append(len(sizes))
-            owners[1][j].append(len(sizes))
         elif (quotient := exact_quotient(right, left)) is not None:
             piece, right, left = left, quotient, sympy.S.One
-            owners[0][i].append(len(sizes))
-            owners[1][j].append(len(sizes))
         else:
             return None
+        owners[0][i].append(len(sizes))
+        owners[1][j].append(len(sizes))
         sizes.append(piece)
     last = len(sizes) - 1  # found from the innermost outwards: turn round
     parts = tuple(tuple(tuple(last - at for at in reversed(part)) for part in owner) for owner in owners)

@@ -42,3 +42,8 @@ def template_of(body: Body) -> Template:
         size = int(only.size)
         loops, reduction = (tuple(Loop(loop.symbol, SIZE) for loop in nest) for nest in (loops, reduction))
     return Template(Body(loops, reduction, stores), buffers, size)
+
+
+def rough_kind(body: Body) -> tuple[int, ...]:
+    """Cheap to compute, and equal for kernels of one template."""
+    return len(body.values()), len(body.stores), len(body.loops), len(body.reduction)

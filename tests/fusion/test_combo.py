@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from overlapc.fusion import combo, live
-from overlapc.fusion.fuse import FusionReport, fuse
+from overlapc.fusion.fuse import fuse
+from overlapc.fusion.report import FusionReport
 from overlapc.fusion.work import work_of
 from overlapc.ir.body import Body, Checked, Constant, op
 from overlapc.ir.ops import Combo, IROp, LoweredGraph
@@ -82,7 +83,7 @@ def test_nothing_is_combined_across_communication() -> None:
 
 
 def test_a_launch_has_a_limit_of_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overlapc.fusion.fuse.MOST_POINTERS", 4)
+    monkeypatch.setattr("overlapc.fusion.combo.MOST_POINTERS", 4)
     inputs = [f"a{at}" for at in range(5)]
     ops = [pointwise(f"x{at}", name) for at, name in enumerate(inputs)]
     made = graph(ops, [each.name for each in ops], inputs=inputs)
@@ -98,11 +99,11 @@ def test_kernels_with_checks_launch_alone() -> None:
 
 
 def test_attempts_are_linear_in_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overlapc.fusion.fuse.MOST_POINTERS", 2)  # none combine: each opens a launch
+    monkeypatch.setattr("overlapc.fusion.combo.MOST_POINTERS", 2)  # none combine: each opens a launch
     tried: list[int] = []
     monkeypatch.setattr(
-        "overlapc.fusion.fuse.Fuser.try_combine",
-        lambda self, one, other: bool(tried.append(other)),  # never
+        "overlapc.fusion.combo._try_combine",
+        lambda groups, report, one, other: bool(tried.append(other)),  # never
     )
     inputs = [f"a{at}" for at in range(50)]
     ops = [pointwise(f"x{at}", name) for at, name in enumerate(inputs)]

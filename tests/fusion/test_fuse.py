@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlapc.fusion import fuse as fusing
-from overlapc.fusion import fuse_ops, live
+from overlapc.fusion import fuse_ops, legality, live
 from overlapc.fusion.deps import edges
-from overlapc.fusion.fuse import Fuser, FusionReport, fuse
+from overlapc.fusion.fuse import Fuser, fuse
+from overlapc.fusion.report import FusionReport
 from overlapc.ir.body import Body, Reduce, op
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, Start, Wait
 from tests.fusion.build import barrier, extern, graph, kernel, names, overwrite, pointwise, start, view, wait
@@ -119,17 +120,17 @@ def test_other_devices() -> None:
 
 def test_too_many_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     made = graph([pointwise("x", "a", "b"), pointwise("y", "b", "c")], ["x", "y"])
-    monkeypatch.setattr(fusing, "MOST_BUFFERS", 4)
+    monkeypatch.setattr(legality, "MOST_BUFFERS", 4)
     assert fused(made)[1].refused["x", "y"] == "together they use more than 4 buffers"
-    monkeypatch.setattr(fusing, "MOST_BUFFERS", 5)
+    monkeypatch.setattr(legality, "MOST_BUFFERS", 5)
     assert fused(made)[0] == ["y"]
 
 
 def test_too_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
     made = graph([pointwise("x", "a"), pointwise("y", "a", "b")], ["x", "y"])
-    monkeypatch.setattr(fusing, "LARGEST_KERNEL", 4)
+    monkeypatch.setattr(legality, "LARGEST_KERNEL", 4)
     assert fused(made)[1].refused["x", "y"] == "together they compute more than 4 values"
-    monkeypatch.setattr(fusing, "LARGEST_KERNEL", 5)
+    monkeypatch.setattr(legality, "LARGEST_KERNEL", 5)
     assert fused(made)[0] == ["y"]
 
 
@@ -270,8 +271,8 @@ def graphs(draw: st.DrawFn) -> LoweredGraph:
 def test_the_result_keeps_every_dependence_and_no_start_gains_a_wait(made: LoweredGraph, seed: int | None) -> None:
     fuser = Fuser(made.ops, made, shuffle=None if seed is None else random.Random(seed))
     fuser.run()
-    order = fuser.order.order()
-    group_of = {member: group.number for group in fuser.groups.values() for member in group.members}
+    order = fuser.groups.order.order()
+    group_of = {member: group.number for group in fuser.groups for member in group.members}
     assert sorted(group_of) == sorted(names(made.ops))
     place = {group: at for at, group in enumerate(order)}
     needed: dict[int, set[int]] = {group: set() for group in order}

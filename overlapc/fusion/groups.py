@@ -1,0 +1,213 @@
+"""Kernels while they fuse: groups of ops, what they read and write, where they run and what they wait for.
+
+A group that takes another's place must keep five accounts true at once: who reads and writes each buffer, the order,
+the memory that is live, and which waits come before and which starts after. `Groups` is the one place that does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from overlapc.fusion.deps import edges, output_buffers
+from overlapc.fusion.live import LiveBytes
+from overlapc.fusion.merge import Refusal
+from overlapc.fusion.order import MergingOrder
+from overlapc.ir.body import Body, Checked, topological
+from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start, Wait, buffers_read, buffers_written
+
+
+@dataclass(slots=True)
+class Group:
+    """Kernels fused or combined so far; a group of any other op never merges."""
+
+    number: int
+    op: IROp
+    members: list[str]
+    reads: set[str]
+    writes: set[str]
+    runs_at: int  # number of the op in whose place it runs
+    waits: int = 0  # bit set of the waits it comes after
+    starts: int = 0  # bit set of the starts that come after it
+    grown: int = 0  # how often it has merged
+
+    @property
+    def dots(self) -> bool:
+        """Whether it holds a matrix product."""
+        return isinstance(self.op, Loops) and bool(self.op.body.dots())
+
+    @property
+    def kernel(self) -> Loops:
+        """The op of a group that is generated code."""
+        assert isinstance(self.op, Loops), f"{self.op.name} is no generated kernel"
+        return self.op
+
+
+class Groups:
+    """The groups of one graph by number, each op one of its own at first."""
+
+    def __init__(self, ops: Sequence[IROp], graph: LoweredGraph, freeable: Collection[str] = ()) -> None:
+        """`freeable` names inputs that nobody holds but the graph."""
+        self.graph = graph
+        dependences = edges(ops, graph)
+        self.order = MergingOrder(dependences.before)
+        self._groups: dict[int, Group] = {}
+        self._sizes: dict[str, int] = {}
+        self.outputs = output_buffers(graph) | set(graph.aliases) | set(graph.aliases.values())
+        self.memory = LiveBytes(ops, graph, self.bytes_of, freeable)
+        self.readers: defaultdict[str, set[int]] = defaultdict(set)
+        self.writer: dict[str, int] = {}
+        for number, op in enumerate(ops):
+            group = Group(number, op, [op.name], buffers_read(op), set(buffers_written(op)), number)
+            self._groups[number] = group
+            for name in group.reads:
+                self.readers[name].add(number)
+            for name in group.writes:
+                self.writer[name] = number
+        self._mark_communication(ops, dependences.before)
+
+    def __getitem__(self, number: int) -> Group:
+        return self._groups[number]
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups.values())
+
+    def ops(self) -> list[IROp]:
+        """All ops that are left, in a legal order."""
+        return [self._groups[number].op for number in self.order.order()]
+
+    # --- questions about two groups
+
+    def in_order(self, a: int, b: int) -> tuple[int, int]:
+        """The two numbers, that of the group that stands earlier first."""
+        return (a, b) if self.order.position[a] < self.order.position[b] else (b, a)
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes of a buffer at the traced sizes; 0 for what is no tensor."""
+        known = self._sizes.get(name)
+        if known is None:
+            view = self.graph.views.get(name)
+            known = self._sizes[name] = self.graph.hint(view.layout.storage_bytes()) if view is not None else 0
+        return known
+
+    def local(self, a: Group, b: Group) -> set[str]:
+        """Buffers that would live and die inside the fused kernel: they never touch memory."""
+        both = {a.number, b.number}
+        local = {name for name in a.writes | b.writes if self.readers[name] <= both and name not in self.outputs}
+        unread = {name for name in local if not self.readers[name]}
+        return local - _with_checks((a.kernel.body, b.kernel.body), unread) if unread else local
+
+    def obstacle(self, a: Group, b: Group, local: set[str]) -> Refusal | None:
+        """Why one launch may not do what both do, if anything stands against it; `local` never touches memory then."""
+        if a.op.device != b.op.device:  # type: ignore[union-attr]
+            return Refusal("they run on different devices")
+        # A kernel that a start waits for would have to wait for a communication that it did not need, or a start
+        # be launched later: it would undo overlap that the passes could have had.
+        if (a.starts & ~b.starts and b.waits & ~a.waits) or (b.starts & ~a.starts and a.waits & ~b.waits):
+            return Refusal("one leads to a collective's start, the other comes after a wait")
+        stays, moves = self._stays_and_moves(a, b)
+        more = self._held(stays, moves, local)
+        start, end = sorted((stays.runs_at, moves.runs_at))
+        if not self.memory.fits(start, end, more):
+            return Refusal(f"it would keep {more} bytes alive past the peak of memory")
+        return None
+
+    def _stays_and_moves(self, a: Group, b: Group) -> tuple[Group, Group]:
+        """The group in whose place both would run, as `MergingOrder.merge` puts them, and the other."""
+        first, second = self.in_order(a.number, b.number)
+        if self.order.may_run_early(first, second):
+            return self._groups[first], self._groups[second]
+        moves, stays = sorted((a, b), key=lambda group: group.runs_at)
+        return stays, moves
+
+    def _held(self, stays: Group, moves: Group, local: set[str]) -> int:
+        """Bytes more that live between the places of two groups when both run where the first one does."""
+        if moves.runs_at < stays.runs_at:
+            return self.memory.held(moves.reads, moves.runs_at, stays.runs_at, local)
+        return self.memory.advanced(moves.writes, local)
+
+    # --- making one of two
+
+    def make_room(self, a: Group, b: Group) -> tuple[Group, Group] | Refusal:
+        """Gives both one place in the order, `a` standing earlier: the group in whose place, and the other one.
+
+        Refusal where another group must run between them; then nothing has changed.
+        """
+        place = self._stays_and_moves(a, b)
+        between = self.order.merge(a.number, b.number)
+        return place if between is None else Refusal(f"{self._groups[between].op.name} must run between them")
+
+    def replace(self, a: Group, b: Group, op: Loops | Combo, local: set[str], place: tuple[Group, Group]) -> None:
+        """Puts `op` in the place of both groups, where `make_room` made it; `local` buffers no longer touch memory."""
+        kept, gone = min(a.number, b.number), max(a.number, b.number)
+        stays, moves = place
+        more = self._held(stays, moves, local)
+        if moves.runs_at < stays.runs_at:
+            self.memory.delay(moves.reads, moves.runs_at, stays.runs_at, more)
+        else:
+            self.memory.advance(stays.runs_at, moves.runs_at, more)
+        for name in a.reads | b.reads:
+            self.readers[name] -= {kept, gone}
+        for name in a.writes | b.writes:
+            self.writer[name] = kept
+        for name in local:
+            del self.readers[name], self.writer[name]
+        group = Group(
+            kept,
+            op,
+            a.members + b.members,
+            buffers_read(op),
+            (a.writes | b.writes) - local,
+            stays.runs_at,
+            grown=self._groups[kept].grown + 1,
+        )
+        for name in group.reads:
+            self.readers[name].add(kept)
+        del self._groups[gone]
+        self._groups[kept] = group
+        self._spread(group, a, b)
+
+    def _mark_communication(self, ops: Sequence[IROp], before: list[set[int]]) -> None:
+        """For each group: the waits it depends on and the starts that depend on it, as bit sets."""
+        waits = starts = 0
+        for number, op in enumerate(ops):
+            for earlier in before[number]:
+                self._groups[number].waits |= self._groups[earlier].waits
+            if isinstance(op, Wait):
+                self._groups[number].waits |= 1 << waits
+                waits += 1
+        for number in range(len(ops) - 1, -1, -1):
+            if isinstance(ops[number], Start):
+                self._groups[number].starts |= 1 << starts
+                starts += 1
+            for earlier in before[number]:
+                self._groups[earlier].starts |= self._groups[number].starts
+
+    def _spread(self, group: Group, a: Group, b: Group) -> None:
+        """What comes after one of the two now also comes after the other's waits; likewise starts, backwards."""
+        group.waits, group.starts = a.waits | b.waits, a.starts | b.starts
+        if a.waits != b.waits:
+            stack = [group.number]
+            while stack:
+                for later in self.order.after[stack.pop()]:
+                    if group.waits & ~self._groups[later].waits:
+                        self._groups[later].waits |= group.waits
+                        stack.append(later)
+        if a.starts != b.starts:
+            stack = [group.number]
+            while stack:
+                for earlier in self.order.before[stack.pop()]:
+                    if group.starts & ~self._groups[earlier].starts:
+                        self._groups[earlier].starts |= group.starts
+                        stack.append(earlier)
+
+
+def _with_checks(bodies: Iterable[Body], unread: set[str]) -> set[str]:
+    """Those of the buffers that nobody reads whose stores carry checks: without the store these would be lost."""
+    return {
+        store.buffer
+        for body in bodies
+        for store in body.stores
+        if store.buffer in unread and any(isinstance(value, Checked) for value in topological(store.operands()))
+    }

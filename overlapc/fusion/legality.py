@@ -1,0 +1,123 @@
+"""Which kernels may merge, and for the others why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from overlapc.fusion.groups import Group, Groups
+from overlapc.fusion.loop_order import in_order_of, scattered_bytes
+from overlapc.fusion.merge import Refusal, merge, without_stores
+from overlapc.fusion.mixed_order import crosses, merge_across, skips
+from overlapc.ir.body import Body
+from overlapc.ir.hazards import overwrites_in_place, scatters
+from overlapc.ir.ops import Loops, Refuse
+from overlapc.ir.template import rough_kind
+
+LARGEST_KERNEL = 512  # values in one kernel: longer ones spill registers and take long to compile
+MOST_BUFFERS = 48  # arguments of one kernel
+LITTLE = 64  # one part of so many in what a kernel moves is not worth fusing for
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """How kernels may merge, beside with their loops as they are."""
+
+    across: bool = False  # whether their loops may cross
+    reorders: bool = False  # whether loops may change their order
+
+
+def verdict(groups: Groups, a: Group, b: Group, ways: Ways, refuse: Refuse) -> Body | Refusal:
+    """The merged body, or why the two kernels stay apart."""
+    if (a.dots or b.dots) and a.kernel.body.reduction and b.kernel.body.reduction:
+        return Refusal("a matrix product shares its kernel with no other reduction")
+    if len(a.reads | b.reads | a.writes | b.writes) > MOST_BUFFERS:
+        return Refusal(f"together they use more than {MOST_BUFFERS} buffers")
+    if scatters(a.kernel.body) or scatters(b.kernel.body):
+        return Refusal("one of them scatters: its iterations go by where they write")
+    if _only_alike(groups, a, b):
+        return Refusal("they share next to nothing and are of one kind: one launch may run both")
+    obstacle = groups.obstacle(a, b, groups.local(a, b))
+    if obstacle is not None:
+        return obstacle
+    merged = merge(a.kernel.body, b.kernel.body)
+    if not isinstance(merged, Refusal) and _goes_crosswise(groups, a, b, merged):
+        merged = Refusal("they go through what they share in different orders")
+    if isinstance(merged, Refusal) and ways.across and crosses(a.kernel.body, b.kernel.body):
+        across = merge_across(a.kernel.body, b.kernel.body, groups.graph.hint, groups.bytes_of)
+        if isinstance(across, Refusal):
+            return Refusal(f"{merged.reason}; crosswise: {across.reason}")
+        merged = across
+    if isinstance(merged, Refusal) and ways.reorders:
+        merged = _reordered(groups, a, b) or merged
+    if isinstance(merged, Refusal):
+        return merged
+    if (a.dots or b.dots) and merged.stores_terms():
+        return Refusal("it would need the single terms of a matrix product")
+    if len(merged.values()) > LARGEST_KERNEL:
+        return Refusal(f"together they compute more than {LARGEST_KERNEL} values")
+    unsafe = _unsafe_change(groups, a, b, merged)
+    if unsafe is not None:
+        return unsafe
+    reason = refuse(a.kernel.device, merged)
+    return merged if reason is None else Refusal(reason)
+
+
+def _only_alike(groups: Groups, a: Group, b: Group) -> bool:
+    """Whether two kernels look alike and share but a scalar: fused in pairs they would be of another kind."""
+    if not a.writes.isdisjoint(b.reads) or rough_kind(a.kernel.body) != rough_kind(b.kernel.body):
+        return False
+    shared = sum(map(groups.bytes_of, a.reads & b.reads))
+    return shared * LITTLE < min(sum(map(groups.bytes_of, group.reads | group.writes)) for group in (a, b))
+
+
+def _goes_crosswise(groups: Groups, a: Group, b: Group, merged: Body) -> bool:
+    """Whether one would go over rows and the other over columns, as sizes that happen to be equal allow."""
+    if not merged.reduction:
+        return False
+    shared = a.reads & b.reads
+    places = [
+        {(load.buffer, load.index) for load in body.loads() if load.buffer in shared}
+        for body in (a.kernel.body, b.kernel.body, merged)
+    ]
+    more = len(places[2]) > max(len(places[0]), len(places[1]))
+    return more and skips(merged, a.kernel.body, b.kernel.body, groups.bytes_of)
+
+
+def _unsafe_change(groups: Groups, a: Group, b: Group, merged: Body) -> Refusal | None:
+    """Why the merged kernel may not change memory in place, if it may not."""
+    for view in (*a.kernel.mutates, *b.kernel.mutates):
+        root = groups.graph.root(view.buffer)
+        stores = [store for store in merged.stores if groups.graph.root(store.buffer) == root]
+        if len(stores) > 1:
+            return Refusal(f"both write to the memory of {root}")
+        read = {load.buffer for load in merged.loads() if groups.graph.root(load.buffer) == root}
+        if not overwrites_in_place(merged, stores[0], read):
+            return Refusal(f"{root} is changed in place before all iterations have read their part of it")
+    return None
+
+
+def _reordered(groups: Groups, a: Group, b: Group) -> Body | None:
+    """Both kernels in one, their loops in the order of the largest buffer they share; None where it costs more."""
+    shared = max((a.reads | a.writes) & b.reads or b.writes & a.reads, key=lambda name: (groups.bytes_of(name), name))
+    first, second = (in_order_of(group.kernel.body, shared, groups.graph.hint) for group in (a, b))
+    if first is None or second is None:
+        return None
+    merged = merge(first, second)
+    if isinstance(merged, Refusal):
+        return None
+    before = sum(scattered_bytes(group.kernel.body, groups.bytes_of) for group in (a, b))
+    after = scattered_bytes(without_stores(merged, groups.local(a, b)), groups.bytes_of)
+    return merged if after - before <= groups.bytes_of(shared) else None
+
+
+def one_kernel(a: Group, b: Group, body: Body, local: set[str]) -> Loops:
+    """The kernel of `body`, which does what both groups do and keeps `local` buffers to itself."""
+    return Loops(
+        b.op.name,
+        a.kernel.device,
+        without_stores(body, local),
+        tuple(view for view in a.kernel.outputs + b.kernel.outputs if view.buffer not in local),
+        a.kernel.mutates + b.kernel.mutates,
+        a.kernel.before + b.kernel.before,
+        a.op.origin.joined(b.op.origin),
+    )

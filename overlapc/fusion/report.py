@@ -1,0 +1,21 @@
+"""The account of a fusion: what became one kernel or one launch, and why the rest stayed apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class FusionReport:
+    """What was fused and what was refused, by op names."""
+
+    fused: list[tuple[str, str, int]] = field(default_factory=list)  # first, second, bytes saved
+    combined: list[tuple[str, str]] = field(default_factory=list)  # first, second of one launch
+    refused: dict[tuple[str, str], str] = field(default_factory=dict)
+    kernel_of: dict[str, str] = field(default_factory=dict)  # op -> the fused op it is part of
+
+    def __str__(self) -> str:
+        lines = [f"fused {a} + {b}: saves {saved} bytes" for a, b, saved in self.fused]
+        lines += [f"one launch {a} + {b}" for a, b in self.combined]
+        lines += [f"apart {a} | {b}: {reason}" for (a, b), reason in self.refused.items()]
+        return "\n".join(lines)
