@@ -33,7 +33,7 @@ from overlapc.estimators.clock import Launch, cache_bytes, clock_for, collective
 from overlapc.estimators.collectives import MeasuredCollectives
 from overlapc.estimators.contention import collective_stretches, compute_stretch, load_of, traffic_of
 from overlapc.estimators.device import DeviceProfile, load_profile
-from overlapc.estimators.workloads import DTYPES, calls_for, launcher
+from overlapc.estimators.workloads import DTYPES, agreed, calls_for, launcher, world_on
 from overlapc.schedule.model import Comm, Kind, Node, Work
 
 MIB = 2**20
@@ -61,7 +61,7 @@ def main() -> None:
     profile = load_profile(args.profile)
     found = []
     for channels in args.channels:
-        group = group_on(channels)
+        group = world_on(channels)
         for collective, dtype, mib in COLLECTIVES:
             launch = launcher(collective, group, mib * MIB, DTYPES[dtype], device)
             comm = Comm(
@@ -93,29 +93,17 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def group_on(channels: int) -> dist.ProcessGroup:
-    """All ranks, on at most so many channels."""
-    assert dist.group.WORLD is not None
-    if not channels:
-        return dist.group.WORLD
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = channels
-    group = dist.new_group(backend="nccl", pg_options=options)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
 def beside(comm: Comm, launch: Launch, profile: DeviceProfile, device: torch.device) -> list[dict[str, Any]]:
     """Every subject beside one collective."""
     clock = clock_for(device)
-    alone_ns = slowest(collective_ns(clock, launch, calls_for(comm.bytes, clock)), device)
+    alone_ns = agreed(collective_ns(clock, launch, calls_for(comm.bytes, clock)), device)
     start = Node("c", Kind.START, comm.collective, comm=comm)
     start = Node("c", Kind.START, comm.collective, comm=comm, estimate=MeasuredCollectives(profile).estimate(start))
     traffic = traffic_of(start, profile)
     chosen = subjects(device)
     with torch.no_grad():
         calls = {each.node.name: each.make() for each in chosen}
-        calls_ns = {name: slowest(compute_ns(clock, call, rounds=1), device) for name, call in calls.items()}
+        calls_ns = {name: agreed(compute_ns(clock, call, rounds=1), device) for name, call in calls.items()}
         met = company(calls, calls_ns, launch, alone_ns, load(device))
     rows = []
     for each in chosen:
@@ -138,13 +126,6 @@ def beside(comm: Comm, launch: Launch, profile: DeviceProfile, device: torch.dev
             }
         )
     return rows
-
-
-def slowest(ns: float, device: torch.device) -> float:
-    """The slowest rank's time: how many collectives run depends on it."""
-    found = torch.tensor([ns], device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found.item())
 
 
 def load(device: torch.device) -> Callable[[], None]:

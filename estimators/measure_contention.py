@@ -28,6 +28,7 @@ from overlapc.estimators.workloads import (
     launcher,
     operands,
     random,
+    world_on,
 )
 
 Times = Mapping[str, tuple[float, float]]  # call -> how many times as long it, and the collective beside it, takes
@@ -54,12 +55,11 @@ class Contention:
 
     def by_kernel(self) -> None:
         """On default channels, and on fewer; see beside.py."""
-        assert dist.group.WORLD is not None
         slowdowns: dict[str, dict[str, Any]] = {}
         ordinary: dict[str, tuple[float, Times]] = {}  # on default channels: ns alone, what it was measured beside
         size, multiprocessors = self.effort.beside_bytes, self._multiprocessors()
         for channels in (0, *self.effort.channels):
-            group = dist.group.WORLD if not channels else self._group_on(channels)
+            group = world_on(channels)
             for collective, dtype in (("all_gather", "bf16"), ("reduce_scatter", "fp32")):
                 launch = launcher(collective, group, size, DTYPES[dtype], self.device)
                 alone_ns = agreed(collective_ns(self.clock, launch, calls_for(size, self.clock)), self.device)
@@ -79,14 +79,6 @@ class Contention:
 
     def _multiprocessors(self) -> int:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
-
-    def _group_on(self, channels: int) -> dist.ProcessGroup:
-        """The whole world on at most so many channels."""
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = channels
-        group = dist.new_group(backend="nccl", pg_options=options)
-        assert isinstance(group, dist.ProcessGroup)
-        return group
 
     def _company(self, launch: Launch, alone_ns: float) -> Times:
         """By call, without those that this collective never ran beside all the time."""

@@ -44,6 +44,18 @@ def calls_for(size_bytes: int, clock: Clock) -> int:
     return 4 if size_bytes >= 256 * MIB else 10 if size_bytes >= 16 * MIB else 30
 
 
+def world_on(channels: int) -> dist.ProcessGroup:
+    """All ranks over NCCL, on at most so many channels; 0: on the library's choice of them. Every rank must ask."""
+    assert dist.group.WORLD is not None
+    if not channels:
+        return dist.group.WORLD
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = channels
+    group = dist.new_group(backend="nccl", pg_options=options)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def launcher(
     collective: str, group: dist.ProcessGroup, size_bytes: int, dtype: torch.dtype, device: torch.device
 ) -> Launch:

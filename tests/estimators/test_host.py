@@ -4,10 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from overlapc.errors import ConfigError
 from overlapc.estimators.device import DeviceProfile, HostCosts, load_profile, profile_from_json, profile_to_json
 from overlapc.estimators.host import host_ns
+from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context, run_pipeline
 from overlapc.report.build import graph_record
 from overlapc.report.model import StepRecord
@@ -40,6 +43,30 @@ def test_each_node_costs_what_its_kind_does_and_each_tensor_at_the_border_too():
 def test_it_is_known_only_where_it_was_measured_and_is_not_the_device_itself():
     assert host_ns(parse(GATHERED), DeviceProfile("gpu")) is None
     assert host_ns(parse(GATHERED), replace(GPU, synchronous=True)) is None
+
+
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=8), st.integers(1, 60), st.integers(0, 7))
+@settings(max_examples=60, deadline=None)
+def test_in_a_loop_the_slower_of_host_and_device_says_how_long_a_step_takes(kernels, gather, beside):
+    """The simulator's own host, over many steps behind each other: it runs ahead until it is what all wait for."""
+
+    def step_ns(launch_ns):
+        def text(steps):
+            lines = []
+            for step in range(steps):
+                lines.append(f"g{step} = all_gather(%p) @dp : 8B {gather}ns")
+                names = [f"k{step}_{at} = kernel(%x) : 8B {ns}ns" for at, ns in enumerate(kernels)]
+                names.insert(min(beside, len(kernels)), f"w{step} = wait(g{step})")
+                lines += names
+            return parse("\n".join(lines))
+
+        short, long = (simulate(text(steps), DeviceProfile("gpu", launch_ns=launch_ns)).step_ns for steps in (60, 90))
+        return (long - short) / 30
+
+    launch_ns = 16
+    host, device = launch_ns * (len(kernels) + 1), step_ns(0)
+    assume(abs(host - device) > 0.1 * device)  # else the host takes many steps to run ahead
+    assert step_ns(launch_ns) == pytest.approx(max(host, device), rel=0.02)
 
 
 def test_no_order_depends_on_it():
