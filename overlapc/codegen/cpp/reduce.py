@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 
 import sympy
 import torch
@@ -21,8 +20,9 @@ from overlapc.codegen.cpp.accumulators import Accumulator, Variable, accumulator
 from overlapc.codegen.cpp.expressions import C_TYPE, index_text, store_text, weight
 from overlapc.codegen.cpp.function import Function
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
-from overlapc.codegen.cpp.plan import BLOCK, CHUNK_ROWS, CHUNKS, ROWS, SHORT_SUM, TILE, chunk_count
-from overlapc.ir.body import Constant, Index, Load, Loop, Op, Reduce, Scan, Store, Value
+from overlapc.codegen.cpp.plan import BLOCK, CHUNK_ROWS, CHUNKS, ROWS, SHORT_SUM, TILE, Plan, chunk_count
+from overlapc.codegen.cpp.stages import Stages
+from overlapc.ir.body import Body, Loop, Op, Reduce, Scan, Store, Value
 from overlapc.ir.indexing import numel
 
 _DEAR = 10  # additions: exp and its like
@@ -33,6 +33,10 @@ _ROW_BYTES = 64 * 1024  # on each thread's stack, and still in the nearest cache
 
 class ReductionFunction(Function):
     """Writes one kernel with reduction loops."""
+
+    def __init__(self, body: Body, plan: Plan, arguments: Mapping[str, str], sizes: Sequence[sympy.Symbol]) -> None:
+        super().__init__(body, plan, arguments, sizes)
+        self.stages = Stages(body)
 
     def write(self) -> None:
         """A pass over the reduction loops for each depth of reductions, then the stores."""
@@ -55,15 +59,15 @@ class ReductionFunction(Function):
         for loop in loops:
             self.open(loop)
         known: dict[Value, str] = {}
-        for stage in range(self._last_stage + 1):
+        for stage in range(self.stages.last + 1):
             self._define_stage(stage, known)
-            reduces = [value for value in self.values if isinstance(value, Reduce) and self.stage[value] == stage + 1]
+            reduces = self.stages.reductions(stage)
             if reduces:
                 self._pass(reduces, known)
-        if self._late_stores:
+        if self.stages.late_stores:
             self._inner_stores(known)
-        if self.outer_stores:
-            self.store_nest([self._lane_loop()] if self.lanes is not None else [], self.outer_stores, known)
+        if self.stages.outer_stores:
+            self.store_nest([self._lane_loop()] if self.lanes is not None else [], self.stages.outer_stores, known)
         for loop in reversed(loops):
             self.close(loop)
         if totals:
@@ -148,14 +152,13 @@ class ReductionFunction(Function):
 
     def _define_stage(self, stage: int, known: dict[Value, str]) -> None:
         """Computes what is the same for all reduction iterations and known after `stage` reductions."""
-        values = [value for value in self.values if not self.varies[value] and self.stage[value] == stage]
-        values = [value for value in values if value not in known and not isinstance(value, Reduce)]
+        values = [value for value in self.stages.fixed(stage) if value not in known]
         if self.lanes is None:
             self.define(values, known)
             return
         self.define((value for value in values if self.lanes.symbol not in self.symbols[value]), known)
         # A value of its own for each lane lives in an array, if a later loop needs it and it is not just a load.
-        kept = [value for value in values if self._crosses(value) and value not in known]
+        kept = [value for value in values if self.stages.crosses(value) and value not in known]
         if not kept:
             return
         for value in kept:
@@ -167,49 +170,6 @@ class ReductionFunction(Function):
             lambda names: [f"a{self.number[value]}[lane] = {names[value]};" for value in kept],
         )
         known.update((value, f"a{self.number[value]}[lane]") for value in kept)
-
-    def _crosses(self, value: Value) -> bool:
-        if isinstance(value, Load) and not value.operands():
-            return False
-        return value in self._used_later and value not in self._of_positions
-
-    @cached_property
-    def _of_positions(self) -> set[Value]:
-        """Values made of positions and numbers alone: cheap, and often known in a piece of a loop."""
-        found: set[Value] = set()
-        for value in self.values:
-            if isinstance(value, Constant | Index | Op) and found.issuperset(value.operands()):
-                found.add(value)
-        return found
-
-    @cached_property
-    def _used_later(self) -> set[Value]:
-        """Values that another loop than the one computing them reads."""
-        later: set[Value] = set()
-        for user in self.values:
-            for operand in user.operands():
-                crosses = self.varies[user] or isinstance(user, Reduce) or self.stage[user] > self.stage[operand]
-                if crosses and not self.varies[operand]:
-                    later.add(operand)
-        for store in self.inner_stores:
-            later.update(value for value in store.operands() if not self.varies[value])
-        return later
-
-    def _stores_of_stage(self, stage: int) -> list[Store]:
-        """Inner stores whose values are known after `stage` reductions, so that the next pass can make them."""
-        return [store for store in self.inner_stores if self._stage_of(store) == stage < self._last_stage]
-
-    @cached_property
-    def _late_stores(self) -> list[Store]:
-        """Inner stores that wait for every reduction; only these may overwrite what the passes read."""
-        return [store for store in self.inner_stores if self._stage_of(store) == self._last_stage]
-
-    @cached_property
-    def _last_stage(self) -> int:
-        return max(self.stage.values(), default=0)
-
-    def _stage_of(self, store: Store) -> int:
-        return max(self.stage[value] for value in store.operands())
 
     def _pass(self, reduces: Sequence[Reduce], known: dict[Value, str]) -> None:
         """One sweep over the reduction loops that computes `reduces`."""
@@ -268,12 +228,13 @@ class ReductionFunction(Function):
             return []
         after = dict(known) | dict.fromkeys(reduces, "")
         roots: list[Value] = [value for value in self.values if isinstance(value, Reduce) and value not in after]
-        stage = self.stage[reduces[0]]
-        waiting = [store for store in self.inner_stores if self._stage_of(store) >= stage]
+        stages = self.stages
+        stage = stages.stage[reduces[0]]
+        waiting = [store for store in stages.inner_stores if stages.stage_of(store) >= stage]
         roots += [value for store in waiting for value in store.operands()]
         later = set(self.needed(roots, after))
         now = _unconditional([reduce.arg for reduce in reduces], known)
-        kept = [value for value in now if value in later and self.varies[value] and weight(value) >= _DEAR]
+        kept = [value for value in now if value in later and stages.varies[value] and weight(value) >= _DEAR]
         size_bytes = sum(value.dtype.itemsize for value in kept) * int(plan.vector.size)
         size_bytes *= 1 if plan.rows is None else self._tile()
         return kept if size_bytes <= _ROW_BYTES else []
@@ -281,8 +242,7 @@ class ReductionFunction(Function):
     def _over_lanes(self, lines: Iterable[str]) -> None:
         self.line("for (int64_t lane = 0; lane < lanes; ++lane) {")
         self.depth += 1
-        for text in lines:
-            self.line(text)
+        self.write_lines(lines)
         self.close()
 
     def _totals(self, accumulators: Sequence[Accumulator]) -> None:
@@ -342,8 +302,7 @@ class ReductionFunction(Function):
         if columns:
             self._over_lanes(keep)
         else:
-            for text in keep:
-                self.line(text)
+            self.write_lines(keep)
         self.close()
         self._totals(accumulators)
         self.line(f"for (int64_t chunk = 0; chunk < {chunks}; ++chunk) {{")
@@ -354,8 +313,7 @@ class ReductionFunction(Function):
         if columns:
             self._over_lanes(combine)
         else:
-            for text in combine:
-                self.line(text)
+            self.write_lines(combine)
         self.close()
 
     def _range(self, loop: Loop, split: Loop | None) -> tuple[str, str]:
@@ -372,7 +330,7 @@ class ReductionFunction(Function):
         plan = self.plan
         vector = plan.vector
         assert vector is not None
-        stores = self._stores_of_stage(self.stage[accumulators[0].reduce] - 1)
+        stores = self.stages.early_stores(self.stages.stage[accumulators[0].reduce] - 1)
         roots = [part.reduce.arg for part in accumulators]
         roots += [value for store in stores for value in store.operands()]
 
@@ -447,7 +405,7 @@ class ReductionFunction(Function):
         vector = plan.vector
         assert vector is not None
         parallel = list(loops)
-        with self._scanning((value for store in self._late_stores for value in store.operands()), known) as scans:
+        with self._scanning((value for store in self.stages.late_stores for value in store.operands()), known) as scans:
             if plan.columns:
                 loops.append(self._lane_loop())
             elif plan.split is not None and longer_than(vector, BLOCK):
@@ -461,7 +419,7 @@ class ReductionFunction(Function):
             if plan.split is not None:
                 collapsed = self.on_threads(parallel, self.body.reduction_numel() * width)
             with self._each_row():
-                self.store_nest(loops, self._late_stores, known, collapsed)
+                self.store_nest(loops, self.stages.late_stores, known, collapsed)
 
 
 def _unconditional(roots: Iterable[Value], known: Container[Value]) -> list[Value]:

@@ -1,0 +1,166 @@
+"""Values of a loop body as C++: expressions over names, loads, definitions and stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import sympy
+import torch
+
+from overlapc.codegen.cpp.expressions import (
+    C_TYPE,
+    FORMAT,
+    MEMORY_TYPE,
+    cast_text,
+    constant_text,
+    index_text,
+    load_text,
+    operation_text,
+    store_text,
+)
+from overlapc.codegen.cpp.transposes import Tiles
+from overlapc.codegen.cpp.writer import Writer
+from overlapc.ir.body import Body, Cast, Checked, Constant, Index, Load, Op, Store, Value
+
+
+class ValueWriter(Writer):
+    """Writes values and stores of `body` where its lines have come to; `known` names what was computed further up."""
+
+    def __init__(self, body: Body, arguments: Mapping[str, str]) -> None:
+        """`arguments` are the names of the function's parameters by buffer."""
+        super().__init__()
+        self.body = body
+        self.arguments = arguments
+        self.values = body.values()
+        self.checks = body.checks()
+        self.number = {value: at for at, value in enumerate(self.values)}
+        self.tiles: Tiles | None = None
+        self.bits: dict[str, str] = {}  # name of a number -> name of the bits it was read from
+        self.facts: Mapping[Value, bool] = {}  # conditions that hold, or do not, where we are writing
+        self.memory_dtype: dict[str, torch.dtype] = {}
+        accesses: list[Load | Store] = [*body.stores, *body.loads()]
+        for access in accesses:
+            self.memory_dtype.setdefault(access.buffer, access.memory_dtype)
+
+    def parameter_type(self, buffer: str) -> str:
+        """`float*`, or `const float*` for what is only read."""
+        stored = any(store.buffer == buffer for store in self.body.stores)
+        return f"{'' if stored else 'const '}{MEMORY_TYPE[self.memory_dtype[buffer]]}*"
+
+    def statement(self, value: Value, known: Mapping[Value, str]) -> str:
+        """The C++ expression of one value over the names of its operands."""
+        if isinstance(value, Load):
+            return self.element(value, known)
+        if isinstance(value, Index):
+            return f"{C_TYPE[value.dtype]}({index_text(value.expr)})"
+        if isinstance(value, Cast):
+            return cast_text(known[value.arg], value.arg.dtype, value.to)
+        if isinstance(value, Checked):
+            number = self.checks.index(value.message) + 1
+            return f"({known[value.condition]} ? (void)0 : (void)(failed = {number}), {known[value.arg]})"
+        assert isinstance(value, Op), f"{type(value).__name__} is not computed in place"
+        if value.name == "where" and value.args[0] in self.facts:
+            return known[self.operands_of(value)[0]]
+        return operation_text(value, [known[arg] for arg in value.args])
+
+    def element(self, load: Load, known: Mapping[Value, str]) -> str:
+        """What is read: the number, or the bits of one in a format that nothing is computed in."""
+        raw = load.memory_dtype in FORMAT
+        zero = f"{MEMORY_TYPE[load.memory_dtype]}(0)" if raw else constant_text(0, load.dtype)
+        if load.mask is not None and self.facts.get(load.mask) is False:
+            return zero
+        text = self.place(load, known) if raw else load_text(self.place(load, known), load.memory_dtype)
+        if load.mask is None or load.mask in self.facts:
+            return text
+        return f"{known[load.mask]} ? {text} : {zero}"
+
+    def place(self, access: Load | Store, known: Mapping[Value, str]) -> str:
+        """`in0[4096 * p0 + r0]`."""
+        if isinstance(access, Load) and self.tiles is not None and access in self.tiles.names:
+            return self.tiles.place(access)
+        index = access.index
+        if access.indirect:
+            names = {}
+            for symbol, value in access.indirect:
+                name = known[value] if value.dtype == torch.int64 else f"int64_t({known[value]})"
+                names[symbol] = sympy.Symbol(name, integer=True)
+            index = index.xreplace(names)
+        argument = self.arguments[access.buffer]
+        kind = MEMORY_TYPE[access.memory_dtype]
+        if kind != MEMORY_TYPE[self.memory_dtype[access.buffer]]:
+            argument = f"(({kind}*){argument})"  # a view of another dtype
+        return f"{argument}[{index_text(index)}]"
+
+    def store(self, store: Store, known: Mapping[Value, str]) -> str:
+        assert not store.is_total, f"{store.buffer} is a total of columns, and this kernel reduces no rows"
+        place = self.place(store, known)
+        stored = self._as_stored(store, known)
+        value, source = known[stored], stored.dtype
+        unchanged = isinstance(stored, Load) and stored.memory_dtype == store.memory_dtype and store.mode == "set"
+        if unchanged and value in self.bits:
+            text = f"{place} = {self.bits[value]};"
+            return text if store.mask is None else f"if ({known[store.mask]}) {text}"
+        if store.is_atomic:
+            source = torch.float32 if store.memory_dtype in (torch.bfloat16, torch.float16) else store.memory_dtype
+            present, value = load_text(place, store.memory_dtype), cast_text(value, stored.dtype, source)
+            if store.mode == "add":
+                value = f"{present} + {value}"
+            else:
+                name = "maximum" if store.mode == "max" else "minimum"
+                value = f"{name}<{C_TYPE[source]}>({present}, {value})"
+        text = f"{place} = {store_text(value, source, store.memory_dtype)};"
+        return text if store.mask is None else f"if ({known[store.mask]}) {text}"
+
+    def _as_stored(self, store: Store, known: Mapping[Value, str]) -> Value:
+        """The value to write: behind selects decided here, and before a conversion that storing does anyway."""
+        stored = store.value
+        while store.mode == "set":
+            decided = isinstance(stored, Op) and stored.name == "where" and stored.args[0] in self.facts
+            converts = isinstance(stored, Cast) and stored.to == store.memory_dtype
+            if not (decided or converts):
+                break
+            (behind,) = self.operands_of(stored)
+            if behind not in known:
+                break
+            stored = behind
+        return stored
+
+    def needed(self, roots: Iterable[Value], known: Mapping[Value, str]) -> list[Value]:
+        """What must be computed for `roots` when `known` is there already, operands first."""
+        found: set[Value] = set()
+        stack = [root for root in roots if root not in known]
+        while stack:
+            value = stack.pop()
+            if value not in found:
+                found.add(value)
+                stack.extend(operand for operand in self.operands_of(value) if operand not in known)
+        return sorted(found, key=self.number.__getitem__)
+
+    def operands_of(self, value: Value) -> tuple[Value, ...]:
+        """What `value` is computed from, going by `facts`."""
+        if value in self.facts:
+            return ()
+        if isinstance(value, Op) and value.name == "where" and value.args[0] in self.facts:
+            return (value.args[1 if self.facts[value.args[0]] else 2],)
+        if isinstance(value, Load) and value.mask is not None and value.mask in self.facts:
+            return tuple(bound for _, bound in value.indirect) if self.facts[value.mask] else ()
+        return value.operands()
+
+    def define(self, values: Iterable[Value], known: dict[Value, str]) -> None:
+        """Writes `const` definitions of values, and adds their names to `known`."""
+        for value in values:
+            if value in self.facts:
+                known[value] = "true" if self.facts[value] else "false"
+                continue
+            if isinstance(value, Constant):
+                text = constant_text(value.number, value.dtype)
+                known[value] = f"({text})" if text.startswith("-") else text
+                continue
+            name = f"v{self.number[value]}"
+            if isinstance(value, Load) and value.memory_dtype in FORMAT:
+                bits = self.bits[name] = f"b{self.number[value]}"
+                self.line(f"const {MEMORY_TYPE[value.memory_dtype]} {bits} = {self.element(value, known)};")
+                self.line(f"const float {name} = load_{FORMAT[value.memory_dtype]}({bits});")
+            else:
+                self.line(f"const {C_TYPE[value.dtype]} {name} = {self.statement(value, known)};")
+            known[value] = name
