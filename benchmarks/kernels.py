@@ -245,9 +245,9 @@ def on_gpu(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Times]
 def on_cpu(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Times]:
     """A sample is the mean of as many calls as take two milliseconds.
 
-    With one thread it is CPU time, which other work on the machine does not lengthen much.
+    With one thread it is CPU time of that thread, which other work on the machine does not lengthen much.
     """
-    now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     repeats: dict[str, int] = {}
     for system, call in calls.items():
         call()
@@ -360,10 +360,10 @@ def measured(name: str, make: Callable[[Inputs], Problem], arguments: argparse.N
     gradients = eager.both() if problem.gradients else ()
     clock = on_cpu if arguments.device == "cpu" else on_gpu
     samples: dict[str, list[float]] = {}
+    both: dict[str, Times] = {}
     if problem.gradients:
-        calls = {system: subject.both for system, subject in subjects.items()}
-        times = clock(calls, arguments.rounds)
-        samples = {system: each.host or each.launched for system, each in times.items()}
+        both = clock({system: subject.both for system, subject in subjects.items()}, arguments.rounds)
+        samples = {system: each.host or each.launched for system, each in both.items()}
     host = {system: 1e6 * statistics.median(each) for system, each in samples.items()}
     least = {system: 1e6 * min(each) for system, each in samples.items()}
     compiled = (graph for step in reports.report_of_process().steps for graph in step.graphs)
@@ -371,7 +371,7 @@ def measured(name: str, make: Callable[[Inputs], Problem], arguments: argparse.N
     results = []
     for kind in kinds:
         calls = {system: subject.call(kind) for system, subject in subjects.items()}
-        times = clock(calls, arguments.rounds)
+        times = both if arguments.host_only else clock(calls, arguments.rounds)
         waits = [f"{system} waits for the device" for system, each in times.items() if each.waits]
         results.append(
             Result(

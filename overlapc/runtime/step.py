@@ -118,15 +118,8 @@ def _differentiable(plan: StepPlan, forward: Call, backward: Call) -> Step:
     for entry in ("apply", "apply_boxed"):
         setattr(Step._backward_cls, entry, Step.backward)
     # What `Step.apply` ends in. Before that it unwraps tensors that functorch left behind, which Dynamo's guards on
-    # dispatch keys keep out, and asks whether functorch is at work, as we do.
-    apply = super(torch.autograd.Function, Step).apply
-
-    def step(*inputs: Any) -> tuple[Any, ...]:
-        if torch._C._are_functorch_transforms_active():
-            return Step.apply(*inputs)
-        return apply(*inputs)
-
-    return step
+    # dispatch keys keep out, and asks whether functorch is at work: then Dynamo runs what was written, not this.
+    return super(torch.autograd.Function, Step).apply
 
 
 _TRANSFORMED = (

@@ -194,10 +194,26 @@ def sine() -> Any:
     return step_function(StepPlan(1, (), (tangent,), trains=True, autocast=False), forward, backward)
 
 
-def test_functorch_is_told_what_it_cannot_do():
-    x = torch.randn(5)
-    with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.grad(lambda x: sine()(x)[0].sum())(x)
+def test_under_functorch_dynamo_runs_what_was_written(compiled):
+    """A step does not ask whether functorch is at work: this is why it need not."""
+    x = leaf(5)
+    step = compiled(lambda x: x.sin(), x)
+    for call in (torch.func.grad(lambda x: step(x).sum()), torch.func.vmap(torch.func.grad(step))):
+        result = call(x)
+        torch.testing.assert_close(result, x.cos())
+        assert "StepBackward" not in _names_of(result)
+
+
+def _names_of(result: Tensor) -> set[str]:
+    """Names of all nodes of the graph that leads to `result`."""
+    found: set[str] = set()
+    waiting = [result.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            found.add(type(node).__name__)
+            waiting += [each for each, _ in node.next_functions]
+    return found
 
 
 def test_hooks_on_saved_tensors_see_what_is_saved():
