@@ -7,7 +7,7 @@ everything is freed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,7 +158,8 @@ class Return:
     values: tuple[Any, ...]
 
 
-Memory = Allocate | Pool | Carve | TakeOver | Reuse | Free
+Home = Allocate | TakeOver | Reuse
+Memory = Home | Pool | Carve | Free
 Instruction = BindSize | CheckInput | Memory | Launch | Call | ExpectLayout | WaitFor | Return
 
 
@@ -303,34 +304,31 @@ class _Builder:
         parts = loops_of(op)
         readers = Counter(root for part in parts for root in {self.graph.root(name) for name in buffers_read(part)})
         shared = {root for root in dying if readers[root] > 1}  # parts run side by side: none may overwrite these
-        homeless = [view for part in parts for view in part.outputs if not self._takes_over(view, part, dying, shared)]
-        self._give_back()
-        self._allocate(homeless)
+        self._settle([self._home(view, part, dying, shared) for part in parts for view in part.outputs])
         kernel = self.kernels[op.name]
         roots = [self._variable(name) for name in kernel.buffers]
         self.instructions.append(Launch(kernel, op, tuple(self.taken.get(root, root) for root in roots)))
 
-    def _takes_over(self, view: View, op: Loops, dying: set[str], shared: set[str]) -> bool:
-        """Whether a kernel's output got memory that was there: an argument's that dies here, or one freed just now."""
+    def _home(self, view: View, op: Loops, dying: set[str], shared: set[str]) -> Home:
+        """Memory for a kernel's output: an argument's that dies here, what was freed just now, or new."""
         self.planned.add(view.buffer)
         self.layouts[view.buffer] = view.layout
         for root in sorted((dying & self.planned) - shared):
             if self._may_become(root, view, op.body):
                 dying.discard(root)
                 self.taken[root] = view.buffer
-                self.instructions.append(TakeOver(view.buffer, root, view.layout))
-                return True
-        if self._takes_spare(view):
-            return True
+                return TakeOver(view.buffer, root, view.layout)
+        spare = self._spare(view)
+        if spare is not None:
+            return spare
         size = view.layout.storage_bytes()
         if size.is_Integer and size < SMALLEST_REUSED:
-            return False
+            return Allocate(view.buffer, view.layout)
         for root in sorted((dying & self.donated) - shared):
             if self._may_become(root, view, op.body):
                 self.donated.discard(root)
-                self.instructions.append(Reuse(view.buffer, root, view.layout))
-                return True
-        return False
+                return Reuse(view.buffer, root, view.layout)
+        return Allocate(view.buffer, view.layout)
 
     def _may_become(self, root: str, view: View, body: Body) -> bool:
         """Whether `body` may write `view` in the memory of `root`."""
@@ -338,15 +336,15 @@ class _Builder:
         same = (there.storage_bytes(), there.device) == (view.layout.storage_bytes(), view.layout.device)
         return same and self._may_overwrite(body, root, view.buffer)
 
-    def _takes_spare(self, view: View) -> bool:
+    def _spare(self, view: View) -> TakeOver | None:
         spare = self.spare.pop((view.layout.device, view.layout.storage_bytes()), None)
-        if spare is not None:
-            self.instructions.append(TakeOver(view.buffer, spare, view.layout))
-        return spare is not None
+        return None if spare is None else TakeOver(view.buffer, spare, view.layout)
 
-    def _allocate(self, views: Iterable[View]) -> None:
-        """New memory; only after `_give_back`, or both would be there at once, which no plan expects."""
-        self.instructions += [Allocate(view.buffer, view.layout) for view in views]
+    def _settle(self, homes: Collection[Home]) -> None:
+        """What may be new memory comes after `_give_back`: both at once would be more than any plan expects."""
+        self.instructions += [home for home in homes if isinstance(home, TakeOver)]
+        self._give_back()
+        self.instructions += [home for home in homes if not isinstance(home, TakeOver)]
 
     def _may_overwrite(self, body: Body, read: str, written: str) -> bool:
         """Whether the kernel may store `written` in the memory that it reads as `read`, and writes nowhere else."""
@@ -360,14 +358,13 @@ class _Builder:
         )
 
     def _call(self, op: Extern, starts: bool) -> None:
+        homes: list[Home] = []
         if op.out and isinstance(op.result, View):
             view = op.result
             self.planned.add(view.buffer)
             self.layouts[view.buffer] = view.layout
-            homeless = [] if self._takes_spare(view) else [view]
-            self._give_back()
-            self._allocate(homeless)
-        self._give_back()
+            homes.append(self._spare(view) or Allocate(view.buffer, view.layout))
+        self._settle(homes)
         given = {view.buffer for view in op.mutates} | {leaf.buffer for leaf in _leaves((op.args, dict(op.kwargs)))}
         results = [(leaf, path) for leaf, path in _paths(op.result, ()) if leaf.buffer not in given]
         self.instructions.append(Call(op, tuple((leaf.buffer, path) for leaf, path in results), starts))

@@ -62,14 +62,21 @@ def test_a_chain_of_kernels_runs_in_one_buffer():
     assert not result._is_view()  # to autograd: the user may change it in place
 
 
-def test_memory_that_nobody_takes_over_goes_before_new_memory_comes():
+@pytest.mark.parametrize(
+    ("function", "donated"),
+    [(lambda x, y: y + x.sin().sum(), ()), (lambda x, y: (torch.where(x > 0, y[1:], 0.5), -x), ("x_1",))],
+    ids=["new", "new if somebody else holds the argument"],
+)
+def test_memory_that_nobody_takes_over_goes_before_new_memory_comes(
+    function: Callable[..., Any], donated: tuple[str, ...]
+):
     """Both at once would be more than the schedule was planned with."""
-    program, _, _ = compiled(lambda x, z: z + x.sin().sum(), torch.randn(50), torch.randn(70))
-    order = [item for item in program.instructions if isinstance(item, Allocate | Free)]
-    sine, _, total = (item.variable for item in of(program, Allocate))
-    freed = next(at for at, item in enumerate(order) if isinstance(item, Free) and sine in item.variables)
-    came = next(at for at, item in enumerate(order) if isinstance(item, Allocate) and item.variable == total)
-    assert freed < came
+    program, _, _ = compiled(function, torch.randn(20_000), torch.randn(20_001), donated=donated)
+    order = [item for item in program.instructions if isinstance(item, Allocate | Reuse | Free)]
+    gone = of(program, Allocate)[0].variable  # the sine, the mask
+    last = max(at for at, item in enumerate(order) if isinstance(item, Allocate | Reuse))
+    freed = next(at for at, item in enumerate(order) if isinstance(item, Free) and gone in item.variables)
+    assert freed < last
 
 
 def test_an_input_is_never_overwritten_even_if_it_is_freed():

@@ -100,6 +100,7 @@ STEPS: dict[str, Callable[[Tensor, int, Sequence[Tensor], int], Tensor]] = {
     "amax": lambda x, b, pool, at: number(x).amax(b % x.ndim) if x.ndim else number(x),
     "total": lambda x, b, pool, at: small(number(x).sum()),
     "centred": lambda x, b, pool, at: small(number(x) - number(x).amax(-1, keepdim=True)) if x.ndim else number(x),
+    "product": lambda x, b, pool, at: small(number(x) @ number(x).t()) if x.ndim == 2 else x,
     "transpose": lambda x, b, pool, at: x.transpose(0, -1) if x.ndim else x,
     "flatten": lambda x, b, pool, at: x.reshape(-1),
     "fold": lambda x, b, pool, at: x.reshape(2, -1) if x.numel() % 2 == 0 else x,

@@ -278,7 +278,8 @@ def test_backward_goes_on_in_the_memory_of_what_forward_saved(
 ):
     """And leaves it alone where a second backward, or a hook, still needs it.
 
-    elsewhere: while another thread is in Dynamo, which evaluates the frames of all threads then.
+    elsewhere: while another thread is in Dynamo, which evaluates the frames of all threads then. It also goes on doing
+    so after any compilation in which a backend raised (torch 2.11 to 2.13), which other tests leave behind.
     """
     if elsewhere:
         request.getfixturevalue("dynamo_in_another_thread")
