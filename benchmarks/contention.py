@@ -32,7 +32,8 @@ from overlapc.estimators.beside import company
 from overlapc.estimators.clock import Launch, cache_bytes, clock_for, collective_ns, compute_ns
 from overlapc.estimators.collectives import MeasuredCollectives
 from overlapc.estimators.contention import collective_stretches, compute_stretch, load_of, traffic_of
-from overlapc.estimators.device import DeviceProfile, load_profile
+from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.profile_file import load_profile
 from overlapc.estimators.workloads import DTYPES, agreed, calls_for, launcher, world_on
 from overlapc.schedule.model import Comm, Kind, Node, Work
 

@@ -31,8 +31,8 @@ from tabulate import tabulate
 from overlapc.config import Config
 from overlapc.estimators.base import FirstKnown
 from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
-from overlapc.estimators.device import load_profile
 from overlapc.estimators.load import settled
+from overlapc.estimators.profile_file import load_profile
 from overlapc.estimators.roofline import Roofline
 from overlapc.estimators.timeline import Timeline, simulate
 from overlapc.passes.base import Context, run_passes, run_pipeline, select

@@ -17,7 +17,8 @@ from tabulate import tabulate
 from overlapc.config import Config
 from overlapc.estimators.base import FirstKnown, estimate_schedule
 from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
-from overlapc.estimators.device import DeviceProfile, load_profile
+from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.profile_file import load_profile
 from overlapc.estimators.roofline import Roofline
 from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context, run_pipeline

@@ -35,8 +35,9 @@ from torch.utils.checkpoint import checkpoint
 import overlapc
 from overlapc.estimators.clock import clock_for, collective_ns
 from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
-from overlapc.estimators.device import DeviceProfile, load_profile
+from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.library import LibraryCollectives
+from overlapc.estimators.profile_file import load_profile
 from overlapc.estimators.workloads import DTYPES, calls_for, launcher
 from overlapc.launch.demo import DemoConfig, shard
 from overlapc.launch.llama import Llama, LlamaConfig, tensor_parallel

@@ -22,8 +22,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from overlapc.estimators.device import DeviceProfile, load_profile
+from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.incremental import Replay
+from overlapc.estimators.profile_file import load_profile
 from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context, Result, run_pipeline
 from overlapc.schedule import dependencies

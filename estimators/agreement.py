@@ -29,8 +29,9 @@ from torch.distributed import distributed_c10d
 
 from overlapc.errors import RanksDisagree
 from overlapc.estimators.canonical import canonical_lines
-from overlapc.estimators.device import DeviceProfile, profile_from_json, profile_to_json
+from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.meeting import Meetings, name_ranks
+from overlapc.estimators.profile_file import profile_from_json, profile_to_json
 
 __all__ = ["Compilation", "Party", "canonical_lines", "party"]
 

@@ -12,7 +12,8 @@ import filelock
 import torch
 
 from overlapc.errors import OverlapcError
-from overlapc.estimators.device import DeviceProfile, load_profile
+from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.profile_file import load_profile
 
 MEASURING_S = 120.0  # longest that measuring a CPU may take
 

@@ -9,7 +9,8 @@ from overlapc.config import Config
 from overlapc.errors import ConfigError
 from overlapc.estimators.base import FirstKnown, estimate_schedule
 from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
-from overlapc.estimators.device import IDEAL, load_profile
+from overlapc.estimators.device import IDEAL
+from overlapc.estimators.profile_file import load_profile
 from overlapc.estimators.roofline import Roofline
 from overlapc.passes.base import Context, run_pipeline
 from overlapc.report.build import graph_record

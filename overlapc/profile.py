@@ -8,8 +8,9 @@ from collections.abc import Collection
 import torch
 
 from overlapc.config import Config
-from overlapc.estimators.device import DeviceProfile, load_profile, profile_to_json
+from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.here import profile_for
+from overlapc.estimators.profile_file import load_profile, profile_to_json
 from overlapc.runtime.deterministic import deterministic
 
 

@@ -13,9 +13,10 @@ from typing import Any
 from tabulate import tabulate
 
 from overlapc.errors import ConfigError
-from overlapc.estimators.device import PROFILES, DeviceProfile, load_profile, profile_to_json
+from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.feedback import Change, Feedback, feed_back, provenance
 from overlapc.estimators.observed import Run
+from overlapc.estimators.profile_file import PROFILES, load_profile, profile_to_json
 from overlapc.report.model import GraphRecord
 from overlapc.report.record import gather, load
 from overlapc.schedule.text import parse

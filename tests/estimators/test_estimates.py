@@ -7,15 +7,8 @@ from overlapc.errors import ConfigError
 from overlapc.estimators import here
 from overlapc.estimators.base import FREE, FirstKnown, estimate_schedule
 from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives, interpolate
-from overlapc.estimators.device import (
-    PROFILES,
-    DeviceProfile,
-    Link,
-    Table,
-    load_profile,
-    profile_from_json,
-    profile_to_json,
-)
+from overlapc.estimators.device import DeviceProfile, Link, Table
+from overlapc.estimators.profile_file import PROFILES, load_profile, profile_from_json, profile_to_json
 from overlapc.estimators.roofline import Roofline
 from overlapc.schedule.model import Comm, Estimate, Kind, Node, Work
 from overlapc.schedule.text import parse

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from overlapc.estimators.device import DeviceProfile, load_profile
+from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.feedback import feed_back
 from overlapc.estimators.observed import Run, estimated, observe
+from overlapc.estimators.profile_file import load_profile
 from overlapc.estimators.timeline import Timeline, simulate
 from overlapc.passes.base import Context, run_pipeline
 from overlapc.report.trace_reading import Covered, merged

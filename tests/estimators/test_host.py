@@ -8,8 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from overlapc.errors import ConfigError
-from overlapc.estimators.device import DeviceProfile, HostCosts, load_profile, profile_from_json, profile_to_json
+from overlapc.estimators.device import DeviceProfile, HostCosts
 from overlapc.estimators.host import host_ns
+from overlapc.estimators.profile_file import load_profile, profile_from_json, profile_to_json
 from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context, run_pipeline
 from overlapc.report.build import graph_record

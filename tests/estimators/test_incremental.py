@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlapc.estimators.device import IDEAL, DeviceProfile, Slowdown, load_profile
+from overlapc.estimators.device import IDEAL, DeviceProfile, Slowdown
 from overlapc.estimators.incremental import Replay
+from overlapc.estimators.profile_file import load_profile
 from overlapc.estimators.replay import Machine
 from overlapc.estimators.timeline import Timeline, simulate
 from overlapc.schedule import dependencies

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from overlapc.estimators.contention import Beside, load_of
-from overlapc.estimators.device import DeviceProfile, Slowdown, profile_from_json, profile_to_json
+from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.estimators.load import settled
 from overlapc.estimators.measure_load import heat_of, share_at
 from overlapc.estimators.measured import Call, MeasuredCalls, Times
+from overlapc.estimators.profile_file import profile_from_json, profile_to_json
 from overlapc.estimators.timeline import simulate
 from overlapc.schedule.text import parse
 

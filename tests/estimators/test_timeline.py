@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlapc.estimators.device import IDEAL, DeviceProfile, Slowdown, load_profile
+from overlapc.estimators.device import IDEAL, DeviceProfile, Slowdown
+from overlapc.estimators.profile_file import load_profile
 from overlapc.estimators.timeline import simulate
 from overlapc.schedule.text import parse
 from tests.graphs import reordered, schedules

@@ -9,7 +9,7 @@ import torch
 
 from overlapc.errors import ConfigError
 from overlapc.estimators.clock import clock_for
-from overlapc.estimators.device import load_profile
+from overlapc.estimators.profile_file import load_profile
 from overlapc.launch import calibrate_host
 from overlapc.launch.calibrate import CalibrateConfig, derived, summary
 from overlapc.launch.calibrate_host import host_costs, kernel_launch_ns

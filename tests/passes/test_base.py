@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 
 from overlapc.errors import ConfigError, MemoryBudgetError, ScheduleError
-from overlapc.estimators.device import load_profile
+from overlapc.estimators.profile_file import load_profile
 from overlapc.passes.base import Context, PassReport, register_pass, run_pipeline, select
 from overlapc.passes.pipeline import ORDER
 from overlapc.schedule.text import parse

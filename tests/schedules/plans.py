@@ -10,7 +10,7 @@ from pathlib import Path
 from overlapc.config import Config
 from overlapc.estimators.base import FirstKnown
 from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
-from overlapc.estimators.device import load_profile
+from overlapc.estimators.profile_file import load_profile
 from overlapc.estimators.roofline import Roofline
 from overlapc.passes.base import Context, Result, run_pipeline
 from overlapc.schedule.memory import analyze
