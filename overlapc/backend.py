@@ -58,7 +58,7 @@ def overlapc(
         if kept is not None:
             return kept
         if any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs):
-            get_ready(config.cache_dir)  # type: ignore[arg-type] # while this process imports the compiler and traces
+            get_ready(config.cache_dir)  # while this process imports the compiler and traces
         from overlapc import compilation
 
         return compilation.compile_step(gm, example_inputs, config, number, key)

@@ -54,7 +54,7 @@ def bind(
     """
     named = compiled.named(name)
     plain = graph.bind if graph else None
-    call = deterministically(named.bind(config.cache_dir, objects, gm, plain), config.deterministic)  # type: ignore[arg-type]
+    call = deterministically(named.bind(config.cache_dir, objects, gm, plain), config.deterministic)
     for counter, times in named.counts.items():
         count(counter, times)
     if not within:
@@ -70,7 +70,7 @@ def _from_cache(compiled: CompiledGraph, *, config: Config, number: int) -> Call
 
 def kept_step(key: str, config: Config, number: int | None = None) -> Callable[..., Any] | None:
     """The step that an earlier process kept under `key`, if it did."""
-    kept = warm_step.find(key, config.cache_dir)  # type: ignore[arg-type]
+    kept = warm_step.find(key, config.cache_dir)
     number = next_number() if number is None else number
     return None if kept is None else warm_step.bound(*kept, partial(_from_cache, config=config, number=number))
 

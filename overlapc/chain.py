@@ -40,7 +40,7 @@ def chain_of(
     here = device is not None and config.profile is None  # a profile that the user named may stand for another machine
     communicates = any(isinstance(op, Start) for op in graph.ops)
     if device is not None and measures(config, device, communicates=communicates):
-        chain.append(MeasuredCalls(calls_of(graph), Times(config.cache_dir, device), profile))  # type: ignore[arg-type]
+        chain.append(MeasuredCalls(calls_of(graph), Times(config.cache_dir, device), profile))
     if tuned is not None and here:
         chain.append(tuned)
     chain.append(MeasuredCollectives(profile))

@@ -58,7 +58,7 @@ def compile_step(
     """Forward and backward of `gm`, compiled; kept under `key` if there is one and the step is plain."""
     if compiled_autograd(gm) or not warm_step.of_plain_tensors(gm, example_inputs):
         return _compile(compile_graph, gm, example_inputs, config, number)
-    watch = warm_step.StepWatch(key, config.cache_dir, example_inputs)  # type: ignore[arg-type]
+    watch = warm_step.StepWatch(key, config.cache_dir, example_inputs)
     return watch.watched(_compile(partial(compile_graph, watch=watch), gm, example_inputs, config, number))
 
 
@@ -165,7 +165,7 @@ def _build(
     dumps = dump.Dumps(config, name)
     inner = _inner_graphs(gm, config, name, _build)
     key = None if inner else key
-    kept = warm_graph.find(key, config.cache_dir) if key is not None else None  # type: ignore[arg-type]
+    kept = warm_graph.find(key, config.cache_dir) if key is not None else None
     order = None if kept is None else kept.order
     of_inner = _times_of_inner(gm, inner)
     planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, kept_order=order)
@@ -362,7 +362,7 @@ def _graph_key(gm: GraphModule, config: Config, name: str) -> str | None:
 
 def _keep(key: str, compiled: warm_graph.CompiledGraph, config: Config) -> bool:
     try:
-        warm_graph.keep(key, compiled, config.cache_dir)  # type: ignore[arg-type]
+        warm_graph.keep(key, compiled, config.cache_dir)
     except NotCacheable as reason:
         count(f"not kept: {reason}")
         return False

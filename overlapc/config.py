@@ -19,268 +19,169 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from overlapc import option_values as read
 from overlapc.errors import ConfigError, unknown_name
-from overlapc.units import parse_bytes
 
 STAGES = ("fx", "ir", "fusion", "passes", "program", "kernels", "all")  # of a compilation, as `dump` names them
 
 
-def _bool(text: Any) -> bool:
-    if isinstance(text, bool):
-        return text
-    words = {
-        "1": True,
-        "true": True,
-        "yes": True,
-        "on": True,
-        "0": False,
-        "false": False,
-        "no": False,
-        "off": False,
-    }
-    word = str(text).strip().lower()
-    if word not in words:
-        raise ConfigError(f"{text!r} is neither on nor off; write 1 or 0")
-    return words[word]
+def _knob(default: Any, reader: Callable[[Any], Any], meaning: str) -> Any:
+    return field(default=default, metadata={"read": reader, "help": meaning})
 
 
-def _seconds(text: Any) -> float:
-    try:
-        value = float(text)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{text!r} is not a number of seconds") from None
-    if not value > 0:
-        raise ConfigError(f"{text!r} is not a positive number of seconds")
-    return value
-
-
-def _optional_bool(text: Any) -> bool | None:
-    return None if text is None or text == "" else _bool(text)
-
-
-def _optional_bytes(text: Any) -> int | None:
-    if text is None or text == "":
-        return None
-    size = parse_bytes(text)
-    if size <= 0:
-        raise ConfigError(f"{text!r} is not a positive size")
-    return size
-
-
-def _fraction(text: Any) -> float:
-    try:
-        value = float(text)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{text!r} is not a number") from None
-    if value < 0:
-        raise ConfigError(f"{text!r} is negative")
-    return value
-
-
-def _margin(text: Any) -> float:
-    value = _fraction(text)
-    if value < 1:
-        raise ConfigError(f"{text!r} is less than 1, the estimate itself")
-    return value
-
-
-def _stop(text: Any) -> str | None:
-    return None if text is None or text == "" else str(text)
-
-
-def _names(text: Any) -> tuple[str | Callable[..., Any], ...] | None:
-    """`"a,b"`, `"none"`, a list of names and callables, one callable, or None for the default pipeline."""
-    if text is None:
-        return None
-    if callable(text):
-        return (text,)
-    if isinstance(text, str):
-        return () if text.strip() == "none" else tuple(part.strip() for part in text.split(",") if part.strip())
-    if not isinstance(text, Iterable):
-        raise ConfigError(f"{text!r} is neither names nor functions")
-    return tuple(text)
-
-
-def _one_of(*choices: str) -> Callable[[Any], str]:
-    def read(text: Any) -> str:
-        if text not in choices:
-            raise ConfigError(unknown_name("value", str(text), choices))
-        return str(text)
-
-    return read
-
-
-def _words(text: Any) -> frozenset[str]:
-    if not text:
-        return frozenset()
-    if isinstance(text, str):
-        return frozenset(part.strip() for part in text.split(",") if part.strip())
-    return frozenset(text)
-
-
-def _subset(kind: str, *known: str) -> Callable[[Any], frozenset[str]]:
-    """A reader of some of these words, each of which names a `kind`, or of "none"."""
-
-    def read(text: Any) -> frozenset[str]:
-        words = _words(text) - {"none"}
-        for word in words:
-            if word not in known:
-                raise ConfigError(unknown_name(kind, word, known))
-        return words
-
-    return read
-
-
-def _file_or_function(value: Any) -> str | Callable[..., Any] | None:
-    if value is None or value == "":
-        return None
-    return value if callable(value) else str(value)
-
-
-def _path(text: Any) -> Path:
-    return Path(text).expanduser()
-
-
-def _knob(default: Any, read: Callable[[Any], Any], meaning: str) -> Any:
-    return field(default=default, metadata={"read": read, "help": meaning})
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Config:
-    """Options of one compilation. Unknown names and unusable values raise ConfigError.
+    """Options of one compilation, of the types that `option_values` makes of what users write.
 
-    A field that is not given takes its `OVERLAPC_<NAME>` variable, then the default shown here.
+    Unknown names and unusable values raise ConfigError. `Config.of` asks the `OVERLAPC_<NAME>` variable of an option
+    that is not given, too.
     """
 
-    memory_budget: int | str | None = _knob(
-        None, _optional_bytes, "most memory a step may use at its peak, e.g. 70GiB (default: no limit)"
+    memory_budget: int | None = _knob(
+        None, read.optional_bytes, "most memory a step may use at its peak, e.g. 70GiB (default: no limit)"
     )
     # A quarter: prefetching one layer and keeping one unreduced gradient took 13% on a Llama-8B shape of 8 layers
     # (7.9 GiB with FSDP2, 7.0 in program order), more on shallower models; 0% would forbid any prefetch.
     peak_increase: float = _knob(
-        0.25, _fraction, "how far passes may raise the incoming peak without a memory_budget, as a fraction"
+        0.25, read.fraction, "how far passes may raise the incoming peak without a memory_budget, as a fraction"
     )
     reorder_collectives: bool = _knob(
-        True, _bool, "let a gather pass an independent scatter of its process group, as prefetching in backward needs"
+        True,
+        read.a_bool,
+        "let a gather pass an independent scatter of its process group, as prefetching in backward needs",
     )
-    safe_communication: frozenset[str] | str = _knob(
+    safe_communication: frozenset[str] = _knob(
         frozenset(),
-        _words,
+        read.words,
         "ops (namespace::name,...) that communicate in ways overlapc does not know and that others may pass all the "
         "same; every other such op is a barrier for communication",
     )
     # NCCL kernels took 1.2 to 1.7 times as long beside compute as alone in steps of a Llama-8B shape on 4 H200s (37 ms;
     # 43 to 63 overlapped), which the simulator expects on average; a late one stops all ranks. Half as long again.
     overlap_margin: float = _knob(
-        1.5, _margin, "start collectives early enough to be hidden if they take this many times their estimate"
+        1.5, read.margin, "start collectives early enough to be hidden if they take this many times their estimate"
     )
-    passes: tuple[str | Callable[..., Any], ...] | str | None = _knob(
+    passes: tuple[str | Callable[..., Any], ...] | None = _knob(
         None,
-        _names,
+        read.pass_names,
         "passes in this order, by name or as package.module:function; 'none' for none (default: passes/pipeline.py)",
     )
     stop_after: str | None = _knob(
-        None, _stop, "run passes up to this one only: PASS, or PASS:N for the first N of its moves (for bisection)"
+        None,
+        read.optional_text,
+        "run passes up to this one only: PASS, or PASS:N for the first N of its moves (for bisection)",
     )
     profile: str | None = _knob(
         None,
-        lambda text: text,
+        read.optional_text,
         "device profile for estimates: a name or a JSON file (default: this machine's)",
     )
     estimates: str | Callable[..., Any] | None = _knob(
         None,
-        _file_or_function,
+        read.file_or_function,
         "times that come before all others: a measured record.json, a trace of an earlier run, or a function of a "
         "node that returns ns or None (the same file or function on all ranks)",
     )
     measure_matmuls: bool | None = _knob(
         None,
-        _optional_bool,
+        read.optional_bool,
         "measure each shape of matmul, attention and convolution once on this device, and keep the times (default: on "
         "GPUs, for graphs that communicate, unless a profile is named; never with deterministic algorithms)",
     )
-    rank_timeout: float = _knob(300.0, _seconds, "seconds to wait for other ranks while compiling")
-    rank_check: bool = _knob(True, _bool, "compare graphs and collective orders between ranks")
-    fusion: bool = _knob(True, _bool, "fuse generated kernels")
+    rank_timeout: float = _knob(300.0, read.seconds, "seconds to wait for other ranks while compiling")
+    rank_check: bool = _knob(True, read.a_bool, "compare graphs and collective orders between ranks")
+    fusion: bool = _knob(True, read.a_bool, "fuse generated kernels")
     benchmark_fusion: bool = _knob(
         False,
-        _bool,
+        read.a_bool,
         "keep a fusion only if its kernel, run while compiling, is faster than the two alone and spills no registers; "
         "slow; not in graphs that communicate, and never with deterministic algorithms",
     )
     autotune: bool = _knob(
         False,
-        _bool,
+        read.a_bool,
         "measure each generated kernel in a few block sizes while compiling, use the fastest, and keep the times in "
         "cache_dir; sums may be added up in another order; for Triton kernels, and never with deterministic algorithms",
     )
-    autotune_seconds: float = _knob(60.0, _seconds, "most seconds to spend on autotune, a graph and rank")
-    native: bool = _knob(True, _bool, "generate kernels; off runs every op as an extern call (for bisection)")
+    autotune_seconds: float = _knob(60.0, read.seconds, "most seconds to spend on autotune, a graph and rank")
+    native: bool = _knob(True, read.a_bool, "generate kernels; off runs every op as an extern call (for bisection)")
     matmul: str = _knob(
         "library",
-        _one_of("library", "autotune", "native"),
+        read.one_of("library", "autotune", "native"),
         "matrix products: library calls, kernels of ours with what is around them fused in (native), or whichever is"
         " measured to be faster on this GPU (autotune)",
     )
     fallback_random: bool = _knob(
         False,
-        _bool,
+        read.a_bool,
         "draw random numbers by torch's own ops, the same that eager draws (default: in generated kernels)",
     )
     check_memory: bool = _knob(
-        False, _bool, "compute live memory from scratch after every move of a pass and compare (slow; for debugging)"
+        False,
+        read.a_bool,
+        "compute live memory from scratch after every move of a pass and compare (slow; for debugging)",
     )
     deterministic: bool = _knob(
         False,
-        _bool,
+        read.a_bool,
         "same schedule and same bits in every run: no measuring on this machine, no atomics (also on while "
         "torch.use_deterministic_algorithms is)",
     )
     memory: str = _knob(
         "reuse",
-        _one_of("reuse", "pool"),
+        read.one_of("reuse", "pool"),
         "buffers within a graph: allocated one by one and handed on (reuse), or carved from one allocation (pool)",
     )
     cuda_graphs: bool = _knob(
         False,
-        _bool,
+        read.a_bool,
         "replay what can be captured of a graph as CUDA graphs: less time on the host, for models of many small "
         "kernels; results are copied out, inputs that move are copied in",
     )
     check_lifecycle: bool = _knob(
-        False, _bool, "fail with a buffer's name when memory is not allocated and freed as planned; slow"
+        False, read.a_bool, "fail with a buffer's name when memory is not allocated and freed as planned; slow"
     )
-    check_values: frozenset[str] | str = _knob(
+    check_values: frozenset[str] = _knob(
         frozenset(),
-        _subset("kind of value", "nan", "inf"),
+        read.subset_of("kind of value", "nan", "inf"),
         "fail with the kernel's name and line when it writes one of these: nan,inf; slow",
     )
     sync_kernels: bool = _knob(
-        False, _bool, "wait for the device after every kernel and call, so that an error names the one it is of; slow"
+        False,
+        read.a_bool,
+        "wait for the device after every kernel and call, so that an error names the one it is of; slow",
     )
     wrapper: str = _knob(
         "python",
-        _one_of("python", "fx"),
+        read.one_of("python", "fx"),
         "what runs a compiled graph: a generated Python function, or a torch.fx.GraphModule of the same instructions",
     )
-    verify: bool = _knob(True, _bool, "check the schedule after every pass")
-    dump: frozenset[str] | str = _knob(
-        frozenset(), _subset("stage", *STAGES), f"stages to write as text: {', '.join(STAGES)}"
+    verify: bool = _knob(True, read.a_bool, "check the schedule after every pass")
+    dump: frozenset[str] = _knob(
+        frozenset(), read.subset_of("stage", *STAGES), f"stages to write as text: {', '.join(STAGES)}"
     )
-    debug: frozenset[str] | str = _knob(
+    debug: frozenset[str] = _knob(
         frozenset(),
-        _subset("stage", *STAGES),
+        read.subset_of("stage", *STAGES),
         "stages to print to stderr, by the same names: debug=fusion says why kernels stay apart",
     )
-    dump_dir: Path | str = _knob(Path("overlapc_dump"), _path, "folder that dumps go to")
+    dump_dir: Path = _knob(Path("overlapc_dump"), read.path, "folder that dumps go to")
     warm_start: bool = _knob(
-        True, _bool, "keep compiled graphs in cache_dir and take them from there; off compiles every graph anew"
+        True, read.a_bool, "keep compiled graphs in cache_dir and take them from there; off compiles every graph anew"
     )
-    cache_dir: Path | str = _knob(Path("~/.cache/overlapc"), _path, "compiled kernels and measurements")
+    cache_dir: Path = _knob(Path("~/.cache/overlapc"), read.path, "compiled kernels and measurements")
 
-    def __post_init__(self) -> None:
-        for knob in dataclasses.fields(self):
-            object.__setattr__(self, knob.name, _read(knob, getattr(self, knob.name), knob.name))
+    def __init__(self, **options: Any) -> None:
+        known = {knob.name: knob for knob in dataclasses.fields(self)}
+        for name in options:
+            if name not in known:
+                raise ConfigError(unknown_name("option", name, known))
+        for name, knob in known.items():
+            object.__setattr__(self, name, _read(knob, options.get(name, knob.default), name))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """ConfigError for options that exclude each other."""
         if self.memory == "pool" and self.wrapper == "fx":
             raise ConfigError("memory='pool' needs wrapper='python': graphs of wrapper='fx' allocate one by one")
         if self.cuda_graphs:
@@ -309,9 +210,6 @@ class Config:
             return options
         given = dict(options or {})
         known = {knob.name: knob for knob in dataclasses.fields(cls)}
-        for name in given:
-            if name not in known:
-                raise ConfigError(unknown_name("option", name, known))
         _warn_of_unknown_variables(known)
         for name in known:
             variable = variable_of(name)
@@ -322,7 +220,6 @@ class Config:
     @property
     def checks(self) -> frozenset[str]:
         """What a wrapper looks at after each node."""
-        assert not isinstance(self.check_values, str)
         return self.check_values | ({"sync"} if self.sync_kernels else frozenset())
 
     def wants_dump(self, stage: str) -> bool:

@@ -75,7 +75,7 @@ def plan_graph(
     canonicalize(gm)
     draw_once(gm.graph)
     dumps.write("fx", "graph", lambda: gm.print_readable(print_output=False))
-    communication = _communication(gm, config.safe_communication)  # type: ignore[arg-type]
+    communication = _communication(gm, config.safe_communication)
     with _together(gm, communication, config, name) as talks:
         if talks is not None:
             names = GroupNames(gm.graph)
@@ -88,21 +88,21 @@ def plan_graph(
             profile = talks.agree_on_profile(profile)
         if pack(gm, _copy_costs(profile)):
             dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
-            communication = _communication(gm, config.safe_communication)  # type: ignore[arg-type]
+            communication = _communication(gm, config.safe_communication)
         lowered = _lowered(gm, name, config, communication, talks)
         _share_hints(lowered, talks)
         dumps.write("ir", "lowered", lambda: str(lowered))
         freeable = _freeable(gm, name)
         # Measured on one rank, fusions of other ranks would differ, and with them what ranks compare.
         measured = config.benchmark_fusion and talks is None and not torch.are_deterministic_algorithms_enabled()
-        measure = KernelTimes(lowered, config.cache_dir) if measured else None  # type: ignore[arg-type]
+        measure = KernelTimes(lowered, config.cache_dir) if measured else None
         ops, fusion = fuse_ops(lowered, config.fusion, freeable, measure=measure, refuse=_refuse_fused)
         dumps.write("fusion", "decisions", lambda: str(fusion))
         schedule = to_schedule(
             ops,
             lowered,
             freeable,
-            config.memory_budget,  # type: ignore[arg-type]
+            config.memory_budget,
             fusion.kernel_of,
         )
         tuning = _tuned(schedule, lowered, profile, config, talks)
@@ -211,7 +211,7 @@ def _lowered(
         return False
 
     walk(note)  # once to see which there are
-    times = ProductTimes(torch.device("cuda", torch.cuda.current_device()), config.cache_dir)(met)  # type: ignore[arg-type]
+    times = ProductTimes(torch.device("cuda", torch.cuda.current_device()), config.cache_dir)(met)
     if talks is not None:
         times = talks.agree_on_medians(times)
     return walk(choice(times))

@@ -109,7 +109,7 @@ def _unpickled(key: str, kept: Kept) -> StepArtifact:
         raise StepIsGone("the step was made by another version, or for another machine or state of torch")
     for each in kept.names:
         each.expect(kept.module)
-    if find(kept.key, kept.config.cache_dir) is None:  # type: ignore[arg-type]
+    if find(kept.key, kept.config.cache_dir) is None:
         raise _gone(kept)
     return StepArtifact(key, kept)
 

@@ -20,7 +20,7 @@ def profile_of(config: Config, device_types: Collection[str]) -> DeviceProfile:
         return load_profile(config.profile)
     if torch.are_deterministic_algorithms_enabled():  # what is measured here differs from run to run
         return load_profile("h200-nvlink" if "cuda" in device_types else "cpu-gloo")
-    return profile_for("cuda" if "cuda" in device_types else "cpu", config.cache_dir)  # type: ignore[arg-type]
+    return profile_for("cuda" if "cuda" in device_types else "cpu", config.cache_dir)
 
 
 def profile_text(config: Config, device_types: Collection[str]) -> str:
