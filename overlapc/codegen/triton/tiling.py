@@ -18,6 +18,7 @@ Sizes that are symbols enter with their hints; any size stays correct, hints onl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -193,72 +194,114 @@ def _has_row_values(body: Body, loops: Sequence[Loop], sizes: Mapping[sympy.Symb
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """What the tiling of a reduction is chosen from. Sizes are hints."""
+
+    body: Body
+    x: tuple[Loop, ...]
+    r: tuple[Loop, ...]
+    rows: int
+    length: int
+    static: bool  # whether the length is a number
+    streams: int  # tensors that are read and as large as all of x and r
+    passes: int  # a loop over r would make
+    stores: bool  # whether something is stored for every r
+
+    @property
+    def scans(self) -> bool:
+        return self.body.scans()
+
+    @property
+    def many_steps(self) -> bool:
+        return self.passes > _MANY_STEPS
+
+
 def _reduction(
     body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence[Access], hints: Mapping[sympy.Symbol, int]
 ) -> Tiling:
     reduced = {loop.symbol for loop in body.reduction}
     inner = [access for access in accesses if reduced & set(access.strides)]
     votes = _contiguous_bytes(inner, sizes)
-    rows, length = 1, 1
-    for symbol, size in sizes.items():
-        if symbol in reduced:
-            length *= size
-        else:
-            rows *= size
-    x, r = body.loops, body.reduction
     best = max(votes, key=lambda symbol: votes[symbol]) if votes else None
+    rows, length = (math.prod(sizes[loop.symbol] for loop in loops) for loops in (body.loops, body.reduction))
     if any(store.is_total for store in body.stores):
         return _totals(body, rows, length, best)
     columns = best is not None and votes[best] > 0 and best not in reduced
-    if columns:
-        assert best is not None
-        x = _last(x, best)
-    scans = body.scans()
     positions = any(isinstance(value, Reduce) and value.kind in ("argmax", "argmin") for value in body.values())
-    if not columns and best in reduced and not positions and not scans:
-        r = _last(r, best)
-
-    static = not free_symbols(loop.size for loop in body.reduction)
+    fixed = positions or body.scans()  # r in the order that it has
     whole = max((access.bytes for access in inner), default=0)
-    streams = sum(4 * access.bytes >= whole and not access.is_store for access in inner)  # as large as all of x and r
-    row_limit = _PERSISTENT_LIMIT // (1 if streams <= 1 else 2 if streams <= 2 else 4)  # registers
-    passes = _passes(body, reduced)
-    many_steps = passes > _MANY_STEPS
-    if passes == 1:
-        row_limit = min(row_limit, _ONE_PASS_LIMIT)
+    given = _Reduction(
+        body=body,
+        x=_last(body.loops, best) if columns and best is not None else body.loops,
+        r=_last(body.reduction, best) if best in reduced and not fixed else body.reduction,
+        rows=rows,
+        length=length,
+        static=not free_symbols(loop.size for loop in body.reduction),
+        streams=sum(4 * access.bytes >= whole and not access.is_store for access in inner),
+        passes=_passes(body, reduced),
+        stores=any(access.is_store for access in inner),
+    )
     if columns:
-        width = 64 if all(load.memory_dtype.itemsize <= 2 for load in body.loads()) else 32
-        xblock = min(width, power_of_two(rows))
-        rblock = _clamp(1, power_of_two(length), 4096 // xblock)
-        fits = static and length <= rblock
-    elif static and length <= row_limit:
-        rblock = power_of_two(length)
-        wanted = max(1, (_MANY_STEPS_TILE if many_steps else 2048) // rblock)
-        xblock = _clamp(1, min(wanted, power_of_two(max(1, rows // (2 * MULTIPROCESSORS)))), 64)
-        fits = True
-    else:
-        xblock, fits = 1, False
-        rblock = _clamp(64, power_of_two(length), 4096 if streams <= 2 else 2048)
+        return _columns(given)
+    row_limit = _PERSISTENT_LIMIT // (1 if given.streams <= 1 else 2 if given.streams <= 2 else 4)  # registers
+    if given.passes == 1:
+        row_limit = min(row_limit, _ONE_PASS_LIMIT)
+    return _whole_rows(given) if given.static and length <= row_limit else _pieces_of_rows(given)
+
+
+def _columns(given: _Reduction) -> Tiling:
+    """Neighbours in memory are neighbours along x: a warp's width of columns, and as many rows as make a tile."""
+    width = 64 if all(load.memory_dtype.itemsize <= 2 for load in given.body.loads()) else 32
+    xblock = min(width, power_of_two(given.rows))
+    rblock = _clamp(1, power_of_two(given.length), 4096 // xblock)
     tile = xblock * rblock
-    num_warps = _clamp(1, tile // 512, 16)  # 16 elements a thread: two loads of 16 bytes in flight in two-byte formats
-    programs = max(1, -(-rows // xblock))
-    if fits and not columns and programs >= 2 * MULTIPROCESSORS:
+    tiling = Tiling("persistent", given.x, xblock, _warps(tile), r=given.r, rblock=rblock)
+    if given.static and given.length <= rblock:
+        return tiling
+    # Of a pass that also stores, loads would wait for the stores of the tile before.
+    stages = _stages(given.body, tile) if given.stores else 0
+    return _divided(given, replace(tiling, form="looped", num_stages=stages), 8 * MULTIPROCESSORS)
+
+
+def _whole_rows(given: _Reduction) -> Tiling:
+    rblock = power_of_two(given.length)
+    wanted = max(1, (_MANY_STEPS_TILE if given.many_steps else 2048) // rblock)
+    xblock = _clamp(1, min(wanted, power_of_two(max(1, given.rows // (2 * MULTIPROCESSORS)))), 64)
+    tile = xblock * rblock
+    warps = _warps(tile)
+    if -(-given.rows // xblock) >= 2 * MULTIPROCESSORS:
         # Many programs have enough loads in flight: fewer threads to a row wait less for each other.
-        num_warps = tile // 128 if many_steps else _clamp(1, tile // 1024, 8 if tile <= 16384 else 16)
-    splits = 1
-    if not fits and programs < 2 * MULTIPROCESSORS:
-        least = (2 if scans else 4) * rblock  # elements a program; tiles of a scan wait for each other
-        wanted = min((8 if columns else 4) * MULTIPROCESSORS // programs, length // least, 512)
-        splits = 1 << max(0, wanted.bit_length() - 1) if wanted >= 2 else 1
-    form = "persistent" if fits else "split" if splits > 1 else "looped"
-    if form == "looped" and not columns and passes > 1 and length >= _LONG_ROW:
+        warps = tile // 128 if given.many_steps else _clamp(1, tile // 1024, 8 if tile <= 16384 else 16)
+    return Tiling("persistent", given.x, xblock, warps, r=given.r, rblock=rblock)
+
+
+def _pieces_of_rows(given: _Reduction) -> Tiling:
+    rblock = _clamp(64, power_of_two(given.length), 4096 if given.streams <= 2 else 2048)
+    tiling = Tiling("looped", given.x, 1, _warps(rblock), r=given.r, rblock=rblock)
+    tiling = _divided(given, tiling, 4 * MULTIPROCESSORS)
+    if tiling.form == "looped" and given.passes > 1 and given.length >= _LONG_ROW:
         # The rows that are in work together should still lie in the L2 cache when they are read again: one program a
         # multiprocessor, as many registers as that has.
-        rblock, num_warps = _LONG_ROW // power_of_two(max(1, streams)), 32
-    stages = 0
-    if not fits and columns and any(access.is_store for access in inner):
-        stages = _stages(body, tile)  # loads would wait for the stores of the tile before
-    return Tiling(form, x, xblock, num_warps, r=r, rblock=rblock, splits=splits, num_stages=stages)
+        rblock = _LONG_ROW // power_of_two(max(1, given.streams))
+        return replace(tiling, rblock=rblock, num_warps=32)
+    return tiling
+
+
+def _warps(tile: int) -> int:
+    """16 elements a thread: two loads of 16 bytes in flight in two-byte formats."""
+    return _clamp(1, tile // 512, 16)
+
+
+def _divided(given: _Reduction, tiling: Tiling, most: int) -> Tiling:
+    """`tiling` with r divided among programs, at most about `most` in all, where rows alone are too few of them."""
+    programs = max(1, -(-given.rows // tiling.xblock))
+    if programs >= 2 * MULTIPROCESSORS:
+        return tiling
+    least = (2 if given.scans else 4) * tiling.rblock  # elements a program; tiles of a scan wait for each other
+    wanted = min(most // programs, given.length // least, 512)
+    splits = 1 << max(0, wanted.bit_length() - 1)
+    return replace(tiling, form="split", splits=splits) if splits > 1 else tiling
 
 
 def _stages(body: Body, tile: int) -> int:
