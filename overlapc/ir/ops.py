@@ -103,8 +103,10 @@ class Provenance:
     module: str = ""  # path of the nn.Module, such as "layers.3.mlp"
 
     def joined(self, other: Provenance) -> Provenance:
-        """Both, this one's place first."""
-        return Provenance(self.fx + other.fx, self.source or other.source, self.module or other.module)
+        """Both, each node once, this one's place first."""
+        return Provenance(
+            tuple(dict.fromkeys(self.fx + other.fx)), self.source or other.source, self.module or other.module
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,12 @@ def at_least(expr: sympy.Expr, limit: Any) -> Value:
     return op("ge", Index(expr), Index(sympy.sympify(limit)))
 
 
+def within(position: sympy.Expr, begin: sympy.Expr, end: sympy.Expr, extent: sympy.Expr) -> list[Value]:
+    """What `begin <= position < end` asks of a position in 0 … extent - 1: nothing where it holds for all of them."""
+    asked = [] if sympy.sympify(begin).is_nonpositive else [at_least(position, begin)]
+    return asked if sympy.expand(end - extent).is_nonnegative else [*asked, below(position, end)]
+
+
 def both(*conditions: Value) -> Value:
     joined = conditions[0]
     for condition in conditions[1:]:
@@ -65,10 +71,8 @@ def cat(context: Context, tensors: Sequence[View], dim: int = 0) -> View:
         for part in parts:
             starts.append(starts[-1] + part.size[dim])
         joined: Value | None = None
-        last = len(parts) - 1  # by number: a tensor may stand in the list twice
-        for number, (part, start, end) in reversed(list(enumerate(zip(parts, starts, starts[1:], strict=False)))):
-            inside = [at_least(position[dim], start)] if number > 0 else []
-            inside += [below(position[dim], end)] if number < last else []
+        for part, start, end in reversed(list(zip(parts, starts, starts[1:], strict=False))):
+            inside = within(position[dim], start, end, starts[-1])
             moved = list(position)
             moved[dim] = position[dim] - start
             if not inside:
@@ -84,15 +88,16 @@ def cat(context: Context, tensors: Sequence[View], dim: int = 0) -> View:
 @lowers(aten.constant_pad_nd.default)
 def constant_pad(context: Context, x: View, pad: Sequence[Any], fill: Any = 0) -> View:
     rank = len(x.size)
-    before = {rank - 1 - at // 2: pad[at] for at in range(0, len(pad), 2)}
+    sides = {rank - 1 - at // 2: (pad[at], pad[at + 1]) for at in range(0, len(pad), 2)}  # what is added to each dim
 
     def value(position: tuple[sympy.Expr, ...]) -> Value:
         moved, inside = list(position), []
-        for dim, left in before.items():
+        for dim, (left, right) in sides.items():
             moved[dim] = position[dim] - left
-            inside += [at_least(position[dim], left), below(position[dim], x.size[dim] + left)]
+            end = x.size[dim] + left
+            inside += within(position[dim], left, end, end + right)
         if not inside:
-            return context.element(x, position)
+            return context.element(x, moved)
         mask = both(*inside)
         # A padded dim of size 1 still needs its position for the mask, not for the load.
         return op("where", mask, masked_element(x, moved, mask), cast(context.scalar(fill), x.dtype))

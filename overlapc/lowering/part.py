@@ -13,7 +13,7 @@ from overlapc.ir.indexing import is_one
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast
 from overlapc.lowering.context import Context
-from overlapc.lowering.indexing import at_least, below, both, masked_element, positioned
+from overlapc.lowering.indexing import both, masked_element, positioned, within
 from overlapc.lowering.scatter import Position
 from overlapc.lowering.table import Impossible, lowers
 
@@ -32,11 +32,13 @@ def slice_scatter(
         moved = list(position)
         past = position[dim] - begin
         moved[dim] = past if is_one(stride) else FloorDiv(past, stride)
-        conditions = [at_least(position[dim], begin), below(position[dim], begin + source.size[dim] * stride)]
+        conditions = within(position[dim], begin, begin + source.size[dim] * stride, x.size[dim])
         if not is_one(stride):
             # From the end of the tensor on, so that the remainder is never one of a negative number.
             whole = position[dim] + begin * (stride - 1)
             conditions.append(op("eq", Index(ModularIndexing(whole, sympy.S.One, stride)), Index(sympy.S.Zero)))
+        if not conditions:
+            return cast(context.element(source, moved), x.dtype)
         mask = both(*conditions)
         return op("where", mask, cast(masked_element(source, moved, mask), x.dtype), context.element(x, position))
 

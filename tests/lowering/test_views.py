@@ -54,6 +54,8 @@ def test_memory_under_such_a_view_is_not_reused():
         lambda x: torch.diagonal_scatter(x, x.diagonal() * 2),
         lambda x: torch.block_diag(x, x, x),
         lambda x: F.pad(x, (1, 2, 3, 0), value=2.0) * 2,
+        lambda x: F.pad(x, (-1, 2, 3, -2)) * 2,
+        lambda x: F.pad(x, (-2, 0, 0, -1)) * 2,
     ],
 )
 def test_elements_moved_around(function, dynamic):

@@ -93,7 +93,8 @@ class AxisWriter:
         kernel = self.kernel
         subscript = kernel.subscript(axis)
         name = kernel.index_name[axis]
-        emit(f"{name} = ({text}){subscript}" if subscript else f"{name} = {text}")
+        grouped = f"({text})" if subscript and " + " in text else text
+        emit(f"{name} = {grouped}{subscript}")
         if kernel.is_masked(axis):
             mask = f"{axis}mask{kernel.suffix}"
             emit(f"{mask} = {name} < {kernel.size_text(kernel.numel[axis])}")

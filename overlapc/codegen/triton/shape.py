@@ -190,7 +190,8 @@ def tile_axes(tiling: Tiling) -> tuple[str, ...]:
 
 
 def term(text: str) -> str:
-    return text if text.isidentifier() else f"({text})"
+    """`text` as a part of a larger expression."""
+    return text if text.isidentifier() or text.isdigit() else f"({text})"
 
 
 def axis_symbol(axis: str) -> sympy.Symbol:

@@ -176,7 +176,7 @@ class ValueWriter(AxisWriter):
             return f"ops.random_block({names[value.args[0]]}, {names[value.args[1]]}, {first}, XBLOCK)"
         if self.compares_positions(value):
             left, right = (self.position_text(arg) for arg in value.args)
-            return f"({left}) {_ORDER[value.name]} ({right})"
+            return f"{term(left)} {_ORDER[value.name]} {term(right)}"
         args = [names[arg] if arg in names else as_literal(value, at) for at, arg in enumerate(value.args)]
         return operation(value, [arg for arg in args if arg is not None], value in self.kernel.coarse)
 
