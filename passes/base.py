@@ -13,7 +13,7 @@ import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overlapc.errors import ConfigError, MemoryBudgetError, ScheduleError, unknown_name
 from overlapc.estimators.device import IDEAL, DeviceProfile
@@ -27,9 +27,11 @@ from overlapc.schedule.model import Estimate, Node, Schedule
 from overlapc.schedule.verify import verify
 from overlapc.units import human_bytes
 
+if TYPE_CHECKING:
+    from overlapc.passes.records import CollectiveRecord
+
 _PASSES: dict[str, Pass] = {}
 _SIGNATURE = "a function (Schedule, Context) -> (Schedule, PassReport)"
-_ROUNDING = 1e-9  # relative: sums of the same times in another order differ by this much
 
 
 @dataclass(frozen=True)
@@ -135,28 +137,6 @@ Pass = Callable[[Schedule, Context], tuple[Schedule, PassReport]]
 
 
 @dataclass(frozen=True)
-class CollectiveRecord:
-    """One collective before and after the passes, for reports. Times in ns, bytes by its definition."""
-
-    name: str
-    op: str
-    group: str
-    size: int  # ranks
-    bytes: int
-    estimate_ns: float | None  # None: nobody could estimate it
-    source: str
-    exposed_before_ns: float
-    hidden_before_ns: float
-    exposed_after_ns: float
-    hidden_after_ns: float
-    moves: int  # positions that its start and its wait moved
-    moved_with: tuple[str, ...]
-    limit: str  # the limiting factor in words
-    causes: tuple[Reason, ...] = ()  # the named reasons in it: of the start, of the wait
-    members: tuple[str, ...] = ()  # the collectives that came in and were merged into it
-
-
-@dataclass(frozen=True)
 class Result:
     """What came out of a pipeline."""
 
@@ -229,7 +209,8 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
     MemoryBudgetError when a budget was set and the order that came in exceeds it already: it holds each
     buffer for the shortest time of all orders that the passes can reach, so none of them fits.
     """
-    from overlapc.passes.ways import default_names, run_ways  # which need what is defined here
+    from overlapc.passes.records import records_of  # these need what is defined here
+    from overlapc.passes.ways import default_names, run_ways
 
     passes = select(ctx.passes)
     last, _ = parse_stop(ctx.stop_after) if ctx.stop_after is not None else (None, None)
@@ -250,7 +231,7 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
     # Passes compare orders at one clock, that of full load; what is reported is at the clock each order leads to.
     before = settled(ctx.timeline(schedule))
     after = before if final is schedule else settled(ctx.timeline(final))
-    return Result(after.schedule, reports, before, after, _records(reports, before, after))
+    return Result(after.schedule, reports, before, after, records_of(reports, before, after))
 
 
 def run_passes(
@@ -298,91 +279,3 @@ def _call(name: str, each: Pass, schedule: Schedule, ctx: Context) -> tuple[Sche
         case (Schedule() as moved, PassReport() as report):
             return moved, report
     raise ScheduleError(f"{name} returned {type(result).__name__}; a pass is {_SIGNATURE}")
-
-
-def cost(schedule: Schedule, ctx: Context) -> tuple[float, float]:
-    """What an order is judged by: its step if collectives take their estimate, plus its step if they are all late, both
-    in ns; of equal ones, what is exposed."""
-    timeline = ctx.timeline(schedule)
-    late_ns = ctx.timeline(ctx.late(schedule)).step_ns if ctx.overlap_margin != 1 else timeline.step_ns
-    return timeline.step_ns + late_ns, timeline.exposed_ns
-
-
-def keep_if_better(
-    schedule: Schedule, moved: Schedule, ctx: Context, report: PassReport
-) -> tuple[Schedule, PassReport]:
-    """`moved`, unless it simulates slower than `schedule` or exceeds the limit: then nothing was done."""
-    if moved is schedule:
-        return schedule, report
-    if analyze(moved).peak_bytes > ctx.limit_bytes(schedule):
-        why = Reason.MEMORY
-    elif ctx.timeline(moved).step_ns > ctx.timeline(schedule).step_ns * (1 + _ROUNDING):
-        why = Reason.SLOWER
-    else:
-        return moved, report
-    undone = PassReport(report.name, counted=report.counted)
-    for name in report.moves:
-        undone.because(name, why)
-    return schedule, undone
-
-
-def _records(reports: Sequence[PassReport], before: Timeline, after: Timeline) -> tuple[CollectiveRecord, ...]:
-    records = []
-    schedule = after.schedule
-    merged: dict[str, tuple[str, ...]] = {}
-    for report in reports:
-        for name, members in report.merged.items():
-            merged[name] = tuple(each for member in members for each in merged.get(member, (member,)))
-    for node in schedule.nodes:
-        if node.name not in after.collectives:
-            continue
-        wait = schedule.wait_of(node)
-        members = merged.get(node.name, ())
-        names = [node.name, *members] if wait is None else [node.name, *members, wait.name]
-        comm, now = node.comm, after.collectives[node.name]
-        was = [before.collectives[name] for name in members or (node.name,)]
-        limit, causes = _limit(reports, node, wait, hidden=node.estimate is not None and now.exposed_ns <= 0)
-        records.append(
-            CollectiveRecord(
-                name=node.name,
-                op=node.op if comm is None else comm.collective,
-                group=node.group,
-                size=0 if comm is None else comm.size,
-                bytes=0 if comm is None else comm.bytes,
-                estimate_ns=None if node.estimate is None else node.estimate.ns,
-                source="unknown" if node.estimate is None else node.estimate.source,
-                exposed_before_ns=sum(each.exposed_ns for each in was),
-                hidden_before_ns=sum(each.hidden_ns for each in was),
-                exposed_after_ns=now.exposed_ns,
-                hidden_after_ns=now.hidden_ns,
-                moves=sum(report.moves.get(name, 0) for report in reports for name in names),
-                moved_with=tuple(
-                    dict.fromkeys(other for report in reports for other in report.moved_with.get(node.name, ()))
-                ),
-                limit=limit,
-                causes=causes,
-                members=members,
-            )
-        )
-    return tuple(records)
-
-
-def _limit(
-    reports: Sequence[PassReport], node: Node, wait: Node | None, *, hidden: bool
-) -> tuple[str, tuple[Reason, ...]]:
-    """What keeps a collective from being hidden, in words and by name: its start's last reason, then its wait's."""
-    if hidden:
-        return Reason.HIDDEN.about(), ()
-    parts, causes = [], []
-    for label, name in (("start", node.name), ("wait", "" if wait is None else wait.name)):
-        said = [(report.reasons[name], report.limits.get(name)) for report in reports if name in report.reasons]
-        # A pass that was undone as a whole says less than one that decided about this node.
-        said = [(text, reason) for text, reason in said if reason is not Reason.SLOWER] or said
-        if not said or said[-1][1] is Reason.HIDDEN:
-            continue
-        text, reason = said[-1]
-        parts.append(f"{label}: {text}")
-        if reason is not None:
-            causes.append(reason)
-    words = "; ".join(parts) or ("no pass looked at it" if node.estimate is not None else "no estimate")
-    return words, tuple(causes)

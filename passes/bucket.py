@@ -27,8 +27,9 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from overlapc.estimators.timeline import simulate
-from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
+from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.bucket_cost import BucketCost, Sum, comm_of, ns_of
+from overlapc.passes.judge import keep_if_better
 from overlapc.passes.queues import CARRIED_SHARE, COMPUTE
 from overlapc.passes.reasons import Reason
 from overlapc.schedule import dependencies

@@ -24,7 +24,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from overlapc.estimators.replay import Machine, costs_of
-from overlapc.passes.base import Context, PassReport, cost, keep_if_better, register_pass
+from overlapc.passes.base import Context, PassReport, register_pass
+from overlapc.passes.judge import cost, keep_if_better
 from overlapc.passes.queues import COMPUTE
 from overlapc.passes.reasons import Reason
 from overlapc.schedule import dependencies

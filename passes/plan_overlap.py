@@ -26,7 +26,8 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
+from overlapc.passes.base import Context, PassReport, register_pass
+from overlapc.passes.judge import keep_if_better
 from overlapc.passes.queues import CARRIED_SHARE, COMPUTE, Queues
 from overlapc.passes.reasons import Reason
 from overlapc.passes.sink_waits import Sink

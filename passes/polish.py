@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
 
 from overlapc.estimators.incremental import Replay, Timing
-from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
+from overlapc.passes.base import Context, PassReport, register_pass
+from overlapc.passes.judge import keep_if_better
 from overlapc.passes.queues import CARRIED_SHARE, COMPUTE
 from overlapc.passes.reasons import Reason
 from overlapc.schedule import dependencies

@@ -10,7 +10,8 @@ raises only as far as pays and fits.
 
 from __future__ import annotations
 
-from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
+from overlapc.passes.base import Context, PassReport, register_pass
+from overlapc.passes.judge import keep_if_better
 from overlapc.passes.reasons import Reason, reason_of
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Dependencies

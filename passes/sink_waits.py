@@ -15,7 +15,8 @@ from __future__ import annotations
 import bisect
 import heapq
 
-from overlapc.passes.base import Context, PassReport, keep_if_better, register_pass
+from overlapc.passes.base import Context, PassReport, register_pass
+from overlapc.passes.judge import keep_if_better
 from overlapc.passes.queues import CARRIED_SHARE, COMPUTE, Queues
 from overlapc.passes.reasons import Reason, reason_of
 from overlapc.schedule import dependencies

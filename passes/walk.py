@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from enum import Enum
 
 from overlapc.estimators.timeline import Timeline
-from overlapc.passes.base import Context, PassReport, keep_if_better
+from overlapc.passes.base import Context, PassReport
+from overlapc.passes.judge import keep_if_better
 from overlapc.passes.queues import CARRIED_SHARE, COMPUTE, Queues
 from overlapc.passes.reasons import Reason, reason_of
 from overlapc.schedule import dependencies

@@ -14,7 +14,8 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from overlapc.passes.base import Context, Pass, PassReport, cost, run_passes, select
+from overlapc.passes.base import Context, Pass, PassReport, run_passes, select
+from overlapc.passes.judge import cost
 from overlapc.passes.pipeline import ENDS, FIRST, LAST, WAYS, Way
 from overlapc.schedule.model import Schedule
 

@@ -2,8 +2,9 @@ from hypothesis import given, settings
 
 from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.estimators.timeline import simulate
-from overlapc.passes.base import Context, cost
+from overlapc.passes.base import Context
 from overlapc.passes.fill_collectives import fill_any_waits, fill_collectives, fill_whole_waits
+from overlapc.passes.judge import cost
 from overlapc.schedule.text import parse
 from tests.graphs import check_kept, check_pass, order_of, schedules
 

@@ -7,7 +7,8 @@ from overlapc.errors import ConfigError
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.timeline import simulate
 from overlapc.passes import ways
-from overlapc.passes.base import Context, PassReport, cost, run_passes, run_pipeline, select
+from overlapc.passes.base import Context, PassReport, run_passes, run_pipeline, select
+from overlapc.passes.judge import cost
 from overlapc.passes.pipeline import ENDS, FIRST, ORDER, WAYS, Way
 from overlapc.passes.ways import GOOD_ENOUGH, default_names
 from overlapc.schedule.model import Estimate
