@@ -27,7 +27,8 @@ from overlapc.codegen.triton import TritonGenerator, products
 from overlapc.estimators.clock import clock_for, compute_ns
 from overlapc.ir.body import Body, Load, Store, op
 from tests.codegen import product_cases as cases
-from tests.codegen.triton_cases import Case, bf16, f32, p0, p1
+from tests.codegen.case import Case
+from tests.codegen.terms import bf16, f32, p0, p1
 
 WIDTH, FFN, KV = 4096, 14336, 1024
 

@@ -1,26 +1,15 @@
-"""Helpers of the C++ generator's tests: symbols, common sizes, and bodies compiled all at once."""
+"""Bodies compiled by the C++ generator, all at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import sympy
 import torch
 
 from overlapc.codegen.cpp import CppGenerator
 from overlapc.codegen.kernel import KernelSource
-from overlapc.ir.body import Body, Loop
-from overlapc.ir.indexing import loop_symbol
-
-p0, p1, p2 = (loop_symbol("p", at) for at in range(3))
-r0, r1 = (loop_symbol("r", at) for at in range(2))
-i0, i1 = (loop_symbol("i", at) for at in range(2))
-s0, s1 = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
-
-
-def loop(symbol: sympy.Symbol, size: int | sympy.Expr) -> Loop:
-    return Loop(symbol, sympy.sympify(size))
+from overlapc.ir.body import Body
 
 
 class Kernels:

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from overlapc.ir.body import Body, Cast, Load, Loop, Reduce, Store, Value, op
-from tests.codegen.triton_cases import Case, Tensors, bf16, f16, f32, p0, p1, p2, r0, s0
+from tests.codegen.case import Case, Tensors
+from tests.codegen.terms import bf16, f16, f32, p0, p1, p2, r0, s0
 
 
 def dot(left: Value, right: Value, dtype: torch.dtype | None) -> Reduce:

@@ -7,26 +7,8 @@ import math
 import torch
 
 from overlapc.ir.body import Body, Cast, Constant, Load, Scan, Store, Value, op
-from tests.codegen.triton_cases import (
-    Case,
-    Tensors,
-    bf16,
-    boolean,
-    f16,
-    f32,
-    f64,
-    i8,
-    i32,
-    i64,
-    loop,
-    noise,
-    p0,
-    r0,
-    r1,
-    s0,
-    total,
-    u8,
-)
+from tests.codegen.case import Case, Tensors
+from tests.codegen.terms import bf16, boolean, f16, f32, f64, i8, i32, i64, loop, noise, p0, r0, r1, s0, total, u8
 
 
 def scans(rows: int, width: int, dtype: torch.dtype) -> Case:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from overlapc.ir.body import OPERATIONS, REDUCTIONS, Body, Cast, Constant, Load, Reduce, Store, Value, op
-from tests.codegen.cpp_kernels import Kernels, loop, p0, r0, s0, s1
+from tests.codegen.cpp_kernels import Kernels
+from tests.codegen.terms import loop, p0, r0, s0, s1
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -9,7 +9,8 @@ import torch
 from overlapc.codegen.cpp import CppGenerator
 from overlapc.codegen.cpp.pieces import Piece, pieces
 from overlapc.ir.body import Body, Constant, Index, Load, Reduce, Store, Value, op
-from tests.codegen.cpp_kernels import Kernels, loop, p0, p1, r0, s0
+from tests.codegen.cpp_kernels import Kernels
+from tests.codegen.terms import loop, p0, p1, r0, s0
 
 F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
 

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from overlapc.ir.body import Body, Load, Reduce, Store, op
-from tests.codegen.cpp_kernels import Kernels, loop, p0, p1, r0, s0
-from tests.codegen.test_cpp_bodies import number, rms_norm, softmax, total
+from tests.codegen.cpp_bodies import rms_norm, softmax
+from tests.codegen.cpp_kernels import Kernels
+from tests.codegen.terms import loop, number, p0, p1, r0, s0, total
 
 F32 = torch.float32
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from overlapc.codegen.cpp import CppGenerator
+from tests.codegen.case import Case
 from tests.codegen.cpp_kernels import Kernels
 from tests.codegen.scan_cases import scan_cases, scans, symbolic_scan
-from tests.codegen.triton_cases import Case, boolean, f32, i64
+from tests.codegen.terms import boolean, f32, i64
 
 # Longer than a block, and enough rows for threads.
 CASES = [*scan_cases(), *(scans(70, 5000, dtype) for dtype in (f32, i64, boolean))]

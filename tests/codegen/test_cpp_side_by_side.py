@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from overlapc.ir.body import Body, Cast, Constant, Index, Load, Reduce, Store, Value, op
-from tests.codegen.cpp_kernels import Kernels, loop, p0, p1, r0, s0
+from tests.codegen.cpp_kernels import Kernels
+from tests.codegen.terms import loop, p0, p1, r0, s0
 
 F32, BF16 = torch.float32, torch.bfloat16
 HEADS, WIDTH = 40, 64

@@ -9,7 +9,8 @@ import sympy
 import torch
 
 from overlapc.ir.body import Body, Cast, Index, Load, Reduce, Store, Value, op
-from tests.codegen.cpp_kernels import Kernels, loop, p0, p1, r0, s0, s1
+from tests.codegen.cpp_kernels import Kernels
+from tests.codegen.terms import loop, p0, p1, r0, s0, s1
 
 F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
 

@@ -12,7 +12,8 @@ import torch
 from overlapc.codegen.cpp_load import prelude
 from overlapc.ir.body import Body, Load, Store, op
 from overlapc.runtime.toolchain import find_compiler
-from tests.codegen.cpp_kernels import Kernels, loop, p0, p1, p2, s0, s1
+from tests.codegen.cpp_kernels import Kernels
+from tests.codegen.terms import loop, p0, p1, p2, s0, s1
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
 SIZES = ((64, 32), (70, 45), (129, 200), (16, 17), (256, 300))

@@ -15,7 +15,7 @@ from overlapc.codegen.triton import products
 from overlapc.lowering.product import Product
 from overlapc.measured_products import NEVER, ProductTimes, choice
 from tests.codegen.product_cases import plain
-from tests.codegen.triton_cases import f32
+from tests.codegen.terms import f32
 
 SMALL = Product(1, 16, 24, 16, f32, ((16, 1), (1, 16)))
 BATCH = Product(2, 16, 16, 16, f32, ((16, 1), (16, 1)))

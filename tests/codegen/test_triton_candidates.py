@@ -9,9 +9,12 @@ import triton
 
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.candidates import MOST
+from tests.codegen.case import Case
 from tests.codegen.product_cases import plain
 from tests.codegen.scan_cases import scan_cases
-from tests.codegen.triton_cases import Case, bf16, large, small, tilings_to_measure
+from tests.codegen.terms import bf16
+from tests.codegen.triton_cases import large, small
+from tests.codegen.triton_forms import tilings_to_measure
 
 # Two thousand programs that total 64 rows take the interpreter a minute.
 CASES = [case for case in small() if case.name != "norm_gradients_64"] + scan_cases()[:2]

@@ -10,8 +10,11 @@ import pytest
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.runtime.triton_binary import compile_source
+from tests.codegen.case import Case
+from tests.codegen.norm_cases import group_norm
 from tests.codegen.scan_cases import scan_cases
-from tests.codegen.triton_cases import Case, group_norm, small, softmax, variants
+from tests.codegen.triton_cases import small, softmax
+from tests.codegen.triton_forms import variants
 from tests.codegen.triton_ops import all_cases
 
 FORMS = [(case, form, tiling) for case in small() + scan_cases() for form, tiling in variants(case.body)]

@@ -8,8 +8,10 @@ import pytest
 import triton
 
 from overlapc.codegen.triton import TritonGenerator
+from tests.codegen.case import Case
 from tests.codegen.scan_cases import scan_cases
-from tests.codegen.triton_cases import Case, small, variants
+from tests.codegen.triton_cases import small
+from tests.codegen.triton_forms import variants
 
 CASES = small() + scan_cases()
 

@@ -22,7 +22,7 @@ from overlapc.runtime.triton_binary import compile_source, write_module
 from overlapc.runtime.triton_compile import Binary
 from overlapc.runtime.triton_kernel import Variant, host_function, variant_of
 from tests.codegen import triton_cases as cases
-from tests.codegen.triton_cases import loop, p0, r0, s0
+from tests.codegen.terms import loop, p0, r0, s0
 from tests.runtime.recording_driver import Driver
 
 GENERATOR = TritonGenerator()

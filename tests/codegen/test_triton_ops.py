@@ -9,7 +9,7 @@ import triton
 
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.ir.body import OPERATIONS
-from tests.codegen.triton_cases import Case
+from tests.codegen.case import Case
 from tests.codegen.triton_ops import BINARY, UNARY, all_cases
 
 

@@ -11,7 +11,7 @@ import triton
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.precision import coarse_values
 from overlapc.ir.body import Body, Load, Op, Reduce, Store, Value, op
-from tests.codegen.triton_cases import bf16, f32, loop, number, p0, r0
+from tests.codegen.terms import bf16, f32, loop, number, p0, r0
 
 FUNCTIONS = {
     "tanh": torch.tanh, "erf": torch.erf, "sigmoid": torch.sigmoid, "exp": torch.exp, "div": lambda x: x / 3.7,

@@ -12,8 +12,9 @@ from overlapc.codegen.triton.shape import tile_axes
 from overlapc.codegen.triton.tiling import MULTIPROCESSORS, choose
 from overlapc.ir.body import Body, Load, Reduce, Scan, Store, op
 from overlapc.runtime.triton_binary import compile_source
-from tests.codegen.cpp_kernels import loop, p0, r0
-from tests.codegen.triton_cases import elements_and_columns, norm_gradients, softmax, three_ways, transpose
+from tests.codegen.norm_cases import norm_gradients
+from tests.codegen.terms import loop, p0, r0
+from tests.codegen.triton_cases import elements_and_columns, softmax, three_ways, transpose
 
 SHARED_OF_A_PROGRAM = 99 * 1024  # bytes, at most, on compute capability 8.6 and 8.9: the least of all since 8.0
 BF16, F32 = torch.bfloat16, torch.float32

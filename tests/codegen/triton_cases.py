@@ -3,216 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import sympy
 import torch
 import torch.nn.functional as F
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from overlapc.codegen.kernel import KernelSource
-from overlapc.codegen.triton import products, tiling
-from overlapc.codegen.triton.candidates import alternatives
-from overlapc.codegen.triton.tiling import Tiling, power_of_two
-from overlapc.ir.body import Body, Cast, Constant, Index, Load, Loop, Reduce, Store, Value, op
-from overlapc.ir.indexing import loop_symbol
-from overlapc.lowering.topk import largest_of
-
-p0, p1, p2 = (loop_symbol("p", at) for at in range(3))
-r0, r1 = (loop_symbol("r", at) for at in range(2))
-i0 = loop_symbol("i", 0)
-s0 = sympy.Symbol("s0", integer=True, positive=True)
-
-f32, f64, bf16, f16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-i64, i32, u8, i8, boolean = torch.int64, torch.int32, torch.uint8, torch.int8, torch.bool
-
-Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A body, tensors for all its buffers (outputs hold what was there before), and what outputs must become."""
-
-    name: str
-    body: Body
-    tensors: Tensors
-    expected: Callable[[Tensors], Tensors]
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    tolerance: float = 2e-5  # relative to the largest expected magnitude, plus rounding of the output's dtype
-
-    def run(self, launcher: Callable[..., None], source: KernelSource, device: str) -> list[str]:
-        """Launches on copies of the tensors; one line per output that is off."""
-        guarded = {name: Guarded(tensor, device) for name, tensor in self.tensors.items()}
-        expected = self.expected({name: tensor.to(device) for name, tensor in self.tensors.items()})
-        sizes = [self.sizes[str(symbol)] for symbol in source.sizes]
-        launcher(*(guarded[buffer].tensor for buffer in source.buffers), *sizes)
-        problems = {name: self.problem(name, guarded[name].tensor, want, guarded) for name, want in expected.items()}
-        found = [f"{name}: {problem}" for name, problem in problems.items() if problem]
-        return found + [f"{name}: written past its end" for name, guard in guarded.items() if not guard.whole()]
-
-    def problem(self, name: str, got: torch.Tensor, want: torch.Tensor, inputs: Mapping[str, Guarded]) -> str:
-        """What is wrong with an output, or nothing."""
-        return difference(got, want, self.tolerance)
-
-
-class Guarded:
-    """A copy of a tensor with memory behind it that spoils what reads it and shows what writes it."""
-
-    def __init__(self, tensor: torch.Tensor, device: str) -> None:
-        marker = math.nan if tensor.dtype.is_floating_point else 1 if tensor.dtype is boolean else 77
-        memory = torch.full((tensor.numel() + 4096,), marker, dtype=tensor.dtype, device=device)
-        self.tensor = memory[: tensor.numel()].view(tensor.shape)
-        self.tensor.copy_(tensor)
-        self._behind = memory[tensor.numel() :]
-        self._before = self._behind.clone()
-
-    def whole(self) -> bool:
-        """Whether nothing was written past the tensor's end."""
-        bits = self._behind.view(torch.uint8)
-        return torch.equal(bits, self._before.view(torch.uint8))
-
-
-def difference(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str:
-    """What is wrong with `got`, or nothing."""
-    want = want.to(got.dtype).reshape(got.shape)
-    if not got.dtype.is_floating_point:
-        wrong = got != want
-        detail = ""
-    else:
-        # One step of the dtype: equal up to rounding, two results may lie on both sides of a tie.
-        eps = {bf16: 2**-7, f16: 2**-10}.get(got.dtype, 0.0)
-        left, right = got.double(), want.double()
-        finite = right[right.isfinite()]
-        scale = float(finite.abs().max()) if finite.numel() else 1.0
-        near = (left - right).abs() <= tolerance * scale + eps * right.abs()
-        wrong = ~(near | (left == right) | (left.isnan() & right.isnan()))
-        detail = f", largest error {float((left - right).abs().nan_to_num().max()):.3g} at scale {scale:.3g}"
-    if not wrong.any():
-        return ""
-    at = tuple(wrong.nonzero()[0].tolist())
-    return f"{int(wrong.sum())} of {wrong.numel()} differ; at {at} got {got[at].item()}, want {want[at].item()}{detail}"
-
-
-def loop(symbol: sympy.Symbol, size: int | sympy.Expr) -> Loop:
-    return Loop(symbol, sympy.sympify(size))
-
-
-def number(value: float, dtype: torch.dtype = f32) -> Constant:
-    return Constant(value, dtype)
-
-
-def noise(*shape: int, dtype: torch.dtype = f32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed + 7 * len(shape) + sum(shape))
-    return torch.randn(shape, generator=generator).to(dtype)
-
-
-def total(value: Value) -> Reduce:
-    return Reduce("sum", value, value.dtype)
-
-
-def variants(body: Body) -> list[tuple[str, Tiling | None]]:
-    """The heuristic tiling and every form that fits the body, with small odd tiles."""
-    forms: list[tuple[str, Tiling | None]] = [("chosen", None)]
-    if not body.reduction:
-        if len(body.loops) >= 2:
-            *rest, y, x = body.loops
-            forms.append(("tiled", Tiling("tiled", (x,), 16, 2, y=(y,), yblock=8, grid=tuple(rest))))
-            forms.append(("rows", Tiling("rows", (x,), 16, 1, grid=(*rest, y))))
-        if len(body.loops) >= 3:
-            *rest, z = rest
-            layers = {"z": (z,), "zblock": 4, "grid": tuple(rest)}
-            forms.append(("cubes", Tiling("tiled", (x,), 16, 2, y=(y,), yblock=8, **layers)))
-        return [*forms, ("flat", Tiling("flat", body.loops, 64, 2))]
-    shared = {"x": body.loops, "r": body.reduction, "num_warps": 2}
-    if any(store.is_total for store in body.stores):
-        rblock = power_of_two(int(body.reduction_numel()))
-        forms.append(("totals", Tiling("totals", xblock=2, rblock=rblock, splits=3, **shared)))
-        return [*forms, ("pipelined", Tiling("totals", xblock=2, rblock=rblock, splits=3, num_stages=2, **shared))]
-    forms.append(("looped", Tiling("looped", xblock=2, rblock=16, **shared)))
-    if any(isinstance(value, Reduce) and value.kind == "max" for value in body.values()):
-        forms.append(("lanes", Tiling("looped", xblock=2, rblock=256, num_stages=2, **shared)))
-    forms.append(("split", Tiling("split", xblock=2, rblock=8, splits=4, **shared)))
-    return forms
-
-
-def tilings_to_measure(case: Case) -> list[Tiling]:
-    """The heuristic tiling and those that `autotune` measures beside it."""
-    chosen = (products.choose if case.body.dots() else tiling.choose)(case.body, {})
-    return alternatives(case.body, {}, chosen)
-
-
-def rms_norm(rows: int, width: int, dtype: torch.dtype = bf16) -> Case:
-    x, w = Load("x", width * p0 + r0, dtype), Load("w", r0, dtype)
-    scale = op("rsqrt", op("add", op("mul", total(op("mul", x, x)), number(1 / width)), number(1e-5)))
-    stores = (
-        Store("y", width * p0 + r0, op("mul", op("mul", x, scale), w), dtype),
-        Store("scale", p0, scale, f32),
-    )
-
-    def expected(t: Tensors) -> Tensors:
-        s = torch.rsqrt(t["x"].float().pow(2).mean(1, keepdim=True) + 1e-5)
-        return {"y": t["x"].float() * s * t["w"].float(), "scale": s}
-
-    tensors = {
-        "x": noise(rows, width, dtype=dtype),
-        "w": noise(width, dtype=dtype),
-        "y": torch.zeros(rows, width, dtype=dtype),
-        "scale": torch.zeros(rows),
-    }
-    return Case("rms_norm", Body((loop(p0, rows),), (loop(r0, width),), stores), tensors, expected)
-
-
-def rms_norm_backward(rows: int, width: int, dtype: torch.dtype = bf16) -> Case:
-    x, w, dy = (
-        Load(name, index, dtype) for name, index in (("x", width * p0 + r0), ("w", r0), ("dy", width * p0 + r0))
-    )
-    scale = Load("scale", p0, f32)
-    wdy = op("mul", w, dy)
-    dot = op("mul", total(op("mul", wdy, x)), number(1 / width))
-    cube = op("mul", scale, op("mul", scale, scale))
-    dx = op("sub", op("mul", wdy, scale), op("mul", x, op("mul", cube, dot)))
-
-    def expected(t: Tensors) -> Tensors:
-        x_, g = t["x"].float(), t["dy"].float() * t["w"].float()
-        s = t["scale"][:, None]
-        return {"dx": g * s - x_ * s**3 * (g * x_).mean(1, keepdim=True)}
-
-    tensors = {
-        "x": noise(rows, width, dtype=dtype),
-        "w": noise(width, dtype=dtype),
-        "dy": noise(rows, width, dtype=dtype, seed=1),
-        "scale": noise(rows).abs(),
-        "dx": torch.zeros(rows, width, dtype=dtype),
-    }
-    body = Body((loop(p0, rows),), (loop(r0, width),), (Store("dx", width * p0 + r0, dx, dtype),))
-    return Case("rms_norm_backward", body, tensors, expected)
-
-
-def norm_gradients(batch: int, rows: int, width: int, dtype: torch.dtype = bf16) -> Case:
-    """Gradients of a scaled input, by rows of two loops, and of its weight and bias: totals of the columns."""
-    at = rows * width * p0 + width * p1 + r0
-    x, g, w = Load("x", at, dtype), Load("g", at, dtype), Load("w", r0, dtype)
-    mean = op("mul", total(op("mul", op("mul", g, w), x)), number(1 / width))
-    stores = (
-        Store("dx", at, op("sub", op("mul", g, w), op("mul", x, mean)), dtype),
-        Store("dw", r0, op("mul", g, op("mul", x, mean)), dtype, "sum"),
-        Store("db", r0, g, f32, "sum"),
-        Store("prod", r0, op("where", op("lt", x, number(0.0)), number(-1.0), number(1.0)), f32, "prod"),
-    )
-
-    def expected(t: Tensors) -> Tensors:
-        x, g, w = (t[name].double() for name in ("x", "g", "w"))
-        mean = (g * w * x).mean(-1, keepdim=True)
-        prod = torch.where(x < 0, -1, 1).prod(0).prod(0)
-        return {"dx": g * w - x * mean, "dw": (g * x * mean).sum((0, 1)), "db": g.sum((0, 1)), "prod": prod}
-
-    size = (batch, rows, width)
-    tensors = {"x": noise(*size, dtype=dtype), "g": noise(*size, dtype=dtype, seed=1), "w": noise(width, dtype=dtype)}
-    tensors |= {"dx": torch.empty(size, dtype=dtype), "dw": torch.empty(width, dtype=dtype)}
-    tensors |= {"db": torch.empty(width), "prod": torch.empty(width)}
-    body = Body((loop(p0, batch), loop(p1, rows)), (loop(r0, width),), stores)
-    return Case(f"norm_gradients_{width}", body, tensors, expected)
+from overlapc.ir.body import Body, Cast, Constant, Index, Load, Reduce, Store, op
+from tests.codegen.case import Case, Tensors
+from tests.codegen.norm_cases import group_norm, layer_norm, norm_gradients, rms_norm, rms_norm_backward
+from tests.codegen.reduction_cases import empty_rows, largest, norm_and_scale, reductions, two_reduction_loops
+from tests.codegen.terms import (
+    bf16,
+    boolean,
+    f16,
+    f32,
+    f64,
+    i0,
+    i8,
+    i32,
+    i64,
+    loop,
+    noise,
+    number,
+    p0,
+    p1,
+    p2,
+    r0,
+    s0,
+    total,
+    u8,
+)
 
 
 def elements_and_columns(rows: int, width: int) -> Case:
@@ -224,32 +45,6 @@ def elements_and_columns(rows: int, width: int) -> Case:
     )
     tensors = {"x": noise(rows, width), "y": torch.empty(rows, width, dtype=bf16), "db": torch.empty(width)}
     return Case("elements_and_columns", body, tensors, lambda t: {"y": t["x"].exp(), "db": t["x"].exp().sum(0)})
-
-
-def layer_norm(rows: int, width: int) -> Case:
-    x = Load("x", width * p0 + r0, f32)
-    mean = op("mul", total(x), number(1 / width))
-    centred = op("sub", x, mean)
-    variance = op("mul", total(op("mul", centred, centred)), number(1 / width))
-    scale = op("rsqrt", op("add", variance, number(1e-5)))
-    y = op("add", op("mul", op("mul", centred, scale), Load("w", r0, f32)), Load("b", r0, f32))
-    stores = (Store("y", width * p0 + r0, y, f32), Store("mean", p0, mean, f32), Store("scale", p0, scale, f32))
-
-    def expected(t: Tensors) -> Tensors:
-        x_ = t["x"].double()
-        s = torch.rsqrt(x_.var(1, correction=0, keepdim=True) + 1e-5)
-        m = x_.mean(1, keepdim=True)
-        return {"y": (x_ - m) * s * t["w"] + t["b"], "mean": m, "scale": s}
-
-    tensors = {
-        "x": noise(rows, width) + 3,
-        "w": noise(width),
-        "b": noise(width, seed=2),
-        "y": torch.zeros(rows, width),
-        "mean": torch.zeros(rows),
-        "scale": torch.zeros(rows),
-    }
-    return Case("layer_norm", Body((loop(p0, rows),), (loop(r0, width),), stores), tensors, expected)
 
 
 def softmax(rows: int, width: int, dtype: torch.dtype = bf16) -> Case:
@@ -377,19 +172,6 @@ def column_sum(rows: int, width: int, dtype: torch.dtype = bf16) -> Case:
     return Case("column_sum", body, tensors, lambda t: {"y": t["x"].double().sum(0)})
 
 
-def norm_and_scale(count: int) -> Case:
-    """Everything divided by its norm: a full reduction that an inner store needs."""
-    x = Load("x", r0, f32)
-    norm = op("sqrt", total(op("mul", x, x)))
-    stores = (Store("y", r0, op("div", x, norm), f32), Store("norm", sympy.S.Zero, norm, f32))
-    tensors = {"x": noise(count), "y": torch.zeros(count), "norm": torch.zeros(1)}
-
-    def expected(t: Tensors) -> Tensors:
-        return {"y": t["x"].double() / t["x"].double().norm(), "norm": t["x"].double().norm()}
-
-    return Case("norm_and_scale", Body((), (loop(r0, count),), stores), tensors, expected)
-
-
 def transpose(rows: int, columns: int, batch: int = 2) -> Case:
     at = columns * rows * p0 + columns * p1 + p2
     turned = columns * rows * p0 + rows * p2 + p1
@@ -473,55 +255,6 @@ def in_place(rows: int, width: int) -> Case:
     return Case("in_place", body, {"x": noise(rows, width)}, lambda t: {"x": t["x"] - t["x"].amin(1, keepdim=True)})
 
 
-def reductions(rows: int, width: int, dtype: torch.dtype) -> Case:
-    """Every reduction at once, over special values and ties."""
-    x = Load("x", width * p0 + r0, dtype)
-    kinds = ["max", "min", "argmax", "argmin", "any", "all"] + ([] if dtype is boolean else ["sum", "prod"])
-    stores, tensors = [], {"x": reduction_input(rows, width, dtype)}
-    for kind in kinds:
-        arg: Value = x
-        result = x.dtype
-        if kind.startswith("arg"):
-            result = i64
-        elif kind in ("any", "all"):
-            arg, result = Cast(x, boolean), boolean
-        elif kind in ("sum", "prod") and not dtype.is_floating_point:
-            arg, result = Cast(x, i64), i64
-        memory = result if result in (i64, boolean) else dtype
-        stores.append(Store(kind, p0, Reduce(kind, arg, result), memory))
-        tensors[kind] = torch.zeros(rows, dtype=memory)
-
-    def expected(t: Tensors) -> Tensors:
-        x_ = t["x"].float() if t["x"].dtype in (bf16, f16) else t["x"]
-        found = {"max": x_.amax(1), "min": x_.amin(1), "any": x_.bool().any(1), "all": x_.bool().all(1)}
-        narrow = x_.to(torch.int32) if x_.dtype is boolean else x_
-        found |= {"argmax": first(narrow, largest=True), "argmin": first(narrow, largest=False)}
-        if dtype is not boolean:
-            found |= {"sum": x_.sum(1), "prod": x_.prod(1)}
-        return found
-
-    body = Body((loop(p0, rows),), (loop(r0, width),), tuple(stores))
-    return Case(f"reductions_{str(dtype)[6:]}", body, tensors, expected)
-
-
-def largest(rows: int, width: int, count: int) -> Case:
-    """The largest elements of each row and their places, over special values."""
-    stores: list[Store] = []
-    for at, (value, place) in enumerate(largest_of(Load("x", width * p0 + r0, f32), Index(r0), width, count)):
-        stores += [Store("y", count * p0 + at, value, f32), Store("at", count * p0 + at, place, i64)]
-    tensors = {"x": torch.randperm(rows * width).reshape(rows, width).float() - rows * width // 2}
-    tensors["x"][0, :2] = torch.tensor([-math.inf, math.inf])
-    tensors["x"][1, 3] = math.nan
-    tensors |= {"y": torch.zeros(rows, count), "at": torch.zeros(rows, count, dtype=i64)}
-
-    def expected(t: Tensors) -> Tensors:
-        found = t["x"].topk(count)
-        return {"y": found.values, "at": found.indices}
-
-    body = Body((loop(p0, rows),), (loop(r0, width),), tuple(stores))
-    return Case(f"largest_{count}_of_{width}", body, tensors, expected, tolerance=0)
-
-
 def through_float8(count: int, to: torch.dtype, back: bool = True) -> Case:
     """Rounded to float8, what lies beyond its numbers included; and, with `back`, read as a number again.
 
@@ -539,72 +272,6 @@ def through_float8(count: int, to: torch.dtype, back: bool = True) -> Case:
         return {"stored": rounded} | ({"y": rounded.float()} if back else {})
 
     return Case(f"through_{str(to)[6:]}", Body((loop(p0, len(x)),), (), tuple(stores)), tensors, expected, tolerance=0)
-
-
-def first(x: torch.Tensor, largest: bool) -> torch.Tensor:
-    """Position of the first NaN, else of the first extreme value (torch leaves ties open)."""
-    best = x.amax(1, keepdim=True) if largest else x.amin(1, keepdim=True)
-    hit = (x == best) | (x.isnan() if x.is_floating_point() else False)
-    return hit.to(torch.int32).argmax(1)
-
-
-def reduction_input(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    if dtype is boolean:
-        x = torch.arange(rows * width).reshape(rows, width) % 3 == 0
-        x[0], x[1] = True, False
-        return x
-    if not dtype.is_floating_point:
-        x = (torch.arange(rows * width).reshape(rows, width) * 7 % 5 + 1).to(dtype)
-        x[0, 2], x[1] = 0, 3
-        return x
-    x = 1 + noise(rows, width, dtype=f32).mul(0.1)
-    x[0, 4], x[0, 6] = math.nan, math.nan
-    x[1, 3], x[1, 5] = math.inf, math.inf
-    x[2, 3], x[2, 4] = -math.inf, -math.inf
-    x[3] = -math.inf
-    return x.to(dtype)
-
-
-def two_reduction_loops(channels: int, batch: int, pixels: int) -> Case:
-    """Per-channel sum of NCHW: reduction loops around and inside the parallel one."""
-    x = Load("x", channels * pixels * r0 + pixels * p0 + r1, f32)
-    body = Body((loop(p0, channels),), (loop(r0, batch), loop(r1, pixels)), (Store("y", p0, total(x), f32),))
-    tensors = {"x": noise(batch, channels, pixels), "y": torch.zeros(channels)}
-    return Case("two_reduction_loops", body, tensors, lambda t: {"y": t["x"].double().sum((0, 2))})
-
-
-def group_norm(rows: int, channels: int, pixels: int) -> Case:
-    """Rows of two loops, the scaling and shift of which change with the outer one only."""
-    at = channels * pixels * p0 + pixels * r0 + r1
-    x = Load("x", at, bf16)
-    mean = op("mul", total(x), number(1 / (channels * pixels)))
-    y = op("add", op("mul", op("sub", x, mean), Load("w", r0, bf16)), Load("b", r0, f32))
-    tensors = {
-        "x": noise(rows, channels, pixels, dtype=bf16),
-        "w": noise(channels, dtype=bf16),
-        "b": noise(channels, seed=1),
-        "y": torch.zeros(rows, channels, pixels),
-    }
-
-    def expected(t: Tensors) -> Tensors:
-        x_ = t["x"].float()
-        return {"y": (x_ - x_.mean((1, 2), keepdim=True)) * t["w"].float()[:, None] + t["b"][:, None]}
-
-    body = Body((loop(p0, rows),), (loop(r0, channels), loop(r1, pixels)), (Store("y", at, y, f32),))
-    return Case("group_norm", body, tensors, expected)
-
-
-def empty_rows(rows: int) -> Case:
-    """A reduction over nothing is its neutral element."""
-    x = Load("x", r0, f32)
-    stores = (Store("sum", p0, total(x), f32), Store("max", p0, Reduce("max", x, f32), f32))
-    tensors = {"x": torch.zeros(0), "sum": torch.ones(rows), "max": torch.ones(rows)}
-    body = Body((loop(p0, rows),), (loop(r0, 0),), stores)
-
-    def expected(t: Tensors) -> Tensors:
-        return {"sum": torch.zeros_like(t["sum"]), "max": torch.full_like(t["max"], -math.inf)}
-
-    return Case("empty_rows", body, tensors, expected)
 
 
 def nothing() -> Case:

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from overlapc.ir.body import ATOMICS, Body, Cast, Constant, Index, Load, Store, Value, op
 from overlapc.runtime import philox
-from tests.codegen.triton_cases import Case, Tensors, i0, loop, p0
+from tests.codegen.case import Case, Tensors
+from tests.codegen.terms import i0, loop, p0
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

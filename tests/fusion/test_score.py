@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from overlapc.fusion.score import score
 from tests.codegen.product_cases import plain
-from tests.codegen.triton_cases import column_sum, f32, swiglu
+from tests.codegen.terms import f32
+from tests.codegen.triton_cases import column_sum, swiglu
 
 PRODUCT, SUM, POINTWISE = (case.body for case in (plain("p", 16, 16, 16, f32), column_sum(8, 8), swiglu(64)))
 

@@ -18,9 +18,12 @@ import torch
 
 import overlapc
 from overlapc.codegen.triton import TritonGenerator
+from tests.codegen.case import Case
 from tests.codegen.product_cases import large_product_cases
 from tests.codegen.scan_cases import large_scan_cases, scan_cases
-from tests.codegen.triton_cases import Case, large, noise, small, swiglu, symbolic, tilings_to_measure, variants
+from tests.codegen.terms import noise
+from tests.codegen.triton_cases import large, small, swiglu, symbolic
+from tests.codegen.triton_forms import tilings_to_measure, variants
 from tests.codegen.triton_ops import all_cases
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -110,7 +113,7 @@ def swiglu_body(count: int):
     import sympy
 
     from overlapc.ir.body import Body, Loop
-    from tests.codegen.triton_cases import p0
+    from tests.codegen.terms import p0
 
     return Body((Loop(p0, sympy.Integer(count)),), (), swiglu(16).body.stores)
 
