@@ -18,6 +18,7 @@ from overlapc.binding import environment_of, keeps, kept_step, next_number
 from overlapc.config import Config
 from overlapc.errors import OverlapcError
 from overlapc.fx.versions import compiled_autograd, runs_under_fsdp2
+from overlapc.runtime.async_inputs import not_waited_for, plain_examples, waits_first
 from overlapc.runtime.triton_launch import get_ready
 from overlapc.warm.fingerprint import NotCacheable, user_graph_key
 
@@ -48,6 +49,12 @@ def overlapc(
             _advise_outermost(gm)
         number = next_number()
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
+        late = not_waited_for(example_inputs)
+        if late:
+            from overlapc import compilation
+
+            examples = plain_examples(example_inputs, late)
+            return waits_first(compilation.compile_step(gm, examples, config, number, None), late)
         key = _step_key(gm, example_inputs, config, devices)
         if key is not None and torch._dynamo.config.caching_precompile:
             from overlapc import precompile
