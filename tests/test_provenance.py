@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from overlapc.lowering.provenance import provenance
+from overlapc.parallel import access
 from overlapc.report import record
+
+ACCESS = access.__file__  # between a sharded module and the call of it
 
 
 class Model(nn.Module):
@@ -33,3 +38,24 @@ def test_nodes_made_late_have_a_line_too():
         assert len(nodes) > 10
         assert not [line for line in nodes if "test_provenance.py:" not in line.partition("  # ")[2]]
     assert "seeds" in graphs[0].schedule
+
+
+@pytest.mark.parametrize(
+    ("trace", "source"),
+    [
+        (f'  File "{ACCESS}", line 50, in __call__\n    output = super()\n', f"{ACCESS}:50: output = super()"),
+        ('  File "a.py", line 3, in f\n    x = g(x)\n        ^^^^\n', "a.py:3: x = g(x)"),
+        ('  File "a.py", line 3, in f\n  File "b c.py", line 4, in g\n    y()\n', "b c.py:4: y()"),
+        ('  File "a.py", line 3, in f\n    x = g(x)\n  File "b.py", line 4, in g\n', "b.py:4: "),
+        (
+            f'  File "a.py", line 3, in f\n    x = m(x)\n  File "{ACCESS}", line 9, in get\n    return 1\n',
+            "a.py:3: x = m(x)",
+        ),
+        ("", ""),
+    ],
+)
+def test_the_line_is_the_users_innermost(trace: str, source: str):
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    node.meta["stack_trace"] = trace
+    assert provenance(node).source == source

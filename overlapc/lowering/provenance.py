@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
+
 from torch.fx import Node
 
 from overlapc.ir.ops import Provenance
 
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+).*\n?(?! *File ") *(.*)', re.MULTILINE)
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "parallel", "")  # between a user's module and its call
+
 
 def provenance(node: Node) -> Provenance:
     """Where `node` comes from: innermost user frame and module path, as Dynamo recorded them."""
-    source = ""
-    trace = node.meta.get("stack_trace") or ""
-    frames = [line.strip() for line in trace.splitlines()]
-    for at in range(len(frames) - 1, -1, -1):
-        if frames[at].startswith("File "):
-            _, path, rest = frames[at].split('"', 2) if frames[at].count('"') >= 2 else ("", "", frames[at])
-            number = rest.split("line ", 1)[-1].split(",")[0]
-            code = frames[at + 1] if at + 1 < len(frames) and not frames[at + 1].startswith("File ") else ""
-            source = f"{path}:{number}: {code}"
-            break
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    theirs = [frame for frame in frames if not frame[0].startswith(_OURS)] or frames
+    source = "{}:{}: {}".format(*theirs[-1]) if theirs else ""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     module = next(reversed(stack.values()))[0] if stack else ""
     return Provenance((node.name,), source, clean_module(module))

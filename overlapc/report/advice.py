@@ -56,11 +56,6 @@ CHAIN = Cause(
 )
 SLOWER = Cause("moves that would hide it make the simulated step longer", BUSY.advice)
 
-HOST = Cause(
-    "the host needs longer than the device",
-    "more work in each launch (batch, sequence); cuda_graphs=True, for small models; larger fully_shard groups",
-)
-
 # The first that applies is the cause: what can be changed with an option, then the ends of a graph, then the rest.
 _BY_REASON: tuple[tuple[Cause, frozenset[Reason]], ...] = (
     (MEMORY, frozenset({Reason.MEMORY})),
@@ -113,6 +108,8 @@ def _causes(graph: GraphRecord) -> Iterator[tuple[CollectiveRow, Cause]]:
     seen = set()
     for row in graph.collectives:
         cause = cause_of(row)
+        if cause is END and around.in_first_half(row):  # its wait went to the end with all that waits for it
+            cause = cause_of(row, Reason.SCHEDULE_END)
         if cause is SLOWER or not cause.advice:
             cause = around.cause_of(row) or cause
         behind = row.group in beginning and cause is BUSY and Reason.QUEUE.name in row.causes
@@ -128,7 +125,7 @@ def _causes(graph: GraphRecord) -> Iterator[tuple[CollectiveRow, Cause]]:
 
 
 class _Around:
-    """Says of collectives that no rule speaks of whether next to nothing is computed before them, or after."""
+    """How much is computed before and after collectives, where their reasons do not tell."""
 
     def __init__(self, graph: GraphRecord) -> None:
         spans = graph.after.spans
@@ -139,23 +136,35 @@ class _Around:
 
     def cause_of(self, row: CollectiveRow) -> Cause | None:
         """BEGIN or END, where the compute before or after could hide next to none of it."""
-        span = self.flight.get(row.name)
-        if span is None:
+        if row.name not in self.flight:
             return None
-        little_ns = _LITTLE * (span.end_ns - span.start_ns)
-        if self.before_ns[bisect.bisect_left(self.starts, span.start_ns)] <= little_ns:
+        before_ns, during_ns, after_ns = self._compute_ns(row)
+        if before_ns <= _LITTLE * during_ns:
             return BEGIN
+        return END if after_ns <= _LITTLE * during_ns else None
+
+    def in_first_half(self, row: CollectiveRow) -> bool:
+        """Whether more is computed after it than before: what is there then waits for it."""
+        if row.name not in self.flight:
+            return False
+        before_ns, _, after_ns = self._compute_ns(row)
+        return before_ns < after_ns
+
+    def _compute_ns(self, row: CollectiveRow) -> tuple[float, float, float]:
+        """Compute before it is in flight, its own time, compute after."""
+        span = self.flight[row.name]
+        before_ns = self.before_ns[bisect.bisect_left(self.starts, span.start_ns)]
         after_ns = self.before_ns[-1] - self.before_ns[bisect.bisect_left(self.starts, span.end_ns)]
-        return END if after_ns <= little_ns else None
+        return before_ns, span.end_ns - span.start_ns, after_ns
 
 
 def _start(span: Span) -> float:
     return span.start_ns
 
 
-def cause_of(row: CollectiveRow) -> Cause:
-    """Why this one is exposed; the words of the table where no named reason stands behind them."""
-    reasons = {Reason[name] for name in row.causes if name in Reason.__members__}
+def cause_of(row: CollectiveRow, *but: Reason) -> Cause:
+    """Why this one is exposed, if not for `but`; the words of the table where no named reason stands behind them."""
+    reasons = {Reason[name] for name in row.causes if name in Reason.__members__}.difference(but)
     for cause, covered in _BY_REASON:
         if reasons & covered:
             return cause

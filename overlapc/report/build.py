@@ -37,7 +37,7 @@ def graph_record(
         peak_bytes=analyze(final).peak_bytes,
         incoming_peak_bytes=analyze(result.before.schedule).peak_bytes,
         budget_bytes=budget_bytes if budget_bytes is not None else final.budget_bytes,
-        collectives=tuple(_row(row, final) for row in result.collectives),
+        collectives=tuple(_row(row, result) for row in result.collectives),
         memory=memory_of(result.after),
         passes=tuple(PassRow(report.name, report.seconds, dict(report.reasons)) for report in result.reports),
         kernels=_count(final, Kind.KERNEL),
@@ -53,7 +53,7 @@ def _count(schedule: Schedule, kind: Kind) -> int:
     return sum(node.kind is kind for node in schedule.nodes)
 
 
-def _row(row: CollectiveRecord, schedule: Schedule) -> CollectiveRow:
+def _row(row: CollectiveRecord, result: Result) -> CollectiveRow:
     return CollectiveRow(
         name=row.name,
         op=row.op,
@@ -69,8 +69,15 @@ def _row(row: CollectiveRecord, schedule: Schedule) -> CollectiveRow:
         moves=row.moves,
         limit=row.limit,
         causes=tuple(reason.name for reason in row.causes),
-        origin=shown_origin(schedule.node(row.name).origin),
+        origin=_whose(row, result),
     )
+
+
+def _whose(row: CollectiveRecord, result: Result) -> str:
+    """The module or line that a collective is of; of a bucket over several modules, the first and the last."""
+    members = [result.before.schedule.node(name) for name in row.members]
+    units = list(dict.fromkeys(node.comm.unit for node in members if node.comm and node.comm.unit))
+    return f"{units[0]} to {units[-1]}" if len(units) > 1 else shown_origin(result.schedule.node(row.name).origin)
 
 
 def plan_of(timeline: Timeline) -> Plan:

@@ -85,6 +85,17 @@ def test_where_no_rule_speaks_the_compute_before_and_after_does(before_us, after
         assert found.cause == (getattr(advice, cause) if cause else cause_of(rows[0]))
 
 
+def test_a_wait_that_went_to_the_end_with_all_that_needs_it_is_of_the_beginning():
+    spans = (
+        Span("ag", "@dp", 0.0, 100e3, "start"),
+        Span("ag", "compute", 0.0, 100e3, "idle"),
+        Span("late", "compute", 100e3, 190e3, "kernel"),
+    )
+    rows = (row("ag", 100, "SCHEDULE_START", "SCHEDULE_END"),)
+    (found,) = exposures(StepRecord(graphs=(replace(FORWARD, collectives=rows, after=Plan(190e3, spans)),)))
+    assert found.cause is advice.BEGIN
+
+
 @pytest.mark.parametrize(
     ("text", "budget_bytes", "cause"),
     [

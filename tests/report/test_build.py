@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from overlapc.estimators.device import DeviceProfile
 from overlapc.passes.base import Context, run_pipeline
 from overlapc.report import trace
 from overlapc.report.build import graph_record
@@ -92,3 +93,16 @@ def test_the_schedule_reads_back_and_nothing_is_lost_on_disk(graph, tmp_path):
     report = Report((StepRecord(graphs=(graph,)),))
     assert load(report.save(tmp_path / "record.json")) == report
     assert "layers.0.mlp" in trace.render(report.steps)
+
+
+def test_a_bucket_over_several_modules_names_the_first_and_the_last():
+    gathers = "".join(
+        f"ag{at} = all_gather(%p{at}) @dp(2) unit=layers.{at} : 1KiB 11us [table x]\n%w{at} = wait(ag{at})\n"
+        f"k{at} = kernel(%w{at}) : 1KiB 1us [roofline]\n"
+        for at in range(3)
+    )
+    inputs = "".join(f"%p{at} = input : 1KiB\n" for at in range(3))
+    schedule = parse(f"schedule step\n{inputs}{gathers}return k0, k1, k2\n")
+    profile = DeviceProfile("floor", collective_floor_ns=10e3)
+    graph = graph_record(run_pipeline(schedule, Context(profile=profile, peak_increase=1.0)))
+    assert [(row.name, row.origin) for row in graph.collectives] == [("ag0+2", "layers.0 to layers.2")]

@@ -1,0 +1,83 @@
+"""What a step is bound by, and what its compute consists of: the first thing to know before changing anything."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+from overlapc.report.advice import Cause
+from overlapc.report.model import StepRecord
+from overlapc.report.times import ms
+from overlapc.schedule.model import Kind
+
+_LITTLE = 0.05  # of a step: less than that is not what makes it slow
+_GENERATED = "generated kernels"
+_NUMBER = re.compile(r"_\d+$")  # by which FX tells nodes of one op apart
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """All compute of one kind in a step: a library op, or what was generated."""
+
+    what: str
+    ns: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Where the time of a step goes, as predicted, over all of its graphs."""
+
+    device_ns: float  # a step, as far as the device goes
+    host_ns: float | None  # what the host needs for it; None: not known
+    compute_ns: float  # with what communication beside it costs it
+    exposed_ns: float  # compute stands still for communication
+    queues_ns: dict[str, float]  # how long each has something to do, the longest first
+    work: tuple[Work, ...]  # what compute consists of, the longest first
+
+    @classmethod
+    def of(cls, step: StepRecord) -> Spent:
+        """Adds up the spans of the final order."""
+        lanes: dict[str, float] = defaultdict(float)
+        work: dict[str, list[float]] = defaultdict(list)
+        for graph in step.graphs:
+            for span in graph.after.spans:
+                if span.kind == "idle":
+                    continue
+                lanes[span.lane] += span.end_ns - span.start_ns
+                if span.lane == "compute":
+                    what = _NUMBER.sub("", span.node) if span.kind == Kind.EXTERN.value else _GENERATED
+                    work[what].append(span.end_ns - span.start_ns)
+        return cls(
+            step.device_ns,
+            step.host_ns,
+            lanes.pop("compute", 0.0),
+            sum(graph.exposed_after_ns for graph in step.graphs),
+            dict(sorted(lanes.items(), key=lambda item: -item[1])),
+            tuple(sorted((Work(what, sum(each), len(each)) for what, each in work.items()), key=lambda row: -row.ns)),
+        )
+
+    def bound(self) -> Cause:
+        """What would have to become less for the step to become shorter."""
+        queue, busy_ns = next(iter(self.queues_ns.items()), ("", 0.0))
+        if self.host_ns is not None and self.host_ns > self.device_ns:
+            return Cause(
+                f"the host: it needs {ms(self.host_ns)}, the device {ms(self.device_ns)}",
+                "more work in each launch (batch, sequence); cuda_graphs=True, for small models; larger groups of"
+                " fully_shard",
+            )
+        if busy_ns > self.compute_ns:
+            return Cause(
+                f"communication: {queue} takes {ms(busy_ns)}, all compute {ms(self.compute_ns)}, which cannot hide it",
+                "more to compute on each rank (batch, sequence); fewer bytes (mp_policy, reshard_after_forward=False,"
+                " overlapc.no_sync); fewer ranks on this mesh axis (HSDP)",
+            )
+        if self.exposed_ns > _LITTLE * self.device_ns:
+            return Cause(f"communication that is exposed, {self._share(self.exposed_ns)} of the step: see below")
+        return Cause(
+            f"compute, {self._share(self.compute_ns)} of the step; communication is hidden but for what follows"
+        )
+
+    def _share(self, ns: float) -> str:
+        return f"{100 * ns / self.device_ns:.1f}%" if self.device_ns > 0 else "0%"
