@@ -712,3 +712,21 @@ def _(make: Inputs) -> Problem:
 
     logits = make.normal(max(4, s.large_rows // 32), s.large_vocabulary, dtype=torch.float32)
     return Problem(run, (logits,), least={FORWARD: logits.nbytes})
+
+
+@problem("top-k of one row", rare=True)
+def _(make: Inputs) -> Problem:
+    def run(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return logits.topk(50, -1)
+
+    logits = make.normal(1, make.scale.large_vocabulary, dtype=torch.float32)
+    return Problem(run, (logits,), least={FORWARD: logits.nbytes})
+
+
+@problem("top-k of many rows", rare=True)
+def _(make: Inputs) -> Problem:
+    def run(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return logits.topk(8, -1)
+
+    logits = make.normal(make.scale.large_rows, make.scale.vocabulary)
+    return Problem(run, (logits,), least={FORWARD: logits.nbytes})

@@ -16,6 +16,7 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 from torch.utils._pytree import tree_map
 
 from overlapc.fx.random import random_decompositions
+from overlapc.fx.top_k import topk_of_groups
 
 aten = torch.ops.aten
 
@@ -94,6 +95,7 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
     table[backward] = in_float32(table[backward])
     table[aten.nll_loss_backward.default] = nll_loss_backward
     table[aten._foreach_norm.Scalar] = norms
+    table[aten.topk.default] = topk_of_groups
     table = {target: rule for target, rule in table.items() if target not in kept}
     return table | random_decompositions() if native_random else table
 

@@ -22,7 +22,10 @@ _PIECES = ((1024, 4), (2048, 8), (4096, 8))  # elements of a row at a time, and 
 _LEAST_ROW = 2048  # elements; shorter rows are not worth a loop
 _LONGEST_TILE = 65536  # elements of a row that may be tried as one tile: 64 a thread at 32 warps
 # Columns, rows, layers and warps of a tile over three dims.
-_CUBES = ((16, 16, 16, 4), (16, 16, 16, 16), (32, 16, 16, 8), (16, 32, 16, 8), (16, 16, 32, 8), (32, 32, 8, 8))
+_CUBES = (
+    (16, 16, 16, 8), (16, 16, 32, 16), (32, 16, 16, 8), (16, 32, 16, 8), (32, 16, 32, 16), (16, 32, 32, 16),
+    (32, 32, 16, 16), (16, 16, 64, 16),
+)  # fmt: skip
 # Columns, rows and warps of a tile that turns a matrix round.
 _TILES = ((64, 64, 8), (64, 64, 4), (32, 32, 2), (32, 32, 4), (64, 32, 4), (32, 64, 4), (128, 32, 8), (32, 128, 8))
 
