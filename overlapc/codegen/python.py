@@ -96,6 +96,8 @@ class PythonWrapper:
             body += self._calling(item) if isinstance(item, Part) else self._lines(item, marked)
         if first is not None:
             body = _on_device(first, body)
+        if any(isinstance(item, Call | WaitFor) for item in program.instructions):
+            body = ["with rt.below_autograd():", *(f"    {line}" for line in body)]
         self.source = "\n".join([*self._head(functions), *(f"    {line}" for line in body), ""])
 
     def bind(self, launchers: Mapping[str, Launcher]) -> Boxed:

@@ -20,6 +20,11 @@ enter_device = torch.cuda._exchange_device
 """Makes the GPU of this index current, and returns the index of the one that was."""
 
 
+below_autograd = torch._C._AutoDispatchBelowAutograd
+"""Within it an op goes straight to its device's kernel. Nothing in a graph is recorded for gradients, but each op would
+ask whether it should be, functional collectives in Python: half of what a start or a wait costs the host."""
+
+
 class LayoutError(OverlapcError):
     """An argument came with a layout that the graph was not compiled for."""
 

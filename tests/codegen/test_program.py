@@ -182,3 +182,37 @@ def test_the_source_names_ops_and_reads_like_python():
     assert "aten_mm_out(x_1, w_1, out=mm)" in wrapper.source
     assert "# relu" in wrapper.source
     compile(wrapper.source, "wrapper", "exec")
+
+
+def test_calls_go_past_autograd():
+    """Nothing in a graph is recorded for gradients, so its ops need not ask; the versions of what they change go up."""
+    asked: list[bool] = []
+
+    @torch.library.custom_op("overlapc_tests::twice_in", mutates_args=("out",))
+    def twice_in(out: Tensor, x: Tensor) -> None:
+        out.copy_(2 * x)
+
+    twice_in.register_fake(lambda out, x: None)
+    library = torch.library.Library("overlapc_tests", "FRAGMENT")
+    library.define("asking(Tensor x) -> Tensor")
+    library.impl("asking", lambda x: asked.append(True) or _below(x), "AutogradCPU")
+    library.impl("asking", lambda x: x + 1, "CompositeExplicitAutograd")
+
+    def _below(x: Tensor) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.overlapc_tests.asking(x)
+
+    def function(x: Tensor, out: Tensor) -> Tensor:
+        torch.ops.overlapc_tests.twice_in(out, x)
+        return torch.ops.overlapc_tests.asking(x)
+
+    x, out = torch.randn(5), torch.zeros(5)
+    _, _, call = compiled(function, x, out)
+    asked.clear()
+    version = out._version
+    (result,) = call([x, out])
+    assert not asked
+    torch.testing.assert_close((result, out), (x + 1, 2 * x))
+    assert out._version > version
+    function(x, out)
+    assert asked  # outside it is asked
