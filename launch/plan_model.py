@@ -22,13 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from overlapc.backend import plan_only, schedule_only
-from overlapc.compilation import plan_schedule
 from overlapc.config import Config
 from overlapc.errors import ConfigError, unknown_name
 from overlapc.garbage import no_collections
 from overlapc.launch.demo import DemoConfig, shard
 from overlapc.launch.llama import Llama, LlamaConfig, check_tensor_parallel, tensor_parallel
 from overlapc.passes.base import Context
+from overlapc.plan_only import plan_schedule
 from overlapc.report import record
 from overlapc.report.model import StepRecord
 from overlapc.report.record import Report

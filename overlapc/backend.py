@@ -78,9 +78,9 @@ def plan_only(
 ) -> Callable[..., Any]:
     """A backend that plans and records a graph on fake tensors, for `overlapc plan`; no kernel is generated."""
     try:
-        from overlapc import compilation
+        from overlapc.plan_only import plan_step
 
-        return compilation.plan_step(gm, example_inputs, Config.of(options), next_number())
+        return plan_step(gm, example_inputs, Config.of(options), next_number())
     except OverlapcError as error:
         raise _direct(error) from error.__cause__
 
@@ -94,9 +94,9 @@ def schedule_only(
 ) -> Callable[..., Any]:
     """A backend that goes as far as where passes begin, and hands `found` what they would be given for each graph."""
     try:
-        from overlapc import compilation
+        from overlapc.plan_only import schedule_step
 
-        return compilation.schedule_step(gm, example_inputs, Config.of(options), next_number(), found)
+        return schedule_step(gm, example_inputs, Config.of(options), next_number(), found)
     except OverlapcError as error:
         raise _direct(error) from error.__cause__
 

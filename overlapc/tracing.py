@@ -1,0 +1,65 @@
+"""What Dynamo captured, handed to AOTAutograd, and what comes of it to a compiler of single graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch._dynamo import disable
+from torch._dynamo.utils import flatten_graph_inputs
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch.fx import GraphModule
+
+from overlapc.config import Config
+from overlapc.fx.decompositions import decompositions
+from overlapc.fx.partition import partition
+from overlapc.fx.versions import check_torch_version
+from overlapc.garbage import no_collections
+from overlapc.passes.base import select
+from overlapc.runtime.deterministic import deterministic
+
+GraphCompiler = Callable[..., Callable[..., Any]]  # of (gm, inputs, *, config, name)
+
+
+def step_of(
+    each: GraphCompiler, gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int
+) -> Callable[..., Any]:
+    """What runs forward and backward of `gm` as `each` compiles them. ConfigError for passes that there are not."""
+    check_torch_version()
+    select(config.passes)  # an unknown pass is an error now, not after the first graph was lowered
+    if any(isinstance(value, list | tuple | dict) for value in example_inputs):  # compiled autograd's graphs
+        flat = partial(_traced, each, config=config, number=number)
+        return flatten_graph_inputs(gm, example_inputs, flat)
+    return _traced(each, gm, example_inputs, config=config, number=number)
+
+
+def _traced(
+    each: GraphCompiler, gm: GraphModule, inputs: Sequence[Any], *, config: Config, number: int
+) -> Callable[..., Any]:
+    """What AOTAutograd makes of `gm`, called directly.
+
+    Not through `torch._dynamo.backends.common.aot_autograd`, which imports Inductor's scheduler and IR to ask whether
+    they log: on a machine that keeps no bytecode a tenth of a cold start.
+    """
+    with deterministic(config.deterministic), no_collections():  # a traced graph is objects that all stay
+        step = aot_module_simplified(
+            gm,
+            inputs,
+            fw_compiler=partial(each, config=config, name=f"forward_{number}"),
+            bw_compiler=_hidden(partial(each, config=config, name=f"backward_{number}")),
+            inference_compiler=partial(each, config=config, name=f"inference_{number}"),
+            decompositions=decompositions(native_random=not config.fallback_random),
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )
+    return disable(step, reason="it is compiled")
+
+
+def _hidden(compiler: GraphCompiler) -> GraphCompiler:
+    """`compiler` and what it makes, kept from Dynamo: backward may be compiled and run within what that traces."""
+
+    def compile_backward(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return disable(disable(compiler)(*args, **kwargs), reason="it is compiled")
+
+    return compile_backward
