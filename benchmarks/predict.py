@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import overlapc
-from overlapc.estimators.clock import clock_for, collective_ns
+from overlapc.estimators.clock import clock_for, collective_ns, launch_ns
 from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.library import LibraryCollectives
@@ -249,6 +249,7 @@ def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[di
         "profiled_ms": statistics.median(profiled_times),
         "host said ms": [None if graph.host_ns is None else round(graph.host_ns / 1e6, 2) for graph in said.graphs],
         "host ms": host_ms,
+        "launch us": launch_us(device),
         "predicted_gib": predicted_peak / 2**30,
         "measured_gib": peak_bytes / 2**30,
         "memory_ratio": peak_bytes / predicted_peak,
@@ -293,6 +294,12 @@ def host_times_ms(
         found.append((between - began, time.perf_counter() - between))
     synchronize(device)
     return [round(agreed_seconds(statistics.median(each), device) * 1e3, 2) for each in zip(*found, strict=True)]
+
+
+def launch_us(device: torch.device) -> float:
+    """An eager launch on the slowest rank's host, now: a host that is shared with others is not always as fast."""
+    small = torch.ones(16, device=device)
+    return round(agreed_seconds(launch_ns(clock_for(device), lambda: small.add_(1.0)), device) / 1e3, 2)
 
 
 def synchronize(device: torch.device) -> None:

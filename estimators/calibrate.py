@@ -74,9 +74,13 @@ def profile_document(
 ) -> dict[str, Any]:
     """A profile file's content from what each rank measured (`Measurement.result`): medians over the ranks.
 
-    `derived` adds, from the measured ones, quantities that were not measured, each with an origin of its own.
+    But for the clock under load, of which the lowest counts: GPUs of one kind differ by a few hundredths of it, and a
+    step waits for the slowest. `derived` adds, from the measured ones, quantities that were not measured, each with an
+    origin of its own.
     """
     measured = median_of(list(ranks))
+    if "heat" in measured["quantities"]:
+        measured["quantities"]["heat"] = median_of([rank["quantities"]["heat"] for rank in ranks], max)
     quantities = {key: {"value": value, "origin": origin} for key, value in measured["quantities"].items()}
     for key, (value, said) in derived(measured["quantities"]).items():
         quantities.setdefault(key, {"value": value, "origin": said})
@@ -99,14 +103,14 @@ def profile_document(
     return document
 
 
-def median_of(values: Sequence[Any]) -> Any:
-    """Equal structures with the median of each number; everything else must be equal and stays."""
+def median_of(values: Sequence[Any], of: Callable[[Sequence[float]], float] = statistics.median) -> Any:
+    """Equal structures with the median (or another value `of` several) of each number; all else must be equal."""
     first = values[0]
     if isinstance(first, dict):
-        return {key: median_of([value[key] for value in values]) for key in first}
+        return {key: median_of([value[key] for value in values], of) for key in first}
     if isinstance(first, list):
-        return [median_of(items) for items in zip(*values, strict=True)]
-    return statistics.median(values) if isinstance(first, float) else first
+        return [median_of(items, of) for items in zip(*values, strict=True)]
+    return of(values) if isinstance(first, float) else first
 
 
 def cpu_origin(ranks: int) -> str:

@@ -87,8 +87,20 @@ def test_what_no_collective_ran_beside_is_left_out():
 def test_medians_keep_what_is_no_number():
     ranks = [{"a": [1.0, "x"], "n": 3}, {"a": [5.0, "x"], "n": 3}, {"a": [2.0, "x"], "n": 3}]
     assert median_of(ranks) == {"a": [2.0, "x"], "n": 3}
+    assert median_of(ranks, max) == {"a": [5.0, "x"], "n": 3}
     with pytest.raises(ValueError, match="argument"):
         median_of([[1.0], [1.0, 2.0]])
+
+
+def test_a_step_waits_for_the_device_with_the_lowest_clock():
+    ranks = [
+        {"quantities": {"heat": [[700.0 + at, 0.7], [1000.0, heat]], "kernel_floor_ns": 1.0 + at},
+         "tables": [], "curves": {}, "facts": {}}
+        for at, heat in enumerate((0.9, 0.96, 0.92))
+    ]  # fmt: skip
+    quantities = profile_document("x", "o", ranks, lambda _: {})["quantities"]
+    assert quantities["heat"]["value"] == [[702.0, 0.7], [1000.0, 0.96]]
+    assert quantities["kernel_floor_ns"]["value"] == 2.0
 
 
 def test_a_call_is_timed_among_others_and_a_launch_by_itself():
