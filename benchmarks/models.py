@@ -19,7 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule
 
-from overlapc.fx.collectives import canonicalize
+from overlapc.fx.canonical import canonicalize
 from overlapc.fx.decompositions import decompositions
 from overlapc.fx.partition import partition
 from overlapc.ir.ops import LoweredGraph

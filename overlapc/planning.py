@@ -25,9 +25,11 @@ from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.roofline import Roofline
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.build import to_schedule
-from overlapc.fx.collectives import GroupNames, canonicalize, find_collectives
+from overlapc.fx.canonical import canonicalize
+from overlapc.fx.collectives import find_collectives
 from overlapc.fx.control import inline_control_deps
 from overlapc.fx.fsdp2 import clean_up
+from overlapc.fx.groups import GroupNames
 from overlapc.fx.pack import CopyCosts, pack
 from overlapc.fx.random import draw_once
 from overlapc.fx.versions import donated_inputs

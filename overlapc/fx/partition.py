@@ -23,7 +23,7 @@ from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
-from overlapc.fx.collectives import canonicalize
+from overlapc.fx.canonical import canonicalize
 from overlapc.fx.duplicates import merge_duplicates
 from overlapc.fx.gathers import Gather, parameter_gathers
 from overlapc.fx.random import draw_once

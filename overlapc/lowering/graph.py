@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from overlapc.errors import CompileError, OverlapcError
-from overlapc.fx.collectives import is_wait
+from overlapc.fx.communication import is_wait
 from overlapc.fx.control import done, order_of
 from overlapc.fx.subgraphs import carries_graphs
 from overlapc.ir.ops import (

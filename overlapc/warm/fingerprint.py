@@ -22,7 +22,7 @@ from torch.fx.node import Node
 from overlapc.codegen.kernel import foreign
 from overlapc.config import Config
 from overlapc.errors import OverlapcError
-from overlapc.fx.collectives import ranks_of
+from overlapc.fx.groups import ranks_of
 from overlapc.fx.versions import group_name_of, size_hint
 from overlapc.runtime.cache import content_key
 

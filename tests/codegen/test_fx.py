@@ -22,7 +22,8 @@ from overlapc.codegen.sources import generate_kernels
 from overlapc.config import Config
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.build import to_schedule
-from overlapc.fx.collectives import canonicalize, find_collectives
+from overlapc.fx.canonical import canonicalize
+from overlapc.fx.collectives import find_collectives
 from overlapc.lowering import Communication, lower
 from tests.codegen.interpreted import triton_on_cpu
 from tests.lowering.compare import compiled, same

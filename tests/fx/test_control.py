@@ -13,7 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from overlapc.config import Config
 from overlapc.dump import Dumps
 from overlapc.estimators.profile_trace import EarlierRun
-from overlapc.fx.collectives import canonicalize, find_collectives
+from overlapc.fx.canonical import canonicalize
+from overlapc.fx.collectives import find_collectives
 from overlapc.fx.control import done, inline_control_deps, order_of
 from overlapc.planning import plan_graph
 from overlapc.schedule.model import Node

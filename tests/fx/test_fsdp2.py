@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from overlapc.errors import CompileError
-from overlapc.fx.collectives import canonicalize
+from overlapc.fx.canonical import canonicalize
 from overlapc.fx.fsdp2 import clean_up
 from overlapc.fx.labels import label_of
 from tests.fx import fsdp2_ops

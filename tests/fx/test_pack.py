@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlapc.fx.collectives import canonicalize, find_collectives
+from overlapc.fx.canonical import canonicalize
+from overlapc.fx.collectives import find_collectives
 from overlapc.fx.pack import CopyCosts, pack
 from overlapc.parallel import fully_shard
 from tests.parallel.tiny import Recorder, Tiny, batch, ops

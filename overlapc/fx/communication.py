@@ -1,0 +1,74 @@
+"""Which nodes of a graph communicate, and how: what every other file asks of one node."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from overlapc.fx.subgraphs import nodes_within
+from overlapc.fx.versions import group_name_of
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+_KINDS = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "shard_dim_alltoall": "all_to_all",
+}
+# Of the last three we know no op; all of them communicate.
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
+_NOT_COMMUNICATION = ("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group")
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether `node` launches communication, known to us or not; a conditional whose branch does launches it too.
+
+    A custom op does if it takes the name of a process group (`group_name`), as torch's own do.
+    """
+    namespace, name = op_of(node)
+    if namespace in _NAMESPACES:
+        return name not in _NOT_COMMUNICATION
+    if namespace not in ("", "aten", "prims") and group_of(node) is not None:
+        return True
+    return any(is_collective(inner) for inner in nodes_within(node))
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether `node` blocks until a collective is done."""
+    return node.target is WAIT
+
+
+def is_asynchronous(node: fx.Node) -> bool:
+    """Whether `node` launches a collective of known kind that somebody must wait for."""
+    namespace, name = op_of(node)
+    in_place = name.endswith(("_", "_out"))
+    return namespace == "_c10d_functional" and _base(name) in _KINDS and not in_place
+
+
+def kind_of(node: fx.Node) -> str:
+    """What `schedule.model.Comm.collective` calls it; "unknown" for point-to-point and new ops."""
+    return _KINDS.get(_base(op_of(node)[1]), "unknown")
+
+
+def group_of(node: fx.Node) -> str | None:
+    """This rank's name of the process group that a collective runs on, or None if it names none."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "group_name":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get("group_name")
+            return group_name_of(given)
+    return None
+
+
+def op_of(node: fx.Node) -> tuple[str, str]:
+    """Namespace and name of a node's op; empty for what is no op of torch's."""
+    if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace, node.target._opname
+    return "", ""
+
+
+def _base(name: str) -> str:
+    return name.removesuffix("_").removesuffix("_out").removesuffix("_coalesced")

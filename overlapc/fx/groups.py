@@ -1,0 +1,73 @@
+"""Process groups by names that are equal on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from overlapc.fx.communication import group_of, is_collective, kind_of
+from overlapc.fx.labels import label_of
+
+
+def ranks_of(group: str) -> tuple[int, ...]:
+    """Global ranks of a process group by its name."""
+    return tuple(dist.get_process_group_ranks(_resolve_process_group(group)))  # type: ignore[arg-type]
+
+
+class GroupNames:
+    """Names of a graph's process groups that are equal on all ranks, and differ between groups.
+
+    torch's own names count up per process and so differ between ranks. A group is called by, in this order:
+    the mesh axis that `fully_shard` wrote on its nodes; the axis that `DeviceMesh` wrote into the group's
+    description; "world"; its shape, such as "2x4" for two ranks that are four apart. Of two groups with the
+    same axis name all but the first (in graph order, which ranks share) get their shape appended: "tp.2x4".
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        axis_of: dict[str, str] = {}
+        order: dict[str, None] = {}
+        for node in graph.nodes:
+            group = group_of(node) if is_collective(node) else None
+            if group is None:
+                continue
+            order.setdefault(group)
+            label = label_of(node)
+            if label is not None:
+                axis = label.replicate_axis if kind_of(node) == "all_reduce" else label.axis
+                if group == label.post_group:
+                    axis = f"{label.axis}_post"
+                axis_of.setdefault(group, axis)
+        self._names: dict[str, str] = {}
+        self._ranks = {group: ranks_of(group) for group in order}
+        taken: dict[str, int] = {}
+        for group in order:
+            name = axis_of.get(group) or _described(group)
+            count = taken.get(name, 0)
+            taken[name] = count + 1
+            if count:
+                name = f"{name}.{_shape(group)}" + (f".{count}" if count > 1 else "")
+            self._names[group] = name
+
+    def __getitem__(self, group: str) -> str:
+        """The name of a group, by torch's name for it; KeyError for one that the graph does not use."""
+        return self._names[group]
+
+    def ranks(self, group: str) -> tuple[int, ...]:
+        """Global ranks of a group; KeyError likewise."""
+        return self._ranks[group]
+
+
+def _described(group: str) -> str:
+    description = _resolve_process_group(group).group_desc  # type: ignore[arg-type]
+    if description.startswith("mesh_") and description != "mesh_default":
+        return description.removeprefix("mesh_")
+    return "world" if len(ranks_of(group)) == dist.get_world_size() else _shape(group)
+
+
+def _shape(group: str) -> str:
+    ranks = ranks_of(group)
+    strides = {after - before for before, after in itertools.pairwise(ranks)}
+    return f"{len(ranks)}x{strides.pop()}" if len(strides) == 1 else f"{len(ranks)}"
