@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.host_time import sample
 from benchmarks.kernel_cases import PROBLEMS, SCALES, Inputs
-from benchmarks.kernels import Subject
+from benchmarks.kernel_subject import Subject
 
 ROWS, WIDTH = 16, 64
 

@@ -24,7 +24,7 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.kernel_cases import PROBLEMS, SCALES, Inputs
-from benchmarks.kernels import Subject
+from benchmarks.kernel_subject import Subject
 
 SYSTEMS = ("overlapc", "inductor", "aot_eager", "eager")
 CALLS = 50  # a sample

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from benchmarks.kernel_cases import BOTH, PROBLEMS, RARE, SCALES, Inputs
-from benchmarks.kernels import Subject, checked, least_bytes
+from benchmarks.kernel_subject import Subject, checked
+from benchmarks.kernels import least_bytes
 
 
 @pytest.mark.parametrize("name", [*PROBLEMS, *RARE])
