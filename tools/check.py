@@ -23,7 +23,9 @@ CHECKS = (
 def main(pytest_arguments: Sequence[str]) -> int:
     """Runs everything; 0 only if all of it passed."""
     failed = [name for name, command in CHECKS if run(name, command) != 0]
-    workers = () if any(argument.startswith("-n") for argument in pytest_arguments) else ("-n", "2")
+    # By files: what a module's tests share (a launch of ranks, compiled kernels) is made once, not on every worker.
+    given = any(argument.startswith("-n") for argument in pytest_arguments)
+    workers = () if given else ("-n", "2", "--dist", "loadfile")
     if run("pytest", ("-m", "pytest", *workers, *pytest_arguments)) != 0:
         failed.append("pytest")
     if failed:

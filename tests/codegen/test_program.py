@@ -79,6 +79,21 @@ def test_memory_that_nobody_takes_over_goes_before_new_memory_comes(
     assert freed < last
 
 
+def test_what_is_freed_becomes_the_very_next_buffer_of_its_size():
+    """A kernel that turns its argument round reads another element than it stores: it cannot work in place."""
+
+    def turned_three_times(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x.t().contiguous()
+        return x
+
+    x = torch.randn(6, 6)
+    program, _, call = compiled(lambda x: turned_three_times(x.sin()), x)
+    sine, once, twice, thrice = (item.op.outputs[0].buffer for item in of(program, Launch))
+    assert [(item.source, item.variable) for item in of(program, TakeOver)] == [(sine, twice), (once, thrice)]
+    torch.testing.assert_close(call([x])[0], x.sin().t())
+
+
 def test_an_input_is_never_overwritten_even_if_it_is_freed():
     x = torch.randn(50)
     before = x.clone()
