@@ -2,12 +2,13 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from overlapc.estimators.calibrate import cpu_derived, median_of, profile_document
-from overlapc.estimators.clock import CpuClock, compute_ns, launch_ns
+from overlapc.estimators.clock import CpuClock, collective_ns, compute_ns, launch_ns
 from overlapc.estimators.effort import COLLECTIVES, Attention, Effort
 from overlapc.estimators.here import CalibrationError
 from overlapc.estimators.measure import Measurement
@@ -113,6 +114,29 @@ def test_a_call_is_timed_among_others_and_a_launch_by_itself():
     calls = []
     launch_ns(clock, lambda: calls.append(1), launches=50, rounds=2)
     assert len(calls) == 1 + 2 * 2  # 100 launches a sample are two calls of 50
+
+
+class Scripted(CpuClock):
+    """Says how long each sample took."""
+
+    def __init__(self, queued, *spans_ns):
+        self.queued, self.spans_ns = queued, list(spans_ns)
+
+    def between_ns(self, earlier, later):
+        return self.spans_ns.pop(0)
+
+
+@pytest.mark.parametrize(("queued", "counts"), [(True, 57.0), (False, 58.0)])
+def test_a_host_that_stalls_is_no_part_of_what_a_queued_collective_takes(queued, counts):
+    """As seen on H200s: 213 us in a table between 15 and 205, where other runs had 57."""
+    launched = []
+
+    def launch():
+        launched.append(1)
+        return SimpleNamespace(wait=lambda: None)
+
+    assert collective_ns(Scripted(queued, 2130.0, 580.0, 570.0), launch, 10) == counts
+    assert len(launched) == (1 + 10 if queued else 1) + 3 * 11
 
 
 def test_profiles_of_nonsense_are_refused():
