@@ -8,6 +8,7 @@ torch's partitioner would do it as well; its way imports most of Inductor and ta
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,18 +28,30 @@ def merge_duplicates(graph: fx.Graph) -> int:
     tensors), and what has no schema. Equal nodes with a change of memory between them are different.
     """
     leaving = _storages_of_results(graph)
-    first: dict[Any, fx.Node] = {}
-    merged = changes = 0
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
+    changes = 0
+
+    def kind(node: fx.Node) -> int | None:
+        nonlocal changes
         if _changes_memory(node):
             changes += 1
-            continue
-        if not _is_function(node) or _storage(node) in leaving:
+            return None
+        return changes if _is_function(node) and _storage(node) not in leaving else None
+
+    return merge_equal(graph, kind)
+
+
+def merge_equal(graph: fx.Graph, kind: Callable[[fx.Node], object]) -> int:
+    """Replaces each node by an earlier one with the same op, arguments and `kind`; how many went.
+
+    `kind` is asked of every function call in graph order; those of which it says None stay.
+    """
+    first: dict[Any, fx.Node] = {}
+    merged = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function" or (of := kind(node)) is None:
             continue
         try:
-            key = (node.target, changes, _key(node.args), _key(node.kwargs))
+            key = (node.target, of, _key(node.args), _key(node.kwargs))
         except _Unknown:
             continue
         kept = first.setdefault(key, node)

@@ -6,14 +6,14 @@ A parameter that forward reads twice is gathered twice as traced, and each read 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from overlapc.fx.duplicates import merge_equal
 from overlapc.fx.labels import ParamLabel, label_of
 
 aten = torch.ops.aten
@@ -118,7 +118,7 @@ def merge_gathers(graph: fx.Graph) -> int:
     for node in tuple(wanted):  # waits on the parts of a coalesced gather
         if node.target is operator.getitem:
             wanted.update(user for user in node.users if user.target is _c10d.wait_tensor.default)
-    return _merge(graph, wanted.__contains__)
+    return merge_equal(graph, lambda node: "gathered" if node in wanted else None)
 
 
 def merge_reductions(graph: fx.Graph) -> int:
@@ -179,20 +179,3 @@ def _same_shape(first: fx.Node, second: fx.Node) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
     return one.shape == other.shape and one.dtype == other.dtype
-
-
-def _merge(graph: fx.Graph, may: Callable[[fx.Node], bool]) -> int:
-    """Replace each node that `may` allows by an earlier one with the same target and arguments."""
-    first: dict[Any, fx.Node] = {}
-    merged = 0
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not may(node):
-            continue
-        leaves, tree = pytree.tree_flatten((node.args, node.kwargs))
-        key = (node.target, tuple((type(leaf), leaf) for leaf in leaves), str(tree))
-        earlier = first.setdefault(key, node)
-        if earlier is not node:
-            node.replace_all_uses_with(earlier)
-            graph.erase_node(node)
-            merged += 1
-    return merged
