@@ -29,11 +29,10 @@ from inductor_orders import NoStandIn, orders  # beside this file
 from tabulate import tabulate
 
 from overlapc.config import Config
-from overlapc.estimators.base import FirstKnown
-from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
+from overlapc.context import context_of
+from overlapc.estimators.from_profile import from_profile
 from overlapc.estimators.load import settled
 from overlapc.estimators.profile_file import load_profile
-from overlapc.estimators.roofline import Roofline
 from overlapc.estimators.timeline import Timeline, simulate
 from overlapc.passes.base import Context, run_passes, run_pipeline, select
 from overlapc.schedule.memory import analyze
@@ -72,16 +71,8 @@ class Judged:
 def main() -> None:
     args = arguments()
     profile = load_profile(args.profile)
-    chain = FirstKnown((MeasuredCollectives(profile), AnalyticCollectives(profile), Roofline(profile)))
-    config = Config()
-    ctx = Context(
-        profile=profile,
-        peak_increase=config.peak_increase,
-        reorder_collectives=config.reorder_collectives,
-        overlap_margin=config.overlap_margin,
-        estimate=chain.estimate,
-        verify=False,
-    )
+    chain = from_profile(profile)
+    ctx = context_of(Config(verify=False), profile, chain)
     rows = []
     counts = {where: Counter[str]() for where in ("", BUCKETS)}
     for path in args.files or sorted(CORPUS.glob("*.sched")):

@@ -15,13 +15,13 @@ from pathlib import Path
 from tabulate import tabulate
 
 from overlapc.config import Config
-from overlapc.estimators.base import FirstKnown, estimate_schedule
-from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
+from overlapc.context import context_of
+from overlapc.estimators.base import estimate_schedule
 from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.from_profile import from_profile
 from overlapc.estimators.profile_file import load_profile
-from overlapc.estimators.roofline import Roofline
 from overlapc.estimators.timeline import simulate
-from overlapc.passes.base import Context, run_pipeline
+from overlapc.passes.base import run_pipeline
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Estimate, Schedule
 from overlapc.schedule.text import parse
@@ -54,16 +54,9 @@ def arguments() -> argparse.Namespace:
 
 def measured(schedule: Schedule, pipeline: str, profile: DeviceProfile, times: list[float]) -> list[float]:
     """Starts, peak, seconds in the passes, and step, exposed time and bound for each of `times`."""
-    chain = FirstKnown((MeasuredCollectives(profile), AnalyticCollectives(profile), Roofline(profile)))
-    config = Config()
-    ctx = Context(
-        profile=profile,
-        peak_increase=config.peak_increase,
-        reorder_collectives=config.reorder_collectives,
-        overlap_margin=config.overlap_margin,
-        estimate=chain.estimate,
-        passes={"none": (), "default": None}.get(pipeline, tuple(pipeline.split("+"))),
-    )
+    chain = from_profile(profile)
+    passes = {"none": (), "default": None}.get(pipeline, tuple(pipeline.split("+")))
+    ctx = context_of(Config(passes=passes), profile, chain)
     schedule = estimate_schedule(schedule, chain).schedule
     began = time.perf_counter()
     final = run_pipeline(schedule, ctx).schedule

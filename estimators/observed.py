@@ -7,11 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from overlapc.estimators.base import FirstKnown
-from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
 from overlapc.estimators.contention import Beside, Load, load_of
 from overlapc.estimators.device import DeviceProfile
-from overlapc.estimators.roofline import Roofline
+from overlapc.estimators.from_profile import from_profile
 from overlapc.estimators.timeline import simulate
 from overlapc.schedule.model import Comm, Kind, Node, Schedule
 
@@ -68,7 +66,7 @@ class Seen:
 
 def estimated(schedule: Schedule, profile: DeviceProfile) -> Schedule:
     """A schedule with the profile's own estimates; nodes that it knows nothing about keep what they have."""
-    chain = FirstKnown((MeasuredCollectives(profile), AnalyticCollectives(profile), Roofline(profile)))
+    chain = from_profile(profile)
     found = {node.name: chain.estimate(node) for node in schedule.nodes}
     return schedule.with_estimates({name: each for name, each in found.items() if each is not None})
 

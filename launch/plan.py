@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from overlapc.config import Config
+from overlapc.context import context_of
 from overlapc.errors import ConfigError
-from overlapc.estimators.base import FirstKnown, estimate_schedule
-from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
+from overlapc.estimators.base import estimate_schedule
 from overlapc.estimators.device import IDEAL
+from overlapc.estimators.from_profile import from_profile
 from overlapc.estimators.profile_file import load_profile
-from overlapc.estimators.roofline import Roofline
-from overlapc.passes.base import Context, run_pipeline
+from overlapc.passes.base import run_pipeline
 from overlapc.report.build import graph_record
 from overlapc.report.model import StepRecord
 from overlapc.report.record import Report
@@ -30,21 +31,9 @@ def plan_text(text: str, config: Config) -> Report:
     without any schedule.
     """
     profile = IDEAL if config.profile is None else load_profile(config.profile)
-    chain = FirstKnown((MeasuredCollectives(profile), Roofline(profile), AnalyticCollectives(profile)))
-    assert not isinstance(config.memory_budget, str)  # Config has read it
-    assert not isinstance(config.passes, str)
-    context = Context(
-        profile=profile,
-        budget_bytes=config.memory_budget,
-        peak_increase=config.peak_increase,
-        reorder_collectives=config.reorder_collectives,
-        overlap_margin=config.overlap_margin,
-        stop_after=config.stop_after,
-        estimate=None if config.profile is None else chain.estimate,
-        passes=config.passes,
-        verify=config.verify,
-        check_memory=config.check_memory,
-    )
+    chain = from_profile(profile)
+    context = context_of(config, profile, None if config.profile is None else chain)
+    context = replace(context, budget_bytes=config.memory_budget)
     graphs = []
     for part in parts(text):
         schedule = parse(part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from overlapc.chain import chain_of
 from overlapc.codegen import kernel as codegen
 from overlapc.codegen.bucket import merge_starts
 from overlapc.config import Config
+from overlapc.context import context_of
 from overlapc.estimators.agreement import Compilation, party
 from overlapc.estimators.base import Estimator, estimate_schedule
 from overlapc.estimators.canonical import canonical_lines
@@ -112,7 +113,8 @@ def plan_graph(
             dumps.write("kernels", "tuning", lambda: str(tuning))
         chain = chain_of(profile, config, lowered, inner, tuning)
         schedule = _estimated(schedule, chain, talks)
-        result = passes(schedule, _context(config, profile, chain, dumps))
+        context = replace(context_of(config, profile, chain), merge_payloads=merge_starts, dump=dumps.writer("passes"))
+        result = passes(schedule, context)
         dumps.write("passes", "walk", lambda: walk_through(result.after))
         dumps.write("passes", "schedule", lambda: to_dot(result.schedule), suffix="dot")
         if talks is not None:
@@ -267,19 +269,3 @@ def _tuned(
 def _copy_costs(profile: DeviceProfile) -> CopyCosts:
     byte_ns = 1e9 / profile.memory_bytes_per_s if profile.memory_bytes_per_s else 0.0
     return CopyCosts(profile.coalesced_tensor_ns, profile.kernel_floor_ns, byte_ns)
-
-
-def _context(config: Config, profile: DeviceProfile, chain: Estimator, dumps: dump.Dumps) -> Context:
-    return Context(
-        profile=profile,
-        peak_increase=config.peak_increase,
-        reorder_collectives=config.reorder_collectives,
-        overlap_margin=config.overlap_margin,
-        stop_after=config.stop_after,
-        estimate=chain.estimate,
-        merge_payloads=merge_starts,
-        passes=config.passes,
-        verify=config.verify,
-        check_memory=config.check_memory,
-        dump=dumps.writer("passes"),
-    )

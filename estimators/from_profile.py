@@ -1,0 +1,13 @@
+"""Estimates from a device profile by itself: no machine is at hand, and no earlier run."""
+
+from __future__ import annotations
+
+from overlapc.estimators.base import FirstKnown
+from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
+from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.roofline import Roofline
+
+
+def from_profile(profile: DeviceProfile) -> FirstKnown:
+    """The profile's tables of collectives, then models at the rates that it gives."""
+    return FirstKnown((MeasuredCollectives(profile), AnalyticCollectives(profile), Roofline(profile)))

@@ -1,0 +1,23 @@
+"""What passes are told of an option: `Config` to `Context`."""
+
+from __future__ import annotations
+
+from overlapc.config import Config
+from overlapc.estimators.base import Estimator
+from overlapc.estimators.device import DeviceProfile
+from overlapc.passes.base import Context
+
+
+def context_of(config: Config, profile: DeviceProfile, estimator: Estimator | None) -> Context:
+    """`estimator` is asked about the collectives that passes make; with None these have no time."""
+    return Context(
+        profile=profile,
+        passes=config.passes,
+        peak_increase=config.peak_increase,
+        reorder_collectives=config.reorder_collectives,
+        overlap_margin=config.overlap_margin,
+        stop_after=config.stop_after,
+        estimate=None if estimator is None else estimator.estimate,
+        verify=config.verify,
+        check_memory=config.check_memory,
+    )
