@@ -1,0 +1,55 @@
+"""The table of docs/ARCHITECTURE.md: what each folder may import of the others. A page that must hold cannot age."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "ARCHITECTURE.md"
+EVERYBODYS = {"errors", "units", "garbage"}
+
+
+def allowed() -> dict[str, set[str]]:
+    """Folder -> folders (and `config`) that its row names."""
+    rows = re.findall(
+        r"^\| `(?:overlapc/)?(\w+)/` \|[^|]*\| ([^|]*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    folders = {folder for folder, _ in rows}
+    return {
+        folder: set(re.findall(r"\w+", re.sub(r"\([^)]*\)", "", may))) & (folders | {"config"}) for folder, may in rows
+    }
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The folder, or the file at the top, of everything of ours that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "overlapc":
+            parts = node.module.split(".")[1:2]
+            yield from parts or (alias.name for alias in node.names)
+
+
+def test_every_folder_imports_what_the_page_says() -> None:
+    layers = allowed()
+    inner = layers.keys() - {"launch", "tools"}  # launch is a user of all of it
+    assert {path.name for path in (ROOT / "overlapc").iterdir() if path.is_dir()} >= inner > {"ir", "codegen", "passes"}
+    found = {
+        f"{path.relative_to(ROOT)} imports overlapc.{name}"
+        for folder in inner
+        for path in (ROOT / "overlapc" / folder).resolve().rglob("*.py")
+        for name in imported(path)
+        if name not in layers[folder] | EVERYBODYS | {folder}
+    }
+    assert not found, "\n".join(sorted(found))
+    missing = {path.name for path in (ROOT / "overlapc").iterdir() if (path / "__init__.py").exists()} - layers.keys()
+    assert not missing, f"{sorted(missing)}: no row in {PAGE.name}"
+
+
+def test_the_page_lets_data_go_down_only() -> None:
+    layers = {folder: may - {"config"} for folder, may in allowed().items()}
+    while layers:
+        lowest = {folder for folder, may in layers.items() if not may & layers.keys()}
+        assert lowest, f"these import each other in a circle: {sorted(layers)}"
+        layers = {folder: may for folder, may in layers.items() if folder not in lowest}
