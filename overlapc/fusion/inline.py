@@ -29,6 +29,7 @@ from overlapc.ir.body import (
     Value,
     as_number,
     canonical,
+    depends_on,
     op,
     rewrite,
     rewrite_values,
@@ -40,6 +41,8 @@ from overlapc.ir.values import constant
 
 LARGEST_BODY = 256  # values of a kernel after inlining; keeps source readable and registers bounded
 MOST_RECOMPUTED = 16  # values of a producer that several readers may each compute again
+# Bytes that may be read once more to spare a kernel: a launch takes a GPU as long as a few MiB, a CPU as long as this.
+LAUNCH_BYTES = 64 << 10
 # Cheap enough to compute once more per iteration instead of reading the result from memory.
 CHEAP = frozenset(
     "neg abs add sub mul maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor logical_not where "
@@ -123,7 +126,9 @@ def _pays(producer: Loops, consumers: list[Loops], graph: LoweredGraph) -> bool:
         return len(values) <= MOST_RECOMPUTED  # made from positions and constants alone
     if body.checks() and not all(_covers(consumer.body, body, buffer) for consumer in consumers):
         return False  # elements that nobody reads are checked in eager, too
-    cheap = all(value.name in CHEAP for value in values if isinstance(value, Op))
+    # What is the same in every iteration is computed once: before the loops, or once a program.
+    varies = depends_on(values, {loop.symbol for loop in body.loops})
+    cheap = all(value.name in CHEAP for value in values if isinstance(value, Op) and varies[value])
     iterations = graph.hint(body.numel())
     for consumer in consumers:
         if len(values) + len(consumer.body.values()) > LARGEST_BODY:
@@ -146,7 +151,7 @@ def _pays(producer: Loops, consumers: list[Loops], graph: LoweredGraph) -> bool:
         for load in {(load.buffer): load for load in loads}.values()
     )
     # Read by each consumer, against written once and read by each consumer.
-    return read_bytes * len(consumers) <= (len(consumers) + 1) * iterations * itemsize
+    return read_bytes * len(consumers) <= (len(consumers) + 1) * iterations * itemsize + LAUNCH_BYTES
 
 
 def _covers(consumer: Body, producer: Body, buffer: str) -> bool:

@@ -73,6 +73,21 @@ def test_dear_values_are_not_computed_again_for_every_row() -> None:
     assert kernels(lambda a: (-a).expand(3, 4, 6) + 0, A) == 1
 
 
+def test_what_is_the_same_everywhere_is_computed_where_it_is_read() -> None:
+    """As in the gradient of a mean: once before the loops, or once a program."""
+    assert kernels(lambda a, total, count: (total / count).expand(4, 6) * a, A, A[0, 0], A[0, 1]) == 1
+    assert kernels(lambda a, total: torch.where(a[:, :1] > 0, total.exp(), 0.0).expand(4, 6) * a, A, A[1, 2]) == 1
+
+
+def test_a_few_bytes_are_rather_read_again_than_kept_by_another_launch() -> None:
+    def masked(targets: torch.Tensor) -> torch.Tensor:
+        kept = targets != -100  # eight bytes an element to read, one to keep
+        return kept.sum() + torch.where(kept, targets, 0).sum() * torch.where(kept, 2 * targets, 1).amax()
+
+    few, many = (torch.arange(size) % 7 for size in (64, 1 << 14))
+    assert kernels(masked, many) == kernels(masked, few) + 1
+
+
 def test_what_others_read_as_it_is_stays() -> None:
     ops: list[IROp] = [pointwise("x", "a"), pointwise("y", "x"), extern("z", "x")]
     made = graph(ops, ["y", "z"])
