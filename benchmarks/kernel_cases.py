@@ -675,6 +675,20 @@ def _(make: Inputs) -> Problem:
     return Problem(run, (make.normal(8, 128 * make.scale.tokens, dtype=torch.float32),))
 
 
+# --- rare: statistics of long rows
+
+
+@problem("batch norm NCHW", rare=True)
+def _(make: Inputs) -> Problem:
+    s = make.scale
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, weight, bias, training=True)
+
+    side, channels = (64, 256) if s.tokens >= 8192 else (8, 16)
+    return Problem(run, (make.normal(64, channels, side, side), make.normal(channels), make.normal(channels)))
+
+
 # --- rare: dims in other orders
 
 

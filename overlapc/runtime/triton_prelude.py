@@ -301,6 +301,36 @@ def online_finish_guarded(peak, total):
 
 
 @triton.jit
+def moments(mean, squares, count, v):
+    """Lanes' means, the squared distances from these and the numbers of elements, with one more element in each."""
+    count = count + 1.0
+    step = v - mean
+    mean = mean + step / count
+    return mean, squares + step * (v - mean), count
+
+
+@triton.jit
+def moments_where(inside, mean, squares, count, v):
+    """The same in the lanes where `inside` holds; the others stay as they are."""
+    new_mean, new_squares, new_count = moments(mean, squares, count, v)
+    return tl.where(inside, new_mean, mean), tl.where(inside, new_squares, squares), tl.where(inside, new_count, count)
+
+
+@triton.jit
+def _joined_moments(mean, squares, count, other_mean, other_squares, other_count):
+    both = count + other_count
+    step = other_mean - mean
+    share = other_count / tl.maximum(both, 1.0)
+    return mean + step * share, squares + other_squares + step * step * count * share, both
+
+
+@triton.jit
+def reduce_moments(mean, squares, count):
+    """(mean, squared distances from it, number) of all elements that the lanes have seen."""
+    return tl.reduce((mean, squares, count), 1, _joined_moments, keep_dims=True)
+
+
+@triton.jit
 def to_bf16(x):
     """Rounded to nearest even."""
     return x.to(tl.bfloat16)

@@ -138,3 +138,27 @@ def group_norm(rows: int, channels: int, pixels: int) -> Case:
 
     body = Body((loop(p0, rows),), (loop(r0, channels), loop(r1, pixels)), (Store("y", at, y, f32),))
     return Case("group_norm", body, tensors, expected)
+
+
+def moments(rows: int, batch: int, pixels: int, dtype: torch.dtype = f32) -> Case:
+    """A channel's mean, variance and normalized pixels, as a batch norm has them; far from 0."""
+    count = number(float(batch * pixels))
+    at = (r0 * rows + p0) * pixels + r1
+    x = Load("x", at, dtype)
+    mean = op("div", total(x), count)
+    distance = op("sub", x, mean)
+    variance = op("div", total(op("mul", distance, distance)), count)
+    stores = (
+        Store("y", at, op("mul", distance, op("rsqrt", variance)), dtype),
+        Store("mean", p0, mean, f32),
+        Store("variance", p0, variance, f32),
+    )
+    tensors = {"x": (noise(batch, rows, pixels) + 20).to(dtype), "y": torch.zeros(batch, rows, pixels, dtype=dtype)}
+    tensors |= {"mean": torch.zeros(rows), "variance": torch.zeros(rows)}
+
+    def expected(t: Tensors) -> Tensors:
+        x_ = t["x"].double()
+        variance, mean = torch.var_mean(x_, (0, 2), correction=0)
+        return {"y": (x_ - mean[:, None]) * variance.rsqrt()[:, None], "mean": mean, "variance": variance}
+
+    return Case("moments", Body((loop(p0, rows),), (loop(r0, batch), loop(r1, pixels)), stores), tensors, expected)

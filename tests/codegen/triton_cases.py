@@ -11,7 +11,7 @@ from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from overlapc.ir.body import Body, Cast, Constant, Index, Load, Reduce, Store, op
 from tests.codegen.case import Case, Tensors
-from tests.codegen.norm_cases import group_norm, layer_norm, norm_gradients, rms_norm, rms_norm_backward
+from tests.codegen.norm_cases import group_norm, layer_norm, moments, norm_gradients, rms_norm, rms_norm_backward
 from tests.codegen.reduction_cases import empty_rows, largest, norm_and_scale, reductions, two_reduction_loops
 from tests.codegen.terms import (
     bf16,
@@ -290,6 +290,7 @@ def small() -> list[Case]:
         elements_and_columns(50, 20),
         layer_norm(5, 33),
         group_norm(5, 3, 104),
+        moments(3, 5, 21),
         softmax(7, 50),
         cross_entropy(5, 70),
         swiglu(100),
@@ -324,6 +325,8 @@ def large() -> list[Case]:
         norm_gradients(2, 20000, 128),
         elements_and_columns(8192, 4096),
         layer_norm(1000, 5000),
+        moments(64, 32, 4096),
+        moments(300, 8, 1000, bf16),
         softmax(1024, 2048),
         softmax(300, 50000),
         softmax(8, 128000),

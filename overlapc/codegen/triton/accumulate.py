@@ -11,14 +11,13 @@ where this one's scan begins.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from overlapc.codegen.triton.expressions import COMPUTE, neutral
-from overlapc.ir.body import Op, Reduce, Scan, Value, as_number, topological
+from overlapc.codegen.triton.expressions import COMPUTE
+from overlapc.ir.body import Reduce, Scan, Value
 
 _PRELUDE_NAME = {"any": "max", "all": "min"}
 
@@ -48,8 +47,13 @@ class Plain:
     def provides(self) -> tuple[Value, ...]:
         return (self.reduce,)
 
-    def update(self, states: Sequence[str], targets: Sequence[str], value: str, position: str) -> list[str]:
-        """New states in `targets`, given the current ones; behind the end, `value` is the first state's neutral."""
+    def update(
+        self, states: Sequence[str], targets: Sequence[str], value: str, position: str, inside: str
+    ) -> list[str]:
+        """New states in `targets`, given the current ones.
+
+        Where the mask `inside` ("" if there is no end in this tile) is false `value` is the first state's neutral.
+        """
         (state,) = states
         kind = self.reduce.kind
         if kind in ("sum", "prod"):
@@ -90,7 +94,9 @@ class Position:
     def start(self, value: str, position: str) -> list[str]:
         return [value, position]
 
-    def update(self, states: Sequence[str], targets: Sequence[str], value: str, position: str) -> list[str]:
+    def update(
+        self, states: Sequence[str], targets: Sequence[str], value: str, position: str, inside: str
+    ) -> list[str]:
         best, at = states
         wins = f"{value} {'>' if self.reduce.kind == 'argmax' else '<'} {best}"
         # Positions grow from tile to tile, so a tie keeps the earlier one. What never wins is neutral, and at 0: that
@@ -132,7 +138,9 @@ class Online:
     def provides(self) -> tuple[Value, ...]:
         return (self.peak, self.total)
 
-    def update(self, states: Sequence[str], targets: Sequence[str], value: str, position: str) -> list[str]:
+    def update(
+        self, states: Sequence[str], targets: Sequence[str], value: str, position: str, inside: str
+    ) -> list[str]:
         peak, total = states
         width = self.states[0].width
         return [
@@ -152,6 +160,46 @@ class Online:
     def results(self, reduced: Sequence[str]) -> list[str]:
         finish = "online_finish_guarded" if self.guarded else "online_finish"
         return [reduced[0], f"ops.{finish}({reduced[0]}, {reduced[1]})"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """sum(x) and sum((x - mean)²) in one pass: beside the sum a lane keeps its own mean, the squared distances from it
+    and how many elements it has seen (Welford); lanes are then joined by these."""
+
+    total: Reduce
+    squares: Reduce
+    states: tuple[State, ...]
+
+    @property
+    def arg(self) -> Value:
+        return self.total.arg
+
+    @property
+    def provides(self) -> tuple[Value, ...]:
+        return (self.total, self.squares)
+
+    def update(
+        self, states: Sequence[str], targets: Sequence[str], value: str, position: str, inside: str
+    ) -> list[str]:
+        total, *lane = states
+        call = f"ops.moments_where({inside}, " if inside else "ops.moments("
+        return [
+            f"{targets[0]} = {total} + {value}",
+            f"{', '.join(targets[1:])} = {call}{', '.join(lane)}, {value})",
+        ]
+
+    def reduced(self, states: Sequence[str], targets: Sequence[str]) -> list[str]:
+        return [
+            f"{targets[0]} = ops.reduce_sum({states[0]})",
+            f"{', '.join(targets[1:])} = ops.reduce_moments({', '.join(states[1:])})",
+        ]
+
+    combined = reduced
+
+    def results(self, reduced: Sequence[str]) -> list[str]:
+        total, _, squares, _ = reduced
+        return [total, squares]
 
 
 # The prelude's functions by kind of scan: of two elements, and of all elements along r, which gives what the scan
@@ -191,7 +239,9 @@ class Scanning:
         """What `tile` yielded, with all earlier tiles before it."""
         return f"ops.{_COMBINE[self.scan.kind]}({', '.join([*(state.name for state in self.states), *scanned])})"
 
-    def update(self, states: Sequence[str], targets: Sequence[str], value: str, position: str) -> list[str]:
+    def update(
+        self, states: Sequence[str], targets: Sequence[str], value: str, position: str, inside: str
+    ) -> list[str]:
         elements = [value, position][: len(states)]
         return [f"{', '.join(targets)} = ops.{_COMBINE[self.scan.kind]}({', '.join([*states, *elements])})"]
 
@@ -201,112 +251,5 @@ class Scanning:
     combined = reduced
 
 
-def scanning(scan: Scan, number: int, position_dtype: torch.dtype) -> Scanning:
-    """How `scan`, the kernel's number `number`, runs."""
-    kind, dtype = scan.kind, scan.arg.dtype
-    if dtype is torch.bool:
-        dtype = torch.int32
-    start = neutral({"logsumexp": "max"}.get(kind, kind), dtype)
-    states: tuple[State, ...] = (State(f"scan{number}", dtype, start),)
-    if kind in ("argmax", "argmin"):
-        states += (State(f"scan_at{number}", position_dtype, "0"),)
-    return Scanning(scan, states)
-
-
-Reduction = Plain | Position | Online
+Reduction = Plain | Position | Online | Moments
 Accumulation = Reduction | Scanning
-
-
-def accumulations(
-    roots: Sequence[Value],
-    online: bool,
-    position_dtype: torch.dtype,
-    width: int = 1,
-    scans: Mapping[Scan, Scanning] | None = None,
-) -> list[list[Accumulation]]:
-    """The reductions under `roots` by depth: those of entry d need only results of entries before d.
-
-    With `online`, a maximum and the sum of exponentials relative to it become one accumulation, in lanes of `width`.
-    `scans` are those that must be accumulated before what they give is known.
-    """
-    scans = scans or {}
-    values = topological(roots)
-    reduces = [value for value in values if isinstance(value, Reduce)]
-    partner = _online_partners(reduces) if online else {}
-    depth: dict[Value, int] = {}
-    levels: list[list[Accumulation]] = []
-    joined = {total: peak for peak, total in partner.items()}
-    for value in values:
-        if not isinstance(value, Reduce) and value not in scans:
-            depth[value] = max((depth[operand] for operand in value.operands()), default=0)
-            continue
-        if value in joined:
-            depth[value] = depth[joined[value]]
-            continue
-        assert isinstance(value, Reduce | Scan)
-        depth[value] = depth[value.arg] + 1
-        while len(levels) < depth[value]:
-            levels.append([])
-        if isinstance(value, Scan):
-            levels[depth[value] - 1].append(scans[value])
-            continue
-        number = sum(len(level) for level in levels)
-        levels[depth[value] - 1].append(_accumulation(value, partner.get(value), number, position_dtype, width))
-    return levels
-
-
-def _online_partners(reduces: Sequence[Reduce]) -> dict[Reduce, Reduce]:
-    """max(x) -> sum(exp(x - max(x)))."""
-    found: dict[Reduce, Reduce] = {}
-    for total in reduces:
-        exp = total.arg
-        if total.kind != "sum" or not isinstance(exp, Op) or exp.name != "exp" or not isinstance(exp.args[0], Op):
-            continue
-        difference = exp.args[0]
-        if difference.name != "sub":
-            continue
-        x, peak = difference.args
-        peak = _unguarded(peak) or peak
-        is_peak = isinstance(peak, Reduce) and peak.kind == "max" and peak.arg is x
-        if is_peak and peak not in found and peak.dtype == total.dtype and total.dtype.is_floating_point:
-            assert isinstance(peak, Reduce)
-            found[peak] = total
-    return found
-
-
-def _unguarded(value: Value) -> Value | None:
-    """peak of `where(abs(peak) == inf, 0, peak)`, as a log-sum-exp takes it; None for anything else."""
-    if not isinstance(value, Op) or value.name != "where" or as_number(value.args[1]) != 0:
-        return None
-    condition, _, peak = value.args
-    if not isinstance(condition, Op) or condition.name != "eq" or as_number(condition.args[1]) != math.inf:
-        return None
-    size = condition.args[0]
-    return peak if isinstance(size, Op) and size.name == "abs" and size.args[0] is peak else None
-
-
-def _accumulation(
-    value: Reduce, total: Reduce | None, number: int, position_dtype: torch.dtype, width: int
-) -> Reduction:
-    if total is not None:
-        peak = State(f"peak{number}", value.dtype, neutral("max", value.dtype), width)
-        exp = total.arg
-        assert isinstance(exp, Op)
-        assert isinstance(exp.args[0], Op)
-        guarded = exp.args[0].args[1] is not value
-        return Online(value, total, (peak, State(f"total{number}", total.dtype, "0.0", width)), guarded)
-    if value.kind in ("argmax", "argmin"):
-        dtype = torch.int32 if value.arg.dtype is torch.bool else value.arg.dtype
-        return Position(
-            value,
-            (
-                State(f"{value.kind[3:]}{number}", dtype, neutral(value.kind, dtype)),
-                State(f"at{number}", position_dtype, "0"),
-            ),
-        )
-    # A bool maximum or minimum is any or all.
-    dtype = torch.int32 if value.dtype is torch.bool or value.kind in ("any", "all") else value.dtype
-    start = neutral({"max": "any", "min": "all"}.get(value.kind, value.kind), dtype)
-    if value.dtype is not torch.bool:
-        start = neutral(value.kind, dtype)
-    return Plain(value, (State(f"{value.kind}{number}", dtype, start),))

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 import sympy
 import torch
 
-from overlapc.codegen.triton.accumulate import Accumulation, accumulations, scanning
+from overlapc.codegen.triton.accumulate import Accumulation
 from overlapc.codegen.triton.expressions import IndexPrinter
+from overlapc.codegen.triton.levels import accumulations, scanning
 from overlapc.codegen.triton.precision import coarse_values
 from overlapc.codegen.triton.rotations import joined_halves
 from overlapc.codegen.triton.tiling import Tiling
@@ -60,8 +61,7 @@ class KernelShape:
         self.draws = any(isinstance(value, Op) and value.name == "random" for value in body.values())
         self.unseen = unseen_where_masked(body)
         position = torch.int64 if self.index_dtype != "tl.int32" else torch.int32
-        roots = [value for store in body.stores for value in store.operands()]
-        online = tiling.form in ("looped", "split")
+        joined = tiling.form in ("looped", "split")
         self.lane_width = self._lane_width()
         scans = [value for value in body.values() if isinstance(value, Scan)]
         self.scans = {scan: scanning(scan, number, position) for number, scan in enumerate(scans)}
@@ -69,7 +69,7 @@ class KernelShape:
         self.levels: list[list[Accumulation]] = []
         if tiling.form != "dot":
             ahead = self.scans if self.splits_scans else None
-            self.levels = accumulations(roots, online, position, self.lane_width, ahead)
+            self.levels = accumulations(body, joined, position, self.lane_width, ahead)
 
     def _lane_width(self) -> int:
         """Neighbours along r that a thread holds: what it loads in 16 bytes, where tiles run along r in memory."""

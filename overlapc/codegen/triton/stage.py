@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from overlapc.codegen.triton.accumulate import Accumulation, Online, Reduction, Scanning
+from overlapc.codegen.triton.accumulate import Accumulation, Moments, Online, Reduction, Scanning
 from overlapc.codegen.triton.axes import Scope
 from overlapc.codegen.triton.expressions import COMPUTE
 from overlapc.codegen.triton.shape import term
@@ -169,7 +169,7 @@ class StageWriter(ValueWriter):
         """All of r is in this tile: reduce it at once."""
         self.compute(self.top, self.names, [accumulation.arg for accumulation in level])
         for accumulation in level:
-            assert not isinstance(accumulation, Online | Scanning)
+            assert not isinstance(accumulation, Online | Moments | Scanning)
             value = self.lanes(self.top, self.names, accumulation)
             if "r" in self.masks:
                 value = f"tl.where({self.masks['r']}, {value}, {accumulation.states[0].neutral})"
@@ -200,7 +200,7 @@ class StageWriter(ValueWriter):
                 value = masked
             # Each of several new states is computed from all old ones.
             new = states if len(states) == 1 else [f"next{at}" for at in range(len(states))]
-            for line in accumulation.update(states, new, value, self.position()):
+            for line in accumulation.update(states, new, value, self.position(), self.masks.get("r", "")):
                 with_r(line)
             if new != states:
                 with_r(f"{', '.join(states)} = {', '.join(new)}")

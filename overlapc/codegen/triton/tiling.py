@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import sympy
 import torch
 
-from overlapc.codegen.triton.accumulate import accumulations
+from overlapc.codegen.triton.levels import accumulations
 from overlapc.ir.body import Body, Load, Loop, Reduce, Store, reduction_depth
 from overlapc.ir.indexing import free_symbols
 
@@ -320,9 +320,9 @@ def _passes(body: Body, reduced: set[sympy.Symbol]) -> int:
     """How often a loop over tiles of a row would read it: once a depth of reductions, once for stores after them."""
     roots = [value for store in body.stores for value in store.operands()]
     depth = reduction_depth(roots)
-    maxima = accumulations(roots, True, torch.int32)  # with maximum and sum of exponentials in one
+    levels = accumulations(body, True, torch.int32)
     after = any(reduced & store.index.free_symbols and depth[store.value] for store in body.stores)
-    return len(maxima) + after
+    return len(levels) + after
 
 
 def _totals(body: Body, rows: int, length: int, best: sympy.Symbol | None) -> Tiling:

@@ -1,0 +1,162 @@
+"""Which accumulations a kernel makes, and in which pass over its data each of them is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import sympy
+import torch
+
+from overlapc.codegen.triton.accumulate import (
+    Accumulation,
+    Moments,
+    Online,
+    Plain,
+    Position,
+    Reduction,
+    Scanning,
+    State,
+)
+from overlapc.codegen.triton.expressions import neutral
+from overlapc.ir.body import Body, Cast, Index, Op, Reduce, Scan, Value, as_number
+
+
+def accumulations(
+    body: Body,
+    joined: bool,
+    position_dtype: torch.dtype,
+    width: int = 1,
+    scans: Mapping[Scan, Scanning] | None = None,
+) -> list[list[Accumulation]]:
+    """The reductions of `body` by depth: those of entry d need only results of entries before d.
+
+    With `joined`, two that go over the same values one after the other become one accumulation where they can: a
+    maximum and the sum of exponentials relative to it, in lanes of `width`; a sum and the squared distances from the
+    mean. `scans` are those that must be accumulated before what they give is known.
+    """
+    scans = scans or {}
+    values = body.values()
+    second = _partners(body) if joined else {}
+    first = {later: sooner for sooner, later in second.items()}
+    depth: dict[Value, int] = {}
+    levels: list[list[Accumulation]] = []
+    for value in values:
+        if not isinstance(value, Reduce) and value not in scans:
+            depth[value] = max((depth[operand] for operand in value.operands()), default=0)
+            continue
+        if value in first:
+            depth[value] = depth[first[value]]
+            continue
+        assert isinstance(value, Reduce | Scan)
+        depth[value] = depth[value.arg] + 1
+        while len(levels) < depth[value]:
+            levels.append([])
+        if isinstance(value, Scan):
+            levels[depth[value] - 1].append(scans[value])
+            continue
+        number = sum(len(level) for level in levels)
+        levels[depth[value] - 1].append(_accumulation(value, second.get(value), number, position_dtype, width))
+    return levels
+
+
+def _partners(body: Body) -> dict[Reduce, Reduce]:
+    """What is reduced -> what is reduced relative to that, in the same pass."""
+    reduces = [value for value in body.values() if isinstance(value, Reduce)]
+    found: dict[Reduce, Reduce] = {}
+    for later in reduces:
+        sooner = _peak_of(later) or _total_of(later, body.reduction_numel())
+        if sooner is None or sooner in found or sooner in found.values() or later in found:
+            continue
+        if sooner.dtype == later.dtype and later.dtype.is_floating_point:
+            found[sooner] = later
+    return found
+
+
+def _peak_of(total: Reduce) -> Reduce | None:
+    """max(x) of sum(exp(x - max(x)))."""
+    exp = total.arg
+    if total.kind != "sum" or not isinstance(exp, Op) or exp.name != "exp":
+        return None
+    difference = exp.args[0]
+    if not isinstance(difference, Op) or difference.name != "sub":
+        return None
+    x, peak = difference.args
+    peak = _unguarded(peak) or peak
+    return peak if isinstance(peak, Reduce) and peak.kind == "max" and peak.arg is x else None
+
+
+def _total_of(squares: Reduce, count: sympy.Expr) -> Reduce | None:
+    """sum(x) of sum((x - sum(x) / count)²)."""
+    square = squares.arg
+    if squares.kind != "sum" or not isinstance(square, Op) or square.name != "mul":
+        return None
+    distance, again = square.args
+    if distance is not again or not isinstance(distance, Op) or distance.name != "sub":
+        return None
+    x, mean = distance.args
+    if not isinstance(mean, Op) or mean.name != "div" or not _is_number(mean.args[1], count):
+        return None
+    total = mean.args[0]
+    return total if isinstance(total, Reduce) and total.kind == "sum" and total.arg is x else None
+
+
+def _is_number(value: Value, number: sympy.Expr) -> bool:
+    """Whether `value` is `number`, which may be a size that only a launch knows."""
+    value = value.arg if isinstance(value, Cast) else value
+    if isinstance(value, Index):
+        return bool(value.expr == number)
+    return bool(number.is_Integer) and as_number(value) == int(number)
+
+
+def _unguarded(value: Value) -> Value | None:
+    """peak of `where(abs(peak) == inf, 0, peak)`, as a log-sum-exp takes it; None for anything else."""
+    if not isinstance(value, Op) or value.name != "where" or as_number(value.args[1]) != 0:
+        return None
+    condition, _, peak = value.args
+    if not isinstance(condition, Op) or condition.name != "eq" or as_number(condition.args[1]) != math.inf:
+        return None
+    size = condition.args[0]
+    return peak if isinstance(size, Op) and size.name == "abs" and size.args[0] is peak else None
+
+
+def _accumulation(
+    value: Reduce, later: Reduce | None, number: int, position_dtype: torch.dtype, width: int
+) -> Reduction:
+    if later is not None and value.kind == "sum":
+        names = (f"sum{number}", f"mean{number}", f"squares{number}", f"count{number}")
+        return Moments(value, later, tuple(State(name, value.dtype, "0.0") for name in names))
+    if later is not None:
+        peak = State(f"peak{number}", value.dtype, neutral("max", value.dtype), width)
+        exp = later.arg
+        assert isinstance(exp, Op)
+        assert isinstance(exp.args[0], Op)
+        guarded = exp.args[0].args[1] is not value
+        return Online(value, later, (peak, State(f"total{number}", later.dtype, "0.0", width)), guarded)
+    if value.kind in ("argmax", "argmin"):
+        dtype = torch.int32 if value.arg.dtype is torch.bool else value.arg.dtype
+        return Position(
+            value,
+            (
+                State(f"{value.kind[3:]}{number}", dtype, neutral(value.kind, dtype)),
+                State(f"at{number}", position_dtype, "0"),
+            ),
+        )
+    # A bool maximum or minimum is any or all.
+    dtype = torch.int32 if value.dtype is torch.bool or value.kind in ("any", "all") else value.dtype
+    start = neutral({"max": "any", "min": "all"}.get(value.kind, value.kind), dtype)
+    if value.dtype is not torch.bool:
+        start = neutral(value.kind, dtype)
+    return Plain(value, (State(f"{value.kind}{number}", dtype, start),))
+
+
+def scanning(scan: Scan, number: int, position_dtype: torch.dtype) -> Scanning:
+    """How `scan`, the kernel's number `number`, runs."""
+    kind, dtype = scan.kind, scan.arg.dtype
+    if dtype is torch.bool:
+        dtype = torch.int32
+    start = neutral({"logsumexp": "max"}.get(kind, kind), dtype)
+    states: tuple[State, ...] = (State(f"scan{number}", dtype, start),)
+    if kind in ("argmax", "argmin"):
+        states += (State(f"scan_at{number}", position_dtype, "0"),)
+    return Scanning(scan, states)
