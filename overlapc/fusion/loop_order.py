@@ -14,8 +14,9 @@ from collections.abc import Callable
 import sympy
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from overlapc.ir.body import Body, Load, Loop, Store, canonical, with_loops
+from overlapc.ir.body import Body, Load, Loop, Store
 from overlapc.ir.indexing import exact_quotient, free_symbols, loop_symbol
+from overlapc.ir.rewriting import canonical, with_loops
 
 Bytes = Callable[[str], int]  # of a buffer at the traced sizes
 

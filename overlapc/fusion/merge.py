@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import sympy
 
-from overlapc.ir.body import Body, Load, Loop, Store, Value, canonical, op, rewrite, with_loops
+from overlapc.ir.body import Body, Load, Loop, Store, Value, op
 from overlapc.ir.indexing import exact_quotient, is_one, loop_symbol, numel
+from overlapc.ir.rewriting import canonical, rewrite, with_loops
 from overlapc.ir.values import constant
 
 

@@ -19,8 +19,9 @@ import sympy
 
 from overlapc.fusion.loop_order import Bytes, scattered_bytes
 from overlapc.fusion.merge import Refusal, merge, nest_of, refine
-from overlapc.ir.body import TOTALS, Body, Cast, Loop, Reduce, Store, Value, topological, with_loops
+from overlapc.ir.body import TOTALS, Body, Cast, Loop, Reduce, Store, Value, topological
 from overlapc.ir.indexing import loop_symbol, numel
+from overlapc.ir.rewriting import with_loops
 
 # From where on one pass is faster than two: below, both fit the caches, or there are too few rows to give every
 # program (or thread) many of them, each of which brings partial totals of all columns.

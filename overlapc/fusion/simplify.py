@@ -15,26 +15,10 @@ from collections.abc import Mapping
 
 import sympy
 
-from overlapc.ir.body import (
-    Body,
-    Cast,
-    Constant,
-    Index,
-    Loop,
-    Op,
-    Reduce,
-    Scan,
-    Value,
-    as_number,
-    canonical,
-    depends_on,
-    op,
-    rebuild,
-    with_loops,
-    with_values,
-)
+from overlapc.ir.body import Body, Cast, Constant, Index, Loop, Op, Reduce, Scan, Value, as_number, depends_on, op
 from overlapc.ir.facts import known_truth, learn
 from overlapc.ir.indexing import loop_symbol
+from overlapc.ir.rewriting import canonical, rebuild, with_loops, with_values
 
 REACH = 64  # values looked at below one `where`: what guards itself lies near
 

@@ -14,8 +14,9 @@ from functools import partial
 
 import sympy
 
-from overlapc.ir.body import Body, Reduce, Value, canonical, depends_on, op, rebuild, with_values
+from overlapc.ir.body import Body, Reduce, Value, depends_on, op
 from overlapc.ir.indexing import Ranges, simplify, substitute
+from overlapc.ir.rewriting import canonical, rebuild, with_values
 
 MOST_UNROLLED = 8  # elements of a reduction: a vector's width of independent loads
 LARGEST_UNROLLED = 128  # values in the result

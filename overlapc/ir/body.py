@@ -10,16 +10,16 @@ yields float32, a `Store` to them rounds, and `Cast` to one of them rounds throu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import sympy
 import torch
 
-from overlapc.ir.indexing import Ranges, free_symbols, loop_symbol, numel, simplify, substitute
+from overlapc.ir.indexing import Ranges, free_symbols, numel
 
 LOW_PRECISION = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -390,139 +390,6 @@ def topological(roots: Iterable[Value]) -> list[Value]:
     return order
 
 
-def rebuild(value: Value, operands: tuple[Value, ...], index: Callable[[sympy.Expr], sympy.Expr]) -> Value:
-    """`value` over other operands (in the order of `operands()`) and with each index expression mapped."""
-    if isinstance(value, Load):
-        bound = tuple((symbol, new) for (symbol, _), new in zip(value.indirect, operands, strict=False))
-        mask = operands[-1] if value.mask is not None else None
-        return Load(value.buffer, index(value.index), value.memory_dtype, mask, bound)
-    if isinstance(value, Op):
-        return Op(value.name, operands, value.dtype)
-    if isinstance(value, Cast):
-        return Cast(operands[0], value.to)
-    if isinstance(value, Checked):
-        return Checked(operands[0], operands[1], value.message)
-    if isinstance(value, Reduce):
-        return Reduce(value.kind, operands[0], value.dtype)
-    if isinstance(value, Scan):
-        return Scan(value.kind, operands[0], value.dtype, index(value.position))
-    if isinstance(value, Index):
-        return Index(index(value.expr), value.dtype)
-    return value
-
-
-def rewrite_values(
-    roots: Iterable[Value],
-    index: Callable[[sympy.Expr], sympy.Expr] = lambda expr: expr,
-    replace: Callable[[Value], Value | None] = lambda value: None,
-) -> dict[Value, Value]:
-    """Maps every value under `roots`: operands first, then `index` on its expressions, then `replace`.
-
-    `replace` sees the rebuilt value and may return another for it.
-    """
-    new: dict[Value, Value] = {}
-    for value in topological(roots):
-        built = rebuild(value, tuple(new[operand] for operand in value.operands()), index)
-        other = replace(built)
-        new[value] = built if other is None else other
-    return new
-
-
-def rewrite(
-    body: Body,
-    loops: tuple[Loop, ...],
-    reduction: tuple[Loop, ...],
-    index: Callable[[sympy.Expr], sympy.Expr] = lambda expr: expr,
-    replace: Callable[[Value], Value | None] = lambda value: None,
-) -> Body:
-    """`body` over other loops, with every index expression and value mapped."""
-    new = rewrite_values((value for store in body.stores for value in store.operands()), index, replace)
-    return with_values(body, loops, reduction, new, index)
-
-
-def with_values(
-    body: Body,
-    loops: tuple[Loop, ...],
-    reduction: tuple[Loop, ...],
-    new: Mapping[Value, Value],
-    index: Callable[[sympy.Expr], sympy.Expr] = lambda expr: expr,
-) -> Body:
-    """The stores of `body` over other loops and with other values."""
-    stores = tuple(
-        dataclasses.replace(
-            store,
-            index=index(store.index),
-            value=new[store.value],
-            mask=None if store.mask is None else new[store.mask],
-            indirect=tuple((symbol, new[value]) for symbol, value in store.indirect),
-        )
-        for store in body.stores
-    )
-    return Body(loops, reduction, stores)
-
-
-def with_loops(
-    body: Body,
-    replacement: Mapping[sympy.Symbol, sympy.Expr],
-    loops: tuple[Loop, ...],
-    reduction: tuple[Loop, ...],
-) -> Body:
-    """`body` with each old loop symbol written in terms of new loops."""
-    ranges = ranges_of((*loops, *reduction))
-    return rewrite(body, loops, reduction, lambda expr: simplify(substitute(expr, replacement), ranges))
-
-
-def canonical(body: Body) -> Body:
-    """Loops of size 1 dropped, neighbours merged where every index allows it, loops renamed p0… and r0…."""
-    loops, reduction = list(body.loops), list(body.reduction)
-    replacement: dict[sympy.Symbol, sympy.Expr] = {}
-    for group in (loops, reduction):
-        for loop in [loop for loop in group if loop.size == 1]:
-            replacement[loop.symbol] = sympy.S.Zero
-            group.remove(loop)
-    if not reduction and body.reduction:
-        reduction = [body.reduction[-1]]  # a reduction over one element keeps its loop, so it stays a reduction
-        replacement.pop(body.reduction[-1].symbol, None)
-    if replacement:
-        body = with_loops(body, replacement, tuple(loops), tuple(reduction))
-    exprs = frozenset(expr for value in body.values() for expr in value.indices())
-    exprs |= {store.index for store in body.stores}
-    renamed: dict[sympy.Symbol, sympy.Expr] = {}
-    named: list[tuple[Loop, ...]] = []
-    for prefix, group in (("p", loops), ("r", reduction)):
-        at = 0
-        while at + 1 < len(group):
-            merged = _merge(group[at], group[at + 1], exprs)
-            if merged is None:
-                at += 1
-                continue
-            renamed[group[at].symbol] = sympy.S.Zero  # the inner loop's symbol counts for both from here on
-            group[at + 1], exprs = merged
-            del group[at]
-        named.append(tuple(Loop(loop_symbol(prefix, at), loop.size) for at, loop in enumerate(group)))
-        renamed.update((old.symbol, new.symbol) for old, new in zip(group, named[-1], strict=True))
-    if all(old == new for old, new in renamed.items()):
-        return Body(named[0], named[1], body.stores)
-    return rewrite(body, named[0], named[1], lambda expr: substitute(expr, renamed))
-
-
-@lru_cache(20_000)
-def _merge(outer: Loop, inner: Loop, exprs: frozenset[sympy.Expr]) -> tuple[Loop, frozenset[sympy.Expr]] | None:
-    """One loop for two, when every expression depends on `outer * inner.size + inner` only."""
-    merged = set()
-    for expr in exprs:
-        symbols = free_symbols((expr,))
-        if outer.symbol not in symbols and inner.symbol not in symbols:
-            merged.add(expr)
-            continue
-        dropped = substitute(expr, {outer.symbol: sympy.S.Zero})
-        back = substitute(dropped, {inner.symbol: outer.symbol * inner.size + inner.symbol})
-        if sympy.expand(back) != sympy.expand(expr):
-            return None
-        merged.add(dropped)
-    return Loop(inner.symbol, sympy.expand(outer.size * inner.size)), frozenset(merged)
-
-
 def depends_on(roots: Iterable[Value], symbols: Iterable[sympy.Symbol]) -> dict[Value, bool]:
     """For every value under `roots`: whether it varies with `symbols`; a `Reduce` never does."""
     wanted = set(symbols)
@@ -542,17 +409,6 @@ def reduction_depth(roots: Iterable[Value]) -> dict[Value, int]:
         below = max((depth[operand] for operand in value.operands()), default=0)
         depth[value] = below + 1 if isinstance(value, Reduce) else below
     return depth
-
-
-def with_sums(body: Body) -> Body:
-    """`body` with its matrix products as plain sums, for a generator without tensor cores."""
-    if not body.dots():
-        return body
-
-    def replace(value: Value) -> Value | None:
-        return Reduce("sum", value.arg, value.dtype) if isinstance(value, Reduce) and value.kind == "dot" else None
-
-    return rewrite(body, body.loops, body.reduction, replace=replace)
 
 
 def as_number(value: Value) -> float | int | bool | None:

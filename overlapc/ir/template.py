@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import sympy
 
-from overlapc.ir.body import Body, Load, Loop, Store, Value, rewrite
+from overlapc.ir.body import Body, Load, Loop, Store, Value
+from overlapc.ir.rewriting import rewrite
 
 SIZE = sympy.Symbol("n", integer=True, positive=True)
 

@@ -8,9 +8,10 @@ import sympy
 import torch
 from torch.utils._sympy.functions import FloatPow, FloatTrueDiv, IntTrueDiv, ToFloat
 
-from overlapc.ir.body import Body, Cast, Constant, Index, Reduce, Scan, Value, compute_dtype, rewrite
+from overlapc.ir.body import Body, Cast, Constant, Index, Reduce, Scan, Value, compute_dtype
 from overlapc.ir.body import op as make_op
 from overlapc.ir.indexing import is_one, substitute
+from overlapc.ir.rewriting import rewrite
 
 # Arithmetic on sizes that yields a float.
 _FLOAT_OPS = (sympy.Add, sympy.Mul, sympy.Pow, ToFloat, IntTrueDiv, FloatTrueDiv, FloatPow)

@@ -18,7 +18,7 @@ from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.fx.versions import symbol_hint
-from overlapc.ir.body import Body, Constant, Index, Load, Loop, Store, Value, canonical
+from overlapc.ir.body import Body, Constant, Index, Load, Loop, Store, Value
 from overlapc.ir.indexing import is_one, is_plain, loop_symbol
 from overlapc.ir.ops import (
     Extern,
@@ -31,6 +31,7 @@ from overlapc.ir.ops import (
     View,
     tree_map,
 )
+from overlapc.ir.rewriting import canonical
 from overlapc.ir.values import cast, number, without_trivial_reductions
 from overlapc.lowering.provenance import provenance
 from overlapc.lowering.schema import has_side_effects, mutated, returned_argument, users_through_views, views_of

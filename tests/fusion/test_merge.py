@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlapc.fusion.merge import Refusal, merge, refine, same_space, without_stores
-from overlapc.ir.body import Body, Constant, Index, Load, Reduce, Store, canonical, op
+from overlapc.ir.body import Body, Constant, Index, Load, Reduce, Store, op
 from overlapc.ir.indexing import loop_symbol
+from overlapc.ir.rewriting import canonical
 from tests.ir.bodies import P, R, bodies, buffers_for, flat, loops_of, put, x
 from tests.ir.interpret import run_body
 

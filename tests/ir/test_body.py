@@ -6,20 +6,9 @@ import sympy
 import torch
 from hypothesis import given, settings
 
-from overlapc.ir.body import (
-    Body,
-    Constant,
-    Index,
-    Loop,
-    Reduce,
-    canonical,
-    compute_dtype,
-    depends_on,
-    op,
-    reduction_depth,
-    with_loops,
-)
+from overlapc.ir.body import Body, Constant, Index, Loop, Reduce, compute_dtype, depends_on, op, reduction_depth
 from overlapc.ir.indexing import loop_symbol
+from overlapc.ir.rewriting import canonical, with_loops
 from tests.ir.bodies import P, R, bodies, buffers_for, flat, loops_of, put, x
 from tests.ir.interpret import run_body
 

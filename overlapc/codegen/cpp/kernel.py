@@ -30,7 +30,8 @@ from overlapc.codegen.cpp.plan import plan
 from overlapc.codegen.cpp.reduce import ReductionFunction
 from overlapc.codegen.cpp_load import load_kernels
 from overlapc.codegen.kernel import Alternative, KernelSource, Launcher, register
-from overlapc.ir.body import Body, Cast, with_sums
+from overlapc.ir.body import Body, Cast
+from overlapc.ir.rewriting import with_sums
 from overlapc.ir.template import template_of
 
 _HINT_CHARACTERS = 60

@@ -16,7 +16,8 @@ import sympy
 import torch
 
 from overlapc.codegen.cpp.pieces import Piece
-from overlapc.ir.body import Constant, Load, Loop, Op, Value, rebuild
+from overlapc.ir.body import Constant, Load, Loop, Op, Value
+from overlapc.ir.rewriting import rebuild
 
 
 @dataclass(frozen=True, slots=True)

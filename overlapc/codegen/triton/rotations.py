@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import sympy
 from torch.utils._sympy.functions import ModularIndexing
 
-from overlapc.ir.body import Body, Cast, Constant, Index, Load, Op, Value, op, rebuild, rewrite
+from overlapc.ir.body import Body, Cast, Constant, Index, Load, Op, Value, op
 from overlapc.ir.facts import known_truth, learn
+from overlapc.ir.rewriting import rebuild, rewrite
 
 _REACH = 64  # pairs of values compared below one `where`
 
