@@ -228,5 +228,6 @@ def launch_ns(clock: Clock, call: Callable[[], Any], launches: int = 1, rounds: 
 
 
 def wait_all(works: Sequence[dist.Work]) -> None:
+    """Blocks until each is done."""
     for work in works:
         work.wait()

@@ -233,6 +233,7 @@ def _freeable(gm: GraphModule, name: str) -> set[str]:
 
 
 def device_types(gm: GraphModule) -> set[str]:
+    """Types of the devices that tensors of the graph lie on."""
     values = tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
     return {value.device.type for value in values if isinstance(value, torch.Tensor)}
 

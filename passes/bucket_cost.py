@@ -22,12 +22,14 @@ class Sum:
 
     @classmethod
     def of(cls, nodes: Iterable[Node]) -> Sum:
+        """That of several nodes."""
         total = cls()
         for node in nodes:
             total.add(node)
         return total
 
     def add(self, node: Node) -> None:
+        """One node more."""
         self.first = self.first or node
         self.count += 1
         self.bytes += comm_of(node).bytes
@@ -76,9 +78,11 @@ class BucketCost:
 
 
 def ns_of(node: Node) -> float:
+    """Its estimate; 0 for a node that nobody could estimate."""
     return 0.0 if node.estimate is None else node.estimate.ns
 
 
 def comm_of(node: Node) -> Comm:
+    """What a collective moves."""
     assert node.comm is not None
     return node.comm

@@ -73,6 +73,7 @@ class Partition:
 
     @property
     def parts(self) -> tuple[Part, ...]:
+        """What is captured, in order."""
         return tuple(step for step in self.steps if isinstance(step, Part))
 
     def summary(self) -> str:

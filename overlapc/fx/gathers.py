@@ -69,6 +69,7 @@ class Gather:
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
+        """All of it, in an order in which it runs."""
         return (*self.before, self.start, self.wait, *self.after)
 
 

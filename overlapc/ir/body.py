@@ -307,6 +307,7 @@ class Body:
         return list(dict.fromkeys(value.message for value in self.values() if isinstance(value, Checked)))
 
     def loads(self) -> list[Load]:
+        """Every load once, in order of the values."""
         return [value for value in self.values() if isinstance(value, Load)]
 
     def dots(self) -> list[Reduce]:
@@ -330,6 +331,7 @@ class Body:
         return found.union(*(value.indices() for value in self.values()))
 
     def ranges(self) -> Ranges:
+        """What each loop symbol runs over."""
         return ranges_of((*self.loops, *self.reduction))
 
     @cached_property
@@ -364,6 +366,7 @@ class Body:
 
 
 def ranges_of(loops: Iterable[Loop]) -> Ranges:
+    """(symbol, first, last) of each loop, as `indexing` asks for it."""
     return tuple((loop.symbol, sympy.S.Zero, loop.size - 1) for loop in loops)
 
 

@@ -34,6 +34,7 @@ def at_most(low: sympy.Expr, high: sympy.Expr) -> bool:
 
 
 def is_one(size: sympy.Expr) -> bool:
+    """Whether a size is the number 1."""
     return bool(size == 1)
 
 
@@ -237,6 +238,7 @@ def _symbols(expr: sympy.Expr) -> tuple[sympy.Symbol, ...]:
 
 
 def free_symbols(exprs: Iterable[sympy.Expr]) -> set[sympy.Symbol]:
+    """Every symbol in any of the expressions."""
     found: set[sympy.Symbol] = set()
     for expr in exprs:
         found.update(_symbols(expr))
@@ -274,4 +276,5 @@ def is_dense(size: Sequence[sympy.Expr], stride: Sequence[sympy.Expr]) -> bool:
 
 
 def numel(size: Iterable[sympy.Expr]) -> sympy.Expr:
+    """Elements of a tensor of this size."""
     return sympy.expand(sympy.Mul(*size))

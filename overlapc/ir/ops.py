@@ -52,6 +52,7 @@ class Layout:
         return sympy.expand(self.offset + last + 1)
 
     def storage_bytes(self) -> sympy.Expr:
+        """The same as `storage_numel`, in bytes."""
         return self.storage_numel() * self.dtype.itemsize
 
     def dim_order(self) -> list[int]:
@@ -216,10 +217,12 @@ def loops_of(op: IROp) -> tuple[Loops, ...]:
 
 
 def tree_leaves(tree: Any) -> list[Any]:
+    """Leaves of nested tuples, lists and dicts; a view is one."""
     return pytree.tree_leaves(tree)
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same structure with `function` of each leaf."""
     return pytree.tree_map(function, tree)
 
 

@@ -58,6 +58,7 @@ class Context:
     # --- names, sizes and layouts
 
     def value_of(self, node: Node | None = None) -> Any:
+        """The (fake) value of a node, by default of the one that is lowered, or of the item of it."""
         value = (node or self.node).meta["val"]
         return value if node is not None or self.item is None else value[self.item]
 
@@ -71,6 +72,7 @@ class Context:
             self.item = None
 
     def name_for(self, part: int | str | None = None) -> str:
+        """A name for a result, or part of one, of the node that is lowered."""
         parts = (self.node.name, self.item, part)
         return "_".join(str(part) for part in parts if part is not None)
 
@@ -115,6 +117,7 @@ class Context:
     # --- kernels
 
     def add(self, op: IROp) -> None:
+        """Appends an op to the graph; remembers its views, and which buffer a new size comes from."""
         for output in op.outputs:
             if isinstance(output, View):
                 self.graph.views[output.buffer] = output
@@ -259,6 +262,7 @@ class Context:
         raise Impossible(f"a {type(arg).__name__} argument")
 
     def store(self, out: View, position: Sequence[sympy.Expr], value: Value) -> Store:
+        """Stores `value` at a position of `out`, rounded to its dtype."""
         return Store(out.buffer, out.layout.at(tuple(position)), cast(value, out.dtype), out.dtype)
 
     def promoted(self, kind: PROMOTION, *args: Any) -> torch.dtype:
@@ -288,6 +292,7 @@ class Context:
         return self.results_of(call)
 
     def call_of(self, target: Any, args: Any, kwargs: Mapping[str, Any], fallback: bool) -> Extern:
+        """The node as a call of `target`: results as the fake ones are, changed arguments under new names."""
         roots = dict.fromkeys(self.graph.root(view.buffer) for view in mutated(target, args, kwargs))
 
         def mirror(value: Any, path: tuple[int, ...]) -> Any:
@@ -332,12 +337,15 @@ class Context:
         return renamed
 
     def rename(self, view: View) -> None:
+        """What `view` names is from here on what its memory holds."""
         root = self.mutated[view.buffer]
         self.graph.aliases[view.buffer] = self.latest.get(root, root)
         self.graph.views[view.buffer] = view
         self.latest[root] = view.buffer
 
     def results_of(self, call: Extern) -> Any:
+        """What readers of a call get: views, and numbers as expressions."""
+
         def leaf(value: Any) -> Any:
             return value.expr if isinstance(value, Handle) and value.expr is not None else value
 

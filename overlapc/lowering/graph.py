@@ -104,6 +104,7 @@ class Walk:
         self.flying: set[str] = set()  # results of collectives, until their wait
 
     def run(self, node: Node) -> None:
+        """Lowers one node, which comes after all that it reads."""
         self.context.node = node
         count = len(self.graph.ops)
         if node.op == "placeholder":

@@ -32,10 +32,12 @@ def positioned(context: Context, value: Callable[[tuple[sympy.Expr, ...]], Value
 
 
 def below(expr: sympy.Expr, limit: Any) -> Value:
+    """`expr < limit`."""
     return op("lt", Index(expr), Index(sympy.sympify(limit)))
 
 
 def at_least(expr: sympy.Expr, limit: Any) -> Value:
+    """`expr >= limit`."""
     return op("ge", Index(expr), Index(sympy.sympify(limit)))
 
 
@@ -46,6 +48,7 @@ def within(position: sympy.Expr, begin: sympy.Expr, end: sympy.Expr, extent: sym
 
 
 def both(*conditions: Value) -> Value:
+    """All conditions together."""
     joined = conditions[0]
     for condition in conditions[1:]:
         joined = op("logical_and", joined, condition)
@@ -142,6 +145,7 @@ def index_value(context: Context, index: View, position: Sequence[sympy.Expr], e
 
 
 def in_bounds(value: Value, extent: sympy.Expr) -> Value:
+    """Whether an index from memory lies in 0 … extent - 1."""
     return both(op("ge", value, constant(0, torch.int64)), op("lt", value, Index(extent)))
 
 

@@ -69,6 +69,7 @@ def reduce(
 
 
 def nonempty(x: View, dims: Any, what: str) -> None:
+    """Impossible for a reduction over no elements; `what` is its name."""
     if any(x.size[dim] == 0 for dim in normalized(dims, len(x.size))):
         raise Impossible(f"{what} of nothing")
 

@@ -126,19 +126,23 @@ def scatter_into(
 
 
 def store_at(target: View, spot: Place, value: Value, mode: str) -> Store:
+    """A store to a place that may come from memory."""
     return Store(target.buffer, spot.index, cast(value, target.dtype), target.dtype, mode, spot.inside, spot.indirect)
 
 
 def refuse_if_deterministic() -> None:
+    """Impossible where the order of atomics matters."""
     if torch.are_deterministic_algorithms_enabled():
         raise Impossible("deterministic algorithms are asked for, and atomics come in any order")
 
 
 def contiguous(device: torch.device, dtype: torch.dtype, size: Sequence[sympy.Expr]) -> Layout:
+    """The layout of a new tensor, rows last."""
     return Layout(device, dtype, tuple(size), contiguous_strides(size))
 
 
 def contiguous_strides(size: Sequence[sympy.Expr]) -> tuple[sympy.Expr, ...]:
+    """Its strides in elements."""
     strides = [sympy.S.One] * len(size)
     for dim in range(len(size) - 2, -1, -1):
         strides[dim] = sympy.expand(strides[dim + 1] * size[dim + 1])

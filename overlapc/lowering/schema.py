@@ -92,8 +92,10 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 def views_of(tree: Any) -> list[View]:
+    """The views in a structure of arguments."""
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, View)]
 
 
 def named_in(tree: Any) -> list[View | Handle]:
+    """Everything in it that has a name: views, and handles of what is no tensor."""
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, View | Handle)]

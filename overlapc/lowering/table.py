@@ -70,6 +70,7 @@ def lowers_by_name(name: str) -> Callable[[Rule], Rule]:
 
 
 def lowering_of(target: Any) -> Rule | None:
+    """The rule of an op; None where it has none and is called."""
     return _rules.get(target) or _by_name.get(str(target))
 
 

@@ -109,6 +109,7 @@ class ShardedParam:
 
     @property
     def label(self) -> ParamLabel:
+        """What nodes that gather it, or reduce its gradient, are marked with."""
         group = self.group
         post, post_rank = group.post or (None, 0)
         path = group.paths[self.part]

@@ -62,6 +62,7 @@ def _post_forward(mesh: DeviceMesh, group: ShardGroup) -> tuple[Axis, int] | Non
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device of a mesh."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

@@ -39,6 +39,7 @@ class StepPlan:
     deterministic: bool = True  # backward may run under torch.use_deterministic_algorithms
 
     def of_static_sizes(self) -> bool:
+        """Whether no size of the step is symbolic."""
         return not self.sizes and not self.dynamic and all(isinstance(each, Tangent) for each in self.tangents)
 
 

@@ -51,6 +51,7 @@ class Compiler:
         return subprocess.run(self.command_line(source, library), capture_output=True, text=True)
 
     def command_line(self, source: Path, library: Path) -> list[str]:
+        """The command that compiles `source`."""
         return [*self.command, *self.flags, "-o", str(library), str(source), *self.libraries]
 
 

@@ -27,6 +27,7 @@ class For:
 
     @property
     def header(self) -> str:
+        """`for (int64_t p0 = 0; p0 < 8; ++p0)`."""
         step = f"++{self.name}" if self.step == 1 else f"{self.name} += {self.step}"
         return f"for (int64_t {self.name} = {self.begin}; {self.name} < {self.end}; {step})"
 
@@ -44,6 +45,7 @@ def _extreme(name: str, a: str, b: str) -> str:
 
 
 def plain(loop: Loop, begin: str = "0", end: str | None = None) -> For:
+    """The whole of `loop`, or from `begin` to `end`."""
     return For(str(loop.symbol), begin, index_text(loop.size) if end is None else end, loop)
 
 
@@ -63,6 +65,7 @@ def stripes(loop: Loop, step: int, block: int) -> tuple[For, For]:
 
 
 def in_block(loop: Loop) -> For:
+    """The loop over one block; see `blocks`."""
     return plain(loop, f"{loop.symbol}_block", f"{loop.symbol}_end")
 
 

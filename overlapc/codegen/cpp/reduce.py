@@ -98,6 +98,7 @@ class ReductionFunction(Function):
         return [chunk, row]
 
     def store(self, store: Store, known: Mapping[Value, str]) -> str:
+        """As for other kernels; a total is added to the chunk's row of totals."""
         if not store.is_total:
             return super().store(store, known)
         at = [other for other in self.body.stores if other.is_total].index(store)

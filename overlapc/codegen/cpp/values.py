@@ -92,6 +92,7 @@ class ValueWriter(Writer):
         return f"{argument}[{index_text(index)}]"
 
     def store(self, store: Store, known: Mapping[Value, str]) -> str:
+        """The statement that stores a known value."""
         assert not store.is_total, f"{store.buffer} is a total of columns, and this kernel reduces no rows"
         place = self.place(store, known)
         stored = self._as_stored(store, known)
