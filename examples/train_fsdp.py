@@ -6,47 +6,37 @@ overlapc run --nproc 8 -o memory_budget=70GiB examples/train_fsdp.py --device cu
 
 from __future__ import annotations
 
-import argparse
-import os
-
 import torch
-from torch.distributed import destroy_process_group
-from torch.distributed.device_mesh import init_device_mesh
+from common import Arguments, main
+from torch.distributed import fsdp
 
 import overlapc
 from overlapc.launch import corpus
 from overlapc.launch.llama import Llama, LlamaConfig
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--steps", type=int, default=10)
-    arguments = parser.parse_args()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device(arguments.device, int(os.environ["LOCAL_RANK"]) if arguments.device == "cuda" else None)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
-
-    with device:
+def train(args: Arguments) -> list[float]:
+    """Losses of this rank."""
+    mesh = args.mesh(dp=-1)
+    with torch.device(args.device):
         model = Llama(LlamaConfig(layers=4))
     model.reset_parameters(seed=0)
+    shard = fsdp.fully_shard if args.eager else overlapc.fully_shard
     for layer in model.layers:
-        overlapc.fully_shard(layer, mesh)
-    overlapc.fully_shard(model, mesh)
+        shard(layer, mesh=mesh)
+    shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    step = torch.compile(model, backend="overlapc", fullgraph=True)
+    step = args.compile(model, fullgraph=True)
 
-    for tokens, targets in corpus.batches(arguments.steps, batch=2, seq=128, part=rank, parts=world_size):
-        loss = step(tokens.to(device), targets.to(device))
+    losses = []
+    for tokens, targets in corpus.batches(args.steps, batch=2, seq=128, part=mesh.get_rank(), parts=mesh.size()):
+        loss = step(tokens.to(args.device), targets.to(args.device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if rank == 0:
-            print(f"loss of rank 0: {loss.item():.4f}", flush=True)
-    destroy_process_group()
+        losses.append(loss.item())
+    return losses
 
 
 if __name__ == "__main__":
-    main()
+    main(train, __doc__)

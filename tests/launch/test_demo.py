@@ -53,7 +53,7 @@ def test_a_script_runs_on_ranks_and_every_rank_is_in_the_report(tmp_path):
     environment = {**os.environ, "OVERLAPC_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "loss of rank 0: 5.5" in done.stdout  # ln 256
+    assert "losses 5.6" in done.stdout  # of the last rank, a little more than ln 256
     report = record.load(tmp_path / "overlap.json")
     assert [(step.rank, step.world_size, len(step.graphs)) for step in report.steps] == [(0, 2, 2), (1, 2, 2)]
     assert [row.name for row in report.steps[0].graphs[0].passes] == ["sink_waits"]

@@ -31,6 +31,11 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "exec make test"
 
 
+def test_every_example_is_listed():
+    shown = re.findall(r"\(examples/(\w+)\.py\)", README)
+    assert sorted(shown) == sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.stem != "common")
+
+
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\((?!http)([^)]+)\)", README):
         assert (ROOT / target).exists(), target

@@ -1,0 +1,90 @@
+"""A mixture of experts: each rank has two, and tokens travel by all-to-all; those that find no room are dropped.
+
+overlapc run --nproc 2 examples/experts.py
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from common import Arguments, main
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, fsdp
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+import overlapc
+
+DIM, VOCABULARY, LENGTH = 32, 48, 16
+EXPERTS = 2  # on each rank
+ROOM = 20  # tokens of one rank that one expert takes
+
+
+class Experts(nn.Module):
+    """The expert of each token with the highest score; a token that finds no room keeps its value."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self.group, self.count = group, EXPERTS * group.size()
+        self.router = nn.Linear(DIM, self.count, bias=False)
+        self.up = nn.Parameter(torch.randn(EXPERTS, DIM, 2 * DIM) * DIM**-0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * DIM, DIM) * DIM**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, DIM]` in and out."""
+        score, expert = self.router(x).softmax(-1).max(-1)
+        chosen = F.one_hot(expert, self.count)
+        place = (chosen.cumsum(0) * chosen).sum(-1) - 1  # of each token, among those of its expert
+        slot = torch.where(
+            place < ROOM, expert * ROOM + place, self.count * ROOM
+        )  # the last slot takes what is dropped
+        sent = x.new_zeros(self.count * ROOM + 1, DIM).index_put((slot,), x)[:-1]
+        taken = self.travel(sent).view(-1, EXPERTS, ROOM, DIM).transpose(0, 1).reshape(EXPERTS, -1, DIM)
+        made = torch.bmm(F.gelu(torch.bmm(taken, self.up)), self.down)
+        back = self.travel(made.view(EXPERTS, -1, ROOM, DIM).transpose(0, 1).reshape(-1, DIM))
+        return x + F.pad(back, (0, 0, 0, 1))[slot] * score[:, None]
+
+    def travel(self, x: Tensor) -> Tensor:
+        """Equal parts of the rows to each rank."""
+        return all_to_all_single_autograd(x, None, None, self.group)
+
+
+class Model(nn.Module):
+    """Tokens to the next tokens; `forward` gives the mean cross-entropy."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
+        self.norm, self.experts = nn.LayerNorm(DIM), Experts(group)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.experts(self.norm(self.embed(tokens.flatten())))), targets.flatten())
+
+
+def train(args: Arguments) -> list[float]:
+    """Losses of this rank."""
+    mesh = args.mesh(dp=-1)
+    torch.manual_seed(0)  # what is sharded begins alike on all ranks
+    with torch.device(args.device):
+        model = Model(mesh.get_group())
+    own = {model.experts.up, model.experts.down}
+    with torch.no_grad():
+        for param in own:
+            param.mul_(1 + 0.1 * mesh.get_rank())
+    shard = fsdp.fully_shard if args.eager else overlapc.fully_shard
+    shard(model, mesh=mesh, ignored_params=own)
+    groups = [{"params": [param for param in model.parameters() if (param in own) is mine]} for mine in (True, False)]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    step = args.compile(model, fullgraph=True)
+
+    losses = []
+    for number in range(args.steps):
+        loss = step(*args.tokens(VOCABULARY, LENGTH, seed=100 * number + mesh.get_rank()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+if __name__ == "__main__":
+    main(train, __doc__)
