@@ -1,4 +1,4 @@
-"""Last moves: around each collective that is still exposed, whatever the simulator says makes the step shorter.
+"""Last moves: whatever the simulator says makes the step shorter, then what hides more in a step about as short.
 
     a = kernel(x) : 9us; rs = reduce_scatter(a) @dp : 9us; s = wait(rs); y = kernel(s) : 9us; b = kernel(x) : 9us
  -> a = kernel(x) : 9us; rs = reduce_scatter(a) @dp : 9us; b = kernel(x) : 9us; s = wait(rs); y = kernel(s) : 9us
@@ -8,22 +8,28 @@ Where the stream stands still at a wait, these are tried, nearest first:
 - compute from behind the wait goes before it, and compute from before the start goes there too;
 - the wait goes later, and the start earlier, past other starts of its group where that is allowed.
 
+Then every start goes a little later or earlier: a collective that is hidden still slows what runs beside it, some
+compute more than other (`estimators/contention.py`).
+
 What a node needs and costs next to nothing (views, casts) moves with it. Each move is judged by a replay of the whole
 step (`estimators/incremental.py`), on times as estimated and on late collectives, and kept if that costs less
-(`base.cost`) within the memory limit and is no slower as estimated. Goes round until nothing helps, or `TRIES` moves
-were tried.
+(`judge.cost`) within the memory limit and is no slower as estimated than what came in. Goes round until nothing helps.
+
+Last, a second goal: steps within `judge.TIE` of the shortest are the same for all that estimates can tell, and of
+these the one that exposes least is best. So moves around what is exposed are tried once more, for that.
 
 Keeps: data dependences, the memory limit, and the order of collectives on each process group unless it may change.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
 
 from overlapc.estimators.incremental import Replay, Timing
 from overlapc.passes.base import Context, PassReport, register_pass
-from overlapc.passes.judge import keep_if_better
+from overlapc.passes.judge import TIE, keep_if_better
 from overlapc.passes.queues import CARRIED_SHARE, COMPUTE
 from overlapc.passes.reasons import Reason
 from overlapc.schedule import dependencies
@@ -31,12 +37,13 @@ from overlapc.schedule.dependencies import Why
 from overlapc.schedule.memory import MemoryTimeline
 from overlapc.schedule.model import Kind, Schedule
 
-# Moves tried on one schedule, each some tenths of a millisecond; fewer where nodes are many.
+# Moves of a kind that are tried on one schedule, each some tenths of a millisecond; fewer where nodes are many.
 TRIES = 1000
 TRIES_TIMES_NODES = 4_000_000
-# Compute nodes that are moved on either side of a wait, of so many nodes there.
+# Compute nodes that are moved on either side of a wait, of so many nodes there: the casts that a layer's gather needs
+# stand right before it, and the next layer's may fill this one's time.
 NEAR = 12
-LOOKED_AT = 96
+LOOKED_AT = 400
 # Collectives that an exposed one may have to wait for on its queue, and that are moved too.
 BEFORE = 3
 # How far a start or a wait is moved, in compute nodes.
@@ -44,6 +51,20 @@ STEPS = (1, 2, 4, 8, 16, 32)
 
 _Window = tuple[int, int, list[int]]  # a node, and the move that is about it, as in `Replay.try_window`
 _Move = Callable[[int, int], Iterator[_Window]]
+_Goal = Callable[[Sequence[Timing]], tuple[float, float]]
+
+
+def _both_ns(timings: Sequence[Timing]) -> float:
+    return sum(each.step_ns for each in timings)
+
+
+def _shortest(timings: Sequence[Timing]) -> tuple[float, float]:
+    """`judge.cost`, of replays as estimated and (the last) with late collectives."""
+    return _both_ns(timings), timings[0].exposed_ns
+
+
+def _least_exposed(timings: Sequence[Timing]) -> tuple[float, float]:
+    return timings[0].exposed_ns, _both_ns(timings)
 
 
 @register_pass("polish")
@@ -75,50 +96,80 @@ class Polish:
         self.waits: dict[int, list[int]] = {}
         for wait, start in schedule.started.items():
             self.waits.setdefault(start, []).append(wait)
-        self.best = self._cost([replay.timing for replay in self.replays])
-        self.tries = min(TRIES, TRIES_TIMES_NODES // max(1, len(schedule.nodes)))
+        self.most_tries = min(TRIES, TRIES_TIMES_NODES // max(1, len(schedule.nodes)))
+        self.tries = 0
         self.moves = 0
+        # What the goal may not cost: a step longer than this as estimated, and as estimated and late together.
+        self.goal: _Goal = _shortest
+        self.most_ns = self._timings()[0].step_ns
+        self.most_both_ns = math.inf
 
     def run(self) -> None:
-        """Go round until nothing helps."""
-        helped = True
+        """Make the step short, then hide more of it; see the module."""
+        came_in_ns = _both_ns(self._timings())
+        self._around_exposed()
+        self._beside_other_compute()
+        shortest = self._timings()
+        self.goal = _least_exposed
+        self.most_ns = min(self.most_ns, shortest[0].step_ns * (1 + TIE))
+        self.most_both_ns = min(came_in_ns, _both_ns(shortest) * (1 + TIE))
+        self._around_exposed()
+
+    def _timings(self) -> list[Timing]:
+        return [replay.timing for replay in self.replays]
+
+    def _around_exposed(self) -> None:
+        """Moves around each exposed collective, the most exposed first, in rounds until nothing helps."""
+        self.tries, helped = self.most_tries, True
         while helped and self._may_go_on():
             helped = False
             exposed = {**self.replays[-1].exposed, **self.replays[0].exposed}
             for start in sorted(exposed, key=lambda at: (-exposed[at], at)):
-                while self._may_go_on() and self._improve(start):
+                while self._may_go_on() and self._improve(start, self._candidates):
+                    helped = True
+
+    def _beside_other_compute(self) -> None:
+        """Every start a little later or earlier, in rounds until nothing helps."""
+        self.tries, helped = self.most_tries, True
+        while helped and self._may_go_on():
+            helped = False
+            for start in [at for at in self.order if at in self.waits]:
+                while self._may_go_on() and self._improve(start, self._shifts):
                     helped = True
 
     def _may_go_on(self) -> bool:
         return self.tries > 0 and (self.most_moves is None or self.moves < self.most_moves)
 
-    def _cost(self, timings: Sequence[Timing]) -> tuple[float, float]:
-        return sum(each.step_ns for each in timings), timings[0].exposed_ns
-
-    def _improve(self, start: int) -> bool:
-        """Make the first move that helps a collective."""
+    def _improve(self, start: int, moves: _Move) -> bool:
+        """Make the first of the moves around a collective that the goal is nearer after."""
         if start not in self.waits:  # it waits for itself, or nobody for it
             return False
         wait = min(self.waits[start], key=self.position.__getitem__)
-        for node, low, nodes in self._candidates(start, wait):
+        best = self.goal(self._timings())
+        for node, low, nodes in moves(start, wait):
             if not self._may_go_on():
                 return False
             self.tries -= 1
             timings = [replay.try_window(low, nodes) for replay in self.replays]
-            cost = self._cost(timings)
-            no_slower = timings[0].step_ns <= self.replays[0].timing.step_ns
-            if cost < self.best and no_slower and self.memory.try_window(low, nodes) <= self.limit:
-                before = self.position[node]
-                for replay in self.replays:
-                    replay.apply(low, nodes)
-                self.memory.apply(low, nodes)
-                self.best = cost
-                self.moves += 1
-                name = self.schedule.nodes[node].name
-                self.report.moved(name, self.position[node] - before)
-                self.report.because(name, Reason.POLISHED, self.schedule.nodes[start].name)
+            if self.goal(timings) >= best or not self._is_short(timings):
+                continue
+            if self.memory.try_window(low, nodes) <= self.limit:
+                self._make(node, low, nodes, start)
                 return True
         return False
+
+    def _is_short(self, timings: Sequence[Timing]) -> bool:
+        return timings[0].step_ns <= self.most_ns and _both_ns(timings) <= self.most_both_ns
+
+    def _make(self, node: int, low: int, nodes: Sequence[int], start: int) -> None:
+        before = self.position[node]
+        for replay in self.replays:
+            replay.apply(low, nodes)
+        self.memory.apply(low, nodes)
+        self.moves += 1
+        name = self.schedule.nodes[node].name
+        self.report.moved(name, self.position[node] - before)
+        self.report.because(name, Reason.POLISHED, self.schedule.nodes[start].name)
 
     # Moves
 
@@ -137,6 +188,14 @@ class Polish:
             for to in self._distances(range(at - 1, -1, -1)):
                 yield from self._earlier(each, to)
             yield from islice(self._each(self._later, range(at - 1, -1, -1), at + 1), NEAR)
+
+    def _shifts(self, start: int, wait: int) -> Iterator[_Window]:
+        """The start a little later, up to its wait, and a little earlier."""
+        at = self.position[start]
+        for to in self._distances(range(at + 1, self.position[wait] + 1)):
+            yield from self._later(start, to)
+        for to in self._distances(range(at - 1, -1, -1)):
+            yield from self._earlier(start, to)
 
     def _queue_up_to(self, start: int) -> list[int]:
         """A collective, and those before it on its queue."""

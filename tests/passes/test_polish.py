@@ -162,12 +162,15 @@ def test_so_many_moves_and_no_more(moves):
     assert len(result.reports[0].moves) == moves
 
 
-def test_so_many_tries_and_no_more(monkeypatch):
-    schedule = parse(TWO)
+def test_so_many_tries_of_a_kind_and_no_more(monkeypatch):
+    schedule = parse(f"""{TWO}
+        o = reduce_scatter(y) @dp : 0B 9us; u = wait(o); z = kernel(u) : 0B 9us; e = kernel(x) : 0B 9us
+    """)
+    assert len(polish(schedule, Context())[1].moves) == 3
     monkeypatch.setattr(module, "TRIES", 0)
     assert polish(schedule, Context())[0] is schedule
     monkeypatch.setattr(module, "TRIES", 1)
-    assert len(polish(schedule, Context())[1].moves) == 1
+    assert len(polish(schedule, Context())[1].moves) == 2  # one to make the step short, one to hide more
     monkeypatch.setattr(module, "TRIES", 1000)
     monkeypatch.setattr(module, "TRIES_TIMES_NODES", len(schedule.nodes) - 1)
     assert polish(schedule, Context())[0] is schedule

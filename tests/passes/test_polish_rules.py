@@ -29,10 +29,39 @@ ORDERS: dict[str, tuple[Context, str, str]] = {
     "what helps late collectives may not make the step longer": (
         SLOW,
         """
-        b = kernel(x) : 0B 50us; c = kernel(x) : 0B 100us; d = reduce_scatter(x) @dp : 0B 100us
-        e = wait(d)
+        a = kernel(x) : 0B 20us; b = reduce_scatter(x) @tp : 0B 20us; c = kernel(x) : 0B 5us; d = kernel(c) : 0B 5us
+        e = kernel(c) : 0B 5us; w0 = wait(b)
         """,
-        "b d c e",
+        "a b c d e w0",
+    ),
+    "nor may what hides more": (
+        SLOW,
+        """
+        a = kernel(x) : 0B 5us; b = reduce_scatter(a) @dp : 0B 50us; c = reduce_scatter(x) @dp : 0B 5us
+        d = kernel(a) : 0B 50us; e = kernel(x) : 0B 5us; w0 = wait(b); w1 = wait(c)
+        """,
+        "a b d c e w0 w1",
+    ),
+    "a hidden collective begins later, beside less of the compute that it slows": (
+        SLOW,
+        "a = reduce_scatter(x) @dp : 0B 5us; b = kernel(x) : 0B 5us; c = kernel(b) : 0B 5us; w0 = wait(a)",
+        "b a c w0",
+    ),
+    "or earlier": (
+        SLOW,
+        """
+        a = kernel(x) : 0B 5us; b = kernel(a) : 0B 5us; c = reduce_scatter(a) @dp : 0B 20us; d = kernel(a) : 0B 5us
+        e = kernel(x) : 0B 20us; w0 = wait(c)
+        """,
+        "a c b d e w0",
+    ),
+    "of steps about as short the one that hides more": (
+        SLOW,
+        """
+        a = reduce_scatter(x) @dp : 0B 20us; b = wait(a); c = kernel(x) : 0B 5us; d = kernel(x) : 0B 20us
+        e = kernel(x) : 0B 100us
+        """,
+        "c a d e b",
     ),
     "three before an exposed one on its queue are moved too": (
         SLOW,
