@@ -137,7 +137,7 @@ def refuse_if_deterministic() -> None:
 
 
 def contiguous(device: torch.device, dtype: torch.dtype, size: Sequence[sympy.Expr]) -> Layout:
-    """The layout of a new tensor, rows last."""
+    """The row-major layout of a new tensor."""
     return Layout(device, dtype, tuple(size), contiguous_strides(size))
 
 

@@ -22,7 +22,7 @@ from overlapc.errors import ToolchainError
 from overlapc.runtime import triton_workers
 from overlapc.runtime.cache import KernelCache, content_key
 from overlapc.runtime.triton_compile import Binary, Specification, compile_now
-from overlapc.runtime.triton_kernel import Source, Stage, Variant, launch_of, usual_variant
+from overlapc.runtime.triton_kernel import Source, Stage, Variant, launch_of
 
 Target = tuple[str, int, int]  # backend, architecture, threads of a warp
 
@@ -114,18 +114,6 @@ def compile_ahead(each: Mapping[str, Wanted], cache_dir: Path) -> None:
     for item, answer in zip(missing, triton_workers.compile_all([item.what for item in missing]), strict=True):
         if answer is not None:
             item.keep(*answer, cache_dir)
-
-
-def compile_source(source: Source, cache_dir: Path, capability: int = 90) -> list[Any]:
-    """Triton's compiled kernels (`.asm`, `.metadata`) of every stage for an NVIDIA architecture; needs no GPU."""
-    triton_module()
-    path = write_module(source, cache_dir)
-    compiled = []
-    for stage in launch_of(source).stages:
-        what = wanted(source, stage, usual_variant(source), ("cuda", capability, 32), cache_dir).what
-        with explained(source, stage.function, path):
-            compiled.append(compile_now(what))
-    return compiled
 
 
 def write_module(source: Source, cache_dir: Path) -> Path:

@@ -16,7 +16,7 @@ from overlapc.codegen.triton.combo import combo_source
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body, Load, Reduce, Store, op
 from overlapc.ir.template import template_of
-from overlapc.runtime.triton_binary import compile_source
+from tests.codegen.cubins import compile_source
 from tests.codegen.terms import loop, p0, p1, r0
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -12,8 +12,8 @@ import triton
 from overlapc.codegen.triton import TritonGenerator, products
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body, Load, Loop, Reduce, Store, op
-from overlapc.runtime.triton_binary import compile_source
 from tests.codegen.case import Case
+from tests.codegen.cubins import compile_source
 from tests.codegen.product_cases import bf16, plain, product_cases
 from tests.codegen.terms import f32, p0, p1, r0
 

@@ -12,7 +12,7 @@ import triton
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.ir.body import Body, Checked, Constant, Load, Loop, Reduce, Store, op
 from overlapc.ir.indexing import loop_symbol
-from overlapc.runtime.triton_binary import compile_source
+from tests.codegen.cubins import compile_source
 
 P, R, AT = (loop_symbol(prefix, 0) for prefix in "pri")
 

@@ -9,8 +9,8 @@ import pytest
 
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.tiling import Tiling
-from overlapc.runtime.triton_binary import compile_source
 from tests.codegen.case import Case
+from tests.codegen.cubins import compile_source
 from tests.codegen.norm_cases import group_norm
 from tests.codegen.scan_cases import scan_cases
 from tests.codegen.triton_cases import small, softmax

@@ -18,10 +18,11 @@ from overlapc.errors import ToolchainError
 from overlapc.ir.body import Body, Cast, Constant, Load, Store, op
 from overlapc.runtime import triton_launch
 from overlapc.runtime.native_launcher import launcher_type
-from overlapc.runtime.triton_binary import compile_source, write_module
+from overlapc.runtime.triton_binary import write_module
 from overlapc.runtime.triton_compile import Binary
 from overlapc.runtime.triton_kernel import Variant, host_function, variant_of
 from tests.codegen import triton_cases as cases
+from tests.codegen.cubins import compile_source
 from tests.codegen.terms import loop, p0, r0, s0
 from tests.runtime.recording_driver import Driver
 

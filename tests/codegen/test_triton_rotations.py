@@ -12,7 +12,7 @@ import torch
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.rotations import joined_halves
 from overlapc.ir.body import Body, Cast, Constant, Index, Load, Store, Value, op
-from overlapc.runtime.triton_binary import compile_source
+from tests.codegen.cubins import compile_source
 from tests.codegen.terms import loop, p0, p1
 from tests.codegen.triton_cases import rope
 

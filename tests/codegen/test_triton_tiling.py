@@ -11,7 +11,7 @@ from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.shape import tile_axes
 from overlapc.codegen.triton.tiling import MULTIPROCESSORS, choose
 from overlapc.ir.body import Body, Load, Reduce, Scan, Store, op
-from overlapc.runtime.triton_binary import compile_source
+from tests.codegen.cubins import compile_source
 from tests.codegen.norm_cases import norm_gradients
 from tests.codegen.terms import loop, p0, r0
 from tests.codegen.triton_cases import elements_and_columns, softmax, three_ways, transpose
