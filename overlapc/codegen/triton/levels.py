@@ -14,7 +14,6 @@ from overlapc.codegen.triton.accumulate import (
     Online,
     Plain,
     Position,
-    Reduction,
     Scanning,
     State,
 )
@@ -56,7 +55,10 @@ def accumulations(
             levels[depth[value] - 1].append(scans[value])
             continue
         number = sum(len(level) for level in levels)
-        levels[depth[value] - 1].append(_accumulation(value, second.get(value), number, position_dtype, width))
+        later = second.get(value)
+        levels[depth[value] - 1].append(
+            _single(value, number, position_dtype) if later is None else _joined(value, later, number, width)
+        )
     return levels
 
 
@@ -120,34 +122,27 @@ def _unguarded(value: Value) -> Value | None:
     return peak if isinstance(size, Op) and size.name == "abs" and size.args[0] is peak else None
 
 
-def _accumulation(
-    value: Reduce, later: Reduce | None, number: int, position_dtype: torch.dtype, width: int
-) -> Reduction:
-    if later is not None and value.kind == "sum":
+def _joined(sooner: Reduce, later: Reduce, number: int, width: int) -> Online | Moments:
+    """Both in one; `number` is the accumulation's in its kernel."""
+    if sooner.kind == "sum":
         names = (f"sum{number}", f"mean{number}", f"squares{number}", f"count{number}")
-        return Moments(value, later, tuple(State(name, value.dtype, "0.0") for name in names))
-    if later is not None:
-        peak = State(f"peak{number}", value.dtype, neutral("max", value.dtype), width)
-        exp = later.arg
-        assert isinstance(exp, Op)
-        assert isinstance(exp.args[0], Op)
-        guarded = exp.args[0].args[1] is not value
-        return Online(value, later, (peak, State(f"total{number}", later.dtype, "0.0", width)), guarded)
-    if value.kind in ("argmax", "argmin"):
+        return Moments(sooner, later, tuple(State(name, sooner.dtype, "0.0") for name in names))
+    peak = State(f"peak{number}", sooner.dtype, neutral("max", sooner.dtype), width)
+    total = State(f"total{number}", later.dtype, "0.0", width)
+    (difference,) = later.arg.operands()
+    return Online(sooner, later, (peak, total), guarded=sooner not in difference.operands())
+
+
+def _single(value: Reduce, number: int, position_dtype: torch.dtype) -> Plain | Position:
+    kind = value.kind
+    if kind in ("argmax", "argmin"):
         dtype = torch.int32 if value.arg.dtype is torch.bool else value.arg.dtype
-        return Position(
-            value,
-            (
-                State(f"{value.kind[3:]}{number}", dtype, neutral(value.kind, dtype)),
-                State(f"at{number}", position_dtype, "0"),
-            ),
-        )
-    # A bool maximum or minimum is any or all.
-    dtype = torch.int32 if value.dtype is torch.bool or value.kind in ("any", "all") else value.dtype
-    start = neutral({"max": "any", "min": "all"}.get(value.kind, value.kind), dtype)
-    if value.dtype is not torch.bool:
-        start = neutral(value.kind, dtype)
-    return Plain(value, (State(f"{value.kind}{number}", dtype, start),))
+        best = State(f"{kind.removeprefix('arg')}{number}", dtype, neutral(kind, dtype))
+        return Position(value, (best, State(f"at{number}", position_dtype, "0")))
+    if value.dtype is torch.bool:
+        kind = {"max": "any", "min": "all"}.get(kind, kind)
+    dtype = torch.int32 if value.dtype is torch.bool or kind in ("any", "all") else value.dtype
+    return Plain(value, (State(f"{value.kind}{number}", dtype, neutral(kind, dtype)),))
 
 
 def scanning(scan: Scan, number: int, position_dtype: torch.dtype) -> Scanning:
