@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -9,6 +11,8 @@ from torch import Tensor, fx, nn
 from overlapc.lowering.provenance import provenance
 from overlapc.parallel import access
 from overlapc.report import record
+from tests.codegen.interpreted import triton_on_cpu
+from tests.lowering.compare import compiled
 
 ACCESS = access.__file__  # between a sharded module and the call of it
 
@@ -59,3 +63,14 @@ def test_the_line_is_the_users_innermost(trace: str, source: str):
     node = graph.placeholder("x")
     node.meta["stack_trace"] = trace
     assert provenance(node).source == source
+
+
+def test_a_fused_kernel_names_each_line_once(tmp_path: Path):
+    def function(x: Tensor) -> Tensor:
+        y = x.exp() * x.cos()
+        return y + 1
+
+    with triton_on_cpu():
+        compiled(function, cache_dir=str(tmp_path), profile="cpu-gloo")(torch.randn(40))
+    (heading,) = [text.split("\n")[0] for path in tmp_path.rglob("*.py") if "exp" in (text := path.read_text())]
+    assert [part.rpartition(": ")[2] for part in heading.split(" | ")[1:]] == ["y = x.exp() * x.cos()", "return y + 1"]

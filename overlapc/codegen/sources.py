@@ -13,6 +13,8 @@ from overlapc.errors import CompileError
 from overlapc.ir.ops import Combo, Loops, LoweredGraph, loops_of
 from overlapc.schedule.model import Schedule
 
+_LINES = 4  # of the user's code that a kernel's comment shows
+
 
 def generate_kernels(
     schedule: Schedule, graph: LoweredGraph, tuned: Mapping[str, KernelSource] | None = None
@@ -45,7 +47,7 @@ def generate_kernels(
 def source_of(op: Loops | Combo, graph: LoweredGraph) -> KernelSource:
     """The kernel of `op` as heuristics would have it."""
     generator = codegen.generator_for(op.device.type)
-    comment = f"{' '.join(op.origin.fx)} | {op.origin.source}"
+    comment = "\n".join((f"{' '.join(op.origin.fx)} | {op.origin.source}", *op.origin.lines[1:_LINES]))
     if isinstance(op, Combo):
         return generator.combine([part.body for part in op.parts], _hint(op), comment)
     return generator.generate(op.body, _hint(op), comment, graph.size_hints)

@@ -100,14 +100,18 @@ class Provenance:
     """FX nodes and user code that an op comes from."""
 
     fx: tuple[str, ...] = ()
-    source: str = ""  # "file:line: code" of the innermost user frame
+    lines: tuple[str, ...] = ()  # "file:line: code" of each innermost user frame
     module: str = ""  # path of the nn.Module, such as "layers.3.mlp"
 
+    @property
+    def source(self) -> str:
+        """The first line, or ""."""
+        return self.lines[0] if self.lines else ""
+
     def joined(self, other: Provenance) -> Provenance:
-        """Both, each node once, this one's place first."""
-        return Provenance(
-            tuple(dict.fromkeys(self.fx + other.fx)), self.source or other.source, self.module or other.module
-        )
+        """Both, each node and line once, this one's place first."""
+        fx, lines = (tuple(dict.fromkeys(both)) for both in (self.fx + other.fx, self.lines + other.lines))
+        return Provenance(fx, lines, self.module or other.module)
 
 
 @dataclass(frozen=True, slots=True)

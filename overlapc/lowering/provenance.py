@@ -17,10 +17,10 @@ def provenance(node: Node) -> Provenance:
     """Where `node` comes from: innermost user frame and module path, as Dynamo recorded them."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     theirs = [frame for frame in frames if not frame[0].startswith(_OURS)] or frames
-    source = "{}:{}: {}".format(*theirs[-1]) if theirs else ""
+    lines = tuple("{}:{}: {}".format(*frame) for frame in theirs[-1:])
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     module = next(reversed(stack.values()))[0] if stack else ""
-    return Provenance((node.name,), source, clean_module(module))
+    return Provenance((node.name,), lines, clean_module(module))
 
 
 def clean_module(path: str) -> str:

@@ -90,7 +90,7 @@ class ValueWriter(AxisWriter):
 
     def assertion(self, message: str) -> str:
         """The literal that a failed check prints: what is wrong, then the nodes and the line it was compiled from."""
-        origin = " ".join(self.kernel.origin.split())[:_ORIGIN_CHARACTERS]
+        origin = " | ".join(" ".join(line.split()) for line in self.kernel.origin.splitlines())[:_ORIGIN_CHARACTERS]
         return ascii(f"{message}, in {origin}" if origin else message)
 
     def scanned(self, emit: Scope, names: Mapping[Value, str], scanning: Scanning) -> str:
