@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from overlapc.binding import environment_of, keeps, kept_step, next_number
 from overlapc.config import Config
 from overlapc.errors import OverlapcError
-from overlapc.fx.versions import compiled_autograd, runs_under_fsdp2
+from overlapc.fx.versions import compiled_autograd, runs_under_ddp, runs_under_fsdp2
 from overlapc.runtime.async_inputs import not_waited_for, plain_examples, waits_first
 from overlapc.runtime.triton_launch import get_ready
 from overlapc.warm.fingerprint import NotCacheable, user_graph_key
@@ -25,6 +25,12 @@ from overlapc.warm.fingerprint import NotCacheable, user_graph_key
 if TYPE_CHECKING:  # parts of the compiler
     from overlapc.passes.base import Context
     from overlapc.schedule.model import Schedule
+
+_ADOPT = "model = overlapc.adopt_fsdp2(model) before torch.compile takes the model over as it is"
+_REPLICATE = (
+    "in place of DistributedDataParallel(model), overlapc.fully_shard(model, mesh) on a mesh of (ranks, 1), with"
+    " mesh_dim_names=('replicate', 'shard'), keeps all parameters on each rank and reduces gradients in the graph"
+)
 
 
 def overlapc(
@@ -44,7 +50,9 @@ def overlapc(
     try:
         config = Config.of(options, mode)
         if runs_under_fsdp2():
-            _advise_adoption()
+            _advise_against_hooks("FSDP2's fully_shard, whose gathers and reductions run in hooks", _ADOPT)
+        elif runs_under_ddp():
+            _advise_against_hooks("DistributedDataParallel, whose reductions run in hooks of autograd", _REPLICATE)
         if "overlapc.parallel.gather" in sys.modules:  # else there is nothing that we shard
             _advise_outermost(gm)
         number = next_number()
@@ -101,11 +109,10 @@ def schedule_only(
         raise _direct(error) from error.__cause__
 
 
-def _advise_adoption() -> None:
+def _advise_against_hooks(whose: str, hint: str) -> None:
     warnings.warn(
-        "overlapc compiles a module in the forward of FSDP2's fully_shard, whose gathers and reductions run in hooks"
-        " that Dynamo does not trace: they stay outside of the graph, and nothing can be scheduled around them.\n"
-        "hint: model = overlapc.adopt_fsdp2(model) before torch.compile takes the model over as it is",
+        f"overlapc compiles a module in the forward of {whose} that Dynamo does not trace: they stay outside of the"
+        f" graph, and nothing can be scheduled around them.\nhint: {hint}",
         stacklevel=2,
     )
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 # Names without a public spelling in any supported version; imported here only, so that a move is one edit.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.errors import ConfigError
@@ -84,6 +85,11 @@ def runs_under_fsdp2() -> bool:
     """Whether some module that FSDP2 manages is in its forward now."""
     states = {id(state): state for ref in _module_state_mapping.values() if (state := ref()) is not None}
     return any(getattr(getattr(state, "_training_state", None), "name", "") == "FORWARD" for state in states.values())
+
+
+def runs_under_ddp() -> bool:
+    """Whether some DistributedDataParallel is in its forward now."""
+    return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def compiled_autograd(gm: Any) -> bool:

@@ -395,6 +395,20 @@ def test_a_module_compiled_by_itself_is_advised_of():
         torch.compile(model.layers[1], backend="overlapc")(torch.ones(2, 3, 8))
 
 
+def test_a_module_under_ddp_is_advised_of():
+    model = nn.parallel.DistributedDataParallel(Tiny())
+    with pytest.warns(UserWarning, match=r"in the forward of DistributedDataParallel.*\n.*on a mesh of \(ranks, 1\)"):
+        torch.compile(model, backend="overlapc")(*batch(2))
+
+
+def test_a_mesh_with_nothing_to_shard_over_replicates():
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
+    recorder = compiled(shard(Tiny(), mesh))
+    assert gathers(recorder.forward[0]) == gathers(recorder.backward[0]) == []
+    reductions = [op for op in ops(recorder.backward[0]) if op in ("all_reduce", "reduce_scatter_tensor")]
+    assert reductions == ["all_reduce"] * len(list(Tiny().parameters()))
+
+
 @pytest.mark.parametrize("around", [False, True])
 def test_a_model_of_one_sharded_module_is_not(around: bool):
     model = nn.Sequential(nn.ReLU(), nn.Linear(8, 8))
