@@ -17,7 +17,7 @@ from overlapc.report import record
 from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministically
 from overlapc.warm import step as warm_step
-from overlapc.warm.fingerprint import environment_key
+from overlapc.warm.environment import environment_key
 from overlapc.warm.graph import CompiledGraph
 
 if TYPE_CHECKING:

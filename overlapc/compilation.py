@@ -37,7 +37,8 @@ from overlapc.schedule.model import Schedule
 from overlapc.tracing import step_of
 from overlapc.warm import graph as warm_graph
 from overlapc.warm import step as warm_step
-from overlapc.warm.fingerprint import NotCacheable, environment_key, graph_key
+from overlapc.warm.environment import environment_key
+from overlapc.warm.fingerprint import NotCacheable, graph_key
 from overlapc.warm.printed import compiled_graph
 
 _log = logging.getLogger("overlapc")

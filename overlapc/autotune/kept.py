@@ -12,7 +12,7 @@ from overlapc.autotune.search import Trial
 from overlapc.estimators.measured import machine_of
 from overlapc.ir.ops import LoweredGraph
 from overlapc.runtime.cache import KernelCache, content_key
-from overlapc.warm.fingerprint import triton_version
+from overlapc.runtime.toolchain import triton_version
 
 _SUFFIX = ".tilings.json"
 

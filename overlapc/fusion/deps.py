@@ -180,6 +180,3 @@ def _order_communication(found: Edges, ops: Sequence[IROp]) -> None:
             group = getattr(comm, "group", "")
             found.need(position, last_of_group.get(group))
             last_of_group[group] = position
-
-
-__all__ = ["Edges", "edges", "has_effect", "mutated", "output_buffers", "reads_of", "symbols_used", "without_dead_ops"]

@@ -1,4 +1,4 @@
-"""The C++ compiler: which one, with which flags, and its errors in one readable piece."""
+"""The C++ compiler: which one, with which flags, and its errors in one readable piece. Triton: which version."""
 
 from __future__ import annotations
 
@@ -118,3 +118,13 @@ def compile_error(command: list[str], stderr: str, source: Path) -> ToolchainErr
     return ToolchainError(
         f"the C++ compiler refused a kernel; source: {source}\n{shown}\ncommand: {shlex.join(command)}"
     )
+
+
+def triton_version() -> str:
+    """Of the package that is installed; "" where there is none."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""

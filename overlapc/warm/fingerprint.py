@@ -1,17 +1,13 @@
-"""What a compilation depends on, as one hash: the graph, the options, the software and the state of torch.
+"""What a compilation starts from, as one hash: a graph of ATen ops, or as Dynamo captured it.
 
-Two compilations with one fingerprint would produce the same program. What cannot be told from outside (a user's
-function among the options, an operator of a user's library, a Python object in the graph) raises NotCacheable: such a
+Two compilations with one fingerprint in one environment (`warm.environment`) would produce the same program. What
+cannot be told from outside (an operator of a user's library, a Python object in the graph) raises NotCacheable: such a
 graph is compiled every time.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import platform
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import sympy
@@ -19,28 +15,14 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Node
 
-from overlapc.codegen.kernel import foreign
-from overlapc.config import Config
 from overlapc.errors import OverlapcError
 from overlapc.fx.groups import ranks_of
 from overlapc.fx.versions import group_name_of, size_hint
 from overlapc.runtime.cache import content_key
 
-# Options that say where things lie or how to talk, not what is generated.
-_NOT_IN_KEY = frozenset({"rank_timeout", "rank_check", "dump_dir", "cache_dir", "dump", "debug", "warm_start"})
-_PACKAGE = Path(__file__).resolve().parents[1]
-_CODE = ("*.py", "*.h", "*.json")
-
 
 class NotCacheable(OverlapcError):
     """Why a graph has no fingerprint; it is compiled as if there were no cache."""
-
-
-def environment_key(config: Config) -> str:
-    """Hash of everything but the graph: overlapc's own code, options, versions, devices, torch's switches."""
-    if foreign():
-        raise NotCacheable(f"a kernel generator that is no part of overlapc, for {', '.join(foreign())}")
-    return content_key(_code_key(), *_options(config), *_versions(), *_switches())
 
 
 def graph_key(gm: fx.GraphModule, *context: str) -> str:
@@ -64,77 +46,6 @@ def shared_memory(inputs: Sequence[Any]) -> list[list[int]]:
         if isinstance(value, torch.Tensor) and value.layout == torch.strided:
             found.setdefault(value.untyped_storage()._cdata, []).append(at)
     return [each for each in found.values() if len(each) > 1]
-
-
-# --- the environment
-
-
-@functools.cache
-def _code_key() -> str:
-    """Hash of overlapc's own files, those of the linked folders (passes, estimators) included."""
-    folders = [_PACKAGE, *(each.resolve() for each in _PACKAGE.iterdir() if each.is_symlink())]
-    files = sorted(file for folder in folders for pattern in _CODE for file in folder.rglob(pattern))
-    return content_key(*(file.read_bytes() for file in files))
-
-
-def _passes_are_ours(names: Sequence[str]) -> None:
-    from overlapc.passes.base import is_ours  # which imports all passes: few runs name any
-
-    for name in names:
-        if not is_ours(name):
-            raise NotCacheable(f"pass {name} is no part of overlapc")
-
-
-def _options(config: Config) -> Iterator[str]:
-    for knob in dataclasses.fields(config):
-        if knob.name in _NOT_IN_KEY:
-            continue
-        value = getattr(config, knob.name)
-        if callable(value) or (isinstance(value, tuple) and any(callable(each) for each in value)):
-            raise NotCacheable(f"option {knob.name} holds a function")
-        if knob.name == "passes" and value:
-            _passes_are_ours(value)
-        if isinstance(value, frozenset):
-            value = sorted(value)
-        yield f"{knob.name}={value!r}"
-        if isinstance(value, str | Path) and Path(value).is_file():  # a profile, an earlier run
-            yield Path(value).read_text(encoding="utf-8", errors="replace")
-
-
-@functools.cache
-def _versions() -> tuple[str, ...]:
-    return (torch.__version__, str(torch.version.cuda), triton_version(), platform.python_version(), *_devices())
-
-
-def triton_version() -> str:
-    """ "" where there is none."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return ""
-
-
-def _devices() -> Iterator[str]:
-    yield f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
-    if torch.cuda.is_available():
-        for number in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(number)
-            yield f"{properties.name} {properties.major}.{properties.minor} {properties.multi_processor_count}"
-
-
-def _switches() -> Iterator[str]:
-    """State of torch that tracing and decompositions read."""
-    yield f"grad={torch.is_grad_enabled()} inference={torch.is_inference_mode_enabled()}"
-    yield f"deterministic={torch.are_deterministic_algorithms_enabled()}"
-    yield f"dtype={torch.get_default_dtype()} device={torch.get_default_device()}"
-    for device in ("cpu", "cuda"):
-        yield f"amp {device}={torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}"
-    cuda = torch.backends.cuda
-    yield f"sdp={cuda.flash_sdp_enabled()} {cuda.mem_efficient_sdp_enabled()} {cuda.math_sdp_enabled()}"
-    yield f"cudnn={cuda.cudnn_sdp_enabled()} {torch.backends.cudnn.enabled} {torch.get_float32_matmul_precision()}"
-    yield repr(torch._functorch.config.get_hash())
 
 
 # --- ATen graphs

@@ -27,7 +27,8 @@ from overlapc.fusion.build import to_schedule
 from overlapc.ir.body import Body, Constant, Load, Op
 from overlapc.lowering import lower
 from overlapc.runtime import support
-from overlapc.warm.fingerprint import NotCacheable, environment_key
+from overlapc.warm.environment import environment_key
+from overlapc.warm.fingerprint import NotCacheable
 
 SIGNS = {"add": "+", "mul": "*"}
 

@@ -16,7 +16,8 @@ from overlapc.passes.base import PassReport, register_pass
 from overlapc.report import record
 from overlapc.runtime.counters import counted
 from overlapc.warm import stored
-from overlapc.warm.fingerprint import NotCacheable, environment_key
+from overlapc.warm.environment import environment_key
+from overlapc.warm.fingerprint import NotCacheable
 from tests.ranks import ROOT
 
 COUNTERS = ("kernel_compiles", "graph_compiles", "steps_from_cache", "graph_cache_hits", "kernels", "graphs")
