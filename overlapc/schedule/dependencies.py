@@ -70,20 +70,10 @@ def accesses(schedule: Schedule, node: Node) -> dict[str, bool]:
 
 def _build(schedule: Schedule) -> Dependencies:
     why: dict[tuple[int, int], Why] = {}
-
-    def edge(before: int, after: int, reason: Why) -> None:
+    strongest_first = (*_data(schedule), *_mutations(schedule), *_after(schedule), *_collective_order(schedule))
+    for before, after, reason in strongest_first:
         if before != after:
-            known = why.get((before, after))
-            if known is None or reason.value < known.value:
-                why[before, after] = reason
-
-    for before, after, reason in (
-        *_data(schedule),
-        *_mutations(schedule),
-        *_after(schedule),
-        *_collective_order(schedule),
-    ):
-        edge(before, after, reason)
+            why.setdefault((before, after), reason)
     return _arrays(len(schedule.nodes), why)
 
 
@@ -136,8 +126,7 @@ def _mutations(schedule: Schedule) -> Iterator[_Edge]:
                 yield writer[root], at, Why.MUTATION
             if overwrites:
                 for reader in readers[root]:
-                    if reader != done:
-                        yield reader, at, Why.MUTATION
+                    yield reader, at, Why.MUTATION
                 readers[root] = []
                 writer[root] = done
             else:
@@ -145,12 +134,12 @@ def _mutations(schedule: Schedule) -> Iterator[_Edge]:
 
 
 def _after(schedule: Schedule) -> Iterator[_Edge]:
-    names = {node.name for node in schedule.nodes}
+    position = schedule.positions
     for at, node in enumerate(schedule.nodes):
         for name in node.after:
-            if name not in names:
-                raise ScheduleError(f"{node.name} comes after {name}: {unknown_name('node', name, names)}")
-            yield schedule.position(name), at, Why.AFTER
+            if name not in position:
+                raise ScheduleError(f"{node.name} comes after {name}: {unknown_name('node', name, position)}")
+            yield position[name], at, Why.AFTER
 
 
 def _collective_order(schedule: Schedule) -> Iterator[_Edge]:
@@ -169,7 +158,7 @@ def _collective_order(schedule: Schedule) -> Iterator[_Edge]:
             if barrier is not None:
                 yield barrier, at, Why.BARRIER
             since_barrier.append(at)
-            if node.kind is not Kind.WAIT and node.comm is not None:
+            if node.comm is not None:  # a wait has none
                 group = node.comm.group
                 if group in last_of_group:
                     yield last_of_group[group], at, Why.COLLECTIVE_ORDER

@@ -11,8 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.deps import edges, without_dead_ops
-from overlapc.ir.body import Store
-from overlapc.ir.hazards import overwrites_in_place, scatters
+from overlapc.ir.hazards import scatters
 from overlapc.ir.ops import Loops
 from overlapc.lowering import lower
 from tests.fusion.build import change, graph, names, pointwise
@@ -74,15 +73,6 @@ def test_a_scatter_stays_alone():
     scatter = dataclasses.replace(scatter, body=dataclasses.replace(scatter.body, stores=(store,)))
     made = graph([scatter, pointwise("y", "b")], ["a__c", "y"])
     assert reasons(made) == {"one of them scatters: its iterations go by where they write"}
-
-
-@pytest.mark.parametrize("change_", [{"mode": "add"}, {"index": change("c", "a", "b").body.stores[0].index + 1}])
-def test_only_plain_stores_at_the_same_index_overwrite_what_is_read(change_):
-    body = change("c", "a", "a").body
-    store: Store = body.stores[0]
-    assert overwrites_in_place(body, store, {"a"})
-    assert overwrites_in_place(body, dataclasses.replace(store, **change_), {"b"})
-    assert not overwrites_in_place(body, dataclasses.replace(store, **change_), {"a"})
 
 
 # --- through torch.compile

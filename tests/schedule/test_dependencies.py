@@ -1,18 +1,23 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from overlapc.errors import ScheduleError
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why
 from overlapc.schedule.text import parse
 from tests.graphs import reordered, schedules
 
 
-def edges(text):
-    schedule = parse(text)
+def edges_of(schedule):
     return {
         (schedule.nodes[before].name, schedule.nodes[after].name): why
         for before, after, why in dependencies.of(schedule).edges()
     }
+
+
+def edges(text):
+    return edges_of(parse(text))
 
 
 def test_readers_follow_producers():
@@ -55,6 +60,10 @@ def test_nothing_that_communicates_crosses_unknown_communication():
     assert not any("k" in edge for edge in found)
 
 
+def test_unknown_communication_keeps_its_order():
+    assert edges("a = comm:send(x) @pp; b = comm:receive(y) @pp") == {("a", "b"): Why.BARRIER}
+
+
 def test_communication_that_is_vouched_for_keeps_its_place_in_its_group_only():
     found = edges("a = all_gather(x) @dp; t = all_gather(x) @tp; c = comm:swap(y) @tp safe=yes; b = all_gather(x) @dp")
     assert found == {("a", "b"): Why.COLLECTIVE_ORDER, ("t", "c"): Why.COLLECTIVE_ORDER}
@@ -64,14 +73,26 @@ def test_weak_edges():
     assert edges("a = kernel(x); b = kernel(x) after=a") == {("a", "b"): Why.AFTER}
 
 
+def test_an_unknown_node_to_come_after_is_named():
+    with pytest.raises(ScheduleError, match="b comes after aa: no node named 'aa'; nearest: a"):
+        edges("a = kernel(x); b = kernel(x) after=aa")
+
+
+def test_who_may_reorder_collectives_makes_the_order_to_keep():
+    before = parse("a = all_gather(x) @dp; b = all_gather(x) @dp; k = kernel(x); c = all_gather(k) @dp")
+    after = before.replace_order(("k", "c", "b", "a"), reorder_collectives=True)
+    found = {
+        (after.nodes[early].name, after.nodes[late].name): why for early, late, why in dependencies.of(after).edges()
+    }
+    order = Why.COLLECTIVE_ORDER
+    assert found == {("k", "c"): Why.DATA, ("c", "b"): order, ("b", "a"): order}
+
+
 @given(schedules(), st.data())
 @settings(max_examples=100, deadline=None)
 def test_moving_nodes_does_not_change_what_depends_on_what(schedule, data):
-    def named(each):
-        return {
-            (each.nodes[before].name, each.nodes[after].name, why)
-            for before, after, why in dependencies.of(each).edges()
-        }
-
     moved = data.draw(reordered(schedule))
-    assert named(moved) == named(schedule)
+    assert edges_of(moved) == edges_of(schedule)
+    deps = dependencies.of(moved)
+    assert {(before, after) for after, preds in enumerate(deps.preds) for before in preds} == deps.why.keys()
+    assert {(before, after) for before, succs in enumerate(deps.succs) for after in succs} == deps.why.keys()
