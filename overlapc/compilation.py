@@ -15,10 +15,11 @@ from torch.fx import GraphModule, Node
 
 from overlapc import dump
 from overlapc.binding import bind, keeps
+from overlapc.codegen.build import build_program
 from overlapc.codegen.kernel import KernelSource
 from overlapc.codegen.parts import Partition, split
 from overlapc.codegen.pool import peak_bytes, pooled
-from overlapc.codegen.program import Program, build_program
+from overlapc.codegen.program import Program
 from overlapc.codegen.sources import generate_kernels, kernels_of
 from overlapc.config import Config
 from overlapc.counts import counts_of, fallbacks_of

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import overlapc.codegen.triton  # noqa: F401 (registers the generator)
-from overlapc.codegen.program import build_program
+from overlapc.codegen.build import build_program
 from overlapc.codegen.python import PythonWrapper
 from overlapc.codegen.sources import generate_kernels
 from overlapc.fusion import fuse_ops

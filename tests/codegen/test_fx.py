@@ -16,8 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlapc.codegen.cpp  # noqa: F401 (registers the generator)
 from overlapc.codegen import kernel as generators
+from overlapc.codegen.build import build_program
 from overlapc.codegen.fx import FxWrapper
-from overlapc.codegen.program import build_program
 from overlapc.codegen.sources import generate_kernels
 from overlapc.config import Config
 from overlapc.fusion import fuse_ops

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import overlapc.codegen.cpp  # noqa: F401 (registers the generator)
+from overlapc.codegen.build import build_program
 from overlapc.codegen.kernel import generator_for
-from overlapc.codegen.program import Allocate, Free, Launch, Program, Reuse, TakeOver, build_program
+from overlapc.codegen.program import Allocate, Free, Launch, Program, Reuse, TakeOver
 from overlapc.codegen.python import PythonWrapper
 from overlapc.codegen.sources import generate_kernels
 from overlapc.config import Config

@@ -17,8 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.backend import overlapc
 from overlapc.codegen import kernel as generators
+from overlapc.codegen.build import build_program
 from overlapc.codegen.kernel import Alternative, KernelSource, Launcher
-from overlapc.codegen.program import build_program
 from overlapc.codegen.python import PythonWrapper
 from overlapc.codegen.sources import generate_kernels
 from overlapc.config import Config

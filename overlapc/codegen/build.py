@@ -1,0 +1,287 @@
+"""The final schedule to a program.
+
+Memory is decided here: what a kernel writes in place, which freed buffer the next allocation takes over, and where
+everything is freed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import sympy
+import torch
+
+from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.program import (
+    Allocate,
+    BindSize,
+    Call,
+    CheckInput,
+    ExpectLayout,
+    Free,
+    Home,
+    Instruction,
+    Launch,
+    Program,
+    Return,
+    Reuse,
+    TakeOver,
+    WaitFor,
+)
+from overlapc.ir.body import Body
+from overlapc.ir.hazards import overwrites_in_place
+from overlapc.ir.ops import (
+    Combo,
+    Extern,
+    Handle,
+    IROp,
+    Layout,
+    Loops,
+    LoweredGraph,
+    Start,
+    View,
+    Wait,
+    buffers_read,
+    loops_of,
+    tree_leaves,
+    views_read,
+)
+from overlapc.schedule.memory import analyze
+from overlapc.schedule.model import Schedule
+
+# Bytes of an argument below which new memory costs the host less than to ask who else holds that (2 us).
+SMALLEST_REUSED = 64 << 10
+
+
+def build_program(
+    schedule: Schedule, graph: LoweredGraph, kernels: Mapping[str, KernelSource], *, donated: Collection[str] = ()
+) -> Program:
+    """Instructions for `schedule`; `kernels` holds the source of every `Loops` op by its name.
+
+    donated: arguments that may be overwritten where they die, if nobody else holds their memory when it runs.
+    """
+    return _Builder(schedule, graph, kernels, donated).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        schedule: Schedule,
+        graph: LoweredGraph,
+        kernels: Mapping[str, KernelSource],
+        donated: Collection[str],
+    ) -> None:
+        self.schedule = schedule
+        self.graph = graph
+        self.kernels = kernels
+        self.instructions: list[Instruction] = []
+        self.layouts: dict[str, Layout] = {}
+        self.donated = set(donated)
+        self.planned: set[str] = set()  # roots whose memory we allocated ourselves
+        self.spare: dict[tuple[torch.device, sympy.Expr], str] = {}  # freed just now, not yet given back
+        self.bound: set[str] = set()
+        self.relied_on: set[str] = set()
+        self.taken: dict[str, str] = {}  # root -> the output that took over its memory
+
+    def build(self) -> Program:
+        self.relied_on = self._layouts_relied_on()
+        self._bind_inputs()
+        profile = analyze(self.schedule)
+        for node, frees in zip(self.schedule.nodes, profile.frees, strict=True):
+            op: IROp = node.payload
+            dying = {self.graph.root(name) for name in frees}
+            if isinstance(op, Loops | Combo):
+                self._launch(op, dying)
+            elif isinstance(op, Wait):
+                self.instructions.append(WaitFor(self._variable(op.source.buffer), op))
+            else:
+                self._call(op.call if isinstance(op, Start) else op, isinstance(op, Start))
+            self._free(dying)
+        self._give_back()
+        self.instructions.append(Return(self.graph.outputs))
+        names = [*self.graph.inputs, *self.graph.constants, *(n for node in self.schedule.nodes for n in node.writes)]
+        return Program(
+            self.graph.name,
+            self.graph.inputs,
+            tuple(self.instructions),
+            {name: self._variable(name) for name in names},
+            self.layouts,
+            self.graph.constants,
+        )
+
+    def _variable(self, buffer: str) -> str:
+        """Waits and mutations give a buffer a new name; it stays the same Python object."""
+        return self.graph.root(buffer)
+
+    # --- arguments
+
+    def _bind_inputs(self) -> None:
+        for name, expr in self.graph.scalars.items():
+            if expr.is_Symbol:
+                self._bind(BindSize(expr, name))
+        used = self._inputs_used()
+        # What the graph does not use may be passed as None: sizes are read off the others where they can be.
+        for name in sorted((*self.graph.inputs, *self.graph.constants), key=lambda name: name not in used):
+            view = self.graph.views.get(name)
+            if view is None:
+                continue
+            self.layouts[name] = view.layout
+            if name in self.graph.constants:
+                continue
+            for stride, exprs in ((False, view.layout.size), (True, view.layout.stride)):
+                for dim, expr in enumerate(exprs):
+                    if expr.is_Symbol:
+                        self._bind(BindSize(expr, name, dim, stride))
+        for name in self.graph.inputs:
+            view = self.graph.views.get(name)
+            if view is not None and name in self.relied_on:
+                self.instructions.append(CheckInput(name, view.layout))
+
+    def _layouts_relied_on(self) -> set[str]:
+        """Buffers whose traced layout generated code builds on: kernels, and views made here.
+
+        What only calls see, and as it came, may differ: some ops' fake results do (`_embedding_bag`).
+        """
+        found: set[str] = set()
+        for node in self.schedule.nodes:
+            op: IROp = node.payload
+            if isinstance(op, Loops | Combo):
+                found |= {load.buffer for part in loops_of(op) for load in part.body.loads()}
+                found |= {view.buffer for view in op.mutates}
+            else:
+                found |= {leaf.buffer for leaf in views_read(op) if self._is_other_view(leaf)}
+        found |= {leaf.buffer for leaf in _leaves(self.graph.outputs) if self._is_other_view(leaf)}
+        return {self.graph.root(name) for name in found}
+
+    def _is_other_view(self, leaf: View | Handle) -> bool:
+        own = self.graph.views.get(self.graph.root(leaf.buffer))
+        return isinstance(leaf, View) and own is not None and leaf.layout != own.layout
+
+    def _inputs_used(self) -> set[str]:
+        """Arguments that some op reads or overwrites, or that are returned."""
+        read = {name for node in self.schedule.nodes for name in (*node.reads, *node.mutates)}
+        returned = {view.buffer for view in _leaves(self.graph.outputs)}
+        return {self.graph.root(name) for name in read | returned}
+
+    def _bind(self, binding: BindSize) -> None:
+        if str(binding.symbol) not in self.bound:
+            self.bound.add(str(binding.symbol))
+            self.instructions.append(binding)
+
+    # --- ops
+
+    def _launch(self, op: Loops | Combo, dying: set[str]) -> None:
+        parts = loops_of(op)
+        readers = Counter(root for part in parts for root in {self.graph.root(name) for name in buffers_read(part)})
+        shared = {root for root in dying if readers[root] > 1}  # parts run side by side: none may overwrite these
+        self._settle([self._home(view, part, dying, shared) for part in parts for view in part.outputs])
+        kernel = self.kernels[op.name]
+        roots = [self._variable(name) for name in kernel.buffers]
+        self.instructions.append(Launch(kernel, op, tuple(self.taken.get(root, root) for root in roots)))
+
+    def _home(self, view: View, op: Loops, dying: set[str], shared: set[str]) -> Home:
+        """Memory for a kernel's output: an argument's that dies here, what was freed just now, or new."""
+        self.planned.add(view.buffer)
+        self.layouts[view.buffer] = view.layout
+        for root in sorted((dying & self.planned) - shared):
+            if self._may_become(root, view, op.body):
+                dying.discard(root)
+                self.taken[root] = view.buffer
+                return TakeOver(view.buffer, root, view.layout)
+        spare = self._spare(view)
+        if spare is not None:
+            return spare
+        size = view.layout.storage_bytes()
+        if size.is_Integer and size < SMALLEST_REUSED:
+            return Allocate(view.buffer, view.layout)
+        for root in sorted((dying & self.donated) - shared):
+            if self._may_become(root, view, op.body):
+                self.donated.discard(root)
+                return Reuse(view.buffer, root, view.layout)
+        return Allocate(view.buffer, view.layout)
+
+    def _may_become(self, root: str, view: View, body: Body) -> bool:
+        """Whether `body` may write `view` in the memory of `root`."""
+        there = self.layouts[root]
+        same = (there.storage_bytes(), there.device) == (view.layout.storage_bytes(), view.layout.device)
+        return same and self._may_overwrite(body, root, view.buffer)
+
+    def _spare(self, view: View) -> TakeOver | None:
+        spare = self.spare.pop((view.layout.device, view.layout.storage_bytes()), None)
+        return None if spare is None else TakeOver(view.buffer, spare, view.layout)
+
+    def _settle(self, homes: Collection[Home]) -> None:
+        """What may be new memory comes after `_give_back`: both at once would be more than any plan expects."""
+        self.instructions += [home for home in homes if isinstance(home, TakeOver)]
+        self._give_back()
+        self.instructions += [home for home in homes if not isinstance(home, TakeOver)]
+
+    def _may_overwrite(self, body: Body, read: str, written: str) -> bool:
+        """Whether the kernel may store `written` in the memory that it reads as `read`, and writes nowhere else."""
+        names = {load.buffer for load in body.loads() if self.graph.root(load.buffer) == read}
+        stores = [store for store in body.stores if store.buffer == written]
+        return (
+            bool(names)
+            and len(stores) == 1
+            and not any(self.graph.root(store.buffer) == read for store in body.stores)
+            and overwrites_in_place(body, stores[0], names)
+        )
+
+    def _call(self, op: Extern, starts: bool) -> None:
+        homes: list[Home] = []
+        if op.out and isinstance(op.result, View):
+            view = op.result
+            self.planned.add(view.buffer)
+            self.layouts[view.buffer] = view.layout
+            homes.append(self._spare(view) or Allocate(view.buffer, view.layout))
+        self._settle(homes)
+        given = {view.buffer for view in op.mutates} | {leaf.buffer for leaf in _leaves((op.args, dict(op.kwargs)))}
+        results = [(leaf, path) for leaf, path in _paths(op.result, ()) if leaf.buffer not in given]
+        self.instructions.append(Call(op, tuple((leaf.buffer, path) for leaf, path in results), starts))
+        for leaf, _ in results:
+            if isinstance(leaf, Handle):
+                if leaf.expr is not None and leaf.expr.is_Symbol:
+                    self._bind(BindSize(leaf.expr, leaf.buffer))
+                continue
+            self.layouts[leaf.buffer] = leaf.layout
+            for dim, expr in enumerate(leaf.layout.size):
+                if expr.is_Symbol:
+                    self._bind(BindSize(expr, leaf.buffer, dim))
+            if not starts and self.graph.root(leaf.buffer) in self.relied_on:
+                self.instructions.append(ExpectLayout(leaf.buffer, leaf.layout))
+
+    # --- memory
+
+    def _free(self, dying: set[str]) -> None:
+        """Buffers that die here: planned ones may be taken over by the very next allocation of their size.
+
+        Holding them any longer would raise the peak over what the schedule was planned with.
+        """
+        gone = []
+        for root in sorted(dying):
+            key = (self.layouts[root].device, self.layouts[root].storage_bytes()) if root in self.planned else None
+            if key is not None and key not in self.spare:
+                self.spare[key] = root
+            elif root in self.layouts or root in self.graph.inputs:
+                gone.append(root)
+        if gone:
+            self.instructions.append(Free(tuple(gone)))
+
+    def _give_back(self) -> None:
+        if self.spare:
+            self.instructions.append(Free(tuple(self.spare.values())))
+            self.spare = {}
+
+
+def _leaves(tree: Any) -> list[View | Handle]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, View | Handle)]
+
+
+def _paths(tree: Any, path: tuple[int, ...]) -> list[tuple[View | Handle, tuple[int, ...]]]:
+    if isinstance(tree, View | Handle):
+        return [(tree, path)]
+    if isinstance(tree, tuple | list):
+        return [found for at, item in enumerate(tree) for found in _paths(item, (*path, at))]
+    return []
