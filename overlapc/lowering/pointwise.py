@@ -49,7 +49,6 @@ ON_BOOL = {
     "bitwise_not": "logical_not",
 }
 ROUND_ON_FLOAT_ONLY = frozenset(("floor", "ceil", "trunc", "round"))
-SIGN_BITS = frozenset(("signbit", "isnan", "isinf"))
 
 
 def compute(name: str, kind: PROMOTION, context: Context, *args: Any) -> View:
