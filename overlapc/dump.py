@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -18,7 +17,7 @@ class Dumps:
     def __init__(self, config: Config, graph: str) -> None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self.config = config
-        self.folder = Path(config.dump_dir) / f"rank{rank}" / graph
+        self.folder = config.dump_dir / f"rank{rank}" / graph
 
     def write(self, stage: str, what: str, text: Callable[[], str], suffix: str = "txt") -> None:
         """The text is made only if `stage` is wanted."""

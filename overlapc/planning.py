@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,13 +100,7 @@ def plan_graph(
         measure = KernelTimes(lowered, config.cache_dir) if measured else None
         ops, fusion = fuse_ops(lowered, config.fusion, freeable, measure=measure, refuse=_refuse_fused)
         dumps.write("fusion", "decisions", lambda: str(fusion))
-        schedule = to_schedule(
-            ops,
-            lowered,
-            freeable,
-            config.memory_budget,
-            fusion.kernel_of,
-        )
+        schedule = to_schedule(ops, lowered, freeable, config.memory_budget, fusion.kernel_of)
         tuning = _tuned(schedule, lowered, profile, config, talks)
         if tuning is not None:
             dumps.write("kernels", "tuning", lambda: str(tuning))
@@ -263,8 +256,8 @@ def _tuned(
     """Times of its kernels in several block sizes, if they are asked for."""
     if not config.autotune or torch.are_deterministic_algorithms_enabled():
         return None
-    cache_dir, seconds = Path(config.cache_dir), config.autotune_seconds
-    return tune(schedule, lowered, Roofline(profile).estimate, cache_dir, seconds=seconds, talks=talks)
+    seconds = config.autotune_seconds
+    return tune(schedule, lowered, Roofline(profile).estimate, config.cache_dir, seconds=seconds, talks=talks)
 
 
 def _copy_costs(profile: DeviceProfile) -> CopyCosts:
