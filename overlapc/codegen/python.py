@@ -36,6 +36,9 @@ from overlapc.runtime.cuda_graphs import Parts
 from overlapc.runtime.lifecycle import Lifecycle
 
 _sizes = PythonPrinter()
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+# Matrix products by their public names, which find the op and convert its arguments in half an overload's time.
+_PUBLIC = {getattr(torch.ops.aten, name).default: f"torch.{name}" for name in _PRODUCTS}
 
 
 class PythonWrapper:
@@ -247,7 +250,7 @@ class PythonWrapper:
         args = [self.value(arg) for arg in op.args]
         args += [f"{name}={self.value(arg)}" for name, arg in op.kwargs.items()]
         if op.out and isinstance(op.result, View):
-            target = self._target(op.target.overloadpacket.out)  # type: ignore[attr-defined]
+            target = _PUBLIC.get(op.target) or self._target(op.target.overloadpacket.out)  # type: ignore[attr-defined]
             return [f"{target}({', '.join([*args, f'out={op.result.buffer}'])})"]
         called = f"{self._target(op.target)}({', '.join(args)})"
         if not item.results:

@@ -193,11 +193,25 @@ def test_an_argument_of_another_layout_is_an_error_not_a_wrong_number():
 
 
 def test_the_source_names_ops_and_reads_like_python():
-    _, wrapper, _ = compiled(lambda x, w: (x @ w).relu(), torch.randn(3, 4), torch.randn(4, 5))
-    assert "aten_mm_out = torch.ops.aten.mm.out" in wrapper.source
-    assert "aten_mm_out(x_1, w_1, out=mm)" in wrapper.source
+    _, wrapper, _ = compiled(lambda x, w: (x @ w).cumsum(0).sort().values.relu(), torch.randn(3, 4), torch.randn(4, 5))
+    assert "torch.mm(x_1, w_1, out=mm)" in wrapper.source
+    assert "aten_sort_default = torch.ops.aten.sort.default" in wrapper.source
+    assert "returned = aten_sort_default(cumsum)" in wrapper.source
     assert "# relu" in wrapper.source
     compile(wrapper.source, "wrapper", "exec")
+
+
+def test_matrix_products_are_called_by_their_public_names():
+    a, b, bias, x = torch.randn(3, 4), torch.randn(4, 5), torch.randn(5), torch.randn(2, 3, 3)
+
+    def function(a: Tensor, b: Tensor, bias: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        added = torch.addmm(bias, a, b, beta=0.5, alpha=2.0)
+        return a @ b, added, torch.bmm(x, x), torch.baddbmm(x, x, x, alpha=3.0)
+
+    _, wrapper, call = compiled(function, a, b, bias, x)
+    for name in ("mm", "addmm", "bmm", "baddbmm"):
+        assert f" torch.{name}(" in wrapper.source
+    torch.testing.assert_close(call([a, b, bias, x]), function(a, b, bias, x))
 
 
 def test_calls_go_past_autograd():
