@@ -13,6 +13,8 @@ from torch.fx import GraphModule, Node
 
 from overlapc import dump
 from overlapc.autotune import Tuning, tune
+from overlapc.autotune.fusions import KernelTimes
+from overlapc.autotune.products import ProductTimes, choice
 from overlapc.chain import chain_of
 from overlapc.codegen import kernel as codegen
 from overlapc.codegen.bucket import merge_starts
@@ -37,8 +39,6 @@ from overlapc.ir.body import Body
 from overlapc.ir.ops import LoweredGraph, tree_leaves
 from overlapc.lowering import Communication, lower
 from overlapc.lowering.product import Product
-from overlapc.measured_fusion import KernelTimes
-from overlapc.measured_products import ProductTimes, choice
 from overlapc.passes.base import Context, Result, run_pipeline
 from overlapc.profile import profile_of
 from overlapc.report.drawing import to_dot

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import overlapc.codegen.cpp  # registers the generator
+from overlapc.autotune.fusions import KernelTimes
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.fuse import Timing
 from overlapc.ir.ops import Loops
-from overlapc.measured_fusion import KernelTimes
 from overlapc.runtime.counters import counted
 from tests.fusion.build import extern, graph, names, pointwise
 from tests.lowering.compare import compiled

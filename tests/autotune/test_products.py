@@ -11,9 +11,9 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from overlapc.autotune.products import NEVER, ProductTimes, choice
 from overlapc.codegen.triton import products
 from overlapc.lowering.product import Product
-from overlapc.measured_products import NEVER, ProductTimes, choice
 from tests.codegen.product_cases import plain
 from tests.codegen.terms import f32
 
