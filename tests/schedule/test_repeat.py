@@ -67,8 +67,12 @@ def test_numbers_that_grow_by_no_rule_are_irregular():
 
 
 def test_more_growth_than_before_is_irregular():
-    with pytest.raises(Irregular):
-        repeated({3: step(3), 4: step(4), 5: step(6)}, 9)
+    with pytest.raises(Irregular, match="does not continue what came before it"):
+        repeated({**few(3, 4), 5: step(6)}, 9)
+    texts = {layers: str(each) for layers, each in few(3, 4, 5).items()}
+    texts[5] = texts[5].rstrip() + ", h_0"  # returned too
+    with pytest.raises(Irregular, match="the schedules grow by 10 and 11 lines a layer"):
+        repeated({layers: parse(text) for layers, text in texts.items()}, 9)
 
 
 def test_payloads_are_those_of_like_nodes():
