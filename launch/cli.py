@@ -52,7 +52,7 @@ Options = Annotated[
 ]
 
 
-@app.command(epilog="example: overlapc demo --nproc 4 --tp 2 --steps 20")
+@app.command(short_help="Train a small Llama, beside eager FSDP2.", epilog="example: overlapc demo --nproc 4 --tp 2")
 def demo(
     nproc: Annotated[int, typer.Option(metavar="N", help="processes on this host, one a GPU")] = 2,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="gloo with C++ kernels, or NCCL with Triton")] = "cpu",
@@ -97,12 +97,15 @@ def demo(
 
 
 @app.command(
+    short_help="Run a script of yours on N ranks, and report.",
     context_settings={"allow_interspersed_args": False},
     epilog="example: overlapc run --nproc 8 --passes none train.py --steps 20",
 )
 def run(
     script: Annotated[str, typer.Argument(help="a Python script; what follows it are its own arguments")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="...", show_default=False)] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="...", help="arguments of the script", show_default=False)
+    ] = None,
     nproc: Annotated[int, typer.Option(metavar="N", help="processes on this host, one a GPU")] = 1,
     passes: Passes = None,
     option: Options = None,
@@ -131,7 +134,10 @@ def run(
     print(f"\n{collected}\n\nwritten to {report}; a page of it: overlapc report {report} --save report.html")
 
 
-@app.command(epilog="example: overlapc plan --model llama-8b --mesh dp=512,tp=2 --profile h200-nvlink")
+@app.command(
+    short_help="Plan a model, or a schedule text, without GPUs.",
+    epilog="example: overlapc plan --model llama-8b --mesh dp=512,tp=2",
+)
 def plan(
     file: Annotated[
         Path | None,
@@ -143,10 +149,14 @@ def plan(
     mesh: Annotated[
         str, typer.Option(metavar="dp=N,tp=N", help="ranks by axis: replicate, dp, tp (default: all in dp)")
     ] = "",
-    world_size: Annotated[int, typer.Option(metavar="N", help="ranks (default: what --mesh says)")] = 0,
+    world_size: Annotated[
+        int, typer.Option(metavar="N", help="ranks (default: what --mesh says)", show_default=False)
+    ] = 0,
     seq: Annotated[int, typer.Option(metavar="N", help="tokens a row")] = 4096,
     batch: Annotated[int, typer.Option(metavar="N", help="rows a data-parallel rank")] = 1,
-    layers: Annotated[int, typer.Option(metavar="N", help="layers (default: all of the model)")] = 0,
+    layers: Annotated[
+        int, typer.Option(metavar="N", help="layers (default: all of the model)", show_default=False)
+    ] = 0,
     dtype: Annotated[str, typer.Option(metavar="fp32|bf16", help="of compute; gradients reduce in fp32")] = "bf16",
     no_reshard: Annotated[
         bool, typer.Option("--no-reshard", help="keep parameters gathered between forward and backward")
@@ -159,7 +169,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="estimates nodes that have no time, e.g. h200-nvlink",
+            help="device whose times are estimated, a name or a file (with --model, default: h200-nvlink)",
             show_default=False,
         ),
     ] = None,
@@ -192,7 +202,10 @@ def plan(
         print(f"written to {report.save(target)}")
 
 
-@app.command(epilog="example: overlapc calibrate --nproc 4 --device cuda --out h200.json")
+@app.command(
+    short_help="Measure this machine for better estimates.",
+    epilog="example: overlapc calibrate --nproc 4 --device cuda --out h200.json",
+)
 def calibrate(
     nproc: Annotated[int, typer.Option(metavar="N", help="processes on this host, one a GPU; 1 measures no links")] = 2,
     device: Annotated[
@@ -206,7 +219,8 @@ def calibrate(
         str, typer.Option("--name", metavar="NAME", help="of the profile (default: made from the device)")
     ] = "",
     ranks_per_host: Annotated[
-        int, typer.Option(metavar="N", help="devices of a whole host (default: those of this machine)")
+        int,
+        typer.Option(metavar="N", help="devices of a whole host (default: those of this machine)", show_default=False),
     ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="a CPU's few sizes: about ten seconds")] = False,
     records: Annotated[
@@ -258,7 +272,10 @@ def _feed_back(profile: str, records: Sequence[Path], target: Path, name: str) -
     print(f"{feedback_text(feedback)}\n\nwritten to {target}")
 
 
-@app.command(epilog="example: overlapc report overlap.json --save report.html")
+@app.command(
+    short_help="Show a saved report, or save it as a page.",
+    epilog="example: overlapc report overlap.json --save report.html",
+)
 def report(
     file: Annotated[Path, typer.Argument(help="a record: overlap.json, or record.json of a run folder")],
     save: Annotated[

@@ -127,6 +127,7 @@ def totals_text(step: StepRecord) -> str:
     why = spent.bound()
     after = step.step_ns
     lines = [f"step time    {ms(step.step_before_ns)} -> {ms(after)}; {bound_text(after, step.lower_bound_ns)}"]
+    lines += _measured_lines(step)
     lines += [f"bound by     {why.why}", *([f"             try: {why.advice}"] if why.advice else [])]
     lines += [f"exposed      {ms(exposed_before)} -> {ms(spent.exposed_ns)} of communication"]
     worst = exposures(step)
@@ -145,6 +146,15 @@ def totals_text(step: StepRecord) -> str:
             f"peak memory  {human_bytes(max(graph.peak_bytes for graph in step.graphs))}",
         ]
     )
+
+
+def _measured_lines(step: StepRecord) -> Iterator[str]:
+    """What a step took, if all of its graphs were measured."""
+    measured = [graph.measured for graph in step.graphs if graph.measured is not None]
+    if measured and len(measured) == len(step.graphs):
+        parts = [("compute", "compute_ns"), ("exposed", "exposed_ns"), ("idle", "idle_ns")]
+        sums = [f"{what} {ms(sum(getattr(each, name) for each in measured))}" for what, name in parts]
+        yield f"measured     {ms(sum(each.step_ns for each in measured))}: {', '.join(sums)}"
 
 
 def _work(spent: Spent) -> str:

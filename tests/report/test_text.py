@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from overlapc.report.model import StepRecord
+from overlapc.report.model import Measured, StepRecord
 from overlapc.report.record import Report
 from overlapc.report.text import graph_text, render, schedules, totals_text
 from tests.report.sample import FORWARD, REPORT
@@ -79,6 +79,16 @@ def test_a_step_takes_as_long_as_the_slower_of_host_and_device():
     assert bound.startswith("bound by     communication")
     assert "host         0.500 ms, if it never waits for the device" in rest
     assert not any(line.startswith("host") for line in lines(300.0, None))  # of one graph it is not known
+
+
+def test_what_was_measured_comes_beside_the_prediction():
+    measured = Measured(3, 300e3, 170e3, 200e3, 100e3, 30e3)
+    step = StepRecord(graphs=(replace(FORWARD, measured=measured), replace(FORWARD, measured=measured)))
+    assert totals_text(step).splitlines()[1] == (
+        "measured     0.600 ms: compute 0.340 ms, exposed 0.200 ms, idle 0.060 ms"
+    )
+    half = replace(step, graphs=(*step.graphs, FORWARD))
+    assert not any(line.startswith("measured") for line in totals_text(half).splitlines())
 
 
 def test_a_long_table_leaves_out_what_is_hidden_unless_all_is_asked_for():
