@@ -107,6 +107,9 @@ def run(
         list[str] | None, typer.Argument(metavar="...", help="arguments of the script", show_default=False)
     ] = None,
     nproc: Annotated[int, typer.Option(metavar="N", help="processes on this host, one a GPU")] = 1,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="the script is the name of a module, as after `python -m`")
+    ] = False,
     passes: Passes = None,
     option: Options = None,
     report: Annotated[
@@ -117,13 +120,14 @@ def run(
     variables = _variables(passes, option)
     _check_torch()
     check_world(nproc, "cpu")
-    if not Path(script).is_file():
+    if not module and not Path(script).is_file():
         raise ConfigError(f"no script {script!r}")
     from overlapc.report import record
 
     run_dir = _writable(report.parent / f".{report.name}.ranks")
     try:
-        run_ranks((script, *(arguments or ())), nproc, run_dir, variables)
+        command = ("-m", script) if module else (script,)
+        run_ranks((*command, *(arguments or ())), nproc, run_dir, variables)
         collected = record.gather(run_dir)
     finally:
         shutil.rmtree(run_dir, ignore_errors=True)

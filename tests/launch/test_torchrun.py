@@ -98,6 +98,15 @@ def test_ranks_get_arguments_variables_and_a_share_of_the_cores(script):
     assert sorted(path.name for path in script.parent.iterdir()) == ["0.json", "1.json", "script.py"]
 
 
+def test_a_module_runs_as_a_script_does(script):
+    name = "overlapc_test_job"
+    script.rename(script.parent / f"{name}.py")
+    full = command(Path(name), str(script.parent), "show", options=("-m",))
+    done = subprocess.run(full, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=script.parent)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads((script.parent / f"{rank}.json").read_text())["argv"] for rank in (0, 1)] == [["show"]] * 2
+
+
 def test_bad_input_on_every_rank_is_one_line_and_exit_code_2(script):
     done = run(script, "config")
     assert done.returncode == 2
