@@ -742,5 +742,5 @@ def _(make: Inputs) -> Problem:
     def run(logits: Tensor) -> tuple[Tensor, Tensor]:
         return logits.topk(8, -1)
 
-    logits = make.normal(make.scale.large_rows, make.scale.vocabulary)
+    logits = make.normal(make.scale.large_rows, make.scale.vocabulary, dtype=torch.float32)
     return Problem(run, (logits,), least={FORWARD: logits.nbytes})

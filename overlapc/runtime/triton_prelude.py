@@ -305,7 +305,10 @@ def moments(mean, squares, count, v):
     """Lanes' means, the squared distances from these and the numbers of elements, with one more element in each."""
     count = count + 1.0
     step = v - mean
-    mean = mean + step / count
+    if v.dtype == tl.float32:
+        mean = mean + step * reciprocal_approximately(count)  # a mean that is a little off will do for the squares
+    else:
+        mean = mean + step / count
     return mean, squares + step * (v - mean), count
 
 

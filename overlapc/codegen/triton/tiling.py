@@ -42,9 +42,10 @@ _MANY_STEPS_TILE = 1024
 # Of loops that load ahead, in a sweep on one H200 (benchmarks/triton_tilings.py): two stages hide little, four cost
 # more than they hide.
 _STAGES = 3
-# x, y and z of a tile of three axes: whole sectors of the cache, 32 bytes, along each in two-byte formats. In a sweep
-# on one H200 32 along z was better than 16 along all three, and than 32 along two.
-_CUBE = (16, 16, 32)
+# x, y and z of a tile of three axes: whole sectors of the cache, 32 bytes, along each in two-byte formats, two of them
+# along two axes. In a sweep on one H200 that was better than one along each, and than two along one.
+_CUBE = (32, 16, 32)
+_CUBE_WARPS = 16
 _AHEAD_BYTES = 80 * 1024  # two programs of an H100/H200 have room for it, and so has one of any device since 2020
 DEFAULT_HINT = 4096  # for a size nobody knows
 
@@ -174,7 +175,7 @@ def _tiled(body: Body, along: Sequence[sympy.Symbol], sizes: Mapping[sympy.Symbo
     if len(axes) == 3:
         x, y, z = axes
         xblock, yblock, zblock = _CUBE
-        return Tiling("tiled", x, xblock, 8, y=y, yblock=yblock, z=z, zblock=zblock, grid=rest)
+        return Tiling("tiled", x, xblock, _CUBE_WARPS, y=y, yblock=yblock, z=z, zblock=zblock, grid=rest)
     xblock, yblock = (min(64, power_of_two(sizes[symbol])) for symbol in along)
     x, y = axes
     return Tiling("tiled", x, xblock, _clamp(1, xblock * yblock // 512, 8), y=y, yblock=yblock, grid=rest)
