@@ -78,6 +78,7 @@ class PythonWrapper:
         self.texts |= {"mark": "overlapc.runtime.marks:mark", "Lifecycle": "overlapc.runtime.lifecycle:Lifecycle"}
         self.texts |= {"values": "overlapc.runtime.values", "Parts": "overlapc.runtime.cuda_graphs:Parts"}
         self.names: dict[int, str] = {}
+        self.devices: dict[torch.device, torch.device] = {}
         self.header: list[str] = []
         self.leaving = partition.leaving if partition is not None else ()
         functions: list[str] = []
@@ -283,7 +284,7 @@ class PythonWrapper:
         if isinstance(value, float) and not math.isfinite(value):
             return f"float({str(value)!r})"
         if isinstance(value, torch.device):
-            return f"torch.device({str(value)!r})"
+            return self._device(value)
         if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.layout):
             return repr(value)
         if isinstance(value, torch.memory_format):
@@ -305,7 +306,11 @@ class PythonWrapper:
         """New memory; `form` is its size, stride and dtype."""
         if device.type in ("cpu", "cuda"):
             return f"rt.empty_{device.type}({form})"
-        return f"rt.empty({form}, {self._object(device, str(device).replace(':', ''))})"
+        return f"rt.empty({form}, {self._device(device)})"
+
+    def _device(self, device: torch.device) -> str:
+        """Made once, not by every call; one name for all that are equal."""
+        return self._object(self.devices.setdefault(device, device), str(device).replace(":", ""))
 
     def _shape(self, sizes: tuple[sympy.Expr, ...]) -> str:
         return f"({', '.join(self._size(size) for size in sizes)}{',' if len(sizes) == 1 else ''})"

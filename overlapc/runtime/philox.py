@@ -22,7 +22,8 @@ UNIFORM_BITS = {torch.float32: 24, torch.float64: 53, torch.float16: 11, torch.b
 
 def draw(count: int, device: torch.device) -> tuple[Tensor, ...]:
     """Seeds of `count` streams from the device's generator; they share memory, 16 bytes each."""
-    return torch.empty((count, 2), dtype=torch.int64, device=device).random_().unbind()
+    drawn = torch.empty(2 * count, dtype=torch.int64, device=device).random_()
+    return (drawn,) if count == 1 else drawn.view(count, 2).unbind()
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
