@@ -8,9 +8,14 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+import triton
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.accumulate import Moments, Plain
 from overlapc.codegen.triton.levels import accumulations
+from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body, Cast, Index, Load, Store, Value, op
 from tests.codegen.interpreted import triton_on_cpu
 from tests.codegen.terms import f32, i64, loop, number, p0, r0, s0, total
@@ -37,6 +42,30 @@ def test_distances_from_the_mean_are_accumulated_with_the_sum(body: Body):
 def test_distances_from_anything_else_wait_for_the_sum(body: Body):
     first, second = accumulations(body, True, torch.int32)
     assert all(isinstance(one, Plain) for one in (*first, *second))
+
+
+@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 9),
+    length=st.integers(2, 60),
+    form=st.sampled_from(["looped", "split"]),
+    rblock=st.sampled_from([2, 8, 32]),
+    far=st.sampled_from([0.0, 100.0]),
+)
+def test_lanes_that_saw_few_elements_or_none_are_joined_with_the_others(
+    seed: int, length: int, form: str, rblock: int, far: float, tmp_path: Path
+):
+    body = variance(number(float(length)), length)
+    tiling = Tiling(form, body.loops, 2, 1, r=body.reduction, rblock=rblock, splits=4 if form == "split" else 1)
+    generator = TritonGenerator()
+    source = generator.generate(body, "variance", tiling=tiling)
+    x = torch.randn(3, length, generator=torch.Generator().manual_seed(seed)) + far
+    tensors = {"x": x, "y": torch.zeros(3)}
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        generator.load([source], tmp_path)[source.name](*(tensors[buffer] for buffer in source.buffers))
+    squares = x.double().var(1, correction=0) * length
+    torch.testing.assert_close(tensors["y"].double(), squares, rtol=1e-4, atol=1e-6)
 
 
 def test_a_batch_norm_reads_its_input_twice(tmp_path: Path):
