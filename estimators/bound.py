@@ -17,9 +17,9 @@ from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.replay import on_grid
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why
-from overlapc.schedule.model import Kind, Schedule
+from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Schedule
 
-_LAUNCHED = (Kind.KERNEL, Kind.EXTERN, Kind.START, Kind.COMM)
+_LAUNCHED = (*COMPUTE, *COMMUNICATION)
 
 
 def lower_bound_ns(schedule: Schedule, profile: DeviceProfile) -> float:
@@ -55,9 +55,9 @@ def lower_bound_ns(schedule: Schedule, profile: DeviceProfile) -> float:
     # A start's own duration follows its issue; nodes that depend on its issue alone bound nothing more.
     resources: dict[str, list[int]] = {}
     for at, node in enumerate(schedule.nodes):
-        if node.kind in (Kind.START, Kind.COMM) and node.comm is not None:
+        if node.kind in COMMUNICATION and node.comm is not None:
             resources.setdefault(f"@{node.comm.group}", []).append(at)
-        if node.kind in (Kind.KERNEL, Kind.EXTERN, Kind.COMM):
+        if node.kind in (*COMPUTE, Kind.COMM):
             resources.setdefault("", []).append(at)
     launched = [at for at, node in enumerate(schedule.nodes) if node.kind in _LAUNCHED]
     host = len(launched) * launch_ns + min(duration[at] + tail[at] for at in launched) if launched else 0.0

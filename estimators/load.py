@@ -13,7 +13,7 @@ from __future__ import annotations
 from overlapc.estimators.contention import Beside, load_of
 from overlapc.estimators.device import rate_at
 from overlapc.estimators.timeline import Timeline, simulate
-from overlapc.schedule.model import Estimate, Kind, Node
+from overlapc.schedule.model import COMPUTE, Estimate, Kind, Node
 
 
 def settled(timeline: Timeline) -> Timeline:
@@ -35,7 +35,7 @@ def _busy_ns(timeline: Timeline) -> float:
     """Time of compute by itself, and of collectives as far as they draw power."""
     computing_ns = communicating_ns = 0.0
     for node in timeline.schedule.nodes:
-        if node.estimate is not None and node.kind in (Kind.KERNEL, Kind.EXTERN):
+        if node.estimate is not None and node.kind in COMPUTE:
             computing_ns += node.estimate.ns
         elif node.estimate is not None and node.comm is not None:
             communicating_ns += node.estimate.ns

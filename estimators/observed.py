@@ -11,7 +11,7 @@ from overlapc.estimators.contention import Beside, Load, load_of
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.from_profile import from_profile
 from overlapc.estimators.timeline import simulate
-from overlapc.schedule.model import Comm, Kind, Node, Schedule
+from overlapc.schedule.model import COMPUTE, Comm, Kind, Node, Schedule
 
 KINDS = {Kind.START: "collectives", Kind.COMM: "collectives", Kind.KERNEL: "kernels", Kind.EXTERN: "library calls"}
 _APART = 0.02  # of a node's time: company for less than that is none, for all but that is company throughout
@@ -79,7 +79,7 @@ def observe(profile: DeviceProfile, runs: Iterable[Run]) -> list[Seen]:
 def _observe(profile: DeviceProfile, run: Run) -> list[Seen]:
     timeline = simulate(estimated(run.schedule, profile), profile)
     nodes = timeline.schedule.nodes
-    computing = [at for at, node in enumerate(nodes) if node.kind in (Kind.KERNEL, Kind.EXTERN)]
+    computing = [at for at, node in enumerate(nodes) if node.kind in COMPUTE]
     sending = sorted((at for at, node in enumerate(nodes) if node.comm is not None), key=timeline.start_ns.__getitem__)
 
     def overlaps(at: int, others: list[int], first: int) -> tuple[dict[int, float], int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from overlapc.estimators.device import DeviceProfile
-from overlapc.schedule.model import Estimate, Kind, Node, Work
+from overlapc.schedule.model import COMPUTE, Estimate, Kind, Node, Work
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Roofline:
 
     def estimate(self, node: Node) -> Estimate | None:
         work, profile = node.work, self.profile
-        if work is None or node.kind not in (Kind.KERNEL, Kind.EXTERN):
+        if work is None or node.kind not in COMPUTE:
             return None
         seconds = 0.0
         if work.flops:

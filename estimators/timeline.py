@@ -25,10 +25,9 @@ from functools import cached_property
 from overlapc.estimators.bound import lower_bound_ns
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.replay import Machine, costs_of
-from overlapc.schedule.model import Kind, Schedule
+from overlapc.schedule.model import COMMUNICATION, COMPUTE, Schedule
 
-_COMPUTE = (Kind.KERNEL, Kind.EXTERN)
-_TIMED = (*_COMPUTE, Kind.START, Kind.COMM)
+_TIMED = (*COMPUTE, *COMMUNICATION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class Timeline:
         return sum(
             end - start
             for node, start, end in zip(self.schedule.nodes, self.start_ns, self.end_ns, strict=True)
-            if node.kind in _COMPUTE
+            if node.kind in COMPUTE
         )
 
     @cached_property
@@ -106,7 +105,7 @@ def simulate(schedule: Schedule, profile: DeviceProfile = IDEAL) -> Timeline:
         collectives={
             node.name: CollectiveTime(start[at], end[at], exposed.get(at, 0.0))
             for at, node in enumerate(schedule.nodes)
-            if node.kind in (Kind.START, Kind.COMM)
+            if node.kind in COMMUNICATION
         },
         launch_idle_ns=machine.idle,
         unknown=tuple(node.name for node in schedule.nodes if node.kind in _TIMED and node.estimate is None),

@@ -18,7 +18,7 @@ from overlapc.estimators.calibrate import median_of
 from overlapc.estimators.clock import compute_ns
 from overlapc.estimators.measure import Measurement
 from overlapc.report import record
-from overlapc.schedule.model import Kind
+from overlapc.schedule.model import COMPUTE
 from overlapc.schedule.text import parse
 
 _WIDTH = 4096  # columns of the generated kernels' inputs
@@ -116,6 +116,6 @@ def compile_alone(
         compiled = overlapc(make_fx(function)(*arguments), list(arguments), options=settings)
         compiled(*arguments)
     graph = record.report_of_process().steps[0].graphs[-1]
-    nodes = [node for node in parse(graph.schedule).nodes if node.kind in (Kind.KERNEL, Kind.EXTERN)]
+    nodes = [node for node in parse(graph.schedule).nodes if node.kind in COMPUTE]
     moved = sum(node.work.read_bytes + node.work.write_bytes for node in nodes if node.work is not None)
     return compiled, moved, len(nodes)

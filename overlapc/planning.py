@@ -43,7 +43,7 @@ from overlapc.passes.base import Context, Result, run_pipeline
 from overlapc.profile import profile_of
 from overlapc.report.drawing import to_dot
 from overlapc.report.walk import walk_through
-from overlapc.schedule.model import Estimate, Kind, Schedule
+from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
 
 Passes = Callable[[Schedule, Context], Result]
 
@@ -167,7 +167,7 @@ def collective_lines(schedule: Schedule) -> list[str]:
     return [
         f"{node.comm.collective} {node.name} @{node.comm.group}({node.comm.size}) {node.comm.bytes}B"
         for node in schedule.nodes
-        if node.kind in (Kind.START, Kind.COMM) and node.comm is not None
+        if node.kind in COMMUNICATION and node.comm is not None
     ]
 
 

@@ -30,11 +30,11 @@ from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.bucket_cost import BucketCost, Sum, comm_of, ns_of
 from overlapc.passes.judge import keep_if_better
-from overlapc.passes.queues import CARRIED_SHARE, COMPUTE
+from overlapc.passes.queues import CARRIED_SHARE
 from overlapc.passes.reasons import Reason
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why
-from overlapc.schedule.model import Comm, Kind, Node, Origin, Schedule
+from overlapc.schedule.model import COMPUTE, Comm, Kind, Node, Origin, Schedule
 
 GATHERS = ("all_gather",)
 REDUCTIONS = ("reduce_scatter", "all_reduce")

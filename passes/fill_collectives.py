@@ -26,11 +26,10 @@ from collections.abc import Sequence
 from overlapc.estimators.replay import Machine, costs_of
 from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.judge import cost, keep_if_better
-from overlapc.passes.queues import COMPUTE
 from overlapc.passes.reasons import Reason
 from overlapc.schedule import dependencies
 from overlapc.schedule.memory import lifetimes
-from overlapc.schedule.model import Kind, Schedule
+from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Schedule
 
 # (whether only waits that can be covered to their end are filled, whether collectives are taken to be late)
 WAYS = ((False, True), (True, False), (True, True))
@@ -125,7 +124,7 @@ class Fill:
         count = len(self.kinds)
         blocks = [count] * count
         for at in range(count - 1, -1, -1):
-            if self.kinds[at] in (Kind.START, Kind.COMM):
+            if self.kinds[at] in COMMUNICATION:
                 blocks[at] = at
             for after in self.deps.succs[at]:
                 blocks[at] = min(blocks[at], blocks[after])

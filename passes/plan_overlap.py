@@ -28,12 +28,12 @@ from dataclasses import dataclass
 
 from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.judge import keep_if_better
-from overlapc.passes.queues import CARRIED_SHARE, COMPUTE, Queues
+from overlapc.passes.queues import CARRIED_SHARE, Queues
 from overlapc.passes.reasons import Reason
 from overlapc.passes.sink_waits import Sink
 from overlapc.schedule.dependencies import Dependencies, Why
 from overlapc.schedule.memory import Lifetimes, analyze
-from overlapc.schedule.model import Kind, Schedule
+from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Schedule
 
 # What is in flight later than a gather was let in is only known when it is there; a plan that exceeds the limit is
 # made again with that much less to give away.
@@ -156,7 +156,7 @@ class _Plan(Sink):
             if before in self.lifted and not self.done[before]:
                 self._place(before)
         kind = self.queues.kinds[at]
-        if kind in (Kind.START, Kind.COMM):
+        if kind in COMMUNICATION:
             queue = self.schedule.nodes[at].group
             if queue in self.last:
                 self.queues.previous[at] = self.last[queue]

@@ -30,12 +30,12 @@ from itertools import islice, pairwise
 from overlapc.estimators.incremental import Replay, Timing
 from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.judge import TIE, keep_if_better
-from overlapc.passes.queues import CARRIED_SHARE, COMPUTE
+from overlapc.passes.queues import CARRIED_SHARE
 from overlapc.passes.reasons import Reason
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why
 from overlapc.schedule.memory import MemoryTimeline
-from overlapc.schedule.model import Kind, Schedule
+from overlapc.schedule.model import COMPUTE, Kind, Schedule
 
 # Moves of a kind that are tried on one schedule, each some tenths of a millisecond; fewer where nodes are many.
 TRIES = 1000

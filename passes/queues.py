@@ -13,9 +13,8 @@ import math
 from dataclasses import dataclass
 
 from overlapc.estimators.timeline import Timeline
-from overlapc.schedule.model import Kind, Schedule
+from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Schedule
 
-COMPUTE = (Kind.KERNEL, Kind.EXTERN)
 # A collective may take cheap nodes along (the cast before a gather, the scaling after a scatter), not the
 # matmul that it overlaps with: at most this share of its own duration.
 CARRIED_SHARE = 0.25
@@ -58,7 +57,7 @@ class Queues:
         for at, node in enumerate(nodes):
             if node.kind in COMPUTE:
                 queues.compute_ns[at] = timeline.end_ns[at] - timeline.start_ns[at]
-            elif node.kind in (Kind.START, Kind.COMM):
+            elif node.kind in COMMUNICATION:
                 queues.collective[at] = at
                 queues.opened_by[at] = [at]
                 if node.comm is not None:

@@ -17,12 +17,12 @@ import heapq
 
 from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.judge import keep_if_better
-from overlapc.passes.queues import CARRIED_SHARE, COMPUTE, Queues
+from overlapc.passes.queues import CARRIED_SHARE, Queues
 from overlapc.passes.reasons import Reason, reason_of
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why
 from overlapc.schedule.memory import analyze, lifetimes
-from overlapc.schedule.model import Kind, Schedule
+from overlapc.schedule.model import COMPUTE, Kind, Schedule
 
 
 @register_pass("sink_waits")

@@ -20,12 +20,12 @@ from enum import Enum
 from overlapc.estimators.timeline import Timeline
 from overlapc.passes.base import Context, PassReport
 from overlapc.passes.judge import keep_if_better
-from overlapc.passes.queues import CARRIED_SHARE, COMPUTE, Queues
+from overlapc.passes.queues import CARRIED_SHARE, Queues
 from overlapc.passes.reasons import Reason, reason_of
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Dependencies, Why
 from overlapc.schedule.memory import MemoryTimeline
-from overlapc.schedule.model import Kind, Schedule
+from overlapc.schedule.model import COMPUTE, Kind, Schedule
 
 # A move changes who runs beside whom, and so the durations that it was decided by. Replaying and going over
 # everything again settles within a few rounds; each has to gain this share of the step to be worth it.

@@ -51,11 +51,7 @@ class KeptTimes:
             return
         key, text = self.key(trial), json.dumps(times)
         self._cache.drop(key, _SUFFIX)
-        self._cache.get_or_build(key, _SUFFIX, lambda path: _write(path, text))
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+        self._cache.put(key, _SUFFIX, text)
 
 
 @functools.cache

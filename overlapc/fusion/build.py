@@ -10,7 +10,7 @@ import torch
 from overlapc.fusion.deps import has_effect, mutated, output_buffers, reads_of
 from overlapc.fusion.work import work_of
 from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start, Wait, buffers_written, loops_of
-from overlapc.schedule.model import Buffer, Kind, Node, Origin, Schedule
+from overlapc.schedule.model import COMPUTE, Buffer, Kind, Node, Origin, Schedule
 
 CUDA_BLOCK = 512  # bytes: torch's caching allocator gives out multiples of it, and counts them
 
@@ -78,7 +78,7 @@ def _node(op: IROp, graph: LoweredGraph, after: tuple[str, ...], position: Mappi
         writes=tuple(buffers_written(op)),
         mutates=tuple(graph.aliases[view.buffer] for view in mutated(op)),
         after=after,
-        work=work_of(op, graph) if kind in (Kind.KERNEL, Kind.EXTERN) else None,
+        work=work_of(op, graph) if kind in COMPUTE else None,
         comm=comm,
         origin=Origin(op.origin.fx, op.origin.source, op.origin.module),
         payload=op,

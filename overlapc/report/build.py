@@ -10,7 +10,7 @@ from overlapc.passes.base import Result
 from overlapc.passes.records import CollectiveRecord
 from overlapc.report.model import CollectiveRow, GraphRecord, PassRow, Plan, Span
 from overlapc.schedule.memory import analyze
-from overlapc.schedule.model import Kind, Origin, Schedule
+from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Origin, Schedule
 
 
 def graph_record(
@@ -89,9 +89,9 @@ def _spans(timeline: Timeline) -> Iterator[Span]:
     schedule = timeline.schedule
     for node, start_ns, end_ns in zip(schedule.nodes, timeline.start_ns, timeline.end_ns, strict=True):
         origin = shown_origin(node.origin)
-        if node.kind in (Kind.KERNEL, Kind.EXTERN):
+        if node.kind in COMPUTE:
             yield Span(node.name, "compute", start_ns, end_ns, node.kind.value, origin)
-        elif node.kind in (Kind.START, Kind.COMM):
+        elif node.kind in COMMUNICATION:
             group = node.group or "unknown"
             yield Span(node.name, f"@{group}", start_ns, end_ns, node.kind.value, origin)
             if node.kind is Kind.COMM:  # which waits for itself

@@ -28,7 +28,7 @@ from overlapc.report.model import GraphRecord, Measured
 from overlapc.report.record import NothingCompiled, Report
 from overlapc.report.trace_reading import Trace, read_trace, run_times, typical
 from overlapc.runtime.marks import marked
-from overlapc.schedule.model import Kind
+from overlapc.schedule.model import COMMUNICATION
 from overlapc.schedule.text import parse
 
 
@@ -91,7 +91,7 @@ def with_trace(graph: GraphRecord, trace: Trace, last: int = 0) -> GraphRecord:
     runs = trace.runs.get(graph.name, ())[-last:]
     if not runs:
         return graph
-    collectives = {node.name for node in parse(graph.schedule).nodes if node.kind in (Kind.START, Kind.COMM)}
+    collectives = {node.name for node in parse(graph.schedule).nodes if node.kind in COMMUNICATION}
     times = typical([run_times(run, collectives.__contains__, trace.on_device) for run in runs])
     measured = Measured(
         len(runs), times.step_ns, times.compute_ns, times.comm_ns, times.exposed_ns, times.idle_ns, times.nodes,

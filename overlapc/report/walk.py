@@ -14,10 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from overlapc.estimators.timeline import Timeline
-from overlapc.schedule.model import Kind, Node
+from overlapc.schedule.model import COMPUTE, Kind, Node
 from overlapc.schedule.text import print_node
-
-_COMPUTE = (Kind.KERNEL, Kind.EXTERN)
 
 
 def walk_through(timeline: Timeline) -> str:
@@ -44,7 +42,7 @@ def _lines(timeline: Timeline) -> Iterator[str]:
             yield _line(now_ns, end_ns - begin_ns, ">", node, f"@{node.group}")
             continue
         running = {start: span for start, span in running.items() if span[1] > begin_ns}
-        if node.kind in _COMPUTE:
+        if node.kind in COMPUTE:
             beside_ns = max((min(end_ns, high) - max(begin_ns, low) for low, high in running.values()), default=0.0)
             note = f"{beside_ns / 1e3:.1f} beside communication" if beside_ns > 0 else ""
             yield _line(begin_ns, end_ns - begin_ns, "|" if beside_ns > 0 else " ", node, note)

@@ -70,6 +70,10 @@ class KernelCache:
             lock.release()
         return path
 
+    def put(self, key: str, suffix: str, content: str | bytes) -> Path:
+        """The entry's file, which holds `content` unless a whole one was there."""
+        return self.get_or_build(key, suffix, lambda path: _write(path, content))
+
     def find(self, key: str, suffix: str) -> Path | None:
         """The entry's file if a whole one is there."""
         path = self.path(key, suffix)
@@ -143,6 +147,10 @@ class KernelCache:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(lines))
         return path
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def _voucher(path: Path) -> Path:

@@ -56,8 +56,8 @@ class Wanted:
 
     def keep(self, binary: Binary, cubin: bytes, cache_dir: Path) -> tuple[Binary, Path]:
         """Writes the entry."""
-        path = _entries(cache_dir).get_or_build(self.key, ".cubin", lambda at: _write_bytes(at, cubin))
-        _entries(cache_dir).get_or_build(self.key, ".json", lambda at: _write(at, binary.text()))
+        path = _entries(cache_dir).put(self.key, ".cubin", cubin)
+        _entries(cache_dir).put(self.key, ".json", binary.text())
         return binary, path
 
     def obtain(self, cache_dir: Path) -> tuple[Binary, Path]:
@@ -121,7 +121,7 @@ def write_module(source: Source, cache_dir: Path) -> Path:
     # One line whatever the comment: Triton's own cache hashes the line a function starts at.
     heading = " | ".join(line.strip() for line in source.comment.splitlines() if line.strip())
     text = f"# {heading or source.name}\n{source.text}"
-    return _modules(cache_dir).get_or_build(_module_key(source), ".py", lambda path: _write(path, text))
+    return _modules(cache_dir).put(_module_key(source), ".py", text)
 
 
 @contextmanager
@@ -176,11 +176,3 @@ def _modules(root: Path) -> KernelCache:
 @cache
 def _entries(root: Path) -> KernelCache:
     return KernelCache(root, "triton_kernels")
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    path.write_bytes(content)

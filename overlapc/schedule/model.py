@@ -26,6 +26,10 @@ class Kind(Enum):
     NOOP = "noop"  # kept for its effect on order or memory; costs nothing
 
 
+COMPUTE = (Kind.KERNEL, Kind.EXTERN)
+COMMUNICATION = (Kind.START, Kind.COMM)
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """How long a node takes."""

@@ -15,7 +15,7 @@ from overlapc.errors import ScheduleError
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why
 from overlapc.schedule.memory import analyze
-from overlapc.schedule.model import Kind, Schedule
+from overlapc.schedule.model import COMMUNICATION, Kind, Schedule
 from overlapc.units import human_bytes
 
 HINT = "hint: OVERLAPC_DUMP=passes writes the schedule before and after every pass"
@@ -197,7 +197,7 @@ def collective_order(schedule: Schedule) -> dict[str, tuple[str, ...]]:
     """Process group -> its starts and synchronous collectives by name, in the order they are issued."""
     order: dict[str, list[str]] = {}
     for node in schedule.nodes:
-        if node.kind in (Kind.START, Kind.COMM) and node.comm is not None:
+        if node.kind in COMMUNICATION and node.comm is not None:
             order.setdefault(node.comm.group, []).append(node.name)
     return {group: tuple(names) for group, names in order.items()}
 

@@ -109,11 +109,7 @@ def keep(key: str, graph: CompiledGraph, cache_dir: Path) -> None:
     }
     data = {"format": FORMAT, **fields, "record": dataclasses.asdict(graph.record)}
     text = json.dumps(data)
-    _cache(cache_dir).get_or_build(key, _SUFFIX, lambda path: _write(path, text))
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    _cache(cache_dir).put(key, _SUFFIX, text)
 
 
 @lru_cache(None)

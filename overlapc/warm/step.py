@@ -183,11 +183,7 @@ def bound(
 
 def _keep(key: str, plan: StepPlan, keys: Sequence[str], cache_dir: Path) -> None:
     text = json.dumps({"format": FORMAT, "plan": encode(plan), "graphs": list(keys)})
-    _cache(cache_dir).get_or_build(key, _SUFFIX, lambda path: _write(path, text))
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    _cache(cache_dir).put(key, _SUFFIX, text)
 
 
 def _placeholders(gm: GraphModule) -> list[torch.fx.Node]:

@@ -13,11 +13,11 @@ from ortools.sat.python import cp_model
 
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why
-from overlapc.schedule.model import Kind, Node, Schedule
+from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Node, Schedule
 
 _TICKS = 1000  # of the solver a ns, so that "just before" costs no whole one
-_ON_STREAM = (Kind.KERNEL, Kind.EXTERN, Kind.COMM)
-_ON_QUEUE = (Kind.START, Kind.COMM)
+_ON_STREAM = (*COMPUTE, Kind.COMM)
+_ON_QUEUE = COMMUNICATION
 
 
 def optimum(schedule: Schedule, *, seconds: float = 20.0) -> tuple[int, Schedule]:

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 pytest.importorskip("ortools", reason="the exact optimum needs ortools (pip install ortools)")
 
 from overlapc.estimators.timeline import simulate
-from overlapc.schedule.model import Estimate, Kind
+from overlapc.schedule.model import COMMUNICATION, COMPUTE, Estimate
 from overlapc.schedule.text import parse
 from tests.estimators.exact import optimum
 from tests.graphs import schedules
@@ -24,7 +24,7 @@ def test_the_solver_finds_what_a_person_would():
 
 
 def check(schedule):
-    launched = [node for node in schedule.nodes if node.kind in (Kind.KERNEL, Kind.EXTERN, Kind.START, Kind.COMM)]
+    launched = [node for node in schedule.nodes if node.kind in (*COMPUTE, *COMMUNICATION)]
     times = {node.name: 1.0 if node.estimate is None else max(1.0, node.estimate.ns) for node in launched}
     schedule = schedule.with_estimates({name: Estimate(ns, "given") for name, ns in times.items()})
     bound = simulate(schedule).lower_bound_ns

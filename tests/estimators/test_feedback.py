@@ -13,7 +13,7 @@ from overlapc.estimators.profile_file import load_profile
 from overlapc.estimators.timeline import Timeline, simulate
 from overlapc.passes.base import Context, run_pipeline
 from overlapc.report.trace_reading import Covered, merged
-from overlapc.schedule.model import Kind
+from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind
 from overlapc.schedule.text import parse
 
 SCHEDULES = Path(__file__).resolve().parents[1] / "schedules"
@@ -64,7 +64,7 @@ def _spans(timeline: Timeline, communicating: bool | None) -> dict[str, tuple[fl
     return {
         node.name: timeline.span(node.name)
         for node in timeline.schedule.nodes
-        if node.kind in (Kind.START, Kind.COMM, Kind.KERNEL, Kind.EXTERN)
+        if node.kind in (*COMPUTE, *COMMUNICATION)
         and communicating in (None, node.comm is not None)
         and timeline.span(node.name)[1] > timeline.span(node.name)[0]
     }

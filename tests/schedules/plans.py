@@ -14,13 +14,12 @@ from overlapc.estimators.profile_file import load_profile
 from overlapc.estimators.roofline import Roofline
 from overlapc.passes.base import Context, Result, run_pipeline
 from overlapc.schedule.memory import analyze
-from overlapc.schedule.model import Kind, Schedule
+from overlapc.schedule.model import COMPUTE, Schedule
 from overlapc.schedule.text import parse
 from overlapc.units import human_bytes
 
 HERE = Path(__file__).parent
 CORPUS = sorted(HERE.glob("*.sched"))
-LAUNCHED = (Kind.KERNEL, Kind.EXTERN)
 
 
 def context() -> Context:
@@ -76,7 +75,7 @@ def _next_compute(schedule: Schedule) -> list[str]:
     """For each position, the first kernel or library call from there on."""
     names, name = [], "the end"
     for node in reversed(schedule.nodes):
-        name = node.name if node.kind in LAUNCHED else name
+        name = node.name if node.kind in COMPUTE else name
         names.append(name)
     return names[::-1]
 
