@@ -1,8 +1,8 @@
 """How a kernel accumulates its reductions: tile by tile, lane-wise, then once over the lanes; and how it scans.
 
-An accumulation has one or two states and writes statements over them. `update` folds a tile into lane states
-`[x, r]`; `reduced` turns these into `[x, 1]`. Reduced states of several programs, side by side, are what `combined`
-takes: that is all a split needs.
+An accumulation has up to four states and writes statements over them. `update` folds a tile into lane states
+`[x, r]`; `reduced` turns these into `[x, 1]`. So it does with the reduced states of several programs, side by side:
+that is all a split needs.
 
 A scan combines the elements of a tile along r, and what an earlier tile left in its states `[x, 1]` with all of them.
 Where r is divided among programs it is an accumulation as well: what the programs before this one have accumulated is
@@ -69,8 +69,6 @@ class Plain:
         kind = _PRELUDE_NAME.get(self.reduce.kind, self.reduce.kind)
         return [f"{targets[0]} = ops.reduce_{kind}({states[0]})"]
 
-    combined = reduced
-
     def results(self, reduced: Sequence[str]) -> list[str]:
         """Values of `provides`, from reduced states."""
         return [f"{reduced[0]} != 0" if self.reduce.dtype is torch.bool else reduced[0]]
@@ -110,8 +108,6 @@ class Position:
 
     def reduced(self, states: Sequence[str], targets: Sequence[str]) -> list[str]:
         return [f"{targets[0]}, {targets[1]} = ops.reduce_{self.reduce.kind}({states[0]}, {states[1]})"]
-
-    combined = reduced
 
     def results(self, reduced: Sequence[str]) -> list[str]:
         return [f"{reduced[1]}.to({COMPUTE[self.reduce.dtype]})"]
@@ -155,8 +151,6 @@ class Online:
             f"{targets[1]} = ops.reduce_sum(ops.online_rescale({peak}, {total}, {targets[0]}))",
         ]
 
-    combined = reduced
-
     def results(self, reduced: Sequence[str]) -> list[str]:
         finish = "online_finish_guarded" if self.guarded else "online_finish"
         return [reduced[0], f"ops.{finish}({reduced[0]}, {reduced[1]})"]
@@ -194,8 +188,6 @@ class Moments:
             f"{targets[0]} = ops.reduce_sum({states[0]})",
             f"{', '.join(targets[1:])} = ops.reduce_moments({', '.join(states[1:])})",
         ]
-
-    combined = reduced
 
     def results(self, reduced: Sequence[str]) -> list[str]:
         total, _, squares, _ = reduced
@@ -247,8 +239,6 @@ class Scanning:
 
     def reduced(self, states: Sequence[str], targets: Sequence[str]) -> list[str]:
         return [f"{', '.join(targets)} = ops.{_AT_THE_END[self.scan.kind]}({', '.join(states)})"]
-
-    combined = reduced
 
 
 Reduction = Plain | Position | Online | Moments

@@ -222,7 +222,7 @@ class StageWriter(ValueWriter):
             if isinstance(accumulation, Scanning):
                 continue
             targets = [f"{state.name}_all" for state in accumulation.states]
-            for line in accumulation.combined(self.parts(accumulation), targets):
+            for line in accumulation.reduced(self.parts(accumulation), targets):
                 self.top(line)
             self.define(accumulation, targets)
 
@@ -234,7 +234,7 @@ class StageWriter(ValueWriter):
             parts = self.parts(accumulation)
             for state, part in zip(accumulation.states, parts, strict=True):
                 self.top(f"{part} = tl.where(tl.arange(0, SPLITS)[None, :] < split, {part}, {state.neutral})")
-            for line in accumulation.combined(parts, [f"{state.name}_before" for state in accumulation.states]):
+            for line in accumulation.reduced(parts, [f"{state.name}_before" for state in accumulation.states]):
                 self.top(line)
 
     def parts(self, accumulation: Accumulation) -> list[str]:
