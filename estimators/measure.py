@@ -69,9 +69,6 @@ class Measurement:
         small = random(self.device, 16, dtype=torch.float32)
         if self.device.type != "cpu":
             values["kernel_floor_ns"] = kernel_ns(lambda: small.add_(1.0), calls=100)
-            values["kernel_gap_ns"] = max(
-                0.0, compute_ns(self.clock, lambda: small.add_(1.0)) - values["kernel_floor_ns"]
-            )
         values["launch_ns"] = launch_ns(self.clock, lambda: small.add_(1.0))
 
     def communication(self) -> None:
@@ -193,6 +190,7 @@ class Measurement:
             launch().wait()
 
         alone_ns = agreed(collective_ns(self.clock, launch, calls_for(size, self.clock)), self.device)
+        kernel_ns = compute_ns(self.clock, lambda: small.add_(1.0))
         chain()
         self.clock.sync()
         samples = []
@@ -204,7 +202,6 @@ class Measurement:
             end = self.clock.mark()
             self.clock.sync()
             samples.append(self.clock.between_ns(begin, end) / _GAP_CHAIN)
-        kernel_ns = self.quantities["kernel_floor_ns"] + self.quantities["kernel_gap_ns"]
         self.quantities["collective_gap_ns"] = max(0.0, agreed(_median(samples), self.device) - alone_ns - kernel_ns)
 
     def _coalesced(self, group: dist.ProcessGroup) -> None:

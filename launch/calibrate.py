@@ -26,7 +26,7 @@ from overlapc.estimators.calibrate import Derived, cpu_derived, cpu_origin, prof
 from overlapc.estimators.effort import Effort
 from overlapc.estimators.measure import Measurement
 from overlapc.launch.calibrate_host import host_costs, kernel_launch_ns
-from overlapc.launch.calibrate_kernels import generated
+from overlapc.launch.calibrate_kernels import gap_ns, generated
 from overlapc.launch.torchrun import RUN_DIR, check_world, rank_dir
 
 LIMIT_S = 420  # a rank that is not done by then prints where it stands and exits
@@ -98,6 +98,8 @@ def measure(measurement: Measurement) -> None:
     measurement.facts["host time of a generated kernel's launch, ns"] = kernel_ns
     measurement.facts["host time of an eager launch, ns"] = eager_ns
     measurement.quantities["launch_ns"] = (kernel_ns + eager_ns) / 2
+    if measurement.clock.queued:
+        measurement.quantities["kernel_gap_ns"] = gap_ns(measurement)
     if dist.get_world_size() > 1:
         dist.barrier()  # ranks generate kernels at different speeds
         measurement.communication()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -104,6 +106,35 @@ def _rate(measurement: Measurement, kernel: Kernel, size_bytes: int) -> float:
             compiled(*each)
         spans = kernels_of(lambda: [compiled(*each) for each in several])
         return moved / (sum(span.ns for span in spans) / len(several)) * 1e9
+
+
+_DIFFERENT = (torch.sin, torch.exp, torch.cos, torch.tanh, torch.sigmoid, torch.atan, torch.erf, torch.relu)
+_GAP_BYTES = 2**22  # that each of these reads; launches are hidden behind them
+_GAP_CALLS = 10
+
+
+def gap_ns(measurement: Measurement) -> float:
+    """Between the end of a kernel and the begin of the next one, which is another, as in a graph; of a GPU.
+
+    Of one kernel launched again and again it is a third of that (0.8 and 3 us in training steps on H200s).
+    """
+    x = torch.ones(_GAP_BYTES // 4, device=measurement.device)
+    compiled, _, _ = compile_alone(_different, (x,), fusion=False)
+
+    def launch() -> None:
+        measurement.clock.hold(1e-2)
+        for _ in range(_GAP_CALLS):
+            compiled(x)
+
+    with torch.no_grad():
+        spans = [span for span in kernels_of(launch) if not span.is_mark]
+    return statistics.median(after.start_ns - before.end_ns for before, after in itertools.pairwise(spans))
+
+
+def _different(x: Tensor) -> tuple[Tensor]:
+    for function in _DIFFERENT:
+        x = function(x)
+    return (x,)
 
 
 def compile_alone(

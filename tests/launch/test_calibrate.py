@@ -10,7 +10,7 @@ import torch
 from overlapc.errors import ConfigError
 from overlapc.estimators.clock import clock_for
 from overlapc.estimators.profile_file import load_profile
-from overlapc.launch import calibrate_host
+from overlapc.launch import calibrate_host, calibrate_kernels
 from overlapc.launch.calibrate import CalibrateConfig, derived, summary
 from overlapc.launch.calibrate_host import host_costs, kernel_launch_ns
 from overlapc.launch.calibrate_kernels import KERNELS, compile_alone
@@ -68,6 +68,14 @@ def test_generated_kernels_move_what_they_must(name):
 def test_the_chain_has_a_launch_for_each_op():
     _, _, launches = compile_alone(calibrate_host._sines, (torch.ones(16),), fusion=False)
     assert launches == calibrate_host._CHAIN
+
+
+def test_kernels_between_which_gaps_are_measured_are_different_ones():
+    compiled, _, launches = compile_alone(calibrate_kernels._different, (torch.ones(16),), fusion=False)
+    assert launches == len(calibrate_kernels._DIFFERENT) == len(set(calibrate_kernels._DIFFERENT))
+    (graph,) = record.report_of_process().steps[0].graphs[-1:]
+    assert graph.kernels == launches
+    torch.testing.assert_close(compiled(torch.ones(16))[0], calibrate_kernels._different(torch.ones(16))[0])
 
 
 def host_costs_here():
