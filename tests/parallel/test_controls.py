@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from overlapc.errors import ConfigError
 from overlapc.fx.labels import label_of
@@ -16,27 +14,10 @@ from overlapc.parallel import FSDPModule, adopt_fsdp2, fully_shard
 from overlapc.parallel.access import managed
 from overlapc.parallel.controls import HINTS, REFUSED
 from overlapc.parallel.gather import ShardedParam
+from tests.parallel.sharded import shard
 from tests.parallel.tiny import Recorder, Tiny, batch
 
-
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-
-
-def sharded(apply=fully_shard, **sizes) -> Tiny:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    model = Tiny(**sizes)
-    for layer in model.layers:
-        apply(layer, mesh=mesh)
-    return apply(model, mesh=mesh)
+pytestmark = pytest.mark.usefixtures("world", "fresh_dynamo")
 
 
 def recomputed(model: nn.Module, step=None) -> set[str]:
@@ -53,7 +34,7 @@ def params(model: nn.Module) -> dict[str, ShardedParam]:
 
 
 def test_reshard_after_forward_may_be_changed():
-    model = sharded()
+    model = shard(Tiny())
     before = recomputed(model)
     assert any(name.startswith("layers.0.") for name in before)
     model.layers[0].set_reshard_after_forward(False)
@@ -66,7 +47,7 @@ def test_reshard_after_forward_may_be_changed():
 
 
 def test_a_compiled_model_is_compiled_again_after_a_change():
-    model, recorder = sharded(), Recorder()
+    model, recorder = shard(Tiny()), Recorder()
     step = torch.compile(model, backend=recorder, fullgraph=True)
     for _ in range(2):
         step(*batch(2)).backward()
@@ -79,7 +60,7 @@ def test_a_compiled_model_is_compiled_again_after_a_change():
 
 
 def test_gradients_are_divided_by_a_factor_of_the_users():
-    model = sharded()
+    model = shard(Tiny())
     model.set_gradient_divide_factor(6.0)
     found = {name: (param.reduce_op, param.divide_before, param.divide_after) for name, param in params(model).items()}
     own = [name for name in found if "layers." not in name]
@@ -98,7 +79,7 @@ def test_half_of_a_factor_comes_before_a_sum_in_fp16():
 
 
 def test_tied_parameters_stay_tied():
-    model = sharded(tied=True)
+    model = shard(Tiny(tied=True))
     model.set_gradient_divide_factor(6.0, recurse=True)
     assert len({id(each) for each in params(model).values()}) < len(params(model))
     assert recomputed(model)
@@ -106,19 +87,19 @@ def test_tied_parameters_stay_tied():
 
 def test_a_factor_has_to_be_positive():
     with pytest.raises(ConfigError, match="0 is not a positive number"):
-        sharded().set_gradient_divide_factor(0)
+        shard(Tiny()).set_gradient_divide_factor(0)
 
 
 @pytest.mark.parametrize("change", ["set_reshard_after_forward", "set_gradient_divide_factor"])
 def test_nothing_changes_while_gradients_wait_to_be_reduced(change: str):
-    model = sharded()
+    model = shard(Tiny())
     model.set_requires_gradient_sync(False)
     with pytest.raises(ConfigError, match=f"{change}: gradients of this .* are not reduced yet"):
         getattr(model, change)(True)
 
 
 def test_an_adopted_model_keeps_its_factor():
-    model = sharded(fsdp2.fully_shard)
+    model = shard(Tiny(), apply=fsdp2.fully_shard)
     model.layers[0].set_gradient_divide_factor(6.0)
     model = adopt_fsdp2(model)
     factors = {name: each.divide_after for name, each in params(model).items()}
@@ -131,7 +112,7 @@ def test_all_of_fsdp2s_methods_are_there():
     theirs = {name for name in vars(fsdp2.FSDPModule) if not name.startswith("_")}
     # What overlapc itself has no counterpart of: state of a hook-driven iteration.
     assert theirs - {"reset_iter_state"} <= set(dir(FSDPModule))
-    model = sharded()
+    model = shard(Tiny())
     for name in HINTS:
         assert getattr(model, name)(True) is None
     for name in REFUSED:

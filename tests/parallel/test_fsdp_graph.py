@@ -3,49 +3,25 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from overlapc.errors import ConfigError
 from overlapc.fx.collectives import find_collectives
 from overlapc.fx.labels import label_of
-from overlapc.parallel import FSDPModule, MixedPrecisionPolicy, adopt_fsdp2, fully_shard, no_sync
+from overlapc.parallel import FSDPModule, MixedPrecisionPolicy, adopt_fsdp2, fully_shard
+from tests.parallel.sharded import mesh_1d, shard
 from tests.parallel.tiny import Recorder, Tiny, batch, ops
 
-
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-
-
-def mesh_1d() -> DeviceMesh:
-    return init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-
-
-def shard(model: Tiny, mesh: DeviceMesh | None = None, **how) -> Tiny:
-    mesh = mesh or mesh_1d()
-    for layer in model.layers:
-        fully_shard(layer, mesh, **how)
-    return fully_shard(model, mesh, **how)
+pytestmark = pytest.mark.usefixtures("world", "fresh_dynamo")
 
 
 def compiled(model: nn.Module, vocab: int = 24) -> Recorder:
@@ -336,51 +312,6 @@ def test_a_copied_module_is_sharded_alike():
     assert sorted(gathers(compiled(model).forward[0])) == sorted(BLOCKS + ROOT)
 
 
-def test_options_that_cannot_be_used_are_refused_with_a_reason():
-    mesh = mesh_1d()
-    with pytest.raises(ConfigError, match="does not divide the 4 ranks"):
-        fully_shard(nn.Linear(4, 4), mesh, reshard_after_forward=3)
-    with pytest.raises(ConfigError, match="no forward"):
-        fully_shard(nn.ModuleList([nn.Linear(4, 4)]), mesh)
-    with pytest.raises(ConfigError, match="list of modules is empty"):
-        fully_shard([], mesh)
-    with pytest.raises(ConfigError, match="'head' is no module"):
-        fully_shard(["head"], mesh)
-    with pytest.raises(ConfigError, match="mesh=4 is no DeviceMesh"):
-        fully_shard(nn.Linear(4, 4), 4)
-    with pytest.raises(ConfigError, match="already sharded"):
-        fully_shard(fully_shard(nn.Linear(4, 4), mesh), mesh)
-    with pytest.raises(ConfigError, match="has 3 axes"):
-        fully_shard(nn.Linear(4, 4), init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c")))
-    policy = MixedPrecisionPolicy(param_dtype=torch.float16)
-    with pytest.raises(ConfigError, match="give one"):
-        fully_shard(nn.Linear(4, 4), mesh, mp_policy=policy, param_dtype=torch.bfloat16)
-    scalar = nn.Module()
-    scalar.weight = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ConfigError, match="is a scalar"):
-        fully_shard(scalar, mesh)
-    with pytest.raises(ConfigError, match="belongs to a LSTM"):
-        fully_shard(nn.LSTM(4, 4), mesh)
-    two_meshes = nn.Linear(4, 4)
-    other = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    parallelize_module(two_meshes, other, ColwiseParallel())
-    with pytest.raises(ConfigError, match="slice both from one"):
-        fully_shard(two_meshes, mesh)
-
-
-def test_what_cannot_be_taken_over_says_what_to_do_instead():
-    mesh = mesh_1d()
-    with pytest.raises(ConfigError, match="of this Linear: call it after"):
-        adopt_fsdp2(nn.Linear(4, 4))
-    with pytest.raises(ConfigError, match="overlapc manages it already"):
-        adopt_fsdp2(adopt_fsdp2(fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh)))
-    with pytest.raises(ConfigError, match="FSDP1's FullyShardedDataParallel"):
-        adopt_fsdp2(fsdp2.FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")))
-    offload = fsdp2.CPUOffloadPolicy(pin_memory=False)
-    with pytest.raises(ConfigError, match="leave out offload_policy"):
-        adopt_fsdp2(fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=offload))
-
-
 def test_a_module_that_has_parameters_of_its_own_is_taken_over():
     model = Tiny()
     for module in (model.embed, model.head, model):
@@ -389,44 +320,12 @@ def test_a_module_that_has_parameters_of_its_own_is_taken_over():
     assert sorted(gathers(forward)) == sorted(BLOCKS + ROOT)
 
 
-def test_a_module_compiled_by_itself_is_advised_of():
-    model = shard(Tiny())
-    with pytest.warns(UserWarning, match=r"compiles a module of a sharded model by itself.*\n.*outermost module"):
-        torch.compile(model.layers[1], backend="overlapc")(torch.ones(2, 3, 8))
-
-
-def test_a_module_under_ddp_is_advised_of():
-    model = nn.parallel.DistributedDataParallel(Tiny())
-    with pytest.warns(UserWarning, match=r"in the forward of DistributedDataParallel.*\n.*on a mesh of \(ranks, 1\)"):
-        torch.compile(model, backend="overlapc")(*batch(2))
-
-
 def test_a_mesh_with_nothing_to_shard_over_replicates():
     mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
     recorder = compiled(shard(Tiny(), mesh))
     assert gathers(recorder.forward[0]) == gathers(recorder.backward[0]) == []
     reductions = [op for op in ops(recorder.backward[0]) if op in ("all_reduce", "reduce_scatter_tensor")]
     assert reductions == ["all_reduce"] * len(list(Tiny().parameters()))
-
-
-@pytest.mark.parametrize("around", [False, True])
-def test_a_model_of_one_sharded_module_is_not(around: bool):
-    model = nn.Sequential(nn.ReLU(), nn.Linear(8, 8))
-    fully_shard(model[1], mesh_1d())
-    fully_shard(model, mesh_1d())
-    step = (lambda x: model(x).sum()) if around else model
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        torch.compile(step, backend="overlapc")(torch.ones(2, 8))
-
-
-def test_no_sync_wants_a_sharded_module_and_takes_a_compiled_one():
-    with pytest.raises(ConfigError, match="this Linear was given to neither"), no_sync(nn.Linear(4, 4)):
-        pass
-    model = fully_shard(nn.Linear(4, 4), mesh_1d())
-    with no_sync(torch.compile(model, backend="eager")):
-        assert model._overlapc_unsynced
-    assert not model._overlapc_unsynced
 
 
 @pytest.mark.parametrize("earlier", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,19 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from overlapc.parallel import fully_shard
+from tests.parallel.sharded import shard
 from tests.parallel.tiny import Recorder, Tiny, batch, ops, tensor_parallel
 from tests.ranks import values_on_ranks
 
 ROWS = 4  # of the global batch
 LENGTH = 6  # of a sequence; divides by the tensor-parallel ranks
-Apply = Callable[..., Any]
-
-
-def shard(model: Tiny, mesh: DeviceMesh, apply: Apply = fully_shard, **how: Any) -> Tiny:
-    for layer in model.layers:
-        apply(layer, mesh=mesh, **how)
-    apply(model, mesh=mesh, **how)
-    return model
 
 
 def model_of(**sizes: Any) -> Tiny:
@@ -100,7 +92,7 @@ def _two_ranks() -> dict[str, Any]:
     seen["tensor parallel"] = compare(tp, tp_model, None)
 
     half = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    theirs = run(shard(model_of(), dp, fsdp2.fully_shard, mp_policy=half), dp, False, 24)
+    theirs = run(shard(model_of(), dp, apply=fsdp2.fully_shard, mp_policy=half), dp, False, 24)
     model = shard(model_of(), dp, mp_policy=half)
     for mode in ("eager", "compiled"):
         model.zero_grad()
@@ -128,7 +120,7 @@ def _four_ranks(folder: str) -> dict[str, Any]:
 
     theirs = model_of()
     tensor_parallel(theirs, both["tp"])
-    shard(theirs, both["dp"], fsdp2.fully_shard)
+    shard(theirs, both["dp"], apply=fsdp2.fully_shard)
     pairs = list(zip(model.parameters(), theirs.parameters(), strict=True))
     seen["placements"] = [(str(a.placements), str(b.placements)) for a, b in pairs]
     seen["same shards"] = all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
