@@ -6,6 +6,7 @@ how wide indices must be.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -103,4 +104,4 @@ def host_function(expr: sympy.Expr, sizes: Sequence[sympy.Symbol]) -> Callable[.
         number = int(expr)
         return lambda *_: number
     text = f"lambda {', '.join(str(size) for size in sizes)}: {PythonPrinter().doprint(expr)}"
-    return eval(text, {"math": __import__("math")})
+    return eval(text, {"math": math})
