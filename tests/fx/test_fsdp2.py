@@ -89,19 +89,48 @@ def test_gradients_are_scattered_where_they_lie_and_uneven_ones_padded():
     assert scatter.args[0].op == "placeholder"
 
 
-def test_a_reduction_that_is_read_as_a_whole_stays_whole():
-    def whole(grads: list[Tensor], name: str) -> tuple[Tensor, Tensor]:
+@pytest.mark.parametrize(
+    "read",
+    [lambda flat: flat.sum(), lambda flat: torch.as_strided(flat, (2, 4), (4, 1), 0)],
+    ids=["whole", "across two gradients"],
+)
+def test_a_reduction_that_is_not_only_read_gradient_by_gradient_stays_whole(read):
+    def reduced_once(grads: list[Tensor], name: str) -> tuple[Tensor, Tensor]:
         flat = torch.empty(32)
         torch.ops.fsdp.chunk_cat(grads, 0, RANKS, out=flat.view(RANKS, -1))
         reduced = fsdp2_ops._c10d.wait_tensor(fsdp2_ops._c10d.reduce_scatter_tensor(flat, "sum", RANKS, name))
-        return torch.as_strided(reduced, (1, 4), (4, 1), 0), reduced.sum()
+        return torch.as_strided(reduced, (1, 4), (4, 1), 0), read(reduced)
 
-    module = graph_of(whole, [torch.randn(4, 4), torch.randn(4, 4)], group())
+    module = graph_of(reduced_once, [torch.randn(4, 4), torch.randn(4, 4)], group())
     clean_up(module)
     canonicalize(module)
     assert ops(module).count("reduce_scatter_tensor") == 1
     assert "chunk_cat" not in ops(module)
     assert ops(module).count("cat") == 1
+
+
+def test_a_reduction_beside_a_bucket_is_left_alone():
+    def both(grads: list[Tensor], other: Tensor, name: str) -> tuple[Tensor, ...]:
+        alone = fsdp2_ops._c10d.wait_tensor(fsdp2_ops._c10d.reduce_scatter_tensor(other, "sum", RANKS, name))
+        return *reduce(grads, [1, 1], name, name, RANKS), alone
+
+    module = graph_of(both, [torch.randn(4, 6), torch.randn(4, 4)], torch.randn(8, 3), group())
+    assert clean_up(module) == 1
+    scattered = [node.args[0] for node in module.graph.nodes if "reduce_scatter" in str(node.target)]
+    assert len(scattered) == 3
+    assert sum(each.op == "placeholder" and each.meta["val"].shape == (8, 3) for each in scattered) == 1
+
+
+def test_pieces_along_another_dim_are_copied_as_they_are():
+    def rows(x: Tensor) -> list[Tensor]:
+        outs = [torch.empty(count, 3) for count in (1, 3)]
+        torch.ops.fsdp.split_with_sizes_copy(x, [1, 3], dim=0, out=outs)
+        return outs
+
+    x = torch.randn(4, 3)
+    with torch.no_grad():
+        got = torch.compile(rows, backend="overlapc", fullgraph=True)(x)
+    torch.testing.assert_close(got, list(x.split([1, 3])))
 
 
 def test_a_gather_that_is_read_as_a_whole_is_split_by_generated_copies():
