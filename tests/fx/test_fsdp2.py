@@ -181,7 +181,21 @@ def filled_twice(x: Tensor, param: Tensor, value: Tensor) -> Tensor:
     return y
 
 
+def filled_with_other_numbers(x: Tensor, param: Tensor, value: Tensor) -> Tensor:
+    return use(x, param, value.double() * (1 + 1e-9))
+
+
+def filled_from_the_side(x: Tensor, param: Tensor, value: Tensor) -> Tensor:
+    param.untyped_storage().resize_(param.numel() * param.element_size())
+    torch.ops.fsdp.copy_(param, value.t().contiguous().t())
+    y = x @ param + torch.as_strided(param, (6,), (1,))  # the first six in memory
+    empty(param)
+    return y
+
+
 ODD = {
+    filled_with_other_numbers: "of another layout",
+    filled_from_the_side: "of another layout",
     resized_too_small: "out of turn",
     never_emptied: "not resized to nothing",
     filled_twice: "fills it out of turn",
