@@ -54,7 +54,7 @@ def overlapc(
         elif runs_under_ddp():
             _advise_against_hooks("DistributedDataParallel, whose reductions run in hooks of autograd", _REPLICATE)
         if "overlapc.parallel.gather" in sys.modules:  # else there is nothing that we shard
-            _advise_outermost(gm)
+            _look_at_gathers(gm)
         number = next_number()
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
         late = not_waited_for(example_inputs)
@@ -117,9 +117,11 @@ def _advise_against_hooks(whose: str, hint: str) -> None:
     )
 
 
-def _advise_outermost(gm: GraphModule) -> None:
+def _look_at_gathers(gm: GraphModule) -> None:
     from overlapc.parallel.alone import compiled_alone
+    from overlapc.parallel.writes import refuse_writes
 
+    refuse_writes(gm.graph)
     if compiled_alone(gm.graph):
         warnings.warn(
             "overlapc compiles a module of a sharded model by itself: communication is scheduled within one compiled"

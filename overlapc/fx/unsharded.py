@@ -23,6 +23,7 @@ import torch.distributed.fsdp  # registers the ops
 from torch import Tensor, fx
 
 from overlapc.errors import CompileError
+from overlapc.fx.source import user_line
 from overlapc.fx.writer import argument
 
 aten = torch.ops.aten
@@ -103,7 +104,7 @@ def _regions(param: fx.Node, users: list[fx.Node]) -> list[_Region] | str:
         elif _writes(user, param):
             raise CompileError(
                 f"{user.name} = {user.target} writes into {param.name}, an unsharded parameter of FSDP2\n"
-                f"   {(user.meta.get('stack_trace') or 'unknown line').strip().splitlines()[-1]}\n"
+                f"   {user_line(user) or 'unknown line'}\n"
                 "The change would be lost when the parameter is resharded.\n"
                 "hint: change the sharded parameter, outside of forward and backward"
             )

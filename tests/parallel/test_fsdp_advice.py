@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn import functional as F
 
-from overlapc.errors import ConfigError
+from overlapc.errors import CompileError, ConfigError
 from overlapc.parallel import MixedPrecisionPolicy, adopt_fsdp2, fully_shard, no_sync
 from tests.parallel.sharded import mesh_1d, shard
 from tests.parallel.tiny import Tiny, batch
@@ -68,6 +69,37 @@ def test_a_module_compiled_by_itself_is_advised_of():
     model = shard(Tiny())
     with pytest.warns(UserWarning, match=r"compiles a module of a sharded model by itself.*\n.*outermost module"):
         torch.compile(model.layers[1], backend="overlapc")(torch.ones(2, 3, 8))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.clamp_(-1, 1),
+        lambda weight: weight.detach().t().mul_(2),
+        lambda weight: weight.__setitem__(0, 1.0),
+        lambda weight: torch.add(weight, 1, out=weight),
+    ],
+)
+def test_a_write_into_a_gathered_parameter_is_refused(write):
+    class Writes(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                write(self.weight)
+            return super().forward(x)
+
+    model = nn.Sequential(Writes(8, 8))
+    fully_shard(model, mesh_1d())
+    with pytest.raises(CompileError, match=r"writes into 0.weight, .*\n.*test_fsdp_advice.py:(.|\n)*hint: change the"):
+        torch.compile(model, backend="overlapc")(torch.ones(2, 8))
+
+
+def test_a_write_into_a_copy_of_one_is_not():
+    class Copies(nn.Linear):
+        def forward(self, x):
+            return F.linear(x, self.weight.clone().clamp_(-1, 1), self.bias.requires_grad_())
+
+    model = fully_shard(Copies(8, 8), mesh_1d())
+    assert torch.compile(model, backend="overlapc")(torch.ones(2, 8)).shape == (2, 8)
 
 
 def test_a_module_under_ddp_is_advised_of():
