@@ -75,9 +75,10 @@ class Spent:
             )
         if self.exposed_ns > _LITTLE * self.device_ns:
             return Cause(f"communication that is exposed, {self._share(self.exposed_ns)} of the step: see below")
-        return Cause(
-            f"compute, {self._share(self.compute_ns)} of the step; communication is hidden but for what follows"
+        rest = (
+            "communication is hidden but for what follows" if self.queues_ns else "nothing in these graphs communicates"
         )
+        return Cause(f"compute, {self._share(self.compute_ns)} of the step; {rest}")
 
     def _share(self, ns: float) -> str:
         return f"{100 * ns / self.device_ns:.1f}%" if self.device_ns > 0 else "0%"
