@@ -5,7 +5,8 @@
                                topk of these
 
 Each of the k groups has an element that is at least as large as any element of the other groups, so no other is
-missed. One pass reads the row; both remaining searches are over about sqrt(k * n) elements.
+missed; a NaN is larger than all numbers, also where the smallest elements are asked for. One pass reads the row; both
+remaining searches are over about sqrt(k * n) elements.
 """
 
 from __future__ import annotations
@@ -26,11 +27,20 @@ def topk_of_groups(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorte
     if group is None:
         return NotImplemented
     groups = x.unflatten(-1, (x.shape[-1] // group, group))
-    tops = groups.amax(-1) if largest else groups.amin(-1)
+    tops = groups.amax(-1) if largest else _smallest(groups)
     where = tops.topk(k, -1, largest, sorted=False).indices
     chosen = groups.gather(-2, where.unsqueeze(-1).expand(*where.shape, group))
     values, at = chosen.flatten(-2).topk(k, -1, largest, sorted)
     return values, where.gather(-1, at // group) * group + at % group
+
+
+def _smallest(groups: Tensor) -> Tensor:
+    """The smallest number of each group, and NaN only where there is no number: `amin` would give any NaN."""
+    if not groups.is_floating_point():
+        return groups.amin(-1)
+    missing = groups.isnan()
+    numbers = groups.masked_fill(missing, math.inf).amin(-1)
+    return numbers.masked_fill(missing.all(-1), math.nan)
 
 
 def group_of(x: Tensor, k: int, dim: int) -> int | None:

@@ -107,7 +107,7 @@ def _differentiable(plan: StepPlan, forward: Call, backward: Call) -> Step:
             evaluates = set_eval_frame(None)
             try:
                 if torch.is_grad_enabled():  # create_graph=True
-                    return _Differentiated.apply(torch.empty(0, requires_grad=True), backward, arguments)
+                    return _Differentiated.apply(backward, torch.empty(0, requires_grad=True), *arguments)
                 return backward(arguments)
             finally:
                 if evaluates is not None:
@@ -177,11 +177,15 @@ def _marked(
 
 
 class _Differentiated(torch.autograd.Function):
-    """Gradients that say so when somebody differentiates them again."""
+    """Gradients that say so when somebody differentiates them again.
+
+    They are connected to what they were computed from: `autograd.grad` runs only what is between it and its inputs, and
+    would take them for constants. `needed` makes them differentiable whatever that was.
+    """
 
     @staticmethod
-    def forward(ctx: Any, connected: Tensor, backward: Call, arguments: list[Any]) -> Any:
-        return tuple(backward(arguments))
+    def forward(ctx: Any, backward: Call, needed: Tensor, *arguments: Any) -> Any:
+        return tuple(backward(list(arguments)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -63,6 +63,19 @@ def test_through_torch_compile_with_gradients() -> None:
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("largest", [True, False])
+def test_a_missing_number_hides_none_of_its_group(dtype: torch.dtype, largest: bool) -> None:
+    x = torch.full((3, LENGTH), math.inf if largest else -math.inf, dtype=dtype)
+    x[0] = math.nan
+    x[0, 1:9] = torch.arange(8.0)  # each in a group with missing ones, and no other number
+    x[1] = -x[1]
+    x[1, :200] = math.nan
+    x[2] = torch.arange(LENGTH) % 100
+    x[2, 1::2] = math.nan
+    same_choice(x, 12, largest)
+
+
 def test_no_search_is_over_more_than_a_sixteenth_of_the_row() -> None:
     graph = make_fx(lambda x: topk_of_groups(x, 50), tracing_mode="fake")(torch.empty(4, 128256)).graph
     searched = [

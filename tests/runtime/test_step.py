@@ -109,6 +109,14 @@ def test_second_derivatives_are_an_error_that_says_so(compiled):
         grad.sum().backward()
 
 
+def test_second_derivatives_of_some_inputs_are_no_constants(compiled):
+    x = leaf(5)
+    step = compiled(lambda x: x.sin(), x)
+    (grad,) = torch.autograd.grad(step(x).sum(), x, create_graph=True)
+    with pytest.raises(OverlapcError, match="first derivatives only"):
+        torch.autograd.grad(grad.square().sum() + x.sum(), x)
+
+
 def test_autocast_is_in_the_graph_and_not_applied_again(compiled):
     a, b = leaf(8, 8), leaf(8, 8)
 
