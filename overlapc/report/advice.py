@@ -112,6 +112,8 @@ def _causes(graph: GraphRecord) -> Iterator[tuple[CollectiveRow, Cause]]:
             cause = cause_of(row, Reason.SCHEDULE_END)
         if cause is SLOWER or not cause.advice:
             cause = around.cause_of(row) or cause
+        if cause is END and "reduce" not in row.op:  # only gradients can be saved up for a later reduction
+            cause = CHAIN
         behind = row.group in beginning and cause is BUSY and Reason.QUEUE.name in row.causes
         if behind:
             cause = BEGIN

@@ -79,7 +79,7 @@ def test_where_no_rule_speaks_the_compute_before_and_after_does(before_us, after
         Span("late", "compute", ends_us[1] * 1e3, ends_us[2] * 1e3, "kernel"),
     )
     for causes in ((), ("MERGED",), ("MERGED", "SLOWER")):
-        rows = (replace(row("ag", 100, *causes), limit="bucket of root"),)
+        rows = (replace(row("ag", 100, *causes), op="reduce_scatter", limit="bucket of root"),)
         graph = replace(FORWARD, collectives=rows, after=Plan(ends_us[2] * 1e3, spans))
         (found,) = exposures(StepRecord(graphs=(graph,)))
         assert found.cause == (getattr(advice, cause) if cause else cause_of(rows[0]))
@@ -94,6 +94,14 @@ def test_a_wait_that_went_to_the_end_with_all_that_needs_it_is_of_the_beginning(
     rows = (row("ag", 100, "SCHEDULE_START", "SCHEDULE_END"),)
     (found,) = exposures(StepRecord(graphs=(replace(FORWARD, collectives=rows, after=Plan(190e3, spans)),)))
     assert found.cause is advice.BEGIN
+
+
+def test_only_reductions_are_advised_to_be_made_once_for_several_batches():
+    rows = [replace(row(op, 1, "DATA", "SCHEDULE_END"), op=op) for op in ("all_reduce", "all_to_all")]
+    assert {each.rows[0].name: each.cause for each in exposures(of(*rows))} == {
+        "all_reduce": advice.END,
+        "all_to_all": advice.CHAIN,
+    }
 
 
 @pytest.mark.parametrize(
