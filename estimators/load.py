@@ -11,15 +11,20 @@ Estimates are of full load. Once an order is chosen, how busy it keeps the devic
 from __future__ import annotations
 
 from overlapc.estimators.contention import Beside, load_of
-from overlapc.estimators.device import rate_at
+from overlapc.estimators.device import DeviceProfile, rate_at
 from overlapc.estimators.timeline import Timeline, simulate
 from overlapc.schedule.model import COMPUTE, Estimate, Kind, Node
+
+
+def changes_clock(profile: DeviceProfile) -> bool:
+    """Whether the device's clock is known to go by its load."""
+    return bool(profile.throttle and profile.heat)
 
 
 def settled(timeline: Timeline) -> Timeline:
     """The same order at the clock that its own load leaves; the same object where the profile knows no difference."""
     profile, schedule = timeline.profile, timeline.schedule
-    if not profile.throttle or not profile.heat or timeline.step_ns <= 0:
+    if not changes_clock(profile) or timeline.step_ns <= 0:
         return timeline
     heat = rate_at(profile.heat, round(1000 * _busy_ns(timeline) / timeline.step_ns))
     estimates = {}

@@ -228,7 +228,7 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
         )
     ctx = dataclasses.replace(ctx, incoming_peak_bytes=incoming.peak_bytes)
     final, reports = run_ways(schedule, ctx) if ctx.passes is None else run_passes(schedule, ctx, passes)
-    # Passes compare orders at one clock, that of full load; what is reported is at the clock each order leads to.
+    # Passes compare orders at one clock; what is reported is at the clock that each order leads to.
     before = settled(ctx.timeline(schedule))
     after = before if final is schedule else settled(ctx.timeline(final))
     return Result(after.schedule, reports, before, after, records_of(reports, before, after))

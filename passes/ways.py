@@ -5,7 +5,7 @@ costs 1% of it, and starting gathers twice as far ahead saves up to 5% or costs 
 on what `pipeline.FIRST` made, and ends with `pipeline.ENDS`. The ones that cost least (`base.cost`) go through
 `pipeline.LAST`, which may turn round which is the best, and that one is kept. A way that leaves next to nothing exposed
 ends the search, and so does their number times that of nodes: ways take their time, while on large schedules, which
-repeat themselves, they differ least.
+repeat themselves, they differ least. All of it goes by times at the clock that the first way leads to.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from overlapc.estimators.load import changes_clock, settled
 from overlapc.passes.base import Context, Pass, PassReport, run_passes, select
 from overlapc.passes.judge import cost
 from overlapc.passes.pipeline import ENDS, FIRST, LAST, WAYS, Way
@@ -42,8 +43,30 @@ class _Ended:
 
 
 def run_ways(schedule: Schedule, ctx: Context) -> tuple[Schedule, tuple[PassReport, ...]]:
-    """What the best way made of `schedule`, and the reports of the passes on it."""
+    """What the best way made of `schedule`, its nodes' estimates as they came, and the reports of the passes on it."""
     quiet = dataclasses.replace(ctx, dump=None, stop_after=None)
+    if not changes_clock(ctx.profile):
+        return _best_way(schedule, ctx, quiet)
+    at_clock = _at_its_clock(schedule, quiet)
+    final, reports = _best_way(at_clock, ctx, quiet)
+    if final is at_clock:
+        return schedule, reports
+    return final.with_estimates({node.name: node.estimate for node in schedule.nodes}), reports
+
+
+def _at_its_clock(schedule: Schedule, ctx: Context) -> Schedule:
+    """`schedule` with the times of the clock at which the first way leaves the device (`estimators/load.py`).
+
+    Ways are compared at one clock, and this is about what all of them lead to: at full load compute would take longer
+    than it will, and hide more.
+    """
+    ended, _ = run_passes(schedule, ctx, (*select(FIRST), *_passes(WAYS[0])))
+    at_clock = settled(ctx.timeline(ended)).schedule
+    return schedule.with_estimates({node.name: node.estimate for node in at_clock.nodes})
+
+
+def _best_way(schedule: Schedule, ctx: Context, quiet: Context) -> tuple[Schedule, tuple[PassReport, ...]]:
+    """Tries the ways; `quiet` is `ctx` without what it asks of the passes on the best of them."""
     begun, first = run_passes(schedule, quiet, select(FIRST))
     ended = sorted(_ends(begun, quiet), key=lambda each: each.cost)
     finished: dict[tuple[float, float], _Ended] = {}  # by what they cost before the last passes: equal ones once
