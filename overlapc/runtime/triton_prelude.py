@@ -324,7 +324,8 @@ def _joined_moments(mean, squares, count, other_mean, other_squares, other_count
     both = count + other_count
     step = other_mean - mean
     share = other_count / tl.maximum(both, 1.0)
-    return mean + step * share, squares + other_squares + step * step * count * share, both
+    # A side without elements makes one factor 0; the square of a large step alone would be inf, and the product NaN.
+    return mean + step * share, squares + other_squares + (step * count) * (step * share), both
 
 
 @triton.jit
