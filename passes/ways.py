@@ -22,7 +22,7 @@ from overlapc.schedule.model import Schedule
 
 # Less exposed than this share of the step, and no other way is tried: they cost as much time as the first.
 GOOD_ENOUGH = 0.001
-# At most so many nodes in all the ways that are tried: two ways of 20,000 nodes take some seconds.
+# At most so many nodes in all the ways that are gone: two ways of 20,000 nodes take some seconds.
 NODES_IN_ALL = 40_000
 # So many of the ways go through the last passes, if they cost no more than so many times what the best does before
 # them: on a captured step with two groups the second best, 0.8% behind, came out 2% ahead.
@@ -46,9 +46,9 @@ def run_ways(schedule: Schedule, ctx: Context) -> tuple[Schedule, tuple[PassRepo
     """What the best way made of `schedule`, its nodes' estimates as they came, and the reports of the passes on it."""
     quiet = dataclasses.replace(ctx, dump=None, stop_after=None)
     if not changes_clock(ctx.profile):
-        return _best_way(schedule, ctx, quiet)
+        return _best_way(schedule, ctx, quiet, gone=0)
     at_clock = _at_its_clock(schedule, quiet)
-    final, reports = _best_way(at_clock, ctx, quiet)
+    final, reports = _best_way(at_clock, ctx, quiet, gone=1)
     if final is at_clock:
         return schedule, reports
     return final.with_estimates({node.name: node.estimate for node in schedule.nodes}), reports
@@ -65,10 +65,11 @@ def _at_its_clock(schedule: Schedule, ctx: Context) -> Schedule:
     return schedule.with_estimates({node.name: node.estimate for node in at_clock.nodes})
 
 
-def _best_way(schedule: Schedule, ctx: Context, quiet: Context) -> tuple[Schedule, tuple[PassReport, ...]]:
-    """Tries the ways; `quiet` is `ctx` without what it asks of the passes on the best of them."""
+def _best_way(schedule: Schedule, ctx: Context, quiet: Context, gone: int) -> tuple[Schedule, tuple[PassReport, ...]]:
+    """Tries the ways, `gone` of those that there is time for being gone already; `quiet` is `ctx` without what it asks
+    of the passes on the best of them."""
     begun, first = run_passes(schedule, quiet, select(FIRST))
-    ended = sorted(_ends(begun, quiet), key=lambda each: each.cost)
+    ended = sorted(_ends(begun, quiet, gone), key=lambda each: each.cost)
     finished: dict[tuple[float, float], _Ended] = {}  # by what they cost before the last passes: equal ones once
     for each in ended:
         if each.cost not in finished and len(finished) < FINISHED and each.cost[0] <= ended[0].cost[0] * NEAR_THE_BEST:
@@ -80,10 +81,10 @@ def _best_way(schedule: Schedule, ctx: Context, quiet: Context) -> tuple[Schedul
     return best.schedule, (*first, *best.reports)
 
 
-def _ends(begun: Schedule, ctx: Context) -> Iterator[_Ended]:
+def _ends(begun: Schedule, ctx: Context, gone: int) -> Iterator[_Ended]:
     """Where each of the ways leads, up to one that leaves next to nothing exposed."""
     known: _Known = {}
-    for way in WAYS[: max(1, NODES_IN_ALL // max(1, len(begun.nodes)))]:
+    for way in WAYS[: max(1, NODES_IN_ALL // max(1, len(begun.nodes)) - gone)]:
         ended, reports = run_passes(begun, ctx, _passes(way, known))
         yield _Ended(way, ended, reports, cost(ended, ctx))
         timeline = ctx.timeline(ended)
