@@ -88,6 +88,7 @@ def test_rows_of_several_loops(kernels: Kernels, name: str, heads: int):
 
 @pytest.mark.parametrize(("width", "dtype"), SUMS)
 def test_short_rows_are_summed_at_their_end(kernels: Kernels, width: int, dtype: torch.dtype):
+    torch.manual_seed(width)  # the limit is two roundings: no room for an unlucky draw
     x, y = torch.randn(40, width, dtype=dtype), torch.empty(40, dtype=dtype)
     kernels.run(f"sum_{dtype}_{width}", {"x": x, "y": y})
     exact = x.double().pow(2).sum(1)
