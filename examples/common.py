@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,20 @@ class Arguments:
         start = torch.randint(vocabulary, (rows, 1), generator=torch.Generator().manual_seed(seed))
         text = ((start + 3 * torch.arange(length + 1)) % vocabulary).to(self.device)
         return text[:, :-1], text[:, 1:]
+
+
+def losses_of(
+    step: Callable[..., Tensor], optimizer: torch.optim.Optimizer, batches: Iterable[tuple[Tensor, Tensor]]
+) -> list[float]:
+    """Trains on each of `batches`; the losses of this rank."""
+    losses = []
+    for tokens, targets in batches:
+        loss = step(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def main(train: Callable[[Arguments], list[float]], description: str | None) -> None:

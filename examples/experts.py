@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from common import Arguments, main
+from common import Arguments, losses_of, main
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, fsdp
 from torch.distributed._functional_collectives import all_to_all_single_autograd
@@ -76,14 +76,8 @@ def train(args: Arguments) -> list[float]:
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     step = args.compile(model, fullgraph=True)
 
-    losses = []
-    for number in range(args.steps):
-        loss = step(*args.tokens(VOCABULARY, LENGTH, seed=100 * number + mesh.get_rank()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    seeds = (100 * number + mesh.get_rank() for number in range(args.steps))
+    return losses_of(step, optimizer, (args.tokens(VOCABULARY, LENGTH, seed) for seed in seeds))
 
 
 if __name__ == "__main__":

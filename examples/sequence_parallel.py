@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from common import Arguments, main
+from common import Arguments, losses_of, main
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, fsdp
 from torch.distributed._functional_collectives import all_to_all_single_autograd
@@ -75,15 +75,9 @@ def train(args: Arguments) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = args.compile(model, fullgraph=True)
 
-    losses = []
-    for number in range(args.steps):
-        mine = [part.chunk(mesh.size(), dim=1)[mesh.get_rank()] for part in args.tokens(VOCABULARY, LENGTH, number)]
-        loss = step(*mine)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    whole = (args.tokens(VOCABULARY, LENGTH, seed=number) for number in range(args.steps))
+    parts = ([each.chunk(mesh.size(), dim=1)[mesh.get_rank()] for each in batch] for batch in whole)
+    return losses_of(step, optimizer, ((tokens, targets) for tokens, targets in parts))
 
 
 if __name__ == "__main__":

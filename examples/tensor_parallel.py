@@ -7,7 +7,7 @@ overlapc run --nproc 4 examples/tensor_parallel.py     2 x 2: FSDP2 over the oth
 from __future__ import annotations
 
 import torch
-from common import Arguments, main
+from common import Arguments, losses_of, main
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
@@ -34,15 +34,8 @@ def train(args: Arguments) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)  # parameters lie on two meshes
     step = args.compile(model)
 
-    losses = []
-    for number in range(args.steps):
-        seed = 100 * number + mesh.get_local_rank("dp")  # ranks of one tp group see the same rows
-        loss = step(*args.tokens(vocabulary=64, length=32, seed=seed))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    seeds = (100 * number + mesh.get_local_rank("dp") for number in range(args.steps))  # of a tp group: the same rows
+    return losses_of(step, optimizer, (args.tokens(vocabulary=64, length=32, seed=seed) for seed in seeds))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ overlapc run --nproc 8 -o memory_budget=70GiB examples/train_fsdp.py --device cu
 from __future__ import annotations
 
 import torch
-from common import Arguments, main
+from common import Arguments, losses_of, main
 from torch.distributed import fsdp
 
 import overlapc
@@ -28,14 +28,10 @@ def train(args: Arguments) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = args.compile(model, fullgraph=True)
 
-    losses = []
-    for tokens, targets in corpus.batches(args.steps, batch=2, seq=128, part=mesh.get_rank(), parts=mesh.size()):
-        loss = step(tokens.to(args.device), targets.to(args.device))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    batches = corpus.batches(args.steps, batch=2, seq=128, part=mesh.get_rank(), parts=mesh.size())
+    return losses_of(
+        step, optimizer, ((tokens.to(args.device), targets.to(args.device)) for tokens, targets in batches)
+    )
 
 
 if __name__ == "__main__":
