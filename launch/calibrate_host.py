@@ -112,6 +112,7 @@ def _beside_nodes(clock: Clock, mesh: DeviceMesh, count: int, nodes: HostCosts) 
     """Of a step (forward and backward) of a model with so many parameters: how many tensors go into its graphs or come
     out, and the host's time in ns for what is no node."""
     model, x = _Scaled(mesh, count), torch.ones(16, device=mesh.device_type)
+    # Any stored profile does: nodes are counted by what `nodes` says.
     run = torch.compile(model, backend="overlapc", dynamic=False, options={"profile": "h200-nvlink"})
 
     def step() -> None:

@@ -2,7 +2,7 @@
 
 No rule here is best everywhere: on captured steps moving compute under collectives first saves up to 4% of a step or
 costs 1% of it, and starting gathers twice as far ahead saves up to 5% or costs 4%. So each of `pipeline.WAYS` is tried
-on what `pipeline.FIRST` made, and ends with `pipeline.ENDS`. The ones that cost least (`base.cost`) go through
+on what `pipeline.FIRST` made, and ends with `pipeline.ENDS`. The ones that cost least (`judge.cost`) go through
 `pipeline.LAST`, which may turn round which is the best, and that one is kept. A way that leaves next to nothing exposed
 ends the search, and so does their number times that of nodes: ways take their time, while on large schedules, which
 repeat themselves, they differ least. All of it goes by times at the clock that the first way leads to.
@@ -45,13 +45,17 @@ class _Ended:
 def run_ways(schedule: Schedule, ctx: Context) -> tuple[Schedule, tuple[PassReport, ...]]:
     """What the best way made of `schedule`, its nodes' estimates as they came, and the reports of the passes on it."""
     quiet = dataclasses.replace(ctx, dump=None, stop_after=None)
-    if not changes_clock(ctx.profile):
-        return _best_way(schedule, ctx, quiet, gone=0)
-    at_clock = _at_its_clock(schedule, quiet)
-    final, reports = _best_way(at_clock, ctx, quiet, gone=1)
+    clocked = changes_clock(ctx.profile)
+    at_clock = _at_its_clock(schedule, quiet) if clocked else schedule
+    best = _best_way(at_clock, quiet, gone=int(clocked))
+    final, reports = best.schedule, best.reports
+    if ctx.dump is not None or ctx.stop_after is not None:  # asked for by the passes of the way that was chosen
+        final, reports = run_passes(at_clock, ctx, (*select(FIRST), *_passes(best.way), *select(LAST)))
     if final is at_clock:
         return schedule, reports
-    return final.with_estimates({node.name: node.estimate for node in schedule.nodes}), reports
+    if clocked:
+        final = final.with_estimates({node.name: node.estimate for node in schedule.nodes})
+    return final, reports
 
 
 def _at_its_clock(schedule: Schedule, ctx: Context) -> Schedule:
@@ -65,20 +69,16 @@ def _at_its_clock(schedule: Schedule, ctx: Context) -> Schedule:
     return schedule.with_estimates({node.name: node.estimate for node in at_clock.nodes})
 
 
-def _best_way(schedule: Schedule, ctx: Context, quiet: Context, gone: int) -> tuple[Schedule, tuple[PassReport, ...]]:
-    """Tries the ways, `gone` of those that there is time for being gone already; `quiet` is `ctx` without what it asks
-    of the passes on the best of them."""
-    begun, first = run_passes(schedule, quiet, select(FIRST))
-    ended = sorted(_ends(begun, quiet, gone), key=lambda each: each.cost)
+def _best_way(schedule: Schedule, ctx: Context, gone: int) -> _Ended:
+    """Tries the ways, `gone` of those that there is time for being gone already."""
+    begun, first = run_passes(schedule, ctx, select(FIRST))
+    ended = sorted(_ends(begun, ctx, gone), key=lambda each: each.cost)
     finished: dict[tuple[float, float], _Ended] = {}  # by what they cost before the last passes: equal ones once
     for each in ended:
         if each.cost not in finished and len(finished) < FINISHED and each.cost[0] <= ended[0].cost[0] * NEAR_THE_BEST:
-            final, last = run_passes(each.schedule, quiet, select(LAST))
-            finished[each.cost] = _Ended(each.way, final, (*each.reports, *last), cost(final, ctx))
-    best = min(finished.values(), key=lambda each: each.cost)
-    if ctx.dump is not None or ctx.stop_after is not None:  # asked for by the passes of the way that was chosen
-        return run_passes(schedule, ctx, (*select(FIRST), *_passes(best.way), *select(LAST)))
-    return best.schedule, (*first, *best.reports)
+            final, last = run_passes(each.schedule, ctx, select(LAST))
+            finished[each.cost] = _Ended(each.way, final, (*first, *each.reports, *last), cost(final, ctx))
+    return min(finished.values(), key=lambda each: each.cost)
 
 
 def _ends(begun: Schedule, ctx: Context, gone: int) -> Iterator[_Ended]:
