@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one go; each part bounded in time, so that one that hangs costs only itself.
-#   OUT=/tmp/out benchmarks/gpu_check.sh tests | parity | train | inductor | thrifty | demo | calibrate | contention | clock | measure | predict | kernels | ops     (default: tests train demo)
+#   OUT=/tmp/out benchmarks/gpu_check.sh PART ...     (default: tests train); the parts are the cases below
 # Works where nothing can be installed: the package is used from the checkout, with the python that has torch.
 set -u
 cd "$(dirname "$0")/.."
@@ -19,7 +19,7 @@ part() { # name seconds command...
     grep -vE 'Warning|warn' "$out/$name.log" | tail -"${LINES_SHOWN:-30}" | cut -c1-260
 }
 
-for what in "${@:-tests train demo}"; do
+for what in "${@:-tests train}"; do
     for each in $what; do
         case $each in
         tests) part tests 300 $python -m pytest -q -p no:cacheprovider tests/multigpu ;;
@@ -47,10 +47,8 @@ for what in "${@:-tests train demo}"; do
             LINES_SHOWN=150 part contention 110 torchrun --nproc-per-node "$gpus" benchmarks/contention.py --profile "$profile" \
                 --channels "${CHANNELS:-0}" --out "$out/contention"
             ;;
-        clock) # what the load does to the clock, and what taken multiprocessors do to matmuls; one GPU
-            LINES_SHOWN=300 part clock 80 $python benchmarks/clock.py --out "$out/clock"
-            LINES_SHOWN=30 part held 40 $python benchmarks/held.py --out "$out/clock"
-            ;;
+        clock) # what the load does to the clock; one GPU
+            LINES_SHOWN=300 part clock 80 $python benchmarks/clock.py --out "$out/clock" ;;
         predict) # calibrate, then whole steps, memory and collectives predicted and measured on the profile just taken
             part calibrate 170 $python -m overlapc.launch.cli calibrate --device cuda --nproc "$gpus" \
                 --ranks-per-host 8 --out "$out/h200-nvlink.json"
@@ -68,7 +66,7 @@ for what in "${@:-tests train demo}"; do
             $python -m overlapc.launch.cli report "$out/measure/record_overlapc.json" >"$out/measure/report.txt"
             grep -A60 '^predicted and measured' "$out/measure/report.txt" | head -60 | cut -c1-200
             ;;
-        kernels) part kernels 200 $python benchmarks/triton_kernels.py ;;
+        kernels) LINES_SHOWN=90 part kernels 150 $python benchmarks/kernels.py --prepare 15 --seconds 115 ;;
         ops) # every operator of torch's database, on CUDA, sharded over this machine's cores
             shards=${SHARDS:-12}
             for ((i = 0; i < shards; i++)); do
@@ -81,7 +79,7 @@ for what in "${@:-tests train demo}"; do
             rm "$out"/ops_[0-9]*
             $python -m tests.ops.sweep --summary "$out/ops.jsonl" 2>&1 | tail -40 | cut -c1-300
             ;;
-        *) echo "no part named $each; known: tests parity train inductor thrifty demo calibrate contention clock measure predict kernels ops" >&2; exit 2 ;;
+        *) echo "no part named $each; known: tests parity train inductor thrifty calibrate contention clock measure predict kernels ops" >&2; exit 2 ;;
         esac
     done
 done

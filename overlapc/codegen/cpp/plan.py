@@ -35,7 +35,7 @@ PARALLEL_WORK = 32768
 # that where vectors start does not depend on the number of threads.
 BLOCK = 2048
 # Of the loop around the vector loop, and of that. With rows a power of two apart only 12 lines of a cache set are left:
-# (32, 64) took 4 times as long as this on a 2048 x 2048 float32 transpose (benchmarks/cpp_kernels.py, Zen 5).
+# (32, 64) took 4 times as long as this on a 2048 x 2048 float32 transpose (two cores of a Zen 5).
 TRANSPOSE_BLOCK = (32, 16)
 # The same where blocks are turned round in registers: bytes read of each row (the line that comes anyway), rows, and
 # blocks one after another that read on in the same rows: pages, and lines that come in pairs, are then still at hand.
