@@ -126,13 +126,9 @@ def _number(value: T, numbers: dict[T, int], values: list[T]) -> int:
 
 def costs_of(schedule: Schedule, profile: DeviceProfile) -> Costs:
     """The costs of a schedule on a machine, kept with it."""
-    known: Costs | None = schedule.__dict__.get("_costs")
-    if known is None or known.profile is not profile:
-        base = schedule.moved_from
-        other: Costs | None = None if base is None else base.__dict__.get("_costs")
-        known = Costs(schedule, profile, other if other is not None and other.profile is profile else None)
-        schedule.__dict__["_costs"] = known  # like cached_property: a fact about an immutable value
-    return known
+    base = schedule.moved_from
+    like = None if base is None else base.known_fact("costs", of=profile)
+    return schedule.fact("costs", lambda: Costs(schedule, profile, like), of=profile)
 
 
 class Machine:

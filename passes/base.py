@@ -75,17 +75,11 @@ class Context:
 
     def timeline(self, schedule: Schedule) -> Timeline:
         """The simulator's replay of `schedule`, kept with it: one pass asks for what the one before was judged by."""
-        known: Timeline | None = schedule.__dict__.get("_timeline")
-        if known is None or known.profile is not self.profile:
-            known = schedule.__dict__["_timeline"] = simulate(schedule, self.profile)
-        return known
+        return schedule.fact("timeline", lambda: simulate(schedule, self.profile), of=self.profile)
 
     def late(self, schedule: Schedule) -> Schedule:
         """`schedule` if every collective takes `overlap_margin` times its estimate. Kept with it, nodes too."""
-        known: tuple[float, Schedule] | None = schedule.__dict__.get("_late")
-        if known is None or known[0] != self.overlap_margin:
-            known = schedule.__dict__["_late"] = self.overlap_margin, self._late(schedule)
-        return known[1]
+        return schedule.fact("late", lambda: self._late(schedule), of=self.overlap_margin)
 
     def _late(self, schedule: Schedule) -> Schedule:
         if schedule.moved_from is not None:

@@ -48,16 +48,14 @@ class Dependencies:
 
 
 def of(schedule: Schedule) -> Dependencies:
-    """The dependences of a schedule, positions counted in its present order. Cached on the schedule.
+    """The dependences of a schedule, positions counted in its present order. Kept with the schedule.
 
     O(nodes + edges). ScheduleError when `after` names a node that does not exist.
     """
-    cached: Dependencies | None = schedule.__dict__.get("_dependencies")
-    if cached is None:
-        base = schedule.moved_from
-        cached = _build(schedule) if base is None else _renumber(of(base), base, schedule)
-        schedule.__dict__["_dependencies"] = cached  # like cached_property: a fact about an immutable value
-    return cached
+    base = schedule.moved_from
+    return schedule.fact(
+        "dependencies", lambda: _build(schedule) if base is None else _renumber(of(base), base, schedule)
+    )
 
 
 def accesses(schedule: Schedule, node: Node) -> dict[str, bool]:

@@ -61,13 +61,11 @@ class MemoryProfile:
 
 
 def lifetimes(schedule: Schedule) -> Lifetimes:
-    """Storages of a schedule and who touches them. Cached on the schedule; O(names read and written)."""
-    cached: Lifetimes | None = schedule.__dict__.get("_lifetimes")
-    if cached is None:
-        base = schedule.moved_from
-        cached = _lifetimes(schedule) if base is None else _reordered(lifetimes(base), base, schedule)
-        schedule.__dict__["_lifetimes"] = cached  # like cached_property: a fact about an immutable value
-    return cached
+    """Storages of a schedule and who touches them. Kept with the schedule; O(names read and written)."""
+    base = schedule.moved_from
+    return schedule.fact(
+        "lifetimes", lambda: _lifetimes(schedule) if base is None else _reordered(lifetimes(base), base, schedule)
+    )
 
 
 def _reordered(life: Lifetimes, old: Schedule, new: Schedule) -> Lifetimes:
@@ -128,12 +126,8 @@ def _lifetimes(schedule: Schedule) -> Lifetimes:
 
 
 def analyze(schedule: Schedule) -> MemoryProfile:
-    """Live bytes and frees of a schedule in its present order. Cached on the schedule; O(nodes)."""
-    cached: MemoryProfile | None = schedule.__dict__.get("_memory")
-    if cached is None:
-        cached = _profile(lifetimes(schedule), range(len(schedule.nodes)))
-        schedule.__dict__["_memory"] = cached  # like cached_property: a fact about an immutable value
-    return cached
+    """Live bytes and frees of a schedule in its present order. Kept with the schedule; O(nodes)."""
+    return schedule.fact("memory", lambda: _profile(lifetimes(schedule), range(len(schedule.nodes))))
 
 
 def _profile(life: Lifetimes, order: Sequence[int]) -> MemoryProfile:

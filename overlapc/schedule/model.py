@@ -5,13 +5,15 @@ The one type that estimators and passes know. It is immutable: a move returns a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from overlapc.errors import ScheduleError, unknown_name
+
+_T = TypeVar("_T")
 
 
 class Kind(Enum):
@@ -153,6 +155,25 @@ class Schedule:
         return _Index.of(self) if found is None else found
 
     @cached_property
+    def _facts(self) -> dict[str, tuple[object, Any]]:
+        return {}
+
+    def fact(self, name: str, make: Callable[[], _T], of: object = None) -> _T:
+        """What `make` says of this schedule, kept with it under `name`; made anew when asked `of` something else.
+
+        For what others compute of a schedule (dependences, liveness, a replay on one machine) and ask for often.
+        """
+        if name not in self._facts or not _same(self._facts[name][0], of):
+            self._facts[name] = of, make()
+        found: _T = self._facts[name][1]
+        return found
+
+    def known_fact(self, name: str, of: object = None) -> Any:
+        """The same if it is known already, else None."""
+        about, found = self._facts.get(name, (None, None))
+        return found if _same(about, of) else None
+
+    @cached_property
     def _readers(self) -> Mapping[str, Sequence[int]]:
         """Positions of the nodes that read each name, in order."""
         readers: dict[str, list[int]] = {}
@@ -272,6 +293,10 @@ class Schedule:
             replace(node, estimate=estimates[node.name]) if node.name in estimates else node for node in self.nodes
         )
         return replace(self, nodes=nodes)
+
+
+def _same(one: object, other: object) -> bool:
+    return one is other or one == other
 
 
 @dataclass(frozen=True, slots=True)
