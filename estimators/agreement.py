@@ -99,13 +99,24 @@ class Compilation:
 
         ValueError for a value that is not finite.
         """
-        names = sorted(values)
-        own = np.array([values[name] for name in names], dtype="<f8")
-        for name, value in zip(names, own.tolist(), strict=True):
+        for name, value in values.items():
             if not math.isfinite(value):
                 raise ValueError(f"{name} was estimated as {value}; only finite values have a median")
-        medians = self._agree("estimates", "ranks estimated different things", names, own.tobytes(), _medians)
-        return dict(zip(names, np.frombuffer(medians, dtype="<f8").tolist(), strict=True))
+        return self._agree_on_numbers("estimates", "ranks estimated different things", values, np.median)
+
+    def agree_on_largest(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """The largest over ranks of each size, which is less than 2^53; names must be equal on all."""
+        largest = self._agree_on_numbers("sizes", "ranks have different buffers", sizes, np.max)
+        return {name: int(size) for name, size in largest.items()}
+
+    def _agree_on_numbers(
+        self, stage: str, what: str, values: Mapping[str, float], reduce: Callable[..., Any]
+    ) -> dict[str, float]:
+        """`reduce` over ranks of each value; np.median or its like, which takes an axis."""
+        names = sorted(values)
+        own = np.array([values[name] for name in names], dtype="<f8").tobytes()
+        agreed = self._agree(stage, what, names, own, partial(_each_value, reduce))
+        return dict(zip(names, np.frombuffer(agreed, dtype="<f8").tolist(), strict=True))
 
     @property
     def place(self) -> tuple[int, int]:
@@ -187,9 +198,10 @@ def _common(brought: Sequence[bytes]) -> bytes:
     return brought[0] if len(set(brought)) == 1 else b""
 
 
-def _medians(columns: Sequence[bytes]) -> bytes:
+def _each_value(reduce: Callable[..., Any], columns: Sequence[bytes]) -> bytes:
+    """Every rank's values, in order of rank, to one row of them."""
     table = np.frombuffer(b"".join(columns), dtype="<f8").reshape(len(columns), -1)
-    return np.median(table, axis=0).astype("<f8").tobytes()
+    return bytes(reduce(table, axis=0).astype("<f8").tobytes())
 
 
 def _longest(brought: Sequence[bytes]) -> bytes:

@@ -106,6 +106,8 @@ def plan_graph(
             dumps.write("kernels", "tuning", lambda: str(tuning))
         chain = chain_of(profile, config, lowered, inner, tuning)
         schedule = _estimated(schedule, chain, talks)
+        if talks is not None:
+            schedule = _with_common_sizes(schedule, talks)
         context = replace(context_of(config, profile, chain), merge_payloads=merge_starts, dump=dumps.writer("passes"))
         result = passes(schedule, context)
         dumps.write("passes", "walk", lambda: walk_through(result.after))
@@ -248,6 +250,18 @@ def _estimated(schedule: Schedule, chain: Estimator, talks: Compilation | None) 
         agreed = talks.agree_on_medians({name: estimate.ns for name, estimate in known.items()})
         schedule = schedule.with_estimates({name: Estimate(agreed[name], known[name].source) for name in known})
     return schedule
+
+
+def _with_common_sizes(schedule: Schedule, talks: Compilation) -> Schedule:
+    """`schedule` with every buffer as large as on the rank where it is largest.
+
+    Shards of a parameter that ranks cannot share evenly differ in size. Passes would otherwise stop at the memory
+    limit of one rank and go on at that of another; and a budget has to hold on all.
+    """
+    largest = talks.agree_on_largest({name: buffer.bytes for name, buffer in schedule.buffers.items()})
+    return replace(
+        schedule, buffers={name: replace(each, bytes=largest[name]) for name, each in schedule.buffers.items()}
+    )
 
 
 def _tuned(

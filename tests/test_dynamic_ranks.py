@@ -1,14 +1,17 @@
-"""Ranks whose batches differ compile one symbolic graph, once, and plan it alike."""
+"""Ranks whose batches differ compile one symbolic graph, once; those and ranks whose shards differ plan alike."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
+from torch.distributed.device_mesh import init_device_mesh
 
+import overlapc
 from overlapc.report import record
 from overlapc.runtime.counters import counted
 from tests.ranks import values_on_ranks
@@ -23,7 +26,35 @@ def layer(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return more * total + mean
 
 
+class Lopsided(nn.Module):
+    """A layer whose largest parameter has one row: with two ranks, all of it lies on the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.ones(1, 2048))
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh() * (x.mean() * self.row).mean()
+
+
 def plans_of_a_rank() -> dict[str, Any]:
+    """By what differs between the ranks: what this one planned."""
+    return {"batches": plans_of_own_batches(), "shards": orders_of_own_shards()}
+
+
+def orders_of_own_shards() -> list[list[str]]:
+    """Of forward and backward, the order of collectives where one rank holds most of the parameters."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = nn.Sequential(*(Lopsided() for _ in range(5)))
+    for each in model:
+        overlapc.fully_shard(each, mesh)
+    step = torch.compile(model, backend="overlapc", options={"native": False, "warm_start": False})
+    step(torch.randn(8, 64)).sum().backward()
+    return [[row.name for row in graph.collectives] for graph in record.report_of_process().steps[-1].graphs[-2:]]
+
+
+def plans_of_own_batches() -> dict[str, Any]:
     """What this rank planned, and how often, over batches of its own sizes."""
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(0)
@@ -40,10 +71,21 @@ def plans_of_a_rank() -> dict[str, Any]:
     return {"errors": errors, "graphs": graphs, "schedule": lines, "step_ns": graph.after.step_ns}
 
 
-def test_one_plan_for_batches_of_different_sizes():
-    first, second = values_on_ranks(plans_of_a_rank, 2)
+@pytest.fixture(scope="module")
+def ranks() -> list[Any]:
+    return values_on_ranks(plans_of_a_rank, 2)
+
+
+def test_one_plan_for_batches_of_different_sizes(ranks):
+    first, second = (rank["batches"] for rank in ranks)
     for rank in (first, second):
         assert max(rank["errors"]) < 1e-4
         assert rank["graphs"] == [1, 1, 1], "one compilation serves all sizes"
     assert first["schedule"] == second["schedule"]
     assert first["step_ns"] == second["step_ns"]
+
+
+def test_one_order_where_one_rank_holds_most_and_meets_the_memory_limit_later(ranks):
+    first, second = (rank["shards"] for rank in ranks)
+    assert all(first)
+    assert first == second

@@ -67,6 +67,12 @@ def test_medians_are_those_of_statistics(count: int) -> None:
     assert outcomes[0] == {name: median(values[rank][name] for rank in range(count)) for name in ("mm", "ag")}
 
 
+def test_the_largest_of_each_size_is_exact() -> None:
+    sizes = [{"a": 3, "b": 2**53 - 1}, {"a": 5, "b": 2**52 + 1}]
+    outcomes = on_ranks(2, lambda party, rank: party.compilation("f", 20).agree_on_largest(sizes[rank]))
+    assert outcomes == [{"a": 5, "b": 2**53 - 1}] * 2
+
+
 def test_no_estimates_at_all_have_no_medians() -> None:
     assert on_ranks(2, lambda party, rank: party.compilation("f", 20).agree_on_medians({})) == [{}, {}]
 
