@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from overlapc.fx.arguments import declared_arguments
 from overlapc.fx.subgraphs import nodes_within
 from overlapc.fx.versions import group_name_of
 
@@ -54,13 +55,8 @@ def kind_of(node: fx.Node) -> str:
 
 def group_of(node: fx.Node) -> str | None:
     """This rank's name of the process group that a collective runs on, or None if it names none."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.name == "group_name":
-            given = node.args[position] if position < len(node.args) else node.kwargs.get("group_name")
-            return group_name_of(given)
-    return None
+    arguments = declared_arguments(node.target, node.args, node.kwargs)
+    return next((group_name_of(given) for declared, given in arguments if declared.name == "group_name"), None)
 
 
 def op_of(node: fx.Node) -> tuple[str, str]:

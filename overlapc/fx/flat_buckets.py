@@ -24,8 +24,9 @@ import torch.distributed.fsdp  # registers the ops
 from torch import Tensor, fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 
+from overlapc.fx.arguments import argument
 from overlapc.fx.labels import ParamLabel
-from overlapc.fx.writer import Writer, argument
+from overlapc.fx.writer import Writer
 
 aten, fsdp, _c10d = torch.ops.aten, torch.ops.fsdp, torch.ops._c10d_functional
 _WAIT = _c10d.wait_tensor.default

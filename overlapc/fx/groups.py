@@ -6,15 +6,15 @@ import itertools
 
 import torch.distributed as dist
 from torch import fx
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from overlapc.fx.communication import group_of, is_collective, kind_of
 from overlapc.fx.labels import label_of
+from overlapc.fx.versions import resolve_group
 
 
 def ranks_of(group: str) -> tuple[int, ...]:
     """Global ranks of a process group by its name."""
-    return tuple(dist.get_process_group_ranks(_resolve_process_group(group)))  # type: ignore[arg-type]
+    return tuple(dist.get_process_group_ranks(resolve_group(group)))
 
 
 class GroupNames:
@@ -61,7 +61,7 @@ class GroupNames:
 
 
 def _described(group: str) -> str:
-    description = _resolve_process_group(group).group_desc  # type: ignore[arg-type]
+    description = resolve_group(group).group_desc
     if description.startswith("mesh_") and description != "mesh_default":
         return description.removeprefix("mesh_")
     return "world" if len(ranks_of(group)) == dist.get_world_size() else _shape(group)

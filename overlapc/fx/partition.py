@@ -30,6 +30,7 @@ from overlapc.fx.random import draw_once
 from overlapc.fx.recompute import recompute_expansions
 from overlapc.fx.rng_state import describe, unwrap_attention
 from overlapc.fx.versions import return_no_tangents
+from overlapc.fx.writer import Writer
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -91,27 +92,14 @@ def _gather_from_part(gather: Gather) -> dict[str, str]:
     Forward, where w is at hand, reads w again afterwards (`_skip_regather`).
     """
     label, wait = gather.label, gather.wait
-    graph = wait.graph
     rows = wait.meta["val"].shape[0] // label.post_size
     users = tuple(wait.users)
 
-    after: fx.Node = wait
-
-    def add(target: Any, *args: Any) -> fx.Node:
-        nonlocal after
-        with graph.inserting_after(after):
-            after = graph.call_function(target, args)
-        after.meta = {key: value for key, value in wait.meta.items() if key not in ("recompute", "ac_graph_id")}
-        values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
-        with wait.meta["val"].fake_mode:
-            after.meta["val"] = target(*values)
-        after.meta.pop("tensor_meta", None)
-        return after
-
-    rows_of_rank = add(aten.slice.Tensor, wait, 0, label.post_rank * rows, (label.post_rank + 1) * rows)
-    part = add(aten.clone.default, rows_of_rank)  # its own memory, or the slice would keep the whole alive
-    start = add(_c10d.all_gather_into_tensor.default, part, label.post_size, label.post_group)
-    again = add(_c10d.wait_tensor.default, start)
+    write = Writer(wait.next, wait)
+    rows_of_rank = write.call(aten.slice.Tensor, wait, 0, label.post_rank * rows, (label.post_rank + 1) * rows)
+    part = write.call(aten.clone.default, rows_of_rank)  # its own memory, or the slice would keep the whole alive
+    start = write.call(_c10d.all_gather_into_tensor.default, part, label.post_size, label.post_group)
+    again = write.call(_c10d.wait_tensor.default, start)
     for user in users:
         user.replace_input_with(wait, again)
     _mark(Gather(label, gather.before, gather.start, wait, (rows_of_rank,)), None)

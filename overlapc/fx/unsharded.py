@@ -23,8 +23,8 @@ import torch.distributed.fsdp  # registers the ops
 from torch import Tensor, fx
 
 from overlapc.errors import CompileError
+from overlapc.fx.arguments import argument, declared_arguments, is_written
 from overlapc.fx.source import user_line
-from overlapc.fx.writer import argument
 
 aten = torch.ops.aten
 _RESIZE = torch.ops.inductor.resize_storage_bytes_.default
@@ -119,15 +119,10 @@ def _regions(param: fx.Node, users: list[fx.Node]) -> list[_Region] | str:
 
 def _writes(user: fx.Node, param: fx.Node) -> bool:
     """Whether an op changes `param` by its schema."""
-    target = user.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    for at, declared in enumerate(target._schema.arguments):
-        given = user.args[at] if at < len(user.args) else user.kwargs.get(declared.name)
-        written = declared.alias_info is not None and declared.alias_info.is_write
-        if written and (given is param or (isinstance(given, (list, tuple)) and param in given)):
-            return True
-    return False
+    return any(
+        is_written(declared) and (given is param or (isinstance(given, (list, tuple)) and param in given))
+        for declared, given in declared_arguments(user.target, user.args, user.kwargs)
+    )
 
 
 def _alike(param: fx.Node, value: Any) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 # Names without a public spelling in any supported version; imported here only, so that a move is one edit.
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -23,6 +23,7 @@ from overlapc.errors import ConfigError
 
 FIRST = (2, 11)  # oldest version tested
 BEYOND = (2, 14)  # first version not tested
+StridedShard = _StridedShard
 
 
 def check_torch_version(version: str | None = None) -> tuple[int, int]:
@@ -274,30 +275,6 @@ def size_hint(size: int | torch.SymInt) -> int:
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else 4096
-
-
-__all__ = [
-    "BEYOND",
-    "FIRST",
-    "StepMetadata",
-    "StridedShard",
-    "check_torch_version",
-    "compiled_autograd",
-    "float8_saturates",
-    "fsdp2_groups",
-    "fsdp2_state",
-    "group_name_of",
-    "in_backward",
-    "is_opaque_input",
-    "mark_dynamic",
-    "release_fsdp2",
-    "resolve_group",
-    "return_no_tangents",
-    "root_mesh",
-    "runs_under_fsdp2",
-    "size_hint",
-    "step_metadata",
-]
 
 
 def symbol_hint(size: torch.SymInt | torch.SymFloat, symbol: Any) -> int | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-_CARRIED = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "custom", "seq_nr")
+_CARRIED = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "custom", "seq_nr", "partitioner_tag")
 
 
 def described_like(node: fx.Node) -> dict[str, Any]:
@@ -31,18 +31,13 @@ class Writer:
         with self.anchor.graph.inserting_before(self.anchor):
             node = self.anchor.graph.call_function(target, args, kwargs)
         node.meta = dict(self.meta)
-        values = map_arg((args, kwargs), lambda arg: arg.meta["val"])
-        with _mode_of(values):
-            node.meta["val"] = target(*values[0], **values[1])
+        node.meta["val"] = fake_result(node)
         return node
 
 
-def _mode_of(values: Any) -> FakeTensorMode:
-    return next(leaf.fake_mode for leaf in pytree.tree_leaves(values) if isinstance(leaf, FakeTensor))
-
-
-def argument(node: fx.Node, at: int | str) -> Any:
-    """A positional or named argument of a call, or None; FX's own types say too little to be of use."""
-    if isinstance(at, str):
-        return node.kwargs.get(at)
-    return node.args[at] if at < len(node.args) else None
+def fake_result(node: fx.Node) -> Any:
+    """What the call gives for the fake values of its arguments, one of which at least has to be a tensor."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+    mode = next(leaf.fake_mode for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor))
+    with mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -9,6 +9,7 @@ import torch
 from torch._higher_order_ops.effects import with_effects
 from torch.fx import Node
 
+from overlapc.fx.arguments import declared_arguments, is_written
 from overlapc.ir.ops import Handle, View
 
 
@@ -23,7 +24,7 @@ def is_view(node: Node) -> bool:
     return (
         bool(returns)
         and all(item.alias_info is not None and not item.alias_info.is_write for item in returns)
-        and not any(arg.alias_info is not None and arg.alias_info.is_write for arg in target._schema.arguments)
+        and not any(map(is_written, target._schema.arguments))
     )
 
 
@@ -52,14 +53,8 @@ def binds_sizes(node: Node) -> bool:
 
 def mutated(target: Any, args: Any, kwargs: Mapping[str, Any]) -> list[View]:
     """Views that the call overwrites, by its schema."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return []
-    found: list[View] = []
-    for at, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = kwargs.get(argument.name, args[at] if at < len(args) else None)
-            found.extend(views_of(given))
-    return found
+    arguments = declared_arguments(target, args, kwargs)
+    return [view for declared, given in arguments if is_written(declared) for view in views_of(given)]
 
 
 def returned_argument(target: Any, position: int, args: Any, kwargs: Mapping[str, Any]) -> View | None:
@@ -69,9 +64,8 @@ def returned_argument(target: Any, position: int, args: Any, kwargs: Mapping[str
     alias = target._schema.returns[position].alias_info
     if alias is None or not alias.is_write:
         return None
-    for at, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.before_set == alias.before_set:
-            given = kwargs.get(argument.name, args[at] if at < len(args) else None)
+    for declared, given in declared_arguments(target, args, kwargs):
+        if declared.alias_info is not None and declared.alias_info.before_set == alias.before_set:
             return given if isinstance(given, View) else None
     return None
 
