@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from overlapc.fusion.deps import edges, output_buffers
 from overlapc.fusion.live import LiveBytes
 from overlapc.fusion.merge import Refusal
-from overlapc.fusion.order import MergingOrder
+from overlapc.fusion.order import MergingOrder, Reach
 from overlapc.ir.body import Body, Checked, topological
 from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start, Wait, buffers_read, buffers_written
 
@@ -28,8 +28,6 @@ class Group:
     reads: set[str]
     writes: set[str]
     runs_at: int  # number of the op in whose place it runs
-    waits: int = 0  # bit set of the waits it comes after
-    starts: int = 0  # bit set of the starts that come after it
     grown: int = 0  # how often it has merged
 
     @property
@@ -65,7 +63,9 @@ class Groups:
                 self.readers[name].add(number)
             for name in group.writes:
                 self.writer[name] = number
-        self._mark_communication(ops, dependences.before)
+        order = range(len(ops))
+        self._waits = Reach([at for at in order if isinstance(ops[at], Wait)], self.order.after, order)
+        self._starts = Reach([at for at in order if isinstance(ops[at], Start)], self.order.before, reversed(order))
 
     def __getitem__(self, number: int) -> Group:
         return self._groups[number]
@@ -104,7 +104,8 @@ class Groups:
             return Refusal("they run on different devices")
         # A kernel that a start waits for would have to wait for a communication that it did not need, or a start
         # be launched later: it would undo overlap that the passes could have had.
-        if (a.starts & ~b.starts and b.waits & ~a.waits) or (b.starts & ~a.starts and a.waits & ~b.waits):
+        waits, starts = self._waits.alone(a.number, b.number), self._starts.alone(a.number, b.number)
+        if (starts[0] and waits[1]) or (starts[1] and waits[0]):
             return Refusal("one leads to a collective's start, the other comes after a wait")
         stays, moves = self._stays_and_moves(a, b)
         more = self._held(stays, moves, local)
@@ -166,41 +167,8 @@ class Groups:
             self.readers[name].add(kept)
         del self._groups[gone]
         self._groups[kept] = group
-        self._spread(group, a, b)
-
-    def _mark_communication(self, ops: Sequence[IROp], before: list[set[int]]) -> None:
-        """For each group: the waits it depends on and the starts that depend on it, as bit sets."""
-        waits = starts = 0
-        for number, op in enumerate(ops):
-            for earlier in before[number]:
-                self._groups[number].waits |= self._groups[earlier].waits
-            if isinstance(op, Wait):
-                self._groups[number].waits |= 1 << waits
-                waits += 1
-        for number in range(len(ops) - 1, -1, -1):
-            if isinstance(ops[number], Start):
-                self._groups[number].starts |= 1 << starts
-                starts += 1
-            for earlier in before[number]:
-                self._groups[earlier].starts |= self._groups[number].starts
-
-    def _spread(self, group: Group, a: Group, b: Group) -> None:
-        """What comes after one of the two now also comes after the other's waits; likewise starts, backwards."""
-        group.waits, group.starts = a.waits | b.waits, a.starts | b.starts
-        if a.waits != b.waits:
-            stack = [group.number]
-            while stack:
-                for later in self.order.after[stack.pop()]:
-                    if group.waits & ~self._groups[later].waits:
-                        self._groups[later].waits |= group.waits
-                        stack.append(later)
-        if a.starts != b.starts:
-            stack = [group.number]
-            while stack:
-                for earlier in self.order.before[stack.pop()]:
-                    if group.starts & ~self._groups[earlier].starts:
-                        self._groups[earlier].starts |= group.starts
-                        stack.append(earlier)
+        for reach in (self._waits, self._starts):
+            reach.merge(kept, gone)
 
 
 def _with_checks(bodies: Iterable[Body], unread: set[str]) -> set[str]:

@@ -7,7 +7,7 @@ are the only ones that move.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 class MergingOrder:
@@ -82,3 +82,38 @@ class MergingOrder:
     def order(self) -> list[int]:
         """All groups that are left, in a legal order."""
         return [group for group in self.slots if group is not None]
+
+
+class Reach:
+    """Which of some ops each group comes after (or before), kept while groups merge.
+
+    `onward` says whom a group hands its own on to: `MergingOrder.after` for what comes before it, `.before` for what
+    comes after it.
+    """
+
+    def __init__(self, ops: Sequence[int], onward: Sequence[Collection[int]], order: Iterable[int]) -> None:
+        """ops: those that count. order: all groups, each before those that it hands on to."""
+        self._onward = onward
+        self._of = [0] * len(onward)  # bit sets, a bit an op
+        for bit, number in enumerate(ops):
+            self._of[number] = 1 << bit
+        for number in order:
+            for each in onward[number]:
+                self._of[each] |= self._of[number]
+
+    def alone(self, a: int, b: int) -> tuple[bool, bool]:
+        """Whether the first group has any that the second has not, and the other way round."""
+        return bool(self._of[a] & ~self._of[b]), bool(self._of[b] & ~self._of[a])
+
+    def merge(self, kept: int, gone: int) -> None:
+        """Both are `kept` now, edges included: what only one of them had, whoever comes behind the other has too."""
+        both = self._of[kept] | self._of[gone]
+        if self._of[kept] == self._of[gone]:
+            return
+        self._of[kept] = both
+        stack = [kept]
+        while stack:
+            for each in self._onward[stack.pop()]:
+                if both & ~self._of[each]:
+                    self._of[each] |= both
+                    stack.append(each)
