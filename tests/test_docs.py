@@ -1,0 +1,80 @@
+"""What docs/ and README name is there: files, definitions, every system with the tests that show it."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("overlapc", "passes", "estimators", "launch", "benchmarks", "tests", "docs")
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+SYSTEMS = [*(f"S{number}" for number in range(1, 37)), *(f"B{number}" for number in range(1, 11))]
+_PATH = re.compile(r"(?:[\w*.-]+/)*[\w*-]+\.(?:py|md|sh|c|h|json|toml|jinja)|(?:[\w-]+/)+")
+_MADE_BY_RUNS = {"record.json", "trace.json", "examples/NAME.py"}
+_OWNED = re.compile(r"(?:(?!(?:tests|torch)\b)\w+\.)*(\w+)\.(?!txt\b|py\b)(\w+)")  # module.function, Class.method
+
+
+def quoted(page: Path) -> Iterator[tuple[int, str]]:
+    """(line, text between backticks or behind a link) of a page, its blocks of code left out."""
+    in_block = False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        in_block ^= line.startswith("```")
+        if not in_block:
+            yield from ((number, text) for text in re.findall(r"`([^`]+)`", line) + re.findall(r"\]\(([^)]+)\)", line))
+
+
+def exists(path: str) -> bool:
+    """From the root or from the package; a bare name anywhere in our folders."""
+    if "/" in path:
+        return any(any(home.glob(path)) for home in (ROOT, ROOT / "overlapc"))
+    return any(ROOT.glob(path)) or any(any((ROOT / folder).rglob(path)) for folder in FOLDERS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_that_a_page_names_are_there(page: Path) -> None:
+    named = {
+        (line, path)
+        for line, text in quoted(page)
+        for path in text.split()
+        if path not in _MADE_BY_RUNS and _PATH.fullmatch(path)
+    }
+    assert named
+    missing = [f"{page.name}:{line}: {path}" for line, path in sorted(named) if not exists(path)]
+    assert not missing, "\n".join(missing)
+
+
+def owners() -> dict[str, str]:
+    """Module, package or class of ours -> the text of all files that are it or define it."""
+    found = defaultdict(str, overlapc=" ".join(FOLDERS))
+    for folder in FOLDERS[:4]:
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            for name in (path.parent.name if path.stem == "__init__" else path.stem, *re.findall(r"class (\w+)", text)):
+                found[name] += text
+    return found
+
+
+def test_the_definitions_that_a_page_names_are_there() -> None:
+    known = owners()
+    missing = [
+        f"{page.name}:{line}: {text}"
+        for page in PAGES
+        if page.name != "README.md"  # whose `model` is the user's
+        for line, text in quoted(page)
+        if (found := _OWNED.fullmatch(text)) and found[1] in known
+        if not re.search(rf"\b{found[2]}\b", known[found[1]])
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_every_system_has_its_row_and_what_works_names_what_shows_it() -> None:
+    page = (ROOT / "docs" / "COVERAGE.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([SB]\d+) \| ([^|]+) \| ([^|]+) \| (.*) \| ([^|]*) \|$", page, re.MULTILINE)
+    assert [row[0] for row in rows] == SYSTEMS
+    for system, _, status, what, shown_by in rows:
+        assert status in ("works", "partly", "not yet"), system
+        assert (status == "not yet") == (not what.strip()) == ("`tests/" not in shown_by), system
