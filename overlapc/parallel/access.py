@@ -8,7 +8,7 @@ DTensor parameter, so that initialization, optimizers and checkpoints see what t
 from __future__ import annotations
 
 import functools
-import threading
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,15 +27,9 @@ from overlapc.parallel.gather import ShardedParam, ShardGroup, reduce_with, unsh
 Pending = dict[str, tuple[DTensor, Tensor]]
 
 
-class _Forward(threading.local):
-    depth = 0  # nested calls of group modules on this thread
-
-
-_forward = _Forward()
-
-
 class FSDPModule(Controls):
-    """Mixed into the class of every module given to `fully_shard`: casts around forward and says it runs."""
+    """Mixed into the class of every module given to `fully_shard`: casts around forward, and marks by its frame that
+    one runs."""
 
     _overlapc_group: ShardGroup | None
     _overlapc_input_dtype: torch.dtype | None
@@ -45,15 +39,7 @@ class FSDPModule(Controls):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._overlapc_input_dtype is not None:
             args, kwargs = _cast((args, kwargs), self._overlapc_input_dtype)
-        # Dynamo always gathers (below); a side effect here would break its checkpoint regions.
-        if torch.compiler.is_dynamo_compiling():
-            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        else:
-            _forward.depth += 1
-            try:
-                output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-            finally:
-                _forward.depth -= 1
+        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self._overlapc_pending and torch.is_grad_enabled():
             output = self._reduce_pending(output)
         if self._overlapc_output_dtype is not None:
@@ -209,11 +195,26 @@ def _subclass(base: type[nn.Module], names: frozenset[str], group: bool) -> type
 def _property(name: str) -> property:
     def get(self: Any) -> Tensor | None:
         param = self._parameters[name]
-        if torch.compiler.is_dynamo_compiling() or _forward.depth or in_backward():
+        if torch.compiler.is_dynamo_compiling() or _in_forward() or in_backward():
             return unshard(param, self._overlapc_keys[name], self._overlapc_unsynced.get(name))
         return param
 
     return property(get)
+
+
+def _in_forward() -> bool:
+    """Whether the reader of a parameter was called, at whatever depth, by a `FSDPModule.__call__`.
+
+    A counter that `__call__` keeps would miss what runs eagerly behind a graph break: the frame with the break is
+    compiled code then, in which nothing may be counted (a side effect would break Dynamo's checkpoint regions). But it
+    still is a frame of this file, as is what Dynamo resumes after the break.
+    """
+    frame = sys._getframe(2)  # 0: this function, 1: the property
+    while frame is not None:
+        if frame.f_code.co_filename == __file__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

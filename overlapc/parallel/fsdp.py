@@ -56,8 +56,8 @@ def fully_shard(
     ignored_params: left alone: neither sharded nor reduced.
 
     Compile the outermost module. Compiled block by block, each block is compiled anew (its parameters have names of
-    their own in the graph), which Dynamo stops after `torch._dynamo.config.recompile_limit` blocks. Functions that
-    Dynamo is told to skip (`torch.compiler.disable`) see sharded parameters when called from compiled code.
+    their own in the graph), which Dynamo stops after `torch._dynamo.config.recompile_limit` blocks. What runs
+    eagerly within a forward (behind a graph break, or because of `torch.compiler.disable`) gathers what it reads.
 
     Raises ConfigError for a mesh, module, parameter or option that cannot be used.
     """

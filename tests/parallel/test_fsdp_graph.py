@@ -288,6 +288,38 @@ def test_parameters_in_lists_and_of_other_modules_are_gathered():
     assert sorted(gathers(forward)) == ["inner.weight", "scales.0", "scales.1"]
 
 
+class Broken(nn.Module):
+    """Scales, in code that Dynamo leaves to Python: `by_user`, or because it breaks a graph within a checkpoint."""
+
+    def __init__(self, by_user: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.by_user = by_user
+        self.seen: list[torch.Size] = []
+
+    def forward(self, x):
+        return self.scaled(x) if self.by_user else checkpoint(self.broken, x, use_reentrant=False)
+
+    @torch.compiler.disable
+    def scaled(self, x):
+        self.seen.append(self.weight.shape)
+        return x * self.weight
+
+    def broken(self, x):
+        torch._dynamo.graph_break()
+        return self.scaled(x)
+
+
+@pytest.mark.parametrize("by_user", [True, False])
+def test_what_runs_eagerly_within_a_compiled_forward_reads_gathered_parameters(by_user: bool):
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), Broken(by_user)), mesh_1d())
+    torch.compile(model, backend="eager")(torch.ones(2, 8)).sum().backward()
+    weight = model[1].weight
+    assert set(model[1].seen) == {torch.Size([8])}
+    assert isinstance(weight, DTensor)
+    assert weight.grad.to_local().shape == weight.to_local().shape == (2,)
+
+
 def test_dynamic_batches_compile_once_and_sizes_are_known_by_their_hint():
     class Gathered(nn.Module):
         def __init__(self):
