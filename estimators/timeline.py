@@ -48,7 +48,7 @@ class CollectiveTime:
 class Timeline:
     """A replay. `start_ns` and `end_ns` count by position in `schedule.nodes`.
 
-    Of a START they are when its collective ran, not when it was issued (`issued_ns`); of a WAIT when the
+    Of a START they are when its collective ran, not when it was issued; of a WAIT when the
     compute stream arrived and when it went on.
     """
 

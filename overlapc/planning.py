@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,10 +78,10 @@ def plan_graph(
     draw_once(gm.graph)
     dumps.write("fx", "graph", lambda: gm.print_readable(print_output=False))
     communication = _communication(gm, config.safe_communication)
-    with _together(gm, communication, config, name) as talks:
+    with _talks(communication, config, name) as talks:
         if talks is not None:
-            names = GroupNames(gm.graph)
-            if not talks.agree_on_graph(canonical_lines(gm.graph, names.__getitem__), kept_order or ""):
+            lines = canonical_lines(gm.graph, GroupNames(gm.graph).__getitem__)
+            if not talks.agree_on_graph(lines, kept_order or ""):
                 kept_order = None
         if kept_order is not None:
             return None
@@ -95,9 +95,7 @@ def plan_graph(
         _share_hints(lowered, talks)
         dumps.write("ir", "lowered", lambda: str(lowered))
         freeable = _freeable(gm, name)
-        # Measured on one rank, fusions of other ranks would differ, and with them what ranks compare.
-        measured = config.benchmark_fusion and talks is None and not torch.are_deterministic_algorithms_enabled()
-        measure = KernelTimes(lowered, config.cache_dir) if measured else None
+        measure = _kernel_times(lowered, config, alone=talks is None)
         ops, fusion = fuse_ops(lowered, config.fusion, freeable, measure=measure, refuse=_refuse_fused)
         dumps.write("fusion", "decisions", lambda: str(fusion))
         schedule = to_schedule(ops, lowered, freeable, config.memory_budget, fusion.kernel_of)
@@ -127,27 +125,15 @@ def _communication(gm: GraphModule, safe: frozenset[str]) -> dict[Node, Communic
     }
 
 
-@dataclass
-class _together:
+def _talks(
+    communication: Mapping[Node, Communication], config: Config, name: str
+) -> AbstractContextManager[Compilation | None]:
     """The talks with the ranks that compile this graph too; None when it does not communicate."""
-
-    gm: GraphModule
-    communication: Mapping[Node, Communication]
-    config: Config
-    name: str
-
-    def __enter__(self) -> Compilation | None:
-        self.talks: Compilation | None = None
-        if self.config.rank_check and self.communication and dist.is_initialized():
-            groups = {found.comm.ranks for found in self.communication.values() if found.comm.ranks}
-            ranks = spanned_ranks(dist.get_rank(), groups, dist.get_world_size())
-            label = self.name.split("_")[0]
-            self.talks = party(ranks).compilation(label, self.config.rank_timeout).__enter__()
-        return self.talks
-
-    def __exit__(self, *error: Any) -> None:
-        if self.talks is not None:
-            self.talks.__exit__(*error)
+    if not (config.rank_check and communication and dist.is_initialized()):
+        return nullcontext()
+    groups = {found.comm.ranks for found in communication.values() if found.comm.ranks}
+    ranks = spanned_ranks(dist.get_rank(), groups, dist.get_world_size())
+    return party(ranks).compilation(name.split("_")[0], config.rank_timeout)
 
 
 def spanned_ranks(rank: int, groups: set[tuple[int, ...]], world_size: int) -> tuple[int, ...]:
@@ -214,6 +200,16 @@ def _lowered(
     if talks is not None:
         times = talks.agree_on_medians(times)
     return walk(choice(times))
+
+
+def _kernel_times(lowered: LoweredGraph, config: Config, *, alone: bool) -> KernelTimes | None:
+    """What judges fusions, where these are to be measured; alone: no other rank compiles this graph.
+
+    Measured on one rank, fusions of other ranks would differ, and with them what ranks compare.
+    """
+    if not config.benchmark_fusion or not alone or torch.are_deterministic_algorithms_enabled():
+        return None
+    return KernelTimes(lowered, config.cache_dir)
 
 
 def _freeable(gm: GraphModule, name: str) -> set[str]:
