@@ -22,7 +22,7 @@ from overlapc.fx.versions import fsdp2_groups, fsdp2_state, release_fsdp2
 from overlapc.parallel.access import FSDPModule, make_group, manage, name_groups
 from overlapc.parallel.controls import divided_by
 from overlapc.parallel.gather import ShardedParam
-from overlapc.parallel.sharding import describe, group_on
+from overlapc.parallel.sharding import Sharding, group_on
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -93,12 +93,13 @@ def _adopt(state: Any) -> None:
     for group in fsdp2_groups(state):
         mesh = group.mesh_info.mesh
         ours = group_on(mesh, _reshard_after_forward(state, group))
+        sharding = Sharding(mesh, ours, policy)
         ours.paths = [""] * len(modules)
         for param in group.fsdp_params:
             info = param._module_info
             dim = param.fsdp_placement.dim
             part, name = _path_of(info.module, info.param_name, modules)
-            sharded = describe(name, param.sharded_param, mesh, ours, policy, dim, param._orig_size[dim], part)
+            sharded = sharding.describe(name, param.sharded_param, dim, param._orig_size[dim], part)
             if group.gradient_divide_factor is not None:
                 sharded = divided_by(sharded, group.gradient_divide_factor)
             _manage(info, sharded)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard
 from overlapc.errors import ConfigError
 from overlapc.parallel.access import group_of, make_group, manage, managed, name_groups
 from overlapc.parallel.gather import ShardedParam
-from overlapc.parallel.sharding import device_of, group_on, shard
+from overlapc.parallel.sharding import Sharding, group_on
 
 _Modules = TypeVar("_Modules", bound="nn.Module | Sequence[nn.Module]")
 
@@ -68,33 +68,26 @@ def fully_shard(
         raise ConfigError(f"fully_shard: mesh={mesh!r} is no DeviceMesh; make one with init_device_mesh(...)")
     group = group_on(mesh, reshard_after_forward)
     group.paths = [""] * len(modules)
-    device = device_of(mesh)
+    sharding = Sharding(mesh, group, policy)
     ignored = {id(param) for param in ignored_params or ()}
 
-    sharded: dict[int, tuple[nn.Parameter, ShardedParam]] = {}  # by id of the original: tied ones stay tied
-    for part, owner_path, owner in _own_modules(modules):
+    for part, path, owner in _own_modules(modules):
         mine: dict[str, ShardedParam] = {}
         for name, param in owner._parameters.items():
             if param is None or name in managed(owner) or id(param) in ignored:
                 continue
-            if id(param) not in sharded:
-                path = f"{owner_path}.{name}" if owner_path else name
-                if isinstance(owner, nn.RNNBase):
-                    raise ConfigError(
-                        f"fully_shard: {path} belongs to a {type(owner).__name__}, which reads its weights from a "
-                        "list of its own and would miss the gathered ones; pass them as ignored_params"
-                    )
-                # A parameter tied to one in another group belongs to the group that came first.
-                earlier = getattr(param, "_overlapc_sharded", None)
+            _refuse_owner(owner, _joined(path, name))
+            # Tied parameters stay tied; one that is tied to another group's belongs to the group that came first.
+            known = getattr(param, "_overlapc_sharded", None)
+            if known is None:
                 placed = shard_placement_fn(param) if shard_placement_fn else None
-                dim = 0 if placed is None else placed.dim
-                sharded[id(param)] = earlier or shard(path, param, mesh, group, policy, dim, device, part)
-                param._overlapc_sharded = sharded[id(param)]  # type: ignore[attr-defined]
-            owner._parameters[name], mine[name] = sharded[id(param)]
+                known = sharding.shard(_joined(path, name), param, 0 if placed is None else placed.dim, part)
+                param._overlapc_sharded = known  # type: ignore[attr-defined]
+            owner._parameters[name], mine[name] = known
         manage(owner, mine)
         for name, buffer in owner._buffers.items():
             if buffer is not None and not buffer.is_meta:
-                owner._buffers[name] = buffer.to(device)
+                owner._buffers[name] = buffer.to(sharding.device)
 
     cast = policy.param_dtype if policy.cast_forward_inputs else None
     for part, each in enumerate(modules):
@@ -142,6 +135,19 @@ def _default_mesh() -> DeviceMesh:
     )
 
 
+def _refuse_owner(owner: nn.Module, param: str) -> None:
+    """ConfigError for a module that does not read its parameters as attributes."""
+    if isinstance(owner, nn.RNNBase):
+        raise ConfigError(
+            f"fully_shard: {param} belongs to a {type(owner).__name__}, which reads its weights from a list of its own "
+            "and would miss the gathered ones; pass them as ignored_params"
+        )
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
 def _own_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[int, str, nn.Module]]:
     """(which root, path from there, module) of the roots and all below, but not of inner groups; a shared one once."""
     seen: set[int] = set()
@@ -153,5 +159,5 @@ def _own_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[int, str, nn.Modu
                 continue
             seen.add(id(module))
             yield part, path, module
-            children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+            children = [(_joined(path, name), child) for name, child in module.named_children()]
             pending.extend(reversed(children))

@@ -1,4 +1,4 @@
-"""How one parameter is laid out over a mesh: its sharded DTensor, and the description that gathers it.
+"""How parameters are laid out over a mesh: the sharded DTensor of each, and the description that gathers it.
 
 The layouts are FSDP2's (same placements, same rows on every rank), so that checkpoints interchange.
 """
@@ -6,6 +6,7 @@ The layouts are FSDP2's (same placements, same rows on every rank), so that chec
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -61,97 +62,87 @@ def _post_forward(mesh: DeviceMesh, group: ShardGroup) -> tuple[Axis, int] | Non
     return Axis(f"{group.axis.name}_post", small.get_group(1).group_name, count), small.get_local_rank(1)
 
 
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """This rank's device of a mesh."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+@dataclass(frozen=True)
+class Sharding:
+    """What the parameters of one `fully_shard` call have in common: where they lie, and the dtypes they are used in."""
 
+    mesh: DeviceMesh
+    group: ShardGroup
+    policy: MixedPrecisionPolicy
 
-@torch.no_grad()
-def shard(
-    name: str,
-    param: nn.Parameter,
-    mesh: DeviceMesh,
-    group: ShardGroup,
-    policy: MixedPrecisionPolicy,
-    dim: int,
-    device: torch.device,
-    part: int = 0,
-) -> tuple[nn.Parameter, ShardedParam]:
-    """The DTensor parameter, sharded on `dim`, that replaces `param`, and how to gather it.
-
-    part: which of the group's modules it belongs to.
-    """
-    if param.ndim == 0:
-        raise ConfigError(f"fully_shard: parameter {name} is a scalar; make it a tensor of one element")
-    if not -param.ndim <= dim < param.ndim:
-        raise ConfigError(f"fully_shard: parameter {name} has {param.ndim} dims; it cannot be sharded on dim {dim}")
-    dim %= param.ndim
-    full_mesh, placements = _placements(name, param, mesh, dim)
-    local = param.to_local() if isinstance(param, DTensor) else param.detach()
-    length = local.shape[dim]
-    chunk = -(-length // group.axis.size)
-    if dim and length % group.axis.size:
-        raise ConfigError(
-            f"fully_shard: parameter {name} has {length} entries on dim {dim}, which {group.axis.size} ranks do not"
-            " divide; only dim 0 may be sharded unevenly"
+    @property
+    def device(self) -> torch.device:
+        """This rank's device of the mesh."""
+        kind = self.mesh.device_type
+        return (
+            torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
         )
-    start = min(mesh.get_local_rank(mesh.ndim - 1) * chunk, length)
-    # A copy, so that the unsharded parameter can be freed.
-    mine = local.narrow(dim, start, min(chunk, length - start)).clone(memory_format=torch.contiguous_format)
-    if not mine.is_meta:
-        mine = mine.to(device)
-    dtensor = DTensor.from_local(
-        mine, full_mesh, placements, run_check=False, shape=param.shape, stride=_contiguous_stride(param)
-    )
-    sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
-    return sharded, describe(name, sharded, mesh, group, policy, dim, length, part)
 
+    @torch.no_grad()
+    def shard(self, name: str, param: nn.Parameter, dim: int, part: int = 0) -> tuple[nn.Parameter, ShardedParam]:
+        """The DTensor parameter, sharded on `dim`, that replaces `param`, and how to gather it.
 
-def describe(
-    name: str,
-    param: nn.Parameter,
-    mesh: DeviceMesh,
-    group: ShardGroup,
-    policy: MixedPrecisionPolicy,
-    dim: int,
-    length: int,
-    part: int = 0,
-) -> ShardedParam:
-    """How to gather `param`, a DTensor sharded on `dim` over `mesh` and perhaps over axes of tensor parallelism.
-
-    length: of dim `dim` of the gathered tensor, on this tensor-parallel rank.
-    """
-    data = param.data
-    assert isinstance(data, DTensor)
-    parallel = _tensor_parallel(data, mesh)
-    if parallel is not None and group.post is not None:
-        raise ConfigError(
-            f"fully_shard: parameter {name} is tensor parallel; reshard_after_forward must be True or False there"
+        part: which of the group's modules it belongs to. ConfigError for what cannot be sharded so.
+        """
+        if param.ndim == 0:
+            raise ConfigError(f"fully_shard: parameter {name} is a scalar; make it a tensor of one element")
+        if not -param.ndim <= dim < param.ndim:
+            raise ConfigError(f"fully_shard: parameter {name} has {param.ndim} dims; it cannot be sharded on dim {dim}")
+        dim %= param.ndim
+        full_mesh, placements = _placements(name, param, self.mesh, dim)
+        local = param.to_local() if isinstance(param, DTensor) else param.detach()
+        length, ranks = local.shape[dim], self.group.axis.size
+        chunk = -(-length // ranks)
+        if dim and length % ranks:
+            raise ConfigError(
+                f"fully_shard: parameter {name} has {length} entries on dim {dim}, which {ranks} ranks do not"
+                " divide; only dim 0 may be sharded unevenly"
+            )
+        start = min(self.mesh.get_local_rank(self.mesh.ndim - 1) * chunk, length)
+        # A copy, so that the unsharded parameter can be freed.
+        mine = local.narrow(dim, start, min(chunk, length - start)).clone(memory_format=torch.contiguous_format)
+        if not mine.is_meta:
+            mine = mine.to(self.device)
+        dtensor = DTensor.from_local(
+            mine, full_mesh, placements, run_check=False, shape=param.shape, stride=_contiguous_stride(param)
         )
-    # FSDP2's rule: casts that change nothing are dropped, and integer parameters are never cast.
-    floating = param.dtype.is_floating_point
-    param_dtype = policy.param_dtype if floating and policy.param_dtype != param.dtype else None
-    computed = param_dtype or param.dtype
-    reduced = policy.reduce_dtype or computed
-    reduce_op, before, after = _mean(group, reduced, mesh.device_type)
-    return ShardedParam(
-        name=name,
-        group=group,
-        dim=dim,
-        length=length,
-        chunk=-(-length // group.axis.size),
-        local=data.to_local().shape[dim],
-        dtype=param.dtype,
-        param_dtype=param_dtype,
-        reduce_dtype=reduced if reduced != computed else None,
-        reduce_op=reduce_op,
-        divide_before=before,
-        divide_after=after,
-        tensor_parallel=parallel,
-        part=part,
-    )
+        sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
+        return sharded, self.describe(name, sharded, dim, length, part)
+
+    def describe(self, name: str, param: nn.Parameter, dim: int, length: int, part: int = 0) -> ShardedParam:
+        """How to gather `param`, a DTensor sharded on `dim` over `mesh` and perhaps over axes of tensor parallelism.
+
+        length: of dim `dim` of the gathered tensor, on this tensor-parallel rank.
+        """
+        data = param.data
+        assert isinstance(data, DTensor)
+        parallel = _tensor_parallel(data, self.mesh)
+        if parallel is not None and self.group.post is not None:
+            raise ConfigError(
+                f"fully_shard: parameter {name} is tensor parallel; reshard_after_forward must be True or False there"
+            )
+        # FSDP2's rule: casts that change nothing are dropped, and integer parameters are never cast.
+        floating = param.dtype.is_floating_point
+        param_dtype = self.policy.param_dtype if floating and self.policy.param_dtype != param.dtype else None
+        computed = param_dtype or param.dtype
+        reduced = self.policy.reduce_dtype or computed
+        reduce_op, before, after = _mean(self.group, reduced, self.mesh.device_type)
+        return ShardedParam(
+            name=name,
+            group=self.group,
+            dim=dim,
+            length=length,
+            chunk=-(-length // self.group.axis.size),
+            local=data.to_local().shape[dim],
+            dtype=param.dtype,
+            param_dtype=param_dtype,
+            reduce_dtype=reduced if reduced != computed else None,
+            reduce_op=reduce_op,
+            divide_before=before,
+            divide_after=after,
+            tensor_parallel=parallel,
+            part=part,
+        )
 
 
 def _placements(name: str, param: Tensor, mesh: DeviceMesh, dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
