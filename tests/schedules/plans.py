@@ -8,10 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from overlapc.config import Config
-from overlapc.estimators.base import FirstKnown
-from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
+from overlapc.context import context_of
+from overlapc.estimators.from_profile import from_profile
 from overlapc.estimators.profile_file import load_profile
-from overlapc.estimators.roofline import Roofline
 from overlapc.passes.base import Context, Result, run_pipeline
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import COMPUTE, Schedule
@@ -24,15 +23,8 @@ CORPUS = sorted(HERE.glob("*.sched"))
 
 def context() -> Context:
     """The default configuration on H200s."""
-    config, profile = Config(), load_profile("h200-nvlink")
-    chain = FirstKnown((MeasuredCollectives(profile), AnalyticCollectives(profile), Roofline(profile)))
-    return Context(
-        profile=profile,
-        peak_increase=config.peak_increase,
-        reorder_collectives=config.reorder_collectives,
-        overlap_margin=config.overlap_margin,
-        estimate=chain.estimate,
-    )
+    profile = load_profile("h200-nvlink")
+    return context_of(Config(), profile, from_profile(profile))
 
 
 def planned(path: Path) -> Result:
