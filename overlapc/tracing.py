@@ -10,8 +10,10 @@ from torch._dynamo import disable
 from torch._dynamo.utils import flatten_graph_inputs
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.config import Config
+from overlapc.fx.aliased_outputs import views_outside
 from overlapc.fx.decompositions import decompositions
 from overlapc.fx.partition import partition
 from overlapc.fx.versions import check_torch_version
@@ -42,6 +44,7 @@ def _traced(
     Not through `torch._dynamo.backends.common.aot_autograd`, which imports Inductor's scheduler and IR to ask whether
     they log: on a machine that keeps no bytecode a tenth of a cold start.
     """
+    as_they_were = views_outside(gm) if any(map(is_traceable_wrapper_subclass, inputs)) else None
     with deterministic(config.deterministic), no_collections():  # a traced graph is objects that all stay
         step = aot_module_simplified(
             gm,
@@ -53,7 +56,8 @@ def _traced(
             partition_fn=partition,
             keep_inference_input_mutations=True,
         )
-    return disable(step, reason="it is compiled")
+    call = step if as_they_were is None else lambda *given: as_they_were(step(*given))
+    return disable(call, reason="it is compiled")
 
 
 def _hidden(compiler: GraphCompiler) -> GraphCompiler:

@@ -320,6 +320,23 @@ def test_what_runs_eagerly_within_a_compiled_forward_reads_gathered_parameters(b
     assert weight.grad.to_local().shape == weight.to_local().shape == (2,)
 
 
+def test_a_tensor_and_its_view_may_both_live_on_behind_a_graph_break():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            hidden = self.linear(x)
+            flat = hidden.view(-1)
+            torch._dynamo.graph_break()
+            return hidden.sum() + flat.sin().sum()
+
+    model = fully_shard(Broken(), mesh_1d())
+    torch.compile(model, backend="overlapc", options={"rank_check": False})(torch.ones(2, 3, 8)).backward()
+    assert model.linear.weight.grad.shape == (8, 8)
+
+
 def test_dynamic_batches_compile_once_and_sizes_are_known_by_their_hint():
     class Gathered(nn.Module):
         def __init__(self):

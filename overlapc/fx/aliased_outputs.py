@@ -1,0 +1,101 @@
+"""Results that are views of one another, where parameters are DTensors.
+
+AOTAutograd refuses such graphs (torch 2.11 to 2.13: "ANY output aliasing ... is currently unsupported"). They are
+common behind graph breaks: what lives on after a break is often a tensor together with a view of it. Here the graph
+returns the tensor alone, and the views are made of it outside, by the very nodes that made them within.
+
+    h = linear(x); flat = h.view(-1, 8); return (h, flat, loss)
+ -> h = linear(x); return (h, loss)   and, run eagerly behind it:   flat = h.view(-1, 8)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+Results = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+def views_outside(gm: GraphModule) -> Results | None:
+    """Takes views that share memory with other results out of the graph that Dynamo captured, in place.
+
+    Returns what makes the results as they were of those that `gm` has now; None where nothing had to change, as `gm`
+    has no two differentiable results over one memory, or none that views alone make of another tensor of the graph.
+    """
+    output = gm.graph.output_node()
+    results = [value for value in output.args[0] if isinstance(value, Node)]  # type: ignore[union-attr]
+    chains = {node: chain for shared in _sharing(results) for node, chain in _chains(shared).items()}
+    if not chains:
+        return None
+    outside = {node for chain in chains.values() for node in chain}
+    # What is returned now: other results, and what views outside read: tensors, and sizes that are symbols.
+    read = [argument for node in outside for argument in node.all_input_nodes]
+    kept = [node for node in dict.fromkeys((*results, *read)) if node not in outside]
+    replay = _graph_of(gm, kept, [node for node in gm.graph.nodes if node in outside], output.args[0])
+    output.args = (tuple(kept),)
+    for node in reversed(list(gm.graph.nodes)):
+        if node in outside and not node.users:
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return lambda given: replay(*given)
+
+
+def _sharing(results: Iterable[Node]) -> list[list[Node]]:
+    """The differentiable results, by the memory they lie in, where that holds several."""
+    by_memory: dict[StorageWeakRef, list[Node]] = {}
+    for node in dict.fromkeys(results):
+        memory = _memory(node)
+        if memory is not None and node.meta["example_value"].requires_grad:
+            by_memory.setdefault(memory, []).append(node)
+    return [nodes for nodes in by_memory.values() if len(nodes) > 1]
+
+
+def _memory(node: Node) -> StorageWeakRef | None:
+    """Where the value of `node` lies; None for what is no plain tensor."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
+        return None
+    return StorageWeakRef(value.untyped_storage())
+
+
+def _chains(shared: Sequence[Node]) -> dict[Node, list[Node]]:
+    """By result: the views that make it of the one tensor behind all of `shared`; empty if there is no such tensor."""
+    chains = {node: _views_to(node) for node in shared}
+    behind = {chain[-1].args[0] if chain else node for node, chain in chains.items()}
+    (first, *others) = behind
+    if others or first.op == "placeholder":  # type: ignore[union-attr]  # AOTAutograd knows how to alias inputs
+        return {}
+    return {node: chain for node, chain in chains.items() if chain}
+
+
+def _views_to(node: Node) -> list[Node]:
+    """The nodes from `node` up, each a view of the next one's value and of no other tensor."""
+    chain: list[Node] = []
+    while node.op in ("call_function", "call_method") and _is_view(node):
+        chain.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    return chain
+
+
+def _is_view(node: Node) -> bool:
+    name = node.target if isinstance(node.target, str) else node.target.__name__
+    writes = name.endswith("_") or "out" in node.kwargs
+    tensors = [each for each in node.all_input_nodes if isinstance(each.meta.get("example_value"), Tensor)]
+    source = node.args[0] if node.args else None
+    return not writes and tensors == [source] and _memory(node) is not None and _memory(node) == _memory(tensors[0])
+
+
+def _graph_of(gm: GraphModule, given: Sequence[Node], views: Sequence[Node], results: Any) -> GraphModule:
+    """A graph that makes `results` of the values of `given`, by `views`."""
+    graph = Graph()
+    copies = {node: graph.placeholder(f"given_{at}") for at, node in enumerate(given)}
+    for view in views:
+        copies[view] = graph.node_copy(view, copies.__getitem__)
+    graph.output(torch.fx.map_arg(results, copies.__getitem__))
+    return GraphModule(gm, graph)

@@ -1,0 +1,76 @@
+"""Results that are views of one another leave the graph, and come back as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from overlapc.fx.aliased_outputs import views_outside
+
+
+def captured(function: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> tuple[GraphModule, list[Any]]:
+    """What Dynamo makes of `function`, and what it gives to it."""
+    found: list[tuple[GraphModule, list[Any]]] = []
+
+    def keep(gm: GraphModule, examples: list[Any]) -> GraphModule:
+        found.append((gm, [int(each) if isinstance(each, torch.SymInt) else each for each in examples]))
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=keep, fullgraph=True, dynamic=dynamic)(*inputs)
+    ((gm, examples),) = found
+    return gm, examples
+
+
+def a_tensor_and_its_views(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    made = torch.nn.functional.linear(x, w)  # over three dims itself a view, of a product that nobody sees
+    return made, made.view(-1, w.shape[0]), made.transpose(0, 1)[1:], made.sum()
+
+
+def views_alone(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    made = (x @ w.t()).sin()
+    return made[:, 0], made.flatten(1)[1:], made.mean()
+
+
+def numbers() -> list[Tensor]:
+    return [torch.randn(3, 4, 5), torch.randn(6, 5, requires_grad=True)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("function", [a_tensor_and_its_views, views_alone])
+def test_the_graph_returns_one_tensor_for_each_memory_and_the_results_are_as_before(function, dynamic: bool):
+    inputs = numbers()
+    want = function(*inputs)
+    gm, given = captured(function, *inputs, dynamic=dynamic)
+    back = views_outside(gm)
+    assert back is not None
+    returned = [value for value in gm(*given) if isinstance(value, Tensor)]
+    assert len({value.untyped_storage().data_ptr() for value in returned}) == len(returned)
+
+    results = back(gm(*given))
+    torch.testing.assert_close(tuple(results), want)
+    assert [value.stride() for value in results] == [value.stride() for value in want]
+    assert len({value.untyped_storage().data_ptr() for value in results}) == 2, "views share memory again"
+    gradients = [torch.autograd.grad(sum(each.sin().sum() for each in made), inputs[1]) for made in (results, want)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: (x @ w.t(), w.sum()),  # nothing shared
+        lambda x, w: (w.view(-1), w.t(), x.sum()),  # views of an input, which AOTAutograd makes by itself
+        lambda x, w: ((made := x @ w.t()), made.detach()),  # one of them not differentiable
+        lambda x, w: ((made := x @ w.t()).view(-1), made.add_(1)),  # no view, though it is the same memory
+    ],
+)
+def test_other_graphs_stay_as_they_are(function):
+    gm, _ = captured(function, *numbers())
+    before = gm.code
+    assert views_outside(gm) is None
+    assert gm.code == before
