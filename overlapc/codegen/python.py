@@ -11,7 +11,7 @@ import torch
 from torch.utils._sympy.printers import PythonPrinter
 
 from overlapc.codegen.kernel import Launcher
-from overlapc.codegen.objects import Boxed, function_of, text_of
+from overlapc.codegen.objects import Boxed, function_of, rebuild, text_of
 from overlapc.codegen.parts import Part, Partition
 from overlapc.codegen.program import (
     Allocate,
@@ -31,10 +31,18 @@ from overlapc.codegen.program import (
     WaitFor,
 )
 from overlapc.ir.ops import Handle, Layout, Provenance, View, buffers_written, tree_leaves
-from overlapc.runtime import marks, support, values
-from overlapc.runtime.cuda_graphs import Parts
-from overlapc.runtime.lifecycle import Lifecycle
+from overlapc.runtime import marks
 
+# What every printed module may call, by `objects.rebuild`.
+_KNOWN: Mapping[str, str] = {
+    "torch": "torch",
+    "rt": "overlapc.runtime.support",
+    "math": "math",
+    "mark": "overlapc.runtime.marks:mark",
+    "Lifecycle": "overlapc.runtime.lifecycle:Lifecycle",
+    "values": "overlapc.runtime.values",
+    "Parts": "overlapc.runtime.cuda_graphs:Parts",
+}
 _sizes = PythonPrinter()
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 # Matrix products by their public names, which find the op and convert its arguments in half an overload's time.
@@ -63,20 +71,8 @@ class PythonWrapper:
         self.tracked = tracked
         self.checks = checks
         # One numbering with and without marks, so that both printings can share their objects.
-        known = {
-            "torch": torch,
-            "rt": support,
-            "math": math,
-            "mark": marks.mark,
-            "Lifecycle": Lifecycle,
-            "values": values,
-            "Parts": Parts,
-        }
-        self.objects: dict[str, Any] = {**known, **program.constants}
-        # How a later process finds them again; "" for what it cannot. Constants come with the graph.
-        self.texts = {"torch": "torch", "rt": "overlapc.runtime.support", "math": "math"}
-        self.texts |= {"mark": "overlapc.runtime.marks:mark", "Lifecycle": "overlapc.runtime.lifecycle:Lifecycle"}
-        self.texts |= {"values": "overlapc.runtime.values", "Parts": "overlapc.runtime.cuda_graphs:Parts"}
+        self.objects: dict[str, Any] = {name: rebuild(text) for name, text in _KNOWN.items()} | dict(program.constants)
+        self.texts = dict(_KNOWN)  # how a later process finds them; "" where it cannot. Constants come with the graph
         self.names: dict[int, str] = {}
         self.devices: dict[torch.device, torch.device] = {}
         self.header: list[str] = []

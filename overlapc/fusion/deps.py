@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import sympy
 
@@ -87,14 +87,12 @@ def without_dead_ops(graph: LoweredGraph) -> list[IROp]:
 class Edges:
     """Who must come before whom, by position in a list of ops."""
 
-    before: list[set[int]] = field(default_factory=list)  # for each op, the ops it needs done
-    after: list[set[int]] = field(default_factory=list)  # the reverse
+    before: list[set[int]]  # for each op, the ops it needs done
 
     def need(self, position: int, earlier: int | None) -> None:
         """`position` runs after `earlier`; None and itself do not matter."""
         if earlier is not None and earlier != position:
             self.before[position].add(earlier)
-            self.after[earlier].add(position)
 
 
 def edges(ops: Sequence[IROp], graph: LoweredGraph) -> Edges:
@@ -105,7 +103,7 @@ def edges(ops: Sequence[IROp], graph: LoweredGraph) -> Edges:
     order per process group, communication that waits for itself is passed by no other, and calls with effects of
     their own (random numbers, asserts, calls into the unknown) keep their order.
     """
-    found = Edges([set() for _ in ops], [set() for _ in ops])
+    found = Edges([set() for _ in ops])
     _order_memory(found, ops, graph)
     _order_communication(found, ops)
     _order_as_asked(found, ops, graph)
