@@ -37,10 +37,10 @@ from overlapc.runtime.deterministic import deterministic
 from overlapc.schedule.model import Schedule
 from overlapc.tracing import step_of
 from overlapc.warm import graph as warm_graph
-from overlapc.warm import step as warm_step
 from overlapc.warm.environment import environment_key
 from overlapc.warm.fingerprint import NotCacheable, graph_key
 from overlapc.warm.printed import compiled_graph
+from overlapc.warm.watch import StepWatch
 
 _log = logging.getLogger("overlapc")
 
@@ -48,10 +48,10 @@ _log = logging.getLogger("overlapc")
 def compile_step(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int, key: str | None
 ) -> Callable[..., Any]:
-    """Forward and backward of `gm`, compiled; kept under `key` if there is one and the step is plain."""
-    if compiled_autograd(gm) or not warm_step.of_plain_tensors(gm, example_inputs):
+    """Forward and backward of `gm`, compiled; kept under `key` if there is one and the step is of plain tensors."""
+    if compiled_autograd(gm):
         return step_of(compile_graph, gm, example_inputs, config, number)
-    watch = warm_step.StepWatch(key, config.cache_dir, example_inputs)
+    watch = StepWatch(gm, example_inputs, key, config.cache_dir)
     return watch.watched(step_of(partial(compile_graph, watch=watch), gm, example_inputs, config, number))
 
 
@@ -61,7 +61,7 @@ def compile_graph(
     *,
     config: Config,
     name: str,
-    watch: warm_step.StepWatch | None = None,
+    watch: StepWatch | None = None,
 ) -> Callable[..., Any]:
     """One graph of ATen ops and functional collectives: the whole way. `watch` sees the graphs of the step."""
     with deterministic(config.deterministic):  # backward is compiled when it first runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 # Names without a public spelling in any supported version; imported here only, so that a move is one edit.
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -193,30 +194,85 @@ def donated_inputs() -> list[int] | None:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientMetadata:
+    """Where among the backward graph's results the gradient of an input is, or its local part and its mesh."""
+
+    at: int
+    mesh_at: int | None = None  # torch 2.13; before, who makes the DTensor knows the mesh
+    make: Callable[[Sequence[Any]], torch.Tensor] | None = None  # the DTensor, of all results; None for a plain tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StepMetadata:
     """What AOTAutograd found out about a step, as far as who calls its graphs must know."""
 
-    inputs: int
+    inputs: tuple[tuple[str, ...], ...]  # the attributes of each that its graphs take, none for the input itself
     differentiable: tuple[bool, ...]  # by output
+    gradients: tuple[GradientMetadata, ...]  # by input
     changed: tuple[int, ...]  # inputs that a graph changes in place, and autograd is to see it
     computed: tuple[int, ...]  # inputs that take part in autograd and are no leaves
-    sizes: int  # symbolic sizes among what forward saves
+    sizes: int  # symbolic sizes among what forward saves, at its end
+    objects: int  # meshes among what forward saves, before the sizes
     formats: tuple[torch.memory_format | None, ...]  # of gradients of symbolic sizes; None for static ones
     dynamic: tuple[tuple[int, tuple[int, ...]], ...]  # (output, its dims that a later graph should take as symbolic)
     deterministic: bool  # backward may run under torch.use_deterministic_algorithms
 
 
 def step_metadata() -> StepMetadata | None:
-    """Of the step that AOTAutograd is compiling on this thread.
+    """Of the step of plain tensors that AOTAutograd is compiling on this thread.
 
-    None when outputs alias anything, tensors are subclasses, inputs are changed in a way that needs more than the graph
+    None when outputs alias anything, tensors hold others, inputs are changed in a way that needs more than the graph
     (other sizes, other memory, changes that have gradients), or graphs take or return more than the user's tensors
     (tokens, random state): then only torch's own wrapper can call its graphs.
     """
     context = torch._guards.TracingContext.try_get()
     found: Any = getattr(context, "fw_metadata", None)
-    if found is None:
+    if found is None or any(map(_attributes, found.subclass_inp_meta)):
         return None
+    return _metadata(found, tuple(map(GradientMetadata, range(len(found.input_info)))))
+
+
+def dtensor_step_metadata(outputs: Iterable[Any]) -> StepMetadata | None:
+    """Of the step that just returned `outputs` through AOTAutograd's wrapper, who alone knows the DTensors it traced.
+
+    None as for `step_metadata`, or when an output is no plain tensor, or an input or a gradient is neither that nor a
+    DTensor of a plain one and of static size.
+    """
+    nodes: Iterable[Any] = (each.grad_fn for each in outputs if isinstance(each, torch.Tensor))
+    function: Any = next((node._forward_cls for node in nodes if hasattr(node, "_forward_cls")), None)
+    inside = getattr(function, "maybe_subclass_metadata", None)
+    if inside is None or not all(map(_is_simple, (*function.metadata.subclass_inp_meta, *inside.grad_input_metas))):
+        return None
+    return _metadata(function.metadata, tuple(map(_gradient, inside.grad_input_metas)))
+
+
+def _attributes(border: Any) -> tuple[str, ...]:
+    """The names of what a tensor holds, by AOTAutograd's note on it; none for a plain one."""
+    return tuple(getattr(border, "attrs", ()))
+
+
+def _is_simple(border: Any) -> bool:
+    """Whether it is AOTAutograd's note on a plain tensor, or on a DTensor of a plain one and of static size."""
+    if not _attributes(border):
+        return True
+    return (
+        (border.original_subclass_type or type(border.original_subclass)) is DTensor
+        and _attributes(border) in (("_local_tensor",), ("_local_tensor", "device_mesh"))
+        and not any(map(_attributes, border.attrs.values()))
+        and all(isinstance(each, int) for each in (*border.outer_size, *border.outer_stride))
+    )
+
+
+def _gradient(border: Any) -> GradientMetadata:
+    attributes = _attributes(border)
+    if not attributes:
+        return GradientMetadata(border.unwrapped_idx)
+    at = border.flat_tensor_start_idx
+    mesh_at = at + 1 if "device_mesh" in attributes else None
+    return GradientMetadata(at, mesh_at, partial(border.creation_fn, is_runtime=True))
+
+
+def _metadata(found: Any, gradients: tuple[GradientMetadata, ...]) -> StepMetadata | None:
     special = (
         found.num_intermediate_bases
         or found.tokens
@@ -224,7 +280,6 @@ def step_metadata() -> StepMetadata | None:
         or found.num_graphsafe_rng_states
         or found.is_rng_op_functionalized
         or getattr(found, "num_tensors_saved_with_no_vc_check", None)
-        or getattr(found, "num_opaque_objects_saved_for_bw", None)
         or getattr(found, "indices_of_inputs_that_requires_grad_with_mutations_in_bw", None)
         or found.grad_enabled_mutation is not None
     )
@@ -233,18 +288,18 @@ def step_metadata() -> StepMetadata | None:
         each.output_type.name in ("non_alias", "unsafe_view_alias") and issubclass(each.raw_type, torch.Tensor)
         for each in found.output_info
     )
-    if special or changed_elsewhere or not plain_outputs:
-        return None
-    of_tensors = [*found.subclass_inp_meta, *found.subclass_fw_graph_out_meta, *found.subclass_tangent_meta]
-    if any(type(each).__name__ == "SubclassCreationMeta" for each in of_tensors):
+    holding = any(map(_attributes, (*found.subclass_fw_graph_out_meta, *found.subclass_tangent_meta)))
+    if special or changed_elsewhere or not plain_outputs or holding:
         return None
     formats = [getattr(each, "memory_format", None) for each in found.subclass_tangent_meta]
     return StepMetadata(
-        inputs=len(found.input_info),
+        inputs=tuple(map(_attributes, found.subclass_inp_meta)) or ((),) * len(found.input_info),
         differentiable=tuple(each.requires_grad for each in found.output_info),
+        gradients=gradients,
         changed=tuple(found.mutated_graph_handled_indices_seen_by_autograd),
         computed=tuple(at for at, each in enumerate(found.input_info) if each.requires_grad and not each.is_leaf),
         sizes=found.num_symints_saved_for_bw or 0,
+        objects=getattr(found, "num_opaque_objects_saved_for_bw", None) or 0,
         formats=tuple(getattr(each, "memory_format", each) for each in formats),
         dynamic=tuple((at, tuple(each.dynamic_dims)) for at, each in enumerate(found.output_info) if each.dynamic_dims),
         deterministic=found.deterministic is not False,

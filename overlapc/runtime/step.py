@@ -35,6 +35,9 @@ class StepPlan:
     changed: tuple[int, ...] = ()  # inputs that a graph changes in place
     detached: tuple[int, ...] = ()  # inputs that other nodes computed and that get no gradient
     sizes: int = 0  # symbolic sizes: the last that forward saves, the first that backward takes
+    objects: int = (
+        0  # meshes of DTensors: what forward saves before the sizes, what backward takes behind saved tensors
+    )
     dynamic: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (output, its dims of symbolic size)
     deterministic: bool = True  # backward may run under torch.use_deterministic_algorithms
 
@@ -62,7 +65,8 @@ def step_function(
 
 
 def _differentiable(plan: StepPlan, forward: Call, backward: Call) -> Step:
-    outputs, constant, sizes, deterministic = plan.outputs, plan.constant, plan.sizes, plan.deterministic
+    outputs, constant, deterministic = plan.outputs, plan.constant, plan.deterministic
+    sizes, objects = plan.sizes, plan.objects
     materializes = any(isinstance(each, SizedTangent) for each in plan.tangents)  # autograd knows their sizes
     tangents = tuple((each.output, each.stride, each.dtype, each) for each in plan.tangents)
 
@@ -75,6 +79,9 @@ def _differentiable(plan: StepPlan, forward: Call, backward: Call) -> Step:
             if sizes:
                 ctx.sizes = results[-sizes:]
                 results = results[:-sizes]
+            if objects:
+                ctx.objects = results[-objects:]
+                results = results[:-objects]
             ctx.save_for_backward(*results[outputs:])
             if not materializes:
                 ctx.set_materialize_grads(False)
@@ -93,6 +100,8 @@ def _differentiable(plan: StepPlan, forward: Call, backward: Call) -> Step:
                 raise OverlapcError(_NOT_DETERMINISTIC)
             arguments = list(ctx.saved_tensors)
             ctx.maybe_clear_saved_tensors()
+            if objects:
+                arguments += ctx.objects
             for output, stride, dtype, tangent in tangents:
                 grad = grads[output]
                 if type(grad) is not Tensor or grad.stride() != stride or grad.dtype != dtype:

@@ -18,7 +18,7 @@ from overlapc.errors import OverlapcError
 from overlapc.runtime import support
 from overlapc.runtime.counters import counted
 from overlapc.runtime.step import StepPlan, Tangent, step_function
-from overlapc.warm.step import of_plain_tensors
+from overlapc.warm.watch import of_plain_tensors
 
 
 @pytest.fixture

@@ -1,8 +1,4 @@
-"""What AOTAutograd's wrapper guarantees holds without it: each scenario is observed under both, call by call.
-
-A scenario compiles a function, calls it at least three times (the first call is AOTAutograd's wrapper in any case) and
-returns what it saw. Ops run as they stand (`native=False`): this is about what is around the graphs.
-"""
+"""What AOTAutograd's wrapper guarantees holds without it, for steps of plain tensors."""
 
 from __future__ import annotations
 
@@ -19,29 +15,14 @@ from torch.testing._internal.two_tensor import TwoTensor
 from overlapc.backend import overlapc as backend
 from overlapc.runtime.step import StepPlan
 from overlapc.runtime.support import LayoutError
-from overlapc.warm import step as warm_step
+from tests.runtime.beside_torch import OPTIONS, Compile, error_of, leaf, lean_calls, observed
 
-Compile = Callable[..., Callable[..., Any]]
-OPTIONS = {"warm_start": False, "native": False}
 SCENARIOS: list[Any] = []
 
 
 def scenario(function: Callable[[Compile], Any]) -> Callable[[Compile], Any]:
     SCENARIOS.append(pytest.param(function, id=function.__name__))
     return function
-
-
-def leaf(*size: int) -> Tensor:
-    return torch.randn(*size, requires_grad=True)
-
-
-def error_of(call: Callable[[], Any]) -> bool:
-    """Whether `call` raises."""
-    try:
-        call()
-    except RuntimeError:
-        return True
-    return False
 
 
 def marks(result: Tensor) -> list[list[int]]:
@@ -52,28 +33,7 @@ def marks(result: Tensor) -> list[list[int]]:
 @pytest.fixture
 def lean(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     """The plan of each call that ran without AOTAutograd's wrapper."""
-    calls: list[StepPlan] = []
-    make = warm_step.step_function
-
-    def watched(plan: StepPlan, *arguments: Any) -> Callable[..., Any]:
-        step = make(plan, *arguments)
-
-        def call(*inputs: Any) -> Any:
-            calls.append(plan)
-            return step(*inputs)
-
-        return call
-
-    monkeypatch.setattr(warm_step, "step_function", watched)
-    return calls
-
-
-def observed(run: Callable[[Compile], Any], name: str) -> Any:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    if name == "aot_eager":
-        return run(lambda function, **kwargs: torch.compile(function, backend="aot_eager", **kwargs))
-    return run(lambda function, **kwargs: torch.compile(function, backend=backend, options=OPTIONS, **kwargs))
+    return lean_calls(monkeypatch)
 
 
 @pytest.mark.parametrize("run", SCENARIOS)

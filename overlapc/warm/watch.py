@@ -1,0 +1,182 @@
+"""A step seen being compiled: from its second call on it runs without AOTAutograd's wrapper, if nothing is special.
+
+Of plain tensors, that is known while its graphs are compiled, and the step may be kept. What DTensors go in, and which
+gradients are DTensors, AOTAutograd tells only what it makes itself, so its first result is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from overlapc.fx.versions import StepMetadata, dtensor_step_metadata, mark_dynamic, step_metadata
+from overlapc.runtime.step import Call, StepPlan, step_function
+from overlapc.runtime.tangents import SizedTangent, Tangent
+from overlapc.warm.fingerprint import shared_memory
+from overlapc.warm.step import keep
+
+
+def of_plain_tensors(gm: GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether what Dynamo captured takes and returns no tensors that hold others, as DTensors do.
+
+    AOTAutograd takes those apart first, and then tells its compilers of what is inside only.
+    """
+    (output,) = gm.graph.find_nodes(op="output")
+    returned = [each.meta.get("example_value") for each in output.all_input_nodes]
+    return not any(
+        is_traceable_wrapper_subclass(value) for value in (*inputs, *gm.buffers(), *gm.parameters(), *returned)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A compiled graph, and what it takes and returns."""
+
+    call: Call
+    taken: list[Any]  # example of each input
+    returned: Sequence[Any]  # nodes, or None
+
+    @classmethod
+    def of(cls, gm: GraphModule, call: Call) -> _Graph:
+        taken = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+        returned = gm.graph.output_node().args[0]
+        return cls(call, taken, returned if isinstance(returned, list | tuple) else [returned])
+
+
+class StepWatch:
+    """Sees the graphs of one step being compiled, and its first call."""
+
+    def __init__(self, gm: GraphModule, inputs: Sequence[Any], key: str | None, cache_dir: Path) -> None:
+        """gm, inputs: as Dynamo captured them. key: of the step; None if it must not be kept."""
+        self._plain = of_plain_tensors(gm, inputs)
+        self._inputs = len(inputs)
+        # Inputs that lie in one memory are AOTAutograd's to guard, if one of them changes.
+        self._overlaps = self._plain and bool(shared_memory(inputs))
+        self._key = key if self._plain else None
+        self._cache_dir = cache_dir
+        self._keys: list[str | None] = []  # of its graphs
+        self._forward: _Graph | None = None
+        self._backward: _Graph | None = None
+        self._trains = False
+        self._autocast = False
+        self._hooked = False  # saved tensors go through hooks, which AOTAutograd compiled in
+        self._metadata: StepMetadata | None = None
+        self._ready: Callable[..., Any] | None = None  # once all is known, if nothing is special
+        self._called = False
+        self.function: Callable[..., Any] | None = None  # `_ready`, after the first call
+
+    def compiled(self, kind: str, gm: GraphModule, call: Call, key: str | None) -> None:
+        """A graph of the step was compiled; `key` is None when it was not kept."""
+        graph = _Graph.of(gm, call)
+        if kind == "backward":
+            self._backward = graph
+        else:
+            self._forward = graph
+            self._trains = kind == "forward"
+            self._autocast = torch._C._is_any_autocast_enabled()
+            self._hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+            self._metadata = step_metadata() if self._plain else None
+        carries = any(True for _ in gm.graph.find_nodes(op="get_attr"))  # which another process could not find
+        self._keys.append(None if carries else key)
+        self._finish()
+
+    def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """`compiled`, which is AOTAutograd's, until the step can run without.
+
+        The first call is AOTAutograd's in any case: it looks at what custom ops return.
+        """
+
+        def step(*inputs: Any) -> Any:
+            if self.function is None and self._called:
+                self.function = self._ready
+            if self.function is not None:
+                return self.function(*inputs)
+            outputs = compiled(*inputs)
+            if not self._called:
+                self._called = True
+                self._returned(outputs)
+            return outputs
+
+        return step
+
+    def _returned(self, outputs: Iterable[Any]) -> None:
+        """AOTAutograd's wrapper ran the first call."""
+        if not self._plain and self._trains:
+            self._metadata = dtensor_step_metadata(outputs)
+            self._finish()
+
+    def _finish(self) -> None:
+        """Makes the step once all is known that it takes, and keeps one of plain tensors."""
+        forward, backward, metadata = self._forward, self._backward, self._metadata
+        if metadata is None or forward is None or self._hooked or (self._trains and backward is None):
+            return
+        flat = sum(len(attributes) or 1 for attributes in metadata.inputs)
+        if len(metadata.inputs) != self._inputs or flat != len(forward.taken):
+            return
+        plan = _plan(metadata, forward, backward, self._autocast)
+        if plan is None:
+            return
+        call, call_back = forward.call, (backward or forward).call
+        if not self._plain:
+            from overlapc.runtime.dtensors import Remade, giving_dtensors, taking_dtensors
+
+            gradients = [
+                each.at if each.make is None else Remade(each.at, each.mesh_at, each.make)
+                for each in metadata.gradients
+            ]
+            call, call_back = taking_dtensors(call, metadata.inputs), giving_dtensors(call_back, gradients)
+        self._ready = step_function(plan, call, call_back, mark_dynamic)
+        keys = [each for each in self._keys if each is not None]
+        guarded = self._overlaps and plan.changed
+        if self._key is not None and len(keys) == len(self._keys) and plan.of_static_sizes() and not guarded:
+            keep(self._key, plan, keys, self._cache_dir)
+
+
+def _plan(metadata: StepMetadata, forward: _Graph, backward: _Graph | None, autocast: bool) -> StepPlan | None:
+    """How the step of `metadata` is called; None when graphs take or return something else than it says."""
+    plan = StepPlan(
+        len(metadata.differentiable),
+        tuple(at for at, differentiable in enumerate(metadata.differentiable) if not differentiable),
+        (),
+        backward is not None,
+        autocast,
+        changed=metadata.changed,
+        dynamic=metadata.dynamic,
+        deterministic=metadata.deterministic,
+    )
+    if backward is None:
+        return plan
+    differentiable = [at for at in range(plan.outputs) if at not in plan.constant]
+    saved = len(forward.returned) - plan.outputs - metadata.objects - metadata.sizes
+    behind = backward.taken[metadata.sizes :]
+    tensors = behind[:saved] + behind[saved + metadata.objects :]
+    results = sum(1 if each.mesh_at is None else 2 for each in metadata.gradients)
+    if (
+        len(tensors) != saved + len(differentiable)
+        or not all(isinstance(each, Tensor) for each in tensors)
+        or len(metadata.gradients) != len(metadata.inputs)
+        or len(backward.returned) != results
+    ):
+        return None
+    formats = metadata.formats or (None,) * len(differentiable)
+    found = map(_tangent, differentiable, tensors[saved:], formats)
+    tangents = tuple(each for each in found if each is not None)
+    if len(tangents) != len(differentiable):
+        return None
+    detached = tuple(at for at in metadata.computed if backward.returned[metadata.gradients[at].at] is None)
+    return replace(plan, tangents=tangents, detached=detached, sizes=metadata.sizes, objects=metadata.objects)
+
+
+def _tangent(output: int, value: Tensor, format: torch.memory_format | None) -> Tangent | SizedTangent | None:
+    """How backward takes the gradient of `output`; None when AOTAutograd does not say."""
+    size, stride = tuple(value.shape), tuple(value.stride())
+    if all(isinstance(each, int) for each in (*size, *stride)):
+        return Tangent(output, size, stride, value.dtype, value.device)
+    return None if format is None else SizedTangent(output, format, value.dtype)
