@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from overlapc.passes.base import Context, PassReport
 from overlapc.passes.reasons import Reason
 from overlapc.schedule.memory import analyze
@@ -19,6 +21,12 @@ def cost(schedule: Schedule, ctx: Context) -> tuple[float, float]:
     timeline = ctx.timeline(schedule)
     late_ns = ctx.timeline(ctx.late(schedule)).step_ns if ctx.overlap_margin != 1 else timeline.step_ns
     return timeline.step_ns + late_ns, timeline.exposed_ns
+
+
+def best(costs: Sequence[tuple[float, float]]) -> int:
+    """Which of several (`cost`) it is: of all that are as short as the shortest, within `TIE`, what exposes least."""
+    most_ns = min(costs)[0] * (1 + TIE)
+    return min((exposed_ns, step_ns, at) for at, (step_ns, exposed_ns) in enumerate(costs) if step_ns <= most_ns)[2]
 
 
 def keep_if_better(

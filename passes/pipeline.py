@@ -15,16 +15,19 @@ from overlapc.passes import (
     sink_waits,
 )
 
+FIRST = ("bucket",)  # later passes should see the collectives that will really run
+FINER = ("bucket_finely",)  # instead, on the way that turned out best, if something is exposed on it still
+
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Passes in order; `margin` multiplies `Context.overlap_margin` on it."""
+    """Passes in order, behind those of `first`; `margin` multiplies `Context.overlap_margin` on it."""
 
     passes: tuple[str, ...]
     margin: float = 1.0
+    first: tuple[str, ...] = FIRST
 
 
-FIRST = ("bucket",)  # later passes should see the collectives that will really run
 COLLECTIVES = (
     "plan_overlap",  # gathers of parameters and reductions on their queue together
     "raise_under_memory",  # what depends on compute, and what the plan left exposed
@@ -45,6 +48,7 @@ ORDER = (*FIRST, *WAYS[0].passes, *ENDS, *LAST)
 
 __all__ = [
     "ENDS",
+    "FINER",
     "FIRST",
     "LAST",
     "ORDER",

@@ -3,21 +3,21 @@
 No rule here is best everywhere: on captured steps moving compute under collectives first saves up to 4% of a step or
 costs 1% of it, and starting gathers twice as far ahead saves up to 5% or costs 4%. So each of `pipeline.WAYS` is tried
 on what `pipeline.FIRST` made, and ends with `pipeline.ENDS`. The ones that cost least (`judge.cost`) go through
-`pipeline.LAST`, which may turn round which is the best, and that one is kept. A way that leaves next to nothing exposed
-ends the search, and so does their number times that of nodes: ways take their time, while on large schedules, which
-repeat themselves, they differ least. All of it goes by times at the clock that the first way leads to.
+`pipeline.LAST`, which may turn round which is the best. That one is gone once more on buckets that are cut more finely
+(`pipeline.FINER`), and `judge.best` says which of the two is kept. A way that leaves next to nothing exposed ends the
+search, and so does their number times that of nodes: ways take their time, while on large schedules, which repeat
+themselves, they differ least. All of it goes by times at the clock that the first way leads to.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from overlapc.estimators.load import changes_clock, settled
 from overlapc.passes.base import Context, Pass, PassReport, run_passes, select
-from overlapc.passes.judge import cost
-from overlapc.passes.pipeline import ENDS, FIRST, LAST, WAYS, Way
+from overlapc.passes.judge import best, cost
+from overlapc.passes.pipeline import ENDS, FINER, FIRST, LAST, WAYS, Way
 from overlapc.schedule.model import Schedule
 
 # Less exposed than this share of the step, and no other way is tried: they cost as much time as the first.
@@ -44,13 +44,13 @@ class _Ended:
 
 def run_ways(schedule: Schedule, ctx: Context) -> tuple[Schedule, tuple[PassReport, ...]]:
     """What the best way made of `schedule`, its nodes' estimates as they came, and the reports of the passes on it."""
-    quiet = dataclasses.replace(ctx, dump=None, stop_after=None)
+    quiet = replace(ctx, dump=None, stop_after=None)
     clocked = changes_clock(ctx.profile)
     at_clock = _at_its_clock(schedule, quiet) if clocked else schedule
-    best = _best_way(at_clock, quiet, gone=int(clocked))
-    final, reports = best.schedule, best.reports
+    ended = _best_way(at_clock, quiet, gone=int(clocked))
+    final, reports = ended.schedule, ended.reports
     if ctx.dump is not None or ctx.stop_after is not None:  # asked for by the passes of the way that was chosen
-        final, reports = run_passes(at_clock, ctx, (*select(FIRST), *_passes(best.way), *select(LAST)))
+        final, reports = run_passes(at_clock, ctx, (*select(ended.way.first), *_passes(ended.way), *select(LAST)))
     if final is at_clock:
         return schedule, reports
     if clocked:
@@ -72,29 +72,46 @@ def _at_its_clock(schedule: Schedule, ctx: Context) -> Schedule:
 def _best_way(schedule: Schedule, ctx: Context, gone: int) -> _Ended:
     """Tries the ways, `gone` of those that there is time for being gone already."""
     begun, first = run_passes(schedule, ctx, select(FIRST))
-    ended = sorted(_ends(begun, ctx, gone), key=lambda each: each.cost)
+    count = max(1, NODES_IN_ALL // max(1, len(begun.nodes)) - gone)
+    ended = sorted(_ends(begun, ctx, WAYS[: max(1, count - 1)]), key=lambda each: each.cost)
     finished: dict[tuple[float, float], _Ended] = {}  # by what they cost before the last passes: equal ones once
     for each in ended:
         if each.cost not in finished and len(finished) < FINISHED and each.cost[0] <= ended[0].cost[0] * NEAR_THE_BEST:
             final, last = run_passes(each.schedule, ctx, select(LAST))
             finished[each.cost] = _Ended(each.way, final, (*first, *each.reports, *last), cost(final, ctx))
-    return min(finished.values(), key=lambda each: each.cost)
+    found = min(finished.values(), key=lambda each: each.cost)
+    return found if count == 1 or _is_good_enough(found, ctx) else _finer(schedule, found, ctx)
 
 
-def _ends(begun: Schedule, ctx: Context, gone: int) -> Iterator[_Ended]:
+def _ends(begun: Schedule, ctx: Context, ways: Sequence[Way]) -> Iterator[_Ended]:
     """Where each of the ways leads, up to one that leaves next to nothing exposed."""
     known: _Known = {}
-    for way in WAYS[: max(1, NODES_IN_ALL // max(1, len(begun.nodes)) - gone)]:
+    for way in ways:
         ended, reports = run_passes(begun, ctx, _passes(way, known))
-        yield _Ended(way, ended, reports, cost(ended, ctx))
-        timeline = ctx.timeline(ended)
-        if timeline.exposed_ns <= GOOD_ENOUGH * timeline.step_ns:
+        found = _Ended(way, ended, reports, cost(ended, ctx))
+        yield found
+        if _is_good_enough(found, ctx):
             return
+
+
+def _finer(schedule: Schedule, found: _Ended, ctx: Context) -> _Ended:
+    """The better one of `found` and where its way leads from finer buckets."""
+    begun, first = run_passes(schedule, ctx, select(FINER))
+    if [each.merged for each in first] == [each.merged for each in found.reports[: len(FIRST)]]:
+        return found
+    ended, reports = run_passes(begun, ctx, (*_passes(found.way), *select(LAST)))
+    finer = _Ended(replace(found.way, first=FINER), ended, (*first, *reports), cost(ended, ctx))
+    return (found, finer)[best((found.cost, finer.cost))]
+
+
+def _is_good_enough(found: _Ended, ctx: Context) -> bool:
+    timeline = ctx.timeline(found.schedule)
+    return timeline.exposed_ns <= GOOD_ENOUGH * timeline.step_ns
 
 
 def default_names() -> set[str]:
     """Every pass that some way of the default ones consists of. A schedule goes one of them."""
-    return {*FIRST, *ENDS, *LAST, *(name for way in WAYS for name in way.passes)}
+    return {*FIRST, *FINER, *ENDS, *LAST, *(name for way in WAYS for name in way.passes)}
 
 
 def _passes(way: Way, known: _Known | None = None) -> tuple[tuple[str, Pass], ...]:
@@ -109,8 +126,8 @@ def _once(name: str, each: Pass, margin: float, known: _Known) -> Pass:
     def run(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
         key = name, margin, tuple(node.name for node in schedule.nodes)
         if key not in known:
-            known[key] = each(schedule, dataclasses.replace(ctx, overlap_margin=ctx.overlap_margin * margin))
+            known[key] = each(schedule, replace(ctx, overlap_margin=ctx.overlap_margin * margin))
         moved, report = known[key]
-        return moved, dataclasses.replace(report)  # the runner writes into it
+        return moved, replace(report)  # the runner writes into it
 
     return run

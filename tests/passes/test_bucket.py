@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from overlapc.errors import ScheduleError
 from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.estimators.timeline import simulate
-from overlapc.passes.base import Context, run_pipeline
-from overlapc.passes.bucket import bucket
+from overlapc.passes.base import Context, Pass, run_pipeline
+from overlapc.passes.bucket import bucket, bucket_finely
 from overlapc.passes.bucket_cost import BucketCost
 from overlapc.schedule.model import Estimate, Schedule
 from overlapc.schedule.text import parse
@@ -19,10 +19,10 @@ FLOOR = DeviceProfile("floor", collective_floor_ns=10e3)
 ROOMY = Context(profile=FLOOR, reorder_collectives=True, budget_bytes=1000)
 
 
-def bucketed(text: str, **context: object) -> tuple[Schedule, dict[str, str]]:
+def bucketed(text: str, run: Pass = bucket, **context: object) -> tuple[Schedule, dict[str, str]]:
     schedule = parse(text)
     ctx = replace(ROOMY, **context)
-    moved, report = bucket(schedule, ctx)
+    moved, report = run(schedule, ctx)
     verify(
         moved, "test", reference=schedule, merged=report.merged, limit_bytes=ctx.limit_bytes(schedule),
         may_reorder_collectives=ctx.reorder_collectives,
@@ -278,6 +278,36 @@ def test_what_is_left_over_is_no_piece_of_its_own():
     assert [node.name for node in moved.starts()] == ["a0+1", "a2+2"]
 
 
+def test_pieces_end_where_nothing_else_runs_with_one_that_is_long_enough():
+    """Of reductions that is the end: what is left over goes along with the first of them."""
+    reductions = [f"k{at} = kernel(x) : 8B 5us; r{at} = reduce_scatter(k{at}) @dp unit=m : 0B 60us" for at in range(5)]
+    moved, _ = bucketed("; ".join([*reductions, *(f"w{at} = wait(r{at})" for at in range(5))]))
+    assert [node.name for node in moved.starts()] == ["r0+2", "r3+1"]
+
+
+def test_fine_pieces_grow_from_the_end_where_nothing_else_runs():
+    """10us are latency. Gathers: 30, 30, 50, 90us; reductions: 30 for the last, 30, 50 and 90."""
+    gathers = [f"a{at} = all_gather(p{at}) @dp unit=m : 8B 30us" for at in range(8)]
+    uses = [f"w{at} = wait(a{at}); k{at} = kernel(w{at}) : 0B 10us" for at in range(8)]
+    moved, reasons = bucketed("; ".join([*gathers, *uses]), bucket_finely)
+    assert [node.name for node in moved.starts()] == ["a0", "a1", "a2+1", "a4+3"]
+    assert reasons["a0"] == reasons["a1"] == "nothing covers all of it: in pieces"
+    reductions = [f"k{at} = kernel(x) : 8B 10us; r{at} = reduce_scatter(k{at}) @dp unit=m : 0B 30us" for at in range(8)]
+    moved, _ = bucketed("; ".join([*reductions, *(f"w{at} = wait(r{at})" for at in range(8))]), bucket_finely)
+    assert [node.name for node in moved.starts()] == ["r0+3", "r4+1", "r6", "r7"]
+
+
+def test_fine_pieces_grow_no_longer_than_others_and_what_is_covered_is_not_cut():
+    gathers = [f"a{at} = all_gather(p{at}) @dp unit=m : 8B 35us" for at in range(24)]
+    uses = [f"w{at} = wait(a{at}); k{at} = kernel(w{at}) : 0B 10us" for at in range(24)]
+    text = "; ".join([*gathers, *uses])
+    starts = [node.name for node in bucketed(text, bucket_finely)[0].starts()]
+    assert starts == ["a0", "a1", "a2+1", "a4+2", "a7+3", "a11+3", "a15+3", "a19+4"]
+    assert [node.name for node in bucketed(f"warm = kernel(x) : 0B 9ms; {text}", bucket_finely)[0].starts()] == [
+        "a0+23"
+    ]
+
+
 def passes_of(*units: tuple[int, int], reductions: bool = False) -> str:
     """A module of two collectives for each (us that one takes, us of compute until the next module's)."""
     lines, ready = [], []
@@ -457,12 +487,13 @@ def test_random_schedules_keep_what_every_pass_keeps(schedule, reorder, room):
         Context(reorder_collectives=reorder, budget_bytes=budget),
         Context(reorder_collectives=reorder, budget_bytes=budget, profile=slow, overlap_margin=1.5),
     ):
-        moved, report = bucket(schedule, ctx)
-        verify(
-            moved, "test", reference=schedule, merged=report.merged, may_reorder_collectives=reorder,
-            limit_bytes=ctx.limit_bytes(schedule),
-        )  # fmt: skip
-        assert simulate(moved, ctx.profile).step_ns <= simulate(schedule, ctx.profile).step_ns * (1 + 1e-9)
+        for each in (bucket, bucket_finely):
+            moved, report = each(schedule, ctx)
+            verify(
+                moved, "test", reference=schedule, merged=report.merged, may_reorder_collectives=reorder,
+                limit_bytes=ctx.limit_bytes(schedule),
+            )  # fmt: skip
+            assert simulate(moved, ctx.profile).step_ns <= simulate(schedule, ctx.profile).step_ns * (1 + 1e-9)
         result = run_pipeline(schedule, ctx)
         assert peak(result.schedule) <= ctx.limit_bytes(schedule)
         assert result.after.step_ns <= result.before.step_ns * (1 + 1e-9)

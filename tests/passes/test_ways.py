@@ -8,7 +8,7 @@ from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.timeline import simulate
 from overlapc.passes import ways
 from overlapc.passes.base import Context, PassReport, run_passes, run_pipeline, select
-from overlapc.passes.judge import cost
+from overlapc.passes.judge import best, cost
 from overlapc.passes.pipeline import ENDS, FIRST, ORDER, WAYS, Way
 from overlapc.passes.ways import GOOD_ENOUGH, default_names
 from overlapc.schedule.model import Estimate
@@ -111,8 +111,9 @@ def tried(monkeypatch):
     return tried
 
 
-@pytest.mark.parametrize(("nodes_in_all", "count"), [(14, 2), (15, 3), (1, 1)])
+@pytest.mark.parametrize(("nodes_in_all", "count"), [(14, 1), (15, 2), (1, 1), (100, len(WAYS))])
 def test_large_schedules_try_fewer_ways_but_one(monkeypatch, tried, nodes_in_all, count):
+    """The last of those that there is time for is the best one again, from finer buckets."""
     schedule = parse(COMPUTE_COVERS)
     assert len(schedule.nodes) == 5
     monkeypatch.setattr(ways, "NODES_IN_ALL", nodes_in_all)
@@ -125,6 +126,58 @@ def test_what_leaves_less_than_a_thousandth_exposed_ends_the_search(tried, expos
     text = "ag = all_gather(p) @dp : 0B {}ns; k = kernel(x) : 0B 50us; w = wait(ag); y = kernel(w) : 0B 50us"
     run_pipeline(parse(text.format(50_000 + exposed_ns)), Context())
     assert tried == list(WAYS[:count])
+
+
+def gathers_of_one_module(count: int, each_us: int, compute_us: int, last_us: int = 5) -> str:
+    starts = [f"a{at} = all_gather(p{at}) @dp unit=m : 8B {each_us}us" for at in range(count)]
+    uses = [f"w{at} = wait(a{at}); k{at} = kernel(w{at}) : 0B {compute_us}us" for at in range(count)]
+    return "; ".join([*starts, *uses, f"last = kernel(k{count - 1}) : 0B {last_us}us"])
+
+
+FINELY, WHOLE = ["a0", "a1", "a2+1", "a4+3"], ["a0+7"]
+
+
+@pytest.mark.parametrize(
+    ("compute_us", "last_us", "nodes_in_all", "starts"),
+    [
+        (10, 5, 100, FINELY),  # 160us are exposed instead of 170
+        (5, 5, 100, WHOLE),  # 180 instead of 170
+        (10, 170_000, 100, WHOLE),  # next to nothing is exposed
+        (10, 5, 36, FINELY),  # one way from 18 nodes, and it again
+        (10, 5, 35, WHOLE),
+    ],
+    ids=["better", "worse", "good-enough", "time", "no-time"],
+)
+def test_the_best_way_is_gone_again_from_finer_buckets(monkeypatch, compute_us, last_us, nodes_in_all, starts):
+    monkeypatch.setattr(ways, "NODES_IN_ALL", nodes_in_all)
+    floor = DeviceProfile("floor", collective_floor_ns=10e3)
+    ctx = Context(profile=floor, reorder_collectives=True, budget_bytes=1000)
+    result = run_pipeline(parse(gathers_of_one_module(8, 30, compute_us, last_us)), ctx)
+    assert [node.name for node in result.schedule.starts()] == starts
+    assert result.reports[0].name == ("bucket_finely" if starts == FINELY else "bucket")
+
+
+def test_a_dump_of_finer_buckets_is_of_what_was_chosen():
+    dumped = {}
+    floor = DeviceProfile("floor", collective_floor_ns=10e3)
+    ctx = Context(profile=floor, reorder_collectives=True, budget_bytes=1000, dump=dumped.__setitem__)
+    result = run_pipeline(parse(gathers_of_one_module(8, 30, 10)), ctx)
+    assert [node.name for node in parse(dumped["01_bucket_finely.after"]).starts()] == FINELY
+    assert list(dumped)[-1] == f"{len(result.reports):02}_polish.after"
+
+
+@pytest.mark.parametrize(
+    ("costs", "which"),
+    [
+        ([(1000.0, 9.0), (1004.9, 8.0)], 1),  # as short, and less is exposed
+        ([(1000.0, 9.0), (1005.1, 8.0)], 0),
+        ([(1005.1, 0.0), (1000.0, 9.0)], 1),
+        ([(1000.0, 9.0), (999.0, 9.0)], 1),
+        ([(1000.0, 9.0), (1000.0, 9.0)], 0),
+    ],
+)
+def test_of_steps_about_as_short_the_one_that_exposes_least_is_best(costs, which):
+    assert best(costs) == which
 
 
 def test_of_equal_ways_the_first_is_taken():

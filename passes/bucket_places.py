@@ -1,0 +1,111 @@
+"""Where a bucket of collectives can stand, and what comes along to there.
+
+Gathers move up to the first of them, with what the others need; reductions down to the last, with what reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from overlapc.passes.base import Context, PassReport
+from overlapc.passes.bucket_cost import ns_of
+from overlapc.passes.queues import CARRIED_SHARE
+from overlapc.passes.reasons import Reason
+from overlapc.schedule import dependencies
+from overlapc.schedule.dependencies import Why
+from overlapc.schedule.model import COMPUTE, Kind, Schedule
+
+
+@dataclass
+class Bucket:
+    """Members by position, and what moves with them: in front of a gather, behind a reduction."""
+
+    members: list[int]
+    carried: set[int] = field(default_factory=set)
+
+
+class Places:
+    """Splits a run of collectives into buckets that can each stand in one place. Nodes are positions."""
+
+    def __init__(self, schedule: Schedule, ctx: Context, report: PassReport, *, forward: bool) -> None:
+        """forward: whether these are gathers, which count from the front."""
+        self.nodes = schedule.nodes
+        self.ctx = ctx
+        self.report = report
+        self.deps = dependencies.of(schedule)
+        self.place = self._up if forward else self._down
+
+    def _up(self, run: list[int]) -> list[Bucket]:
+        """Gathers move up to the first of them, if what they need is cheap and may come along."""
+        buckets: list[Bucket] = []
+        for at in run:
+            if buckets:
+                current = buckets[-1]
+                needs = self._needs(at, current)
+                if needs is not None:
+                    current.members.append(at)
+                    current.carried |= needs
+                    continue
+            buckets.append(Bucket([at]))
+        return buckets
+
+    def _needs(self, start: int, bucket: Bucket) -> set[int] | None:
+        """What has to come along for `start` to join a bucket of gathers; None when that is too much."""
+        if not self.ctx.reorder_collectives and self._passes_others(bucket.members[-1], start):
+            return None
+        first = bucket.members[0]
+        allowed_ns = CARRIED_SHARE * ns_of(self.nodes[start])
+        needs: set[int] = set()
+        stack = [start]
+        while stack:
+            for before in self._preds(stack.pop()):
+                if before < first or before in bucket.carried or before in needs:
+                    continue
+                node = self.nodes[before]
+                allowed_ns -= ns_of(node)
+                if node.kind not in (*COMPUTE, Kind.VIEW, Kind.NOOP) or allowed_ns < 0:
+                    self.report.because(self.nodes[start], Reason.DATA, node.name)
+                    return None
+                needs.add(before)
+                stack.append(before)
+        return needs
+
+    def _down(self, run: list[int]) -> list[Bucket]:
+        """Reductions move down to the last of them, and what needs the earlier ones with them."""
+        buckets: list[Bucket] = []
+        held: set[int] = set()  # members, and what needs them, so far
+        behind: set[int] = set()
+        for number, at in enumerate(run):
+            if number:
+                for between in range(run[number - 1] + 1, at):
+                    if any(before in held for before in self._preds(between)):
+                        held.add(between)
+                        behind.add(between)
+            joins = bool(buckets) and self._may_sink(behind, buckets[-1].members[-1], at)
+            if joins and any(before in held for before in self._preds(at)):
+                self.report.because(self.nodes[at], Reason.DATA, self.nodes[buckets[-1].members[0]].name)
+                joins = False
+            if joins:
+                buckets[-1].members.append(at)
+                buckets[-1].carried |= behind
+            else:
+                buckets.append(Bucket([at]))
+                held, behind = set(), set()
+            held.add(at)
+        return buckets
+
+    def _may_sink(self, behind: Iterable[int], last: int, at: int) -> bool:
+        """Whether the order of collectives allows it; barriers are dependences already."""
+        if self.ctx.reorder_collectives:
+            return True
+        return not self._passes_others(last, at) and all(self.nodes[b].kind is not Kind.START for b in behind)
+
+    def _passes_others(self, low: int, high: int) -> bool:
+        """Whether another collective of the group stands between two members."""
+        group = self.nodes[low].group
+        return any(node.group == group for node in self.nodes[low + 1 : high])
+
+    def _preds(self, at: int) -> Iterator[int]:
+        why = self.deps.why
+        return (before for before in self.deps.preds[at] if why[before, at] is not Why.COLLECTIVE_ORDER)

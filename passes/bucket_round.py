@@ -1,0 +1,248 @@
+"""One round of bucketing: collectives that are alike, in units, cut where that pays, and merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from overlapc.passes.base import Context, PassReport
+from overlapc.passes.bucket_cost import BucketCost, Sum, comm_of, ns_of
+from overlapc.passes.bucket_places import Bucket, Places
+from overlapc.passes.reasons import Reason
+from overlapc.schedule.model import COMPUTE, Comm, Kind, Node, Origin, Schedule
+
+GATHERS = ("all_gather",)
+REDUCTIONS = ("reduce_scatter", "all_reduce")
+OF_ONE_DTYPE = ("all_reduce",)  # codegen/bucket.py says why
+# A piece takes at least this many times the latency of one collective, so that latency is at most a tenth of it.
+PIECE_FLOORS = 10.0
+# Of fine pieces the first takes at least so many, and each next one twice as many, up to the above.
+FINE_FLOORS = 1.0
+# A bucket that takes at most this many latencies would hardly take longer with more in it.
+LATENCY_BOUND = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How buckets are made, by the pass of this name.
+
+    finely: in pieces that grow. across: units that nothing covers and that are mostly latency may share a bucket.
+    everything: every bucket is cut.
+    """
+
+    name: str
+    finely: bool = False
+    across: bool = False
+    everything: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """What collectives of one bucket have in common."""
+
+    collective: str
+    group: str
+    dtype: str  # "" where it does not matter
+    size: int
+
+    @classmethod
+    def of(cls, comm: Comm) -> Alike:
+        return cls(comm.collective, comm.group, comm.dtype if comm.collective in OF_ONE_DTYPE else "", comm.size)
+
+
+class Round:
+    """Merging collectives that are alike. Nodes are positions."""
+
+    def __init__(self, schedule: Schedule, ctx: Context, alike: Alike, cut: Cut, report: PassReport) -> None:
+        self.schedule = schedule
+        self.nodes = schedule.nodes
+        self.ctx = ctx
+        self.alike = alike
+        self.cut = cut
+        self.forward = alike.collective in GATHERS
+        self.joined = False  # whether a run holds more than one unit
+        self.report = report
+        self.place = Places(schedule, ctx, report, forward=self.forward).place
+        self.busy = [0.0]  # compute before each position, in ns
+        for node in self.nodes:
+            self.busy.append(self.busy[-1] + (ns_of(node) if node.kind in COMPUTE else 0.0))
+        self.ours = [at for at, node in enumerate(self.nodes) if node.kind is Kind.START and self._is_ours(node)]
+        self.cost = BucketCost(ctx, self.nodes[self.ours[0]])
+        self.waits: dict[int, list[int]] = {}
+        for wait, start in schedule.started.items():
+            self.waits.setdefault(start, []).append(wait)
+
+    def run(self) -> Schedule:
+        """The schedule with this round's buckets, or itself."""
+        buckets = [found for each, whole in self._units() for found in self._in_pieces(each, whole)]
+        merged = [(each, node) for each in buckets if len(each.members) > 1 and (node := self._node(each.members))]
+        if self.ctx.most_moves is not None:
+            del merged[self.ctx.most_moves - len(self.report.merged) :]
+        return self._rebuilt(merged) if merged else self.schedule
+
+    # Which collectives belong together
+
+    def _units(self) -> list[tuple[Bucket, bool]]:
+        """The largest buckets there could be, and whether each is to stay whole."""
+        runs = self._runs()
+        units = [self.place(run) for run in runs]
+        if self.cut.across:
+            joined = self._joined(runs, self._covered(units))
+            self.joined = len(joined) < len(runs)
+            units = [self.place(run) for run in joined] if self.joined else units
+        covered = self._covered(units)
+        return [
+            (each, hidden and not self.cut.everything)
+            for placed, hidden in zip(units, covered, strict=True)
+            for each in placed
+        ]
+
+    def _in_pieces(self, each: Bucket, whole: bool) -> list[Bucket]:
+        parts = [each.members] if whole else self._pieces(each.members)
+        if len(parts) > 1:
+            for at in each.members:
+                self.report.because(self.nodes[at], Reason.PIECES)
+        return [found for part in parts for found in self.place(part)]
+
+    def _runs(self) -> list[list[int]]:
+        """Members of one unit between which no other unit's collective like them stands."""
+        runs = [(unit, list(run)) for unit, run in groupby(self.ours, key=lambda at: comm_of(self.nodes[at]).unit)]
+        return [run for unit, run in runs if unit]
+
+    def _joined(self, runs: list[list[int]], covered: Sequence[bool]) -> list[list[int]]:
+        """Runs that nothing covers and that are mostly latency, with the next ones like them until they are not.
+
+        No further: the next bucket is to travel while this one's compute runs.
+        """
+        number = {at: number for number, at in enumerate(self.ours)}
+        joined: list[list[int]] = []
+        open_ns = 0.0  # of the last run, while others may join it
+        for run, hidden in zip(runs, covered, strict=True):
+            run_ns = self._bucket_ns(run)
+            bound = not hidden and 0 < run_ns <= LATENCY_BOUND * self.cost.latency_ns
+            follows = bool(joined) and number[joined[-1][-1]] + 1 == number[run[0]]
+            if bound and follows and 0 < open_ns <= LATENCY_BOUND * self.cost.latency_ns:
+                joined[-1] = [*joined[-1], *run]
+                open_ns = self._bucket_ns(joined[-1])
+            else:
+                joined.append(run)
+                open_ns = run_ns if bound else 0.0
+        return joined
+
+    def _is_ours(self, node: Node) -> bool:
+        return node.comm is not None and not node.mutates and Alike.of(node.comm) == self.alike
+
+    def _covered(self, units: Sequence[list[Bucket]]) -> list[bool]:
+        """Whether compute can hide each unit at all, if everything on the queue starts as soon as it can.
+
+        Gathers count from the front of the schedule, each needed at its first wait; reductions count from its end.
+        """
+        order = range(len(units)) if self.forward else range(len(units) - 1, -1, -1)
+        covered = [True] * len(units)
+        stood_ns = queue_ns = 0.0
+        for number in order:
+            members = [at for each in units[number] for at in each.members]
+            longer = self.ctx.overlap_margin * self.ctx.profile.collective_slowdown
+            queue_ns += self._bucket_ns(members) * longer
+            if self.forward:
+                first = min((wait for at in members for wait in self.waits.get(at, ())), default=len(self.nodes))
+                reached_ns = self.busy[first]
+            else:
+                reached_ns = self.busy[-1] - self.busy[max(members)]
+            covered[number] = queue_ns <= reached_ns + stood_ns
+            stood_ns = max(stood_ns, queue_ns - reached_ns)
+        return covered
+
+    def _bucket_ns(self, members: Sequence[int]) -> float:
+        return self.cost.ns(Sum.of(self.nodes[at] for at in members))
+
+    def _pieces(self, members: list[int]) -> list[list[int]]:
+        """Pieces in order, the ones at the end that nothing else runs beside the shortest; see `Cut`."""
+        most_ns = PIECE_FLOORS * self.cost.latency_ns
+        least_ns = FINE_FLOORS * self.cost.latency_ns if self.cut.finely else most_ns
+        parts: list[list[int]] = [[]]
+        total = Sum()
+        for at in members if self.forward else reversed(members):
+            if parts[-1] and self.cost.ns(total) >= least_ns:
+                least_ns = min(2 * least_ns, most_ns)
+                parts.append([])
+                total = Sum()
+            parts[-1].append(at)
+            total.add(self.nodes[at])
+        if len(parts) > 1 and self.cost.ns(total) < least_ns:
+            parts[-2:] = [parts[-2] + parts[-1]]
+        return parts if self.forward else [part[::-1] for part in reversed(parts)]
+
+    # The merged nodes
+
+    def _node(self, members: Sequence[int]) -> Node | None:
+        nodes = [self.nodes[at] for at in members]
+        payload = None
+        if any(node.payload is not None for node in nodes):
+            merge = self.ctx.merge_payloads
+            payload = "no code for buckets" if merge is None else merge([node.payload for node in nodes])
+            if isinstance(payload, str):
+                for node in nodes:
+                    self.report.because(node, Reason.NO_BUCKET, payload)
+                return None
+        dtypes = {comm_of(node).dtype for node in nodes}
+        total = Sum.of(nodes)
+        first = nodes[0]
+        comm = comm_of(first)
+        return Node(
+            name=f"{first.name}+{len(nodes) - 1}",
+            kind=Kind.START,
+            op=first.op,
+            reads=_joined(node.reads for node in nodes),
+            writes=_joined(node.writes for node in nodes),
+            after=_joined(node.after for node in nodes),
+            comm=replace(comm, bytes=total.bytes, dtype=comm.dtype if len(dtypes) == 1 else "mixed"),
+            estimate=self.cost.estimate(total),
+            scratch_bytes=sum(node.scratch_bytes for node in nodes),
+            origin=Origin(_joined(node.origin.fx for node in nodes), first.origin.source, comm.unit),
+            payload=payload,
+        )
+
+    def _rebuilt(self, merged: Sequence[tuple[Bucket, Node]]) -> Schedule:
+        """A new schedule: its order is the one that dependences among collectives count from."""
+        gone: set[int] = set()
+        instead: dict[int, list[Node]] = {}
+        renamed: dict[str, str] = {}
+        for each, node in merged:
+            members = [self.nodes[at] for at in each.members]
+            self.report.merged[node.name] = tuple(
+                name for member in members for name in self.report.merged.pop(member.name, (member.name,))
+            )
+            self.report.because(node, Reason.MERGED, comm_of(node).unit)
+            for at, member in zip(each.members, members, strict=True):
+                renamed[member.name] = node.name
+                self.report.reasons.pop(member.name, None)
+                self.report.limits.pop(member.name, None)
+                gone.add(at)
+            gone.update(each.carried)
+            carried = [self.nodes[at] for at in sorted(each.carried)]
+            self.report.moved(node, abs(each.members[-1] - each.members[0]))
+            if self.forward:
+                instead[each.members[0]] = [*carried, node]
+            else:
+                instead[each.members[-1]] = [node, *carried]
+        order: list[Node] = []
+        for at, node in enumerate(self.nodes):
+            order += instead.get(at, ())
+            if at not in gone:
+                order.append(node)
+        nodes = tuple(_after_renamed(node, renamed) for node in order)
+        return Schedule(
+            self.schedule.name, nodes, self.schedule.buffers, self.schedule.outputs, self.schedule.budget_bytes
+        )
+
+
+def _after_renamed(node: Node, renamed: dict[str, str]) -> Node:
+    if not any(name in renamed for name in node.after):
+        return node
+    return replace(node, after=tuple(dict.fromkeys(renamed.get(name, name) for name in node.after)))
+
+
+def _joined(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for part in parts for name in part))
