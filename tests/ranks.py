@@ -1,4 +1,4 @@
-"""Run a function on real ranks: N processes under torchrun, joined by gloo.
+"""Run a function on real ranks: N processes under torchrun's own launcher, joined by gloo.
 
     def work(scale: float) -> float:            # at the top level of a test file; sees an initialized process group
         ...
@@ -6,31 +6,33 @@
     outcomes = run_on_ranks(work, 2, 0.5)       # one Outcome per rank; errors are outcomes too
     values = values_on_ranks(work, 2, 0.5)      # or: the values, and the test fails with every rank's traceback
 
-A launch costs a few seconds, so tests share one: let `work` go through many cases and return what it saw.
-Whatever happens, the launcher and all ranks are gone when the call returns.
+Launcher and ranks are forked from a server that has imported torch and the compiler and has done nothing else: a new
+interpreter for each would take 2 to 5 seconds of a core to get as far. Still, tests share a launch where they can: let
+`work` go through many cases and return what it saw. Whatever happens, all of them are gone when the call returns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib.util
-import inspect
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[1]
+# Otherwise restarted ranks may read gloo addresses that the ended ones left in the shared store (torch 2.13).
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @dataclass(frozen=True)
@@ -65,30 +67,22 @@ def run_on_ranks(
     nproc: int,
     *args: Any,
     timeout_s: float = 90.0,
-    env: dict[str, str] | None = None,
     max_restarts: int = 0,
     backend: str = "gloo",
 ) -> list[Outcome]:
     """Run `function(*args)` on `nproc` ranks; arguments and values must pickle.
 
     A rank whose function raises still lets the others finish, except with `max_restarts`: then it fails as
-    a user's would, and torchrun starts all ranks again. LaunchFailed after `timeout_s`, or without an outcome.
+    a user's would, and all ranks are started again. LaunchFailed after `timeout_s`, or without an outcome.
     """
+    server = _server()
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
-        out = Path(folder)
-        job = {
-            "file": inspect.getfile(function),
-            "name": function.__name__,
-            "args": args,
-            "raises": max_restarts > 0,
-            "backend": backend,
-            "timeout_s": timeout_s,
-        }
-        (out / "job").write_bytes(pickle.dumps(job))
-        log = _launch(out, nproc, timeout_s, max_restarts, env or {})
+        ends = time.monotonic() + timeout_s
+        job = _Job(Path(folder), function, args, timeout_s, ends, max_restarts, backend)
+        log = _launched(server, job, nproc)
         outcomes = []
         for rank in range(nproc):
-            attempts = [pickle.loads(path.read_bytes()) for path in out.glob(f"outcome.{rank}.*")]
+            attempts = [pickle.loads(path.read_bytes()) for path in job.out.glob(f"outcome.{rank}.*")]
             if not attempts:
                 raise LaunchFailed(f"rank {rank} of {nproc} left no outcome (it died)\n{log}")
             outcomes.append(max(attempts, key=lambda outcome: outcome.attempt))
@@ -104,31 +98,105 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def _launch(out: Path, nproc: int, timeout_s: float, max_restarts: int, env: dict[str, str]) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={nproc}"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--max-restarts={max_restarts}"]
-    command += ["--monitor-interval=0.1", str(Path(__file__).resolve()), str(out)]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-    given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env}
-    # Otherwise restarted ranks may read gloo addresses that the ended ones left in the shared store (torch 2.13).
-    given["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    log = out / "log"
-    with log.open("wb") as sink:
-        launcher = subprocess.Popen(command, stdout=sink, stderr=sink, env=given, start_new_session=True)
+@dataclass(frozen=True)
+class _Job:
+    """What every rank does."""
+
+    out: Path  # the folder for what launcher and ranks leave
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    timeout_s: float
+    ends: float  # when that has passed, on the clock of time.monotonic
+    max_restarts: int
+    backend: str
+
+
+@lru_cache(None)
+def _server() -> ForkServerContext:
+    """The server of this process, which ends with it. Returns when it has imported what launches need."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["pytest", "torch.distributed.run", "torch._dynamo", "overlapc.compilation"])
+    with mock.patch.dict(os.environ, _ENVIRONMENT):  # some of it is read by what is imported
+        first = server.Process(target=int)
+        first.start()
+    first.join()
+    return server
+
+
+def _launched(server: ForkServerContext, job: _Job, nproc: int) -> str:
+    """What launcher and ranks of a job printed until they had ended, or LaunchFailed."""
+    log = job.out / "log"
+    log.touch()
+    launcher = server.Process(target=_launch, args=(job, nproc, {**os.environ, **_ENVIRONMENT}))
+    launcher.start()
     try:
-        launcher.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        raise LaunchFailed(f"ranks still ran after {timeout_s:g} s\n{log.read_text(errors='replace')}") from None
+        launcher.join(job.ends - time.monotonic())
+        if launcher.is_alive():
+            raise LaunchFailed(f"ranks still ran after {job.timeout_s:g} s\n{log.read_text(errors='replace')}")
     finally:
-        launcher.terminate()  # torchrun passes it on; nothing happens to one that has ended
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            launcher.wait(5)
+        launcher.terminate()  # it passes it on; nothing happens to one that has ended
+        launcher.join(5)
         launcher.kill()
-        launcher.wait()
-        for pid in _pids(out):
+        launcher.join()
+        for pid in _pids(job.out):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     return log.read_text(errors="replace")
+
+
+def _launch(job: _Job, nproc: int, environment: dict[str, str]) -> None:
+    """The launcher's process, from start to end."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.setsid()
+    sink = os.open(job.out / "log", os.O_WRONLY | os.O_APPEND)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    how = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id="ranks",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=job.max_restarts,
+        monitor_interval=0.1,
+        start_method="fork",
+        logs_specs=DefaultLogsSpecs(log_dir=str(job.out / "torchrun")),
+    )
+    elastic_launch(how, _work)(job)
+
+
+def _work(job: _Job) -> None:
+    """A rank's process, from start to end."""
+    import torch.distributed as dist
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # the launcher's handlers raise
+    pid, rank = os.getpid(), int(os.environ["RANK"])
+    (job.out / f"pid.{pid}").touch()
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    faulthandler.dump_traceback_later(max(0.9 * (job.ends - time.monotonic()), 0.1))  # where it hangs, if it does
+    dist.init_process_group(job.backend, timeout=timedelta(seconds=job.timeout_s))
+    began = time.monotonic()
+    outcome = None
+    try:
+        value = job.function(*job.args)
+        outcome = Outcome(rank, attempt, pid, time.monotonic() - began, value)
+    except BaseException as error:
+        seconds = time.monotonic() - began
+        outcome = Outcome(rank, attempt, pid, seconds, None, type(error).__name__, str(error), traceback.format_exc())
+        if job.max_restarts or not isinstance(error, Exception):
+            raise
+    finally:
+        if outcome is not None:
+            unfinished = job.out / f"unfinished.{rank}"
+            unfinished.write_bytes(pickle.dumps(outcome))
+            unfinished.rename(job.out / f"outcome.{rank}.{attempt}")
+    dist.destroy_process_group()
 
 
 def _pids(out: Path) -> Iterator[int]:
@@ -136,43 +204,3 @@ def _pids(out: Path) -> Iterator[int]:
         pid = int(path.suffix[1:])
         if alive(pid):
             yield pid
-
-
-def _worker(out: Path) -> None:
-    pid, rank = os.getpid(), int(os.environ["RANK"])
-    (out / f"pid.{pid}").touch()
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    job = pickle.loads((out / "job").read_bytes())
-    faulthandler.dump_traceback_later(0.9 * job["timeout_s"])  # where it hangs, if it does
-    import torch.distributed as dist
-
-    spec = importlib.util.spec_from_file_location(f"ranks_{Path(job['file']).stem}", job["file"])
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    dist.init_process_group(job["backend"], timeout=timedelta(seconds=job["timeout_s"]))
-    began = time.monotonic()
-    outcome = None
-    try:
-        value = getattr(module, job["name"])(*job["args"])
-        outcome = Outcome(rank, attempt, pid, time.monotonic() - began, value)
-    except BaseException as error:
-        seconds = time.monotonic() - began
-        outcome = Outcome(rank, attempt, pid, seconds, None, type(error).__name__, str(error), traceback.format_exc())
-        if job["raises"] or not isinstance(error, Exception):
-            raise
-    finally:
-        if outcome is not None:
-            unfinished = out / f"unfinished.{rank}"
-            unfinished.write_bytes(pickle.dumps(outcome))
-            unfinished.rename(out / f"outcome.{rank}.{attempt}")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    # Outcomes must pickle as tests.ranks.Outcome, not as __main__.Outcome.
-    from tests import ranks
-
-    ranks._worker(Path(sys.argv[1]))

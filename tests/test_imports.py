@@ -6,14 +6,13 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests import ROOT
 from tests.no_inductor import ENTRANCES, InductorUsed, no_inductor
 
-ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("passes", "estimators", "launch")  # at the top level, imported as overlapc.<name>
 SOURCES = sorted(path for folder in ("overlapc", *LINKED) for path in (ROOT / folder).rglob("*.py"))
 

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests import ROOT
+
 PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 EVERYBODYS = {"errors", "units", "garbage"}
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests import ROOT
+
 LINKED = ("passes", "estimators", "launch")
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "overlapc", *LINKED)
 BUILD = "import sys, setuptools.build_meta as backend; getattr(backend, sys.argv[1])(sys.argv[2])"

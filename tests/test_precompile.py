@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from overlapc.binding import environment_of
 from overlapc.config import Config
 from overlapc.precompile import Kept, StepArtifact, StepIsGone
-from tests import precompiled
+from tests import ROOT, precompiled
 
 PROGRAM = """
 import json, os, sys
@@ -55,9 +55,8 @@ def run(folder: Path, **environment: str) -> dict[str, float]:
         "OVERLAPC_WARM_START": "1",
         **environment,
     }
-    root = Path(__file__).resolve().parents[1]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=given, cwd=root, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", PROGRAM], env=given, cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from overlapc.errors import ScheduleError, unknown_name
+from overlapc.errors import unknown_name
 from overlapc.garbage import no_collections
 from overlapc.schedule.model import Buffer, Comm, Estimate, Kind, Node, Schedule, Work
 from overlapc.schedule.scanner import Statement, statements
@@ -18,6 +18,7 @@ _WORK_KEYS = frozenset({"flops", "read", "write", "in", "form"})
 _KEYS = _COMM_KEYS | _WORK_KEYS | {"after", "mutates", "scratch", "node"}
 _COUNT_KEYS = frozenset({"flops", "channels"})
 _BYTE_KEYS = frozenset({"moves", "read", "write", "scratch"})
+_LIST_KEYS = frozenset({"after", "mutates"})
 
 
 def parse(text: str) -> Schedule:
@@ -112,7 +113,7 @@ class _Draft:
                 defined = _sizes(statement, names)
             estimate = _estimate(statement)
         self._add_buffers(statement, defined)
-        name = keys.word("node", names[0])
+        name = keys.words.get("node", names[0])
         if name in self.node_names:
             statement.fail(f"a second node named {name}")
         self.node_names.add(name)
@@ -125,8 +126,8 @@ class _Draft:
                 op,
                 tuple(reads),
                 tuple(writes),
-                mutates=keys.names.get("mutates", ()),
-                after=keys.names.get("after", ()),
+                mutates=keys.lists.get("mutates", ()),
+                after=keys.lists.get("after", ()),
                 work=keys.work(),
                 comm=None if group is None else keys.comm(op, group, size),
                 estimate=estimate,
@@ -145,34 +146,34 @@ class _Draft:
 class _Keys:
     """The KEY=VALUE pairs of a statement."""
 
-    numbers: dict[str, int]  # counts and bytes
-    names: dict[str, tuple[str, ...]]
+    given: set[str] = field(default_factory=set)
+    numbers: dict[str, int] = field(default_factory=dict)  # counts and bytes
+    words: dict[str, str] = field(default_factory=dict)
+    lists: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    ranks: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, statement: Statement) -> _Keys:
         """Those that come next."""
-        keys = cls({}, {})
+        keys = cls()
         while (key := statement.peek("word")) is not None:
             if key not in _KEYS:
                 statement.fail(unknown_name("key", key, _KEYS))
-            statement.take("word")
+            if key in keys.given:
+                statement.fail(f"{key}= a second time")
+            keys.given.add(statement.take("word"))
             statement.expect("=", f"after {key}")
             if key in _BYTE_KEYS:
                 keys.numbers[key] = statement.take_bytes()
             elif key in _COUNT_KEYS:
                 keys.numbers[key] = statement.take_integer()
+            elif key in _LIST_KEYS:
+                keys.lists[key] = tuple(statement.take_names())
+            elif key == "ranks":
+                keys.ranks = _ranks(statement)
             else:
-                keys.names[key] = tuple(statement.take_names())
+                keys.words[key] = statement.take("word")
         return keys
-
-    @property
-    def given(self) -> set[str]:
-        """Every key of the statement."""
-        return self.numbers.keys() | self.names.keys()
-
-    def word(self, key: str, default: str = "") -> str:
-        """The one name of a key that takes one."""
-        return self.names.get(key, (default,))[0]
 
     def work(self) -> Work | None:
         """What the node computes; None if no key says so."""
@@ -183,22 +184,22 @@ class _Keys:
             flops=numbers.get("flops", 0),
             read_bytes=numbers.get("read", 0),
             write_bytes=numbers.get("write", 0),
-            dtype=self.word("in"),
-            form=self.word("form"),
+            dtype=self.words.get("in", ""),
+            form=self.words.get("form", ""),
         )
 
     def comm(self, op: str, group: str, size: int) -> Comm:
         """What a node of `op` moves within `group`, of no bytes if no key says how many."""
         return Comm(
-            self.word("collective", op),
+            self.words.get("collective", op),
             self.numbers.get("moves", 0),
             group,
             size,
-            dtype=self.word("dtype"),
-            ranks=_ranks(self.names.get("ranks", ())),
-            unit=self.word("unit"),
+            dtype=self.words.get("dtype", ""),
+            ranks=self.ranks,
+            unit=self.words.get("unit", ""),
             channels=self.numbers.get("channels", 0),
-            safe=self.word("safe", "no") == "yes",
+            safe=self.words.get("safe") == "yes",
         )
 
 
@@ -249,12 +250,14 @@ def _estimate(statement: Statement) -> Estimate | None:
     return Estimate(ns, source[1:-1])
 
 
-def _ranks(parts: Sequence[str]) -> tuple[int, ...]:
+def _ranks(statement: Statement) -> tuple[int, ...]:
     """(0, 1, 2, 3, 8) of `0-3,8`."""
     ranks: list[int] = []
-    for part in parts:
-        low, _, high = part.partition("-")
-        if not low.isdecimal() or (high and not high.isdecimal()):
-            raise ScheduleError(f"ranks={','.join(parts)}: {part!r} is neither a rank nor a range like 0-7")
+    while True:
+        part = statement.take("word", "a rank, or a range of them")
+        low, dash, high = part.partition("-")
+        if not low.isdecimal() or (dash and not (high.isdecimal() and int(low) < int(high))):
+            statement.fail(f"{part!r} is neither a rank nor a range like 0-7", back=1)
         ranks += range(int(low), int(high or low) + 1)
-    return tuple(ranks)
+        if not statement.accept(","):
+            return tuple(ranks)

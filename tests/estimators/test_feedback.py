@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +14,9 @@ from overlapc.passes.base import Context, run_pipeline
 from overlapc.report.trace_reading import Covered, merged
 from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind
 from overlapc.schedule.text import parse
+from tests import ROOT
 
-SCHEDULES = Path(__file__).resolve().parents[1] / "schedules"
+SCHEDULES = ROOT / "tests" / "schedules"
 H200 = load_profile("h200-nvlink")
 # With one factor for each kind of compute, 38 multiprocessors held, instead of what was measured by waves and bytes.
 FACTORS = {

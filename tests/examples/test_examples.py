@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import ROOT
 from tests.ranks import values_on_ranks
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 # train_fsdp, the largest, is run by tests/launch/test_demo.py.
 NAMES = sorted({path.stem for path in EXAMPLES.glob("*.py")} - {"common", "train_fsdp"})
 STEPS = 4

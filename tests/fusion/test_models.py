@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +15,10 @@ from torch.fx import GraphModule
 from overlapc.fusion import fuse as fusing
 from overlapc.fusion import fuse_ops
 from overlapc.ir.ops import Loops
+from tests import ROOT
 from tests.ir.interpret import run_ops
 
-_path = Path(__file__).parents[2] / "benchmarks" / "models.py"
+_path = ROOT / "benchmarks" / "models.py"
 _spec = importlib.util.spec_from_file_location("benchmark_models", _path)
 assert _spec is not None
 assert _spec.loader is not None

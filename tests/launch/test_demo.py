@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from overlapc.launch.demo import DemoConfig, LossesDiffer, Run, check_losses, compare, relative
 from overlapc.report import record
+from tests import ROOT
 
 TIMEOUT_S = 280
 
@@ -47,7 +47,7 @@ def test_two_ranks_train_alike_compiled_and_eager(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_a_script_runs_on_ranks_and_every_rank_is_in_the_report(tmp_path):
-    script = Path(__file__).resolve().parents[2] / "examples" / "train_fsdp.py"
+    script = ROOT / "examples" / "train_fsdp.py"
     command = [sys.executable, "-m", "overlapc.launch.cli", "run", "--nproc", "2", "--passes", "sink_waits"]
     command += ["--report", str(tmp_path / "overlap.json"), str(script), "--steps", "1"]
     environment = {**os.environ, "OVERLAPC_CACHE_DIR": str(tmp_path / "cache")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ import torch
 
 from overlapc.report import report_of_process
 from overlapc.runtime.counters import counted
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "EXTENDING.md").read_text()
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-PATH = Path(__file__).resolve().parents[2] / "tools" / "install.py"
+from tests import ROOT
+
+PATH = ROOT / "tools" / "install.py"
 
 
 def load_installer() -> ModuleType:

@@ -15,6 +15,7 @@ from overlapc.runtime import cpp_launch
 from overlapc.runtime.counters import counted
 from overlapc.runtime.cpp_launch import CppKernel, load_kernels
 from overlapc.runtime.toolchain import find_compiler
+from tests import ROOT
 
 DOUBLE = """
 extern "C" void {name}(float* out0, const float* in0, long n, long threads) {{
@@ -132,8 +133,7 @@ print(counted("kernel_compiles"), y.tolist())
 
 
 def test_ranks_that_start_together_compile_each_kernel_once(tmp_path: Path):
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", RANK, str(tmp_path)]
     ranks = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

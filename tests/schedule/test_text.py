@@ -15,13 +15,13 @@ EVERYTHING = Schedule(
             estimate=Estimate(1180.5, "table h200-nvlink"),
         ),
         Node(
-            "op1", Kind.EXTERN, "aten::mm", ("x", "v"), ("y", "x2"), ("x",), work=Work(7, 8, 9, "bf16"),
+            "op1", Kind.EXTERN, "aten::mm", ("x", "v"), ("y", "x2"), ("x",), work=Work(7, 8, 9, "bf16", "rows"),
             scratch_bytes=3,
         ),
         Node("assert0", Kind.NOOP, "assert finite", ("y",)),
         Node("op2", Kind.WAIT, "wait", ("full",), ("w",), estimate=Estimate(0.0, "free")),
         Node("op3", Kind.WAIT, "wait", ("full",), ("w2",)),
-        Node("op4", Kind.COMM, "unknown", ("w",), ("z",), comm=Comm("unknown", 5, "tp", 0)),
+        Node("op4", Kind.COMM, "unknown", ("w",), ("z",), comm=Comm("unknown", 5, "tp", 0, channels=4, safe=True)),
         Node("op5", Kind.VIEW, "slice", ("z", "y"), ("z0",), work=Work()),
     ),
     {
@@ -62,6 +62,44 @@ def test_the_form_of_the_design_document():
     assert schedule.root("%w0") == "ag0"
 
 
+def test_what_a_text_leaves_out():
+    schedule = parse("""
+        x = input : 4KiB
+        full = all_gather(x) @dp(2) : 8KiB
+        w = wait(full)
+        a, b = view(w, x)
+        c, d = view(w)
+        nothing = view()
+        y, z = kernel(a)
+        scattered = reduce_scatter(w) @dp(2) : 4KiB
+        schedule = kernel(y)
+        return = kernel(y)
+    """)
+    aliases = {"w": "full", "a": "w", "b": "x", "c": "w", "d": "w"}
+    sizes = {"x": 4096, "full": 8192, "scattered": 4096}
+    for name, buffer in schedule.buffers.items():
+        assert buffer == Buffer(name, sizes.get(name, 0), aliases.get(name), is_input=name == "x")
+    assert schedule.node("full").kind is Kind.START
+    assert schedule.node("scattered").comm.bytes == 8192  # of the storage behind what it reads
+    assert [node.name for node in schedule.nodes[-2:]] == ["schedule", "return"]
+    assert (schedule.outputs, schedule.budget_bytes) == ((), None)
+    assert parse("schedule budget=4KiB").budget_bytes == 4096
+
+
+def test_a_text_says_no_more_than_it_must():
+    text = """\
+schedule s
+x    = input                            : 4KiB
+full = all_gather(x) @dp(2)             : 8KiB  2us
+w    = wait(full)
+y    = kernel(w)
+e0   = extern:mm(y) flops=0 in=bf16     : none  1us [table]
+return y
+"""
+    assert str(parse(text)) == text
+    assert str(Schedule("s", (), {})) == "schedule s\n"
+
+
 def test_a_reduction_moves_what_it_reads():
     schedule = parse("g = input : 4KiB; rs = reduce_scatter(g) @dp(4) : 1KiB; ar = all_reduce(g) @dp(4) : 4KiB")
     assert schedule.node("rs").comm.bytes == 4096
@@ -91,6 +129,19 @@ def test_a_longer_name_moves_no_other_line():
         ("a = kernle:x(b)", "line 1: no kind of node named 'kernle'; nearest: kernel", 4),
         ("a ? b", "line 1: cannot read '?'", 2),
         ("a = kernel(b) dtype=bf16", "line 1: dtype= needs a group: write @dp before it", 24),
+        ("a = kernel(b); c = kernel(b) node=a", "line 1: a second node named a", 35),
+        ("a = kernel(b c)\nd = kernel(a)", "line 1: expected ')' after the reads", 13),
+        ("a = kernel(,)", "line 1: expected a name", 11),
+        ("a = kernel(b) flops=many", "line 1: 'many' is not a whole number", 20),
+        ("a = kernel(b) flops=1 flops=2", "line 1: flops= a second time", 22),
+        ("a = kernel(b) read=", "line 1: expected a size", 19),
+        ("a = kernel(b) in=bf16,fp32", "line 1: did not expect this", 21),
+        ('a = kernel(b) : 1us "measured"', "line 1: did not expect this", 20),
+        ("a = kernel(b) : [measured]", "line 1: did not expect this", 16),
+        ("a = all_gather(b) @dp ranks=0,x", "line 1: 'x' is neither a rank nor a range like 0-7", 30),
+        ("a = all_gather(b) @dp ranks=0-", "line 1: '0-' is neither a rank nor a range like 0-7", 28),
+        ("a = all_gather(b) @dp ranks=3-1", "line 1: '3-1' is neither a rank nor a range like 0-7", 28),
+        ("a = input(b)", "line 1: 'input' is not a collective or a kind of node", 4),
     ],
 )
 def test_errors_point_at_the_place(text, message, column):

@@ -18,7 +18,7 @@ from overlapc.runtime.counters import counted
 from overlapc.warm import stored
 from overlapc.warm.environment import environment_key
 from overlapc.warm.fingerprint import NotCacheable
-from tests.ranks import ROOT
+from tests import ROOT
 
 COUNTERS = ("kernel_compiles", "graph_compiles", "steps_from_cache", "graph_cache_hits", "kernels", "graphs")
 
