@@ -20,6 +20,7 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from unittest import mock
 
 # Otherwise restarted ranks may read gloo addresses that the ended ones left in the shared store (torch 2.13).
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+_STARTING = threading.Lock()  # tests may launch from several threads
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ def run_on_ranks(
     nproc: int,
     *args: Any,
     timeout_s: float = 90.0,
+    env: dict[str, str] | None = None,
     max_restarts: int = 0,
     backend: str = "gloo",
 ) -> list[Outcome]:
@@ -74,12 +77,14 @@ def run_on_ranks(
 
     A rank whose function raises still lets the others finish, except with `max_restarts`: then it fails as
     a user's would, and all ranks are started again. LaunchFailed after `timeout_s`, or without an outcome.
+    env: more variables, set before the function is called but after torch was imported.
     """
-    server = _server()
+    with _STARTING:
+        server = _server()
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         ends = time.monotonic() + timeout_s
         job = _Job(Path(folder), function, args, timeout_s, ends, max_restarts, backend)
-        log = _launched(server, job, nproc)
+        log = _launched(server, job, nproc, env or {})
         outcomes = []
         for rank in range(nproc):
             attempts = [pickle.loads(path.read_bytes()) for path in job.out.glob(f"outcome.{rank}.*")]
@@ -123,11 +128,11 @@ def _server() -> ForkServerContext:
     return server
 
 
-def _launched(server: ForkServerContext, job: _Job, nproc: int) -> str:
+def _launched(server: ForkServerContext, job: _Job, nproc: int, env: dict[str, str]) -> str:
     """What launcher and ranks of a job printed until they had ended, or LaunchFailed."""
     log = job.out / "log"
     log.touch()
-    launcher = server.Process(target=_launch, args=(job, nproc, {**os.environ, **_ENVIRONMENT}))
+    launcher = server.Process(target=_launch, args=(job, nproc, {**os.environ, **_ENVIRONMENT, **env}))
     launcher.start()
     try:
         launcher.join(job.ends - time.monotonic())
