@@ -42,16 +42,8 @@ class FirstKnown:
         return None
 
 
-@dataclass(frozen=True)
-class Estimated:
-    """A schedule with estimates, and the nodes that nobody could estimate: they stay None, never zero."""
-
-    schedule: Schedule
-    unknown: tuple[str, ...]
-
-
-def estimate_schedule(schedule: Schedule, estimator: Estimator, *, keep: bool = True) -> Estimated:
-    """Ask `estimator` for every node. keep: an estimate that a node has already is not asked for again."""
-    estimates = {node.name: estimator.estimate(node) for node in schedule.nodes if node.estimate is None or not keep}
-    done = schedule.with_estimates(estimates)
-    return Estimated(done, tuple(node.name for node in done.nodes if node.estimate is None))
+def estimate_schedule(schedule: Schedule, estimator: Estimator) -> Schedule:
+    """`schedule` with what `estimator` says of each node without an estimate; what nobody knows stays None."""
+    return schedule.with_estimates(
+        {node.name: estimator.estimate(node) for node in schedule.nodes if node.estimate is None}
+    )

@@ -38,7 +38,7 @@ def plan_text(text: str, config: Config) -> Report:
     for part in parts(text):
         schedule = parse(part)
         verify(schedule, schedule.name)
-        result = run_pipeline(estimate_schedule(schedule, chain).schedule, context)
+        result = run_pipeline(estimate_schedule(schedule, chain), context)
         graphs.append(graph_record(result, budget_bytes=context.budget_bytes))
     return Report((StepRecord(graphs=tuple(graphs)),))
 

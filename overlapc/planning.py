@@ -240,7 +240,7 @@ def _share_hints(lowered: LoweredGraph, talks: Compilation | None) -> None:
 
 def _estimated(schedule: Schedule, chain: Estimator, talks: Compilation | None) -> Schedule:
     """`schedule` with estimates that are the same on every rank: the median of what each would say."""
-    schedule = estimate_schedule(schedule, chain).schedule
+    schedule = estimate_schedule(schedule, chain)
     if talks is not None:
         known = {node.name: node.estimate for node in schedule.nodes if node.estimate is not None}
         agreed = talks.agree_on_medians({name: estimate.ns for name, estimate in known.items()})

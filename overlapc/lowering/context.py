@@ -57,10 +57,10 @@ class Context:
 
     # --- names, sizes and layouts
 
-    def value_of(self, node: Node | None = None) -> Any:
-        """The (fake) value of a node, by default of the one that is lowered, or of the item of it."""
-        value = (node or self.node).meta["val"]
-        return value if node is not None or self.item is None else value[self.item]
+    def value_of(self) -> Any:
+        """The (fake) value of the node that is lowered, or of the item of it."""
+        value = self.node.meta["val"]
+        return value if self.item is None else value[self.item]
 
     @contextmanager
     def for_item(self, item: int) -> Iterator[None]:

@@ -16,20 +16,19 @@ from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Origin, Schedu
 def graph_record(
     result: Result,
     *,
-    name: str | None = None,
     fallbacks: Mapping[str, int] | None = None,
     compile_seconds: float = 0.0,
     budget_bytes: int | None = None,
 ) -> GraphRecord:
     """The record of one compiled graph, as plain data.
 
-    name: the schedule's own unless given. fallbacks: eager calls by op, for want of a lowering; they are no
+    fallbacks: eager calls by op, for want of a lowering; they are no
     library calls that we chose, and not counted as such.
     budget_bytes: the limit that was planned for, if not the schedule's own.
     """
     final = result.schedule
     return GraphRecord(
-        name=name or final.name,
+        name=final.name,
         schedule=str(final),
         before=plan_of(result.before),
         after=plan_of(result.after),

@@ -19,6 +19,7 @@ _LANE_HEIGHT = 26
 _THINNEST = 0.6  # spans narrower than this merge with their neighbours, so that 20,000 nodes stay readable
 _MERGED = 4.0  # how wide such a merged bar may get
 _TICKS = 8
+_POINTS = 1500  # of the curve of live memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +152,8 @@ def memory_points(graph: GraphRecord, height: float) -> str:
     return " ".join([*points, f"{x:.1f},{level:.1f}", f"{x:.1f},{height:.1f}"])
 
 
-def _thinned(memory: tuple[tuple[float, int], ...], at_most: int = 1500) -> Iterator[tuple[float, int]]:
-    """At most so many points; of each stretch left out, its highest stays, so that the peak is drawn."""
-    stride = max(1, len(memory) // at_most)
+def _thinned(memory: tuple[tuple[float, int], ...]) -> Iterator[tuple[float, int]]:
+    """Some `_POINTS`; of each stretch left out, the highest stays, so that the peak is drawn."""
+    stride = max(1, len(memory) // _POINTS)
     for start in range(0, len(memory), stride):
         yield max(memory[start : start + stride], key=lambda point: point[1])
