@@ -2,8 +2,10 @@
 
     python benchmarks/host_time.py --device cuda                      # microseconds a call, by system
     python benchmarks/host_time.py --device cpu --profile overlapc    # functions by their own time
+    python benchmarks/host_time.py --device cpu --problem 'TP x FSDP' --systems overlapc,overlapc-wrapped,inductor
 
-Systems alternate; medians. On a GPU the stream is not waited for within a sample.
+Systems alternate; medians and the least samples. On a GPU the stream is not waited for within a sample. Sharded models
+are those of sharded_subject.py; `overlapc-wrapped` is overlapc under AOTAutograd's wrapper.
 """
 
 from __future__ import annotations
@@ -25,52 +27,62 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.kernel_cases import PROBLEMS, SCALES, Inputs
 from benchmarks.kernel_subject import Subject
+from benchmarks.sharded_subject import SHARDINGS, ShardedSubject
 
 SYSTEMS = ("overlapc", "inductor", "aot_eager", "eager")
 CALLS = 50  # a sample
+MODEL_CALLS = 10  # of a sharded model
 
 
-def sample(call: Callable[[], object], device: str) -> float:
+def sample(call: Callable[[], object], device: str, calls: int = CALLS) -> float:
     """Microseconds of host time a call; on a CPU the CPU time of the one thread that does it all."""
     clock = time.thread_time
     if device == "cuda":  # two threads take turns, and waiting for each other counts
         torch.cuda.synchronize()
         clock = time.perf_counter
     began = clock()
-    for _ in range(CALLS):
+    for _ in range(calls):
         call()
-    return (clock() - began) / CALLS * 1e6
+    return (clock() - began) / calls * 1e6
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--problem", default="RMSNorm", choices=sorted(PROBLEMS))
+    parser.add_argument("--problem", default="RMSNorm", choices=sorted({*PROBLEMS, *SHARDINGS}))
     parser.add_argument("--systems", default=",".join(SYSTEMS), type=lambda text: text.split(","))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--profile", metavar="SYSTEM", help="functions of this system's call by their own time")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    problem = PROBLEMS[arguments.problem](Inputs(SCALES["tiny"], arguments.device))
-    rows = []
-    subjects = {system: Subject(problem, system, arguments.problem) for system in arguments.systems}
-    for subject in subjects.values():
-        for call in (subject.both, subject.forward, subject.backward):  # compiles, and warms up
-            sample(call, arguments.device)
+    name, device = arguments.problem, arguments.device
+    sharded = name in SHARDINGS
+    calls = MODEL_CALLS if sharded else CALLS
+    subjects: dict[str, Subject | ShardedSubject] = {}
+    for system in arguments.systems:
+        if sharded:
+            subjects[system] = ShardedSubject(name, system, device)
+        else:
+            subjects[system] = Subject(PROBLEMS[name](Inputs(SCALES["tiny"], device)), system, name)
+    kinds = ("both", "forward") if sharded else ("both", "forward", "backward")
     times: dict[tuple[str, str], list[float]] = {}
-    for _ in range(arguments.rounds):
+    for turn in range(arguments.rounds + 1):
         for system, subject in subjects.items():
-            for name in ("both", "forward", "backward"):
-                times.setdefault((system, name), []).append(sample(getattr(subject, name), arguments.device))
-    for system in subjects:
-        rows.append([system, *(statistics.median(times[system, name]) for name in ("both", "forward", "backward"))])
-    print(tabulate(rows, headers=["system", "forward + backward us", "forward", "backward"], floatfmt=".1f"))
+            for kind in kinds:
+                time_us = sample(getattr(subject, kind), device, calls)
+                if turn:  # the first compiles, and warms up
+                    times.setdefault((system, kind), []).append(time_us)
+    rows = [
+        [system, *(of(times[system, kind]) for kind in kinds for of in (statistics.median, min))] for system in subjects
+    ]
+    headers = [text for kind in kinds for text in (f"{kind} us".replace("both", "forward + backward"), "least")]
+    print(tabulate(rows, headers=["system", *headers], floatfmt=".1f"))
     print(dict(counters["overlapc"]))
     if arguments.profile:
         recorded = cProfile.Profile()
         recorded.enable()
         for _ in range(20):
-            sample(subjects[arguments.profile].both, arguments.device)
+            sample(subjects[arguments.profile].both, device, calls)
         recorded.disable()
         pstats.Stats(recorded).sort_stats("tottime").print_stats(45)
 

@@ -24,11 +24,11 @@ class Subject:
     def __init__(self, problem: Problem, system: str, name: str) -> None:
         functorch.donated_buffer = False  # a backward is timed again and again on what forward saved
         self.problem = replace(problem, inputs=_own_inputs(problem))
-        function = _copied(problem.function, re.sub(r"[^a-zA-Z0-9]+", "_", f"{name}_{system}"))
+        function = copied(problem.function, re.sub(r"[^a-zA-Z0-9]+", "_", f"{name}_{system}"))
         self.function = (
             function
             if system == "eager"
-            else torch.compile(function, backend=_backend(system), dynamic=False, options=_options(system))
+            else torch.compile(function, backend=backend_of(system), dynamic=False, options=_options(system))
         )
         self.leaves = [self.problem.inputs[at] for at in problem.gradients]
         self.tangents: list[Tensor] = []
@@ -71,7 +71,8 @@ def _options(system: str) -> dict[str, bool] | None:
     return {"autotune": True} if system == TUNED else None
 
 
-def _backend(system: str) -> Any:
+def backend_of(system: str) -> Any:
+    """What `torch.compile` is given for `system`."""
     if not system.startswith("overlapc"):
         return system
     from overlapc.backend import overlapc as backend  # by function: the package need not be installed
@@ -89,7 +90,7 @@ def _own_inputs(problem: Problem) -> tuple[Any, ...]:
     )
 
 
-def _copied(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def copied(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """`function` with a code object of its own, so that no system sees what Dynamo noted for another."""
     code = function.__code__.replace(co_name=name)
     return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
