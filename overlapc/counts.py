@@ -23,10 +23,12 @@ def fallbacks_of(result: Result) -> dict[str, int]:
 def counts_of(result: Result) -> dict[str, int]:
     """What one compiled graph adds to `counters["overlapc"]`."""
     kinds = Counter(node.kind for node in result.schedule.nodes)
+    fused = sum(node.kind is Kind.KERNEL for node in result.before.schedule.nodes)
     fallbacks = fallbacks_of(result)
     return {
         "graphs": 1,
         "kernels": kinds[Kind.KERNEL],
+        "kernels_sharing": fused - kinds[Kind.KERNEL],  # that fusion made, and passes put into launches of others
         "externs": kinds[Kind.EXTERN] - sum(fallbacks.values()),
         "collectives": kinds[Kind.START] + kinds[Kind.COMM],
         "fallbacks": sum(fallbacks.values()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.roofline import Roofline
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.build import to_schedule
+from overlapc.fusion.combo import kind_of, one_launch
 from overlapc.fx.canonical import canonicalize
 from overlapc.fx.collectives import find_collectives
 from overlapc.fx.control import inline_control_deps
@@ -36,7 +37,7 @@ from overlapc.fx.pack import CopyCosts, pack
 from overlapc.fx.random import draw_once
 from overlapc.fx.versions import donated_inputs
 from overlapc.ir.body import Body
-from overlapc.ir.ops import LoweredGraph, tree_leaves
+from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start, tree_leaves
 from overlapc.lowering import Communication, lower
 from overlapc.lowering.product import Product
 from overlapc.passes.base import Context, Result, run_pipeline
@@ -106,7 +107,12 @@ def plan_graph(
         schedule = _estimated(schedule, chain, talks)
         if talks is not None:
             schedule = _with_common_sizes(schedule, talks)
-        context = replace(context_of(config, profile, chain), merge_payloads=merge_starts, dump=dumps.writer("passes"))
+        context = replace(
+            context_of(config, profile, chain),
+            merge_payloads=_merged,
+            kernel_kind=kind_of if config.fusion else None,
+            dump=dumps.writer("passes"),
+        )
         result = passes(schedule, context)
         dumps.write("passes", "walk", lambda: walk_through(result.after))
         dumps.write("passes", "schedule", lambda: to_dot(result.schedule), suffix="dot")
@@ -258,6 +264,12 @@ def _with_common_sizes(schedule: Schedule, talks: Compilation) -> Schedule:
     return replace(
         schedule, buffers={name: replace(each, bytes=largest[name]) for name, each in schedule.buffers.items()}
     )
+
+
+def _merged(payloads: Sequence[IROp]) -> IROp | str:
+    """What several nodes of one kind launch together, or why they cannot."""
+    starts = [op for op in payloads if isinstance(op, Start)]
+    return merge_starts(starts) if starts else one_launch([op for op in payloads if isinstance(op, Loops | Combo)])
 
 
 def _tuned(

@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,10 @@ class Context:
     the schedule's text.
 
     overlap_margin: collectives are started early enough to be hidden if they take this many times their
-    estimate. estimate: asked about collectives that a pass made. merge_payloads: one payload for several starts of
-    one collective, in their order, or a string that says why not; a bucket needs it where nodes have payloads.
+    estimate. estimate: asked about nodes that a pass made. merge_payloads: one payload for several starts of
+    one collective, or for several kernels of one kind, in their order, or a string that says why not; who merges nodes
+    needs it where they have payloads. kernel_kind: by a kernel's payload, equal for those that may share a launch; None
+    for one that shares its launch with no other.
     """
 
     profile: DeviceProfile = IDEAL
@@ -58,6 +60,7 @@ class Context:
     most_moves: int | None = None  # set by the runner for stop_after="PASS:MOVES"; see PassReport.counted
     estimate: Callable[[Node], Estimate | None] | None = None
     merge_payloads: Callable[[Sequence[Any]], Any] | None = None
+    kernel_kind: Callable[[Any], Hashable | None] | None = None
     verify: bool = True
     check_memory: bool = False  # compare incremental memory with recomputation after every move
     dump: Callable[[str, str], None] | None = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from overlapc.passes.base import Context, PassReport
 from overlapc.passes.bucket_cost import BucketCost, Sum, comm_of, ns_of
 from overlapc.passes.bucket_places import Bucket, Places
+from overlapc.passes.merging import merged_name, union, with_merged
 from overlapc.passes.reasons import Reason
 from overlapc.schedule.model import COMPUTE, Comm, Kind, Node, Origin, Schedule
 
@@ -191,16 +192,16 @@ class Round:
         first = nodes[0]
         comm = comm_of(first)
         return Node(
-            name=f"{first.name}+{len(nodes) - 1}",
+            name=merged_name(nodes),
             kind=Kind.START,
             op=first.op,
-            reads=_joined(node.reads for node in nodes),
-            writes=_joined(node.writes for node in nodes),
-            after=_joined(node.after for node in nodes),
+            reads=union(node.reads for node in nodes),
+            writes=union(node.writes for node in nodes),
+            after=union(node.after for node in nodes),
             comm=replace(comm, bytes=total.bytes, dtype=comm.dtype if len(dtypes) == 1 else "mixed"),
             estimate=self.cost.estimate(total),
             scratch_bytes=sum(node.scratch_bytes for node in nodes),
-            origin=Origin(_joined(node.origin.fx for node in nodes), first.origin.source, comm.unit),
+            origin=Origin(union(node.origin.fx for node in nodes), first.origin.source, comm.unit),
             payload=payload,
         )
 
@@ -227,22 +228,4 @@ class Round:
                 instead[each.members[0]] = [*carried, node]
             else:
                 instead[each.members[-1]] = [node, *carried]
-        order: list[Node] = []
-        for at, node in enumerate(self.nodes):
-            order += instead.get(at, ())
-            if at not in gone:
-                order.append(node)
-        nodes = tuple(_after_renamed(node, renamed) for node in order)
-        return Schedule(
-            self.schedule.name, nodes, self.schedule.buffers, self.schedule.outputs, self.schedule.budget_bytes
-        )
-
-
-def _after_renamed(node: Node, renamed: dict[str, str]) -> Node:
-    if not any(name in renamed for name in node.after):
-        return node
-    return replace(node, after=tuple(dict.fromkeys(renamed.get(name, name) for name in node.after)))
-
-
-def _joined(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for part in parts for name in part))
+        return with_merged(self.schedule, instead, gone, renamed)

@@ -11,6 +11,7 @@ from overlapc.passes import (
     polish,
     raise_collectives,
     raise_under_memory,
+    share_launches,
     sink_under_memory,
     sink_waits,
 )
@@ -44,9 +45,12 @@ WAYS = (  # ways.py says why there are several, and how many of them are tried
 )
 ENDS = ("fill_collectives",)  # after each way: what is exposed still may be covered by compute that can move
 LAST = ("polish",)  # after the best two of them: moves around what is exposed even so
-ORDER = (*FIRST, *WAYS[0].passes, *ENDS, *LAST)
+# Once the order is chosen: ranks whose shards differ in size differ in what this does, and may not in anything before.
+AFTER = ("share_launches",)
+ORDER = (*FIRST, *WAYS[0].passes, *ENDS, *LAST, *AFTER)
 
 __all__ = [
+    "AFTER",
     "ENDS",
     "FINER",
     "FIRST",
@@ -60,6 +64,7 @@ __all__ = [
     "polish",
     "raise_collectives",
     "raise_under_memory",
+    "share_launches",
     "sink_under_memory",
     "sink_waits",
 ]

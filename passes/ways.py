@@ -4,9 +4,10 @@ No rule here is best everywhere: on captured steps moving compute under collecti
 costs 1% of it, and starting gathers twice as far ahead saves up to 5% or costs 4%. So each of `pipeline.WAYS` is tried
 on what `pipeline.FIRST` made, and ends with `pipeline.ENDS`. The ones that cost least (`judge.cost`) go through
 `pipeline.LAST`, which may turn round which is the best. That one is gone once more on buckets that are cut more finely
-(`pipeline.FINER`), and `judge.best` says which of the two is kept. A way that leaves next to nothing exposed ends the
-search, and so does their number times that of nodes: ways take their time, while on large schedules, which repeat
-themselves, they differ least. All of it goes by times at the clock that the first way leads to.
+(`pipeline.FINER`), and `judge.best` says which of the two is kept and goes through `pipeline.AFTER`. A way that leaves
+next to nothing exposed ends the search, and so does their number times that of nodes: ways take their time, while on
+large schedules, which repeat themselves, they differ least. All of it goes by times at the clock that the first way
+leads to.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from overlapc.estimators.load import changes_clock, settled
 from overlapc.passes.base import Context, Pass, PassReport, run_passes, select
 from overlapc.passes.judge import best, cost
-from overlapc.passes.pipeline import ENDS, FINER, FIRST, LAST, WAYS, Way
+from overlapc.passes.pipeline import AFTER, ENDS, FINER, FIRST, LAST, WAYS, Way
 from overlapc.schedule.model import Schedule
 
 # Less exposed than this share of the step, and no other way is tried: they cost as much time as the first.
@@ -48,9 +49,13 @@ def run_ways(schedule: Schedule, ctx: Context) -> tuple[Schedule, tuple[PassRepo
     clocked = changes_clock(ctx.profile)
     at_clock = _at_its_clock(schedule, quiet) if clocked else schedule
     ended = _best_way(at_clock, quiet, gone=int(clocked))
-    final, reports = ended.schedule, ended.reports
+    after = select(AFTER)
     if ctx.dump is not None or ctx.stop_after is not None:  # asked for by the passes of the way that was chosen
-        final, reports = run_passes(at_clock, ctx, (*select(ended.way.first), *_passes(ended.way), *select(LAST)))
+        again = (*select(ended.way.first), *_passes(ended.way), *select(LAST), *after)
+        final, reports = run_passes(at_clock, ctx, again)
+    else:
+        final, last = run_passes(ended.schedule, ctx, after)
+        reports = (*ended.reports, *last)
     if final is at_clock:
         return schedule, reports
     if clocked:
@@ -111,7 +116,7 @@ def _is_good_enough(found: _Ended, ctx: Context) -> bool:
 
 def default_names() -> set[str]:
     """Every pass that some way of the default ones consists of. A schedule goes one of them."""
-    return {*FIRST, *FINER, *ENDS, *LAST, *(name for way in WAYS for name in way.passes)}
+    return {*FIRST, *FINER, *ENDS, *LAST, *AFTER, *(name for way in WAYS for name in way.passes)}
 
 
 def _passes(way: Way, known: _Known | None = None) -> tuple[tuple[str, Pass], ...]:

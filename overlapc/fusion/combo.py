@@ -2,12 +2,14 @@
 
 What they share is the launch, not memory traffic, so they combine last, and only where nothing is lost by it: neither
 needs the other, no library call or communication runs between them (a gradient's cast would wait for the next
-gradient, and its reduction with it), and the peak of memory stays where it is.
+gradient, and its reduction with it), and the peak of memory stays where it is. Once there are buckets,
+`passes/share_launches.py` asks the same of kernels (`kind_of`, `one_launch`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import torch
 
@@ -16,29 +18,52 @@ from overlapc.fusion.merge import Refusal
 from overlapc.fusion.report import FusionReport
 from overlapc.ir.body import Body
 from overlapc.ir.hazards import scatters
-from overlapc.ir.ops import Combo, Extern, IROp, Loops, Start, Wait, loops_of
+from overlapc.ir.ops import Combo, Extern, IROp, Loops, Start, Wait, buffers_read, buffers_written, loops_of
 from overlapc.ir.template import SIZE, rough_kind, template_of
 from overlapc.lowering.table import LIBRARY_CALLS
 
 MOST_POINTERS = 240  # buffers of one launch: a CUDA kernel has 4 KiB for its arguments
+_TOO_MANY = f"together they use more than {MOST_POINTERS} buffers"
 MOST_OPEN = 8  # launches of one kind that a kernel may choose from: keeps attempts linear
 
-Kind = tuple[int, torch.device, Body]
+Kind = tuple[torch.device, Body]
+
+
+def kind_of(op: Loops | Combo) -> Kind | None:
+    """Equal for kernels that one launch can do; None for one that shares its launch with no other."""
+    body = loops_of(op)[0].body
+    if not _may_combine(body):
+        return None
+    template = template_of(body).body
+    if set(template.size_symbols()) - {SIZE}:
+        return None  # how many programs a part takes must be known now
+    return op.device, template
+
+
+def one_launch(ops: Sequence[Loops | Combo]) -> Combo | str:
+    """One launch of kernels of one kind that need nothing of each other, or why that cannot be."""
+    buffers = {name for op in ops for name in (*buffers_read(op), *buffers_written(op))}
+    if len(buffers) > MOST_POINTERS:
+        return _TOO_MANY
+    origin = ops[0].origin
+    for op in ops[1:]:
+        origin = origin.joined(op.origin)
+    return Combo(f"{ops[0].name}+{len(ops) - 1}", tuple(part for op in ops for part in loops_of(op)), origin)
 
 
 def combine(groups: Groups, report: FusionReport) -> None:
     """Puts kernels into launches of several, each into the first of its kind that may take it."""
     stretch = _stretches(groups)
     rough = Counter((stretch[group.number], _rough_kind(group.op)) for group in groups)
-    launches: defaultdict[Kind, list[int]] = defaultdict(list)
+    launches: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
     for number in groups.order.order():
         op = groups[number].op
-        if not isinstance(op, Loops) or rough[stretch[number], _rough_kind(op)] < 2 or not _may_combine(op.body):
+        if not isinstance(op, Loops) or rough[stretch[number], _rough_kind(op)] < 2:
             continue
-        template = template_of(op.body).body
-        if set(template.size_symbols()) - {SIZE}:
-            continue  # how many programs a part takes must be known now
-        open_ones = launches[stretch[number], op.device, template]
+        kind = kind_of(op)
+        if kind is None:
+            continue
+        open_ones = launches[stretch[number], kind]
         for at, launch in enumerate(open_ones[:MOST_OPEN]):
             if _try_combine(groups, report, launch, number):
                 open_ones[at] = min(launch, number)
@@ -61,7 +86,7 @@ def _try_combine(groups: Groups, report: FusionReport, one: int, other: int) -> 
 def _combined(groups: Groups, a: Group, b: Group) -> Refusal | None:
     """Puts one launch in the place of two, or says why not; `a` stands earlier."""
     if len(a.reads | b.reads | a.writes | b.writes) > MOST_POINTERS:
-        return Refusal(f"together they use more than {MOST_POINTERS} buffers")
+        return Refusal(_TOO_MANY)
     if a.number in groups.order.before[b.number]:
         return Refusal("one needs the other")
     obstacle = groups.obstacle(a, b, set())

@@ -109,3 +109,27 @@ def test_attempts_are_linear_in_the_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     ops = [pointwise(f"x{at}", name) for at, name in enumerate(inputs)]
     launches(graph(ops, [each.name for each in ops], inputs=inputs))
     assert len(tried) <= combo.MOST_OPEN * len(ops)
+
+
+def test_kernels_of_one_kind_are_told_by_what_one_function_can_do() -> None:
+    small, large = pointwise("x", "a", elements=8), pointwise("y", "b", elements=100)
+    assert combo.kind_of(small) == combo.kind_of(large) == combo.kind_of(Combo("xy", (small, large)))
+    other = kernel("z", Body(loops_of("p", (8,)), (), (put("z", P[0], op("neg", x("b", P[0]))),)))
+    assert combo.kind_of(other) not in (combo.kind_of(small), None)
+    checked = Body(loops_of("p", (8,)), (), (put("z", P[0], Checked(x("b", P[0]), Constant(True, torch.bool), "no")),))
+    assert combo.kind_of(kernel("z", checked)) is None
+
+
+def test_a_launch_made_of_kernels_holds_all_their_parts() -> None:
+    ops = [pointwise("x", "a"), Combo("yz", (pointwise("y", "b"), pointwise("z", "c"))), pointwise("w", "d")]
+    launch = combo.one_launch(ops)
+    assert isinstance(launch, Combo)
+    assert launch.name == "x+2"
+    assert [part.name for part in launch.parts] == ["x", "y", "z", "w"]
+
+
+def test_what_takes_too_many_pointers_is_no_launch() -> None:
+    most = combo.MOST_POINTERS // 2
+    ops = [pointwise(f"x{at}", f"a{at}") for at in range(most + 1)]
+    assert isinstance(combo.one_launch(ops[:most]), Combo)
+    assert combo.one_launch(ops) == "together they use more than 240 buffers"

@@ -185,7 +185,8 @@ def overlap_changes(device: str) -> dict[str, Any]:
     return {
         "losses": on["losses"] == off["losses"],
         "grads": all(torch.equal(on["grads"][name], off["grads"][name]) for name in off["grads"]),
-        "kernels": (counted["kernels"], counted_off["kernels"]),
+        "kernels": (counted["kernels"] + counted["kernels_sharing"], counted_off["kernels"]),
+        "sharing": (counted["kernels_sharing"], counted_off["kernels_sharing"]),
         "collectives": (counted["collectives"], counted_off["collectives"]),
     }
 
@@ -222,4 +223,5 @@ def check_overlap(outcomes: list[dict[str, Any]]) -> None:
         assert seen["losses"]
         assert seen["grads"]
         assert seen["kernels"][0] == seen["kernels"][1] > 0
+        assert seen["sharing"][0] > seen["sharing"][1] == 0, "each cast before a bucket has a launch of its own"
         assert seen["collectives"][0] < seen["collectives"][1], "the passes did nothing: no bucket was made"

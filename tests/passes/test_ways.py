@@ -9,7 +9,7 @@ from overlapc.estimators.timeline import simulate
 from overlapc.passes import ways
 from overlapc.passes.base import Context, PassReport, run_passes, run_pipeline, select
 from overlapc.passes.judge import best, cost
-from overlapc.passes.pipeline import ENDS, FIRST, ORDER, WAYS, Way
+from overlapc.passes.pipeline import AFTER, ENDS, FIRST, ORDER, WAYS, Way
 from overlapc.passes.ways import GOOD_ENOUGH, default_names
 from overlapc.schedule.model import Estimate
 from overlapc.schedule.text import parse
@@ -163,7 +163,7 @@ def test_a_dump_of_finer_buckets_is_of_what_was_chosen():
     ctx = Context(profile=floor, reorder_collectives=True, budget_bytes=1000, dump=dumped.__setitem__)
     result = run_pipeline(parse(gathers_of_one_module(8, 30, 10)), ctx)
     assert [node.name for node in parse(dumped["01_bucket_finely.after"]).starts()] == FINELY
-    assert list(dumped)[-1] == f"{len(result.reports):02}_polish.after"
+    assert list(dumped)[-1] == f"{len(result.reports):02}_{AFTER[-1]}.after"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_the_last_passes_may_turn_round_which_way_is_best(monkeypatch):
     monkeypatch.setattr(ways, "_passes", lambda way, *_: ((way, lambda *_: (made[way], PassReport(way))),))
     ended, reports = ways.run_ways(parse("a = kernel(x) : 0B 120us"), Context(verify=False))
     assert ended is ends["near"]
-    assert [report.name for report in reports] == [*FIRST, "near", "last"]
+    assert [report.name for report in reports] == [*FIRST, "near", "last", *AFTER]
     assert finished == ["best", "near"]
 
 

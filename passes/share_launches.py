@@ -1,0 +1,121 @@
+"""Put kernels of one kind that the same node waits for into one launch: the casts in front of a bucket's gather.
+
+    c = kernel(p); d = kernel(q); a, b = all_gather(c, d) @dp node=a+1
+ -> c, d = kernel(p, q) node=c+1; a, b = all_gather(c, d) @dp node=a+1
+
+A launch costs the host some time and the device a gap, more than a small kernel takes: of 500 launches of an FSDP step
+of eight Llama layers 136 are such casts. Fusion cannot do this: before there are buckets each cast stands in front of
+a gather of its own, which would wait for the others. Here nothing waits longer: the kernels stand side by side, and the
+first node that reads any of them reads them all.
+
+Keeps: data dependences, and the order of collectives. It comes when all orders are chosen: ranks whose shards are not
+alike have other kernels, and their orders may not depend on that. `Context.kernel_kind` says which kernels may share a
+launch, `Context.merge_payloads` what that launch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from overlapc.passes.base import Context, PassReport, register_pass
+from overlapc.passes.judge import keep_if_better
+from overlapc.passes.merging import merged_name, union, with_merged
+from overlapc.schedule import dependencies
+from overlapc.schedule.model import Estimate, Kind, Node, Schedule, Work
+
+
+@register_pass("share_launches")
+def share_launches(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
+    """Each launch stands where the last of its kernels did."""
+    report = PassReport("share_launches", counted=True)
+    instead: dict[int, tuple[Node]] = {}
+    gone: set[int] = set()
+    renamed: dict[str, str] = {}
+    for members in _alike(schedule, ctx):
+        for launch, parts in _launches([schedule.nodes[at] for at in members], ctx):
+            if ctx.most_moves is not None and len(instead) >= ctx.most_moves:
+                break
+            positions = [schedule.position(part.name) for part in parts]
+            instead[positions[-1]] = (launch,)
+            gone.update(positions)
+            renamed.update((part.name, launch.name) for part in parts)
+            report.merged[launch.name] = tuple(part.name for part in parts)
+            report.moved(launch, positions[-1] - positions[0])
+    if not instead:
+        return schedule, report
+    return keep_if_better(schedule, with_merged(schedule, instead, gone, renamed), ctx, report)
+
+
+def _alike(schedule: Schedule, ctx: Context) -> Iterator[list[int]]:
+    """Positions of kernels of one kind, side by side, of which one node is the first to read any."""
+    if ctx.kernel_kind is None:
+        return
+    succs = dependencies.of(schedule).succs
+    for is_kernel, run in groupby(range(len(schedule.nodes)), lambda at: schedule.nodes[at].kind is Kind.KERNEL):
+        readers: dict[str, list[int]] = {}
+        for at in run if is_kernel else ():
+            reader = schedule.first_reader(schedule.nodes[at])
+            if reader is not None:
+                readers.setdefault(reader.name, []).append(at)
+        for positions in readers.values():
+            kinds: dict[Hashable, list[int]] = {}
+            for at in positions if len(positions) > 1 else ():
+                kind = ctx.kernel_kind(schedule.nodes[at].payload)
+                # Nobody reads it before the last of them, but an overwriting of what it reads may stand there.
+                if kind is not None and all(after > positions[-1] for after in succs[at]):
+                    kinds.setdefault(kind, []).append(at)
+            yield from (found for found in kinds.values() if len(found) > 1)
+
+
+def _launches(members: Sequence[Node], ctx: Context) -> Iterator[tuple[Node, Sequence[Node]]]:
+    """One launch of `members`, or of each half of them where that is too much for one; and what is in it."""
+    if len(members) < 2:
+        return
+    assert ctx.merge_payloads is not None, "who says which kernels are alike also says what they are together"
+    payload = ctx.merge_payloads([member.payload for member in members])
+    if isinstance(payload, str):
+        yield from _launches(members[: len(members) // 2], ctx)
+        yield from _launches(members[len(members) // 2 :], ctx)
+    else:
+        yield _launch(members, payload, ctx), members
+
+
+def _launch(members: Sequence[Node], payload: object, ctx: Context) -> Node:
+    """What moves as much as all of them, and takes no longer than they do one after the other."""
+    first = members[0]
+    works = [member.work for member in members if member.work is not None]
+    node = Node(
+        name=merged_name(members),
+        kind=Kind.KERNEL,
+        op=first.op,
+        reads=union(member.reads for member in members),
+        writes=union(member.writes for member in members),
+        mutates=union(member.mutates for member in members),
+        after=union(member.after for member in members),
+        work=_sum(works) if len(works) == len(members) else None,
+        scratch_bytes=sum(member.scratch_bytes for member in members),
+        origin=replace(first.origin, fx=union(member.origin.fx for member in members)),
+        payload=payload,
+    )
+    return replace(node, estimate=_estimate(node, [member.estimate for member in members], ctx))
+
+
+def _sum(works: Sequence[Work]) -> Work:
+    return replace(
+        works[0],
+        flops=sum(each.flops for each in works),
+        read_bytes=sum(each.read_bytes for each in works),
+        write_bytes=sum(each.write_bytes for each in works),
+    )
+
+
+def _estimate(node: Node, parts: Sequence[Estimate | None], ctx: Context) -> Estimate | None:
+    """What whoever estimates says of it, or what its parts take together if that is less."""
+    said = None if ctx.estimate is None else ctx.estimate(node)
+    known = [each for each in parts if each is not None]
+    if len(known) < len(parts):
+        return said
+    apart = Estimate(sum(each.ns for each in known), known[0].source)
+    return apart if said is None or apart.ns < said.ns else said
