@@ -9,8 +9,10 @@ checkpoint that repeats its forward in backward gets the same numbers from the s
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,30 +50,23 @@ def _laid_out(flat: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tenso
     return made.copy_(flat.view(size))
 
 
-def _count(size: Sequence[int]) -> int:
-    count = 1
-    for extent in size:
-        count *= extent
-    return count
-
-
 def _like(seed: Tensor, *args: Any) -> Tensor:
     size, stride, dtype = args[-3:]
     return torch.empty_strided(size, stride, dtype=dtype, device=seed.device)
 
 
 def _uniform(seed: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return _laid_out(philox.uniform(seed, _count(size), dtype), size, stride)
+    return _laid_out(philox.uniform(seed, math.prod(size), dtype), size, stride)
 
 
 def _normal(seed: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return _laid_out(philox.normal(seed, _count(size), dtype), size, stride)
+    return _laid_out(philox.normal(seed, math.prod(size), dtype), size, stride)
 
 
 def _integers(
     seed: Tensor, low: int, high: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    return _laid_out(philox.integers(seed, _count(size), low, high, dtype), size, stride)
+    return _laid_out(philox.integers(seed, math.prod(size), low, high, dtype), size, stride)
 
 
 def _empty_seeds(count: int, device: torch.device) -> list[Tensor]:
@@ -88,6 +83,7 @@ _implement("integers", _integers, _like)
 # --- torch's random ops in these terms: decompositions
 
 _FLOATS = frozenset(philox.UNIFORM_BITS)
+_INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 _DEVICES = ("cpu", "cuda")
 
 
@@ -99,33 +95,36 @@ def _strides(x: Tensor) -> Sequence[int]:
     return torch.empty_like(x, device="meta").stride()
 
 
-def _factory(op: Any) -> Callable[..., Any]:
+def _generated(
+    dtype: torch.dtype, layout: Any, device: torch.device, pinned: bool | None, known: Collection[torch.dtype]
+) -> bool:
+    """Whether generated code makes tensors like that, of one of the `known` dtypes."""
+    return dtype in known and device.type in _DEVICES and layout in (None, torch.strided) and not pinned
+
+
+def _factory(op: Callable[..., Tensor]) -> Callable[..., Any]:
     def call(
-        size: Sequence[int],
-        dtype: torch.dtype | None = None,
-        layout: Any = None,
-        device: Any = None,
-        pin_memory: bool | None = None,
+        size: Sequence[int], dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
     ) -> Any:
         dtype, device = dtype or torch.get_default_dtype(), torch.device(device or "cpu")
-        if dtype not in _FLOATS or device.type not in _DEVICES or layout not in (None, torch.strided) or pin_memory:
+        if not _generated(dtype, layout, device, pin_memory, _FLOATS):
             return NotImplemented
         return op(ops.seed(device), size, make_contiguous_strides_for(tuple(size)), dtype)
 
     return call
 
 
-def _factory_like(op: Any) -> Callable[..., Any]:
+def _factory_like(op: Callable[..., Tensor]) -> Callable[..., Any]:
     def call(
         x: Tensor,
-        dtype: torch.dtype | None = None,
+        dtype: Any = None,
         layout: Any = None,
         device: Any = None,
-        pin_memory: bool | None = None,
+        pin_memory: Any = None,
         memory_format: Any = None,
     ) -> Any:
         dtype, device = dtype or x.dtype, torch.device(device or x.device)
-        if dtype not in _FLOATS or device.type not in _DEVICES or layout not in (None, torch.strided) or pin_memory:
+        if not _generated(dtype, layout, device, pin_memory, _FLOATS):
             return NotImplemented
         like = torch.empty_like(x, device="meta", memory_format=memory_format or torch.preserve_format)
         return op(ops.seed(device), x.shape, like.stride(), dtype)
@@ -133,32 +132,14 @@ def _factory_like(op: Any) -> Callable[..., Any]:
     return call
 
 
-def _randint(low: int, high: int, size: Sequence[int], dtype: Any, layout: Any, device: Any, pin_memory: Any) -> Any:
-    dtype, device = dtype or torch.int64, torch.device(device or "cpu")
-    if dtype not in _INTEGERS or device.type not in _DEVICES or layout not in (None, torch.strided) or pin_memory:
-        return NotImplemented
-    return ops.integers(ops.seed(device), low, high, size, make_contiguous_strides_for(tuple(size)), dtype)
-
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
 def randint(
-    high: int,
-    size: Sequence[int],
-    dtype: Any = torch.int64,
-    layout: Any = None,
-    device: Any = None,
-    pin_memory: Any = None,
-) -> Any:
-    return _randint(0, high, size, dtype, layout, device, pin_memory)
-
-
-def randint_low(
-    low: int, high: int, size: Sequence[int], dtype: Any = torch.int64, layout: Any = None, device: Any = None,
+    low: int, high: int, size: Sequence[int], dtype: Any = None, layout: Any = None, device: Any = None,
     pin_memory: Any = None,
 ) -> Any:  # fmt: skip
-    return _randint(low, high, size, dtype, layout, device, pin_memory)
+    dtype, device = dtype or torch.int64, torch.device(device or "cpu")
+    if not _generated(dtype, layout, device, pin_memory, _INTEGERS):
+        return NotImplemented
+    return ops.integers(ops.seed(device), low, high, size, make_contiguous_strides_for(tuple(size)), dtype)
 
 
 def native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
@@ -216,8 +197,8 @@ def random_decompositions() -> dict[Any, Callable[..., Any]]:
         aten.randn.default: _factory(ops.normal),
         aten.rand_like.default: _factory_like(ops.uniform),
         aten.randn_like.default: _factory_like(ops.normal),
-        aten.randint.default: randint,
-        aten.randint.low: randint_low,
+        aten.randint.default: partial(randint, 0),
+        aten.randint.low: randint,
         aten.native_dropout.default: native_dropout,
         aten.bernoulli.default: bernoulli,
         aten.bernoulli.p: bernoulli_p,
@@ -246,6 +227,3 @@ def draw_once(graph: fx.Graph) -> None:
                 one.meta = {**described_like(node), "val": node.meta["val"]}
                 node.replace_all_uses_with(one)
                 graph.erase_node(node)
-
-
-__all__ = ["draw_once", "ops", "random_decompositions"]
