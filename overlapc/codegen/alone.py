@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from overlapc.estimators.measured import Call
-from overlapc.ir.ops import Extern, Handle, Layout, LoweredGraph, View, tree_leaves, tree_map
+from overlapc.ir.ops import Extern, Layout, LoweredGraph, View, named_in, tree_leaves, tree_map, views_in
 from overlapc.lowering.table import LIBRARY_CALLS
 from overlapc.schedule.model import Node
 
@@ -23,11 +23,10 @@ def calls_of(graph: LoweredGraph) -> Callable[[Node], Call | None]:
         op = node.payload
         if not isinstance(op, Extern) or op.target not in LIBRARY_CALLS:
             return None  # library calls cost most of a step, and their time does not depend on the numbers they get
-        leaves = tree_leaves((op.args, dict(op.kwargs)))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, View)]
-        if not tensors or any(isinstance(leaf, Handle) for leaf in leaves):
+        tensors = views_in(op.arguments)
+        if not tensors or len(tensors) < len(named_in(op.arguments)):
             return None
-        args, kwargs = _at_hints((op.args, dict(op.kwargs)), graph)
+        args, kwargs = _at_hints(op.arguments, graph)
         key = f"{op.target}({', '.join(_shown(leaf) for leaf in tree_leaves((args, kwargs)))})"
 
         def make() -> Callable[[], object]:

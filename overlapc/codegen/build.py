@@ -45,7 +45,7 @@ from overlapc.ir.ops import (
     Wait,
     buffers_read,
     loops_of,
-    tree_leaves,
+    named_in,
     views_read,
 )
 from overlapc.schedule.memory import analyze
@@ -152,7 +152,7 @@ class _Builder:
                 found |= {view.buffer for view in op.mutates}
             else:
                 found |= {leaf.buffer for leaf in views_read(op) if self._is_other_view(leaf)}
-        found |= {leaf.buffer for leaf in _leaves(self.graph.outputs) if self._is_other_view(leaf)}
+        found |= {leaf.buffer for leaf in named_in(self.graph.outputs) if self._is_other_view(leaf)}
         return {self.graph.root(name) for name in found}
 
     def _is_other_view(self, leaf: View | Handle) -> bool:
@@ -162,7 +162,7 @@ class _Builder:
     def _inputs_used(self) -> set[str]:
         """Arguments that some op reads or overwrites, or that are returned."""
         read = {name for node in self.schedule.nodes for name in (*node.reads, *node.mutates)}
-        returned = {view.buffer for view in _leaves(self.graph.outputs)}
+        returned = {view.buffer for view in named_in(self.graph.outputs)}
         return {self.graph.root(name) for name in read | returned}
 
     def _bind(self, binding: BindSize) -> None:
@@ -237,7 +237,7 @@ class _Builder:
             self.layouts[view.buffer] = view.layout
             homes.append(self._spare(view) or Allocate(view.buffer, view.layout))
         self._settle(homes)
-        given = {view.buffer for view in op.mutates} | {leaf.buffer for leaf in _leaves((op.args, dict(op.kwargs)))}
+        given = {view.buffer for view in op.mutates} | {leaf.buffer for leaf in named_in(op.arguments)}
         results = [(leaf, path) for leaf, path in _paths(op.result, ()) if leaf.buffer not in given]
         self.instructions.append(Call(op, tuple((leaf.buffer, path) for leaf, path in results), starts))
         for leaf, _ in results:
@@ -273,10 +273,6 @@ class _Builder:
         if self.spare:
             self.instructions.append(Free(tuple(self.spare.values())))
             self.spare = {}
-
-
-def _leaves(tree: Any) -> list[View | Handle]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, View | Handle)]
 
 
 def _paths(tree: Any, path: tuple[int, ...]) -> list[tuple[View | Handle, tuple[int, ...]]]:

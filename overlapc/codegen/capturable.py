@@ -17,7 +17,7 @@ import torch.distributed as dist
 from overlapc.codegen.program import Allocate, Call, ExpectLayout, Instruction, Launch, Program, TakeOver
 from overlapc.fx.rng_state import draws_nothing
 from overlapc.fx.versions import group_name_of
-from overlapc.ir.ops import Extern, Handle, Layout, View, tree_leaves, views_read
+from overlapc.ir.ops import Extern, Handle, Layout, tree_leaves, views_in, views_read
 
 # Library calls of aten that neither synchronize, nor let the host choose what to launch by what is on the device.
 _LIBRARY_CALLS = frozenset(
@@ -41,7 +41,7 @@ def over_nccl(op: Extern) -> bool:
     from torch.distributed import distributed_c10d
 
     groups: dict[Any, Any] = {name: group for group, name in distributed_c10d._world.pg_names.items()}
-    for leaf in tree_leaves((op.args, dict(op.kwargs))):
+    for leaf in tree_leaves(op.arguments):
         name = leaf if isinstance(leaf, str) else group_name_of(leaf) if _is_group(leaf) else None
         if name in groups:
             return "nccl" in str(dist.get_backend_config(groups[name]))
@@ -102,12 +102,11 @@ class Rules:
         for leaf in views_read(op):
             if isinstance(leaf, Handle):
                 return f"reads {leaf.buffer}, which is no tensor"
-        results = [leaf for leaf in tree_leaves(op.result) if isinstance(leaf, View)]
-        for view in (*(leaf for leaf in views_read(op) if isinstance(leaf, View)), *op.mutates, *results):
+        for view in (*views_in(op.arguments), *op.mutates, *views_in(op.result)):
             refused = self._layout(view.buffer, view.layout)
             if refused is not None:
                 return refused
-        for leaf in tree_leaves((op.args, dict(op.kwargs), op.result)):
+        for leaf in tree_leaves((op.arguments, op.result)):
             expr = leaf.expr if isinstance(leaf, Handle) else leaf
             if getattr(expr, "free_symbols", None):
                 return f"size {expr} is known only at run time"

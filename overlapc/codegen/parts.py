@@ -32,7 +32,7 @@ from overlapc.codegen.program import (
     TakeOver,
     WaitFor,
 )
-from overlapc.ir.ops import Extern, Handle, View, buffers_written, tree_leaves, views_read
+from overlapc.ir.ops import Extern, Handle, View, buffers_written, named_in, views_read
 
 # A replay costs the host about what two launches do, more with inputs to copy.
 LEAST_NODES = 4
@@ -285,7 +285,7 @@ def uses(item: Instruction, program: Program) -> list[str]:
         out = [op.result] if op.out else []
         return [_variable(leaf, program) for leaf in (*views_read(op), *op.mutates, *out)]
     if isinstance(item, Return):
-        return [_variable(leaf, program) for leaf in tree_leaves(item.values) if isinstance(leaf, View | Handle)]
+        return [_variable(leaf, program) for leaf in named_in(item.values)]
     if isinstance(item, TakeOver):
         return [item.source]
     if isinstance(item, Carve):

@@ -31,7 +31,7 @@ from overlapc.codegen.program import (
     Reuse,
     TakeOver,
 )
-from overlapc.ir.ops import View, tree_leaves
+from overlapc.ir.ops import views_in
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 
@@ -160,8 +160,7 @@ def _chains(program: Program) -> dict[str, _Chain]:
 def _returned(program: Program) -> Iterable[str]:
     for item in program.instructions:
         if isinstance(item, Return):
-            leaves = tree_leaves(item.values)
-            yield from (program.variables[leaf.buffer] for leaf in leaves if isinstance(leaf, View))
+            yield from (program.variables[view.buffer] for view in views_in(item.values))
 
 
 def _last_frees(program: Program, chains: Mapping[str, _Chain]) -> dict[torch.device, int]:

@@ -30,7 +30,7 @@ from overlapc.codegen.program import (
     TakeOver,
     WaitFor,
 )
-from overlapc.ir.ops import Handle, Layout, Provenance, View, buffers_written, tree_leaves
+from overlapc.ir.ops import Handle, Layout, Provenance, View, buffers_written, views_in
 from overlapc.runtime import marks
 
 # What every printed module may call, by `objects.rebuild`.
@@ -135,7 +135,7 @@ class PythonWrapper:
         if not self.tracked:
             return lines
         if isinstance(item, Return):
-            names = [self.program.variables[leaf.buffer] for leaf in tree_leaves(item.values) if isinstance(leaf, View)]
+            names = [self.program.variables[view.buffer] for view in views_in(item.values)]
             return [f"life.returned({names!r})", *lines]
         return lines + self._tracking(item)
 

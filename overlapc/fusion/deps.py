@@ -22,6 +22,7 @@ from overlapc.ir.ops import (
     buffers_written,
     loops_of,
     tree_leaves,
+    views_in,
 )
 
 
@@ -37,9 +38,8 @@ def symbols_used(op: IROp) -> set[str]:
         return set()
     else:
         call = op.call if isinstance(op, Start) else op
-        leaves = tree_leaves((call.args, dict(call.kwargs)))
-        views += [leaf for leaf in leaves if isinstance(leaf, View)]
-        exprs += [leaf for leaf in leaves if isinstance(leaf, sympy.Expr)]
+        views += views_in(call.arguments)
+        exprs += [leaf for leaf in tree_leaves(call.arguments) if isinstance(leaf, sympy.Expr)]
     for view in views:
         exprs += [*view.layout.size, *view.layout.stride, view.layout.offset]
     return {str(symbol) for expr in exprs for symbol in expr.free_symbols}

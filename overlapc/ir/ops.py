@@ -175,11 +175,15 @@ class Extern:
     origin: Provenance = field(default_factory=Provenance, compare=False)
 
     @property
+    def arguments(self) -> tuple[Any, dict[str, Any]]:
+        """All of them, as one structure."""
+        return self.args, dict(self.kwargs)
+
+    @property
     def outputs(self) -> tuple[View | Handle, ...]:
         """What the call defines; arguments that it returns are not among them."""
-        given = {view.buffer for view in views_read(self)} | {view.buffer for view in self.mutates}
-        leaves = (leaf for leaf in tree_leaves(self.result) if isinstance(leaf, View | Handle))
-        return tuple(leaf for leaf in leaves if leaf.buffer not in given)
+        given = {view.buffer for view in (*views_read(self), *self.mutates)}
+        return tuple(leaf for leaf in named_in(self.result) if leaf.buffer not in given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +234,16 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     return pytree.tree_map(function, tree)
 
 
+def named_in(tree: Any) -> list[View | Handle]:
+    """Everything in a structure that has a name: views, and handles of what is no tensor."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, View | Handle)]
+
+
+def views_in(tree: Any) -> list[View]:
+    """The views in a structure."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, View)]
+
+
 def views_read(op: IROp) -> Iterator[View | Handle]:
     """What an extern, start or wait is given; a kernel's reads are the loads of its body."""
     if isinstance(op, Wait):
@@ -237,7 +251,7 @@ def views_read(op: IROp) -> Iterator[View | Handle]:
     elif isinstance(op, Start):
         yield from views_read(op.call)
     elif isinstance(op, Extern):
-        yield from (leaf for leaf in tree_leaves((op.args, dict(op.kwargs))) if isinstance(leaf, View | Handle))
+        yield from named_in(op.arguments)
 
 
 def buffers_read(op: IROp) -> set[str]:

@@ -30,11 +30,12 @@ from overlapc.ir.ops import (
     Refuse,
     View,
     tree_map,
+    views_in,
 )
 from overlapc.ir.rewriting import canonical
 from overlapc.ir.values import cast, number, without_trivial_reductions
 from overlapc.lowering.provenance import provenance
-from overlapc.lowering.schema import has_side_effects, mutated, returned_argument, users_through_views, views_of
+from overlapc.lowering.schema import has_side_effects, mutated, returned_argument, users_through_views
 from overlapc.lowering.table import OUT_VARIANTS, Impossible
 
 aten = torch.ops.aten
@@ -212,7 +213,7 @@ class Context:
             return False
         others = [node for node in self.node.all_input_nodes if node is not given]
         if self.node.all_input_nodes.count(given) != 1 or any(
-            self.graph.root(view.buffer) == x.buffer for node in others for view in views_of(self.env[node])
+            self.graph.root(view.buffer) == x.buffer for node in others for view in views_in(self.env[node])
         ):
             return False
         later = [user for user in users_through_views(given) if user not in self.env and user is not self.node]

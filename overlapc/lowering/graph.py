@@ -30,12 +30,14 @@ from overlapc.ir.ops import (
     View,
     Wait,
     buffers_written,
+    named_in,
     nothing_refused,
+    views_in,
 )
 from overlapc.ir.values import is_number
 from overlapc.lowering.context import Context
 from overlapc.lowering.provenance import provenance
-from overlapc.lowering.schema import binds_sizes, is_effect_token, is_view, leaves_of, named_in, views_of
+from overlapc.lowering.schema import binds_sizes, is_effect_token, is_view
 from overlapc.lowering.table import LIBRARY_CALLS, Impossible, lowering_of
 from overlapc.runtime.support import owned
 
@@ -234,11 +236,11 @@ class Walk:
 
     def _can_generate(self, value: Any, args: Any, kwargs: Any) -> bool:
         outputs = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        views = views_of((args, kwargs))
+        views = views_in((args, kwargs))
         devices = {*(tensor.device for tensor in outputs), *(view.layout.device for view in views)}
         if len(devices) != 1 or not self.generates(next(iter(devices))):
             return False
-        if any(isinstance(leaf, Handle) for leaf in leaves_of((args, kwargs))):
+        if any(isinstance(leaf, Handle) for leaf in named_in((args, kwargs))):
             return False  # a number that only run time knows, or no strided tensor
         if any(tensor.layout != torch.strided for tensor in outputs):
             return False

@@ -10,7 +10,7 @@ from torch._higher_order_ops.effects import with_effects
 from torch.fx import Node
 
 from overlapc.fx.arguments import declared_arguments, is_written
-from overlapc.ir.ops import Handle, View
+from overlapc.ir.ops import View, views_in
 
 
 def is_view(node: Node) -> bool:
@@ -54,7 +54,7 @@ def binds_sizes(node: Node) -> bool:
 def mutated(target: Any, args: Any, kwargs: Mapping[str, Any]) -> list[View]:
     """Views that the call overwrites, by its schema."""
     arguments = declared_arguments(target, args, kwargs)
-    return [view for declared, given in arguments if is_written(declared) for view in views_of(given)]
+    return [view for declared, given in arguments if is_written(declared) for view in views_in(given)]
 
 
 def returned_argument(target: Any, position: int, args: Any, kwargs: Mapping[str, Any]) -> View | None:
@@ -78,18 +78,3 @@ def has_side_effects(target: Any) -> bool:
             return True
         return torch.Tag.nondeterministic_seeded in target.tags or name.startswith("_c10d_functional")
     return not getattr(target, "__module__", "").startswith(("_operator", "math"))
-
-
-def leaves_of(tree: Any) -> list[Any]:
-    """What stands in a structure of arguments; a view is one leaf."""
-    return torch.utils._pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, View))
-
-
-def views_of(tree: Any) -> list[View]:
-    """The views in a structure of arguments."""
-    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, View)]
-
-
-def named_in(tree: Any) -> list[View | Handle]:
-    """Everything in it that has a name: views, and handles of what is no tensor."""
-    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, View | Handle)]
