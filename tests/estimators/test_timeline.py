@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from overlapc.estimators.device import IDEAL, DeviceProfile, Slowdown
 from overlapc.estimators.profile_file import load_profile
 from overlapc.estimators.timeline import simulate
+from overlapc.schedule.model import Estimate
 from overlapc.schedule.text import parse
 from tests.graphs import reordered, schedules
 
@@ -87,6 +88,28 @@ def test_a_host_that_computes_cannot_run_ahead():
     text = "a = kernel(x) : 0B 100ns; b = kernel(a) : 0B 100ns"
     assert simulate(parse(text), DeviceProfile("gpu", launch_ns=10)).step_ns == 210
     assert simulate(parse(text), DeviceProfile("cpu", launch_ns=10, synchronous=True)).step_ns == 220
+
+
+def test_a_collective_begins_when_the_one_before_it_ends_also_where_it_would_wait_for_kernels():
+    profile = DeviceProfile("gpu", collectives_wait_for_kernels=True)
+    text = """
+        g = all_gather(p) @dp : 0B 30ns; h = all_gather(q) @dp : 0B 30ns; w = wait(g)
+        a = kernel(w) : 0B 20ns; b = kernel(a) : 0B 20ns; v = wait(h)
+    """
+    timeline = simulate(parse(text), profile)
+    assert timeline.span("h") == (30, 60)
+    assert timeline.step_ns == 70
+
+
+def test_other_estimates_of_a_schedule_are_replayed_anew():
+    """Costs are kept from order to order; a node with another estimate is another node."""
+    schedule = parse("a = kernel(x) : 0B 20ns; g = all_gather(p) @dp : 0B 30ns; w = wait(g)")
+    moved = schedule.move("g", before="a")
+    assert (simulate(schedule).step_ns, simulate(moved).step_ns) == (50, 30)
+    slower = moved.with_estimates({"a": Estimate(70.0, "measured"), "g": None})
+    timeline = simulate(slower)
+    assert (timeline.step_ns, timeline.unknown) == (70, ("g",))
+    assert simulate(moved).step_ns == 30
 
 
 def test_what_nobody_estimated_is_listed():
