@@ -23,6 +23,7 @@ import torch
 import torch.distributed.fsdp  # registers the ops
 from torch import Tensor, fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch._prims_common import make_contiguous_strides_for
 
 from overlapc.fx.arguments import argument
 from overlapc.fx.labels import ParamLabel
@@ -206,7 +207,7 @@ def _part_of(view: fx.Node, gradients: list[fx.Node], offsets: list[int], ranks:
     """Which gradient's shard a strided view of the flat reduction is; None if it is not the first rows of one."""
     size: list[int] = list(argument(view, 1))
     offset = argument(view, 3) or 0
-    if offset not in offsets[:-1] or argument(view, 2) != _strides(size):
+    if offset not in offsets[:-1] or tuple(argument(view, 2)) != make_contiguous_strides_for(size):
         return None
     # A gradient without elements begins where the next one does.
     for at, gradient in enumerate(gradients):
@@ -245,7 +246,7 @@ def _base(node: fx.Node, name: str) -> int | None:
     if size is None or argument(node, f"_{name}_storage_offset") != 0:
         return None
     whole = math.prod(size) == base.numel() and base.is_contiguous()
-    return index if whole and list(argument(node, f"_{name}_stride")) == _strides(list(size)) else None
+    return index if whole and tuple(argument(node, f"_{name}_stride")) == make_contiguous_strides_for(size) else None
 
 
 def _results(node: fx.Node) -> dict[int, fx.Node]:
@@ -275,11 +276,3 @@ def _item(write: Writer, pieces: fx.Node, at: int) -> fx.Node:
 
 def _numel(node: fx.Node) -> int:
     return int(node.meta["val"].numel())
-
-
-def _strides(size: list[int]) -> list[int]:
-    """Of a contiguous tensor."""
-    strides = [1]
-    for extent in reversed(size[1:]):
-        strides.insert(0, strides[0] * extent)
-    return strides[: len(size)]

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from overlapc.errors import ConfigError
-from overlapc.parallel.gather import ShardedParam
+from overlapc.parallel.gather import ShardedParam, halved
 
 _log = logging.getLogger("overlapc")
 
@@ -82,11 +82,8 @@ class Controls:
 
 def divided_by(param: ShardedParam, factor: float) -> ShardedParam:
     """`param` with its gradients divided by `factor`, behind the sum; in fp16 half of it before, as by default."""
-    before = 1.0
-    if param.divide_before != 1:  # a sum in fp16 could overflow: see sharding._mean
-        while factor % before == 0 and factor / before > before:
-            before *= 2
-    return dataclasses.replace(param, reduce_op="sum", divide_before=before, divide_after=factor / before)
+    before, after = halved(factor) if param.divide_before != 1 else (1.0, factor)
+    return dataclasses.replace(param, reduce_op="sum", divide_before=before, divide_after=after)
 
 
 def _modules(control: Any, recurse: bool) -> list[nn.Module]:

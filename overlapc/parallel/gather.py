@@ -125,6 +125,14 @@ class ShardedParam:
         )
 
 
+def halved(divisor: float) -> tuple[float, float]:
+    """What gradients are divided by before a sum over ranks and after it, where the sum could overflow: about equal."""
+    before = 1.0
+    while divisor % before == 0 and divisor / before > before:
+        before *= 2
+    return before, divisor / before
+
+
 def param_of(key: str) -> ShardedParam:
     """The description that compiled code names by `key`."""
     return _params[key]

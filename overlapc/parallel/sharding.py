@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -17,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from overlapc.errors import ConfigError
 from overlapc.fx.versions import StridedShard, root_mesh
-from overlapc.parallel.gather import Axis, ShardedParam, ShardGroup, TensorParallel
+from overlapc.parallel.gather import Axis, ShardedParam, ShardGroup, TensorParallel, halved
 
 _post_meshes: weakref.WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]] = weakref.WeakKeyDictionary()
 
@@ -104,7 +105,12 @@ class Sharding:
         if not mine.is_meta:
             mine = mine.to(self.device)
         dtensor = DTensor.from_local(
-            mine, full_mesh, placements, run_check=False, shape=param.shape, stride=_contiguous_stride(param)
+            mine,
+            full_mesh,
+            placements,
+            run_check=False,
+            shape=param.shape,
+            stride=make_contiguous_strides_for(param.shape),
         )
         sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
         return sharded, self.describe(name, sharded, dim, length, part)
@@ -177,13 +183,6 @@ def _tensor_parallel(param: DTensor, mesh: DeviceMesh) -> TensorParallel | None:
     return TensorParallel(other, tuple(param.placements[mesh.ndim :]), param.shape, tuple(param.stride()))
 
 
-def _contiguous_stride(param: Tensor) -> tuple[int, ...]:
-    stride = [1]
-    for size in reversed(param.shape[1:]):
-        stride.insert(0, stride[0] * max(size, 1))
-    return tuple(stride)
-
-
 def _mean(group: ShardGroup, dtype: torch.dtype, device_type: str) -> tuple[str, float, float]:
     """(reduction, divisor before, divisor after) of gradients, as FSDP2 chooses them.
 
@@ -194,10 +193,7 @@ def _mean(group: ShardGroup, dtype: torch.dtype, device_type: str) -> tuple[str,
     if ranks == 1:
         return "sum", 1.0, 1.0
     if dtype not in (torch.float32, torch.bfloat16, torch.float64):
-        before = 1
-        while ranks % before == 0 and ranks / before > before:
-            before *= 2
-        return "sum", float(before), ranks / before
+        return "sum", *halved(ranks)
     if device_type == "cuda":
         return "avg", 1.0, 1.0
     return "sum", 1.0, float(ranks)
