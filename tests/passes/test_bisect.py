@@ -12,7 +12,7 @@ from overlapc.passes.base import Context, run_pipeline
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
 from tests.graphs import order_of, schedules
-from tests.passes.test_bucket import BACKWARD, LAYER, ROOMY
+from tests.passes.buckets import BACKWARD, LAYER, ROOMY
 
 STEP = """
     k = kernel(x) : 0B 90us; rs = reduce_scatter(k) @dp : 0B 60us; s = wait(rs)

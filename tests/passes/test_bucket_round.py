@@ -1,0 +1,145 @@
+import pytest
+
+from overlapc.passes.bucket import bucket_finely
+from overlapc.schedule.model import Estimate
+from overlapc.schedule.text import parse
+from tests.graphs import peak
+from tests.passes.buckets import bucketed, passes_of, units
+
+
+def test_modules_that_are_nothing_but_latency_share_a_bucket():
+    latency, _ = bucketed(units(11))
+    assert [node.name for node in latency.starts()] == ["a0+3"]
+    some, _ = bucketed(units(16))
+    assert [node.name for node in some.starts()] == ["a0+1", "a2+1"], "two travel beside the compute of two"
+    enough, _ = bucketed(units(60))
+    assert [node.name for node in enough.starts()] == ["a0", "a1", "a2", "a3"]
+
+
+def test_latency_is_that_of_the_group():
+    """1,024 ranks take a thousand steps: 60 us are nothing but latency there, and pieces would be no sooner."""
+
+    def slow_start(node):
+        return Estimate(55e3 + node.comm.bytes * 1e3, "asked")
+
+    moved, _ = bucketed(units(60), estimate=slow_start)
+    assert [node.name for node in moved.starts()] == ["a0+3"]
+    one_module = units(60).replace("m1", "m0").replace("m2", "m0").replace("m3", "m0")
+    assert len(bucketed(one_module)[0].starts()) == 2
+    assert len(bucketed(one_module, estimate=slow_start)[0].starts()) == 1
+
+
+def test_modules_are_joined_only_where_that_is_faster():
+    """The second module's parameter is made by compute that the first one's would have to wait for."""
+    text = """
+        a = all_gather(p) @dp unit=m : 8B 15us; u = wait(a); y = kernel(u) : 0B 500us
+        c = kernel(y) : 8B 1us; b = all_gather(c) @dp unit=n : 8B 15us; v = wait(b); z = kernel(v) : 0B 5us
+    """
+    moved, _ = bucketed(text)
+    assert [node.name for node in moved.starts()] == ["a", "b"]
+
+
+def test_modules_are_not_joined_where_each_for_itself_is_faster():
+    """Joined they take 14us, and both kernels come after; else 12us, and the first kernel runs beside the second."""
+    moved, _ = bucketed(passes_of((11, 11), (11, 5)))
+    assert [node.name for node in moved.starts()] == ["a0+1", "a1+1"]
+    moved, _ = bucketed(passes_of((11, 5), (11, 5)))
+    assert [node.name for node in moved.starts()] == ["a0+3"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "warm = kernel(x) : 0B 900us;" + units(11, 2),  # covered
+        units(11, 2).replace("@dp unit=m1 : 8B 11us", "@dp unit=m1 : 8B 60us"),  # the second is long
+        # the first is covered, as it is needed last
+        """
+        a0 = all_gather(p) @dp unit=m0 : 8B 11us; a1 = all_gather(p) @dp unit=m1 : 8B 11us
+        w1 = wait(a1); k1 = kernel(w1) : 0B 900us; w0 = wait(a0); k0 = kernel(w0) : 0B 5us
+        """,
+    ],
+    ids=["covered", "long", "first-covered"],
+)
+def test_only_modules_that_are_latency_and_that_nothing_covers_are_joined(text):
+    moved, _ = bucketed(text)
+    assert [node.name for node in moved.starts()] == ["a0", "a1"]
+
+
+def test_modules_are_not_joined_past_a_collective_of_no_module():
+    """All are nothing but latency; the one in the middle belongs to nobody."""
+    moved, _ = bucketed(units(11, 3).replace(" unit=m1", ""))
+    assert [node.name for node in moved.starts()] == ["a0", "a1", "a2"]
+
+
+def test_what_nothing_covers_is_cut_into_pieces():
+    gathers = [f"a{at} = all_gather(p{at}) @dp unit=m : 8B 60us" for at in range(4)]
+    uses = [f"w{at} = wait(a{at}); k{at} = kernel(w{at}) : 0B 5us" for at in range(4)]
+    covered, _ = bucketed("warm = kernel(x) : 0B 900us;" + ";".join(gathers + uses))
+    first, reasons = bucketed(";".join(gathers + uses))
+    assert [node.name for node in covered.starts()] == ["a0+3"]
+    # 60 + 60 - 10 us is more than ten latencies.
+    assert [node.name for node in first.starts()] == ["a0+1", "a2+1"]
+    assert set(reasons.values()) == {"bucket of m"}
+
+
+def test_what_is_left_over_is_no_piece_of_its_own():
+    gathers = [f"a{at} = all_gather(p{at}) @dp unit=m : 8B 60us" for at in range(5)]
+    uses = [f"w{at} = wait(a{at}); k{at} = kernel(w{at}) : 0B 5us" for at in range(5)]
+    moved, _ = bucketed(";".join(gathers + uses))
+    assert [node.name for node in moved.starts()] == ["a0+1", "a2+2"]
+
+
+def test_pieces_end_where_nothing_else_runs_with_one_that_is_long_enough():
+    """Of reductions that is the end: what is left over goes along with the first of them."""
+    reductions = [f"k{at} = kernel(x) : 8B 5us; r{at} = reduce_scatter(k{at}) @dp unit=m : 0B 60us" for at in range(5)]
+    moved, _ = bucketed("; ".join([*reductions, *(f"w{at} = wait(r{at})" for at in range(5))]))
+    assert [node.name for node in moved.starts()] == ["r0+2", "r3+1"]
+
+
+def test_fine_pieces_grow_from_the_end_where_nothing_else_runs():
+    """10us are latency. Gathers: 30, 30, 50, 90us; reductions: 30 for the last, 30, 50 and 90."""
+    gathers = [f"a{at} = all_gather(p{at}) @dp unit=m : 8B 30us" for at in range(8)]
+    uses = [f"w{at} = wait(a{at}); k{at} = kernel(w{at}) : 0B 10us" for at in range(8)]
+    moved, reasons = bucketed("; ".join([*gathers, *uses]), bucket_finely)
+    assert [node.name for node in moved.starts()] == ["a0", "a1", "a2+1", "a4+3"]
+    assert reasons["a0"] == reasons["a1"] == "nothing covers all of it: in pieces"
+    reductions = [f"k{at} = kernel(x) : 8B 10us; r{at} = reduce_scatter(k{at}) @dp unit=m : 0B 30us" for at in range(8)]
+    moved, _ = bucketed("; ".join([*reductions, *(f"w{at} = wait(r{at})" for at in range(8))]), bucket_finely)
+    assert [node.name for node in moved.starts()] == ["r0+3", "r4+1", "r6", "r7"]
+
+
+def test_fine_pieces_grow_no_longer_than_others_and_what_is_covered_is_not_cut():
+    gathers = [f"a{at} = all_gather(p{at}) @dp unit=m : 8B 35us" for at in range(24)]
+    uses = [f"w{at} = wait(a{at}); k{at} = kernel(w{at}) : 0B 10us" for at in range(24)]
+    text = "; ".join([*gathers, *uses])
+    starts = [node.name for node in bucketed(text, bucket_finely)[0].starts()]
+    assert starts == ["a0", "a1", "a2+1", "a4+2", "a7+3", "a11+3", "a15+3", "a19+4"]
+    assert [node.name for node in bucketed(f"warm = kernel(x) : 0B 9ms; {text}", bucket_finely)[0].starts()] == [
+        "a0+23"
+    ]
+
+
+def test_what_is_covered_counts_all_that_is_on_the_queue():
+    """Together the second module's two take 300us and the third's 350us, all of which the stall for the first leaves
+    time for. Of reductions each has to be done by the end, so the first one's 500us lack the time that the last takes.
+    """
+    moved, reasons = bucketed(passes_of((255, 400), (155, 300), (180, 5)))
+    assert [node.name for node in moved.starts()] == ["a0", "b0", "a1+1", "a2+1"]
+    assert reasons["a0"] == reasons["b0"] == "nothing covers all of it: in pieces"
+    moved, _ = bucketed("warm = kernel(x) : 0B 900us;" + passes_of((255, 200), (155, 400), reductions=True))
+    assert [node.name for node in moved.starts()] == ["a0", "b0", "a1+1"]
+
+
+def test_memory_cuts_buckets_into_pieces_and_then_refuses_them():
+    def layer(at: int) -> str:
+        return f"""
+            a{at} = all_gather(p{at}) @dp unit=m : 8B 60us; w{at} = wait(a{at}); k{at} = kernel(w{at}, x) : 0B 99us
+        """
+
+    text = "warm = kernel(x) : 0B 900us\n" + "\n".join(layer(at) for at in range(4))
+    free = peak(parse(text))
+    assert len(bucketed(text, budget_bytes=free + 24)[0].starts()) == 1
+    assert len(bucketed(text, budget_bytes=free + 8)[0].starts()) == 2
+    moved, reasons = bucketed(text, budget_bytes=free)
+    assert len(moved.starts()) == 4
+    assert reasons == {f"a{at}": "peak memory" for at in range(4)}
