@@ -37,6 +37,11 @@ __all__ = ["Compilation", "Party", "canonical_lines", "party"]
 
 _SHOWN_VARIANTS = 4  # of texts that differ; more are counted
 _SHOWN_CHARS = 200  # of a line
+_SAME_CODE = "every rank must run the same model code on inputs of the same kinds; look for branches on the rank"
+_SAME_OPTIONS = (
+    "the graphs are equal, so what plans them is not: give all ranks the same options (and OVERLAPC_ variables), the"
+    " same versions of overlapc and torch, and the same kind of device"
+)
 
 
 class Party:
@@ -88,7 +93,8 @@ class Compilation:
         kept: what this rank has of it from an earlier compilation, as a hash, "" for nothing. True if all have the
         same: then they may all use that, and must agree on nothing more.
         """
-        return bool(self._agree("graph", "ranks compile different graphs", lines, kept.encode(), _common))
+        same = self._agree("graph", "ranks compile different graphs", lines, kept.encode(), _common, _SAME_CODE)
+        return bool(same)
 
     def agree_on_order(self, lines: Sequence[str]) -> None:
         """All ranks will issue the collectives that `lines` describe, one a line, in this order."""
@@ -145,6 +151,7 @@ class Compilation:
         lines: Sequence[str],
         extra: bytes = b"",
         combine: Callable[[Sequence[bytes]], bytes] = b"".join,
+        hint: str = _SAME_OPTIONS,
     ) -> bytes:
         """`combine` of every rank's `extra`, in order of rank, given that `lines` are equal on all ranks."""
         at = f"{self.name}, {stage}"
@@ -163,7 +170,7 @@ class Compilation:
         speakers = [ranks[0] for ranks in variants[:_SHOWN_VARIANTS]]
         text = zlib.compress(json.dumps(list(lines)).encode(), 1) if self._meetings.rank in speakers else b""
         split = " against ".join(name_ranks(ranks) for ranks in variants[:_SHOWN_VARIANTS])
-        explain = partial(_explain, f"{at}: {what}", variants)
+        explain = partial(_explain, f"{at}: {what}", hint, variants)
         self._meetings.meet(f"{at} ({what}: {split})", text, explain, self._timeout_s, contributors=speakers)
         raise AssertionError("a meeting about a difference cannot agree")
 
@@ -213,7 +220,7 @@ def _longest(brought: Sequence[bytes]) -> bytes:
     return json.dumps(found, sort_keys=True).encode()
 
 
-def _explain(title: str, variants: Sequence[Sequence[int]], brought: Mapping[int, bytes]) -> bytes:
+def _explain(title: str, hint: str, variants: Sequence[Sequence[int]], brought: Mapping[int, bytes]) -> bytes:
     """RanksDisagree that shows where the others leave the commonest text."""
     texts = {rank: json.loads(zlib.decompress(text)) for rank, text in brought.items()}
     common, *others = [(ranks, texts[ranks[0]]) for ranks in variants[:_SHOWN_VARIANTS]]
@@ -228,9 +235,7 @@ def _explain(title: str, variants: Sequence[Sequence[int]], brought: Mapping[int
     unshown = [rank for ranks in variants[_SHOWN_VARIANTS:] for rank in ranks]
     if unshown:
         parts.append(f"{len(variants) - _SHOWN_VARIANTS} more versions on {name_ranks(unshown)}")
-    parts.append(
-        "hint: every rank must run the same model code on inputs of the same kinds; look for branches on the rank"
-    )
+    parts.append(f"hint: {hint}")
     raise RanksDisagree("\n".join(parts))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import filelock
 import torch
 
-from overlapc.errors import OverlapcError
+from overlapc.errors import ConfigError, OverlapcError
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.profile_file import load_profile
 
@@ -35,16 +35,28 @@ def profile_for(device_type: str, cache_dir: Path) -> DeviceProfile:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(f"{path}.lock", timeout=MEASURING_S + 30):
-            if not path.is_file():
-                from overlapc.estimators.calibrate import measure  # once a machine
-
-                text = json.dumps(measure(), indent=1)
-                part = path.with_suffix(f".{os.getpid()}")
-                part.write_text(text)
-                part.replace(path)  # a reader sees all of it or nothing
-        return load_profile(path)
+            return _kept(path) or _measured(path)
     except (CalibrationError, OSError, filelock.Timeout):
         return load_profile("cpu-gloo")
+
+
+def _kept(path: Path) -> DeviceProfile | None:
+    """What an earlier process measured; None if there is nothing, or a file that a full disk or a crash cut off."""
+    try:
+        return load_profile(path) if path.is_file() else None
+    except ConfigError:
+        return None
+
+
+def _measured(path: Path) -> DeviceProfile:
+    """What this machine is like, kept in `path`."""
+    from overlapc.estimators.calibrate import measure  # once a machine
+
+    text = json.dumps(measure(), indent=1)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(text)
+    part.replace(path)  # a reader sees all of it or nothing
+    return load_profile(path)
 
 
 def _machine_key() -> str:

@@ -60,14 +60,20 @@ class KernelCache:
         if self._whole(path):
             count(f"{self._one}_cache_hits")
             return path
-        lock = self._lock(path)
         try:
-            if not self._whole(path):  # nobody built it while we waited
-                self._build(path, suffix, build)
-            else:
-                count(f"{self._one}_cache_hits")
-        finally:
-            lock.release()
+            lock = self._lock(path)
+            try:
+                if not self._whole(path):  # nobody built it while we waited
+                    self._build(path, suffix, build)
+                else:
+                    count(f"{self._one}_cache_hits")
+            finally:
+                lock.release()
+        except OSError as error:  # of a folder that is read-only, or a disk that is full
+            raise ConfigError(
+                f"cannot write compiled kernels to {self.root}: {error.strerror}; make room there, or set"
+                " OVERLAPC_CACHE_DIR to another folder"
+            ) from error
         return path
 
     def put(self, key: str, suffix: str, content: str | bytes) -> Path:
@@ -111,10 +117,6 @@ class KernelCache:
                 f"another process has been building {path.name} for {LOCK_TIMEOUT_S:.0f} s; "
                 f"if none is running, delete {path}.lock"
             ) from None
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write compiled kernels to {self.root}: {error.strerror}; set OVERLAPC_CACHE_DIR"
-            ) from error
         return lock
 
     def _build(self, path: Path, suffix: str, build: Callable[[Path], None]) -> None:

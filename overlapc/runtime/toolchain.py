@@ -86,7 +86,8 @@ def _describe(command: tuple[str, ...]) -> Compiler:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ToolchainError(f"{shlex.join(command)} does not run as a C++ compiler: {error}") from None
     if version.returncode:
-        raise ToolchainError(f"{shlex.join(command)} does not run as a C++ compiler: {version.stderr.strip()}")
+        why = version.stderr.strip() or f"--version exits with code {version.returncode}"
+        raise ToolchainError(f"{shlex.join(command)} does not run as a C++ compiler: {why}")
     is_clang = "clang" in version.stdout.lower()
     flags = [*_FLAGS, "-march=native" if target.returncode == 0 else ""]
     if not is_clang:

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from overlapc.errors import ConfigError
-from overlapc.estimators import here
+from overlapc.estimators import calibrate, here
 from overlapc.estimators.base import FREE, FirstKnown, estimate_schedule
 from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives, interpolate
 from overlapc.estimators.device import DeviceProfile, Link, Table
@@ -210,6 +210,17 @@ def test_this_machine_is_measured_once_and_kept(tmp_path):
     assert here.profile_for("cpu", tmp_path) == profile
     assert kept.stat().st_mtime_ns == stamp
     assert here.profile_for("cuda", tmp_path) == H200
+
+
+@pytest.mark.parametrize("left", ["", '{"name": "x", "quantit', "\x00\x01", "{}"])
+def test_what_a_crash_left_of_it_is_measured_again(tmp_path, monkeypatch, left):
+    whole = json.loads((PROFILES / "cpu-gloo.json").read_text())
+    monkeypatch.setattr(calibrate, "measure", lambda: whole)
+    assert here.profile_for("cpu", tmp_path) == load_profile("cpu-gloo")
+    (kept,) = tmp_path.glob("profile-cpu-gloo-*.json")
+    kept.write_text(left)
+    assert here.profile_for("cpu", tmp_path) == load_profile("cpu-gloo")
+    assert json.loads(kept.read_text()) == whole
 
 
 def test_without_a_place_to_keep_it_the_default_is_used(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
 
@@ -106,3 +108,16 @@ def test_an_unwritable_folder_is_named_with_what_to_set(tmp_path: Path):
     with pytest.raises(ConfigError, match="OVERLAPC_CACHE_DIR") as caught:
         KernelCache(blocked).get_or_build("k" * 40, ".so", Builder())
     assert str(blocked) in str(caught.value)
+
+
+def test_a_full_disk_is_named_with_what_to_do(tmp_path: Path):
+    def fill(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    cache = KernelCache(tmp_path)
+    with pytest.raises(
+        ConfigError, match="No space left on device; make room there, or set OVERLAPC_CACHE_DIR"
+    ) as caught:
+        cache.get_or_build("k" * 40, ".so", fill)
+    assert str(cache.root) in str(caught.value)
+    assert cache.get_or_build("k" * 40, ".so", Builder()).read_bytes() == b"kernel"
