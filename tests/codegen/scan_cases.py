@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -50,6 +51,26 @@ def scan_input(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     x[2, :2] = -math.inf
     x[3] = -math.inf
     return x.to(dtype)
+
+
+def long_scans(width: int, dtype: torch.dtype) -> Case:
+    """Rows of several blocks: without order, rising, falling, level, with a NaN far inside, of zeros of both signs."""
+    case = scans(8, width, dtype)
+    up = torch.arange(width)
+    real = dtype.is_floating_point
+    case.tensors["x"] = torch.stack(
+        [
+            noise(width).mul(50),
+            up - width // 2,
+            width // 2 - up,
+            torch.full((width,), 3),
+            torch.where(up == width // 3, math.nan if real else 7, noise(width)),
+            torch.where(up % 3 == 0, -0.0, 0.0),
+            up.mul(7).remainder(11).add(up // 300),
+            torch.where(up > width // 2, -math.inf if real else 0, 2.0),
+        ]
+    ).to(dtype)
+    return replace(case, name=f"long_{case.name}")
 
 
 def scan_of_columns(rows: int, width: int) -> Case:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from overlapc.codegen.cpp import CppGenerator
+from overlapc.ir.body import Body, Load, Scan, Store
 from tests.codegen.case import Case
 from tests.codegen.cpp_kernels import Kernels
-from tests.codegen.scan_cases import scan_cases, scans, symbolic_scan
-from tests.codegen.terms import boolean, f32, i64
+from tests.codegen.scan_cases import long_scans, scan_cases, scans, symbolic_scan
+from tests.codegen.terms import boolean, f32, f64, i32, i64, loop, p0, r0
 
 # Longer than a block, and enough rows for threads.
 CASES = [*scan_cases(), *(scans(70, 5000, dtype) for dtype in (f32, i64, boolean))]
-CASES.append(symbolic_scan(2, 100_000))
+CASES += [symbolic_scan(2, 100_000), *(long_scans(4500, dtype) for dtype in (f32, f64, i32))]
 NAMED = {f"{case.name}_{at}": case for at, case in enumerate(CASES)}
 
 
@@ -32,3 +33,18 @@ def test_a_scan_is_computed_once_where_a_later_pass_needs_it_too():
     (nucleus,) = (case for case in scan_cases() if case.name == "nucleus")
     text = CppGenerator().generate(nucleus.body, "nucleus").text
     assert text.count("double scan") == 1, text
+
+
+def test_what_a_scan_is_given_is_computed_side_by_side():
+    (nucleus,) = (case for case in scan_cases() if case.name == "nucleus")
+    lines = CppGenerator().generate(nucleus.body, "nucleus").text.splitlines()
+    (call,) = (at for at, text in enumerate(lines) if "scan_sums(" in text)
+    filled = next(at for at in reversed(range(call)) if "for (" in lines[at])
+    assert "omp simd" in lines[filled - 1]
+
+
+def test_short_rows_and_sums_of_integers_need_no_arrays():
+    x = Load("x", 5000 * p0 + r0, i64)
+    total = Body((loop(p0, 3),), (loop(r0, 5000),), (Store("y", 5000 * p0 + r0, Scan("sum", x, i64, r0), i64),))
+    for body in (total, scans(5, 21, f32).body):
+        assert "so_far" not in CppGenerator().generate(body, "scan").text

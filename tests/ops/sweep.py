@@ -11,12 +11,14 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
 
+from tests.codegen.interpreted import triton_on_cpu
 from tests.ops.harness import classify, full_name, operators, samples
 
 
@@ -26,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ops", default="", help="only operators of these names, comma separated")
     parser.add_argument("--dtype", default="float32", help="dtype of the samples (default: float32)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--interpret", action="store_true", help="Triton's kernels, interpreted on the CPU")
     parser.add_argument("--shapes", choices=("static", "dynamic", "both"), default="both")
     parser.add_argument("--samples", type=int, default=3, help="samples of each operator, 0 for all (default: 3)")
     parser.add_argument("--seed", type=int, default=0, help="draws the samples (default: 0)")
@@ -36,11 +39,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.summary:
         print(summary([json.loads(line) for file in given.summary for line in Path(file).read_text().splitlines()]))
         return 0
+    with triton_on_cpu() if given.interpret else nullcontext():
+        sweep(given)
+    return 0
+
+
+def sweep(given: argparse.Namespace) -> None:
+    """Runs what the arguments ask for, and writes a line a sample."""
     options: dict[str, Any] = {"cache_dir": given.cache} if given.cache else {}
     out = open(given.out, "a") if given.out else sys.stdout  # noqa: SIM115
     shard, shards = (int(part) for part in given.shard.split("/"))
     wanted = set(filter(None, given.ops.split(",")))
     dtype = getattr(torch, given.dtype)
+    where = "interpreted" if given.interpret else given.device
     for op in operators()[shard::shards]:
         name = full_name(op)
         if (wanted and name not in wanted and op.name not in wanted) or dtype not in op.supported_dtypes(given.device):
@@ -52,12 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 outcome = classify(op, sample, dynamic, options)
                 fallbacks = [key.split()[1] for key in counters["overlapc"] if key.startswith("fallback ")]
                 line = {
-                    "op": name, "sample": number, "device": given.device, "dtype": given.dtype, "dynamic": dynamic,
+                    "op": name, "sample": number, "device": where, "dtype": given.dtype, "dynamic": dynamic,
                     "seed": given.seed, "outcome": outcome.kind, "reason": outcome.reason,
                     "fallbacks": fallbacks, "seconds": round(time.perf_counter() - began, 2),
                 }  # fmt: skip
                 print(json.dumps(line), file=out, flush=True)
-    return 0
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> str:
@@ -72,6 +82,9 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
         names = ", ".join(sorted({line["op"] + (" (dynamic)" if line["dynamic"] else "") for line in found}))
         text.append(f"{len(found)} × {kind}: {reason}\n    {names}")
     called = Counter(name for line in lines for name in line.get("fallbacks", ()))
+    ran = {line["op"] for line in lines if line["outcome"] == "pass"}
+    with_calls = {line["op"] for line in lines if line["outcome"] == "pass" and line.get("fallbacks")}
+    text.append(f"operators without a call: {len(ran - with_calls)}; with calls for some part: {len(with_calls)}")
     text.append("called as they stand: " + ", ".join(f"{name} {times}" for name, times in called.most_common()))
     return "\n".join(text)
 

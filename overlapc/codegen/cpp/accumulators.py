@@ -1,4 +1,4 @@
-"""How each kind of reduction and scan accumulates in C++."""
+"""How each kind of reduction accumulates in C++."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from overlapc.codegen.cpp.expressions import C_TYPE, constant_text
 from overlapc.codegen.cpp.plan import BLOCK
-from overlapc.ir.body import Reduce, Scan
+from overlapc.ir.body import Reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _logical(reduce: Reduce, number: int, lane: str, kind: str) -> Accumulator:
     )
 
 
-def _limit(dtype: torch.dtype, larger: bool) -> str:
+def limit_of(dtype: torch.dtype, larger: bool) -> str:
     """What every number of `dtype` is at least as large as (`larger`), or as small as."""
     if dtype.is_floating_point:
         return constant_text(float("-inf") if larger else float("inf"), dtype)
@@ -177,7 +177,7 @@ def _extreme(reduce: Reduce, number: int, lane: str) -> Accumulator:
     return Accumulator(
         reduce,
         number,
-        (Variable(kind, name, _limit(reduce.arg.dtype, reduce.kind == "max")),),
+        (Variable(kind, name, limit_of(reduce.arg.dtype, reduce.kind == "max")),),
         None,
         "",
         f"{reduce.kind}: {name}",
@@ -201,7 +201,7 @@ def _ordered(reduce: Reduce, number: int) -> Accumulator:
     return Accumulator(
         reduce,
         number,
-        (Variable(f"int{bits}_t", name, f"ordered({_limit(reduce.arg.dtype, reduce.kind == 'max')}, {of_nan})"),),
+        (Variable(f"int{bits}_t", name, f"ordered({limit_of(reduce.arg.dtype, reduce.kind == 'max')}, {of_nan})"),),
         None,
         "",
         f"{reduce.kind}: {name}",
@@ -228,7 +228,7 @@ def _position(reduce: Reduce, number: int, lane: str) -> Accumulator:
         reduce,
         number,
         (
-            Variable(kind, f"total{number}", _limit(reduce.arg.dtype, reduce.kind == "argmax")),
+            Variable(kind, f"total{number}", limit_of(reduce.arg.dtype, reduce.kind == "argmax")),
             Variable("int64_t", f"at{number}", "INT64_MAX"),
         ),
         None,
@@ -246,7 +246,7 @@ def _first_position(reduce: Reduce, number: int) -> Accumulator:
     Everything is compared as integers of the same order (`ordered` in prelude.h; + 0.0 makes both zeros equal).
     """
     dtype, larger = reduce.arg.dtype, reduce.kind == "argmax"
-    kind, limit, of_nan = C_TYPE[dtype], _limit(dtype, larger), ""
+    kind, limit, of_nan = C_TYPE[dtype], limit_of(dtype, larger), ""
     if dtype.is_floating_point:
         bits = 32 if dtype == torch.float32 else 64
         of_nan = f"INT{bits}_{'MAX' if larger else 'MIN'}"
@@ -281,29 +281,3 @@ def _first_position(reduce: Reduce, number: int) -> Accumulator:
         combine,
         opening,
     )
-
-
-def scan_state(scan: Scan, number: int) -> tuple[Variable, ...]:
-    """What a scan carries from one iteration to the next, at its start."""
-    name = f"scan{number}"
-    if scan.kind in ("sum", "prod", "logsumexp"):
-        # As in eager, whose kernels carry a double for floats.
-        kind = "double" if scan.dtype.is_floating_point else C_TYPE[scan.dtype]
-        start = {"sum": "0", "prod": "1", "logsumexp": "-INFINITY"}[scan.kind]
-        return (Variable(kind, name, start),)
-    limit = _limit(scan.arg.dtype, larger=scan.kind.endswith("max"))
-    best = Variable(C_TYPE[scan.arg.dtype], name, limit)
-    return (best, Variable("int64_t", f"{name}_at", "0")) if scan.kind.startswith("arg") else (best,)
-
-
-def scan_text(scan: Scan, number: int, value: str, position: str, lane: str) -> str:
-    """An expression that takes `value` into the state and is the scan's value there; `lane` indexes the state."""
-    state = f"scan{number}{lane}"
-    kind = C_TYPE[scan.arg.dtype]
-    if scan.kind in ("sum", "prod"):
-        return f"{C_TYPE[scan.dtype]}({state} {'+' if scan.kind == 'sum' else '*'}= {value})"
-    if scan.kind == "logsumexp":
-        return f"{C_TYPE[scan.dtype]}({state} = log_add_exp({state}, {value}))"
-    if scan.kind in ("max", "min"):
-        return f"{state} = {'maximum' if scan.kind == 'max' else 'minimum'}<{kind}>({state}, {value})"
-    return f"running_{scan.kind}<{kind}>({value}, {position}, {state}, scan{number}_at{lane})"

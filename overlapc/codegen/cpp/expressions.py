@@ -177,6 +177,7 @@ HEAVY = dict.fromkeys(_MATH | {"exp", "erf", "sigmoid", "pow"}, 10) | dict.fromk
     ("floor", "ceil", "trunc", "sqrt", "copysign"), 1
 )
 HEAVY |= dict.fromkeys(("random", "random_word"), 40)  # ten rounds of two products
+DEAR = 10  # exp and its like, which are rather kept than computed again
 _SCAN_WEIGHT = 10  # each waits for the one before it
 # No vector version exists: the loop around it runs one element at a time.
 SCALAR_ONLY = frozenset({"lgamma", "nextafter"})

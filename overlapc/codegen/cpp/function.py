@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import sympy
 
+from overlapc.codegen.cpp.accumulators import Variable
 from overlapc.codegen.cpp.expressions import index_text
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
 from overlapc.codegen.cpp.pieces import Piece, pieces
-from overlapc.codegen.cpp.plan import BLOCK, CONFLICT_BLOCK, PARALLEL_WORK, TRANSPOSE_BLOCK, Plan
+from overlapc.codegen.cpp.plan import BLOCK, CONFLICT_BLOCK, PARALLEL_WORK, ROWS, TILE, TRANSPOSE_BLOCK, Plan
 from overlapc.codegen.cpp.side_by_side import Moved, side_by_side
 from overlapc.codegen.cpp.transposes import tiles_of
 from overlapc.codegen.cpp.values import ValueWriter
@@ -161,6 +162,31 @@ class Function(ValueWriter):
         """Loops around `stores`, with what they need computed as far out as it can be."""
         roots = [value for store in stores for value in store.operands()]
         self.nest(loops, roots, known, lambda names: [self.store(store, names) for store in stores], collapsed)
+
+    # ---- lanes
+
+    def tile(self) -> int:
+        """Columns, or rows, that are accumulated together."""
+        assert self.lanes is not None
+        most = TILE if self.plan.columns else ROWS
+        return min(most, int(self.lanes.size)) if self.lanes.size.is_Integer else most
+
+    def over_lanes(self, lines: Iterable[str]) -> None:
+        """`lines` for every lane."""
+        self.line("for (int64_t lane = 0; lane < lanes; ++lane) {")
+        self.depth += 1
+        self.write_lines(lines)
+        self.close()
+
+    def declare(self, variables: Sequence[Variable]) -> None:
+        """One of each, or one for each column, at its identity."""
+        for variable in variables:
+            if self.plan.columns:
+                self.line(f"{variable.kind} {variable.name}[{self.tile()}];")
+            else:
+                self.line(f"{variable.kind} {variable.name} = {variable.identity};")
+        if self.plan.columns and variables:
+            self.over_lanes(f"{variable.name}[lane] = {variable.identity};" for variable in variables)
 
     # ---- loops
 

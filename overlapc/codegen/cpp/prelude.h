@@ -404,6 +404,127 @@ INLINE double log_add_exp(double a, double b) {  // log(exp(a) + exp(b)), NaN if
   return low == high && absolute(low) == (double)INFINITY ? low : high + log1p(exp(low - high));
 }
 
+// Combines x[i] with everything before it, for i < count; `so_far` is what all that came before x[0] add up to.
+template <class Combine, class T>
+INLINE void scan_in_order(T* x, int64_t count, T& so_far) {
+  for (int64_t i = 0; i < count; ++i) x[i] = so_far = Combine::of(so_far, x[i]);
+}
+
+// The same in another order, in which no vector waits for another lane: first every four neighbours, then four of
+// those, and with them the result 16 before, which covers all that is left. Inlined, its loops
+// lose their vectors (GCC 12).
+template <class Combine, class T>
+static __attribute__((noinline)) void scan(T* x, int64_t count, T& so_far, T nothing) {
+  enum { PART = 256 };
+  T fours[PART + 12];  // fours[12 + i] covers i - 3 ... i
+  for (int64_t i = 0; i < 12; ++i) fours[i] = nothing;
+  for (; count > 0; x += PART, count -= PART) {
+    const int64_t part = count < PART ? count : PART;
+    T first = nothing;
+    for (int64_t i = 0; i < 3 && i < part; ++i) fours[12 + i] = first = Combine::of(first, x[i]);
+#pragma omp simd
+    for (int64_t i = 3; i < part; ++i) {
+      fours[12 + i] = Combine::of(Combine::of(x[i - 3], x[i - 2]), Combine::of(x[i - 1], x[i]));
+    }
+    const int64_t head = part < 16 ? part : 16;
+#pragma omp simd
+    for (int64_t i = 0; i < head; ++i) {
+      const T near = Combine::of(fours[i + 8], fours[i + 12]);
+      x[i] = Combine::of(so_far, Combine::of(Combine::of(fours[i], fours[i + 4]), near));
+    }
+#pragma omp simd safelen(16)
+    for (int64_t i = 16; i < part; ++i) {
+      const T near = Combine::of(fours[i + 8], fours[i + 12]);
+      x[i] = Combine::of(x[i - 16], Combine::of(Combine::of(fours[i], fours[i + 4]), near));
+    }
+    so_far = x[part - 1];
+  }
+}
+
+struct Sum {
+  template <class T> INLINE T of(T a, T b) { return T(a + b); }
+};
+struct Product {
+  template <class T> INLINE T of(T a, T b) { return T(a * b); }
+};
+struct Maximum {
+  template <class T> INLINE T of(T a, T b) { return a > b ? a : b; }
+};
+struct Minimum {
+  template <class T> INLINE T of(T a, T b) { return a < b ? a : b; }
+};
+struct LogAddExp {
+  INLINE double of(double a, double b) { return log_add_exp(a, b); }
+};
+
+template <class T>
+INLINE void scan_sums(T* x, int64_t count, T& so_far) { scan_in_order<Sum>(x, count, so_far); }
+INLINE void scan_sums(double* x, int64_t count, double& so_far) { scan<Sum>(x, count, so_far, 0.0); }
+template <class T>  // of floats in order, too: 1e300 * 1e300 * 0 is NaN or 0, as one multiplies
+INLINE void scan_products(T* x, int64_t count, T& so_far) { scan_in_order<Product>(x, count, so_far); }
+INLINE void scan_logs(double* x, int64_t count, double& so_far) { scan_in_order<LogAddExp>(x, count, so_far); }
+// The extremes so far of integers, or of floats as integers of their order (`ordered`), and where each stands: the last
+// place of equals, a NaN before all numbers. x[0] has the position `first`; `so_far` stands at `place`. `places` may be
+// null. Most stretches hold nothing that is as good as what came before.
+template <class Extreme, bool OfFloats, class T>
+static __attribute__((noinline)) void scan_extremes(T* x, int64_t* places, int64_t count, int64_t first, T& so_far,
+                                                    int64_t& place) {
+  enum { PART = 256 };
+  T given[PART];
+  int32_t found[PART];
+  for (; count > 0; x += PART, first += PART, count -= PART) {
+    const int64_t part = count < PART ? count : PART, place_before = place;
+    const T before = so_far, bar = OfFloats ? T(before + (before == -1)) : before;  // -0.0 is the integer before 0.0
+    int32_t any = 0;
+#pragma omp simd reduction(|: any)
+    for (int64_t i = 0; i < part; ++i) {
+      const T number = OfFloats ? T(x[i] + (x[i] == -1)) : x[i];
+      given[i] = number;
+      any |= Extreme::of(number, bar) == number;
+    }
+    if (!any) {
+      for (int64_t i = 0; i < part; ++i) x[i] = before;
+      if (places) {
+        for (int64_t i = 0; i < part; ++i) places[i] = place_before;
+      }
+    } else {
+      scan<Extreme>(x, part, so_far, before);
+      if (places) {
+#pragma omp simd
+        for (int64_t i = 0; i < part; ++i) {
+          const T best = OfFloats ? T(x[i] + (x[i] == -1)) : x[i];
+          found[i] = given[i] == best ? int32_t(i) : -1;
+        }
+        int32_t last = -1;
+        scan<Maximum>(found, part, last, last);
+#pragma omp simd
+        for (int64_t i = 0; i < part; ++i) places[i] = found[i] < 0 ? place_before : first + found[i];
+        place = places[part - 1];
+      }
+    }
+    if (places) places += PART;
+  }
+}
+
+template <bool OfFloats, class T>
+INLINE void scan_maxima(T* x, int64_t count, T& so_far, int64_t* places, int64_t first, int64_t& place) {
+  scan_extremes<Maximum, OfFloats>(x, places, count, first, so_far, place);
+}
+template <bool OfFloats, class T>
+INLINE void scan_minima(T* x, int64_t count, T& so_far, int64_t* places, int64_t first, int64_t& place) {
+  scan_extremes<Minimum, OfFloats>(x, places, count, first, so_far, place);
+}
+template <bool OfFloats, class T>
+INLINE void scan_maxima(T* x, int64_t count, T& so_far) {
+  int64_t place = 0;
+  scan_maxima<OfFloats>(x, count, so_far, nullptr, 0, place);
+}
+template <bool OfFloats, class T>
+INLINE void scan_minima(T* x, int64_t count, T& so_far) {
+  int64_t place = 0;
+  scan_minima<OfFloats>(x, count, so_far, nullptr, 0, place);
+}
+
 // Takes (x, at) into the extreme so far; a later one wins ties, a NaN wins over every number.
 template <class T>
 INLINE int64_t running_argmax(T x, int64_t at, T& best, int64_t& best_at) {

@@ -16,22 +16,21 @@ from contextlib import contextmanager
 import sympy
 import torch
 
-from overlapc.codegen.cpp.accumulators import Accumulator, Variable, accumulator, scan_state, scan_text
-from overlapc.codegen.cpp.expressions import C_TYPE, index_text, store_text, weight
-from overlapc.codegen.cpp.function import Function
+from overlapc.codegen.cpp.accumulators import Accumulator, accumulator
+from overlapc.codegen.cpp.expressions import C_TYPE, DEAR, index_text, store_text, weight
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
-from overlapc.codegen.cpp.plan import BLOCK, CHUNK_ROWS, CHUNKS, ROWS, SHORT_SUM, TILE, Plan, chunk_count
+from overlapc.codegen.cpp.plan import BLOCK, CHUNK_ROWS, CHUNKS, SHORT_SUM, TILE, Plan, chunk_count
+from overlapc.codegen.cpp.scans import ScanningFunction
 from overlapc.codegen.cpp.stages import Stages
-from overlapc.ir.body import Body, Loop, Op, Reduce, Scan, Store, Value
+from overlapc.ir.body import Body, Loop, Op, Reduce, Store, Value
 from overlapc.ir.indexing import numel
 
-_DEAR = 10  # additions: exp and its like
 _IDENTITY = {"sum": "0", "prod": "1"}
 _SIGN = {"sum": "+", "prod": "*"}
 _ROW_BYTES = 64 * 1024  # on each thread's stack, and still in the nearest caches
 
 
-class ReductionFunction(Function):
+class ReductionFunction(ScanningFunction):
     """Writes one kernel with reduction loops."""
 
     def __init__(self, body: Body, plan: Plan, arguments: Mapping[str, str], sizes: Sequence[sympy.Symbol]) -> None:
@@ -50,8 +49,8 @@ class ReductionFunction(Function):
         elif self.lanes is not None:
             name = f"{self.lanes.symbol}_block"
             end = index_text(self.lanes.size)
-            tile = For(name, "0", end, step=self._tile())
-            tile.inside.append(f"const int64_t lanes = at_most({self._tile()}, {end} - {name});")
+            tile = For(name, "0", end, step=self.tile())
+            tile.inside.append(f"const int64_t lanes = at_most({self.tile()}, {end} - {name});")
             loops.append(tile)
         if plan.split is None and not plan.serial:
             parallel = loops[:1] if totals else loops
@@ -126,12 +125,6 @@ class ReductionFunction(Function):
 
     # ---- passes
 
-    def _tile(self) -> int:
-        """Columns, or rows, that are accumulated together."""
-        assert self.lanes is not None
-        most = TILE if self.plan.columns else ROWS
-        return min(most, int(self.lanes.size)) if self.lanes.size.is_Integer else most
-
     def _lane_loop(self, side_by_side: bool = True) -> For:
         """The loop over the columns or rows of a tile; a vector loop if `side_by_side`."""
         assert self.lanes is not None
@@ -163,7 +156,7 @@ class ReductionFunction(Function):
         if not kept:
             return
         for value in kept:
-            self.line(f"{C_TYPE[value.dtype]} a{self.number[value]}[{self._tile()}];")
+            self.line(f"{C_TYPE[value.dtype]} a{self.number[value]}[{self.tile()}];")
         self.nest(
             [self._lane_loop()],
             kept,
@@ -183,11 +176,11 @@ class ReductionFunction(Function):
         kept: list[Value] = []
         if self.lanes is not None:
             for part in accumulators:
-                self.line(f"{C_TYPE[part.reduce.dtype]} a{part.number}[{self._tile()}];")
+                self.line(f"{C_TYPE[part.reduce.dtype]} a{part.number}[{self.tile()}];")
         if self.plan.split is None:
             kept = self._worth_keeping(reduces, known)
             for value in kept:
-                rows = "" if self.plan.rows is None else f"{self._tile()} * "
+                rows = "" if self.plan.rows is None else f"{self.tile()} * "
                 self.line(f"{C_TYPE[value.dtype]} row{self.number[value]}[{rows}{vector.size}];")
         with self._each_row():
             if self.plan.split is None:
@@ -197,7 +190,7 @@ class ReductionFunction(Function):
                 self._split_pass(accumulators, known, self.plan.split)
             results = [f"a{part.number}[lane] = {part.result};" for part in accumulators]
             if columns:
-                self._over_lanes(results)
+                self.over_lanes(results)
             for part, result in zip(accumulators, results, strict=True):
                 if self.lanes is None:
                     self.line(f"const {C_TYPE[part.reduce.dtype]} v{part.number} = {part.result};")
@@ -235,54 +228,19 @@ class ReductionFunction(Function):
         roots += [value for store in waiting for value in store.operands()]
         later = set(self.needed(roots, after))
         now = _unconditional([reduce.arg for reduce in reduces], known)
-        kept = [value for value in now if value in later and stages.varies[value] and weight(value) >= _DEAR]
+        kept = [value for value in now if value in later and stages.varies[value] and weight(value) >= DEAR]
         size_bytes = sum(value.dtype.itemsize for value in kept) * int(plan.vector.size)
-        size_bytes *= 1 if plan.rows is None else self._tile()
+        size_bytes *= 1 if plan.rows is None else self.tile()
         return kept if size_bytes <= _ROW_BYTES else []
-
-    def _over_lanes(self, lines: Iterable[str]) -> None:
-        self.line("for (int64_t lane = 0; lane < lanes; ++lane) {")
-        self.depth += 1
-        self.write_lines(lines)
-        self.close()
 
     def _totals(self, accumulators: Sequence[Accumulator]) -> None:
         """Declares what each reduction accumulates into, at its identity."""
-        self._declare([variable for part in accumulators for variable in part.totals])
-
-    def _declare(self, variables: Sequence[Variable]) -> None:
-        """One of each, or one for each column, at its identity."""
-        for variable in variables:
-            if self.plan.columns:
-                self.line(f"{variable.kind} {variable.name}[{self._tile()}];")
-            else:
-                self.line(f"{variable.kind} {variable.name} = {variable.identity};")
-        if self.plan.columns and variables:
-            self._over_lanes(f"{variable.name}[lane] = {variable.identity};" for variable in variables)
-
-    def statement(self, value: Value, known: Mapping[Value, str]) -> str:
-        """As for other kernels; a scan's also moves its state on."""
-        if not isinstance(value, Scan):
-            return super().statement(value, known)
-        lane = "[lane]" if self.plan.columns else ""
-        return scan_text(value, self.number[value], known[value.arg], f"int64_t({index_text(value.position)})", lane)
-
-    @contextmanager
-    def _scanning(self, roots: Iterable[Value], known: Mapping[Value, str]) -> Iterator[bool]:
-        """Around one sweep over the reduction loops: whether it scans, and states at the start of every scan in it."""
-        scans = [value for value in self.needed(roots, known) if isinstance(value, Scan)]
-        if scans:
-            self.line("{")
-            self.depth += 1
-            self._declare([state for scan in scans for state in scan_state(scan, self.number[scan])])
-        yield bool(scans)
-        if scans:
-            self.close()
+        self.declare([variable for part in accumulators for variable in part.totals])
 
     def _split_pass(self, accumulators: Sequence[Accumulator], known: dict[Value, str], split: Loop) -> None:
         """Chunks of one reduction loop on threads, each with totals of its own, combined in order."""
         columns = self.plan.columns
-        extent = f"[{self._tile()}]" if columns else ""
+        extent = f"[{self.tile()}]" if columns else ""
         lane = "[lane]" if columns else ""
         totals = [variable for part in accumulators for variable in part.totals]
         for variable in totals:
@@ -294,14 +252,14 @@ class ReductionFunction(Function):
         size = index_text(split.size)
         for name, at in (("begin", "chunk"), ("end", "(chunk + 1)")):
             chunk.inside.append(f"const int64_t {split.symbol}_{name} = ({size}) * {at} / {chunks};")
-        width = self._tile() if columns else 1
+        width = self.tile() if columns else 1
         self.on_threads([chunk], self.body.reduction_numel() * width)
         self.open(chunk)
         self._totals(accumulators)
         self._sweep(accumulators, known, split)
         keep = [f"{variable.name}_chunk[chunk]{lane} = {variable.name}{lane};" for variable in totals]
         if columns:
-            self._over_lanes(keep)
+            self.over_lanes(keep)
         else:
             self.write_lines(keep)
         self.close()
@@ -312,7 +270,7 @@ class ReductionFunction(Function):
             part.combine([f"{variable.name}_chunk[chunk]{lane}" for variable in part.totals]) for part in accumulators
         ]
         if columns:
-            self._over_lanes(combine)
+            self.over_lanes(combine)
         else:
             self.write_lines(combine)
         self.close()
@@ -343,15 +301,14 @@ class ReductionFunction(Function):
 
         partials = [part for part in accumulators if part.partial is not None]
         loops = [plain(loop, *self._range(loop, split)) for loop in plan.reduction]
-        with self._scanning(roots, known) as scans:
-            if plan.columns:
-                self._sweep_columns(partials, loops, split)
-                loops.append(self._lane_loop())
-            else:
-                in_order = scans or any(part.clause is None for part in accumulators)
-                clauses = None if in_order else self._clauses(accumulators)
-                loops += self._along_rows(accumulators, split, clauses)
-            self.nest(loops, roots, known, accumulate)
+        if plan.columns:
+            self._sweep_columns(partials, loops, split)
+            loops.append(self._lane_loop())
+        else:
+            in_order = any(part.clause is None for part in accumulators)
+            clauses = None if in_order else self._clauses(accumulators)
+            loops += self._along_rows(accumulators, split, clauses)
+        self.nest(loops, roots, known, accumulate)
 
     def _clauses(self, accumulators: Sequence[Accumulator]) -> str:
         return "".join(f" reduction({part.clause})" for part in accumulators if part.clause)
@@ -386,7 +343,7 @@ class ReductionFunction(Function):
             block.inside = [text.replace(f"{last.symbol}_end =", f"{last.symbol}_stop =") for text in block.inside]
             loops[-1:] = [block, plain(last, f"{last.symbol}_block", f"{last.symbol}_stop")]
         names = [part.partial for part in partials if part.partial]
-        loops[-1].before += [f"{name}[{self._tile()}];" for name in names]
+        loops[-1].before += [f"{name}[{self.tile()}];" for name in names]
         zero = " ".join(f"{name.split()[-1]}[lane] = 0;" for name in names)
         loops[-1].before.append(f"for (int64_t lane = 0; lane < lanes; ++lane) {{ {zero} }}")
         fold = " ".join(part.fold for part in partials)
@@ -406,21 +363,22 @@ class ReductionFunction(Function):
         vector = plan.vector
         assert vector is not None
         parallel = list(loops)
-        with self._scanning((value for store in self.stages.late_stores for value in store.operands()), known) as scans:
-            if plan.columns:
-                loops.append(self._lane_loop())
-            elif plan.split is not None and longer_than(vector, BLOCK):
-                block = blocks(vector, BLOCK)
-                parallel.append(block)
-                loops += [block, self.simd(in_block(vector))]
-            else:
-                loops.append(plain(vector) if scans else self.simd(plain(vector)))
-            width = self._tile() if plan.columns else 1
-            collapsed = 0
-            if plan.split is not None:
-                collapsed = self.on_threads(parallel, self.body.reduction_numel() * width)
-            with self._each_row():
-                self.store_nest(loops, self.stages.late_stores, known, collapsed)
+        stores = self.stages.late_stores
+        if plan.columns:
+            loops.append(self._lane_loop())
+        elif longer_than(vector, BLOCK) and (plan.split is not None or self.body.scans()):
+            block = blocks(vector, BLOCK)
+            parallel.append(block)
+            loops += [block, self.simd(in_block(vector))]
+        else:
+            loops.append(self.simd(plain(vector)))
+        width = self.tile() if plan.columns else 1
+        collapsed = 0
+        if plan.split is not None:
+            collapsed = self.on_threads(parallel, self.body.reduction_numel() * width)
+        with self._each_row():
+            roots = [value for store in stores for value in store.operands()]
+            self.nest(loops, roots, known, lambda names: [self.store(store, names) for store in stores], collapsed)
 
 
 def _unconditional(roots: Iterable[Value], known: Container[Value]) -> list[Value]:
