@@ -9,8 +9,8 @@ Three shapes come out:
   another's;
 * columns: a parallel loop is innermost and vectorized; a tile of it keeps its accumulators in a small array.
 
-Where something is scanned, the reduction loops keep their order (scans.py goes through a row by blocks). Where stores total columns, chunks of rows run on
-threads, and each keeps totals of its own.
+Where something is scanned, the reduction loops keep their order (scans.py goes through a row by blocks). Where stores
+total columns, chunks of rows run on threads, and each keeps totals of its own.
 
 Where a reduction has few parallel iterations, its passes are *split*: a fixed number of chunks run on threads and are
 combined in order, so that results do not depend on the number of threads.
