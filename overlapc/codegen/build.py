@@ -89,13 +89,16 @@ class _Builder:
         self.relied_on = self._layouts_relied_on()
         self._bind_inputs()
         profile = analyze(self.schedule)
-        for node, frees in zip(self.schedule.nodes, profile.frees, strict=True):
+        waits = self._waits_by_start()
+        for at, (node, frees) in enumerate(zip(self.schedule.nodes, profile.frees, strict=True)):
             op: IROp = node.payload
             dying = {self.graph.root(name) for name in frees}
             if isinstance(op, Loops | Combo):
                 self._launch(op, dying)
             elif isinstance(op, Wait):
-                self.instructions.append(WaitFor(self._variable(op.source.buffer), op))
+                # A bucket arrives as one: who waits for a part has waited for all. Each wait costs the device a gap.
+                together = waits.pop(self.schedule.started.get(at, at), [])
+                self.instructions += [WaitFor(self._variable(each.source.buffer), each) for each in together]
             else:
                 self._call(op.call if isinstance(op, Start) else op, isinstance(op, Start))
             self._free(dying)
@@ -110,6 +113,14 @@ class _Builder:
             self.layouts,
             self.graph.constants,
         )
+
+    def _waits_by_start(self) -> dict[int, list[Wait]]:
+        """The waits for each start, by its position; for one that another graph started, by the wait's own."""
+        found: dict[int, list[Wait]] = {}
+        for at, node in enumerate(self.schedule.nodes):
+            if isinstance(node.payload, Wait):
+                found.setdefault(self.schedule.started.get(at, at), []).append(node.payload)
+        return found
 
     def _variable(self, buffer: str) -> str:
         """Waits and mutations give a buffer a new name; it stays the same Python object."""

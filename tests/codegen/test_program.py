@@ -14,14 +14,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import overlapc.codegen.cpp  # noqa: F401 (registers the generator)
 from overlapc.codegen.build import build_program
 from overlapc.codegen.kernel import generator_for
-from overlapc.codegen.program import Allocate, Free, Launch, Program, Reuse, TakeOver
+from overlapc.codegen.program import Allocate, Call, Free, Launch, Program, Reuse, TakeOver, WaitFor
 from overlapc.codegen.python import PythonWrapper
 from overlapc.codegen.sources import generate_kernels
 from overlapc.config import Config
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.build import to_schedule
+from overlapc.ir.ops import Extern, Start
 from overlapc.lowering import lower
 from overlapc.runtime.support import LayoutError
+from tests.fusion.build import comm, graph, pointwise, start, view, wait
 
 
 def compiled(
@@ -246,3 +248,23 @@ def test_calls_go_past_autograd():
     assert out._version > version
     function(x, out)
     assert asked  # outside it is asked
+
+
+def test_who_waits_for_a_part_of_a_bucket_waits_for_all_of_it():
+    call = Extern("a+1", torch.ops.aten.split.Tensor, (view("x", 16), 8), {}, [view("a"), view("b")], pure=False)
+    ops = [
+        Start("a+1", call, comm()),
+        start("c", "y"),
+        wait("u", "a"),
+        pointwise("p", "u"),
+        wait("w", "c"),
+        wait("v", "b"),
+        pointwise("q", "v", "w"),
+        wait("t", "y"),  # which was in flight when the graph began
+        pointwise("r", "t"),
+    ]
+    lowered = graph(ops, ["p", "q", "r"], inputs=("x", "y"), views=[view("x", 16)])
+    schedule = to_schedule(ops, lowered)
+    program = build_program(schedule, lowered, generate_kernels(schedule, lowered))
+    shown = [item.op.name for item in program.instructions if isinstance(item, Launch | Call | WaitFor)]
+    assert shown == ["a+1", "c", "u", "v", "p", "w", "q", "t", "r"]
