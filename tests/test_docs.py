@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from overlapc.config import describe
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("overlapc", "passes", "estimators", "launch", "benchmarks", "tests", "docs")
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
@@ -69,6 +71,13 @@ def test_the_definitions_that_a_page_names_are_there() -> None:
         if not re.search(rf"\b{found[2]}\b", known[found[1]])
     ]
     assert not missing, "\n".join(missing)
+
+
+def test_the_variables_that_a_page_names_are_read() -> None:
+    known = {variable for _, variable, _, _ in describe()} | {"OVERLAPC_TEST_SEED"}
+    named = {(page.name, name) for page in PAGES for name in re.findall(r"OVERLAPC_[A-Z_]*[A-Z]", page.read_text())}
+    assert len(named) > len(known)
+    assert not [each for each in sorted(named) if each[1] not in known]
 
 
 def test_every_system_has_its_row_and_what_works_names_what_shows_it() -> None:
