@@ -4,5 +4,14 @@ from __future__ import annotations
 
 import os
 
+import pytest
+import torch
+
 # A test is about the compiler, not about what an earlier run of it left; tests/warm switches this on.
 os.environ.setdefault("OVERLAPC_WARM_START", "0")
+
+
+@pytest.fixture
+def fresh_dynamo() -> None:
+    """Nothing that was compiled before is found."""
+    torch._dynamo.reset()

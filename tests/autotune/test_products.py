@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -14,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from overlapc.autotune.products import NEVER, ProductTimes, choice
 from overlapc.codegen.triton import products
 from overlapc.lowering.product import Product
+from tests.codegen.interpreted import interpreting
 from tests.codegen.product_cases import plain
 from tests.codegen.terms import f32
 
@@ -25,8 +25,7 @@ BATCH = Product(2, 16, 16, 16, f32, ((16, 1), (16, 1)))
 def interpreter(monkeypatch: pytest.MonkeyPatch):
     """Kernels run in Triton's interpreter, on CPU tensors; what is preferred in a test ends with it."""
     monkeypatch.setattr(products, "_preferred", {})
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
+    with interpreting():
         yield
 
 

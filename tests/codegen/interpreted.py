@@ -1,4 +1,4 @@
-"""Triton's generator for CPU tensors, in its interpreter."""
+"""Triton's interpreter, and its generator for CPU tensors in it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ from overlapc.codegen.triton import TritonGenerator
 
 
 @contextmanager
+def interpreting() -> Iterator[None]:
+    """Kernels that are loaded meanwhile run in the interpreter, as with TRITON_INTERPRET=1."""
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        yield
+
+
+@contextmanager
 def triton_on_cpu() -> Iterator[None]:
     """Kernels for the CPU are Triton's; the generator that was registered comes back."""
 
@@ -22,8 +30,7 @@ def triton_on_cpu() -> Iterator[None]:
     cpp = generators.generator_for("cpu")
     generators.register(OnCpu())
     try:
-        with triton.knobs.runtime.scope():
-            triton.knobs.runtime.interpret = True
+        with interpreting():
             yield
     finally:
         generators.register(cpp)

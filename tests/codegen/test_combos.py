@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
 
 from overlapc.codegen.cpp import CppGenerator
 from overlapc.codegen.kernel import KernelSource
@@ -17,6 +16,7 @@ from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body, Load, Reduce, Store, op
 from overlapc.ir.template import template_of
 from tests.codegen.cubins import compile_source
+from tests.codegen.interpreted import interpreting
 from tests.codegen.terms import loop, p0, p1, r0
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -113,13 +113,6 @@ def test_small_parts_run_side_by_side_and_large_ones_on_all_threads(cpp) -> None
     assert "schedule(dynamic)" in many.text
 
 
-@pytest.fixture
-def interpreter():
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
-        yield
-
-
 @pytest.mark.parametrize("name", [name for name in CASES if "large" not in name])
 def test_triton(interpreter: None, name: str, tmp_path: Path) -> None:
     bodies, sizes = CASES[name]
@@ -160,8 +153,7 @@ def test_every_tiling_that_is_measured_does_the_same(name: str, tmp_path: Path) 
     assert first.source == generator.combine(bodies, name)
     assert others
     assert all(each.source.buffers == first.source.buffers for each in others)
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
+    with interpreting():
         launchers = generator.load([each.source for each in others[:4]], tmp_path)
         for each in others[:4]:
             found = run(each.source, launchers[each.source.name], sizes)

@@ -30,11 +30,6 @@ from tests.codegen.cpp_kernels import Kernels
 from tests.codegen.terms import loop, p0, r0
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    return Kernels(BODIES, tmp_path_factory.mktemp("cache"))
-
-
 def close(actual: torch.Tensor, expected: torch.Tensor, rtol: float = 2e-6, atol: float = 2e-6) -> None:
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 

@@ -209,11 +209,6 @@ BODIES: dict[str, Body] = {
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    return Kernels(BODIES, tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
 def results(kernels: Kernels) -> dict[torch.dtype, dict[str, torch.Tensor]]:
     """What every operation gives on `operands(dtype)`."""
     found: dict[torch.dtype, dict[str, torch.Tensor]] = {}

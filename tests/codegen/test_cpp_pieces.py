@@ -56,11 +56,6 @@ BODIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    return Kernels(BODIES, tmp_path_factory.mktemp("cache"))
-
-
 @pytest.mark.parametrize(("name", "first", "second"), [("joined_f32", 37, 63), ("joined_bf16", 2000, 3000)])
 def test_what_is_copied_keeps_its_bits(kernels: Kernels, name: str, first: int, second: int):
     dtype = BF16 if name.endswith("bf16") else F32

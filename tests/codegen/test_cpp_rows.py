@@ -42,11 +42,6 @@ BODIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    return Kernels(BODIES, tmp_path_factory.mktemp("cache"))
-
-
 def test_rows_go_together(kernels: Kernels):
     together = [source.text for name, source in kernels.sources.items() if not name.startswith("sum_")]
     assert all("lane < lanes" in text for text in together)

@@ -60,11 +60,6 @@ BODIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    return Kernels(BODIES, tmp_path_factory.mktemp("cache"))
-
-
 def expected(x: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tensor]:
     made = x.float().exp().to(BF16).float()
     return made, torch.cat([-made[:, half:], made[:, : x.shape[1] - half]], 1)

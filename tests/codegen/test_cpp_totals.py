@@ -57,11 +57,6 @@ BODIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    return Kernels(BODIES, tmp_path_factory.mktemp("kernels"))
-
-
 def run_norm(kernels: Kernels, name: str, rows: int, columns: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     tensors = {"x": torch.randn(rows, columns), "g": torch.randn(rows, columns), "w": torch.randn(columns)}

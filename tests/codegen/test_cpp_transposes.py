@@ -33,11 +33,8 @@ def transposed(rows, columns, dtype: torch.dtype, batch: int = 2) -> Body:
 CASES = {f"{str(dtype)[6:]}_{rows}_{columns}": (dtype, rows, columns) for dtype in DTYPES for rows, columns in SIZES}
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    bodies = {name: transposed(rows, columns, dtype) for name, (dtype, rows, columns) in CASES.items()}
-    bodies["symbolic"] = transposed(s0, s1, torch.float32)
-    return Kernels(bodies, tmp_path_factory.mktemp("cache"))
+BODIES = {name: transposed(rows, columns, dtype) for name, (dtype, rows, columns) in CASES.items()}
+BODIES["symbolic"] = transposed(s0, s1, torch.float32)
 
 
 def numbers(*size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlapc.codegen.cpp  # noqa: F401 (registers the generator)
 from overlapc.codegen import kernel as generators
@@ -27,6 +25,7 @@ from overlapc.fx.collectives import find_collectives
 from overlapc.lowering import Communication, lower
 from tests.codegen.interpreted import triton_on_cpu
 from tests.lowering.compare import compiled, same
+from tests.worlds import fake_world
 
 SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 
@@ -138,9 +137,7 @@ def test_calls_with_several_results_views_and_updates_in_place():
 
 
 def test_collectives_are_nodes_in_their_order():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
-        group = dist.group.WORLD.group_name
+    with fake_world(4) as group:
         c10d = torch.ops._c10d_functional
 
         def function(x: Tensor, y: Tensor) -> Tensor:
@@ -148,8 +145,6 @@ def test_collectives_are_nodes_in_their_order():
             return c10d.wait_tensor(flying) + (y @ y).sum()
 
         module = wrapped(function, torch.randn(8, 4), torch.randn(3, 3)).module
-    finally:
-        dist.destroy_process_group()
     names = [str(target) for target in targets(module)]
     assert names.index("_c10d_functional.all_gather_into_tensor.default") < names.index(
         "_c10d_functional.wait_tensor.default"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
 
 from overlapc.codegen.triton import TritonGenerator, products
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body, Load, Loop, Reduce, Store, op
 from tests.codegen.case import Case
 from tests.codegen.cubins import compile_source
+from tests.codegen.interpreted import interpreting
 from tests.codegen.product_cases import bf16, plain, product_cases
 from tests.codegen.terms import f32, p0, p1, r0
 
@@ -32,8 +32,7 @@ def small(body: Body) -> Tiling:
 def test_numbers_equal_eager(case: Case, tmp_path: Path):
     generator = TritonGenerator()
     assert generator.refuse(case.body) is None
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
+    with interpreting():
         for tiling in (None, small(case.body)):
             source = generator.generate(case.body, case.name, tiling=tiling)
             launcher = generator.load([source], tmp_path)[source.name]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import triton
 
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.candidates import MOST
 from tests.codegen.case import Case
+from tests.codegen.interpreted import interpreting
 from tests.codegen.product_cases import plain
 from tests.codegen.scan_cases import scan_cases
 from tests.codegen.terms import bf16
@@ -26,8 +26,7 @@ def test_numbers_equal_eager_in_each(case: Case, tmp_path: Path):
     generator = TritonGenerator()
     others = tilings_to_measure(case)[1:]
     sources = {each: generator.generate(case.body, case.name, tiling=each) for each in others}
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
+    with interpreting():
         launchers = generator.load(list(sources.values()), tmp_path)
         wrong = {each: case.run(launchers[source.name], source, "cpu") for each, source in sources.items()}
     assert not any(wrong.values()), {each: problems for each, problems in wrong.items() if problems}

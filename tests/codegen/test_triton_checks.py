@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import sympy
 import torch
-import triton
 
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.ir.body import Body, Checked, Constant, Load, Loop, Reduce, Store, op
@@ -24,13 +23,6 @@ def picks(count: int) -> Body:
     checked = Checked(where, inside, "an index is out of bounds")
     value = Load("table", AT, torch.float32, inside, ((AT, checked),))
     return Body((Loop(P, sympy.Integer(count)),), (), (Store("y", P, value, torch.float32),))
-
-
-@pytest.fixture
-def interpreter():
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
-        yield
 
 
 def launch(body: Body, tensors: dict[str, torch.Tensor], folder: Path) -> None:

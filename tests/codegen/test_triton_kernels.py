@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import triton
 
 from overlapc.codegen.triton import TritonGenerator
 from tests.codegen.case import Case
@@ -14,14 +13,6 @@ from tests.codegen.triton_cases import small
 from tests.codegen.triton_forms import variants
 
 CASES = small() + scan_cases()
-
-
-@pytest.fixture
-def interpreter():
-    """Kernels loaded in the test run in the interpreter, as with TRITON_INTERPRET=1."""
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
-        yield
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import triton
 
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.ir.body import OPERATIONS
 from tests.codegen.case import Case
+from tests.codegen.interpreted import interpreting
 from tests.codegen.triton_ops import BINARY, UNARY, all_cases
 
 
@@ -22,7 +22,6 @@ def test_operations_equal_eager(case: Case, tmp_path: Path):
     generator = TritonGenerator()
     assert generator.refuse(case.body) is None
     source = generator.generate(case.body, case.name)
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
+    with interpreting():
         problems = case.run(generator.load([source], tmp_path)[source.name], source, "cpu")
     assert not problems, "\n".join(problems)

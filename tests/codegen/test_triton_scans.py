@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import triton
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body, Load, Reduce, Scan, Store
+from tests.codegen.interpreted import interpreting
 from tests.codegen.terms import i64, loop, p0, r0
 
 
@@ -45,8 +45,7 @@ def test_every_division_gives_what_eager_has(
     x = torch.randint(-3, 4, (rows, length), generator=torch.Generator().manual_seed(seed))
     found = {name: torch.zeros(rows, length, dtype=i64) for name in ("total", "place", "again")}
     found |= {"x": x, "largest": torch.zeros(rows, dtype=i64)}
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
+    with interpreting():
         launcher = generator.load([source], tmp_path)[source.name]
         launcher(*(found[buffer] for buffer in source.buffers))
     place = x.cummax(1).indices

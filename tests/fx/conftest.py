@@ -1,14 +1,15 @@
-"""Graphs with collectives are traced on torch's fake process group: rank 0 of 4, no communication."""
+"""Graphs with collectives are traced on a fake process group: rank 0 of 4, no communication."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.worlds import fake_world
 
 
 @pytest.fixture(scope="module")
-def world():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield dist.group.WORLD.group_name
-    dist.destroy_process_group()
+def world() -> Iterator[str]:
+    with fake_world(4) as group:
+        yield group

@@ -19,13 +19,10 @@ from tests.fx.fsdp2_ops import empty, fill, gather, reduce
 from tests.parallel.tiny import Recorder, ops
 from tests.ranks import values_on_ranks
 
+pytestmark = pytest.mark.usefixtures("world", "fresh_dynamo")
+
 FLAT = {"all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "copy_", "resize_storage_bytes_", "cat"}
 RANKS = 4
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo(world):
-    torch._dynamo.reset()
 
 
 def graph_of(function: Any, *args: Any) -> fx.GraphModule:

@@ -15,13 +15,10 @@ from overlapc.fx.pack import CopyCosts, pack
 from overlapc.parallel import fully_shard
 from tests.parallel.tiny import Recorder, Tiny, batch, ops
 
+pytestmark = pytest.mark.usefixtures("world", "fresh_dynamo")
+
 # A tensor more costs 5 us and a kernel 2 us: below 300 bytes of shard (of four) copying wins.
 COSTS = CopyCosts(tensor_ns=5000, kernel_ns=2000, byte_ns=1.0)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo(world):
-    torch._dynamo.reset()
 
 
 def step_of(model: nn.Module, **how: object) -> tuple[fx.GraphModule, fx.GraphModule]:

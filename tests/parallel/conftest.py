@@ -1,20 +1,15 @@
-"""Sharded models are traced on torch's fake process group: rank 1 of 4, no communication."""
+"""Sharded models are traced on a fake process group: rank 1 of 4, no communication."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.worlds import fake_world
 
 
 @pytest.fixture(scope="module")
-def world():
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
+def world() -> Iterator[None]:
+    with fake_world(4, rank=1):
+        yield

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from overlapc.runtime.async_inputs import not_waited_for
+from tests.worlds import fake_world
 
 
 @pytest.fixture(autouse=True)
 def world():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
+    with fake_world(2):
+        yield
 
 
 def embedding() -> nn.Module:

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
 from overlapc.backend import overlapc as backend
 from overlapc.runtime.step import StepPlan
 from tests.runtime.beside_torch import OPTIONS, Compile, error_of, leaf, lean_calls, observed
+from tests.worlds import fake_world
 
 SCENARIOS: list[Any] = []
 
@@ -28,9 +27,8 @@ def scenario(function: Callable[[Compile], Any]) -> Callable[[Compile], Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    yield
-    dist.destroy_process_group()
+    with fake_world(4, rank=1):
+        yield
 
 
 @pytest.fixture

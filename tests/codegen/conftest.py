@@ -1,0 +1,23 @@
+"""What tests of generated code share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.codegen.cpp_kernels import Kernels
+from tests.codegen.interpreted import interpreting
+
+
+@pytest.fixture(scope="module")
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """BODIES of the test's file in C++, compiled together."""
+    return Kernels(request.module.BODIES, tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def interpreter() -> Iterator[None]:
+    """Triton kernels that the test loads are interpreted."""
+    with interpreting():
+        yield
