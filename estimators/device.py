@@ -102,7 +102,6 @@ class DeviceProfile:
     memory_bytes_per_s: float | None = None  # read + written
     kernel_floor_ns: float = 0.0  # the shortest a launched node takes on the device
     kernel_gap_ns: float = 0.0  # between the end of one kernel and the beginning of the next on its stream
-    kernel_gap_waiting_ns: float = 0.0  # the same in a graph whose collectives wait on other streams; 0: no longer
     launch_ns: float = 0.0  # host time to launch one node, whatever it is: how late an idle device begins with it
     host: HostCosts | None = None  # what a whole graph costs the host; None: not measured
     synchronous: bool = False  # compute runs on the launching thread, which so cannot run ahead

@@ -114,7 +114,7 @@ def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
     """What `profile_from_json` reads back to an equal profile."""
     values: dict[str, Any] = {f"flops_per_s.{dtype}": rate for dtype, rate in profile.flops_per_s.items()}
     for key in (
-        "memory_bytes_per_s", "kernel_floor_ns", "kernel_gap_ns", "kernel_gap_waiting_ns", "launch_ns", "synchronous",
+        "memory_bytes_per_s", "kernel_floor_ns", "kernel_gap_ns", "launch_ns", "synchronous",
         "multiprocessors", "collectives_wait_for_kernels", "collective_floor_ns", "ranks_per_host",
         "collective_slowdown", "coalesced_tensor_ns", "collective_gap_ns", "collective_load",
     ):  # fmt: skip

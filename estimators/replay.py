@@ -78,9 +78,7 @@ class Costs:
         self.queue = [number[node.group] for node in schedule.nodes]
         self.queues = len(groups)
         self.launch_ns = on_grid(profile.launch_ns)
-        # Hosts run ahead of devices, so up to the last one there is a collective that waits.
-        waiting_ns = profile.kernel_gap_waiting_ns if self.queues > 1 else 0.0
-        self.gap_ns = on_grid(max(profile.kernel_gap_ns, waiting_ns))
+        self.gap_ns = on_grid(profile.kernel_gap_ns)
 
     def is_collective(self, at: int) -> bool:
         """Whether the node at a position runs on a queue."""

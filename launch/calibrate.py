@@ -25,7 +25,6 @@ from overlapc.errors import ConfigError
 from overlapc.estimators.calibrate import Derived, cpu_derived, cpu_origin, profile_document
 from overlapc.estimators.effort import Effort
 from overlapc.estimators.measure import Measurement
-from overlapc.estimators.workloads import DTYPES, launcher
 from overlapc.launch.calibrate_host import host_costs, kernel_launch_ns
 from overlapc.launch.calibrate_kernels import gap_ns, generated
 from overlapc.launch.torchrun import RUN_DIR, check_world, rank_dir
@@ -103,22 +102,11 @@ def measure(measurement: Measurement) -> None:
         measurement.quantities["kernel_gap_ns"] = gap_ns(measurement)
     if dist.get_world_size() > 1:
         dist.barrier()  # ranks generate kernels at different speeds
-        if measurement.clock.queued:
-            measurement.quantities["kernel_gap_waiting_ns"] = _waiting_gap_ns(measurement)
         measurement.communication()
         measurement.contention()
         if measurement.clock.queued:
             measurement.say("the host's time for graphs")
             measurement.quantities["host"] = asdict(host_costs(measurement.clock, measurement.device, kernel_ns))
-
-
-def _waiting_gap_ns(measurement: Measurement) -> float:
-    """The gap between kernels while collectives of all ranks wait for them."""
-    assert dist.group.WORLD is not None
-    effort = measurement.effort
-    dtype = DTYPES[effort.collective_dtypes[0]]
-    behind = launcher("all_gather", dist.group.WORLD, effort.collective_bytes[0], dtype, measurement.device)
-    return gap_ns(measurement, behind)
 
 
 _began = time.monotonic()

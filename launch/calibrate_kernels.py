@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from overlapc.backend import overlapc
 from overlapc.estimators.beside import kernels_of
 from overlapc.estimators.calibrate import median_of
-from overlapc.estimators.clock import Launch, compute_ns, wait_all
+from overlapc.estimators.clock import compute_ns
 from overlapc.estimators.measure import Measurement
 from overlapc.report import record
 from overlapc.schedule.model import COMPUTE
@@ -113,13 +113,8 @@ _GAP_BYTES = 2**22  # that each of these reads; launches are hidden behind them
 _GAP_CALLS = 10
 
 
-def gap_ns(measurement: Measurement, behind: Launch | None = None) -> float:
-    """Between the end of a kernel and the begin of the next one, which is another, as in a graph; of a GPU.
-
-    behind: puts a collective in flight, on every rank. Then two of them wait for the kernels, as in a step whose host
-    runs ahead of its device. On H200s the gap is 0.9 to 1.1 µs while at most one other stream waits, 2.2 while two do;
-    NCCL has a stream of its own besides the process group's.
-    """
+def gap_ns(measurement: Measurement) -> float:
+    """Between the end of a kernel and the begin of the next one, which is another, as in a graph; of a GPU."""
     x = torch.ones(_GAP_BYTES // 4, device=measurement.device)
     compiled, _, _ = compile_alone(_different, (x,), fusion=False)
 
@@ -127,12 +122,9 @@ def gap_ns(measurement: Measurement, behind: Launch | None = None) -> float:
         measurement.clock.hold(1e-2)
         for _ in range(_GAP_CALLS):
             compiled(x)
-        wait_all([] if behind is None else [behind(), behind()])
 
-    if behind is not None:
-        behind().wait()
     with torch.no_grad():
-        spans = [span for span in kernels_of(launch) if not span.is_mark and not span.moves]
+        spans = [span for span in kernels_of(launch) if not span.is_mark]
     return statistics.median(after.start_ns - before.end_ns for before, after in itertools.pairwise(spans))
 
 

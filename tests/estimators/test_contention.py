@@ -126,13 +126,3 @@ def test_a_collective_behind_another_begins_between_kernels():
 def test_the_gap_between_kernels_is_idle_time():
     timeline = simulate(parse("a = kernel(x) : 0B 20ns; b = kernel(a) : 0B 20ns"), DeviceProfile("d", kernel_gap_ns=3))
     assert (timeline.step_ns, timeline.launch_idle_ns, timeline.compute_ns) == (46, 6, 40)
-
-
-def test_gaps_are_longer_in_a_graph_whose_collectives_wait_meanwhile():
-    profile = DeviceProfile("d", kernel_gap_ns=3, kernel_gap_waiting_ns=5)
-    text = "a = kernel(x) : 0B 20ns; b = kernel(a) : 0B 20ns"
-    assert simulate(parse(text), profile).step_ns == 46
-    with_collective = simulate(parse(f"{text}; g = all_gather(b) @dp : 0B 7ns; w = wait(g)"), profile)
-    assert (with_collective.launch_idle_ns, with_collective.step_ns) == (10, 57)
-    unmeasured = DeviceProfile("d", kernel_gap_ns=3)
-    assert simulate(with_collective.schedule, unmeasured).launch_idle_ns == 6
