@@ -13,7 +13,7 @@ from __future__ import annotations
 from overlapc.estimators.contention import Beside, load_of
 from overlapc.estimators.device import DeviceProfile, rate_at
 from overlapc.estimators.timeline import Timeline, simulate
-from overlapc.schedule.model import COMPUTE, Estimate, Kind, Node
+from overlapc.schedule.model import COMPUTE, Estimate, Kind, Node, Schedule
 
 
 def changes_clock(profile: DeviceProfile) -> bool:
@@ -23,32 +23,38 @@ def changes_clock(profile: DeviceProfile) -> bool:
 
 def settled(timeline: Timeline) -> Timeline:
     """The same order at the clock that its own load leaves; the same object where the profile knows no difference."""
-    profile, schedule = timeline.profile, timeline.schedule
-    if not changes_clock(profile) or timeline.step_ns <= 0:
-        return timeline
-    heat = rate_at(profile.heat, round(1000 * _busy_ns(timeline) / timeline.step_ns))
-    estimates = {}
-    for node in schedule.nodes:
-        times = _times(node, timeline)
-        if times > 1.0 and node.estimate is not None:
-            at_load = max(1.0, times * heat) / times
-            estimates[node.name] = Estimate(node.estimate.ns * at_load, node.estimate.source)
+    schedule, profile = timeline.schedule, timeline.profile
+    estimates = estimates_at_load(schedule, profile, timeline.step_ns)
     return simulate(schedule.with_estimates(estimates), profile) if estimates else timeline
 
 
-def _busy_ns(timeline: Timeline) -> float:
+def estimates_at_load(schedule: Schedule, profile: DeviceProfile, step_ns: float) -> dict[str, Estimate]:
+    """What takes another time than as estimated, at the clock that these nodes leave if all of them take `step_ns`."""
+    if not changes_clock(profile) or step_ns <= 0:
+        return {}
+    heat = rate_at(profile.heat, round(1000 * _busy_ns(schedule, profile) / step_ns))
+    estimates = {}
+    for node in schedule.nodes:
+        times = _times(node, profile)
+        if times > 1.0 and node.estimate is not None:
+            at_load = max(1.0, times * heat) / times
+            estimates[node.name] = Estimate(node.estimate.ns * at_load, node.estimate.source)
+    return estimates
+
+
+def _busy_ns(schedule: Schedule, profile: DeviceProfile) -> float:
     """Time of compute by itself, and of collectives as far as they draw power."""
     computing_ns = communicating_ns = 0.0
-    for node in timeline.schedule.nodes:
+    for node in schedule.nodes:
         if node.estimate is not None and node.kind in COMPUTE:
             computing_ns += node.estimate.ns
         elif node.estimate is not None and node.comm is not None:
             communicating_ns += node.estimate.ns
-    return computing_ns + timeline.profile.collective_load * communicating_ns
+    return computing_ns + profile.collective_load * communicating_ns
 
 
-def _times(node: Node, timeline: Timeline) -> float:
+def _times(node: Node, profile: DeviceProfile) -> float:
     if node.kind is not Kind.EXTERN or node.work is None:
         return 1.0
     kind = load_of(node).beside
-    return 1.0 if kind is Beside.MEMORY else timeline.profile.throttled(kind.value, node.work.flops)
+    return 1.0 if kind is Beside.MEMORY else profile.throttled(kind.value, node.work.flops)

@@ -7,7 +7,7 @@ on what `pipeline.FIRST` made, and ends with `pipeline.ENDS`. The ones that cost
 (`pipeline.FINER`), and `judge.best` says which of the two is kept and goes through `pipeline.AFTER`. A way that leaves
 next to nothing exposed ends the search, and so does their number times that of nodes: ways take their time, while on
 large schedules, which repeat themselves, they differ least. All of it goes by times at the clock that the first way
-leads to.
+leads to, or on the largest that what no order can beat leads to.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from overlapc.estimators.load import changes_clock, settled
+from overlapc.estimators.load import changes_clock, estimates_at_load
 from overlapc.passes.base import Context, Pass, PassReport, run_passes, select
 from overlapc.passes.judge import best, cost
 from overlapc.passes.pipeline import AFTER, ENDS, FINER, FIRST, LAST, WAYS, Way
@@ -25,6 +25,8 @@ from overlapc.schedule.model import Schedule
 GOOD_ENOUGH = 0.001
 # At most so many nodes in all the ways that are gone: two ways of 20,000 nodes take some seconds.
 NODES_IN_ALL = 40_000
+# Where there is time for no more than these, none is gone only to know the clock.
+FEW = 2
 # So many of the ways go through the last passes, if they cost no more than so many times what the best does before
 # them: on a captured step with two groups the second best, 0.8% behind, came out 2% ahead.
 FINISHED = 2
@@ -46,38 +48,48 @@ class _Ended:
 def run_ways(schedule: Schedule, ctx: Context) -> tuple[Schedule, tuple[PassReport, ...]]:
     """What the best way made of `schedule`, its nodes' estimates as they came, and the reports of the passes on it."""
     quiet = replace(ctx, dump=None, stop_after=None)
-    clocked = changes_clock(ctx.profile)
-    at_clock = _at_its_clock(schedule, quiet) if clocked else schedule
-    ended = _best_way(at_clock, quiet, gone=int(clocked))
+    clocked, gone = _at_its_clock(schedule, quiet) if changes_clock(ctx.profile) else (schedule, 0)
+    ended = _best_way(clocked, quiet, gone)
     after = select(AFTER)
     if ctx.dump is not None or ctx.stop_after is not None:  # asked for by the passes of the way that was chosen
         again = (*select(ended.way.first), *_passes(ended.way), *select(LAST), *after)
-        final, reports = run_passes(at_clock, ctx, again)
+        final, reports = run_passes(clocked, ctx, again)
     else:
         final, last = run_passes(ended.schedule, ctx, after)
         reports = (*ended.reports, *last)
-    if final is at_clock:
+    if final is clocked:
         return schedule, reports
-    if clocked:
+    if clocked is not schedule:
         final = final.with_estimates({node.name: node.estimate for node in schedule.nodes})
     return final, reports
 
 
-def _at_its_clock(schedule: Schedule, ctx: Context) -> Schedule:
-    """`schedule` with the times of the clock at which the first way leaves the device (`estimators/load.py`).
+def _at_its_clock(schedule: Schedule, ctx: Context) -> tuple[Schedule, int]:
+    """`schedule` with the times of the clock at which the first way leaves the device (`estimators/load.py`), and the
+    number of ways that were gone to know it: where there is time for two only, what no order can beat tells it as well.
 
     Ways are compared at one clock, and this is about what all of them lead to: at full load compute would take longer
     than it will, and hide more.
     """
-    ended, _ = run_passes(schedule, ctx, (*select(FIRST), *_passes(WAYS[0])))
-    at_clock = settled(ctx.timeline(ended)).schedule
-    return schedule.with_estimates({node.name: node.estimate for node in at_clock.nodes})
+    begun, _ = run_passes(schedule, ctx, select(FIRST))
+    gone = int(_affordable(begun) > FEW)
+    if gone:
+        ended, _ = run_passes(begun, ctx, _passes(WAYS[0]))
+        step_ns = ctx.timeline(ended).step_ns
+    else:
+        step_ns = ctx.timeline(begun).lower_bound_ns
+    return schedule.with_estimates(estimates_at_load(begun, ctx.profile, step_ns)), gone
+
+
+def _affordable(begun: Schedule) -> int:
+    """How many ways there is time for."""
+    return NODES_IN_ALL // max(1, len(begun.nodes))
 
 
 def _best_way(schedule: Schedule, ctx: Context, gone: int) -> _Ended:
     """Tries the ways, `gone` of those that there is time for being gone already."""
     begun, first = run_passes(schedule, ctx, select(FIRST))
-    count = max(1, NODES_IN_ALL // max(1, len(begun.nodes)) - gone)
+    count = _affordable(begun) - gone
     ended = sorted(_ends(begun, ctx, WAYS[: max(1, count - 1)]), key=lambda each: each.cost)
     finished: dict[tuple[float, float], _Ended] = {}  # by what they cost before the last passes: equal ones once
     for each in ended:
@@ -85,7 +97,7 @@ def _best_way(schedule: Schedule, ctx: Context, gone: int) -> _Ended:
             final, last = run_passes(each.schedule, ctx, select(LAST))
             finished[each.cost] = _Ended(each.way, final, (*first, *each.reports, *last), cost(final, ctx))
     found = min(finished.values(), key=lambda each: each.cost)
-    return found if count == 1 or _is_good_enough(found, ctx) else _finer(schedule, found, ctx)
+    return found if count <= 1 or _is_good_enough(found, ctx) else _finer(schedule, found, ctx)
 
 
 def _ends(begun: Schedule, ctx: Context, ways: Sequence[Way]) -> Iterator[_Ended]:

@@ -41,8 +41,13 @@ MOSTLY_IDLE = """
 """
 
 
-@pytest.mark.parametrize(("heat", "covers"), [((), ["m"]), (((700, 0.5), (1000, 1.0)), ["m", "k"])])
-def test_compute_covers_what_it_does_at_the_clock_that_the_step_leads_to(heat, covers):
+OFTEN_IDLE = ((700, 0.5), (1000, 1.0))
+
+
+@pytest.mark.parametrize("nodes_in_all", [1, 1000], ids=["by-bound", "by-first-way"])
+@pytest.mark.parametrize(("heat", "covers"), [((), ["m"]), (OFTEN_IDLE, ["m", "k"])], ids=["full-load", "idle"])
+def test_compute_covers_what_it_does_at_the_clock_that_the_step_leads_to(monkeypatch, heat, covers, nodes_in_all):
+    monkeypatch.setattr(ways, "NODES_IN_ALL", nodes_in_all)
     schedule, profile = parse(MOSTLY_IDLE), DeviceProfile("gpu", throttle={"matmul": ((1, 2.0),)}, heat=heat)
     result = run_pipeline(schedule, Context(profile=profile))
     order = order_of(result.schedule)
@@ -119,6 +124,14 @@ def test_large_schedules_try_fewer_ways_but_one(monkeypatch, tried, nodes_in_all
     monkeypatch.setattr(ways, "NODES_IN_ALL", nodes_in_all)
     run_pipeline(schedule, Context())
     assert tried == list(WAYS[:count])
+
+
+@pytest.mark.parametrize(("nodes_in_all", "gone"), [(5, [0]), (14, [0]), (15, [0, 0]), (20, [0, 0, 1])])
+def test_a_way_is_gone_to_know_the_clock_where_there_is_time_for_more_than_two(monkeypatch, tried, nodes_in_all, gone):
+    monkeypatch.setattr(ways, "NODES_IN_ALL", nodes_in_all)
+    profile = DeviceProfile("gpu", throttle={"matmul": ((1, 2.0),)}, heat=OFTEN_IDLE)
+    run_pipeline(parse(COMPUTE_COVERS), Context(profile=profile))
+    assert tried == [WAYS[at] for at in gone]
 
 
 @pytest.mark.parametrize(("exposed_ns", "count"), [(0, 1), (90, 1), (200, len(WAYS))])
