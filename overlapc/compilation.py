@@ -6,7 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,7 @@ from torch.fx import GraphModule, Node
 from overlapc import dump
 from overlapc.binding import bind, keeps
 from overlapc.codegen.build import build_program
-from overlapc.codegen.kernel import KernelSource
-from overlapc.codegen.parts import Partition, split
+from overlapc.codegen.parts import split
 from overlapc.codegen.pool import peak_bytes, pooled
 from overlapc.codegen.program import Program
 from overlapc.codegen.sources import generate_kernels, kernels_of
@@ -39,7 +38,7 @@ from overlapc.tracing import step_of
 from overlapc.warm import graph as warm_graph
 from overlapc.warm.environment import environment_key
 from overlapc.warm.fingerprint import NotCacheable, graph_key
-from overlapc.warm.printed import compiled_graph
+from overlapc.warm.printed import Generated
 from overlapc.warm.watch import StepWatch
 
 _log = logging.getLogger("overlapc")
@@ -95,18 +94,8 @@ def _build(
         assert kept is not None
         return Built(bind(kept, config, name, began, gm=gm), kept.record.after.step_ns, kept=True)
     generated = _generate(planned, inner, config, within)
-    generated.write(dumps)
-    compiled, objects = compiled_graph(
-        generated.program,
-        generated.kernels,
-        gm,
-        generated.report,
-        generated.counts,
-        collective_lines(planned.result.schedule),
-        tracked=config.check_lifecycle,
-        checks=config.checks,
-        partition=generated.parts,
-    )
+    _dump(generated, dumps)
+    compiled, objects = generated.printed(gm, tracked=config.check_lifecycle, checks=config.checks)
     graph = None
     if config.wrapper == "fx":
         from overlapc.codegen.fx import FxWrapper  # which registers an operator: not for those who do not need it
@@ -118,25 +107,14 @@ def _build(
     return Built(call, planned.result.after.step_ns, kept_now, graph.module if graph else None)
 
 
-@dataclass(frozen=True)
-class _Generated:
-    """A graph's code before it is printed, and what is said of it."""
-
-    program: Program
-    kernels: list[tuple[str, KernelSource]]  # device type and source
-    parts: Partition | None  # for CUDA graphs
-    report: GraphRecord
-    counts: dict[str, int]
-
-    def write(self, dumps: dump.Dumps) -> None:
-        """What of it the user wants to see."""
-        dumps.write("program", "program", lambda: str(self.program))
-        if self.parts is not None:
-            dumps.write("program", "parts", lambda: str(self.parts))
-        dumps.write("kernels", "kernels", lambda: "\n\n".join(source.text for source in self.program.kernels()))
+def _dump(generated: Generated, dumps: dump.Dumps) -> None:
+    dumps.write("program", "program", lambda: str(generated.program))
+    if generated.parts is not None:
+        dumps.write("program", "parts", lambda: str(generated.parts))
+    dumps.write("kernels", "kernels", lambda: "\n\n".join(source.text for source in generated.program.kernels()))
 
 
-def _generate(planned: Planned, inner: Mapping[GraphModule, Built], config: Config, within: bool) -> _Generated:
+def _generate(planned: Planned, inner: Mapping[GraphModule, Built], config: Config, within: bool) -> Generated:
     """Kernels, and the program that launches them."""
     result, lowered, tuning = planned.result, planned.lowered, planned.tuning
     schedule = result.schedule
@@ -159,7 +137,7 @@ def _generate(planned: Planned, inner: Mapping[GraphModule, Built], config: Conf
         report = replace(report, captured=parts.summary(), host_ns=None)  # which is of nodes launched one by one
         counts["cuda_graph_parts"] = len(parts.parts)
         _log.info("%s: %s", schedule.name, report.captured)
-    return _Generated(program, kernels_of(sources, schedule), parts, report, counts)
+    return Generated(program, kernels_of(sources, schedule), parts, report, counts, collective_lines(schedule))
 
 
 def _donated(schedule: Schedule, config: Config) -> set[str]:

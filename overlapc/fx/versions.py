@@ -105,15 +105,6 @@ def compiled_autograd(gm: Any) -> bool:
     return not isinstance(gm, fx.GraphModule) or config.compiled_autograd or autograd.compiled_autograd_enabled
 
 
-def is_opaque_input(value: Any) -> bool:
-    """Whether a placeholder's `meta["val"]` is neither tensor nor number.
-
-    torch 2.13 passes the DeviceMesh of a DTensor input to the graph as an input of its own, which the graph
-    only hands back with the gradient; torch 2.11 keeps it outside.
-    """
-    return not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
-
-
 def return_no_tangents(joint: fx.Graph, forward_outputs: int) -> None:
     """Let forward return the mesh of a DTensor as one of its own inputs, where torch 2.13 traced that of the gradient.
 

@@ -30,15 +30,7 @@ def _step(step: StepRecord) -> Iterator[Event]:
     start_ns = 0.0
     for number, graph in enumerate(step.graphs):
         for label, plan in (("after", graph.after), ("before", graph.before)):
-            for lane in lanes_of(plan.spans):
-                track = lane if label == "after" else f"{lane} (before the passes)"
-                if track not in threads:
-                    threads[track] = len(threads) + 1
-                    yield _meta(step.rank, threads[track], "thread_name", track)
-                    yield _meta(step.rank, threads[track], "thread_sort_index", threads[track])
-                for span in plan.spans:
-                    if span.lane == lane:
-                        yield _slice(step.rank, threads[track], span, start_ns, graph)
+            yield from _tracks(step.rank, threads, label, plan, start_ns, graph)
             yield from _arrows(step.rank, threads, label, plan, start_ns, f"{step.rank}.{number}.{label}")
         for time_ns, size_bytes in graph.memory:
             yield {
@@ -49,6 +41,20 @@ def _step(step: StepRecord) -> Iterator[Event]:
                 "args": {"bytes": size_bytes},
             }
         start_ns += max(graph.before.step_ns, graph.after.step_ns) + _PAUSE_NS
+
+
+def _tracks(
+    rank: int, threads: dict[str, int], label: str, plan: Plan, start_ns: float, graph: GraphRecord
+) -> Iterator[Event]:
+    """What ran on each resource; one that is met for the first time gets a number in `threads`."""
+    for lane in lanes_of(plan.spans):
+        track = lane if label == "after" else f"{lane} (before the passes)"
+        if track not in threads:
+            threads[track] = len(threads) + 1
+            yield _meta(rank, threads[track], "thread_name", track)
+            yield _meta(rank, threads[track], "thread_sort_index", threads[track])
+        on_lane = (span for span in plan.spans if span.lane == lane)
+        yield from (_slice(rank, threads[track], span, start_ns, graph) for span in on_lane)
 
 
 def _meta(pid: int, tid: int, name: str, value: str | int) -> Event:

@@ -1,10 +1,11 @@
-"""A program as what can be kept of it: the printed wrapper, its kernels' sources and its record."""
+"""A program printed: as what can be kept of it, the wrapper's text, its kernels' sources and its record."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule
@@ -17,35 +18,37 @@ from overlapc.report.model import GraphRecord
 from overlapc.warm.graph import NAME, CompiledGraph
 
 
-def compiled_graph(
-    program: Program,
-    kernels: Iterable[tuple[str, KernelSource]],
-    gm: GraphModule,
-    record: GraphRecord,
-    counts: Mapping[str, int],
-    order: Iterable[str],
-    *,
-    tracked: bool = False,
-    checks: frozenset[str] = frozenset(),
-    partition: Partition | None = None,
-) -> tuple[CompiledGraph, dict[str, Any]]:
-    """(what can be kept, the objects that its wrapper calls) of a program.
+@dataclass(frozen=True)
+class Generated:
+    """A graph's code before it is printed, and what is said of it."""
 
-    partition: its parts for CUDA graphs; a profiler's marks would not be in these, so the marked version has none.
-    """
-    anonymous = dataclasses.replace(program, name=NAME)
-    wrapper = PythonWrapper(anonymous, tracked=tracked, checks=checks, partition=partition)
-    marked = PythonWrapper(anonymous, marked=True, tracked=tracked, checks=checks)
-    attributes = {f"constant_{node.name}": str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
-    kept = CompiledGraph(
-        name=program.name,
-        wrapper=wrapper.source,
-        marked=marked.source,
-        objects=marked.texts,
-        constants={name: attributes[name] for name in program.constants},
-        kernels=tuple(kernels),
-        counts=dict(counts),
-        order=hashlib.sha256("\n".join(order).encode()).hexdigest(),
-        record=record,
-    )
-    return kept, {**wrapper.objects, **marked.objects}
+    program: Program
+    kernels: Sequence[tuple[str, KernelSource]]  # device type and source
+    parts: Partition | None  # for CUDA graphs
+    report: GraphRecord
+    counts: Mapping[str, int]  # what `counters["overlapc"]` says about it
+    order: Sequence[str]  # its collectives, one a line
+
+    def printed(
+        self, gm: GraphModule, *, tracked: bool, checks: frozenset[str]
+    ) -> tuple[CompiledGraph, dict[str, Any]]:
+        """(what can be kept, the objects that its wrapper calls). `gm` holds constants; for the rest see PythonWrapper.
+
+        A profiler's marks would not be in parts for CUDA graphs, so the marked version has none.
+        """
+        anonymous = dataclasses.replace(self.program, name=NAME)
+        wrapper = PythonWrapper(anonymous, tracked=tracked, checks=checks, partition=self.parts)
+        marked = PythonWrapper(anonymous, marked=True, tracked=tracked, checks=checks)
+        attributes = {f"constant_{node.name}": str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
+        kept = CompiledGraph(
+            name=self.program.name,
+            wrapper=wrapper.source,
+            marked=marked.source,
+            objects=marked.texts,
+            constants={name: attributes[name] for name in self.program.constants},
+            kernels=tuple(self.kernels),
+            counts=dict(self.counts),
+            order=hashlib.sha256("\n".join(self.order).encode()).hexdigest(),
+            record=self.report,
+        )
+        return kept, {**wrapper.objects, **marked.objects}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from overlapc.errors import ConfigError
-from overlapc.fx.versions import check_torch_version, is_opaque_input
+from overlapc.fx.versions import check_torch_version
 
 
 def test_this_torch_is_supported():
@@ -25,9 +25,3 @@ def test_versions_out_of_range_say_what_is_needed(version):
     with pytest.raises(ConfigError) as error:
         check_torch_version(version)
     assert str(error.value) == f"torch {version} is not supported: overlapc needs torch>=2.11,<2.14"
-
-
-def test_tensors_and_sizes_are_not_opaque():
-    assert not is_opaque_input(torch.ones(1))
-    assert not is_opaque_input(3)
-    assert is_opaque_input(object())
