@@ -95,7 +95,7 @@ def with_trace(graph: GraphRecord, trace: Trace, last: int = 0) -> GraphRecord:
     times = typical([run_times(run, collectives.__contains__, trace.on_device) for run in runs])
     measured = Measured(
         len(runs), times.step_ns, times.compute_ns, times.comm_ns, times.exposed_ns, times.idle_ns, times.nodes,
-        times.beside,
+        times.beside, times.late_ns,
     )  # fmt: skip
     return replace(graph, measured=measured)
 

@@ -69,11 +69,12 @@ class Measured:
     step_ns: float  # from the first thing launched to the end of the last
     compute_ns: float
     comm_ns: float
-    exposed_ns: float  # communication beside which no compute ran
-    idle_ns: float
+    exposed_ns: float  # communication beside which no compute ran, because the next kernel waited for it
+    idle_ns: float  # the rest of the step, such as gaps between kernels
     nodes: Mapping[str, float] = field(default_factory=dict)  # node -> ns
     # node -> the share of its time in which communication (of a collective: compute) ran, too
     beside: Mapping[str, float] = field(default_factory=dict)
+    late_ns: float = 0.0  # of the idle time: in which the host had yet to launch the next kernel
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,9 @@ def _measured_lines(step: StepRecord) -> Iterator[str]:
     if measured and len(measured) == len(step.graphs):
         parts = [("compute", "compute_ns"), ("exposed", "exposed_ns"), ("idle", "idle_ns")]
         sums = [f"{what} {ms(sum(getattr(each, name) for each in measured))}" for what, name in parts]
-        yield f"measured     {ms(sum(each.step_ns for each in measured))}: {', '.join(sums)}"
+        late_ns = sum(each.late_ns for each in measured)
+        for_host = f", of it {ms(late_ns)} for the host" if late_ns else ""
+        yield f"measured     {ms(sum(each.step_ns for each in measured))}: {', '.join(sums)}{for_host}"
 
 
 def _work(spent: Spent) -> str:

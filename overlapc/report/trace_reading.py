@@ -8,8 +8,9 @@ of a kernel or call, and a collective is what gloo did next after its mark.
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -49,8 +50,9 @@ class RunTimes:
     step_ns: float  # from the first thing launched to the end of the last
     compute_ns: float
     comm_ns: float
-    exposed_ns: float  # communication beside which no compute ran
-    idle_ns: float
+    exposed_ns: float  # communication beside which no compute ran, because the next kernel waited for it
+    idle_ns: float  # nothing ran, or communication beside the gap between two kernels
+    late_ns: float  # of the idle time: in which the host had yet to launch the next kernel
     nodes: Mapping[str, float]  # node -> ns, of all that were seen to run
     beside: Mapping[str, float]  # node -> the share of that in which communication (of a collective: compute) ran, too
 
@@ -168,8 +170,36 @@ def run_times(run: Sequence[Marked], communicates: Callable[[str], bool], on_dev
     # On a CPU the host is the compute stream, and what it does between the nodes is part of the step.
     bounds = busy if on_device else merged([*busy, *(marked.host for marked in run)])
     step_ns = bounds[-1][1] - bounds[0][0] if bounds else 0.0
-    computing, working = length(compute), length(busy)
-    return RunTimes(step_ns, computing, length(comm), working - computing, step_ns - working, nodes, beside)
+    gaps = list(_gaps(run, communicates)) if on_device else []
+    exposed = length(busy) - length(compute) - communicated.met(gap.between for gap in gaps)
+    return RunTimes(
+        step_ns, length(compute), length(comm), exposed, step_ns - length(compute) - exposed,
+        sum(gap.late_ns for gap in gaps), nodes, beside,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """From the end of a kernel to the begin of the next, for which nothing there had to wait."""
+
+    between: Interval
+    late_ns: float  # of it, before the host began to launch that next one
+
+
+def _gaps(run: Sequence[Marked], communicates: Callable[[str], bool]) -> Iterator[_Gap]:
+    """Between kernels of a device's compute stream, in the order of their launches."""
+    end, waited = math.inf, False
+    for marked in run:
+        if marked.label.how == "start":
+            continue
+        if marked.label.how == "wait" or communicates(marked.label.node):
+            waited = True
+            continue
+        for number, (begin, until) in enumerate(merged(marked.work)):
+            if begin > end and not (waited and number == 0):
+                late_ns = max(0.0, min(begin, marked.host[0]) - end) if number == 0 else 0.0
+                yield _Gap((end, begin), late_ns)
+            end, waited = until, False
 
 
 def typical(runs: Sequence[RunTimes]) -> RunTimes:
@@ -181,6 +211,7 @@ def typical(runs: Sequence[RunTimes]) -> RunTimes:
         comm_ns=median(run.comm_ns for run in runs),
         exposed_ns=median(run.exposed_ns for run in runs),
         idle_ns=median(run.idle_ns for run in runs),
+        late_ns=median(run.late_ns for run in runs),
         nodes={name: median(run.nodes[name] for run in runs if name in run.nodes) for name in names},
         beside={name: median(run.beside[name] for run in runs if name in run.beside) for name in names},
     )
@@ -209,14 +240,18 @@ class Covered:
         """`intervals` as `merged` makes them."""
         return cls(intervals, [start for start, _ in intervals])
 
-    def share(self, others: Iterable[Interval]) -> float:
+    def share(self, others: Sequence[Interval]) -> float:
         """The part of `others`, which do not overlap each other, that is covered."""
-        met = asked = 0.0
+        asked = length(others)
+        return self.met(others) / asked if asked else 0.0
+
+    def met(self, others: Iterable[Interval]) -> float:
+        """How much of `others`, which do not overlap each other, is covered, in ns."""
+        met = 0.0
         for start, end in others:
-            asked += end - start
             for at in range(max(0, bisect_right(self.starts, start) - 1), bisect_right(self.starts, end)):
                 met += max(0.0, min(end, self.intervals[at][1]) - max(start, self.starts[at]))
-        return met / asked if asked else 0.0
+        return met
 
 
 def length(intervals: Iterable[Interval]) -> float:

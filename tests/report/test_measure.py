@@ -94,6 +94,24 @@ def test_kernels_belong_to_the_mark_around_their_launch(gpu_trace):
     assert measured.beside == {"ag0": pytest.approx(1 / 3), "k0": 1.0, "mm0": 0.0}
 
 
+def test_a_gap_that_waits_for_no_collective_is_idle_whatever_flies_beside_it(tmp_path):
+    events = [
+        mark("start", "ag0", 0, 5), launch(0, 1), kernel(0, 100, 60, "ncclDevKernel_AllGather"),
+        mark("launch", "k0", 6, 3), launch(1, 7), kernel(1, 100, 10),
+        mark("launch", "k1", 10, 3), launch(2, 11), kernel(2, 113, 7),  # 3 us between kernels
+        mark("launch", "k2", 125, 3), launch(3, 126), kernel(3, 130, 10),  # 10 us, for 5 of which the host is late
+        mark("wait", "w0", 130, 2),
+        mark("call", "mm0", 133, 9), launch(4, 134), kernel(4, 165, 5), launch(5, 135), kernel(5, 172, 3),
+    ]  # fmt: skip
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    measured = with_trace(GRAPH, read_trace(path)).measured
+    assert (measured.step_ns, measured.compute_ns) == (75 * US, 35 * US)
+    assert measured.exposed_ns == 20 * US  # from the end of k2 to that of ag0, for which mm0 waits
+    assert measured.idle_ns == (3 + 10 + 5 + 2) * US
+    assert measured.late_ns == 5 * US
+
+
 def test_only_the_last_runs_count_when_asked(tmp_path):
     path = tmp_path / "trace.json"
     slower = [
