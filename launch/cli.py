@@ -324,7 +324,7 @@ def report(
 
 @app.command()
 def options(
-    markdown: Annotated[bool, typer.Option("--markdown", help="as the rows of README.md's table")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="as the rows of docs/OPTIONS.md")] = False,
 ) -> None:
     """List every option: its variable, default and meaning."""
     if markdown:

@@ -1,22 +1,39 @@
-"""README.md says what is so."""
+"""README.md and docs/OPTIONS.md say what is so."""
 
 from __future__ import annotations
 
 import re
 
+from overlapc.config import Config
 from overlapc.launch.cli import app, option_rows
 from tests import ROOT
 
 README = (ROOT / "README.md").read_text()
+OPTIONS = (ROOT / "docs" / "OPTIONS.md").read_text()
 
 
 def test_the_options_table_is_the_configuration():
     """`overlapc options --markdown` prints the rows to paste."""
-    rows = dict(re.findall(r"^\| `(\w+)` (\| `OVERLAPC_\w+` \| .* \|)$", README, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+)` (\| `OVERLAPC_\w+` \| .* \|)$", OPTIONS, re.MULTILINE))
     assert list(rows) == [name for name, *_ in option_rows()]
     for name, variable, default, meaning in option_rows():
         shown = "~/.cache/overlapc" if name == "cache_dir" else default  # which differs between machines
         assert rows[name] == f"| `{variable}` | {shown} | {meaning} |"
+
+
+def test_the_options_that_readme_sets_are_there_and_take_these_values():
+    shown = re.findall(r"`([a-z_]+)=([\w.]+)`", README[README.index("The options asked for most") :])
+    ours = [each for each in shown if each[0] not in ("check_nan", "reshard_after_forward", "profile")]
+    assert len(ours) >= 8
+    for name, value in ours:
+        assert getattr(Config.of({name: value}), name) != getattr(Config(), name)
+
+
+def test_the_figures_that_readme_gives_are_those_of_the_benchmarks():
+    measured = (ROOT / "docs" / "BENCHMARKS.md").read_text()
+    figures = re.findall(r"\b(\d+\.\d+) (?:ms|GiB|times)\b", README[: README.index("## Quick start")])
+    assert len(figures) > 6
+    assert not [figure for figure in figures if not re.search(rf"\b{re.escape(figure)}\b", measured)]
 
 
 def test_every_command_is_shown_and_every_shown_command_exists():
@@ -37,4 +54,8 @@ def test_every_example_is_listed():
 
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\((?!http)([^)]+)\)", README):
-        assert (ROOT / target).exists(), target
+        path, _, section = target.partition("#")
+        page = ROOT / (path or "README.md")
+        assert page.exists(), target
+        headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE) if section else []
+        assert not section or section in [heading.lower().replace(" ", "-") for heading in headings], target
