@@ -108,7 +108,7 @@ def _rate(measurement: Measurement, kernel: Kernel, size_bytes: int) -> float:
         return moved / (sum(span.ns for span in spans) / len(several)) * 1e9
 
 
-_DIFFERENT = (torch.sin, torch.exp, torch.cos, torch.tanh, torch.sigmoid, torch.atan, torch.erf, torch.relu)
+UNLIKE = (torch.sin, torch.exp, torch.cos, torch.tanh, torch.sigmoid, torch.atan, torch.erf, torch.relu)
 _GAP_BYTES = 2**22  # that each of these reads; launches are hidden behind them
 _GAP_CALLS = 10
 
@@ -116,7 +116,7 @@ _GAP_CALLS = 10
 def gap_ns(measurement: Measurement) -> float:
     """Between the end of a kernel and the begin of the next one, which is another, as in a graph; of a GPU."""
     x = torch.ones(_GAP_BYTES // 4, device=measurement.device)
-    compiled, _, _ = compile_alone(_different, (x,), fusion=False)
+    compiled, _, _ = compile_alone(unlike, (x,), fusion=False)
 
     def launch() -> None:
         measurement.clock.hold(1e-2)
@@ -128,8 +128,8 @@ def gap_ns(measurement: Measurement) -> float:
     return statistics.median(after.start_ns - before.end_ns for before, after in itertools.pairwise(spans))
 
 
-def _different(x: Tensor) -> tuple[Tensor]:
-    for function in _DIFFERENT:
+def unlike(x: Tensor) -> tuple[Tensor]:
+    for function in UNLIKE:
         x = function(x)
     return (x,)
 

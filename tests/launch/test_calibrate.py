@@ -71,11 +71,11 @@ def test_the_chain_has_a_launch_for_each_op():
 
 
 def test_kernels_between_which_gaps_are_measured_are_different_ones():
-    compiled, _, launches = compile_alone(calibrate_kernels._different, (torch.ones(16),), fusion=False)
-    assert launches == len(calibrate_kernels._DIFFERENT) == len(set(calibrate_kernels._DIFFERENT))
+    compiled, _, launches = compile_alone(calibrate_kernels.unlike, (torch.ones(16),), fusion=False)
+    assert launches == len(calibrate_kernels.UNLIKE) == len(set(calibrate_kernels.UNLIKE))
     (graph,) = record.report_of_process().steps[0].graphs[-1:]
     assert graph.kernels == launches
-    torch.testing.assert_close(compiled(torch.ones(16))[0], calibrate_kernels._different(torch.ones(16))[0])
+    torch.testing.assert_close(compiled(torch.ones(16))[0], calibrate_kernels.unlike(torch.ones(16))[0])
 
 
 def host_costs_here():
