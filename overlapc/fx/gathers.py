@@ -48,6 +48,8 @@ CARRIERS: frozenset[Any] = frozenset(
     }
 )
 
+_GATHERS = frozenset({_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_coalesced.default})
+
 # What `fully_shard` does to a gradient: f(x + y) == f(x) + f(y) for each of them.
 _LINEAR: frozenset[Any] = CARRIERS - {operator.getitem} | {
     _c10d.reduce_scatter_tensor.default,
@@ -104,22 +106,31 @@ def merge_gathers(graph: fx.Graph) -> int:
     """Merge equal gathers in an ATen graph, with equal casts and pads before them; returns how many nodes went."""
     wanted: set[fx.Node] = set()
     for start in graph.nodes:
-        if start.target in (
-            _c10d.all_gather_into_tensor.default,
-            _c10d.all_gather_into_tensor_coalesced.default,
-        ):
-            wanted.add(start)
-            wanted.update(user for user in start.users if user.target in (_c10d.wait_tensor.default, operator.getitem))
-            pending = list(start.all_input_nodes)
-            while pending:
-                node = pending.pop()
-                if node.target in CARRIERS and node not in wanted:
-                    wanted.add(node)
-                    pending.extend(node.all_input_nodes)
-    for node in tuple(wanted):  # waits on the parts of a coalesced gather
-        if node.target is operator.getitem:
-            wanted.update(user for user in node.users if user.target is _c10d.wait_tensor.default)
+        if start.target in _GATHERS:
+            wanted.update((start, *_carriers_before(start), *_waits_behind(start)))
     return merge_equal(graph, lambda node: "gathered" if node in wanted else None)
+
+
+def _carriers_before(start: fx.Node) -> Iterator[fx.Node]:
+    """Casts, pads and views that a launch's inputs come through."""
+    seen: set[fx.Node] = set()
+    pending = list(start.all_input_nodes)
+    while pending:
+        node = pending.pop()
+        if node.target in CARRIERS and node not in seen:
+            seen.add(node)
+            yield node
+            pending.extend(node.all_input_nodes)
+
+
+def _waits_behind(start: fx.Node) -> Iterator[fx.Node]:
+    """The waits for a launch; with the parts of a coalesced one, which are waited for one by one."""
+    for user in start.users:
+        if user.target is _c10d.wait_tensor.default:
+            yield user
+        elif user.target is operator.getitem:
+            yield user
+            yield from (wait for wait in user.users if wait.target is _c10d.wait_tensor.default)
 
 
 def merge_reductions(graph: fx.Graph) -> int:
