@@ -14,7 +14,7 @@ from overlapc.estimators.timeline import simulate
 from overlapc.schedule.model import COMPUTE, Comm, Kind, Node, Schedule
 
 KINDS = {Kind.START: "collectives", Kind.COMM: "collectives", Kind.KERNEL: "kernels", Kind.EXTERN: "library calls"}
-_APART = 0.02  # of a node's time: company for less than that is none, for all but that is company throughout
+APART = 0.02  # of a node's time: company for less than that is none, for all but that is company throughout
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Seen:
     @property
     def was_alone(self) -> bool:
         """Whether it was seen to have nothing beside it."""
-        return self.beside is not None and self.beside <= _APART
+        return self.beside is not None and self.beside <= APART
 
     @property
     def seen_alone_ns(self) -> float:
@@ -56,7 +56,7 @@ class Seen:
     @property
     def has_company(self) -> bool:
         """Whether it was seen to have something beside it all the time."""
-        return self.beside is not None and self.beside >= 1 - _APART
+        return self.beside is not None and self.beside >= 1 - APART
 
     @property
     def off(self) -> float:
@@ -114,7 +114,7 @@ def _company(
     nodes: Sequence[Node], at: int, beside: Mapping[int, float], span_ns: float
 ) -> tuple[Load | None, Comm | None]:
     if nodes[at].comm is None:
-        always = [other for other, ns in beside.items() if ns >= span_ns * (1 - _APART)]
+        always = [other for other, ns in beside.items() if ns >= span_ns * (1 - APART)]
         return load_of(nodes[at]), nodes[always[0]].comm if len(beside) == len(always) == 1 else None
     by_load: dict[bool, float] = defaultdict(float)
     for other, ns in beside.items():

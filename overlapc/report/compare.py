@@ -8,6 +8,7 @@ from statistics import median
 
 from tabulate import tabulate
 
+from overlapc.estimators.observed import APART
 from overlapc.report.memory import peaks
 from overlapc.report.model import GraphRecord, StepRecord
 from overlapc.report.times import ms, us
@@ -16,7 +17,6 @@ from overlapc.schedule.text import parse
 from overlapc.units import human_bytes
 
 FAR_OFF = 0.20  # a prediction further off than this is flagged
-_APART = 0.02  # of a node's time: less company does not count, more than the rest of it is company throughout
 _WORST = 8  # nodes shown in the totals
 _KINDS = {Kind.START: "collective", Kind.COMM: "collective", Kind.KERNEL: "kernel", Kind.EXTERN: "library call"}
 _HEADERS = ("node", "what", "of", "alone µs", "predicted µs", "measured µs", "ratio", "")
@@ -46,14 +46,14 @@ class Row:
     @property
     def alone_ratio(self) -> float | None:
         """Measured over the estimate; None for what ran beside something, or if one is missing."""
-        if self.beside is None or self.beside > _APART or not self.alone_ns or self.measured_ns is None:
+        if self.beside is None or self.beside > APART or not self.alone_ns or self.measured_ns is None:
             return None
         return self.measured_ns / self.alone_ns
 
     @property
     def slowdown_error(self) -> float | None:
         """By how many hundredths of its time alone contention was misjudged; None unless it had company throughout."""
-        if self.beside is None or self.beside < 1 - _APART or not self.alone_ns or self.measured_ns is None:
+        if self.beside is None or self.beside < 1 - APART or not self.alone_ns or self.measured_ns is None:
             return None
         return 100 * abs(self.measured_ns - self.predicted_ns) / self.alone_ns
 
