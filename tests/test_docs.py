@@ -41,7 +41,7 @@ def test_the_files_that_a_page_names_are_there(page: Path) -> None:
     named = {
         (line, path)
         for line, text in quoted(page)
-        for path in text.split()
+        for path in (word.split("#")[0] for word in text.split())
         if path not in _MADE_BY_RUNS and _PATH.fullmatch(path)
     }
     assert named
