@@ -7,8 +7,9 @@
     values = values_on_ranks(work, 2, 0.5)      # or: the values, and the test fails with every rank's traceback
 
 Launcher and ranks are forked from a server that has imported torch and the compiler and has done nothing else: a new
-interpreter for each would take 2 to 5 seconds of a core to get as far. Still, tests share a launch where they can: let
-`work` go through many cases and return what it saw. Whatever happens, all of them are gone when the call returns.
+interpreter for each would take 2 to 5 seconds of a core to get as far. Only over NCCL are ranks new interpreters. Still,
+tests share a launch where they can: let `work` go through many cases and return what it saw. Whatever happens, all
+processes are gone when the call returns.
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ def _launch(job: _Job, nproc: int, environment: dict[str, str]) -> None:
         rdzv_endpoint="localhost:0",
         max_restarts=job.max_restarts,
         monitor_interval=0.1,
-        start_method="fork",
+        # CUDA survives no fork once it was asked how many devices there are, which modules do that are imported here.
+        start_method="fork" if job.backend == "gloo" else "spawn",
         logs_specs=DefaultLogsSpecs(log_dir=str(job.out / "torchrun")),
     )
     elastic_launch(how, _work)(job)
