@@ -7,9 +7,9 @@
     values = values_on_ranks(work, 2, 0.5)      # or: the values, and the test fails with every rank's traceback
 
 Launcher and ranks are forked from a server that has imported torch and the compiler and has done nothing else: a new
-interpreter for each would take 2 to 5 seconds of a core to get as far. Only over NCCL are ranks new interpreters. Still,
-tests share a launch where they can: let `work` go through many cases and return what it saw. Whatever happens, all
-processes are gone when the call returns.
+interpreter for each would take 2 to 5 seconds of a core to get as far. Only over NCCL are ranks new interpreters.
+Still, tests share a launch where they can: let `work` go through many cases and return what it saw. Whatever happens,
+all processes are gone when the call returns.
 """
 
 from __future__ import annotations
