@@ -2,10 +2,10 @@
 
     python benchmarks/host_time.py --device cuda                      # microseconds a call, by system
     python benchmarks/host_time.py --device cpu --profile overlapc    # functions by their own time
-    python benchmarks/host_time.py --device cpu --problem 'TP x FSDP' --systems overlapc,overlapc-wrapped,inductor
+    python benchmarks/host_time.py --device cpu --problem 'TP x FSDP' --systems overlapc,inductor
 
 Systems alternate; medians and the least samples. On a GPU the stream is not waited for within a sample. Sharded models
-are those of sharded_subject.py; `overlapc-wrapped` is overlapc under AOTAutograd's wrapper.
+are those of sharded_subject.py, which says what `overlapc-wrapped` and `overlapc-trusting` are.
 """
 
 from __future__ import annotations

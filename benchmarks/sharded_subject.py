@@ -20,6 +20,7 @@ from overlapc.warm import watch
 
 SHARDINGS = {"TP": (1, 2), "FSDP": (4, 1), "TP x FSDP": (2, 2)}  # ways of data and of tensor parallelism
 WRAPPED = "overlapc-wrapped"  # as overlapc is where it must leave a step to AOTAutograd's wrapper
+TRUSTING = "overlapc-trusting"  # with overlapc.trust_modules
 SHAPE = LlamaConfig(dim=64, layers=4, heads=4, kv_heads=2, ffn=128, vocab=64, max_seq=32)
 
 
@@ -43,10 +44,11 @@ class ShardedSubject:
         self.model.__class__ = type(kind.__name__, (kind,), {"forward": copied(Llama.forward, f"forward_{id(self)}")})
         self.tokens = torch.randint(SHAPE.vocab, (1, SHAPE.max_seq), device=device)
         self.targets = self.tokens.roll(-1, 1)
-        name = system.replace(WRAPPED, "overlapc")
         self.step: Callable[..., Tensor] = self.model
         if system != "eager":
-            self.step = torch.compile(self.model, backend=backend_of(name), dynamic=False)
+            name = "overlapc" if system in (WRAPPED, TRUSTING) else system
+            options = {"guard_filter_fn": overlapc.trust_modules} if system == TRUSTING else None
+            self.step = torch.compile(self.model, backend=backend_of(name), dynamic=False, options=options)
         asked = watch.dtensor_step_metadata
         if system == WRAPPED:
             watch.dtensor_step_metadata = lambda outputs: None

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
         ScheduleError,
         ToolchainError,
     )
-    from overlapc.parallel import adopt_fsdp2, fully_shard, no_sync
+    from overlapc.parallel import adopt_fsdp2, fully_shard, no_sync, trust_modules
 
 __version__ = "0.1.0"
 
 # Imported when first used: `import overlapc` costs nothing, and the command line answers before torch is there.
 _HOMES = {
     "Config": "overlapc.config",
-    **dict.fromkeys(("adopt_fsdp2", "fully_shard", "no_sync"), "overlapc.parallel"),
+    **dict.fromkeys(("adopt_fsdp2", "fully_shard", "no_sync", "trust_modules"), "overlapc.parallel"),
     **dict.fromkeys(
         (
             "CompileError",
@@ -57,6 +57,7 @@ __all__ = [
     "fully_shard",
     "no_sync",
     "report",
+    "trust_modules",
 ]
 
 

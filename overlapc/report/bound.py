@@ -65,7 +65,7 @@ class Spent:
             return Cause(
                 f"the host: it needs {ms(self.host_ns)}, the device {ms(self.device_ns)}",
                 "more work in each launch (batch, sequence); cuda_graphs=True, for small models; larger groups of"
-                " fully_shard",
+                " fully_shard; guard_filter_fn=overlapc.trust_modules, for parameters that are DTensors",
             )
         if busy_ns > self.compute_ns:
             return Cause(

@@ -9,11 +9,50 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from overlapc.runtime.support import LayoutError
+
 Call = Callable[[list[Any]], Any]
+
+
+class KnownDTensors:
+    """What a step was compiled for, as far as its graphs do not look themselves, as they do at sizes.
+
+    Dynamo's guards hold it, unless `overlapc.trust_modules` dropped them.
+    """
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        """inputs: of the first call."""
+        self._known = [(at, *_known_of(value)) for at, value in enumerate(inputs) if isinstance(value, DTensor)]
+
+    def check(self, inputs: Sequence[Any]) -> None:
+        """LayoutError if a DTensor is another than it was."""
+        for at, spec, dtype, device, requires_grad in self._known:
+            value = inputs[at]
+            local = value._local_tensor
+            if (
+                (value._spec is not spec and (value._spec.mesh, value._spec.placements) != (spec.mesh, spec.placements))
+                or local.dtype != dtype
+                or local.device != device
+                or value.requires_grad != requires_grad
+            ):
+                raise LayoutError(
+                    f"input {at} of a compiled step is a DTensor {_text(*_known_of(value))}, but the step was compiled"
+                    f" for {_text(spec, dtype, device, requires_grad)}\nhint: Dynamo recompiles for another parameter"
+                    " without guard_filter_fn=overlapc.trust_modules; with it, torch._dynamo.reset() compiles again"
+                )
+
+
+def _known_of(value: DTensor) -> tuple[Any, torch.dtype, torch.device, bool]:
+    return value._spec, value._local_tensor.dtype, value._local_tensor.device, value.requires_grad
+
+
+def _text(spec: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> str:
+    return f"{spec.placements} on {spec.mesh} ({dtype}, {device}, requires_grad={requires_grad})"
 
 
 class Remade:

@@ -6,7 +6,7 @@ gradients are DTensors, AOTAutograd tells only what it makes itself, so its firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.fx.versions import StepMetadata, dtensor_step_metadata, mark_dynamic, step_metadata
+from overlapc.runtime.dtensors import KnownDTensors, Remade, giving_dtensors, taking_dtensors
 from overlapc.runtime.step import Call, StepPlan, step_function
 from overlapc.runtime.tangents import SizedTangent, Tangent
 from overlapc.warm.fingerprint import shared_memory
@@ -96,21 +97,28 @@ class StepWatch:
         def step(*inputs: Any) -> Any:
             if self.function is None and self._called:
                 self.function = self._ready
-            if self.function is not None:
-                return self.function(*inputs)
-            outputs = compiled(*inputs)
-            if not self._called:
-                self._called = True
-                self._returned(outputs)
+            self._called = True
+            return (self.function or compiled)(*inputs)
+
+        return step if self._plain else self._told_by_its_first_call(step)
+
+    def _told_by_its_first_call(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """`step`, of which AOTAutograd tells us too little before."""
+        known: KnownDTensors | None = None
+
+        def call(*inputs: Any) -> Any:
+            nonlocal known
+            if known is not None:
+                known.check(inputs)
+                return step(*inputs)
+            outputs = step(*inputs)
+            known = KnownDTensors(inputs)
+            if self._trains:
+                self._metadata = dtensor_step_metadata(outputs)
+                self._finish()
             return outputs
 
-        return step
-
-    def _returned(self, outputs: Iterable[Any]) -> None:
-        """AOTAutograd's wrapper ran the first call."""
-        if not self._plain and self._trains:
-            self._metadata = dtensor_step_metadata(outputs)
-            self._finish()
+        return call
 
     def _finish(self) -> None:
         """Makes the step once all is known that it takes, and keeps one of plain tensors."""
@@ -125,8 +133,6 @@ class StepWatch:
             return
         call, call_back = forward.call, (backward or forward).call
         if not self._plain:
-            from overlapc.runtime.dtensors import Remade, giving_dtensors, taking_dtensors
-
             gradients = [
                 each.at if each.make is None else Remade(each.at, each.mesh_at, each.make)
                 for each in metadata.gradients
