@@ -32,6 +32,7 @@ class Spent:
     device_ns: float  # a step, as far as the device goes
     host_ns: float | None  # what the host needs for it; None: not known
     compute_ns: float  # with what communication beside it costs it
+    slowed_ns: float  # which is this much, where it is known
     exposed_ns: float  # compute stands still for communication
     queues_ns: dict[str, float]  # how long each has something to do, the longest first
     work: tuple[Work, ...]  # what compute consists of, the longest first
@@ -41,6 +42,7 @@ class Spent:
         """Adds up the spans of the final order."""
         lanes: dict[str, float] = defaultdict(float)
         work: dict[str, list[float]] = defaultdict(list)
+        alone_ns = [graph.alone_ns for graph in step.graphs]
         for graph in step.graphs:
             for span in graph.after.spans:
                 if span.kind == "idle":
@@ -49,10 +51,12 @@ class Spent:
                 if span.lane == "compute":
                     what = _NUMBER.sub("", span.node) if span.kind == Kind.EXTERN.value else _GENERATED
                     work[what].append(span.end_ns - span.start_ns)
+        compute_ns = lanes.pop("compute", 0.0)
         return cls(
             step.device_ns,
             step.host_ns,
-            lanes.pop("compute", 0.0),
+            compute_ns,
+            0.0 if None in alone_ns else compute_ns - sum(filter(None, alone_ns)),
             sum(graph.exposed_after_ns for graph in step.graphs),
             dict(sorted(lanes.items(), key=lambda item: -item[1])),
             tuple(sorted((Work(what, sum(each), len(each)) for what, each in work.items()), key=lambda row: -row.ns)),

@@ -45,6 +45,7 @@ def graph_record(
         unknown=result.after.unknown,
         compile_seconds=compile_seconds,
         host_ns=host_ns(final, result.after.profile),
+        alone_ns=sum(node.estimate.ns for node in final.nodes if node.kind in COMPUTE and node.estimate is not None),
     )
 
 

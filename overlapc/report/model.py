@@ -101,6 +101,7 @@ class GraphRecord:
     tuned: str = ""  # with autotune: how many kernels were measured, and what other block sizes gain
     measured: Measured | None = None  # None: nobody measured it
     host_ns: float | None = None  # what a call costs the host; None: the profile does not know
+    alone_ns: float | None = None  # what its compute takes with no communication beside it; None: an older record
 
     @property
     def exposed_before_ns(self) -> float:

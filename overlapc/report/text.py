@@ -20,6 +20,7 @@ _ROWS_SHOWN = 24  # a table longer than that leaves out collectives that are hid
 _EXPOSURES_SHOWN = 4
 _WORK_SHOWN = 4  # kinds of compute
 _NAMED = 3  # modules of an exposure
+_LEAST_SLOWED = 0.01  # of compute: what communication beside it costs is said from there on
 
 
 def render(steps: Sequence[StepRecord], *, all_rows: bool = False) -> str:
@@ -140,7 +141,7 @@ def totals_text(step: StepRecord) -> str:
         [
             *lines,
             *(f"{f'busy {queue}':<12} {ms(time_ns)}" for queue, time_ns in spent.queues_ns.items()),
-            f"compute      {ms(spent.compute_ns)}{_work(spent)}",
+            f"compute      {ms(spent.compute_ns)}{_slowed(spent)}{_work(spent)}",
             *([] if step.host_ns is None else [f"host         {ms(step.host_ns)}, if it never waits for the device"]),
             f"kernels      {kernels} generated; eager fallbacks: {fallbacks}",
             f"peak memory  {human_bytes(max(graph.peak_bytes for graph in step.graphs))}",
@@ -157,6 +158,13 @@ def _measured_lines(step: StepRecord) -> Iterator[str]:
         late_ns = sum(each.late_ns for each in measured)
         for_host = f", of it {ms(late_ns)} for the host" if late_ns else ""
         yield f"measured     {ms(sum(each.step_ns for each in measured))}: {', '.join(sums)}{for_host}"
+
+
+def _slowed(spent: Spent) -> str:
+    """What compute loses to communication that hides behind it, if that is worth a word."""
+    if spent.slowed_ns < _LEAST_SLOWED * spent.compute_ns:
+        return ""
+    return f", {ms(spent.slowed_ns)} of it because communication runs beside it"
 
 
 def _work(spent: Spent) -> str:

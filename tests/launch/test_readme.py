@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from overlapc.config import Config
 from overlapc.launch.cli import app, option_rows
+from overlapc.report.text import totals_text
 from tests import ROOT
+from tests.report.sample import REPORT
 
 README = (ROOT / "README.md").read_text()
 OPTIONS = (ROOT / "docs" / "OPTIONS.md").read_text()
@@ -34,6 +37,17 @@ def test_the_figures_that_readme_gives_are_those_of_the_benchmarks():
     figures = re.findall(r"\b(\d+\.\d+) (?:ms|GiB|times)\b", README[: README.index("## Quick start")])
     assert len(figures) > 6
     assert not [figure for figure in figures if not re.search(rf"\b{re.escape(figure)}\b", measured)]
+
+
+def test_the_report_in_readme_has_the_lines_of_a_report():
+    graphs = tuple(replace(graph, host_ns=1e6, alone_ns=1e3) for graph in REPORT.steps[0].graphs)
+    (shown,) = re.findall(r"```\n(rank 0 of .*?)```", README, re.DOTALL)
+    labels = [
+        [line[:12].rstrip() for line in text.splitlines()[1:] if not line.startswith(" ")]
+        for text in (shown, totals_text(replace(REPORT.steps[0], graphs=graphs)))
+    ]
+    assert labels[0] == ["step time", *labels[1][1:]]
+    assert "of it because communication runs beside it" in shown
 
 
 def test_every_command_is_shown_and_every_shown_command_exists():

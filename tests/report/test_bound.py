@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from overlapc.report.bound import Spent, Work
-from overlapc.report.model import Plan, Span, StepRecord
+from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
+from overlapc.report.text import totals_text
 from tests.report.sample import FORWARD
 
 
@@ -50,6 +51,24 @@ def test_compute_is_added_up_by_library_op_and_all_that_is_generated_together():
     spent = Spent.of(StepRecord(graphs=(replace(FORWARD, after=Plan(99e3, spans)),)))
     assert spent.work == (Work("mm", 30e3, 2), Work("generated kernels", 11e3, 2))
     assert spent.compute_ns == pytest.approx(41e3)
+
+
+def test_what_compute_loses_to_communication_beside_it_is_said_where_it_is_known_and_counts():
+    compute = (Span("mm", "compute", 0.0, 60e3, "extern"), Span("add", "compute", 60e3, 100e3, "kernel"))
+    slowed = replace(FORWARD, after=Plan(100e3, compute), alone_ns=80e3)
+    assert Spent.of(StepRecord(graphs=(slowed, slowed))).slowed_ns == pytest.approx(40e3)
+
+    def said(*graphs: GraphRecord) -> str:
+        (line,) = (each for each in totals_text(StepRecord(graphs=graphs)).splitlines() if each.startswith("compute "))
+        return line
+
+    assert said(slowed) == (
+        "compute      0.100 ms, 0.020 ms of it because communication runs beside it:"
+        " mm 60% (1), generated kernels 40% (1)"
+    )
+    for unsaid in (replace(slowed, alone_ns=99.5e3), replace(slowed, alone_ns=None)):
+        assert "beside" not in said(unsaid)
+    assert "beside" not in said(slowed, replace(slowed, alone_ns=None))
 
 
 def test_a_step_of_nothing_is_bound_by_nothing():
