@@ -46,7 +46,7 @@ def test_the_report_in_readme_has_the_lines_of_a_report():
         [line[:12].rstrip() for line in text.splitlines()[1:] if not line.startswith(" ")]
         for text in (shown, totals_text(replace(REPORT.steps[0], graphs=graphs)))
     ]
-    assert labels[0] == ["step time", *labels[1][1:]]
+    assert labels[0] == ["step time", *labels[1]]
     assert "of it because communication runs beside it" in shown
 
 
