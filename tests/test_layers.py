@@ -54,3 +54,48 @@ def test_the_page_lets_data_go_down_only() -> None:
         lowest = {folder for folder, may in layers.items() if not may & layers.keys()}
         assert lowest, f"these import each other in a circle: {sorted(layers)}"
         layers = {folder: may for folder, may in layers.items() if folder not in lowest}
+
+
+def modules() -> dict[str, set[str]]:
+    """Module -> modules of ours that it imports anywhere, but for what only types need."""
+    folder = ROOT / "overlapc"
+    paths = {
+        ".".join(("overlapc", *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): path
+        for top in (folder, *(each for each in folder.iterdir() if each.is_dir()))
+        for path in (top.glob("*.py") if top == folder else top.rglob("*.py"))
+    }
+    found: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        names = found[name] = set()
+        for node in _needed_when_run(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module in paths:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= inner & paths.keys() or {node.module}
+    return found
+
+
+def _needed_when_run(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            yield node
+            yield from _needed_when_run(node)
+
+
+def test_no_files_import_each_other_but_those_that_print_themselves() -> None:
+    imports = modules()
+    assert len(imports) > 200
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        pending = [*imports[start]]
+        while pending:
+            name = pending.pop()
+            if name not in seen:
+                seen.add(name)
+                pending += imports[name]
+        return seen
+
+    reach = {name: reached(name) for name in imports}
+    circles = {name for name in imports if name in reach[name]}
+    printed = {f"overlapc.{each}" for each in ("ir.body", "ir.printer", "schedule.model", "schedule.printer")}
+    assert circles == printed | {"overlapc.schedule.syntax"}  # what a schedule's printer and parser agree on

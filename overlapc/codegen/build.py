@@ -44,9 +44,9 @@ from overlapc.ir.ops import (
     View,
     Wait,
     buffers_read,
+    given_to,
     loops_of,
     named_in,
-    views_read,
 )
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
@@ -162,7 +162,7 @@ class _Builder:
                 found |= {load.buffer for part in loops_of(op) for load in part.body.loads()}
                 found |= {view.buffer for view in op.mutates}
             else:
-                found |= {leaf.buffer for leaf in views_read(op) if self._is_other_view(leaf)}
+                found |= {leaf.buffer for leaf in given_to(op) if self._is_other_view(leaf)}
         found |= {leaf.buffer for leaf in named_in(self.graph.outputs) if self._is_other_view(leaf)}
         return {self.graph.root(name) for name in found}
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from overlapc.codegen.program import Allocate, Call, ExpectLayout, Instruction, Launch, Program, TakeOver
 from overlapc.fx.rng_state import draws_nothing
 from overlapc.fx.versions import group_name_of
-from overlapc.ir.ops import Extern, Handle, Layout, tree_leaves, views_in, views_read
+from overlapc.ir.ops import Extern, Handle, Layout, given_to, tree_leaves, views_in
 
 # Library calls of aten that neither synchronize, nor let the host choose what to launch by what is on the device.
 _LIBRARY_CALLS = frozenset(
@@ -99,7 +99,7 @@ class Rules:
 
     def _values(self, item: Call) -> str | None:
         op = item.op
-        for leaf in views_read(op):
+        for leaf in given_to(op):
             if isinstance(leaf, Handle):
                 return f"reads {leaf.buffer}, which is no tensor"
         for view in (*views_in(op.arguments), *op.mutates, *views_in(op.result)):

@@ -32,7 +32,7 @@ from overlapc.codegen.program import (
     TakeOver,
     WaitFor,
 )
-from overlapc.ir.ops import Extern, Handle, View, buffers_written, named_in, views_read
+from overlapc.ir.ops import Extern, Handle, View, buffers_written, given_to, named_in
 
 # A replay costs the host about what two launches do, more with inputs to copy.
 LEAST_NODES = 4
@@ -283,7 +283,7 @@ def uses(item: Instruction, program: Program) -> list[str]:
     if isinstance(item, Call):
         op = item.op
         out = [op.result] if op.out else []
-        return [_variable(leaf, program) for leaf in (*views_read(op), *op.mutates, *out)]
+        return [_variable(leaf, program) for leaf in (*given_to(op), *op.mutates, *out)]
     if isinstance(item, Return):
         return [_variable(leaf, program) for leaf in named_in(item.values)]
     if isinstance(item, TakeOver):

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from overlapc.ir.body import Load, Op, Reduce, Scan
-from overlapc.ir.ops import Combo, Extern, IROp, Loops, LoweredGraph, View, loops_of, tree_map, views_read
+from overlapc.ir.ops import Combo, Extern, IROp, Loops, LoweredGraph, View, given_to, loops_of, tree_map
 from overlapc.schedule.model import Work
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ def work_of(op: IROp, graph: LoweredGraph) -> Work:
         )
         return replace(works[0], flops=flops, read_bytes=read_bytes, write_bytes=write_bytes)  # all of one form
     read: dict[str, int] = {}
-    for view in views_read(op):
+    for view in given_to(op):
         if isinstance(view, View):
             read[view.buffer] = max(read.get(view.buffer, 0), _view_bytes(view, graph))
     written = sum(_view_bytes(view, graph) for view in op.outputs if isinstance(view, View))
@@ -34,7 +34,7 @@ def work_of(op: IROp, graph: LoweredGraph) -> Work:
     if isinstance(op, Extern):
         written += sum(_view_bytes(view, graph) for view in op.mutates)
         flops = extern_flops(op, graph)
-        first = next((view for view in views_read(op) if isinstance(view, View)), None)
+        first = next((view for view in given_to(op) if isinstance(view, View)), None)
         dtype = str(first.dtype).removeprefix("torch.") if first is not None else ""
     return Work(flops, sum(read.values()), written, dtype)
 

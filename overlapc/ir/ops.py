@@ -182,7 +182,7 @@ class Extern:
     @property
     def outputs(self) -> tuple[View | Handle, ...]:
         """What the call defines; arguments that it returns are not among them."""
-        given = {view.buffer for view in (*views_read(self), *self.mutates)}
+        given = {view.buffer for view in (*given_to(self), *self.mutates)}
         return tuple(leaf for leaf in named_in(self.result) if leaf.buffer not in given)
 
 
@@ -244,12 +244,12 @@ def views_in(tree: Any) -> list[View]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, View)]
 
 
-def views_read(op: IROp) -> Iterator[View | Handle]:
+def given_to(op: IROp) -> Iterator[View | Handle]:
     """What an extern, start or wait is given; a kernel's reads are the loads of its body."""
     if isinstance(op, Wait):
         yield op.source
     elif isinstance(op, Start):
-        yield from views_read(op.call)
+        yield from given_to(op.call)
     elif isinstance(op, Extern):
         yield from named_in(op.arguments)
 
@@ -259,7 +259,7 @@ def buffers_read(op: IROp) -> set[str]:
     if isinstance(op, Loops | Combo):
         parts = loops_of(op)
         return {load.buffer for part in parts for load in part.body.loads()}.union(*(part.before for part in parts))
-    return {view.buffer for view in views_read(op)}
+    return {view.buffer for view in given_to(op)}
 
 
 def buffers_written(op: IROp) -> list[str]:
