@@ -34,7 +34,9 @@ from overlapc.estimators.from_profile import from_profile
 from overlapc.estimators.load import settled
 from overlapc.estimators.profile_file import load_profile
 from overlapc.estimators.timeline import Timeline, simulate
-from overlapc.passes.base import Context, run_passes, run_pipeline, select
+from overlapc.passes.base import Context
+from overlapc.passes.run import run_pipeline
+from overlapc.passes.runner import run_passes, select
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 from overlapc.schedule.text import parse

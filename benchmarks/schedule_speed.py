@@ -26,7 +26,8 @@ from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.incremental import Replay
 from overlapc.estimators.profile_file import load_profile
 from overlapc.estimators.timeline import simulate
-from overlapc.passes.base import Context, Result, run_pipeline
+from overlapc.passes.base import Context
+from overlapc.passes.run import Result, run_pipeline
 from overlapc.schedule import dependencies
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Estimate, Kind, Schedule

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlapc.estimators.effort import Effort
+from overlapc.errors import CalibrationError
+from overlapc.estimators.effort import MEASURING_S, Effort
 from overlapc.estimators.fit import fit
-from overlapc.estimators.here import MEASURING_S, CalibrationError, cpu_name
 from overlapc.estimators.measure import Measurement
+from overlapc.estimators.processor import cpu_name
 from overlapc.estimators.profile_file import link_to_json, profile_from_json, table_from_json
 
 Derived = dict[str, tuple[Any, str]]  # quantity -> its value and where that comes from

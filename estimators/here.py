@@ -5,21 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 from pathlib import Path
 
 import filelock
 import torch
 
-from overlapc.errors import ConfigError, OverlapcError
+from overlapc.errors import CalibrationError, ConfigError
 from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.effort import MEASURING_S
+from overlapc.estimators.processor import cpu_name
 from overlapc.estimators.profile_file import load_profile
-
-MEASURING_S = 120.0  # longest that measuring a CPU may take
-
-
-class CalibrationError(OverlapcError):
-    """The measuring processes failed or took too long."""
 
 
 def profile_for(device_type: str, cache_dir: Path) -> DeviceProfile:
@@ -63,12 +58,3 @@ def _machine_key() -> str:
     """Changes with anything that makes old numbers wrong."""
     parts = (cpu_name(), str(os.cpu_count()), torch.__version__, "3")  # last: version of what is measured
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
-
-
-def cpu_name() -> str:
-    """The processor's model, as the system has it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from overlapc.errors import CalibrationError
 from overlapc.estimators.beside import company, held_multiprocessors
 from overlapc.estimators.clock import Clock, Launch, beside_ns, cache_bytes, collective_ns, compute_ns
 from overlapc.estimators.contention import tiles_of, waves
 from overlapc.estimators.effort import Effort
-from overlapc.estimators.here import CalibrationError
 from overlapc.estimators.workloads import (
     DTYPES,
     agreed,

@@ -22,7 +22,7 @@ import torch
 from overlapc.estimators.clock import burst_ns, clock_for, compute_ns
 from overlapc.estimators.contention import load_of
 from overlapc.estimators.device import IDEAL, DeviceProfile
-from overlapc.estimators.here import cpu_name
+from overlapc.estimators.processor import cpu_name
 from overlapc.schedule.model import Estimate, Kind, Node
 
 _LOCK_S = 30.0

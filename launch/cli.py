@@ -370,7 +370,7 @@ def _variables(passes: str | None, given: Sequence[str] | None) -> dict[str, str
     values = _values(passes, given)
     config = Config.of(values)
     if config.passes:
-        from overlapc.passes.base import select
+        from overlapc.passes.runner import select
 
         select(config.passes)
     return {variable_of(name): value for name, value in values.items()}

@@ -13,7 +13,7 @@ from overlapc.estimators.base import estimate_schedule
 from overlapc.estimators.device import IDEAL
 from overlapc.estimators.from_profile import from_profile
 from overlapc.estimators.profile_file import load_profile
-from overlapc.passes.base import run_pipeline
+from overlapc.passes.run import run_pipeline
 from overlapc.report.build import graph_record
 from overlapc.report.model import StepRecord
 from overlapc.report.record import Report

@@ -6,7 +6,7 @@ from collections import Counter
 
 from overlapc.fusion.build import op_name
 from overlapc.ir.ops import Extern, Start
-from overlapc.passes.base import Result
+from overlapc.passes.run import Result
 from overlapc.schedule.model import Kind
 
 

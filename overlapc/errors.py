@@ -34,6 +34,10 @@ class MemoryBudgetError(OverlapcError):
     """No schedule fits the memory budget that the user set."""
 
 
+class CalibrationError(OverlapcError):
+    """Measuring this machine failed or took too long."""
+
+
 class CheckFailed(OverlapcError, IndexError):
     """A check in a kernel that did not hold: eager's IndexError for an index, its RuntimeError for an assertion."""
 

@@ -15,7 +15,8 @@ from overlapc import dump
 from overlapc.config import Config
 from overlapc.counts import counts_of, fallbacks_of
 from overlapc.inner_graphs import Built, inner_graphs, times_of_inner
-from overlapc.passes.base import Context, Result, run_pipeline
+from overlapc.passes.base import Context
+from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning import Passes, plan_graph
 from overlapc.report import record
 from overlapc.report.build import graph_record

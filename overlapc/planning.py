@@ -40,7 +40,8 @@ from overlapc.ir.body import Body
 from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start, tree_leaves
 from overlapc.lowering import Communication, lower
 from overlapc.lowering.product import Product
-from overlapc.passes.base import Context, Result, run_pipeline
+from overlapc.passes.base import Context
+from overlapc.passes.run import Result, run_pipeline
 from overlapc.profile import profile_of
 from overlapc.report.drawing import to_dot
 from overlapc.report.walk import walk_through

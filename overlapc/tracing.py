@@ -18,7 +18,7 @@ from overlapc.fx.decompositions import decompositions
 from overlapc.fx.partition import partition
 from overlapc.fx.versions import check_torch_version
 from overlapc.garbage import no_collections
-from overlapc.passes.base import select
+from overlapc.passes.runner import select
 from overlapc.runtime.deterministic import deterministic
 
 GraphCompiler = Callable[..., Callable[..., Any]]  # of (gm, inputs, *, config, name)

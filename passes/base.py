@@ -1,4 +1,4 @@
-"""Passes: how they are named, what they are given, what they report, and the runner.
+"""What a pass is: how it is named, what it is given and what it reports.
 
 A pass is a function `(Schedule, Context) -> (Schedule, PassReport)`. One that changes nothing returns the
 schedule itself. Ours never make simulated time worse and never exceed `Context.limit_bytes`: what did not
@@ -7,31 +7,18 @@ pay is undone and says so.
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import inspect
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from overlapc.errors import ConfigError, MemoryBudgetError, ScheduleError, unknown_name
+from overlapc.errors import ConfigError
 from overlapc.estimators.device import IDEAL, DeviceProfile
-from overlapc.estimators.load import settled
 from overlapc.estimators.timeline import Timeline, simulate
-from overlapc.garbage import no_collections
-from overlapc.passes.bisect import first_moves, parse_stop
 from overlapc.passes.reasons import Reason
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Estimate, Node, Schedule
-from overlapc.schedule.verify import verify
-from overlapc.units import human_bytes
 
-if TYPE_CHECKING:
-    from overlapc.passes.records import CollectiveRecord
-
-_PASSES: dict[str, Pass] = {}
-_SIGNATURE = "a function (Schedule, Context) -> (Schedule, PassReport)"
+REGISTERED: dict[str, Pass] = {}
 
 
 @dataclass(frozen=True)
@@ -133,146 +120,13 @@ class PassReport:
 Pass = Callable[[Schedule, Context], tuple[Schedule, PassReport]]
 
 
-@dataclass(frozen=True)
-class Result:
-    """What came out of a pipeline."""
-
-    schedule: Schedule
-    reports: tuple[PassReport, ...]
-    before: Timeline
-    after: Timeline
-    collectives: tuple[CollectiveRecord, ...]
-
-
 def register_pass(name: str) -> Callable[[Pass], Pass]:
     """Make a pass known by name, for `passes=` in the options."""
 
     def register(function: Pass) -> Pass:
-        if name in _PASSES:
+        if name in REGISTERED:
             raise ConfigError(f"a pass named {name!r} is registered already")
-        _PASSES[name] = function
+        REGISTERED[name] = function
         return function
 
     return register
-
-
-def select(passes: Sequence[str | Pass] | None) -> tuple[tuple[str, Pass], ...]:
-    """(name, pass) for names, callables and `package.module:function`; None for the default order.
-
-    ConfigError for an unknown name, for what cannot be imported, and for what cannot be called as a pass is.
-    """
-    from overlapc.passes.pipeline import ORDER  # which imports, and so registers, every pass of ours
-
-    chosen: list[tuple[str, Pass]] = []
-    for each in ORDER if passes is None else passes:
-        if isinstance(each, str) and each in _PASSES:
-            chosen.append((each, _PASSES[each]))
-        elif isinstance(each, str) and ":" not in each:
-            raise ConfigError(unknown_name("pass", each, _PASSES))
-        else:
-            chosen.append(_checked(_imported(each) if isinstance(each, str) else each))
-    return tuple(chosen)
-
-
-def is_ours(name: str) -> bool:
-    """Whether overlapc's own code says what the pass of this name does."""
-    found = select((name,))[0][1] if ":" not in name else None
-    return found is not None and found.__module__.startswith("overlapc.")
-
-
-def _imported(path: str) -> Pass:
-    """The function that `package.module:function` names."""
-    module, _, name = path.partition(":")
-    try:
-        found: Pass = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"passes: cannot import {path}: {error}; is its folder on PYTHONPATH?") from None
-    return found
-
-
-def _checked(given: Pass) -> tuple[str, Pass]:
-    name = getattr(given, "__name__", type(given).__name__)
-    try:
-        inspect.signature(given).bind(None, None)
-    except TypeError as error:
-        raise ConfigError(f"passes: {name} is no pass ({error}); a pass is {_SIGNATURE}") from None
-    return name, given
-
-
-@no_collections()
-def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
-    """The passes of `Context.passes`, or the best of the default ways, and what became of every collective.
-
-    MemoryBudgetError when a budget was set and the order that came in exceeds it already: it holds each
-    buffer for the shortest time of all orders that the passes can reach, so none of them fits.
-    """
-    from overlapc.passes.records import records_of  # these need what is defined here
-    from overlapc.passes.ways import default_names, run_ways
-
-    passes = select(ctx.passes)
-    last, _ = parse_stop(ctx.stop_after) if ctx.stop_after is not None else (None, None)
-    names = {name for name, _ in passes} if ctx.passes is not None else default_names()
-    if last is not None and last not in names:
-        raise ConfigError("stop_after: " + unknown_name("pass", last, names))
-    incoming = analyze(schedule)
-    budget = ctx.budget_bytes if ctx.budget_bytes is not None else schedule.budget_bytes
-    if budget is not None and incoming.peak_bytes > budget:
-        at = "" if incoming.peak_at is None else f" at {schedule.nodes[incoming.peak_at].name}"
-        raise MemoryBudgetError(
-            f"{schedule.name}: memory_budget is {human_bytes(budget)}, and the graph needs"
-            f" {human_bytes(incoming.peak_bytes)}{at} before any pass adds to it\n"
-            f"hint: raise memory_budget, shard more, or checkpoint activations"
-        )
-    ctx = dataclasses.replace(ctx, incoming_peak_bytes=incoming.peak_bytes)
-    final, reports = run_ways(schedule, ctx) if ctx.passes is None else run_passes(schedule, ctx, passes)
-    # Passes compare orders at one clock; what is reported is at the clock that each order leads to.
-    before = settled(ctx.timeline(schedule))
-    after = before if final is schedule else settled(ctx.timeline(final))
-    return Result(after.schedule, reports, before, after, records_of(reports, before, after))
-
-
-def run_passes(
-    schedule: Schedule, ctx: Context, passes: Sequence[tuple[str, Pass]]
-) -> tuple[Schedule, tuple[PassReport, ...]]:
-    """Time, run, verify and dump each pass, up to `Context.stop_after`."""
-    last, moves = parse_stop(ctx.stop_after) if ctx.stop_after is not None else (None, None)
-    reports: list[PassReport] = []
-    current = schedule
-    for number, (name, each) in enumerate(passes, 1):
-        if ctx.dump is not None:
-            ctx.dump(f"{number:02}_{name}.before", str(current))
-        begin = time.perf_counter()
-        moved, report = _call(name, each, current, dataclasses.replace(ctx, most_moves=moves) if name == last else ctx)
-        if name == last and moves is not None and not report.counted:
-            moved = first_moves(current, moved, moves)
-        report.seconds = time.perf_counter() - begin
-        report.changed = moved is not current
-        if ctx.verify and report.changed:
-            verify(
-                moved,
-                name,
-                reference=current,
-                merged=report.merged,
-                may_reorder_collectives=ctx.reorder_collectives,
-                # Part of a pass may need more memory than all of it.
-                limit_bytes=None if name == last and moves is not None else ctx.limit_bytes(schedule),
-            )
-        if ctx.dump is not None:
-            ctx.dump(f"{number:02}_{name}.after", str(moved))
-        current = moved
-        reports.append(report)
-        if name == last:
-            break
-    return current, tuple(reports)
-
-
-def _call(name: str, each: Pass, schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
-    """What the pass returns. ScheduleError, with its name, for a move that is none and for a result that is none."""
-    try:
-        result: Any = each(schedule, ctx)
-    except ScheduleError as error:
-        raise ScheduleError(f"{name}: {error}") from error
-    match result:
-        case (Schedule() as moved, PassReport() as report):
-            return moved, report
-    raise ScheduleError(f"{name} returned {type(result).__name__}; a pass is {_SIGNATURE}")

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from overlapc.estimators.load import changes_clock, estimates_at_load
-from overlapc.passes.base import Context, Pass, PassReport, run_passes, select
+from overlapc.passes.base import Context, Pass, PassReport
 from overlapc.passes.judge import best, cost
 from overlapc.passes.pipeline import AFTER, ENDS, FINER, FIRST, LAST, WAYS, Way
+from overlapc.passes.runner import run_passes, select
 from overlapc.schedule.model import Schedule
 
 # Less exposed than this share of the step, and no other way is tried: they cost as much time as the first.

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from overlapc.estimators.host import host_ns
 from overlapc.estimators.timeline import Timeline
-from overlapc.passes.base import Result
 from overlapc.passes.records import CollectiveRecord
+from overlapc.passes.run import Result
 from overlapc.report.model import CollectiveRow, GraphRecord, PassRow, Plan, Span
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Origin, Schedule

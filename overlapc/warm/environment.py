@@ -38,7 +38,7 @@ def _code_key() -> str:
 
 
 def _passes_are_ours(names: Sequence[str]) -> None:
-    from overlapc.passes.base import is_ours  # which imports all passes: few runs name any
+    from overlapc.passes.runner import is_ours  # which imports all passes: few runs name any
 
     for name in names:
         if not is_ours(name):

@@ -10,7 +10,8 @@ from overlapc.estimators.feedback import feed_back
 from overlapc.estimators.observed import Run, estimated, observe
 from overlapc.estimators.profile_file import load_profile
 from overlapc.estimators.timeline import Timeline, simulate
-from overlapc.passes.base import Context, run_pipeline
+from overlapc.passes.base import Context
+from overlapc.passes.run import run_pipeline
 from overlapc.report.trace_reading import Covered, merged
 from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind
 from overlapc.schedule.text import parse

@@ -12,7 +12,8 @@ from overlapc.estimators.device import DeviceProfile, HostCosts
 from overlapc.estimators.host import host_ns
 from overlapc.estimators.profile_file import load_profile, profile_from_json, profile_to_json
 from overlapc.estimators.timeline import simulate
-from overlapc.passes.base import Context, run_pipeline
+from overlapc.passes.base import Context
+from overlapc.passes.run import run_pipeline
 from overlapc.report.build import graph_record
 from overlapc.report.model import StepRecord
 from overlapc.report.record import Report, load

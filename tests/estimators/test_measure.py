@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from overlapc.errors import CalibrationError
 from overlapc.estimators.calibrate import cpu_derived, median_of, profile_document
 from overlapc.estimators.clock import CpuClock, collective_ns, compute_ns, launch_ns
 from overlapc.estimators.effort import COLLECTIVES, Attention, Effort
-from overlapc.estimators.here import CalibrationError
 from overlapc.estimators.measure import Measurement
 from overlapc.estimators.measure_contention import mean_of, slowdown_of
 from overlapc.estimators.profile_file import profile_from_json, profile_to_json

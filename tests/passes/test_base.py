@@ -3,8 +3,10 @@ from hypothesis import given, settings
 
 from overlapc.errors import ConfigError, MemoryBudgetError, ScheduleError
 from overlapc.estimators.profile_file import load_profile
-from overlapc.passes.base import Context, PassReport, register_pass, run_pipeline, select
+from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.pipeline import ORDER
+from overlapc.passes.run import run_pipeline
+from overlapc.passes.runner import select
 from overlapc.schedule.text import parse
 from tests.graphs import check_kept, order_of, peak, schedules
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from overlapc.config import Config
 from overlapc.errors import ConfigError
 from overlapc.estimators.device import DeviceProfile, Slowdown
-from overlapc.passes.base import Context, run_pipeline
+from overlapc.passes.base import Context
+from overlapc.passes.run import run_pipeline
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
 from tests.graphs import order_of, schedules

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from overlapc.errors import ScheduleError
 from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.estimators.timeline import simulate
-from overlapc.passes.base import Context, run_pipeline
+from overlapc.passes.base import Context
 from overlapc.passes.bucket import bucket, bucket_finely
+from overlapc.passes.run import run_pipeline
 from overlapc.schedule.model import Schedule
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify

@@ -5,9 +5,10 @@ from hypothesis import given, settings
 
 from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.passes import polish as module
-from overlapc.passes.base import Context, run_pipeline
+from overlapc.passes.base import Context
 from overlapc.passes.judge import cost
 from overlapc.passes.polish import polish
+from overlapc.passes.run import run_pipeline
 from overlapc.schedule.text import parse
 from tests.graphs import check_kept, check_pass, order_of, schedules
 from tests.passes.contexts import SLOW

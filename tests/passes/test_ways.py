@@ -7,9 +7,11 @@ from overlapc.errors import ConfigError
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.timeline import simulate
 from overlapc.passes import ways
-from overlapc.passes.base import Context, PassReport, run_passes, run_pipeline, select
+from overlapc.passes.base import Context, PassReport
 from overlapc.passes.judge import best, cost
 from overlapc.passes.pipeline import AFTER, ENDS, FIRST, ORDER, WAYS, Way
+from overlapc.passes.run import run_pipeline
+from overlapc.passes.runner import run_passes, select
 from overlapc.passes.ways import GOOD_ENOUGH, default_names
 from overlapc.schedule.model import Estimate
 from overlapc.schedule.text import parse

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from overlapc.passes.base import Context, run_pipeline
+from overlapc.passes.base import Context
 from overlapc.passes.reasons import Reason
+from overlapc.passes.run import run_pipeline
 from overlapc.report import advice
 from overlapc.report.advice import cause_of, exposures
 from overlapc.report.build import graph_record

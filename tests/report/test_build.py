@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from overlapc.estimators.device import DeviceProfile
-from overlapc.passes.base import Context, run_pipeline
+from overlapc.passes.base import Context
+from overlapc.passes.run import run_pipeline
 from overlapc.report import trace
 from overlapc.report.build import graph_record
 from overlapc.report.model import StepRecord

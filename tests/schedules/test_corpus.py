@@ -5,7 +5,7 @@ import pytest
 from overlapc.config import Config
 from overlapc.estimators.timeline import simulate
 from overlapc.launch.plan import plan_text as plan_text_of_file
-from overlapc.passes.base import run_pipeline
+from overlapc.passes.run import run_pipeline
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Estimate, Schedule
 from overlapc.schedule.text import parse

@@ -1,0 +1,59 @@
+"""A schedule through its passes, and what became of it: what the backend and `overlapc plan` call."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from overlapc.errors import ConfigError, MemoryBudgetError, unknown_name
+from overlapc.estimators.load import settled
+from overlapc.estimators.timeline import Timeline
+from overlapc.garbage import no_collections
+from overlapc.passes.base import Context, PassReport
+from overlapc.passes.bisect import parse_stop
+from overlapc.passes.records import CollectiveRecord, records_of
+from overlapc.passes.runner import run_passes, select
+from overlapc.passes.ways import default_names, run_ways
+from overlapc.schedule.memory import analyze
+from overlapc.schedule.model import Schedule
+from overlapc.units import human_bytes
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out of a pipeline."""
+
+    schedule: Schedule
+    reports: tuple[PassReport, ...]
+    before: Timeline
+    after: Timeline
+    collectives: tuple[CollectiveRecord, ...]
+
+
+@no_collections()
+def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
+    """The passes of `Context.passes`, or the best of the default ways, and what became of every collective.
+
+    MemoryBudgetError when a budget was set and the order that came in exceeds it already: it holds each
+    buffer for the shortest time of all orders that the passes can reach, so none of them fits.
+    """
+    passes = select(ctx.passes)
+    last, _ = parse_stop(ctx.stop_after) if ctx.stop_after is not None else (None, None)
+    names = {name for name, _ in passes} if ctx.passes is not None else default_names()
+    if last is not None and last not in names:
+        raise ConfigError("stop_after: " + unknown_name("pass", last, names))
+    incoming = analyze(schedule)
+    budget = ctx.budget_bytes if ctx.budget_bytes is not None else schedule.budget_bytes
+    if budget is not None and incoming.peak_bytes > budget:
+        at = "" if incoming.peak_at is None else f" at {schedule.nodes[incoming.peak_at].name}"
+        raise MemoryBudgetError(
+            f"{schedule.name}: memory_budget is {human_bytes(budget)}, and the graph needs"
+            f" {human_bytes(incoming.peak_bytes)}{at} before any pass adds to it\n"
+            f"hint: raise memory_budget, shard more, or checkpoint activations"
+        )
+    ctx = dataclasses.replace(ctx, incoming_peak_bytes=incoming.peak_bytes)
+    final, reports = run_ways(schedule, ctx) if ctx.passes is None else run_passes(schedule, ctx, passes)
+    # Passes compare orders at one clock; what is reported is at the clock that each order leads to.
+    before = settled(ctx.timeline(schedule))
+    after = before if final is schedule else settled(ctx.timeline(final))
+    return Result(after.schedule, reports, before, after, records_of(reports, before, after))

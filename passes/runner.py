@@ -1,0 +1,107 @@
+"""Which passes are meant, and running them: timed, verified, dumped."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from overlapc.errors import ConfigError, ScheduleError, unknown_name
+from overlapc.passes.base import REGISTERED, Context, Pass, PassReport
+from overlapc.passes.bisect import first_moves, parse_stop
+from overlapc.passes.pipeline import ORDER  # which imports, and so registers, every pass of ours
+from overlapc.schedule.model import Schedule
+from overlapc.schedule.verify import verify
+
+_SIGNATURE = "a function (Schedule, Context) -> (Schedule, PassReport)"
+
+
+def select(passes: Sequence[str | Pass] | None) -> tuple[tuple[str, Pass], ...]:
+    """(name, pass) for names, callables and `package.module:function`; None for the default order.
+
+    ConfigError for an unknown name, for what cannot be imported, and for what cannot be called as a pass is.
+    """
+    chosen: list[tuple[str, Pass]] = []
+    for each in ORDER if passes is None else passes:
+        if isinstance(each, str) and each in REGISTERED:
+            chosen.append((each, REGISTERED[each]))
+        elif isinstance(each, str) and ":" not in each:
+            raise ConfigError(unknown_name("pass", each, REGISTERED))
+        else:
+            chosen.append(_checked(_imported(each) if isinstance(each, str) else each))
+    return tuple(chosen)
+
+
+def is_ours(name: str) -> bool:
+    """Whether overlapc's own code says what the pass of this name does."""
+    found = select((name,))[0][1] if ":" not in name else None
+    return found is not None and found.__module__.startswith("overlapc.")
+
+
+def _imported(path: str) -> Pass:
+    """The function that `package.module:function` names."""
+    module, _, name = path.partition(":")
+    try:
+        found: Pass = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"passes: cannot import {path}: {error}; is its folder on PYTHONPATH?") from None
+    return found
+
+
+def _checked(given: Pass) -> tuple[str, Pass]:
+    name = getattr(given, "__name__", type(given).__name__)
+    try:
+        inspect.signature(given).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"passes: {name} is no pass ({error}); a pass is {_SIGNATURE}") from None
+    return name, given
+
+
+def run_passes(
+    schedule: Schedule, ctx: Context, passes: Sequence[tuple[str, Pass]]
+) -> tuple[Schedule, tuple[PassReport, ...]]:
+    """Time, run, verify and dump each pass, up to `Context.stop_after`."""
+    last, moves = parse_stop(ctx.stop_after) if ctx.stop_after is not None else (None, None)
+    reports: list[PassReport] = []
+    current = schedule
+    for number, (name, each) in enumerate(passes, 1):
+        if ctx.dump is not None:
+            ctx.dump(f"{number:02}_{name}.before", str(current))
+        begin = time.perf_counter()
+        moved, report = _call(name, each, current, dataclasses.replace(ctx, most_moves=moves) if name == last else ctx)
+        if name == last and moves is not None and not report.counted:
+            moved = first_moves(current, moved, moves)
+        report.seconds = time.perf_counter() - begin
+        report.changed = moved is not current
+        if ctx.verify and report.changed:
+            verify(
+                moved,
+                name,
+                reference=current,
+                merged=report.merged,
+                may_reorder_collectives=ctx.reorder_collectives,
+                # Part of a pass may need more memory than all of it.
+                limit_bytes=None if name == last and moves is not None else ctx.limit_bytes(schedule),
+            )
+        if ctx.dump is not None:
+            ctx.dump(f"{number:02}_{name}.after", str(moved))
+        current = moved
+        reports.append(report)
+        if name == last:
+            break
+    return current, tuple(reports)
+
+
+def _call(name: str, each: Pass, schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
+    """What the pass returns. ScheduleError, with its name, for a move that is none and for a result that is none."""
+    try:
+        result: Any = each(schedule, ctx)
+    except ScheduleError as error:
+        raise ScheduleError(f"{name}: {error}") from error
+    match result:
+        case (Schedule() as moved, PassReport() as report):
+            return moved, report
+    raise ScheduleError(f"{name} returned {type(result).__name__}; a pass is {_SIGNATURE}")
