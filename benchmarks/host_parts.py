@@ -1,6 +1,7 @@
 """What the parts of one compiled forward + backward call cost the host: torch's own, and ours.
 
     python benchmarks/host_parts.py --device cuda --problems 'RMSNorm,RoPE'
+    python benchmarks/host_parts.py --device cuda --sharding TP    # of a step of a small sharded model
 
 Three kinds of tables: single calls (allocation, checks, launches); a whole forward + backward beside the same without
 launches, and beside a differentiable function that computes nothing, under Dynamo and without it (what no backend can
@@ -31,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.host_time import sample
 from benchmarks.kernel_cases import PROBLEMS, SCALES, Inputs
 from benchmarks.kernel_subject import Subject
+from benchmarks.sharded_subject import SHARDINGS, TRUSTING, ShardedSubject
+from overlapc.warm import watch
 
 ROWS, WIDTH = 16, 64
 
@@ -190,14 +193,73 @@ def where_time_goes(subject: Subject, device: str, calls: int = 500) -> list[Any
     return [[name, statistics.median(each)] for name, each in points.items()]
 
 
+PARTS = {  # of a sharded step: the two points it lies between
+    "Dynamo and its guards, before the step": ("began", "into step"),
+    "step, before its forward graph": ("into step", "into forward"),
+    "forward graph": ("into forward", "out of forward"),
+    "step, after its forward graph": ("out of forward", "out of step"),
+    "Dynamo, after the step": ("out of step", "returned"),
+    "into the backward graph": ("returned", "into backward"),
+    "backward graph, with its gradients made DTensors": ("into backward", "out of backward"),
+    "gradients put into parameters": ("out of backward", "done"),
+    "gradients dropped": ("done", "dropped"),
+}
+
+
+def parts_of_a_sharded_step(sharding: str, system: str, device: str, steps: int = 100) -> dict[str, list[float]]:
+    """Microseconds of each part of a step of sharded_subject.py, step by step."""
+    at: dict[str, float] = {}
+    make = watch.step_function
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            at[f"into {name}"] = time.perf_counter()
+            results = call(*arguments)
+            at[f"out of {name}"] = time.perf_counter()
+            return results
+
+        return timed
+
+    def watched(plan: Any, forward: Callable[..., Any], backward: Callable[..., Any], mark: Any) -> Callable[..., Any]:
+        return noted("step", make(plan, noted("forward", forward), noted("backward", backward), mark))
+
+    watch.step_function = watched
+    try:
+        subject = ShardedSubject(sharding, system, device)
+    finally:
+        watch.step_function = make
+    samples: dict[str, list[float]] = {part: [] for part in PARTS}
+    for _ in range(steps):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        at["began"] = time.perf_counter()
+        loss = subject.forward()
+        at["returned"] = time.perf_counter()
+        loss.backward()
+        at["done"] = time.perf_counter()
+        subject.model.zero_grad(set_to_none=True)
+        at["dropped"] = time.perf_counter()
+        for part, (start, end) in PARTS.items():
+            samples[part].append((at[end] - at[start]) * 1e6)
+    return samples
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--problems", default="RMSNorm", type=lambda text: text.split(","))
     parser.add_argument("--systems", default="overlapc,eager", type=lambda text: text.split(","))
+    parser.add_argument("--sharding", choices=sorted(SHARDINGS), help="the parts of a step of a model sharded so")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     device = arguments.device
+    if arguments.sharding:
+        systems = ("overlapc", TRUSTING)
+        found = [parts_of_a_sharded_step(arguments.sharding, system, device) for system in systems]
+        rows = [[part, *(of(each[part]) for each in found for of in (statistics.median, min))] for part in PARTS]
+        headers = [text for system in systems for text in (f"{system}, median us", "least")]
+        print(tabulate(rows, (arguments.sharding, *headers), floatfmt=".1f"))
+        return
     print(tabulate(measured(single_calls(device), device), ("call", "us"), floatfmt=".2f"))
     for name in arguments.problems:
         torch._dynamo.reset()
