@@ -27,8 +27,10 @@ from overlapc.errors import ConfigError, unknown_name
 from overlapc.garbage import no_collections
 from overlapc.launch.demo import DemoConfig, shard
 from overlapc.launch.llama import Llama, LlamaConfig, check_tensor_parallel, tensor_parallel
+from overlapc.parallel import FSDPModule
 from overlapc.passes.base import Context
 from overlapc.plan_only import plan_schedule
+from overlapc.profile import profile_of
 from overlapc.report import record
 from overlapc.report.model import StepRecord
 from overlapc.report.record import Report
@@ -123,7 +125,7 @@ def plan_model(cfg: PlanConfig, options: Config, *, whole: bool = False) -> Repo
     try:
         mesh = init_device_mesh("cpu", (cfg.replicate, cfg.dp, cfg.tp), mesh_dim_names=AXES)
         if whole or cfg.shape.layers <= sum(FEW) or not _plan_from_few(cfg, options, mesh):
-            _trace(cfg, mesh, partial(plan_only, options=options))
+            _trace(cfg, options, mesh, partial(plan_only, options=options))
     finally:
         dist.destroy_process_group()
     graphs = record.report_of_process().steps[0].graphs[before:]
@@ -153,11 +155,11 @@ def _schedules(cfg: PlanConfig, layers: int, options: Config, mesh: DeviceMesh) 
     """Forward and backward of the model with so many layers, as passes would be given them."""
     found: list[tuple[Schedule, Context]] = []
     few = dataclasses.replace(cfg, shape=dataclasses.replace(cfg.shape, layers=layers))
-    _trace(few, mesh, partial(schedule_only, options=options, found=lambda *graph: found.append(graph)))
+    _trace(few, options, mesh, partial(schedule_only, options=options, found=lambda *graph: found.append(graph)))
     return found
 
 
-def _trace(cfg: PlanConfig, mesh: DeviceMesh, backend: Callable[..., Any]) -> None:
+def _trace(cfg: PlanConfig, options: Config, mesh: DeviceMesh, backend: Callable[..., Any]) -> None:
     """Forward and backward of the model through `backend`, on fake tensors."""
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True), no_collections():
@@ -166,6 +168,8 @@ def _trace(cfg: PlanConfig, mesh: DeviceMesh, backend: Callable[..., Any]) -> No
             tensor_parallel(model, mesh["tp"])
         how = DemoConfig(cfg.world_size, "cpu", cfg.dtype, cfg.tp, cfg.replicate, reshard=cfg.reshard)
         shard("overlapc", model, how, mesh)
+        if isinstance(model, FSDPModule) and not profile_of(options, {"cpu"}).synchronous:
+            model.set_gradient_divide_factor(1.0, recurse=True)  # on GPUs NCCL averages, and no kernel divides
         tokens, targets = (torch.zeros(cfg.batch, cfg.seq, dtype=torch.int64) for _ in range(2))
         step = torch.compile(model, backend=backend, fullgraph=True)
         step(tokens, targets).backward()

@@ -54,6 +54,17 @@ def test_tensor_parallel_ranks_hold_less():
     assert max(g.peak_bytes for g in two.steps[0].graphs) < max(g.peak_bytes for g in one.steps[0].graphs)
 
 
+def test_gradients_are_averaged_as_the_machine_planned_for_does():
+    """NCCL averages by itself, so in a GPU's step nothing divides behind a scatter; over gloo a kernel does."""
+
+    def divided(report):
+        schedule = parse(report.steps[0].graphs[1].schedule)
+        return sum(schedule.first_reader(wait) is not None for wait in schedule.waits() if "reduce" in wait.reads[0])
+
+    assert divided(planned("dp=2")) == 0
+    assert divided(planned("dp=2", profile="cpu-gloo")) > 0
+
+
 def texts(report):
     """The final schedules, without the numbers that count the compilations of this process."""
     return [re.sub(r"_\d+\n", "\n", graph.schedule, count=1) for graph in report.steps[0].graphs]
