@@ -260,7 +260,7 @@ class _Builder:
             for dim, expr in enumerate(leaf.layout.size):
                 if expr.is_Symbol:
                     self._bind(BindSize(expr, leaf.buffer, dim))
-            if not starts and self.graph.root(leaf.buffer) in self.relied_on:
+            if not (starts or op.out) and self.graph.root(leaf.buffer) in self.relied_on:  # `out=` is memory of ours
                 self.instructions.append(ExpectLayout(leaf.buffer, leaf.layout))
 
     # --- memory
