@@ -161,19 +161,21 @@ def _launch(job: _Job, nproc: int, environment: dict[str, str]) -> None:
     os.dup2(sink, 2)
     os.environ.clear()
     os.environ.update(environment)
-    how = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id="ranks",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=job.max_restarts,
-        monitor_interval=0.1,
-        # CUDA survives no fork once it was asked how many devices there are, which modules do that are imported here.
-        start_method="fork" if job.backend == "gloo" else "spawn",
-        logs_specs=DefaultLogsSpecs(log_dir=str(job.out / "torchrun")),
-    )
+    # CUDA survives no fork once it was asked for its devices. LaunchConfig asks, and so do modules of tests on GPUs,
+    # which `job` has imported here: their ranks are new interpreters.
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        how = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id="ranks",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=job.max_restarts,
+            monitor_interval=0.1,
+            start_method="fork" if job.backend == "gloo" else "spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=str(job.out / "torchrun")),
+        )
     elastic_launch(how, _work)(job)
 
 
