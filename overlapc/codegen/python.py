@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -77,11 +77,17 @@ class PythonWrapper:
         self.devices: dict[torch.device, torch.device] = {}
         self.header: list[str] = []
         self.leaving = partition.leaving if partition is not None else ()
-        functions: list[str] = []
-        body: list[str] = []
-        steps = partition.steps if partition is not None else program.instructions
+        self.source = self._module(partition.steps if partition is not None else program.instructions, marked)
+
+    def bind(self, launchers: Mapping[str, Launcher]) -> Boxed:
+        """The function, with kernels bound."""
+        return function_of(self.source, f"<overlapc {self.program.name}>", {**self.objects, **launchers})
+
+    def _module(self, steps: Sequence[Instruction | Part], marked: bool) -> str:
         device = first = next((found for found in map(_device_of, steps) if found is not None), None)
         looked_at = [item for item in steps if isinstance(item, CheckInput)]
+        functions: list[str] = []
+        body: list[str] = []
         # In the program's order: names of objects count up as they are met.
         for item in steps:
             if isinstance(item, CheckInput):
@@ -96,13 +102,9 @@ class PythonWrapper:
             body += self._calling(item) if isinstance(item, Part) else self._lines(item, marked)
         if first is not None:
             body = _on_device(first, body)
-        if any(isinstance(item, Call | WaitFor) for item in program.instructions):
-            body = ["with rt.below_autograd():", *(f"    {line}" for line in body)]
-        self.source = "\n".join([*self._head(functions), *(f"    {line}" for line in body), ""])
-
-    def bind(self, launchers: Mapping[str, Launcher]) -> Boxed:
-        """The function, with kernels bound."""
-        return function_of(self.source, f"<overlapc {self.program.name}>", {**self.objects, **launchers})
+        if any(isinstance(item, Call | WaitFor) for item in self.program.instructions):
+            body = ["with rt.below_autograd():", *_indented(body)]
+        return "\n".join([*self._head(functions), *_indented(body), ""])
 
     def _head(self, functions: list[str]) -> list[str]:
         lines = [f"# overlapc: {self.program.name}", *self.header]
@@ -110,7 +112,7 @@ class PythonWrapper:
             lines += ["", f"parts = Parts({self.program.name!r})", *functions]
         lines += ["", "", "def call(args):"]
         tracker = [f"life = Lifecycle({self.program.name!r}, args)"] if self.tracked else []
-        return [*lines, *(f"    {line}" for line in _unpacked(self.program.inputs, *tracker))]
+        return [*lines, *_indented(_unpacked(self.program.inputs, *tracker))]
 
     def _function(self, part: Part) -> list[str]:
         """The definition of a captured part."""
@@ -120,7 +122,7 @@ class PythonWrapper:
         body = [line for item in part.instructions for line in self._print(item)]
         lines = [*_unpacked(part.inputs), *body, f"return {_tuple(part.outputs)}"]
         decorated = f"@parts.part(inner={inner}, written={written})"
-        return ["", "", decorated, f"def {part.name}(args):", *(f"    {line}" for line in lines)]
+        return ["", "", decorated, f"def {part.name}(args):", *_indented(lines)]
 
     def _calling(self, part: Part) -> list[str]:
         box = f"box = [{', '.join(part.inputs)}]"
@@ -180,7 +182,7 @@ class PythonWrapper:
             return lines
         names = ", ".join(item.variable for item in items)
         self.header.append("layouts = rt.Layouts()")
-        return [f"if not layouts.known({names}):", *(f"    {line}" for line in lines), f"    layouts.learn({names})"]
+        return [f"if not layouts.known({names}):", *_indented(lines), f"    layouts.learn({names})"]
 
     # --- instructions
 
@@ -235,7 +237,7 @@ class PythonWrapper:
             if "reduce_scatter" in str(item.op.target):
                 works = len(item.results)
         label = marks.Label(self.program.name, how, item.op.name, works)
-        return [f"with mark({str(label)!r}):", *(f"    {line}" for line in self._print(item))]
+        return [f"with mark({str(label)!r}):", *_indented(self._print(item))]
 
     def _bound(self, item: BindSize) -> str:
         if item.dim is None:
@@ -352,10 +354,13 @@ def _device_of(item: Instruction | Part) -> int | None:
     return device.index if device.type == "cuda" else None
 
 
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
 def _on_device(index: int, body: list[str]) -> list[str]:
     """`body` with a GPU current, and afterwards the one that was."""
-    inner = (f"    {line}" for line in body)
-    return [f"before = rt.enter_device({index})", "try:", *inner, "finally:", "    rt.enter_device(before)"]
+    return [f"before = rt.enter_device({index})", "try:", *_indented(body), "finally:", "    rt.enter_device(before)"]
 
 
 def _tuple(names: tuple[str, ...]) -> str:
