@@ -10,6 +10,7 @@ from overlapc.report.advice import Cause
 from overlapc.report.model import StepRecord
 from overlapc.report.times import ms
 from overlapc.schedule.model import Kind
+from overlapc.schedule.text import parse
 
 _LITTLE = 0.05  # of a step: less than that is not what makes it slow
 _GENERATED = "generated kernels"
@@ -23,6 +24,17 @@ class Work:
     what: str
     ns: float
     count: int
+
+
+def sources(step: StepRecord) -> dict[str, float]:
+    """Who says how long nodes take -> the share of all their times together, the largest first."""
+    said: dict[str, float] = defaultdict(float)
+    for graph in step.graphs:
+        for node in parse(graph.schedule).nodes:
+            if node.estimate is not None and node.estimate.ns:
+                said[node.estimate.source] += node.estimate.ns
+    whole = sum(said.values())
+    return {source: ns / whole for source, ns in sorted(said.items(), key=lambda item: -item[1])}
 
 
 @dataclass(frozen=True, slots=True)

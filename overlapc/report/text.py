@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 from overlapc.report import compare
 from overlapc.report.advice import Exposure, exposures
-from overlapc.report.bound import Spent
+from overlapc.report.bound import Spent, sources
 from overlapc.report.model import CollectiveRow, GraphRecord, StepRecord
 from overlapc.report.times import change, ms, us
 from overlapc.units import human_bytes
@@ -142,6 +142,7 @@ def totals_text(step: StepRecord) -> str:
             *lines,
             *(f"{f'busy {queue}':<12} {ms(time_ns)}" for queue, time_ns in spent.queues_ns.items()),
             f"compute      {ms(spent.compute_ns)}{_slowed(spent)}{_work(spent)}",
+            f"estimates    {', '.join(f'{share:.0%} {source}' for source, share in sources(step).items()) or 'none'}",
             *([] if step.host_ns is None else [f"host         {ms(step.host_ns)}, if it never waits for the device"]),
             f"kernels      {kernels} generated; eager fallbacks: {fallbacks}",
             f"peak memory  {human_bytes(max(graph.peak_bytes for graph in step.graphs))}",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from overlapc.report.bound import Spent, Work
+from overlapc.report.bound import Spent, Work, sources
 from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
 from overlapc.report.text import totals_text
 from tests.report.sample import FORWARD
@@ -74,3 +74,10 @@ def test_what_compute_loses_to_communication_beside_it_is_said_where_it_is_known
 def test_a_step_of_nothing_is_bound_by_nothing():
     nothing = Spent.of(StepRecord(graphs=(replace(FORWARD, collectives=(), after=Plan(0.0)),)))
     assert nothing.bound().why == "compute, 0% of the step; nothing in these graphs communicates"
+
+
+def test_who_says_how_long_nodes_take_counts_by_time():
+    text = "a = kernel(x) : 0B 30us [roofline r]; g = all_gather(a) @dp : 0B 50us [table t]; w = wait(g)"
+    graph = replace(FORWARD, schedule=f"{text}; b = extern:mm(w) : 0B 20us [roofline r]; c = kernel(b) : 0B")
+    assert sources(StepRecord(graphs=(graph, graph))) == {"roofline r": 0.5, "table t": 0.5}
+    assert sources(StepRecord(graphs=(replace(graph, schedule="c = kernel(x) : 0B"),))) == {}

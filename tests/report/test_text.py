@@ -52,6 +52,7 @@ exposed      0.200 ms -> 0.120 ms of communication
             try: a larger memory_budget; without one, a larger peak_increase
 busy @dp     0.400 ms
 compute      0.320 ms: mm0 50% (2), generated kernels 50% (2)
+estimates    100% table <x>
 kernels      2 generated; eager fallbacks: 3
 peak memory  3MiB
 
