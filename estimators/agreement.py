@@ -37,7 +37,10 @@ __all__ = ["Compilation", "Party", "canonical_lines", "party"]
 
 _SHOWN_VARIANTS = 4  # of texts that differ; more are counted
 _SHOWN_CHARS = 200  # of a line
-_SAME_CODE = "every rank must run the same model code on inputs of the same kinds; look for branches on the rank"
+_SAME_CODE = (
+    "every rank must run the same model code on inputs of the same kinds; look for branches on the rank, and for a"
+    " batch of 0 or 1 on some ranks alone, which torch traces by itself (drop_last, or pad it)"
+)
 _SAME_OPTIONS = (
     "the graphs are equal, so what plans them is not: give all ranks the same options (and OVERLAPC_ variables), the"
     " same versions of overlapc and torch, and the same kind of device"

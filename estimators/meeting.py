@@ -223,5 +223,6 @@ def _missing(at: str, missing: Sequence[int], here: Sequence[int], last_full: st
         f"\n   waiting there: {name_ranks(here)}"
         f"\n   {last}"
         "\nhint: a rank that died, is stuck, or skips a compilation keeps the others waiting: see its output; "
-        'if it is only slow, raise options={"rank_timeout": seconds}'
+        'if it is only slow, raise options={"rank_timeout": seconds}; if sizes of inputs change on some ranks alone, '
+        "only these compile again: torch.compile(..., dynamic=True) on all of them makes one graph for all sizes"
     )
