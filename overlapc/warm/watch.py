@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.fx.versions import StepMetadata, dtensor_step_metadata, mark_dynamic, step_metadata
+from overlapc.runtime.counters import count
 from overlapc.runtime.dtensors import KnownDTensors, Remade, giving_dtensors, taking_dtensors
 from overlapc.runtime.step import Call, StepPlan, step_function
 from overlapc.runtime.tangents import SizedTangent, Tangent
@@ -38,17 +39,18 @@ def of_plain_tensors(gm: GraphModule, inputs: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A compiled graph, and what it takes and returns."""
+    """A compiled graph, and what it takes and returns; not what it was compiled from, which may be freed."""
 
     call: Call
     taken: list[Any]  # example of each input
-    returned: Sequence[Any]  # nodes, or None
+    returned: tuple[bool, ...]  # whether there is a value, by result
 
     @classmethod
     def of(cls, gm: GraphModule, call: Call) -> _Graph:
         taken = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-        returned = gm.graph.output_node().args[0]
-        return cls(call, taken, returned if isinstance(returned, list | tuple) else [returned])
+        results: Any = gm.graph.output_node().args[0]
+        results = results if isinstance(results, list | tuple) else [results]
+        return cls(call, taken, tuple(each is not None for each in results))
 
 
 class StepWatch:
@@ -115,6 +117,8 @@ class StepWatch:
             known = KnownDTensors(inputs)
             if self._trains:
                 self._metadata = dtensor_step_metadata(outputs)
+                if self._metadata is None:
+                    count("steps_under_torchs_wrapper")
                 self._finish()
             return outputs
 
@@ -125,6 +129,7 @@ class StepWatch:
         forward, backward, metadata = self._forward, self._backward, self._metadata
         if metadata is None or forward is None or self._hooked or (self._trains and backward is None):
             return
+        self._forward = self._backward = None
         flat = sum(len(attributes) or 1 for attributes in metadata.inputs)
         if len(metadata.inputs) != self._inputs or flat != len(forward.taken):
             return
@@ -176,7 +181,7 @@ def _plan(metadata: StepMetadata, forward: _Graph, backward: _Graph | None, auto
     tangents = tuple(each for each in found if each is not None)
     if len(tangents) != len(differentiable):
         return None
-    detached = tuple(at for at in metadata.computed if backward.returned[metadata.gradients[at].at] is None)
+    detached = tuple(at for at in metadata.computed if not backward.returned[metadata.gradients[at].at])
     return replace(plan, tangents=tangents, detached=detached, sizes=metadata.sizes, objects=metadata.objects)
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.two_tensor import TwoTensor
 
 from overlapc.backend import overlapc as backend
+from overlapc.runtime.counters import counted
 from overlapc.runtime.step import StepPlan
 from tests.runtime.beside_torch import OPTIONS, Compile, error_of, leaf, lean_calls, observed
 from tests.worlds import fake_world
@@ -333,8 +334,10 @@ def test_results_that_are_dtensors_are_left_to_torch(lean: list[StepPlan]):
 
     step = torch.compile(function, backend=backend, options=OPTIONS)
     make = lambda: parameter(4, on=mesh(), as_=Shard(0))  # noqa: E731
+    before = counted("steps_under_torchs_wrapper")
     expect_same(losses(step, make), losses(function, make))
     assert not lean
+    assert counted("steps_under_torchs_wrapper") == before + 1
 
 
 def test_other_tensors_that_hold_tensors_are_left_to_torch(lean: list[StepPlan]):
