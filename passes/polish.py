@@ -150,16 +150,19 @@ class Polish:
             if not self._may_go_on():
                 return False
             self.tries -= 1
-            timings = [replay.try_window(low, nodes) for replay in self.replays]
-            if self.goal(timings) >= best or not self._is_short(timings):
-                continue
-            if self.memory.try_window(low, nodes) <= self.limit:
+            if self._is_nearer(best, low, nodes) and self.memory.try_window(low, nodes) <= self.limit:
                 self._make(node, low, nodes, start)
                 return True
         return False
 
-    def _is_short(self, timings: Sequence[Timing]) -> bool:
-        return timings[0].step_ns <= self.most_ns and _both_ns(timings) <= self.most_both_ns
+    def _is_nearer(self, best: tuple[float, float], low: int, nodes: Sequence[int]) -> bool:
+        """Whether a move leads nearer to the goal than `best`, in a step that is short enough."""
+        timings: list[Timing] = []
+        for replay in self.replays:
+            timings.append(replay.try_window(low, nodes))
+            if timings[0].step_ns > self.most_ns:
+                return False  # before collectives are late as well: that replay takes as long
+        return self.goal(timings) < best and _both_ns(timings) <= self.most_both_ns
 
     def _make(self, node: int, low: int, nodes: Sequence[int], start: int) -> None:
         before = self.position[node]
