@@ -160,9 +160,10 @@ class Machine:
         costs, start, end = self.costs, self.start, self.end
         steps, durations, loads = costs.step, costs.ns, costs.load
         launch_ns, gap_ns, synchronous = costs.launch_ns, costs.gap_ns, costs.profile.synchronous
+        compute, nothing, wait, begins = map(int, (Step.COMPUTE, Step.NOTHING, Step.WAIT, Step.START))
         for at in nodes:
             step = steps[at]
-            if step == Step.COMPUTE:
+            if step == compute:
                 self.host += launch_ns
                 if gap_ns:
                     self._pass(self.now + gap_ns)
@@ -179,13 +180,13 @@ class Machine:
                     if self.queued and durations[at]:
                         self._begin()
                 end[at] = self.now
-            elif step == Step.NOTHING:
+            elif step == nothing:
                 start[at] = end[at] = self.now
-            elif step == Step.WAIT:
+            elif step == wait:
                 start[at] = self.now
                 self._stand_until_done(costs.waits_for[at])
                 end[at] = self.now
-            elif step == Step.START:
+            elif step == begins:
                 self.host += launch_ns
                 self._enqueue(at)
             else:
@@ -299,9 +300,12 @@ class Machine:
 
     def _next_change(self, stretches: tuple[float, ...], *, begins: bool) -> float:
         """When the first of what runs ends, or (begins) another collective begins."""
-        until = math.inf
+        left, takes_ns = self.left, math.inf
         for queue, stretch in zip(self.active, stretches, strict=True):
-            until = min(until, self.now + on_grid(self.left[queue] * stretch))
+            ns = left[queue] * stretch
+            if ns < takes_ns:  # half the time of min(), and most of a replay is here
+                takes_ns = ns
+        until = self.now + on_grid(takes_ns)
         if begins and self.queued:
             for queue, waiting in enumerate(self.waiting):
                 if waiting and self.running[queue] is None:
