@@ -75,9 +75,10 @@ def without_trivial_reductions(body: Body) -> Body:
 
 
 def constant(number: Any, dtype: torch.dtype) -> Constant:
-    """`number` as a constant of `dtype`, converted as torch converts a Python number."""
+    """`number` as a constant of `dtype`, converted as torch converts a Python number: integers wrap."""
     if dtype == torch.bool:
         return Constant(bool(number), dtype)
     if dtype.is_floating_point:
         return Constant(float(number), dtype)
-    return Constant(int(number), dtype)
+    limits = torch.iinfo(dtype)
+    return Constant((int(number) - limits.min) % 2**limits.bits + limits.min, dtype)

@@ -270,6 +270,10 @@ class Context:
         """The dtype torch computes an element-wise op of these arguments in (float32 for low precision)."""
         return elementwise_dtypes(*(_promotable(arg) for arg in args), type_promotion_kind=kind)[0]
 
+    def common_dtype(self, *args: Any) -> torch.dtype:
+        """The dtype that torch brings these arguments to, low precision included."""
+        return elementwise_dtypes(*(_promotable(arg) for arg in args), type_promotion_kind=PROMOTION.DEFAULT)[1]
+
     # --- calls
 
     def extern(

@@ -48,6 +48,8 @@ ON_BOOL = {
     "bitwise_xor": "logical_xor",
     "bitwise_not": "logical_not",
 }
+# Where a number, rounded or not, makes all the difference: eager rounds it to the tensor's low precision first.
+SHARP = frozenset("eq ne lt le gt ge remainder fmod".split())
 ROUND_ON_FLOAT_ONLY = frozenset(("floor", "ceil", "trunc", "round"))
 
 
@@ -58,7 +60,14 @@ def compute(name: str, kind: PROMOTION, context: Context, *args: Any) -> View:
         dtype = context.promoted(DEFAULT, *args)
     if dtype.is_complex:
         raise Impossible("complex numbers")
-    return context.pointwise(lambda *values: apply(name, dtype, *values), *args)
+    common = context.common_dtype(*args)
+    rounded = [name in SHARP and common in LOW_PRECISION and getattr(arg, "dtype", None) != common for arg in args]
+
+    def value(*values: Value) -> Value:
+        given = (convert(value, common) if rounds else value for value, rounds in zip(values, rounded, strict=True))
+        return apply(name, dtype, *given)
+
+    return context.pointwise(value, *args)
 
 
 def apply(name: str, dtype: torch.dtype, *values: Value) -> Value:

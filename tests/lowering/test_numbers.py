@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
+from tests.codegen.interpreted import triton_on_cpu
 from tests.lowering.compare import compiled, same
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -22,6 +25,39 @@ def test_integers_wrap_and_divide_as_in_eager(dtype):
 
     same(function, x, y)
     same(lambda x, y: (x.sum(), x.prod(), x.float().mean(), x.amax(), x.argmin(), x / y, x.clamp(1, 4), x**2), x, y)
+
+
+@pytest.fixture(params=["cpp", "triton"])
+def generator(request):
+    """Kernels of either generator, Triton's interpreted."""
+    with triton_on_cpu() if request.param == "triton" else nullcontext():
+        yield request.param
+
+
+def test_numbers_beyond_an_integers_range_wrap(generator):
+    small = torch.tensor([0, 1, 3, 4, 200, 254, 255], dtype=torch.uint8)
+    signed = torch.tensor([-128, -7, -1, 0, 44, 127], dtype=torch.int8)
+    wide = torch.tensor([-(2**31), -7, 0, 44, 2**31 - 1], dtype=torch.int32)
+    same(lambda x: (x + -1, x * -3, x == -1, x > -1, torch.where(x > 3, x, -1), x.masked_fill(x > 3, -1)), small)
+    same(lambda x: (x + 300, x == 300, x < 300, x & 0x1FF, torch.full_like(x, -3.7)), signed)
+    same(lambda x: (x + 2**31, x < 2**40, x.short() & 0x1FFFF, x - 2**33), wide)
+
+
+def test_a_number_that_a_tensor_is_compared_with_is_rounded_to_its_precision(generator):
+    numbers = torch.tensor([0.1, -0.1, 0.3, 0.0, 2.5, 257.0])
+
+    def function(x):
+        return x == 0.1, x != 0.1, x >= 0.1, x > 0.1, x < 0.3, x >= 0.1, x == 257, torch.remainder(x, 0.1), x.fmod(0.3)
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        same(function, numbers.to(dtype))
+    same(lambda x, y: (x == y, x < y, x >= y.double()), numbers.bfloat16(), torch.tensor([0, 1, 2, 3, 4, 257]))
+
+
+def test_doubles_are_compared_with_doubles(generator):
+    x = torch.tensor([0.1, 0.3, -0.1], dtype=torch.float32).double()
+    x = torch.cat([x, torch.tensor([0.1, 0.3, -0.1], dtype=torch.float64)])
+    same(lambda x: (x == 0.1, x != 0.3, x > 0.1, x <= 0.3, x >= -0.1, x < -0.1, x * 0.1 + 0.3), x)
 
 
 def test_bools_are_truths():

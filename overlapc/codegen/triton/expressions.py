@@ -129,8 +129,9 @@ def constant_text(value: Constant) -> str:
     return f"tl.full([], {number_text(number)}, {COMPUTE[value.dtype]})"
 
 
-# Operations in which a bare Python literal takes the other operand's dtype.
-_LITERAL_OPS = frozenset("add sub mul eq ne lt le gt ge".split())
+# Operations in which a bare Python literal takes the other operand's dtype; comparisons make float32 of any float.
+_COMPARISONS = frozenset("eq ne lt le gt ge".split())
+_LITERAL_OPS = _COMPARISONS | {"add", "sub", "mul"}
 _LITERAL_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
@@ -166,6 +167,8 @@ def as_literal(op: Op, position: int) -> str | None:
     if op.name not in _LITERAL_OPS or other is None or isinstance(other, Constant):
         return None
     if not isinstance(arg, Constant) or arg.dtype not in _LITERAL_DTYPES or arg.dtype != other.dtype:
+        return None
+    if op.name in _COMPARISONS and arg.dtype == torch.float64:
         return None
     number = float(arg.number) if arg.dtype.is_floating_point else int(arg.number)
     text = number_text(number)

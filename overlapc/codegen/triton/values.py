@@ -21,6 +21,7 @@ from overlapc.codegen.triton.expressions import (
 from overlapc.codegen.triton.shape import KernelShape, axis_symbol, term
 from overlapc.ir.body import Cast, Checked, Constant, Index, Load, Op, Reduce, Scan, Store, Value
 from overlapc.ir.indexing import exact_quotient
+from overlapc.ir.values import constant
 
 _ORIGIN_CHARACTERS = 300  # of what a check says about where it comes from
 _ORDER = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
@@ -216,7 +217,7 @@ class ValueWriter(AxisWriter):
 
     def index_value(self, value: Index) -> str:
         if value.expr.is_Integer:
-            return constant_text(Constant(int(value.expr), value.dtype))
+            return constant_text(constant(int(value.expr), value.dtype))
         text = self.index(value.expr, (), {})
         if value.dtype is torch.bool:
             return f"({text}) != 0"
