@@ -39,6 +39,7 @@ from overlapc.fx.versions import boxed
 from overlapc.ir.ops import Handle, Layout, Provenance, View
 from overlapc.runtime import kernel_op, support
 from overlapc.runtime.triton_binary import stage_options
+from overlapc.runtime.triton_kernel import ELEMENT
 from overlapc.runtime.triton_kernel import Launch as TritonLaunch
 
 _PLAIN = (int, float, bool, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
@@ -150,11 +151,11 @@ class FxWrapper:
         launch: TritonLaunch = item.kernel.launch
         launcher: Any = self.launchers[item.kernel.name]
         device = item.op.device
-        views = [
-            self._call_function(torch.ops.aten.view.dtype, tensor, torch.uint8)
-            if self.program.layouts[variable].dtype is torch.bool
-            else tensor
-            for variable, tensor in zip(item.variables, tensors, strict=True)
+        views = [  # Triton goes by a tensor's dtype
+            tensor
+            if self.program.layouts[variable].dtype is ELEMENT[pointer]
+            else self._call_function(torch.ops.aten.view.dtype, tensor, ELEMENT[pointer])
+            for variable, tensor, pointer in zip(item.variables, tensors, launch.pointers, strict=True)
         ]
         scratch = [
             self._call_function(torch.empty, self._size(count), dtype=dtype, device=device)

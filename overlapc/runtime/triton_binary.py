@@ -16,18 +16,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from overlapc.errors import ToolchainError
 from overlapc.runtime import triton_workers
 from overlapc.runtime.cache import KernelCache, content_key
 from overlapc.runtime.triton_compile import Binary, Specification, compile_now
-from overlapc.runtime.triton_kernel import Source, Stage, Variant, launch_of
+from overlapc.runtime.triton_kernel import ELEMENT, Source, Stage, Variant, launch_of
 
 Target = tuple[str, int, int]  # backend, architecture, threads of a warp
 
-_SCRATCH_POINTER = {torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64"}
-_SCRATCH_POINTER |= {torch.int8: "*i8", torch.int16: "*i16", torch.uint8: "*u8"}
+_POINTER = {dtype: pointer for pointer, dtype in ELEMENT.items()}
 
 
 def triton_module() -> ModuleType:
@@ -74,7 +71,7 @@ class Wanted:
 def wanted(source: Source, stage: Stage, variant: Variant, target: Target, cache_dir: Path) -> Wanted:
     """A stage of a source for a variant. Writes nothing and asks Triton nothing."""
     launch = launch_of(source)
-    pointers = [*launch.pointers, *(_SCRATCH_POINTER[dtype] for dtype, _ in launch.scratch)]
+    pointers = [*launch.pointers, *(_POINTER[dtype] for dtype, _ in launch.scratch)]
     constants: dict[str, int | str] = dict(launch.constants)
     if launch.index_bounds is not None:
         constants["INDEX"] = "int64" if variant.wide else "int32"

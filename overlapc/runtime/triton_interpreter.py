@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterOptions, TensorHandle
 
-from overlapc.runtime.triton_kernel import Source, host_function, launch_of
+from overlapc.runtime.triton_kernel import ELEMENT, Source, host_function, launch_of
 
 _UNARY = (
     "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc lgamma "
@@ -135,7 +135,8 @@ class InterpretedLauncher:
 
     def __call__(self, *arguments: Any) -> None:
         buffers = len(self._source.buffers)
-        tensors = [_as_bytes(tensor) for tensor in arguments[:buffers]]
+        given = zip(arguments[:buffers], self._launch.pointers, strict=True)
+        tensors = [tensor.view(ELEMENT[pointer]) for tensor, pointer in given]  # the interpreter goes by dtypes
         sizes = arguments[buffers:]
         scratch = [
             torch.empty(host_function(elements, self._source.sizes)(*sizes), dtype=dtype)
@@ -148,7 +149,3 @@ class InterpretedLauncher:
             programs = host_function(stage.programs, self._source.sizes)(*sizes)
             with np.errstate(all="ignore"):  # masked lanes compute on nothing
                 function[(programs,)](*tensors, *scratch, *sizes, **extra)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor

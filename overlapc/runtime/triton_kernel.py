@@ -28,6 +28,14 @@ class Stage:
     num_stages: int = 0  # loads in flight in a pipelined loop; 0: Triton's default
 
 
+# What a pointer of each Triton type points to. Memory handed on from another buffer may bear another dtype by name.
+ELEMENT = {
+    "*fp64": torch.float64, "*fp32": torch.float32, "*fp16": torch.float16, "*bf16": torch.bfloat16,
+    "*i64": torch.int64, "*i32": torch.int32, "*i16": torch.int16, "*i8": torch.int8, "*u8": torch.uint8,
+    "*fp8e4nv": torch.float8_e4m3fn, "*fp8e5": torch.float8_e5m2,
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """How to launch a generated kernel."""

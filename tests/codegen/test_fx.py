@@ -88,6 +88,18 @@ def test_triton_kernels_run_through_torchs_wrapper_op(dynamic, interpreted_trito
     torch.testing.assert_close(compiled(function, dynamic, wrapper="fx")(x, mask), function(x, mask))
 
 
+@pytest.mark.parametrize("wrapper", ["fx", "python"])
+def test_memory_of_another_dtype_is_read_as_what_it_holds(wrapper, interpreted_triton):
+    """The product's memory becomes the result's: the kernel reads one dtype there and writes another."""
+
+    def function(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        index = torch.arange(8).remainder(4).unsqueeze(1).expand(8, 16)
+        return (a.bfloat16() @ b.bfloat16()).half() + 1, a.scatter_reduce(0, index, a * 2, "amax")
+
+    a, b = torch.randn(8, 16), torch.randn(16, 8)
+    torch.testing.assert_close(compiled(function, wrapper=wrapper)(a, b), function(a, b))
+
+
 def test_the_grid_is_computed_in_the_graph(interpreted_triton):
     x = torch.randn(30, 40)
     wrapper = wrapped(lambda x: x.sin() * 2, x)

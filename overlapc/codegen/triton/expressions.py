@@ -13,17 +13,14 @@ from torch.utils._sympy import functions as sizes
 from overlapc.fx.versions import float8_saturates
 from overlapc.ir.body import Constant, Op
 from overlapc.ir.indexing import Ranges, at_most, bounds
+from overlapc.runtime.triton_kernel import ELEMENT
 
 # What a kernel computes in, and how the memory behind a pointer is declared to Triton. A bool is a byte in memory.
 COMPUTE = {
     torch.float64: "tl.float64", torch.float32: "tl.float32", torch.int64: "tl.int64", torch.int32: "tl.int32",
     torch.int16: "tl.int16", torch.int8: "tl.int8", torch.uint8: "tl.uint8", torch.bool: "tl.int1",
 }  # fmt: skip
-POINTER = {
-    torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-    torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
-    torch.bool: "*u8", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
-}  # fmt: skip
+POINTER = {dtype: pointer for pointer, dtype in ELEMENT.items()} | {torch.bool: "*u8"}
 
 
 class IndexPrinter:
