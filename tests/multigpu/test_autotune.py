@@ -75,14 +75,16 @@ def test_a_later_process_measures_and_compiles_nothing(tmp_path: Path):
 def sharded_steps(root: str) -> list[dict[str, Any]]:
     """A training step under FSDP, compiled cold and then with what rank 1 had kept lost."""
     import overlapc
+    from overlapc.codegen.triton import candidates
     from overlapc.launch.llama import Llama, LlamaConfig
 
+    candidates.MOST = 2  # of a kernel at once: who measures what is looked at here, not what is found
     rank = dist.get_rank()
     cache = Path(root) / str(rank)  # of its own, as on another host
     mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = Llama(LlamaConfig(dim=1024, layers=2, heads=8, kv_heads=4, ffn=2048, vocab=8192, max_seq=1024))
+        model = Llama(LlamaConfig(dim=1024, layers=1, heads=8, kv_heads=4, ffn=2048, vocab=8192, max_seq=1024))
     model.reset_parameters(0)
     for layer in (*model.layers, model):
         overlapc.fully_shard(layer, mesh=mesh)
@@ -116,7 +118,7 @@ def sharded_steps(root: str) -> list[dict[str, Any]]:
 def test_ranks_choose_alike(tmp_path: Path):
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
-    first, second = values_on_ranks(sharded_steps, 2, str(tmp_path), timeout_s=200, backend="nccl")
+    first, second = values_on_ranks(sharded_steps, 2, str(tmp_path), timeout_s=110, backend="nccl")
     for one, other in zip(first, second, strict=True):
         assert one["tuned"] == other["tuned"]  # to the last digit of each time
         assert one["schedules"] == other["schedules"]
