@@ -86,6 +86,38 @@ def _rows(x: Tensor, b: int, pool: Sequence[Tensor], at: int) -> Tensor:
     return F.embedding(x.long().abs() % table.shape[0], table) if x.ndim < 3 else x
 
 
+def _places(x: Tensor, dim: int, factor: int) -> Tensor:
+    """An index within `dim` for every element of `x`; elements share some, and leave others out."""
+    return torch.arange(x.numel()).reshape(x.shape) * factor % x.shape[dim]
+
+
+def _gathered(x: Tensor, b: int, pool: Sequence[Tensor], at: int) -> Tensor:
+    return x.gather(b % x.ndim, _places(x, b % x.ndim, at + 1)) if x.ndim else x
+
+
+def _scattered(x: Tensor, b: int, pool: Sequence[Tensor], at: int) -> Tensor:
+    if not x.ndim:
+        return x
+    into, where, added = number(x), _places(x, b % x.ndim, at), fitting(x, pool, at).expand(x.shape)
+    if b % 2:
+        return into.scatter_reduce(b % x.ndim, where, added, "amax")
+    return small(into.scatter_add(b % x.ndim, where, added))
+
+
+def _scanned(x: Tensor, b: int, pool: Sequence[Tensor], at: int) -> Tensor:
+    if not x.ndim:
+        return x
+    dim = at % x.ndim
+    return small(number(x).cumsum(dim)) if b % 3 == 0 else torch.cummax(number(x), dim)[b % 3 - 1]
+
+
+def _over_every_second(x: Tensor, b: int, pool: Sequence[Tensor], at: int) -> Tensor:
+    y = number(x).clone()
+    if y.ndim:
+        y[..., b % 2 :: 2] = 1
+    return y
+
+
 STEPS: dict[str, Callable[[Tensor, int, Sequence[Tensor], int], Tensor]] = {
     "add": lambda x, b, pool, at: small(number(x) + fitting(x, pool, at)),
     "mul": lambda x, b, pool, at: small(number(x) * fitting(x, pool, at)),
@@ -112,6 +144,21 @@ STEPS: dict[str, Callable[[Tensor, int, Sequence[Tensor], int], Tensor]] = {
     "pad": lambda x, b, pool, at: F.pad(number(x), (1, 2), value=1.0) if x.ndim and x.shape[-1] < 16 else x,
     "contiguous": lambda x, b, pool, at: x.contiguous(),
     "rows": _rows,
+    "gather": _gathered,
+    "scatter": _scattered,
+    "scan": _scanned,
+    "remainder": lambda x, b, pool, at: torch.remainder(x.long(), b - 4 or 3),
+    "floor": lambda x, b, pool, at: x.long() // (b - 4 or 3),
+    "shift": lambda x, b, pool, at: (x.long() << b % 3) >> 1,
+    "byte": lambda x, b, pool, at: x.long().to(torch.uint8) * 3 + (at - 9),
+    "argmax": lambda x, b, pool, at: number(x).argmax(b % x.ndim, keepdim=at % 2 == 0) if x.ndim else x,
+    "any": lambda x, b, pool, at: (number(x) > 1).any(b % x.ndim) if x.ndim else x,
+    "flip": lambda x, b, pool, at: x.flip(b % x.ndim) if x.ndim else x,
+    "roll": lambda x, b, pool, at: x.roll(at - 3, b % x.ndim) if x.ndim else x,
+    "triangle": lambda x, b, pool, at: x.tril(b - 3) if x.ndim > 1 else x,
+    "windows": lambda x, b, pool, at: x.unfold(-1, min(2, x.shape[-1]), 1) if 0 < x.ndim < 3 else x,
+    "strided": lambda x, b, pool, at: x.contiguous().as_strided((2, x.numel() // 2), (1, 2)) if x.numel() > 3 else x,
+    "every second": _over_every_second,
     "mutate part": _mutate_part,
     "into input": _into_input,
 }

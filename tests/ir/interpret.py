@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from overlapc.ir.body import Body, Cast, Checked, Constant, Index, Load, Op, Reduce, Store, Value
+from overlapc.ir.body import Body, Cast, Checked, Constant, Index, Load, Op, Reduce, Scan, Store, Value
 from overlapc.ir.ops import Combo, Handle, IROp, Loops, LoweredGraph, Start, View, Wait, loops_of, tree_map
 
 Env = Mapping[sympy.Symbol, Any]  # numbers or int64 tensors
@@ -106,6 +106,8 @@ def _value(
         return values[value.arg]
     if isinstance(value, Reduce):
         return _reduce(value, values[value.arg], space, rows)
+    if isinstance(value, Scan):
+        return _scan(value, values[value.arg], space, rows)
     if isinstance(value, Load):
         return _load(value, values, env, space, buffers)
     assert isinstance(value, Op)
@@ -130,6 +132,17 @@ def _load(
         return torch.zeros(space, dtype=load.dtype)
     found = flat[index].to(load.dtype)
     return found if load.mask is None else torch.where(values[load.mask], found, torch.zeros((), dtype=load.dtype))
+
+
+def _scan(scan: Scan, arg: Tensor, space: torch.Size, rows: int) -> Tensor:
+    row = arg.expand(space).reshape(*space[:rows], -1)
+    if scan.kind in ("sum", "prod", "logsumexp"):
+        function = {"sum": torch.cumsum, "prod": torch.cumprod, "logsumexp": torch.logcumsumexp}[scan.kind]
+        found = function(row, -1)
+    else:
+        extremes = row.cummax(-1) if scan.kind.endswith("max") else row.cummin(-1)
+        found = extremes.indices if scan.kind.startswith("arg") else extremes.values
+    return found.reshape(space).to(scan.dtype)
 
 
 def _reduce(reduce: Reduce, arg: Tensor, space: torch.Size, rows: int) -> Tensor:
