@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,26 +62,33 @@ def run_ranks(command: Sequence[str], nproc: int, run_dir: Path, variables: Mapp
     message, and its traceback when the error was not one of ours; after Ctrl-C it says that, and every
     rank has ended.
     """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
     threads = str(max(1, cpus() // nproc))
     settings = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), RUN_DIR: str(run_dir)}
     for stale in run_dir.glob("rank*/error.json"):
         stale.unlink()
-    with _variables({**settings, **(variables or {})}), _quiet_launcher():
+    # torchrun leaves a folder of its own behind for each run, which holds nothing that is not in `run_dir`.
+    with (
+        _variables({**settings, **(variables or {})}),
+        _quiet_launcher(),
+        tempfile.TemporaryDirectory(prefix="overlapc-run-") as logs,
+    ):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+        )
         try:
             elastic_launch(config, sys.executable)("-u", "-m", "overlapc.launch.worker", *command)
         except ChildFailedError as failed:

@@ -55,7 +55,16 @@ if what == "sleep":
 
 
 @pytest.fixture
-def script(tmp_path):
+def temporary(tmp_path, monkeypatch):
+    """Where processes of the test leave temporary files."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def script(tmp_path, temporary):
     path = tmp_path / "job" / "script.py"
     path.parent.mkdir()
     path.write_text(SCRIPT)
@@ -83,7 +92,7 @@ def run(script: Path, what: str, *options: str) -> subprocess.CompletedProcess[s
     return subprocess.run(full, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
-def test_ranks_get_arguments_variables_and_a_share_of_the_cores(script):
+def test_ranks_get_arguments_variables_and_a_share_of_the_cores(script, temporary):
     done = run(script, "show", "-o", "memory_budget=1GiB", "--passes", "none")
     assert done.returncode == 0, done.stderr
     seen = [json.loads((script.parent / f"{rank}.json").read_text()) for rank in (0, 1)]
@@ -96,6 +105,7 @@ def test_ranks_get_arguments_variables_and_a_share_of_the_cores(script):
     assert seen[0]["pid"] != seen[1]["pid"]
     assert "compiled nothing with backend='overlapc'" in done.stderr
     assert sorted(path.name for path in script.parent.iterdir()) == ["0.json", "1.json", "script.py"]
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_module_runs_as_a_script_does(script):
@@ -141,7 +151,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(script):
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_behind(script, how):
+def test_nothing_is_left_behind(script, temporary, how):
     """After Ctrl-C, and also when the launcher is killed outright."""
     full = command(script, str(script.parent), "sleep")
     process = subprocess.Popen(full, stderr=subprocess.PIPE, text=True)
@@ -151,6 +161,7 @@ def test_nothing_is_left_behind(script, how):
     if how is signal.SIGINT:
         assert process.returncode == 130
         assert errors.strip() == "overlapc: interrupted; every rank has ended"
+        assert list(temporary.iterdir()) == []
     deadline = time.monotonic() + 20
     while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
