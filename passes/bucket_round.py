@@ -9,9 +9,9 @@ from itertools import groupby
 from overlapc.passes.base import Context, PassReport
 from overlapc.passes.bucket_cost import BucketCost, Sum, comm_of, ns_of
 from overlapc.passes.bucket_places import Bucket, Places
-from overlapc.passes.merging import merged_name, union, with_merged
+from overlapc.passes.merging import merged_node, with_merged
 from overlapc.passes.reasons import Reason
-from overlapc.schedule.model import COMPUTE, Comm, Kind, Node, Origin, Schedule
+from overlapc.schedule.model import COMPUTE, Comm, Kind, Node, Schedule
 
 GATHERS = ("all_gather",)
 REDUCTIONS = ("reduce_scatter", "all_reduce")
@@ -189,20 +189,13 @@ class Round:
                 return None
         dtypes = {comm_of(node).dtype for node in nodes}
         total = Sum.of(nodes)
-        first = nodes[0]
-        comm = comm_of(first)
-        return Node(
-            name=merged_name(nodes),
-            kind=Kind.START,
-            op=first.op,
-            reads=union(node.reads for node in nodes),
-            writes=union(node.writes for node in nodes),
-            after=union(node.after for node in nodes),
+        comm = comm_of(nodes[0])
+        node = merged_node(nodes, payload)
+        return replace(
+            node,
             comm=replace(comm, bytes=total.bytes, dtype=comm.dtype if len(dtypes) == 1 else "mixed"),
             estimate=self.cost.estimate(total),
-            scratch_bytes=sum(node.scratch_bytes for node in nodes),
-            origin=Origin(union(node.origin.fx for node in nodes), first.origin.source, comm.unit),
-            payload=payload,
+            origin=replace(node.origin, module=comm.unit),
         )
 
     def _rebuilt(self, merged: Sequence[tuple[Bucket, Node]]) -> Schedule:

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from overlapc.schedule.model import Node, Schedule
 
 
-def union(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+def merged_node(members: Sequence[Node], payload: Any) -> Node:
+    """One node that does what all of `members` did, called `a+2` for three of which `a` is the first.
+
+    What it costs (`work`, `comm`, `estimate`) is for who merges them to say.
+    """
+    first = members[0]
+    return Node(
+        name=f"{first.name}+{len(members) - 1}",
+        kind=first.kind,
+        op=first.op,
+        reads=_union(member.reads for member in members),
+        writes=_union(member.writes for member in members),
+        mutates=_union(member.mutates for member in members),
+        after=_union(member.after for member in members),
+        scratch_bytes=sum(member.scratch_bytes for member in members),
+        origin=replace(first.origin, fx=_union(member.origin.fx for member in members)),
+        payload=payload,
+    )
+
+
+def _union(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     """Every name of the parts once, in their order."""
     return tuple(dict.fromkeys(name for part in parts for name in part))
-
-
-def merged_name(members: Sequence[Node]) -> str:
-    """`a+2` for three nodes of which `a` is the first."""
-    return f"{members[0].name}+{len(members) - 1}"
 
 
 def with_merged(

@@ -21,7 +21,7 @@ from itertools import groupby
 
 from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.judge import keep_if_better
-from overlapc.passes.merging import merged_name, union, with_merged
+from overlapc.passes.merging import merged_node, with_merged
 from overlapc.schedule import dependencies
 from overlapc.schedule.model import Estimate, Kind, Node, Schedule, Work
 
@@ -84,21 +84,8 @@ def _launches(members: Sequence[Node], ctx: Context) -> Iterator[tuple[Node, Seq
 
 def _launch(members: Sequence[Node], payload: object, ctx: Context) -> Node:
     """What moves as much as all of them, and takes no longer than they do one after the other."""
-    first = members[0]
     works = [member.work for member in members if member.work is not None]
-    node = Node(
-        name=merged_name(members),
-        kind=Kind.KERNEL,
-        op=first.op,
-        reads=union(member.reads for member in members),
-        writes=union(member.writes for member in members),
-        mutates=union(member.mutates for member in members),
-        after=union(member.after for member in members),
-        work=_sum(works) if len(works) == len(members) else None,
-        scratch_bytes=sum(member.scratch_bytes for member in members),
-        origin=replace(first.origin, fx=union(member.origin.fx for member in members)),
-        payload=payload,
-    )
+    node = replace(merged_node(members, payload), work=_sum(works) if len(works) == len(members) else None)
     return replace(node, estimate=_estimate(node, [member.estimate for member in members], ctx))
 
 
