@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from overlapc.registration import register_with_torch
+
 if TYPE_CHECKING:
     from overlapc import report
     from overlapc.config import Config
@@ -67,3 +69,6 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'overlapc' has no attribute {name!r}")
+
+
+register_with_torch()

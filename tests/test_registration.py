@@ -1,0 +1,72 @@
+"""`backend="overlapc"` is found by torch: installed or not, by however many threads at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+
+THREADS = """
+import sys
+{before}
+import threading
+import importlib.metadata
+if {hidden}:
+    importlib.metadata.entry_points = lambda **_: importlib.metadata.EntryPoints()
+import torch
+{after}
+threads, found, errors = [], [], []
+together = threading.Barrier(4)
+
+def compile_first():
+    together.wait()
+    try:
+        found.append(torch.compile(torch.sin, backend="overlapc"))
+    except BaseException as error:
+        errors.append(error)
+
+for _ in range(4):
+    threads.append(threading.Thread(target=compile_first))
+    threads[-1].start()
+for thread in threads:
+    thread.join()
+assert not errors, errors
+assert len(found) == 4
+assert "overlapc" in torch._dynamo.list_backends()
+from torch._dynamo.backends.registry import lookup_backend
+assert len({{lookup_backend("overlapc") for _ in range(2)}}) == 1
+"""
+DYNAMO = "import torch._dynamo; torch._dynamo.list_backends()"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "installed"),
+    [
+        ("", "", True),
+        ("import overlapc; assert 'torch' not in sys.modules", "", False),
+        ("", f"{DYNAMO}; import overlapc", True),
+    ],
+    ids=["by its entry point", "not installed", "after torch has looked for backends"],
+)
+def test_four_threads_that_compile_first_all_find_the_backend(
+    before: str, after: str, installed: bool, tmp_path: Path
+) -> None:
+    program = THREADS.format(before=before, after=after, hidden=not installed)
+    (tmp_path / "overlapc.dist-info").mkdir()  # what installing the package leaves of it
+    entry = "[torch_dynamo_backends]\noverlapc = overlapc.backend:overlapc\n"
+    (tmp_path / "overlapc.dist-info" / "entry_points.txt").write_text(entry)
+    (tmp_path / "overlapc.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: overlapc\nVersion: 0\n")
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
