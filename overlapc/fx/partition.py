@@ -10,6 +10,7 @@ torch's min-cut decides what is saved and what is recomputed; this says what it 
   the smaller group.
 - Other collectives are recomputed only under the user's checkpointing, matmuls likewise (torch's own rules).
 - float32 values made element by element of smaller ones are not saved (overlapc/fx/recompute.py).
+- An input that forward changes is saved as a copy from before the change (overlapc/fx/changed_inputs.py).
 
 Recomputed gathers come to lie before their first use: torch orders backward by what each gradient needs.
 """
@@ -24,6 +25,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
 from overlapc.fx.canonical import canonicalize
+from overlapc.fx.changed_inputs import copy_changed_inputs, drop_copies
 from overlapc.fx.duplicates import merge_duplicates
 from overlapc.fx.gathers import Gather, parameter_gathers
 from overlapc.fx.random import draw_once
@@ -55,6 +57,7 @@ def partition(
             _mark(gather, CheckpointPolicy.MUST_RECOMPUTE)
         else:
             _mark(gather, None)  # torch saves what untagged collectives give
+    copies = copy_changed_inputs(joint_module.graph, num_fwd_outputs)
     recompute_expansions(joint_module.graph)
     if torch._functorch.config.cse:
         merge_duplicates(joint_module.graph)
@@ -63,6 +66,7 @@ def partition(
         forward, backward = min_cut_rematerialization_partition(
             joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
         )
+    drop_copies(forward.graph, copies)
     unwrap_attention(forward, backward)
     for graph in (forward, backward):
         describe(graph)

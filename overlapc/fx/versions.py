@@ -10,6 +10,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch._aot_autograd.descriptors import (
+    DifferentiableAOTInput,
+    InputMutationAOTOutput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+    TangentAOTInput,
+)
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -132,6 +139,39 @@ def _is_mesh(node: fx.Node) -> bool:
 
 def _real(node: fx.Node) -> Any:
     return getattr(node.meta.get("val"), "real_obj", None)
+
+
+def belongs_to_backward(node: fx.Node) -> bool:
+    """Whether AOTAutograd marked a node of a joint graph as one of backward, as it does with changes made there."""
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def inputs_written_after(joint: fx.Graph) -> set[fx.Node]:
+    """The inputs of a joint graph into which AOTAutograd's wrapper copies results of forward, after it has run."""
+    results = map(_outermost, joint.output_node().meta["desc"])
+    written = {result.mutated_input for result in results if isinstance(result, InputMutationAOTOutput)}
+    return {node for node in joint.find_nodes(op="placeholder") if _outermost(node.meta.get("desc")) in written}
+
+
+def inputs_changed_unseen(joint: fx.Graph) -> set[fx.Node]:
+    """The inputs of a joint graph whose changes autograd never sees, as those through `x.data`."""
+    infos = getattr(getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None), "input_info", ())
+    nodes: dict[Any, list[fx.Node]] = {}
+    for node in joint.find_nodes(op="placeholder"):
+        description = _outermost(node.meta.get("desc"))
+        if isinstance(description, DifferentiableAOTInput) and not isinstance(description, TangentAOTInput):
+            nodes.setdefault(description, []).append(node)
+    if len(nodes) != len(infos):
+        return set()
+    found = zip(nodes.values(), infos, strict=True)
+    return {node for parts, info in found if info.mutations_hidden_from_autograd for node in parts}
+
+
+def _outermost(description: Any) -> Any:
+    """Of the tensor whose attribute this describes, where it does."""
+    while isinstance(description, SubclassGetAttrAOTInput | SubclassGetAttrAOTOutput):
+        description = description.base
+    return description
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:

@@ -89,6 +89,7 @@ class Recorder:
             bw_compiler=keep(self.backward),
             partition_fn=self.partition_fn,
             decompositions=self.decompositions,
+            keep_inference_input_mutations=True,  # as the backend does
         )(graph_module, inputs)
 
 

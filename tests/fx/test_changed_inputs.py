@@ -1,0 +1,142 @@
+"""What backward reads of an input that forward changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from overlapc.backend import overlapc
+from tests.parallel.tiny import Recorder, ops
+
+Function = Callable[[Tensor, Tensor], object]
+
+
+def by_all(x: Tensor, w: Tensor) -> Tensor:
+    v = x.sin() * w
+    x.add_(1)
+    return v
+
+
+def through_a_view(x: Tensor, w: Tensor) -> Tensor:
+    v = x[torch.tensor([3, -1, 0])] * w
+    x.select(0, 0).add_(1)
+    return v
+
+
+def and_returned(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    v = x.t().exp().t() * w
+    x.mul_(3)
+    return v, x, x[0]
+
+
+def several_times(x: Tensor, w: Tensor) -> Tensor:
+    v = x.exp() * w
+    x.mul_(3)
+    u = x.sin() * w
+    x.scatter_(0, torch.tensor([[0, 1, 2]]), 9.0)
+    return v + u + x.cos() * w
+
+
+def without_gradient(x: Tensor, w: Tensor) -> Tensor:
+    v = x.exp() * w
+    with torch.no_grad():
+        x.mul_(3)
+    x.detach().sub_(1)
+    return v
+
+
+def by_what_has_a_gradient(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    v = x.tanh() * w
+    x.mul_(w)  # AOTAutograd's wrapper writes it back
+    return v, x
+
+
+def unseen_by_autograd(x: Tensor, w: Tensor) -> Tensor:
+    v = x.sin() * w + x * w
+    x.data.mul_(3)  # eager's gradient of `x * w` is that of the changed x, its gradient of `x.sin() * w` is not
+    return v
+
+
+class SavesIt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+        ctx.x = x
+        return x.sin() * w
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.x.add_(1)
+        return None, (grad * ctx.x.sin()).sum(0)
+
+
+def in_backward(x: Tensor, w: Tensor) -> Tensor:
+    return SavesIt.apply(x, w)
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(4, 3), torch.randn(3, requires_grad=True)
+
+
+def results(function: Function, x: Tensor, w: Tensor) -> list[Tensor]:
+    out = function(x, w)
+    out = out if isinstance(out, tuple) else (out,)
+    torch.stack([(each * each).sum() for each in out if each.requires_grad]).sum().backward()
+    assert w.grad is not None
+    return [*out, x, w.grad]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        by_all,
+        through_a_view,
+        and_returned,
+        several_times,
+        without_gradient,
+        by_what_has_a_gradient,
+        unseen_by_autograd,
+        in_backward,
+    ],
+)
+def test_a_value_from_before_the_change_has_the_gradient_of_then(function: Function) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=overlapc)
+    expected = results(function, *inputs())
+    for _ in range(2):  # the second call goes past AOTAutograd's wrapper
+        torch.testing.assert_close(results(compiled, *inputs()), expected)
+
+
+def test_so_has_that_of_another_input_in_the_same_memory() -> None:
+    def function(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        v = x.sin() * w
+        y.add_(1)
+        return v * x.cos()
+
+    def run(function: Callable[..., Tensor]) -> list[Tensor]:
+        x, w = inputs()
+        v = function(x, x[1:3], w)
+        return [v, x, *torch.autograd.grad(v.square().sum(), w)]
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(run(torch.compile(function, backend=overlapc)), run(function))
+
+
+def graphs(function: Function) -> tuple[list[str], list[str]]:
+    torch._dynamo.reset()
+    recorder = Recorder()
+    results(torch.compile(function, backend=recorder), *inputs())
+    return ops(recorder.forward[0]), ops(recorder.backward[0])
+
+
+def test_the_copy_is_made_where_backward_needs_it_only() -> None:
+    forward, backward = graphs(lambda x, w: x.add_((x * w).sum().detach()) * w)
+    assert "copy_" in forward
+    assert "clone" not in forward + backward
+
+    forward, backward = graphs(by_all)
+    assert "copy_" in forward
+    assert forward.count("clone") == (1 if "sin" in backward else 0)
