@@ -1,0 +1,245 @@
+"""Random programs, compiled and judged against eager; of what fails, Inductor's verdict and the smallest such program.
+
+    python benchmarks/random_programs.py --count 3000 --jobs 16 --beside-inductor
+    python benchmarks/random_programs.py --count 1000 --device cuda --jobs 8 --report failures.jsonl
+    python benchmarks/random_programs.py --seed 123 --count 1 --script        # the program itself, as a file to run
+
+A program has 20 to 45 statements (tests/programs/statements.py): views, changes in place through views, arguments that
+share memory, low precision, special values, scatters, control flow, nested checkpoints, custom functions, torch.func;
+forward and backward; three in ten with dynamic sizes, called with two. Worker processes take one after the other; one
+that dies or needs more than --limit seconds is a failure of its program. Every seed always gives the same program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import logging
+import os
+import queue
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the programs are shared with the tests
+
+from tabulate import tabulate
+
+RIGHT = ("right", "undecidable")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="the first of consecutive seeds")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--jobs", type=int, default=1, help="worker processes")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for one program (shrinking has --shrink)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no program later than this")
+    parser.add_argument("--shrink", type=float, default=60, help="most seconds spent on making one failure small")
+    parser.add_argument("--beside-inductor", action="store_true", help="say of each failure whether Inductor is right")
+    parser.add_argument("--report", type=Path, help="a file of JSON lines, one a failure")
+    parser.add_argument("--script", action="store_true", help="print the program of --seed and stop")
+    parser.add_argument("--from", dest="source", type=Path, help="with --script: the smallest failure of a --report")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return work(options)
+    if options.script:
+        return show(options)
+    results = run_all(options)
+    tell(results, options)
+    return int(any(result["kind"] not in RIGHT for result in results))
+
+
+def show(options: argparse.Namespace) -> int:
+    """Prints a program as a file that stands alone."""
+    from tests.programs.draw import draw
+    from tests.programs.program import Program
+
+    program = None
+    if options.source:
+        for line in options.source.read_text(encoding="utf-8").splitlines():
+            result = json.loads(line)
+            if result["seed"] == options.seed:
+                program = Program(**result["program"])
+    print((program or draw(options.seed, options.device)).script(f"seed {options.seed}", options.device))
+    return 0
+
+
+def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every seed given to a worker; in the order in which they end."""
+    seeds: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for seed in range(options.seed, options.seed + options.count):
+        seeds.put(seed)
+    results: list[dict[str, Any]] = []
+    ends = time.monotonic() + options.seconds
+    threads = [threading.Thread(target=feed, args=(seeds, results, options, ends)) for _ in range(options.jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def feed(
+    seeds: queue.SimpleQueue[int], results: list[dict[str, Any]], options: argparse.Namespace, ends: float
+) -> None:
+    """One worker process after another, until no seed is left."""
+    worker = None
+    while time.monotonic() < ends:
+        try:
+            seed = seeds.get_nowait()
+        except queue.Empty:
+            break
+        if worker is None:
+            worker = Worker(options)
+        result = worker.judge(seed, options.limit, options.limit + 3 * options.shrink + 60)
+        if result is None or worker.done >= 60:  # what a process has compiled stays in its memory
+            worker.end()
+        if result is None:
+            kind = "timeout" if worker.timed_out else "crash"
+            result = {"seed": seed, "kind": kind, "message": worker.last_words(), "seconds": options.limit}
+            worker = None
+        elif worker.done >= 60:
+            worker = None
+        results.append(result)
+        if result["kind"] not in RIGHT:
+            print(f"{result['seed']}: {result['kind']}: {result['message'][:300]}", flush=True)
+            if options.report:
+                with options.report.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(result) + "\n")
+        if len(results) % 100 == 0:
+            print(f"{len(results)} programs", flush=True)
+    if worker is not None:
+        worker.end()
+
+
+class Worker:
+    """A process that judges the seeds written to it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        given = ["--device", options.device, "--shrink", str(options.shrink)]
+        given += ["--beside-inductor"] if options.beside_inductor else []
+        environment = {"OMP_NUM_THREADS": "1", "OVERLAPC_WARM_START": "0", **os.environ}
+        self.errors = (Path(os.environ.get("TMPDIR", "/tmp")) / f"random_programs_{os.getpid()}_{id(self)}").open("w+b")
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", *given],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            env=environment,
+        )
+        self.done, self.timed_out = 0, False
+
+    def judge(self, seed: int, limit: float, limit_with_shrinking: float) -> dict[str, Any] | None:
+        """None if the process died or took too long."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{seed}\n".encode())
+        self.process.stdin.flush()
+        if self.done == 0:
+            limit += 60  # starting
+        line = self.line(limit)
+        if line == b"shrinking\n":
+            line = self.line(limit_with_shrinking)
+        self.done += 1
+        return json.loads(line) if line.startswith(b"{") else None
+
+    def line(self, seconds: float) -> bytes:
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            if not selector.select(seconds):
+                self.timed_out = True
+                return b""
+        return self.process.stdout.readline()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def last_words(self) -> str:
+        self.errors.seek(0)
+        return f"exit code {self.process.returncode}: " + self.errors.read().decode(errors="replace")[-1500:]
+
+
+def work(options: argparse.Namespace) -> int:
+    """Reads seeds, writes verdicts."""
+    import torch
+
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what programs and compilers print is no verdict
+    for line in sys.stdin:
+        began = time.monotonic()
+        result = verdict_on(int(line), options, out)
+        result["seconds"] = round(time.monotonic() - began, 1)
+        print(json.dumps(result), file=out, flush=True)
+    return 0
+
+
+def verdict_on(seed: int, options: argparse.Namespace, out: Any) -> dict[str, Any]:
+    from tests.programs.draw import draw
+    from tests.programs.judge import Verdict, judge
+    from tests.programs.shrink import shrink
+
+    program = draw(seed, options.device)
+    verdict = judge(program, options.device)
+    result = {"seed": seed, "kind": verdict.kind, "message": verdict.message, "statements": len(program.body)}
+    result |= {"dynamic": program.dynamic, "backward": bool(program.leaves)}
+    if not verdict.wrong:
+        return result
+    print("shrinking", file=out, flush=True)
+    by_inductor = partial(judge, compiler=inductor)
+    if options.beside_inductor:
+        beside = by_inductor(program, options.device)
+        result |= {"inductor": beside.kind, "inductor_message": beside.message}
+
+    def judged(candidate: Any, device: str) -> Verdict:
+        ours = judge(candidate, device)
+        ask = ours.what == verdict.what and options.beside_inductor and not beside.wrong
+        if ask and by_inductor(candidate, device).wrong:
+            return Verdict("right")  # another failure than the one looked for
+        return ours
+
+    small = shrink(program, verdict, options.device, options.shrink, judged)
+    return result | {"program": asdict(small), "code": small.code(), "small": judge(small, options.device).message}
+
+
+def inductor(function: Any, program: Any) -> Any:
+    import torch
+
+    torch._inductor.config.fallback_random = True  # draws eager's numbers
+    return torch.compile(function, backend="inductor", dynamic=program.dynamic)
+
+
+def tell(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Counts by verdict, and every failure."""
+    rows: collections.Counter[tuple[str, str]] = collections.Counter()
+    for result in results:
+        inductor_is = result.get("inductor", "not asked")
+        rows[result["kind"], "" if result["kind"] in RIGHT else inductor_is] += 1
+    table = [(kind, beside, count) for (kind, beside), count in sorted(rows.items())]
+    failures = sorted((result for result in results if result["kind"] not in RIGHT), key=lambda x: x["message"])
+    for result in failures:
+        print(f"\n=== seed {result['seed']}: {result['kind']}, Inductor {result.get('inductor', 'not asked')}")
+        print(result["message"][:1500])
+        print(result.get("code", ""))
+    print(tabulate(table, ["verdict", "Inductor", "programs"]))
+    total = sum(result["seconds"] for result in results)
+    print(
+        f"{len(results)} programs on {options.device}, {total / max(1, len(results)):.1f} s each, {options.jobs} jobs"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

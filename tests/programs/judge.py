@@ -1,0 +1,158 @@
+"""Whether a compiled program is right: judged against eager, and by how well eager itself knows its results.
+
+Every element of every result, changed argument and gradient may differ from eager's by a few times what eager's own
+differs when it rounds otherwise (`noise`); exact values must be equal. What differs by more is looked at again with
+many roundings: an element that jumps then (a comparison of two values that only rounding tells apart) is undecidable,
+any other is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.programs.noise import Noise
+from tests.programs.outcome import Outcome
+from tests.programs.program import Program
+
+ROUNDINGS = ((1, 1), (2, 1), (3, 2))  # (seed, units in the last place) of the runs that say what eager knows
+MORE_ROUNDINGS = tuple((seed, units) for units in (1, 2, 4, 8) for seed in range(10, 20))
+ALLOWED = 6.0  # times the largest difference between eager's own runs
+UNITS = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 6, torch.float64: 8}  # in the last place, always allowed
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`kind`: right, undecidable, or what is wrong: error, result, argument, gradient, layout."""
+
+    kind: str
+    message: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        return self.kind not in ("right", "undecidable")
+
+    @property
+    def what(self) -> str:
+        """What two failures have in common if they are the same: the kind, and of an error its first line."""
+        if self.kind != "error":
+            return self.kind
+        return self.kind + ": " + re.sub(r"\d+|0x[0-9a-f]+|'[^']*'", "#", self.message.split("\n")[0])[:100]
+
+
+Compile = Callable[[Callable[..., Any], Program], Callable[..., Any]]
+
+
+def by_overlapc(function: Callable[..., Any], program: Program) -> Callable[..., Any]:
+    return torch.compile(function, backend="overlapc", dynamic=program.dynamic, options=dict(program.options))
+
+
+def judge(program: Program, device: str = "cpu", compiler: Compile = by_overlapc) -> Verdict:
+    """Compiles and runs the program with each of its sizes, forward and backward."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch._dynamo.reset()
+        space = program.load(device)
+        compiled = compiler(space["f"], program)
+        undecidable = ""
+        for call in program.calls:
+            eager = Outcome.of(program.load(device), call)
+            try:
+                ours = Outcome.of(space, call, compiled)
+            except Exception as error:  # noqa: BLE001 (whatever a compiler raises where eager does not is its failure)
+                return Verdict("error", f"{type(error).__name__}: {first_lines(error)}")
+            verdict = compared(program, device, call, eager, ours)
+            if verdict.wrong:
+                return verdict
+            undecidable = undecidable or verdict.message
+        return Verdict("undecidable", undecidable) if undecidable else Verdict("right")
+
+
+def first_lines(error: BaseException) -> str:
+    text = str(error).strip()
+    inner = re.search(r"raised:\n(.*)", text, re.DOTALL)
+    return "\n".join((inner[1] if inner else text).splitlines()[:12])
+
+
+def compared(program: Program, device: str, call: Mapping[str, int], eager: Outcome, ours: Outcome) -> Verdict:
+    """Traits first, then values."""
+    for name, wanted in eager.traits.items():
+        if ours.traits.get(name) != wanted:
+            return Verdict("layout", f"{name}: {ours.traits.get(name)}; eager: {wanted}")
+    if ours.traits.keys() != eager.traits.keys():
+        return Verdict("layout", f"results {sorted(ours.traits)}; eager: {sorted(eager.traits)}")
+    known = [noisy(program, device, call, *rounding) for rounding in ROUNDINGS]
+    suspects = {
+        name: off for name in eager.values if (off := outside(name, eager, ours, known)) is not None and off.any()
+    }
+    if not suspects:
+        return Verdict("right")
+    known += [noisy(program, device, call, *rounding) for rounding in MORE_ROUNDINGS]
+    message = ""
+    for name, off in suspects.items():
+        wrong = off & ~jumps(name, eager, ours, known)
+        text = described(name, eager, ours, known, wrong if wrong.any() else off)
+        if wrong.any():
+            return Verdict(name.split()[0], text)
+        message = message or text
+    return Verdict("undecidable", message)
+
+
+def noisy(program: Program, device: str, call: Mapping[str, int], seed: int, units: int) -> Outcome:
+    """Eager, rounding in another way."""
+    return Outcome.of(program.load(device), call, around=Noise(seed, units))
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x.long().double()
+
+
+def outside(name: str, eager: Outcome, ours: Outcome, known: list[Outcome]) -> Tensor | None:
+    """Elements that differ by more than eager's own runs do; None for what is no tensor."""
+    expected, got = eager.values[name], ours.values[name]
+    if not isinstance(expected, Tensor):
+        assert expected == got, f"{name}: {got}; eager: {expected}"
+        return None
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    if same.all():
+        return None
+    a, b = wide(expected), wide(got)
+    spread = torch.zeros_like(a)
+    jumped = torch.zeros_like(a, dtype=torch.bool)
+    for run in known:
+        c = wide(run.values[name])
+        spread = torch.maximum(spread, (a - c).abs().nan_to_num(0, 0, 0))
+        jumped |= (c.isfinite() != a.isfinite()) | (a.isinf() & (c != a))
+    unit = torch.finfo(expected.dtype).eps * UNITS[expected.dtype] if expected.dtype in UNITS else 0
+    smallest = torch.finfo(expected.dtype).smallest_normal if expected.dtype in UNITS else 0
+    near = (a - b).abs() <= ALLOWED * spread + unit * a.abs() + smallest
+    return ~(same | near | (jumped & False))
+
+
+def jumps(name: str, eager: Outcome, ours: Outcome, known: list[Outcome]) -> Tensor:
+    """Elements that eager does not know: our value lies among those of its runs, or one of them is as far away."""
+    a, b = wide(eager.values[name]), wide(ours.values[name])
+    off = (a - b).abs()
+    undecided = torch.zeros_like(a, dtype=torch.bool)
+    for run in known:
+        c = wide(run.values[name])
+        undecided |= (a - c).abs() >= off / ALLOWED
+        undecided |= c.isfinite() != a.isfinite()
+        undecided |= c == b
+    return undecided
+
+
+def described(name: str, eager: Outcome, ours: Outcome, known: list[Outcome], where: Tensor) -> str:
+    at = int(where.flatten().nonzero()[0])
+    a, b = (x.values[name].flatten()[at].item() for x in (eager, ours))
+    runs = [wide(run.values[name]).flatten()[at].item() for run in known]
+    return (
+        f"{name} ({eager.traits[name]}): {int(where.sum())} of {where.numel()} elements, first at {at}: {b!r};"
+        f" eager: {a!r}, {min(runs)!r} to {max(runs)!r} rounding otherwise"
+    )

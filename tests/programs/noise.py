@@ -1,0 +1,138 @@
+"""Eager with other rounding: how far results move says how well eager knows them, and where they jump.
+
+Under `Noise` each floating-point result that was rounded moves by a unit in the last place or not, by a hash of its own
+bits: equal values stay equal (a maximum equals the element it came from), and what was exact stays exact (copies,
+integers, zeros), so only what rounding decides can change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+_BITS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+# Values are moved or chosen, never computed; random numbers are the same in every run.
+_MOVES = frozenset(
+    """
+    amax amin max min maximum minimum fmax fmin sort topk kthvalue median mode cummax cummin clone copy gather
+    index index_select where masked_fill masked_select cat stack constant_pad_nd roll flip relu abs neg sign
+    aminmax max_pool2d_with_indices clamp clamp_min clamp_max rand randn rand_like randn_like bernoulli
+    native_dropout uniform normal randint randperm fill zero full zeros ones empty empty_like zeros_like ones_like
+    full_like arange new_zeros new_ones new_full new_empty new_empty_strided empty_strided scalar_tensor
+    lift_fresh lift_fresh_copy detach index_fill tril triu select_backward slice_backward select_scatter
+    slice_scatter diagonal_scatter as_strided_scatter diagonal_backward take put ceil floor round trunc isnan
+    nan_to_num repeat argmax argmin
+    """.split()
+)
+
+
+def jolted(x: Tensor, seed: int, units: int) -> Tensor:
+    """`x`, its elements up to `units` units in the last place larger or smaller; zeros and infinities as they are."""
+    kind = _BITS.get(x.dtype)
+    if kind is None or not x.numel():
+        return x
+    bits = x.contiguous().view(kind)
+    mixed = bits.long() + seed * 7919
+    mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D
+    mixed = (mixed ^ (mixed >> 12)) * 0x297A2D39
+    mixed = (mixed ^ (mixed >> 15)) & 0xFFFF
+    step = mixed % (2 * units + 1) - units
+    moved = (bits + step.to(kind)).view(x.dtype).reshape(x.shape)
+    usable = (x != 0) & moved.isfinite() & x.isfinite() & (moved.sign() == x.sign())
+    return torch.where(usable, moved, x)
+
+
+class Noise(TorchDispatchMode):
+    """A dispatch mode in which all that rounds rounds a little differently, by `seed`."""
+
+    def __init__(self, seed: int, units: int = 1) -> None:
+        super().__init__()
+        self.seed, self.units = seed, units
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::").removesuffix("_")
+        if func.is_view or (name in _MOVES and not _casts(name, args, kwargs)):
+            return func(*args, **kwargs)
+        if not any(_is_float(x) for x in tree_flatten((args, kwargs))[0]):
+            return func(*args, **kwargs)
+        exact = _in_float64(func, args, kwargs)
+        if func._schema.is_mutable:
+            out = func(*args, **kwargs)
+            written = [a for a, s in zip(args, func._schema.arguments, strict=False) if s.alias_info is not None]
+            if exact is not None:
+                for at, target in enumerate(written):
+                    if _is_float(target) and isinstance(args[0], Tensor) and at == 0:
+                        target.copy_(self._moved(target, exact))
+            return out
+        if torch.Tag.pointwise in func.tags or name == "_to_copy":
+            out = func(*args, **kwargs)
+        else:  # sums: each term may have been added where the total was larger
+            plain = func(*args, **kwargs)
+            shaken = func(*tree_map(self._jolt, args), **tree_map(self._jolt, kwargs))
+            out = _merged(plain, shaken, exact)
+        return _mapped(self._moved, out, exact)
+
+    def _jolt(self, x: Any) -> Any:
+        return jolted(x, self.seed + 1, self.units) if _is_float(x) else x
+
+    def _moved(self, got: Tensor, exact: Tensor | None) -> Tensor:
+        moved = jolted(got, self.seed, self.units)
+        return moved if _unknown(exact, got) else torch.where(got.double() == exact, got, moved)
+
+
+def _casts(name: str, args: Any, kwargs: Any) -> bool:
+    return name == "copy" and _is_float(args[1]) and args[0].dtype != args[1].dtype
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in _BITS
+
+
+def _unknown(exact: Any, got: Tensor) -> bool:
+    """Whether there is nothing more precise to say which elements were rounded."""
+    return not isinstance(exact, Tensor) or exact.shape != got.shape or got.dtype == torch.float64
+
+
+def _mapped(function: Any, out: Any, exact: Any) -> Any:
+    if _is_float(out):
+        return function(out, exact if isinstance(exact, Tensor) else None)
+    if isinstance(out, (tuple, list)):
+        exacts = exact if isinstance(exact, (tuple, list)) and len(exact) == len(out) else [None] * len(out)
+        return type(out)(_mapped(function, x, y) for x, y in zip(out, exacts, strict=True))
+    return out
+
+
+def _merged(plain: Any, shaken: Any, exact: Any) -> Any:
+    """What other rounding of the terms gives; results that are exact as they are."""
+    if _is_float(plain):
+        return shaken if _unknown(exact, plain) else torch.where(plain.double() == exact, plain, shaken)
+    if isinstance(plain, (tuple, list)):
+        exacts = exact if isinstance(exact, (tuple, list)) and len(exact) == len(plain) else [None] * len(plain)
+        return type(plain)(_merged(x, y, z) for x, y, z in zip(plain, shaken, exacts, strict=True))
+    return plain
+
+
+def _in_float64(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `func` gives of the same arguments in float64; None where it does not take that."""
+
+    def wide(x: Any) -> Any:
+        if _is_float(x):
+            return x.double() if x.dtype != torch.float64 else x.clone()
+        if isinstance(x, Tensor) and func._schema.is_mutable:
+            return x.clone()
+        return torch.float64 if isinstance(x, torch.dtype) and x in _BITS else x
+
+    try:
+        return func(*tree_map(wide, args), **tree_map(wide, kwargs))
+    except (RuntimeError, NotImplementedError, TypeError, IndexError):
+        return None  # an op that float64 has no kernel for: every element counts as rounded

@@ -1,0 +1,130 @@
+"""A program as text: what makes its inputs, what it does, what it returns. Prints as a script that stands alone."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from tests.programs import prelude
+
+SIZES = ({"A": 6, "B": 5}, {"A": 7, "B": 4})  # of the first call, and of the second where sizes are dynamic
+NAME = re.compile(r"\b[pvx]\d+\b")
+
+_MAIN = '''
+
+def gradients(results, arguments, leaves):
+    """Those of all leaves, through all results and changed arguments; zeros where there is none."""
+    wanted = [x for x in leaves if x.requires_grad]
+    given = [y for y in (*results, *arguments) if isinstance(y, torch.Tensor) and y.requires_grad and not y.is_leaf]
+    if not wanted or not given:
+        return []
+    ones = [numbers(1000 + at, y.shape, "F64").to(y.dtype) for at, y in enumerate(given)]
+    got = torch.autograd.grad(given, wanted, ones, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, got)]
+
+
+if __name__ == "__main__":
+    import sys
+
+    backend = sys.argv[1] if len(sys.argv) > 1 else "overlapc"
+    options = OPTIONS if backend == "overlapc" else None
+    compiled = torch.compile(f, backend=backend, dynamic=DYNAMIC, options=options)
+    for sizes in CALLS:
+        answers = []
+        for function in (f, compiled):
+            torch.manual_seed(0)
+            arguments, leaves = inputs(**sizes)
+            results = function(*arguments)
+            seen = [x.detach().clone() for x in (*results, *arguments)]
+            answers.append(seen + gradients(results, arguments, leaves))
+        for at, (eager, ours) in enumerate(zip(*answers)):
+            if not torch.equal(torch.nan_to_num(eager), torch.nan_to_num(ours)):
+                worst = (eager.double() - ours.double()).abs().max().item()
+                print(f"{at}: {tuple(eager.shape)} {eager.dtype} / {ours.dtype}, largest difference {worst:.4g}")
+                if eager.numel() <= 40:
+                    print("  eager", eager.flatten().tolist(), "\\n  ours ", ours.flatten().tolist())
+'''
+
+
+@dataclass(frozen=True)
+class Program:
+    """`setup` makes x0, x1, ... (arguments) and p0, p1, ... (leaves); `body` computes; `results` are returned."""
+
+    setup: tuple[str, ...]
+    body: tuple[str, ...]  # statements, some of several lines
+    results: tuple[str, ...]
+    dynamic: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of the function's parameters."""
+        return tuple(match for line in self.setup for match in re.findall(r"^(x\d+) =", line))
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """Names of the tensors whose gradients are compared."""
+        return tuple(line.split(" =")[0] for line in self.setup if "= leaf(" in line)
+
+    def code(self) -> str:
+        """`inputs` and `f`, as Python."""
+        arguments, leaves = ", ".join(self.arguments), ", ".join(self.leaves)
+        lines = ["def inputs(A, B):", *self.setup, f"return [{arguments}], [{leaves}]"]
+        made = "\n    ".join(lines)
+        lines = [f"def f({arguments}):", *self.body, f"return ({''.join(f'{x}, ' for x in self.results)})"]
+        body = "\n    ".join("\n    ".join(line.split("\n")) for line in lines)
+        return f"{made}\n\n\n{body}\n"
+
+    @property
+    def calls(self) -> tuple[Mapping[str, int], ...]:
+        """The sizes that it is called with, one after the other."""
+        return SIZES if self.dynamic else SIZES[:1]
+
+    def script(self, comment: str = "", device: str = "cpu") -> str:
+        """The whole program as a file to run: `python file.py [backend]` compares with eager."""
+        head = "".join(f"# {line}\n" for line in comment.splitlines())
+        text = inspect.getsource(prelude).replace('DEVICE = "cpu"', f'DEVICE = "{device}"')
+        constants = f"DYNAMIC, OPTIONS, CALLS = {self.dynamic}, {dict(self.options)!r}, {self.calls!r}\n\n\n"
+        return head + text + "\n\n" + constants + self.code() + _MAIN
+
+    def load(self, device: str = "cpu", changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """A namespace with `inputs` and `f`; `changed` are other values of names of the prelude."""
+        return load(self.code(), device, changed)
+
+    def without_results(self, keep: tuple[str, ...]) -> Program:
+        """The same with fewer results."""
+        return replace(self, results=keep)
+
+
+def namespace(device: str, changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The prelude's names, its functions looking at `changed`, too."""
+    made: dict[str, Any] = {"__name__": "random_program"}
+    exec(_prelude_code(), made)
+    made["DEVICE"] = device
+    made.update(changed or {})
+    return made
+
+
+def _prelude_code() -> Any:
+    global _compiled
+    if _compiled is None:
+        _compiled = compile(inspect.getsource(prelude), "random_program_prelude.py", "exec")
+    return _compiled
+
+
+_compiled: Any = None
+
+
+def load(code: str, device: str = "cpu", changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    made = namespace(device, changed)
+    exec(compile(code, "random_program.py", "exec"), made)
+    return made
+
+
+Function = Callable[..., Any]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

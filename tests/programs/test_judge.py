@@ -1,0 +1,116 @@
+"""The judge of random programs: what it finds, what it lets pass, and the smallest program that it is left with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.programs.draw import draw
+from tests.programs.judge import Verdict, judge
+from tests.programs.noise import Noise, jolted
+from tests.programs.program import Program
+from tests.programs.shrink import shrink
+
+SETUP = (
+    "p0 = leaf(numbers(1, (A, B), 'F32'))",
+    "x0 = p0 * 1",
+    "x1 = numbers(2, (A, B), 'F32')",
+)
+
+
+def program(*body: str, results: tuple[str, ...] = ("v1",)) -> Program:
+    return Program(SETUP, body, results)
+
+
+def verdict_on(made: Program, change: Callable[..., Any]) -> Verdict:
+    """Of a compiler that calls `change(f, *arguments)`."""
+    return judge(made, compiler=lambda f, _: lambda *arguments: change(f, *arguments))
+
+
+def eager(f: Callable[..., Any], *arguments: Tensor) -> Any:
+    return f(*arguments)
+
+
+def test_eager_is_right() -> None:
+    for seed in range(3):
+        assert judge(draw(seed), compiler=lambda f, _: f).kind == "right"
+
+
+def test_a_seed_always_gives_the_same_program() -> None:
+    assert draw(5) == draw(5)
+
+
+def test_a_drawn_program_prints_as_a_script() -> None:
+    compile(draw(0).script("seed 0"), "program.py", "exec")
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("error", lambda f, x, y: f(x)),
+        ("result", lambda f, x, y: (f(x, y)[0] + 1e-4,)),
+        ("result", lambda f, x, y: (torch.where(f(x, y)[0] > 0, f(x, y)[0], torch.nan),)),
+        ("layout", lambda f, x, y: (f(x, y)[0].double(),)),
+        ("layout", lambda f, x, y: (f(x, y)[0].t().contiguous().t(),)),
+        ("layout", lambda f, x, y: (f(x, y)[0].detach(),)),
+        ("gradient", lambda f, x, y: (f(x, y)[0] + 0.01 * (x - x.detach()),)),
+        ("argument", lambda f, x, y: (f(x, y.add_(1) - 1)[0],)),
+    ],
+)
+def test_what_is_wrong_is_found(kind: str, change: Callable[..., Any]) -> None:
+    made = program("v1 = x0.sin() * x1")
+    assert verdict_on(made, eager).kind == "right"
+    verdict = verdict_on(made, change)
+    assert verdict.kind == kind, verdict.message
+
+
+def test_a_result_that_no_longer_is_a_view_is_found() -> None:
+    made = program("v1 = x1[1:]")
+    assert verdict_on(made, lambda f, x, y: (f(x, y)[0].clone(),)).kind == "layout"
+
+
+def test_a_sum_in_another_order_is_right() -> None:
+    made = program("v1 = (x0 * x1).sum(0)")
+    assert verdict_on(made, lambda f, x, y: ((x * y).flip(0).sum(0),)).kind == "right"
+
+
+def test_a_comparison_that_only_rounding_decides_is_undecidable() -> None:
+    made = program("v1 = x0.exp().log() > x0")
+    assert verdict_on(made, eager).kind == "right"
+    assert verdict_on(made, lambda f, x, y: ((x.double().exp().log().float() * (1 + 1e-7)) > x,)).kind == "undecidable"
+    assert verdict_on(made, lambda f, x, y: (x > 2 * x,)).kind in ("result", "undecidable")
+
+
+def test_noise_keeps_what_is_equal_and_what_is_exact() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)).repeat(2)
+    moved = jolted(x, 1, 1)
+    assert torch.equal(moved[:1000], moved[1000:])
+    assert 0 < (moved != x).sum() < 2000
+    with Noise(1):
+        y = x.sin() * x
+        assert (y == y.amax()).sum() == 2
+        assert torch.equal((x > 0).float() * 2, (x > 0).to(torch.float32) + (x > 0).to(torch.float32))
+    assert not torch.equal(y, x.sin() * x)
+
+
+def test_the_smallest_failing_program_is_found() -> None:
+    made = program(
+        "v1 = x0 + 1",
+        "v2 = v1.cos()\nv3 = v2 * 2",
+        "def f4(v4):\n    v5 = v4.sin()\n    v6 = v5 + 1\n    return v6",
+        "v7 = checkpoint(f4, v3, use_reentrant=False)",
+        "v8 = v7.exp() + x1",
+        results=("v2", "v8", "x1"),
+    )
+
+    def judged(candidate: Program, device: str) -> Verdict:
+        return Verdict("result" if "sin()" in candidate.code() else "right")
+
+    small = shrink(made, Verdict("result"), judged=judged)
+    assert len(small.body) <= 5
+    assert "cos" not in small.code()
+    assert "exp" not in small.code()
