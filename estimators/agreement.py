@@ -50,7 +50,9 @@ _SAME_OPTIONS = (
 class Party:
     """The ranks that compile together, as one of them sees it. Counts their compilations."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Iterable[int], run: str = "") -> None:
+    def __init__(
+        self, store: dist.Store | Callable[[], dist.Store], rank: int, ranks: Iterable[int], run: str = ""
+    ) -> None:
         """`run` tells apart jobs over one store, such as elastic restarts; equal on all ranks."""
         self.meetings = Meetings(store, rank, tuple(ranks), run)
         self._compilations = itertools.count(1)
@@ -277,7 +279,6 @@ class _Process:
 
     def __init__(self) -> None:
         self._default_store: object = None
-        self._store: dist.Store | None = None
         self._generation = 0
         self._parties: dict[tuple[int, ...], Party] = {}
 
@@ -285,15 +286,19 @@ class _Process:
         if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
             return Party(dist.HashStore(), 0, (0,))  # nobody to agree with
         default = distributed_c10d._get_default_store()
-        if default is not self._default_store or self._store is None:
-            # A clone, because a store answers one request at a time: others must not wait while we wait.
-            self._default_store, self._store = default, default.clone()  # type: ignore[attr-defined]
+        if default is not self._default_store:
+            self._default_store = default
             self._generation += 1
             self._parties = {}
         members = tuple(sorted(set(range(dist.get_world_size()) if ranks is None else ranks)))
         if members not in self._parties:
-            self._parties[members] = Party(self._store, dist.get_rank(), members, self._run())
+            self._parties[members] = Party(self._clone, dist.get_rank(), members, self._run())
         return self._parties[members]
+
+    def _clone(self) -> dist.Store:
+        """A connection of our own: a store answers one request at a time, and others must not wait while we wait."""
+        made: dist.Store = self._default_store.clone()  # type: ignore[attr-defined]
+        return made
 
     def _run(self) -> str:
         run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")

@@ -12,6 +12,8 @@ read and one delete per rank for the two that do the common work, whatever the n
 
 Meetings of the same ranks are numbered; the number is part of the key. A rank never comes to meeting n + 1
 before it left meeting n.
+
+No request to the store outlives the meeting's timeout by more than a few seconds (`bounded`): its host may be stopped.
 """
 
 from __future__ import annotations
@@ -19,19 +21,19 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import TypeAlias
 
 import torch.distributed as dist
 
 from overlapc.errors import RanksDisagree
+from overlapc.estimators.bounded import BoundedStore, NoAnswer
+from overlapc.estimators.departures import departed, is_watched
 
 Decide: TypeAlias = Callable[[Mapping[int, bytes]], bytes]
 """What the ranks brought, by rank -> the verdict. Must not depend on which rank calls it. May raise RanksDisagree,
 which then is the verdict of all."""
 
 _AGREED, _FAILED = b"+", b"!"
-_SLICE_S = 10.0  # a store's wait cannot be interrupted; after each slice Python can (Ctrl-C)
 _GRACE_S = 5.0  # how much longer a rank that gave up waits for another that gave up first to say why
 _LINGER_S = 1.0  # rank 0 often hosts the store: how long its failure stays readable before it may exit
 
@@ -75,12 +77,15 @@ class Meetings:
     jobs that use one store one after the other (elastic restarts). Not for use by two threads at once.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], run: str = "") -> None:
+    def __init__(
+        self, store: dist.Store | Callable[[], dist.Store], rank: int, ranks: Sequence[int], run: str = ""
+    ) -> None:
+        """store: or what connects to it, called at the first meeting."""
         self.ranks = tuple(sorted(set(ranks)))
         if rank not in self.ranks:
             raise ValueError(f"rank {rank} is not one of the ranks that meet: {format_ranks(self.ranks)}")
         self.rank = rank
-        self._store = store
+        self._store = BoundedStore(store)
         members = hashlib.sha256(repr((run, self.ranks)).encode()).hexdigest()[:16]
         self._prefix = f"overlapc/{members}"
         self._held = 0
@@ -101,22 +106,30 @@ class Meetings:
         if len(self.ranks) == 1:
             return decide({self.rank: brought})
         keys = self._open = self._next()
+        self._store.deadline_s = time.monotonic() + timeout_s
         try:
             if self.rank in awaited:
-                self._store.set(keys.arrival(self.rank), at.encode() + b"\n" + brought)  # type: ignore[arg-type]
+                self._store.set(keys.arrival(self.rank), at.encode() + b"\n" + brought)
                 if self._store.add(keys.arrived, 1) == len(awaited):
                     self._close(keys, awaited, decide)
-            verdict = self._wait(keys, time.monotonic() + timeout_s)
+            verdict = self._wait(keys, awaited, self._store.deadline_s)
             if verdict is None:
                 verdict = self._give_up(keys, at, awaited, decide, timeout_s)
             self._leave(keys, awaited, verdict)
             self._open = None
         except dist.DistNetworkError as error:
             raise RanksDisagree(
-                f"lost the rendezvous store at {at}: the process that hosts it ended, or the network is down"
-                f"\n   {str(error).splitlines()[0]}"
+                f"rank {self.rank} lost the rendezvous store{self._store} at {at}: the process that hosts it ended, or"
+                f" the network is down\n   {str(error).splitlines()[0]}"
                 "\nhint: the cause is in the output of the rank that ended first (often rank 0 or the launcher)"
             ) from error
+        except NoAnswer as asked:
+            raise RanksDisagree(
+                f"the rendezvous store{self._store} does not answer rank {self.rank} at {at} (rank_timeout:"
+                f" {timeout_s:g} s)\n   it was asked {asked}"
+                "\nhint: the process that hosts the store (often rank 0 or the launcher) is stopped or overloaded, or"
+                ' the network is down; if that process is only slow, raise options={"rank_timeout": seconds}'
+            ) from None
         if verdict.startswith(_FAILED):
             raise RanksDisagree(verdict[1:].decode())
         if contributors is None:
@@ -132,10 +145,11 @@ class Meetings:
             return
         keys = self._open or self._next()
         self._open = None
+        self._store.deadline_s = 0.0
         try:
             verdict = self._publish(keys, _FAILED + reason.encode())
             self._leave(keys, self.ranks, verdict)
-        except dist.DistError:
+        except (dist.DistError, NoAnswer):
             return
 
     def _next(self) -> _Keys:
@@ -144,7 +158,7 @@ class Meetings:
 
     def _publish(self, keys: _Keys, verdict: bytes) -> bytes:
         """Set the verdict unless there is one; whichever stands now."""
-        return self._store.compare_set(keys.verdict, "", verdict)  # type: ignore[arg-type]  # bytes work, stubs say str
+        return self._store.compare_set(keys.verdict, verdict)
 
     def _close(self, keys: _Keys, awaited: Sequence[int], decide: Decide) -> None:
         """All have arrived: decide and publish."""
@@ -158,32 +172,38 @@ class Meetings:
             raise
         self._publish(keys, verdict)
 
-    def _wait(self, keys: _Keys, deadline_s: float) -> bytes | None:
-        """The verdict, or None when there is none by `deadline_s` (time.monotonic)."""
+    def _wait(self, keys: _Keys, awaited: Sequence[int], deadline_s: float) -> bytes | None:
+        """The verdict, or None when there is none by `deadline_s` (time.monotonic), or will be none."""
+        came: set[int] = set()  # before they ended
+        stop = (lambda: not departed(awaited).keys() <= came) if is_watched() else None
         while True:
             left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                return self._store.get(keys.verdict) if self._store.check([keys.verdict]) else None
-            try:
-                self._store.wait([keys.verdict], timedelta(seconds=max(min(left_s, _SLICE_S), 0.001)))
-            except dist.DistNetworkError:
-                raise
-            except RuntimeError:  # a timeout: DistStoreError, but FileStore raises its base class
-                continue
-            return self._store.get(keys.verdict)
+            if left_s > 0 and self._store.wait(keys.verdict, left_s, stop):
+                return self._store.get(keys.verdict)
+            ended = departed(awaited).keys()
+            if left_s <= 0 or self._ended(keys, awaited):
+                return self._store.get(keys.verdict) if self._store.check(keys.verdict) else None
+            came |= ended
+
+    def _ended(self, keys: _Keys, awaited: Sequence[int]) -> dict[int, str]:
+        """The ranks that will not come to this meeting, as they have ended, and how."""
+        ended = departed(awaited)
+        return {rank: how for rank, how in ended.items() if not self._store.check(keys.arrival(rank))}
 
     def _give_up(self, keys: _Keys, at: str, awaited: Sequence[int], decide: Decide, timeout_s: float) -> bytes:
         """Out of time: the first rank here finds out who is missing, the others wait for what it says."""
         if self._store.add(keys.gave_up, 1) > 1:
-            verdict = self._wait(keys, time.monotonic() + _GRACE_S)
+            verdict = self._wait(keys, (), time.monotonic() + _GRACE_S)
             if verdict is not None:
                 return verdict
-        missing = [rank for rank in awaited if not self._store.check([keys.arrival(rank)])]
+        missing = [rank for rank in awaited if not self._store.check(keys.arrival(rank))]
+        ended = self._ended(keys, awaited)
         if not missing:  # the last to arrive died before it could decide, or has not yet
             self._close(keys, awaited, decide)
         else:
             here = [rank for rank in awaited if rank not in set(missing)]
-            self._publish(keys, _FAILED + _missing(at, missing, here, self._last_full, timeout_s).encode())
+            reason = _missing(at, missing, here, self._last_full, timeout_s, ended)
+            self._publish(keys, _FAILED + reason.encode())
         return self._store.get(keys.verdict)
 
     def _leave(self, keys: _Keys, awaited: Sequence[int], verdict: bytes) -> None:
@@ -216,13 +236,20 @@ def _same_place(arrivals: Mapping[int, bytes]) -> dict[int, bytes]:
     return brought
 
 
-def _missing(at: str, missing: Sequence[int], here: Sequence[int], last_full: str, timeout_s: float) -> str:
+def _missing(
+    at: str, missing: Sequence[int], here: Sequence[int], last_full: str, timeout_s: float, ended: Mapping[int, str]
+) -> str:
     last = f"last met by all: {last_full}" if last_full else "these ranks have not met before in this job"
+    where = f"\n   waiting there: {name_ranks(here)}\n   {last}\nhint: "
+    if ended:
+        first = min(ended)
+        return (
+            f"rank {first} {ended[first]} and will not reach {at}{where}the cause is in the output of rank {first};"
+            " all ranks must take the same steps"
+        )
     return (
-        f"{name_ranks(missing)} did not reach {at} within {timeout_s:g} s"
-        f"\n   waiting there: {name_ranks(here)}"
-        f"\n   {last}"
-        "\nhint: a rank that died, is stuck, or skips a compilation keeps the others waiting: see its output; "
+        f"{name_ranks(missing)} did not reach {at} within {timeout_s:g} s{where}"
+        "a rank that died, is stuck, or skips a compilation keeps the others waiting: see its output; "
         'if it is only slow, raise options={"rank_timeout": seconds}; if sizes of inputs change on some ranks alone, '
         "only these compile again: torch.compile(..., dynamic=True) on all of them makes one graph for all sizes"
     )

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from overlapc.errors import ConfigError, OverlapcError
-
-RUN_DIR = "OVERLAPC_RUN_DIR"  # where each rank leaves its record and, if it fails, its error
+from overlapc.estimators.departures import RUN_DIR, Departure, rank_dir
+from overlapc.launch.watch import Watch, forget
 
 
 class JobFailed(OverlapcError):
@@ -36,6 +36,7 @@ class RankError:
     message: str
     traceback: str  # empty for errors that overlapc raised on purpose
     exit_code: int
+    lost_another: bool = False  # the connection to another rank, which then ended first
 
     def write(self, run_dir: Path) -> None:
         """Leaves this error where the launching process looks for it."""
@@ -46,13 +47,6 @@ class RankError:
     def read(cls, path: Path) -> RankError:
         """The error in an `error.json`."""
         return cls(**json.loads(path.read_text()))
-
-
-def rank_dir(run_dir: Path, rank: int) -> Path:
-    """`run_dir/rank3`, made if need be."""
-    folder = run_dir / f"rank{rank}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def run_ranks(command: Sequence[str], nproc: int, run_dir: Path, variables: Mapping[str, str] | None = None) -> None:
@@ -69,13 +63,13 @@ def run_ranks(command: Sequence[str], nproc: int, run_dir: Path, variables: Mapp
 
     threads = str(max(1, cpus() // nproc))
     settings = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), RUN_DIR: str(run_dir)}
-    for stale in run_dir.glob("rank*/error.json"):
-        stale.unlink()
+    forget(run_dir)
     # torchrun leaves a folder of its own behind for each run, which holds nothing that is not in `run_dir`.
     with (
         _variables({**settings, **(variables or {})}),
         _quiet_launcher(),
         tempfile.TemporaryDirectory(prefix="overlapc-run-") as logs,
+        Watch(run_dir, nproc) as watch,
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -93,7 +87,7 @@ def run_ranks(command: Sequence[str], nproc: int, run_dir: Path, variables: Mapp
             elastic_launch(config, sys.executable)("-u", "-m", "overlapc.launch.worker", *command)
         except ChildFailedError as failed:
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            raise _first_error(run_dir, codes) from None
+            raise _first_error(run_dir, codes, watch.departed(codes)) from None
         except SignalException as stopped:
             how = "interrupted" if stopped.sigval == signal.SIGINT else f"stopped by {stopped.sigval.name}"
             raise JobFailed(f"{how}; every rank has ended", 128 + stopped.sigval) from None
@@ -104,18 +98,35 @@ def cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _first_error(run_dir: Path, exit_codes: Mapping[int, int]) -> JobFailed:
-    errors = [RankError.read(path) for path in run_dir.glob("rank*/error.json")]
+def _first_error(run_dir: Path, exit_codes: Mapping[int, int], departed: Sequence[Departure]) -> JobFailed:
+    """What ended the job: the first rank that failed by itself, and how.
+
+    departed: ranks that the launcher did not end, in order. A rank that lost its connection to another one failed
+    because of that one, whenever it noticed.
+    """
+    errors = sorted((RankError.read(path) for path in run_dir.glob("rank*/error.json")), key=lambda each: each.at_ns)
+    explained = {error.rank for error in errors}
+    left = [each for each in departed if each.rank not in explained]
+    own = next((error for error in errors if not error.lost_another), None)
+    died = next((each for each in left if each.exit_code), None)
+    if died is not None and (own is None or died.at_ns < own.at_ns):
+        return _died(died)
+    if own is None and errors and left:
+        noticed = f"rank {errors[0].rank} lost it: {errors[0].message}"
+        return JobFailed(f"rank {left[0].rank} {left[0]}, and others needed it still\n   {noticed}")
     if errors:
-        first = min(errors, key=lambda error: error.at_ns)
+        first = own or errors[0]
         same = sorted(error.rank for error in errors if error.message == first.message)
         where = f"rank {first.rank}" if len(same) == 1 else f"ranks {_spans(same)}"
         trace = f"\n{first.traceback.rstrip()}" if first.traceback else ""
         return JobFailed(f"{where}: {first.message}{trace}", first.exit_code)
     # Ranks that the launcher ended because of the first failure died of SIGTERM: look at them last.
     rank, code = min(exit_codes.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[0]), default=(0, 1))
-    how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    return JobFailed(f"rank {rank} {how}", 1 if code < 0 else code)
+    return _died(Departure(rank, 0, code, finished=True))
+
+
+def _died(departure: Departure) -> JobFailed:
+    return JobFailed(f"rank {departure.rank} {departure}", max(departure.exit_code or 0, 0) or 1)
 
 
 def _spans(ranks: Sequence[int]) -> str:

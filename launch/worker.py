@@ -18,10 +18,20 @@ from pathlib import Path
 from types import TracebackType
 
 from overlapc.errors import ConfigError, OverlapcError, ToolchainError
-from overlapc.launch.torchrun import RUN_DIR, RankError, rank_dir
+from overlapc.estimators.departures import RUN_DIR, rank_dir
+from overlapc.launch.torchrun import RankError
+from overlapc.launch.watch import finished, started
 
 _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], None]
 _LAUNCHING = (__file__, runpy.__file__, "<frozen runpy>")  # files that lead to the user's script
+# What gloo, NCCL and stores say when the process at the other end is gone.
+_LOST_ANOTHER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection was likely closed",
+    "remote process exited or there was a network error",
+)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -29,6 +39,7 @@ def main() -> None:
     """Entry of `python -m overlapc.launch.worker`."""
     run_dir = Path(os.environ[RUN_DIR])
     rank = int(os.environ.get("RANK", "0"))
+    started(run_dir, rank)
     _die_with_parent()
     sys.excepthook = _recorder(run_dir, rank)
     command = sys.argv[1:]
@@ -40,6 +51,10 @@ def main() -> None:
             sys.argv = command
             sys.path[0] = str(Path(command[0]).resolve().parent)
             runpy.run_path(command[0], run_name="__main__")
+        finished(run_dir, rank)
+    except SystemExit:
+        finished(run_dir, rank)
+        raise
     finally:
         _save_record(run_dir, rank)
 
@@ -61,7 +76,8 @@ def _recorder(run_dir: Path, rank: int) -> _Hook:
         inner = getattr(error, "inner_exception", error)  # what Dynamo wraps when a backend fails
         message = str(ours) if ours else f"{type(inner).__name__}: {inner}".splitlines()[0]
         code = 2 if isinstance(ours, (ConfigError, ToolchainError)) else 1
-        RankError(rank, time.time_ns(), message, "" if ours else text, code).write(run_dir)
+        lost = any(sign in text for sign in _LOST_ANOTHER)
+        RankError(rank, time.time_ns(), message, "" if ours else text, code, lost).write(run_dir)
 
     return record_error
 

@@ -48,6 +48,21 @@ if what == "kill":
     if rank == 1:
         os.kill(os.getpid(), 9)
     time.sleep(60)
+if what == "vanish":  # in the middle of a step, which the other rank notices at once
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if rank == 1:
+        (sys.exit if sys.argv[3] == "sys" else os._exit)(int(sys.argv[4]))
+    dist.barrier()
+if what == "vanish_early":  # before its first compilation, in which the other rank waits for it
+    import torch.distributed as dist
+    from overlapc.estimators.agreement import party
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if rank == 1:
+        (sys.exit if sys.argv[3] == "sys" else os._exit)(int(sys.argv[4]))
+    party().compilation("forward", 300.0).agree_on_graph([])
 if what == "sleep":
     (out / f"{rank}.pid").write_text(str(os.getpid()))
     time.sleep(60)
@@ -88,11 +103,12 @@ def command(script: Path, *arguments: str, options: tuple[str, ...] = ()) -> lis
 
 
 def run(script: Path, what: str, *options: str) -> subprocess.CompletedProcess[str]:
-    full = command(script, str(script.parent), what, "--steps", "20", options=options)
+    full = command(script, str(script.parent), *what.split(), "--steps", "20", options=options)
     return subprocess.run(full, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
-def test_ranks_get_arguments_variables_and_a_share_of_the_cores(script, temporary):
+def test_ranks_get_arguments_variables_and_a_share_of_the_cores(script, temporary, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done = run(script, "show", "-o", "memory_budget=1GiB", "--passes", "none")
     assert done.returncode == 0, done.stderr
     seen = [json.loads((script.parent / f"{rank}.json").read_text()) for rank in (0, 1)]
@@ -150,6 +166,31 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(script):
     assert done.stderr.strip() == "overlapc: rank 1 died of SIGKILL"
 
 
+@pytest.mark.parametrize(
+    ("how", "code", "expected"),
+    [
+        ("os 9", 9, "rank 1 exited with code 9"),
+        ("sys 0", 1, "rank 1 exited with code 0, and others needed it still"),
+    ],
+)
+def test_a_rank_that_exits_by_itself_in_a_step_is_named_first(script, how, code, expected):
+    done = run(script, f"vanish {how}")
+    lines = done.stderr.splitlines()
+    first = next(at for at, line in enumerate(lines) if line.startswith("overlapc: "))
+    assert lines[first] == f"overlapc: {expected}"
+    assert len(lines[first + 1 :]) == (1 if how.endswith(" 0") else 0), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == code
+
+
+def test_the_others_do_not_wait_for_a_rank_that_ended_before_its_first_compilation(script):
+    done = run(script, "vanish_early os 0")  # the other would wait for 300 s, more than this test has
+    ended = "rank 1 exited with code 0 in the middle of its script and will not reach compilation 1 (forward), graph"
+    assert done.stderr.splitlines()[0] == f"overlapc: rank 0: {ended}"
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_behind(script, temporary, how):
     """After Ctrl-C, and also when the launcher is killed outright."""
@@ -192,7 +233,7 @@ def test_ranks_are_listed_in_spans():
 def test_the_first_error_by_time_is_the_one_shown(tmp_path):
     torchrun.RankError(0, 200, "connection closed by peer", "Traceback of 0", 1).write(tmp_path)
     torchrun.RankError(1, 100, "ValueError: bad", "Traceback of 1", 1).write(tmp_path)
-    failed = torchrun._first_error(tmp_path, {0: 1, 1: 1})
+    failed = torchrun._first_error(tmp_path, {0: 1, 1: 1}, [])
     assert str(failed) == "rank 1: ValueError: bad\nTraceback of 1"
 
 

@@ -1,0 +1,131 @@
+"""A rendezvous store each request to which ends in time.
+
+A store's client obeys its timeout in `wait` and `get` only: where the process that hosts the store is stopped, or the
+network is down, `set`, `add`, `check`, `compare_set` and `clone` wait for an answer without end. So each request is
+made in a thread of its own, and its caller waits for that thread no longer than it wants to; Ctrl-C ends that, too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+_GRACE_S = 5.0  # how much longer than until its deadline a request may take
+_LOOK_S = 0.1  # how often a caller looks whether it still wants to wait
+
+
+class NoAnswer(Exception):
+    """The store did not answer in time; says what it was asked."""
+
+
+class BoundedStore:
+    """A store, each request to which ends: with its answer, an error of the store, or NoAnswer."""
+
+    def __init__(self, store: dist.Store | Callable[[], dist.Store]) -> None:
+        """store: or what connects to it, called at the first request."""
+        self._connect = store if not isinstance(store, dist.Store) else lambda: store
+        self._store = store if isinstance(store, dist.Store) else None
+        self._pending: threading.Thread | None = None
+        self.deadline_s = 0.0  # on the clock of time.monotonic
+
+    def __str__(self) -> str:
+        """` (host:port)` of a store over TCP; empty for others."""
+        store = self._store
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        return f" ({store.host}:{store.port})" if isinstance(store, dist.TCPStore) else ""
+
+    def set(self, key: str, value: bytes) -> None:
+        """What this rank brings."""
+        self._ask("to take what this rank brings", lambda store: store.set(key, value))  # type: ignore[arg-type]
+
+    def add(self, key: str, count: int) -> int:
+        """The sum so far, with `count`."""
+        return self._ask("to count this rank", lambda store: store.add(key, count))
+
+    def check(self, key: str) -> bool:
+        """Whether there is something under the key."""
+        return self._ask("whether a rank has come", lambda store: store.check([key]))
+
+    def wait(self, key: str, seconds: float, stop: Callable[[], bool] | None = None) -> bool:
+        """Whether there is something under the key within `seconds`. False, too, as soon as `stop` says so."""
+        try:
+            waits = timedelta(seconds=max(seconds, 0.001))
+            self._ask("for the verdict", lambda store: store.wait([key], waits), stop)
+        except _Stopped:
+            return False
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:  # a timeout: DistStoreError, but FileStore raises its base class
+            return False
+        return True
+
+    def get(self, key: str) -> bytes:
+        """What is there."""
+        return self._ask("for the verdict", lambda store: store.get(key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """What is under each key."""
+        return self._ask("for what the ranks bring", lambda store: store.multi_get(list(keys)))
+
+    def compare_set(self, key: str, value: bytes) -> bytes:
+        """`value`, unless there is something already, which then is returned."""
+        asked = "to take the verdict"
+        return self._ask(asked, lambda store: store.compare_set(key, "", value))  # type: ignore[arg-type]
+
+    def delete_key(self, key: str) -> None:
+        """There is nothing under it any more."""
+        self._ask("to forget the meeting", lambda store: store.delete_key(key))
+
+    def _ask(
+        self, asked: str, request: Callable[[dist.Store], Result], stop: Callable[[], bool] | None = None
+    ) -> Result:
+        if self._pending is not None and self._pending.is_alive():
+            # A caller gave that request up, which still holds the connection.
+            assert self._store is not None
+            self._store = self._made("to take another connection", self._store.clone, None)  # type: ignore[attr-defined]
+        if self._store is None:
+            self._store = self._made("to take a connection", self._connect, None)
+        store = self._store
+        if isinstance(store, dist.HashStore):  # in this process: it answers
+            return request(store)
+        return self._made(asked, lambda: request(store), stop)
+
+    def _made(self, asked: str, request: Callable[[], Result], stop: Callable[[], bool] | None) -> Result:
+        """`request()`, made in another thread, which ends when there is an answer, or with the process."""
+        results: list[Result] = []
+        errors: list[BaseException] = []
+
+        def make() -> None:
+            try:
+                results.append(request())
+            except BaseException as error:  # noqa: BLE001  # raised again below
+                errors.append(error)
+
+        until_s = max(self.deadline_s, time.monotonic()) + _GRACE_S
+        thread = self._pending = threading.Thread(target=make, name="overlapc store request", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            left_s = until_s - time.monotonic()
+            thread.join(max(0.0, left_s if stop is None else min(left_s, _LOOK_S)))
+            if not thread.is_alive():
+                break
+            if stop is not None and stop():
+                raise _Stopped
+            if left_s <= 0:
+                raise NoAnswer(asked)
+        self._pending = None
+        if errors:
+            raise errors[0]
+        return results[0]
+
+
+class _Stopped(Exception):
+    """The caller no longer wants an answer."""

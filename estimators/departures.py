@@ -1,0 +1,77 @@
+"""Ranks of this host that have ended, as `overlapc run` sees it, told to those that wait for them.
+
+The launching process writes `rank3/ended.json` into the folder of the run when rank 3 has ended, however that did;
+a rank that waits in a meeting reads it, and does not wait for a rank that cannot come any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+RUN_DIR = "OVERLAPC_RUN_DIR"  # where each rank leaves its record and, if it fails, its error
+ENDED = "ended.json"  # of a rank
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How and when a rank's process ended."""
+
+    rank: int
+    at_ns: int  # wall clock, as in errors of ranks
+    exit_code: int | None  # minus a signal's number, as subprocess has it; None: not known yet
+    finished: bool  # its script came to an end, by itself or by sys.exit
+    ended_by_launcher: bool = False  # because of another rank
+
+    def __str__(self) -> str:
+        if self.exit_code is None:
+            return "ended"
+        if self.exit_code < 0:
+            return f"died of {_signal_name(-self.exit_code)}"
+        if self.exit_code or self.finished:
+            return f"exited with code {self.exit_code}"
+        return "exited with code 0 in the middle of its script"
+
+    def write(self, run_dir: Path) -> None:
+        """Tells the ranks; they see all of it or nothing."""
+        folder = rank_dir(run_dir, self.rank)
+        unfinished = folder / f"{ENDED}.unfinished"
+        unfinished.write_text(json.dumps(asdict(self)))
+        unfinished.replace(folder / ENDED)
+
+
+def rank_dir(run_dir: Path, rank: int) -> Path:
+    """`run_dir/rank3`, made if need be."""
+    folder = run_dir / f"rank{rank}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def departures(run_dir: Path) -> list[Departure]:
+    """All that were told of."""
+    return [Departure(**json.loads(path.read_text())) for path in run_dir.glob(f"rank*/{ENDED}")]
+
+
+def departed(ranks: Iterable[int]) -> Mapping[int, str]:
+    """How those of `ranks` ended that `overlapc run` has seen ending; empty in jobs that it did not start."""
+    run_dir = os.environ.get(RUN_DIR)
+    if not run_dir:
+        return {}
+    wanted = set(ranks)
+    return {each.rank: str(each) for each in departures(Path(run_dir)) if each.rank in wanted}
+
+
+def is_watched() -> bool:
+    """Whether `overlapc run` started this process, and tells of ranks that end."""
+    return bool(os.environ.get(RUN_DIR))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

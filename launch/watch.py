@@ -1,0 +1,125 @@
+"""Sees the ranks of a run end: when, how and in which order, before the launcher looks.
+
+torch's launcher asks every 0.1 s which ranks have failed. By then others may have failed too, because they lost the
+first; and a rank that ended with code 0 has not failed at all to the launcher, while the others wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from overlapc.estimators.departures import ENDED, Departure, departures, rank_dir
+
+_PID, _FINISHED = "pid", "finished"  # files of a rank
+_LOOK_S = 0.05  # how often to look for ranks that have started
+_DRAIN_S = 1.0  # for what the kernel has told, and this process has not read
+
+
+def started(run_dir: Path, rank: int) -> None:
+    """Called by a rank: from here on its end is seen."""
+    unfinished = rank_dir(run_dir, rank) / f"{_PID}.unfinished"
+    unfinished.write_text(str(os.getpid()))
+    unfinished.replace(unfinished.with_name(_PID))
+
+
+def finished(run_dir: Path, rank: int) -> None:
+    """Called by a rank whose script came to an end, or exits."""
+    (rank_dir(run_dir, rank) / _FINISHED).touch()
+
+
+def forget(run_dir: Path) -> None:
+    """Removes what ranks of an earlier run left."""
+    for name in (_PID, _FINISHED, ENDED, "error.json"):
+        _remove(run_dir, name)
+
+
+def _remove(run_dir: Path, name: str) -> None:
+    for stale in run_dir.glob(f"rank*/{name}"):
+        stale.unlink()
+
+
+class Watch:
+    """Waits for the ranks' ends while its `with` block runs; Linux only (elsewhere nothing is seen)."""
+
+    def __init__(self, run_dir: Path, nproc: int) -> None:
+        self._run_dir = run_dir
+        self._nproc = nproc
+        self._over = threading.Event()
+        self._failed = False  # a rank has, so the launcher ends the others
+        self._thread = threading.Thread(target=self._watch, name="overlapc watch of ranks", daemon=True)
+
+    def __enter__(self) -> Watch:
+        if hasattr(os, "pidfd_open"):
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for name in (_PID, _FINISHED, ENDED):
+            _remove(self._run_dir, name)
+
+    def departed(self, exit_codes: Mapping[int, int]) -> list[Departure]:
+        """Ranks that ended by themselves, in order; to be asked when all have ended.
+
+        exit_codes: of those that failed, as the launcher knows them.
+        """
+        if self._thread.is_alive():
+            self._thread.join(_DRAIN_S)
+        known = [
+            replace(each, exit_code=exit_codes.get(each.rank, 0)) if each.exit_code is None else each
+            for each in departures(self._run_dir)
+        ]
+        return sorted((each for each in known if not each.ended_by_launcher), key=lambda each: each.at_ns)
+
+    def _watch(self) -> None:
+        unseen = set(range(self._nproc))
+        running: dict[int, tuple[int, int]] = {}  # by descriptor: rank and process
+        while (unseen or running) and not self._over.is_set():
+            for rank in [rank for rank in unseen if (self._run_dir / f"rank{rank}" / _PID).exists()]:
+                unseen.discard(rank)
+                pid = int((self._run_dir / f"rank{rank}" / _PID).read_text())
+                with contextlib.suppress(ProcessLookupError):  # the launcher has collected it: it ended at once
+                    running[os.pidfd_open(pid)] = rank, pid
+            ready, _, _ = select.select(list(running), [], [], _LOOK_S)
+            for descriptor in ready:
+                rank, pid = running.pop(descriptor)
+                exit_code = _exit_code(descriptor)
+                os.close(descriptor)
+                self._ended(rank, exit_code, [other for _, other in running.values()])
+        for descriptor in running:
+            os.close(descriptor)
+
+    def _ended(self, rank: int, exit_code: int | None, others: list[int]) -> None:
+        """Tells the ranks."""
+        finished = (self._run_dir / f"rank{rank}" / _FINISHED).exists()
+        by_launcher = self._failed and exit_code in (-signal.SIGTERM, -signal.SIGKILL)
+        Departure(rank, time.time_ns(), exit_code, finished, by_launcher).write(self._run_dir)
+        if exit_code:
+            self._failed = True
+            for pid in others:  # a stopped process would sit out the launcher's SIGTERM
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+
+def _exit_code(descriptor: int) -> int | None:
+    """Of a process that has ended, left for the launcher to collect; None if the launcher has."""
+    try:
+        end = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:
+        return None
+    if end is None:
+        return None
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
