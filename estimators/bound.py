@@ -56,7 +56,7 @@ def lower_bound_ns(schedule: Schedule, profile: DeviceProfile) -> float:
     resources: dict[str, list[int]] = {}
     for at, node in enumerate(schedule.nodes):
         if node.kind in COMMUNICATION and node.comm is not None:
-            resources.setdefault(f"@{node.comm.group}", []).append(at)
+            resources.setdefault(f"@{node.comm.queue}", []).append(at)
         if node.kind in (*COMPUTE, Kind.COMM):
             resources.setdefault("", []).append(at)
     launched = [at for at, node in enumerate(schedule.nodes) if node.kind in _LAUNCHED]

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from overlapc.schedule.collectives import KINDS
+
 _DTYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
@@ -30,7 +32,7 @@ _DTYPES = {
     torch.int64: "i64",
     torch.bool: "b8",
 }
-_EQUAL_SIZES = ("all_gather", "all_reduce", "reduce_scatter", "broadcast")  # an all-to-all may be uneven
+_EQUAL_SIZES = tuple(kind.op for kind in KINDS.values() if kind.equal_sizes)
 _SIZE = "#"  # stands for a number that ranks may differ in
 
 

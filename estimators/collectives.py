@@ -30,10 +30,10 @@ class MeasuredCollectives:
         comm = node.comm
         if comm is None or ranks_by_host(comm, self.profile) != {0: comm.size}:
             return None
-        table = self.profile.table(comm.collective, comm.size, comm.dtype)
+        table = self.profile.table(comm.carried, comm.size, comm.dtype)
         if table is None or not table.points:
             return None
-        alone = self.profile.slowdown(comm.collective, comm.channels).alone
+        alone = self.profile.slowdown(comm.carried, comm.channels).alone
         return Estimate(interpolate(table, comm.bytes) * alone, self.name)
 
 
@@ -57,7 +57,7 @@ class AnalyticCollectives:
         ns = None if way is None else ring_or_tree_ns(comm, way[1])
         if ns is None:
             return None
-        alone = self.profile.slowdown(comm.collective, comm.channels).alone
+        alone = self.profile.slowdown(comm.carried, comm.channels).alone
         return Estimate(self.profile.collective_floor_ns + ns * alone, self.name)
 
 

@@ -69,7 +69,7 @@ def traffic_of(node: Node, profile: DeviceProfile) -> Traffic:
     comm = node.comm
     if comm is None:
         return Traffic(profile.slowdown("unknown"), "", 0.0)
-    slowdown = profile.slowdown(comm.collective, comm.channels)
+    slowdown = profile.slowdown(comm.carried, comm.channels)
     way = crossed(comm, profile)
     if way is None or node.estimate is None or node.estimate.ns <= 0:
         return Traffic(slowdown, "", 0.0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from overlapc.schedule.collectives import NAMES
+
 MEASURING_S = 120.0  # longest that measuring a CPU on first use may take
 MIB = 2**20
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 _LLAMA_LAYER = (4096, 16 * MIB, 4 * MIB, 4 * MIB, 16 * MIB, 4096, 56 * MIB, 56 * MIB, 56 * MIB)  # elements, 8B shape
 
 
@@ -75,7 +76,7 @@ class Effort:
             matmuls={"fp32": squares, "bf16": squares},
             attention={"fp32": [Attention(1, 4, 2, seq, 64) for seq in (128, 512)]},
             copy_bytes=32 * MIB,
-            collectives=COLLECTIVES,
+            collectives=NAMES,
             collective_bytes=[2**16, 2**18, MIB, 4 * MIB, 16 * MIB],
             collective_dtypes=("fp32",),
             beside_bytes=16 * MIB,
@@ -95,7 +96,7 @@ class Effort:
             matmuls={"bf16": bf16, "fp32": [(size, size, size) for size in (512, 1024, 2048, 4096)]},
             attention={"bf16": [Attention(1, 32, 8, seq, 128) for seq in (512, 1024, 2048, 4096, 8192)]},
             copy_bytes=1024 * MIB,
-            collectives=COLLECTIVES,
+            collectives=NAMES,
             collective_bytes=[2**power for power in range(16, 31, 2)],
             collective_dtypes=("bf16", "fp32"),
             # Longer than what runs beside them: a collective that comes while a kernel runs waits for its last wave.

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from overlapc.estimators.workloads import launcher
+from overlapc.schedule.collectives import KINDS
 from overlapc.schedule.model import Estimate, Node
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
-_KNOWN = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
 class LibraryCollectives:
@@ -27,7 +27,7 @@ class LibraryCollectives:
     def estimate(self, node: Node) -> Estimate | None:
         comm = node.comm
         dtype = _DTYPES.get(comm.dtype.removeprefix("torch.")) if comm is not None else None
-        if comm is None or dtype is None or comm.collective not in _KNOWN or not comm.ranks:
+        if comm is None or dtype is None or comm.via or comm.collective not in KINDS or not comm.ranks:
             return None
         ns = _estimate_ns(comm.collective, comm.bytes, comm.ranks, dtype)
         return None if ns is None else Estimate(ns, self.name)

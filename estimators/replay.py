@@ -1,4 +1,4 @@
-"""The machine that a replay runs on: a host that launches, one compute stream, a queue a process group.
+"""The machine that a replay runs on: a host that launches, one compute stream, a queue for each `Comm.queue`.
 
 `timeline.simulate` runs a whole schedule on it, `incremental.Replay` parts of one. timeline.py says what its rules are.
 
@@ -73,10 +73,10 @@ class Costs:
         self.waits_for: Mapping[int, int] = schedule.started
         for wait in self.waits_for:
             self.step[wait] = int(Step.WAIT)
-        groups = sorted({node.group for node in schedule.nodes} | {""})
-        number = {group: queue for queue, group in enumerate(groups)}  # the same in every order
-        self.queue = [number[node.group] for node in schedule.nodes]
-        self.queues = len(groups)
+        names = sorted({node.queue for node in schedule.nodes} | {""})
+        number = {name: queue for queue, name in enumerate(names)}  # the same in every order
+        self.queue = [number[node.queue] for node in schedule.nodes]
+        self.queues = len(names)
         self.launch_ns = on_grid(profile.launch_ns)
         self.gap_ns = on_grid(profile.kernel_gap_ns)
 

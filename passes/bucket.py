@@ -27,10 +27,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from overlapc.passes.base import Context, PassReport, register_pass
-from overlapc.passes.bucket_cost import comm_of
-from overlapc.passes.bucket_round import GATHERS, REDUCTIONS, Alike, Cut, Round
+from overlapc.passes.bucket_round import Alike, Cut, Round
 from overlapc.passes.judge import keep_if_better
+from overlapc.schedule.collectives import several_in_one
 from overlapc.schedule.model import Schedule
+
+# Last what may need the results of those before: an all-reduce those of a reduce-scatter, or of what replaces one.
+ROUNDS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 
 
 @register_pass("bucket")
@@ -72,13 +75,10 @@ def _better(
 def _merged(schedule: Schedule, ctx: Context, cut: Cut) -> tuple[Schedule, PassReport, bool]:
     """All rounds, one for collectives that are alike, each on what the one before left; whether units were joined."""
     report, joined = PassReport(cut.name, counted=True), False
-    alike = dict.fromkeys(
-        Alike.of(comm_of(node)) for node in schedule.starts() if node.comm and node.comm.unit and not node.mutates
-    )
-    for collective in (*GATHERS, *REDUCTIONS):  # an all-reduce may need what a reduce-scatter brings
-        for each in alike:
-            if each.collective == collective:
-                round_ = Round(schedule, ctx, each, cut, report)
-                schedule = round_.run()
-                joined |= round_.joined
+    comms = [node.comm for node in schedule.starts() if node.comm and not node.mutates]
+    alike = dict.fromkeys(Alike.of(comm) for comm in comms if comm.unit and several_in_one(comm.collective, comm.via))
+    for each in sorted(alike, key=lambda each: ROUNDS.index(each.collective)):
+        round_ = Round(schedule, ctx, each, cut, report)
+        schedule = round_.run()
+        joined |= round_.joined
     return schedule, report, joined

@@ -11,11 +11,9 @@ from overlapc.passes.bucket_cost import BucketCost, Sum, comm_of, ns_of
 from overlapc.passes.bucket_places import Bucket, Places
 from overlapc.passes.merging import merged_node, with_merged
 from overlapc.passes.reasons import Reason
+from overlapc.schedule.collectives import KINDS, one_dtype
 from overlapc.schedule.model import COMPUTE, Comm, Kind, Node, Schedule
 
-GATHERS = ("all_gather",)
-REDUCTIONS = ("reduce_scatter", "all_reduce")
-OF_ONE_DTYPE = ("all_reduce",)  # codegen/bucket.py says why
 # A piece takes at least this many times the latency of one collective, so that latency is at most a tenth of it.
 PIECE_FLOORS = 10.0
 # Of fine pieces the first takes at least so many, and each next one twice as many, up to the above.
@@ -46,10 +44,12 @@ class Alike:
     group: str
     dtype: str  # "" where it does not matter
     size: int
+    via: str
 
     @classmethod
     def of(cls, comm: Comm) -> Alike:
-        return cls(comm.collective, comm.group, comm.dtype if comm.collective in OF_ONE_DTYPE else "", comm.size)
+        dtype = comm.dtype if one_dtype(comm.collective, comm.via) else ""
+        return cls(comm.collective, comm.group, dtype, comm.size, comm.via)
 
 
 class Round:
@@ -61,7 +61,7 @@ class Round:
         self.ctx = ctx
         self.alike = alike
         self.cut = cut
-        self.forward = alike.collective in GATHERS
+        self.forward = KINDS[alike.collective].brings_inputs
         self.joined = False  # whether a run holds more than one unit
         self.report = report
         self.place = Places(schedule, ctx, report, forward=self.forward).place

@@ -129,7 +129,7 @@ class _Plan(Sink):
 
     def _issue_before(self, start: int) -> None:
         """Start what would be late behind `start`, which is next on its queue."""
-        queue = self.schedule.nodes[start].group
+        queue = self.schedule.nodes[start].queue
         if queue in self.coming:
             free_ns = max(self.now, self._queue_free_ns(queue)) + self.queues.collective_ns[start]
             self._issue_due(queue, self.busy_now + free_ns - self.now, start)
@@ -157,7 +157,7 @@ class _Plan(Sink):
                 self._place(before)
         kind = self.queues.kinds[at]
         if kind in COMMUNICATION:
-            queue = self.schedule.nodes[at].group
+            queue = self.schedule.nodes[at].queue
             if queue in self.last:
                 self.queues.previous[at] = self.last[queue]
             else:
@@ -230,7 +230,7 @@ class _Dues:
         coming: dict[str, list[int]] = {}
         latest: dict[str, float] = {}
         for at in sorted(free, key=lambda at: (needed[at], at), reverse=True):
-            queue = nodes[at].group
+            queue = nodes[at].queue
             end = min(busy[needed[at]], latest.get(queue, busy[-1]))
             due[at] = latest[queue] = end - queues.collective_ns[at]
             coming.setdefault(queue, []).append(at)

@@ -202,13 +202,13 @@ class Polish:
 
     def _queue_up_to(self, start: int) -> list[int]:
         """A collective, and those before it on its queue."""
-        group = self.schedule.nodes[start].group
+        queue = self.schedule.nodes[start].queue
         found = [start]
         for at in range(self.position[start] - 1, -1, -1):
             if len(found) > BEFORE:
                 break
             node = self.order[at]
-            if self.kinds[node] is Kind.START and self.schedule.nodes[node].group == group:
+            if self.kinds[node] is Kind.START and self.schedule.nodes[node].queue == queue:
                 found.append(node)
         return found
 

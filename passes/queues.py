@@ -62,10 +62,10 @@ class Queues:
                 queues.opened_by[at] = [at]
                 if node.comm is not None:
                     queues.collective_ns[at] = 0.0 if node.estimate is None else node.estimate.ns * stretch + delay_ns
-                    if node.comm.group in last:
-                        queues.previous[at] = last[node.comm.group]
-                        queues.next[last[node.comm.group]] = at
-                    last[node.comm.group] = at
+                    if node.queue in last:
+                        queues.previous[at] = last[node.queue]
+                        queues.next[last[node.queue]] = at
+                    last[node.queue] = at
         return queues
 
     def mirrored(self) -> Queues:

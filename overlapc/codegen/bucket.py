@@ -16,9 +16,11 @@ import torch
 
 from overlapc.ir.ops import Extern, Start, View
 from overlapc.runtime.collectives import all_gather_bytes_coalesced
+from overlapc.schedule.collectives import KINDS
 
 _c10d = torch.ops._c10d_functional
-_NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+_NAMES = tuple(kind.op for kind in KINDS.values() if kind.coalesced)
+_ONE_DTYPE = tuple(kind.op for kind in KINDS.values() if not kind.mixed_dtypes)
 _NAME_OF: dict[Any, str] = {
     **{getattr(_c10d, name).default: name for name in _NAMES},
     **{getattr(_c10d, f"{name}_coalesced").default: name for name in _NAMES},
@@ -45,7 +47,7 @@ def merge_starts(starts: Sequence[Start]) -> Start | str:
     if not all(isinstance(view, View) for view in (*inputs, *results)):
         return "not all are tensors"
     if len({view.layout.dtype for view in inputs}) > 1:
-        if name == "all_reduce":
+        if name in _ONE_DTYPE:
             return "dtypes differ"
         if name == "all_gather_into_tensor":
             target = all_gather_bytes_coalesced

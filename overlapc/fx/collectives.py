@@ -14,6 +14,7 @@ from overlapc.fx.communication import group_of, is_asynchronous, is_collective, 
 from overlapc.fx.groups import GroupNames
 from overlapc.fx.labels import ParamLabel, label_of
 from overlapc.fx.versions import size_hint
+from overlapc.schedule.collectives import KINDS
 from overlapc.schedule.model import Comm
 
 _SELF_WAITING = frozenset({"_dtensor::shard_dim_alltoall"})  # launch, wait and nothing else
@@ -48,7 +49,7 @@ def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset(
     """What `node` moves, by its collective's own definition: a gather its output, a scatter its input."""
     kind = kind_of(node)
     group = group_of(node)
-    if kind in ("all_gather", "all_to_all"):
+    if kind in KINDS and KINDS[kind].output_sized:
         moved = _tensors(node.meta.get("val"))
     else:
         moved = _tensors(node.args if kind == "unknown" else node.args[0])

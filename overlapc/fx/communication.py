@@ -8,16 +8,10 @@ from torch import fx
 from overlapc.fx.arguments import declared_arguments
 from overlapc.fx.subgraphs import nodes_within
 from overlapc.fx.versions import group_name_of
+from overlapc.schedule.collectives import KINDS
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-_KINDS = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-    "shard_dim_alltoall": "all_to_all",
-}
+_KINDS = {**{kind.op: kind.name for kind in KINDS.values()}, "shard_dim_alltoall": "all_to_all"}
 # Of the last three we know no op; all of them communicate.
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
 _NOT_COMMUNICATION = ("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group")

@@ -92,8 +92,7 @@ def _spans(timeline: Timeline) -> Iterator[Span]:
         if node.kind in COMPUTE:
             yield Span(node.name, "compute", start_ns, end_ns, node.kind.value, origin)
         elif node.kind in COMMUNICATION:
-            group = node.group or "unknown"
-            yield Span(node.name, f"@{group}", start_ns, end_ns, node.kind.value, origin)
+            yield Span(node.name, f"@{node.queue or 'unknown'}", start_ns, end_ns, node.kind.value, origin)
             if node.kind is Kind.COMM:  # which waits for itself
                 yield Span(node.name, "compute", start_ns, end_ns, "idle", origin)
         elif node.kind is Kind.WAIT:

@@ -50,4 +50,4 @@ def _look(schedule: Schedule, at: int, node: Node, colours: dict[str, str]) -> s
         return f"label={json.dumps(label)}, shape={shape}"
     group = launched.comm.group
     colour = colours.setdefault(group, _COLOURS[len(colours) % len(_COLOURS)])
-    return f"label={json.dumps(f'{label} @{group}')}, shape=ellipse, fillcolor={colour}"
+    return f"label={json.dumps(f'{label} @{launched.queue}')}, shape=ellipse, fillcolor={colour}"

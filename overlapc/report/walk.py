@@ -39,7 +39,7 @@ def _lines(timeline: Timeline) -> Iterator[str]:
             continue
         if node.kind is Kind.START:
             running[at] = (begin_ns, end_ns)
-            yield _line(now_ns, end_ns - begin_ns, ">", node, f"@{node.group}")
+            yield _line(now_ns, end_ns - begin_ns, ">", node, f"@{node.queue}")
             continue
         running = {start: span for start, span in running.items() if span[1] > begin_ns}
         if node.kind in COMPUTE:

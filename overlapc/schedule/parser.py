@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from overlapc.errors import unknown_name
 from overlapc.garbage import no_collections
+from overlapc.schedule.collectives import TRANSPORTS
 from overlapc.schedule.model import Buffer, Comm, Estimate, Kind, Node, Schedule, Work
 from overlapc.schedule.scanner import Statement, statements
 from overlapc.schedule.syntax import KINDS, default_buffer, default_bytes, default_kind
@@ -98,6 +99,7 @@ class _Draft:
         reads = [] if statement.peek_mark() == ")" else statement.take_names()
         statement.expect(")", "after the reads")
         group, size = _group(statement)
+        via = _via(statement)
         keys = _Keys.of(statement)
         if group is None:
             for key in sorted(_COMM_KEYS & keys.given):
@@ -129,7 +131,7 @@ class _Draft:
                 mutates=keys.lists.get("mutates", ()),
                 after=keys.lists.get("after", ()),
                 work=keys.work(),
-                comm=None if group is None else keys.comm(op, group, size),
+                comm=None if group is None else keys.comm(op, group, size, via),
                 estimate=estimate,
                 scratch_bytes=keys.numbers.get("scratch", 0),
             )
@@ -188,7 +190,7 @@ class _Keys:
             form=self.words.get("form", ""),
         )
 
-    def comm(self, op: str, group: str, size: int) -> Comm:
+    def comm(self, op: str, group: str, size: int, via: str) -> Comm:
         """What a node of `op` moves within `group`, of no bytes if no key says how many."""
         return Comm(
             self.words.get("collective", op),
@@ -200,6 +202,7 @@ class _Keys:
             unit=self.words.get("unit", ""),
             channels=self.numbers.get("channels", 0),
             safe=self.words.get("safe") == "yes",
+            via=via,
         )
 
 
@@ -224,6 +227,17 @@ def _group(statement: Statement) -> tuple[str | None, int]:
         size = statement.take_integer()
         statement.expect(")", "after the group's size")
     return group, size
+
+
+def _via(statement: Statement) -> str:
+    """`copy` of `via copy`; "" where nothing is said."""
+    if statement.peek("word") != "via":
+        return ""
+    statement.take("word")
+    transport = statement.take("word", "a transport")
+    if transport not in TRANSPORTS:
+        statement.fail(unknown_name("transport", transport, TRANSPORTS), back=1)
+    return transport
 
 
 def _sizes(statement: Statement, names: Sequence[str]) -> list[Buffer]:

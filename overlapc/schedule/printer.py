@@ -57,6 +57,7 @@ def _head(schedule: Schedule, node: Node) -> str:
     comm, work = node.comm, node.work
     if comm is not None:
         words.append(f"@{_quote(comm.group)}" + (f"({comm.size})" if comm.size else ""))
+        words += [f"via {comm.via}"] if comm.via else []
         words += _pairs(
             collective="" if comm.collective == node.op else _quote(comm.collective),
             dtype=_quote(comm.dtype) if comm.dtype else "",

@@ -6,18 +6,17 @@ import re
 from collections.abc import Mapping, Sequence
 
 from overlapc.errors import ScheduleError
+from overlapc.schedule import collectives
 from overlapc.schedule.model import Buffer, Kind
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 KINDS = {kind.value: kind for kind in Kind}
 WORD = re.compile(r"[%\w.$/+-]+")  # a name that needs no quotes
-_OUTPUT_SIZED = ("all_gather", "all_to_all")
 _ALIASING = (Kind.WAIT, Kind.VIEW)
 
 
 def default_kind(op: str) -> Kind | None:
     """The kind of a node whose statement names only its op; None for an op that needs KIND: before it."""
-    return Kind.START if op in COLLECTIVES else KINDS.get(op)
+    return Kind.START if op in collectives.KINDS else KINDS.get(op)
 
 
 def default_buffer(kind: Kind, reads: Sequence[str], writes: Sequence[str], at: int) -> Buffer:
@@ -29,7 +28,8 @@ def default_buffer(kind: Kind, reads: Sequence[str], writes: Sequence[str], at: 
 
 def default_bytes(collective: str, reads: Sequence[str], writes: Sequence[str], buffers: Mapping[str, Buffer]) -> int:
     """Bytes of a collective by its own definition (see `Comm`), of the storage behind what it reads or writes."""
-    return sum(_storage_bytes(name, buffers) for name in (writes if collective in _OUTPUT_SIZED else reads))
+    kind = collectives.KINDS.get(collective)
+    return sum(_storage_bytes(name, buffers) for name in (writes if kind is not None and kind.output_sized else reads))
 
 
 def _storage_bytes(name: str, buffers: Mapping[str, Buffer]) -> int:

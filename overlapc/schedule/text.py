@@ -9,11 +9,12 @@
 
 One statement a line, or several with `;`. A statement is
 
-    WRITES = OP(READS) @GROUP(SIZE) KEY=VALUE ... : SIZES  TIME [SOURCE]
+    WRITES = OP(READS) @GROUP(SIZE) via TRANSPORT KEY=VALUE ... : SIZES  TIME [SOURCE]
     NAME = input freeable : SIZE
 
 - WRITES: the buffers it defines; the first is also the node's name unless `node=NAME` says otherwise.
 - OP: a collective's name (a start), `wait`, `kernel`, `extern`, `view`, `noop`, `comm`, or KIND:OP.
+- TRANSPORT: what carries a collective, `copy`; without `via` it is the library of the process group (NCCL, gloo).
 - KEY: `after`, `mutates` (lists), `scratch`, `flops`, `read`, `write`, `in` (what the work is done in), `form` (of a
   generated kernel), and for communication `dtype`, `ranks`, `unit`, `channels`, `safe=yes`, `collective`, `moves` (its
   bytes, when not its definition's).

@@ -10,17 +10,18 @@ import torch
 from overlapc.errors import CalibrationError
 from overlapc.estimators.calibrate import cpu_derived, median_of, profile_document
 from overlapc.estimators.clock import CpuClock, collective_ns, compute_ns, launch_ns
-from overlapc.estimators.effort import COLLECTIVES, Attention, Effort
+from overlapc.estimators.effort import Attention, Effort
 from overlapc.estimators.measure import Measurement
 from overlapc.estimators.measure_contention import mean_of, slowdown_of
 from overlapc.estimators.profile_file import profile_from_json, profile_to_json
+from overlapc.schedule.collectives import NAMES
 from tests.ranks import values_on_ranks
 
 TINY = Effort(
     matmuls={"fp32": [(8, 8, 8), (16, 16, 16), (8, 16, 32)], "bf16": [(8, 8, 8)]},
     attention={"fp32": [Attention(1, 2, 1, 8, 4), Attention(1, 2, 1, 16, 4)]},
     copy_bytes=4096,
-    collectives=COLLECTIVES,
+    collectives=NAMES,
     collective_bytes=[256, 4096],
     collective_dtypes=("fp32",),
     beside_bytes=65536,
@@ -46,7 +47,7 @@ def test_four_ranks_measure_everything_for_themselves_and_for_pairs():
     results = values_on_ranks(measure_tiny, 4, timeout_s=120)
     document = profile_document("here", "measured: now", results, cpu_derived)
     profile = profile_from_json(json.loads(json.dumps(document)))
-    assert {(t.collective, t.ranks) for t in profile.tables} == {(c, n) for c in COLLECTIVES for n in (2, 4)}
+    assert {(t.collective, t.ranks) for t in profile.tables} == {(c, n) for c in NAMES for n in (2, 4)}
     assert all(ns > 0 for table in profile.tables for _, ns in table.points)
     assert set(profile.curves) == {"matmul.fp32", "attention.fp32", "attention_backward.fp32"}
     assert [flops for flops, _ in profile.curves["matmul.fp32"]] == [1024, 8192]  # two shapes of one size: one point

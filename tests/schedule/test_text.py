@@ -47,6 +47,15 @@ def test_random_schedules_survive_the_text(schedule):
     assert parse(str(schedule)) == schedule
 
 
+def test_what_carries_a_collective_is_said_and_read_back():
+    schedule = parse("rs = reduce_scatter(a, b) @dp(4) via copy unit=m : 4MiB 3us; ag = all_gather(c) @dp(4) : 1MiB")
+    assert [node.queue for node in schedule.starts()] == ["dp via copy", "dp"]
+    assert {node.group for node in schedule.starts()} == {"dp"}
+    assert parse(str(schedule)) == schedule
+    with pytest.raises(ScheduleError, match="no transport named 'coppy'; nearest: copy"):
+        parse("rs = reduce_scatter(a) @dp via coppy")
+
+
 def test_the_form_of_the_design_document():
     schedule = parse("""
         schedule llama_fwd  budget=12.0GiB

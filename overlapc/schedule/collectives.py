@@ -1,0 +1,55 @@
+"""The kinds of collectives, one row each: how bytes count, how several are launched as one, and what can carry them.
+
+Who must know what a collective does asks this table, so that a new kind or transport is a row and not a search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+LIBRARY = ""  # `Comm.via` of what the process group's own library (NCCL, gloo) carries
+COPY = "copy"  # copies between the memories of ranks of one host (copy engines on GPUs), which take no multiprocessors
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveKind:
+    """One row. `op`: its functional op in torch.ops._c10d_functional."""
+
+    name: str  # as in `Comm.collective` and in the text of schedules
+    op: str
+    output_sized: bool  # its bytes are those of its output; else of its input
+    equal_sizes: bool  # on all ranks
+    brings_inputs: bool = False  # of compute that follows, so it is wanted early; else it takes results away
+    coalesced: bool = False  # the library has one launch for several tensors
+    mixed_dtypes: bool = False  # which may be of several dtypes
+    by_copies: bool = False  # moves bytes and computes nothing, so that copies can do it
+
+
+_ROWS = (
+    CollectiveKind(
+        "all_gather", "all_gather_into_tensor", output_sized=True, equal_sizes=True, brings_inputs=True,
+        coalesced=True, mixed_dtypes=True, by_copies=True,
+    ),
+    CollectiveKind(
+        "reduce_scatter", "reduce_scatter_tensor", output_sized=False, equal_sizes=True,
+        coalesced=True, mixed_dtypes=True,
+    ),
+    CollectiveKind("all_reduce", "all_reduce", output_sized=False, equal_sizes=True, coalesced=True),
+    CollectiveKind("all_to_all", "all_to_all_single", output_sized=True, equal_sizes=False, by_copies=True),
+    CollectiveKind("broadcast", "broadcast", output_sized=False, equal_sizes=True),
+)  # fmt: skip
+KINDS: Mapping[str, CollectiveKind] = {row.name: row for row in _ROWS}
+NAMES = tuple(KINDS)
+TRANSPORTS = (COPY,)  # that a schedule's text can name
+
+
+def several_in_one(collective: str, via: str) -> bool:
+    """Whether one launch over several tensors takes the place of several launches."""
+    kind = KINDS.get(collective)
+    return kind is not None and (kind.by_copies if via == COPY else kind.coalesced)
+
+
+def one_dtype(collective: str, via: str) -> bool:
+    """Whether that launch takes tensors of one dtype alone. Copies move bytes, whatever these mean."""
+    return via != COPY and not KINDS[collective].mixed_dtypes
