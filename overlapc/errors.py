@@ -30,6 +30,10 @@ class RanksDisagree(OverlapcError):
     """Ranks compiled different graphs or orders, or a rank did not show up in time."""
 
 
+class PeerLost(OverlapcError):
+    """A rank that a running collective waits for did not do its part in time."""
+
+
 class MemoryBudgetError(OverlapcError):
     """No schedule fits the memory budget that the user set."""
 

@@ -1,0 +1,102 @@
+"""One allocation a rank, mapped into all ranks of a group on one host: symmetric memory on GPUs, a shared file on CPUs.
+
+`Offer.of` allocates (that may fail, on one rank alone); when all ranks have, `Offer.joined` maps the others' memory.
+Between the two, ranks tell each other `Offer.text`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlapc.runtime.copies.commands import HEAD_BYTES, Places
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The mapped memories of a group: lives as long as somebody holds it."""
+
+    own: Tensor  # of bytes: this rank's
+    places: Places
+    held: Sequence[Any] = field(repr=False, default=())  # what keeps the mappings
+
+    @property
+    def bytes(self) -> int:
+        return self.own.numel()
+
+
+class SharedOffer:
+    """A file in memory, for ranks on CPUs. It has no name any more as soon as all have mapped it."""
+
+    def __init__(self, size_bytes: int) -> None:
+        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        handle, name = tempfile.mkstemp(prefix="overlapc-copies-", dir=folder)
+        self._path = Path(name)
+        try:
+            os.posix_fallocate(handle, 0, size_bytes)  # or a full /dev/shm would end the process at the first write
+            self._bytes = mmap.mmap(handle, size_bytes)
+        except OSError:
+            self.withdraw()
+            raise
+        finally:
+            os.close(handle)
+        self.text = name
+
+    def joined(self, rank: int, texts: Sequence[str], group: str) -> Memory:
+        """Maps what the ranks of the group offered, in their order."""
+        mapped = []
+        for at, text in enumerate(texts):
+            if at == rank:
+                mapped.append(self._bytes)
+                continue
+            with open(text, "r+b") as file:
+                mapped.append(mmap.mmap(file.fileno(), len(self._bytes)))
+        bases = tuple(ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in mapped)
+        return Memory(torch.frombuffer(self._bytes, dtype=torch.uint8), Places(rank, bases), tuple(mapped))
+
+    def withdraw(self) -> None:
+        """Takes the name away: all have mapped it, or nobody will."""
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+
+
+class SymmetricOffer:
+    """torch's symmetric memory, for ranks on GPUs that can reach each other."""
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self._own = symmetric.empty(size_bytes, dtype=torch.uint8, device=device)
+        self._own[:HEAD_BYTES].zero_()
+        torch.cuda.synchronize(device)
+        self.text = ""
+
+    def joined(self, rank: int, texts: Sequence[str], group: str) -> Memory:
+        """A rendezvous of the group."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        handle: Any = symmetric.rendezvous(self._own, group)  # type: ignore[arg-type]  # its stub wants a NewType
+        bases = tuple(int(address) for address in handle.buffer_ptrs)
+        assert bases[rank] == self._own.data_ptr(), "symmetric memory begins where its tensor does"
+        return Memory(self._own, Places(rank, bases), (handle,))
+
+    def withdraw(self) -> None:
+        """Nothing: it has no name."""
+
+
+Offer = SharedOffer | SymmetricOffer
+
+
+def offer(size_bytes: int, device: torch.device) -> Offer:
+    """New memory of this rank, its flags at 0. OSError or torch.OutOfMemoryError where there is none."""
+    return SharedOffer(size_bytes) if device.type == "cpu" else SymmetricOffer(size_bytes, device)

@@ -1,0 +1,247 @@
+"""Collectives by copies between real ranks: bytes as gloo's, slots used again, pools that grow, peers that fail."""
+
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlapc.errors import PeerLost
+from overlapc.runtime.copies import commands, queues
+from overlapc.runtime.copies.layout import Event, place
+from overlapc.runtime.copies.pool import GraphCopies, Pool, Wanted, open_pools
+from tests.ranks import values_on_ranks
+
+CPU = torch.device("cpu")
+Case = tuple[str, tuple[torch.Tensor, ...]]
+
+
+def tell(stage: str, text: str) -> Sequence[str]:
+    """As ranks that compile tell each other."""
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return texts
+
+
+def pool_of(size_bytes: int, timeout_s: float | None = None) -> Pool:
+    """The pool of all ranks."""
+    ranks = tuple(range(dist.get_world_size()))
+    wanted = Wanted(dist.group.WORLD.group_name, "dp", ranks, size_bytes)
+    if timeout_s is None:
+        return open_pools([wanted], CPU, ranks, tell)["dp"]
+    with mock.patch("overlapc.runtime.copies.pool._timeout_s", return_value=timeout_s):
+        return open_pools([wanted], CPU, ranks, tell)["dp"]
+
+
+def made(pool: Pool | None, cases: Sequence[Case], ahead: int, timeout_s: float | None = None) -> GraphCopies:
+    """The copies of a graph that waits for each collective `ahead` starts after its own."""
+    events: list[Event] = []
+    for index, (kind, tensors) in enumerate(cases):
+        events.append(Event(index, sum(commands.aligned(t.numel() * t.element_size()) for t in tensors)))
+        if kind == "all_gather":
+            events.append(Event(index))
+        if index >= ahead and cases[index - ahead][0] == "all_to_all":
+            events.append(Event(index - ahead))
+    slots, size = place(events)
+    return GraphCopies(pool or pool_of(size, timeout_s), slots, [kind for kind, _ in cases])
+
+
+def ran(copies: GraphCopies, cases: Sequence[Case], ahead: int) -> list[list[torch.Tensor]]:
+    """The results of one run of such a graph."""
+    flying: dict[int, list[torch.Tensor]] = {}
+    found = []
+
+    def land(index: int) -> None:
+        copies.wait(index)
+        found.append([result.clone() for result in flying.pop(index)])
+        if cases[index][0] == "all_to_all":
+            copies.release(index)
+
+    for index, (_, tensors) in enumerate(cases):
+        flying[index] = copies.start(index, tensors)
+        if index >= ahead:
+            land(index - ahead)
+    for index in sorted(flying):
+        land(index)
+    return found
+
+
+def by_gloo(case: Case) -> list[torch.Tensor]:
+    """The same by the process group's library."""
+    kind, tensors = case
+    found = []
+    for tensor in tensors:
+        ranks = dist.get_world_size()
+        rows = tensor.shape[0] * (ranks if kind == "all_gather" else 1)
+        result = tensor.new_empty((rows, *tensor.shape[1:]))
+        if kind == "all_gather":
+            dist.all_gather_into_tensor(result, tensor)
+        else:
+            dist.all_to_all_single(result, tensor)
+        found.append(result)
+    return found
+
+
+def cases_of(step: int) -> list[Case]:
+    """Different numbers on every rank and in every step; odd sizes and several dtypes."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    ranks = dist.get_world_size()
+
+    def numbers(rows: int, *rest: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(rows, *rest, generator=generator).to(dtype)
+
+    return [
+        ("all_gather", (numbers(3, 7, dtype=torch.bfloat16), numbers(5, dtype=torch.float32))),
+        ("all_to_all", (numbers(2 * ranks, 9, dtype=torch.bfloat16),)),
+        ("all_gather", (numbers(1000, dtype=torch.float32),)),
+        ("all_to_all", (numbers(ranks, 333, dtype=torch.float32), numbers(3 * ranks, dtype=torch.bfloat16))),
+        ("all_to_all", (numbers(ranks, 1000, dtype=torch.bfloat16),)),
+    ]
+
+
+@contextmanager
+def delays(seed: int) -> Iterator[None]:
+    """Commands take random times."""
+    plain = queues.ThreadQueue._do
+    dice = random.Random(seed)
+
+    def late(self: queues.ThreadQueue, command: commands.Command) -> None:
+        if dice.random() < 0.1:
+            time.sleep(dice.random() * 2e-3)
+        plain(self, command)
+
+    with mock.patch.object(queues.ThreadQueue, "_do", late):
+        yield
+
+
+def same_bytes_as_gloo() -> tuple[int, int, list[str]]:
+    """(comparisons that failed, how many there were, names left in shared memory)."""
+    wrong = count = 0
+    copies = made(None, cases_of(0), 2)
+    for step in range(30):
+        with delays(100 * step + dist.get_rank()):
+            cases = cases_of(step)
+            if step == 15:  # another graph needs more of the same pool
+                larger = [*cases, ("all_to_all", (torch.ones(dist.get_world_size() * 1000, 11),))]
+                held = made(None, larger, 1)
+                assert held.pool is copies.pool
+                ran(held, larger, 1)
+            found = ran(copies, cases, 2)
+        for case, results in zip(cases, found, strict=True):
+            for result, expected in zip(results, by_gloo(case), strict=True):
+                count += 1
+                wrong += not torch.equal(result.view(torch.uint8), expected.view(torch.uint8))
+    dist.barrier()
+    return wrong, count, [path.name for path in Path("/dev/shm").glob("overlapc-copies-*")]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_are_those_of_gloo_with_random_delays_and_a_pool_that_grows(ranks):
+    for wrong, count, left in values_on_ranks(same_bytes_as_gloo, ranks):
+        assert (wrong, count, left) == (0, 210, [])
+
+
+def kept_by_a_slow_reader(rule: str) -> bool:
+    """Whether a slow reader sees what it should in a slot that the next exchange takes."""
+    cases = [("all_to_all", (torch.full((2, 50_000), float(step)),)) for step in range(4)]
+    copies = made(None, cases, 0)
+    plain = commands._begin
+
+    def careless(at: commands.Places, turn: commands.Turn) -> Iterator[commands.Command]:
+        return (each for each in plain(at, turn) if rule != "careless" or not isinstance(each, commands.Until))
+
+    seen = []
+    with mock.patch.object(commands, "_begin", careless):
+        for index, (_, tensors) in enumerate(cases):
+            (result,) = copies.start(index, tensors)
+            copies.wait(index)
+            if dist.get_rank() == 0:
+                time.sleep(0.3)
+            seen.append(bool((result == index).all()))
+            copies.release(index)
+    dist.barrier()
+    return all(seen)
+
+
+def test_a_slot_that_is_still_read_is_not_overwritten():
+    assert values_on_ranks(kept_by_a_slow_reader, 2, "careful") == [True, True]
+
+
+def test_without_waiting_for_readers_it_is_overwritten():
+    """The same program, not waiting for `done`: so the test above would notice."""
+    assert values_on_ranks(kept_by_a_slow_reader, 2, "careless")[0] is False
+
+
+def failing(rank: int, folder: str, how: str) -> None:
+    """Rank 0 of two notes what it is told when rank 1 fails in flight, and after how many seconds."""
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    case = [("all_to_all", (torch.ones(2, 1000),))] * 3
+    copies = made(None, case, 0, timeout_s=1.0)
+    ran(copies, case, 0)
+    if rank == 1:
+        copies.start(0, case[0][1])
+        Path(folder, "failed").touch()
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    while not Path(folder, "failed").exists():
+        time.sleep(0.01)
+    began = time.monotonic()
+    told = []
+    for _ in range(2):  # and again: nothing reads what never came
+        try:
+            ran(copies, case, 0)
+        except PeerLost as error:
+            told.append(str(error))
+    Path(folder, "told").write_text("\n---\n".join([*told, f"{time.monotonic() - began}"]))
+    os._exit(0)  # its process group cannot end in order, with one rank of two
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_peer_that_fails_in_flight_is_named_after_the_timeout(how, tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=failing, args=(rank, str(tmp_path), how)) for rank in range(2)]
+    try:
+        for each in ranks:
+            each.start()
+        ranks[0].join(60)
+        assert ranks[0].exitcode == 0
+    finally:
+        for each in ranks:
+            each.kill()
+            each.join()
+    first, again, seconds = (tmp_path / "told").read_text().split("\n---\n")
+    assert first.startswith("@dp: rank 1 has not ")
+    assert "within 1 s" in first
+    assert again == first
+    assert float(seconds) < 10
+
+
+def test_all_goes_with_the_last_graph_that_holds_it():
+    """The thread, the mapping and the pool itself."""
+    assert values_on_ranks(let_go, 2) == [[], []]
+
+
+def let_go() -> list[str]:
+    """What is left of copies when no graph holds them."""
+    case = [("all_gather", (torch.ones(10),))]
+    copies = made(None, case, 0)
+    ran(copies, case, 0)
+    del copies
+    gc.collect()
+    ends = time.monotonic() + 5
+    while any(thread.name.startswith("copies of") for thread in threading.enumerate()) and time.monotonic() < ends:
+        time.sleep(0.01)
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("copies of")]
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "overlapc-copies" in line]
+    return [*left, *mapped]
