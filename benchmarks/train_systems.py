@@ -3,6 +3,7 @@
 Started by train_step.py through turns.py. What a system is:
 
     overlapc, -none, -tuned    ours with the default passes, with none, and with block sizes by measurement
+    overlapc-copy              with collectives by copies (transport=copy)
     eager, compile             FSDP2, and FSDP2 with every block compiled by Inductor
     compile-16ctas, -8ctas     the same with NCCL_MAX_CTAS set (train_step.py does that)
     inductor, inductor-*       Inductor on the same in-graph FSDP as ours (inductor_systems.py)
@@ -29,14 +30,25 @@ from turns import answer, store_at  # beside this file
 
 import overlapc
 from overlapc.launch.llama import Llama, LlamaConfig
+from overlapc.runtime.copies.pool import pools_bytes
 
 SYSTEMS = (
-    *("overlapc", "overlapc-none", "overlapc-tuned", "eager", "compile", "compile-16ctas", "compile-8ctas"),
+    *(
+        "overlapc",
+        "overlapc-copy",
+        "overlapc-none",
+        "overlapc-tuned",
+        "eager",
+        "compile",
+        "compile-16ctas",
+        "compile-8ctas",
+    ),
     *("inductor", "inductor-raise", "inductor-sink", "inductor-overlap", "inductor-manual"),
 )
 REFERENCE = "reference"
 OPTIONS: dict[str, dict[str, Any]] = {
     "overlapc": {},
+    "overlapc-copy": {"transport": "copy"},
     "overlapc-none": {"passes": "none"},
     "overlapc-tuned": {"autotune": True},
 }
@@ -94,7 +106,9 @@ class System:
         for _ in range(2):  # the allocator's cache is empty when a turn begins
             self.once()
         times = self._clocked() if self.args.device == "cpu" else self._by_events()
-        peak = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if self.args.device == "cuda" else {}
+        peak = {}
+        if self.args.device == "cuda":  # of which torch's allocator does not know what ranks share
+            peak["peak_gib"] = (torch.cuda.max_memory_allocated() + pools_bytes()) / 2**30
         return {"times_ms": times, **peak}
 
     def profile(self) -> dict[str, Any]:
@@ -212,9 +226,10 @@ def errors(grads: list[Tensor], reference: list[Tensor]) -> dict[str, float]:
 
 
 def kernel_times(spans: list[tuple[str, int, int]]) -> dict[str, float]:
-    """Milliseconds a step: compute kernels, NCCL kernels, NCCL while no compute runs, neither."""
-    nccl = merged([(start, end) for name, start, end in spans if "nccl" in name.lower()])
-    compute = merged([(start, end) for name, start, end in spans if "nccl" not in name.lower()])
+    """Milliseconds a step: compute kernels, communication (NCCL's kernels, copies between GPUs), that while no compute
+    runs, neither."""
+    nccl = merged([(start, end) for name, start, end in spans if communicates(name)])
+    compute = merged([(start, end) for name, start, end in spans if not communicates(name)])
     both = merged(compute + nccl)
     whole = max(end for _, end in both) - min(start for start, _ in both)
     busy, computing = total(both), total(compute)
@@ -225,6 +240,10 @@ def kernel_times(spans: list[tuple[str, int, int]]) -> dict[str, float]:
         "exposed_ms": (busy - computing) / scale,
         "idle_ms": (whole - busy) / scale,
     }
+
+
+def communicates(kernel: str) -> bool:
+    return "nccl" in kernel.lower() or "memcpy ptop" in kernel.lower()
 
 
 def merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

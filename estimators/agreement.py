@@ -135,6 +135,15 @@ class Compilation:
         ranks = self._meetings.ranks
         return ranks.index(self._meetings.rank), len(ranks)
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that compile together, in order."""
+        return self._meetings.ranks
+
+    def tell(self, stage: str, text: str) -> list[str]:
+        """What every rank says at this point, in order of rank."""
+        return list(json.loads(self._agree(stage, "ranks say different things", (), text.encode(), _listed)))
+
     def agree_on_tables(self, tables: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
         """For every name that some rank brings, the longest table that was brought; the same on every rank.
 
@@ -214,6 +223,10 @@ def _each_value(reduce: Callable[..., Any], columns: Sequence[bytes]) -> bytes:
     """Every rank's values, in order of rank, to one row of them."""
     table = np.frombuffer(b"".join(columns), dtype="<f8").reshape(len(columns), -1)
     return bytes(reduce(table, axis=0).astype("<f8").tobytes())
+
+
+def _listed(brought: Sequence[bytes]) -> bytes:
+    return json.dumps([text.decode() for text in brought]).encode()
 
 
 def _longest(brought: Sequence[bytes]) -> bytes:

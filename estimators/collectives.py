@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from overlapc.estimators.device import DeviceProfile, Link, Table
 from overlapc.estimators.links import crossed, ranks_by_host
+from overlapc.schedule.collectives import COPY
 from overlapc.schedule.model import Comm, Estimate, Node
 
 
@@ -80,7 +81,7 @@ def ring_or_tree_ns(comm: Comm, link: Link) -> float | None:
     ranks, size = comm.size, comm.bytes
     share = (ranks - 1) / ranks
     depth = math.ceil(math.log2(ranks))
-    match comm.collective:
+    match comm.collective if comm.via != COPY else "all_to_all":  # copies go to every peer directly, too
         case "all_gather" | "reduce_scatter":
             return link.ns(ranks - 1, share * size)
         case "all_to_all":  # every peer directly

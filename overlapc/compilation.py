@@ -89,7 +89,7 @@ def _build(
     kept = warm_graph.find(key, config.cache_dir) if key is not None else None
     order = None if kept is None else kept.order
     of_inner = times_of_inner(gm, inner)
-    planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, kept_order=order)
+    planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, kept_order=order, within=within)
     if planned is None:
         assert kept is not None
         return Built(bind(kept, config, name, began, gm=gm), kept.record.after.step_ns, kept=True)
@@ -122,13 +122,19 @@ def _generate(planned: Planned, inner: Mapping[GraphModule, Built], config: Conf
         if isinstance(module, GraphModule) and module in inner:
             lowered.constants[constant] = inner[module].module or inner[module].call
     sources = generate_kernels(schedule, lowered, tuning.sources if tuning is not None else None)
-    program = build_program(schedule, lowered, sources, donated=_donated(schedule, config))
+    program = build_program(schedule, lowered, sources, donated=_donated(schedule, config), copies=planned.copies)
     report = graph_record(result, fallbacks=fallbacks_of(result))
+    pools = {each.copies.pool.name: each.copies.pool.bytes for each in planned.copies.values()}
+    report = replace(report, not_copied=planned.not_copied, pool_bytes=sum(pools.values()))
     if config.memory == "pool":
         program, report = _with_pool(program, report, schedule, lowered)
     # What is within another graph runs as a part of that one's call.
     parts = split(program) if config.cuda_graphs and not within else None
     counts = counts_of(result)
+    if planned.copies:
+        counts["collectives_by_copies"] = len(planned.copies)
+    if planned.not_copied:
+        counts["collectives_not_by_copies"] = len(planned.not_copied)
     if tuning is not None:
         report = replace(report, tuned=tuning.summary())
         counts["kernels_tuned"] = len(tuning.changed)

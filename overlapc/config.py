@@ -88,6 +88,13 @@ class Config:
         "measure each shape of matmul, attention and convolution once on this device, and keep the times (default: on "
         "GPUs, for graphs that communicate, unless a profile is named; never with deterministic algorithms)",
     )
+    transport: str = _knob(
+        "auto",
+        read.one_of("auto", "nccl", "copy"),
+        "what carries parameters and gradients: the process group's library (nccl; on CPUs gloo), or copies between"
+        " ranks of one host, gradients in the dtype they were computed in and added up in float32 (copy); auto is"
+        " nccl until profiles hold times of copies",
+    )
     rank_timeout: float = _knob(300.0, read.seconds, "seconds to wait for other ranks while compiling")
     rank_check: bool = _knob(True, read.a_bool, "compare graphs and collective orders between ranks")
     fusion: bool = _knob(True, read.a_bool, "fuse generated kernels")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from overlapc.autotune.products import ProductTimes, choice
 from overlapc.chain import chain_of
 from overlapc.codegen import kernel as codegen
 from overlapc.codegen.bucket import merge_starts
+from overlapc.codegen.copies import Copied
 from overlapc.config import Config
 from overlapc.context import context_of
 from overlapc.estimators.agreement import Compilation, party
@@ -29,7 +30,7 @@ from overlapc.fusion import fuse_ops
 from overlapc.fusion.build import to_schedule
 from overlapc.fusion.combo import kind_of, one_launch
 from overlapc.fx.canonical import canonicalize
-from overlapc.fx.collectives import find_collectives
+from overlapc.fx.collectives import Collective, find_collectives
 from overlapc.fx.control import inline_control_deps
 from overlapc.fx.fsdp2 import clean_up
 from overlapc.fx.groups import GroupNames
@@ -46,6 +47,7 @@ from overlapc.profile import profile_of
 from overlapc.report.drawing import to_dot
 from overlapc.report.walk import walk_through
 from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
+from overlapc.transports import Transports, carried
 
 Passes = Callable[[Schedule, Context], Result]
 
@@ -57,6 +59,8 @@ class Planned:
     result: Result
     lowered: LoweredGraph
     tuning: Tuning | None = None
+    copies: Mapping[str, Copied] = field(default_factory=dict)  # starts that go by copies
+    not_copied: Mapping[str, str] = field(default_factory=dict)  # collectives that were to go by copies -> why not
 
 
 def plan_graph(
@@ -68,9 +72,11 @@ def plan_graph(
     inner: Estimator,
     kept_order: str | None = None,
     passes: Passes = run_pipeline,
+    within: bool = False,
 ) -> Planned | None:
     """The stages up to the final schedule, before any code is generated. `inner` knows what calls of inner graphs take.
 
+    within: another graph carries this one.
     kept_order: this graph was compiled before, with this order of collectives. If every rank has it with the same
     order there is nothing to plan, and None is returned.
     """
@@ -79,7 +85,7 @@ def plan_graph(
     canonicalize(gm)
     draw_once(gm.graph)
     dumps.write("fx", "graph", lambda: gm.print_readable(print_output=False))
-    communication = _communication(gm, config.safe_communication)
+    communication = _described(find_collectives(gm.graph, config.safe_communication))
     with _talks(communication, config, name) as talks:
         if talks is not None:
             lines = canonical_lines(gm.graph, GroupNames(gm.graph).__getitem__)
@@ -92,7 +98,10 @@ def plan_graph(
             profile = talks.agree_on_profile(profile)
         if pack(gm, _copy_costs(profile)):
             dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
-            communication = _communication(gm, config.safe_communication)
+        transports = Transports.of(gm, config, talks, within) if communication else Transports()
+        communication = _described(carried(gm, config.safe_communication, transports))
+        if transports.exchanges:
+            dumps.write("fx", "exchanged", lambda: gm.print_readable(print_output=False))
         lowered = _lowered(gm, name, config, communication, talks)
         _share_hints(lowered, talks)
         dumps.write("ir", "lowered", lambda: str(lowered))
@@ -119,17 +128,15 @@ def plan_graph(
         dumps.write("passes", "schedule", lambda: to_dot(result.schedule), suffix="dot")
         if talks is not None:
             talks.agree_on_order(collective_lines(result.schedule))
-    return Planned(result, lowered, tuning)
+        copies = transports.opened(result.schedule)
+    return Planned(result, lowered, tuning, copies, transports.reasons)
 
 
 # --- communication and agreement
 
 
-def _communication(gm: GraphModule, safe: frozenset[str]) -> dict[Node, Communication]:
-    return {
-        found.start: Communication(found.comm, asynchronous=not found.synchronous)
-        for found in find_collectives(gm.graph, safe)
-    }
+def _described(collectives: Sequence[Collective]) -> dict[Node, Communication]:
+    return {found.start: Communication(found.comm, asynchronous=not found.synchronous) for found in collectives}
 
 
 def _talks(
@@ -160,7 +167,7 @@ def spanned_ranks(rank: int, groups: set[tuple[int, ...]], world_size: int) -> t
 def collective_lines(schedule: Schedule) -> list[str]:
     """One line per launch in execution order, equal on all ranks when the orders are."""
     return [
-        f"{node.comm.collective} {node.name} @{node.comm.group}({node.comm.size}) {node.comm.bytes}B"
+        f"{node.comm.carried} {node.name} @{node.comm.group}({node.comm.size}) {node.comm.bytes}B"
         for node in schedule.nodes
         if node.kind in COMMUNICATION and node.comm is not None
     ]

@@ -30,6 +30,7 @@ class CollectiveRecord:
     moved_with: tuple[str, ...]
     limit: str  # the limiting factor in words
     causes: tuple[Reason, ...] = ()  # the named reasons in it: of the start, of the wait
+    via: str = ""  # what carries it, as `Comm.via`
     members: tuple[str, ...] = ()  # the collectives that came in and were merged into it
 
 
@@ -70,6 +71,7 @@ def records_of(reports: Sequence[PassReport], before: Timeline, after: Timeline)
                 limit=limit,
                 causes=causes,
                 members=members,
+                via="" if comm is None else comm.via,
             )
         )
     return tuple(records)

@@ -16,7 +16,7 @@ import torch
 
 from overlapc.ir.ops import Extern, Start, View
 from overlapc.runtime.collectives import all_gather_bytes_coalesced
-from overlapc.schedule.collectives import KINDS
+from overlapc.schedule.collectives import COPY, KINDS
 
 _c10d = torch.ops._c10d_functional
 _NAMES = tuple(kind.op for kind in KINDS.values() if kind.coalesced)
@@ -33,29 +33,36 @@ def merge_starts(starts: Sequence[Start]) -> Start | str:
 
     Coalesced starts may be merged once more. All have to agree in everything but their tensors.
     """
-    names = {_NAME_OF.get(start.call.target, "") for start in starts}
-    name = names.pop()
-    if names or not name:
-        return f"no coalesced form of {starts[0].call.target}"
-    target = getattr(_c10d, f"{name}_coalesced").default
     first = starts[0]
     rest = first.call.args[1:]  # reduction, group size, group
-    if any(start.call.args[1:] != rest or start.call.kwargs != first.call.kwargs for start in starts):
-        return "reductions or process groups differ"
     inputs = [view for start in starts for view in _as_list(start.call.args[0])]
     results = [view for start in starts for view in _as_list(start.call.result)]
     if not all(isinstance(view, View) for view in (*inputs, *results)):
         return "not all are tensors"
+    if first.comm.via == COPY:  # `codegen.build` puts what runs copies of any tensors in place of the op
+        return _merged(starts, first.call.target, (inputs, *rest), results)
+    names = {_NAME_OF.get(start.call.target, "") for start in starts}
+    name = names.pop()
+    if names or not name:
+        return f"no coalesced form of {first.call.target}"
+    if any(start.call.args[1:] != rest or start.call.kwargs != first.call.kwargs for start in starts):
+        return "reductions or process groups differ"
+    target = getattr(_c10d, f"{name}_coalesced").default
     if len({view.layout.dtype for view in inputs}) > 1:
         if name in _ONE_DTYPE:
             return "dtypes differ"
         if name == "all_gather_into_tensor":
             target = all_gather_bytes_coalesced
+    return _merged(starts, target, (inputs, *rest), results)
+
+
+def _merged(starts: Sequence[Start], target: Any, args: tuple[Any, ...], results: list[View]) -> Start:
+    first = starts[0]
     origin = first.origin
     for start in starts[1:]:
         origin = origin.joined(start.origin)
     bucket = f"{first.name}+{len(starts) - 1}"
-    call = Extern(bucket, target, (inputs, *rest), dict(first.call.kwargs), results, origin=origin, pure=False)
+    call = Extern(bucket, target, args, dict(first.call.kwargs), results, origin=origin, pure=False)
     return Start(bucket, call, first.comm, origin)
 
 

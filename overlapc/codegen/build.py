@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import sympy
 import torch
 
+from overlapc.codegen.copies import Copied
 from overlapc.codegen.kernel import KernelSource
 from overlapc.codegen.program import (
     Allocate,
@@ -25,6 +29,7 @@ from overlapc.codegen.program import (
     Instruction,
     Launch,
     Program,
+    Release,
     Return,
     Reuse,
     TakeOver,
@@ -56,13 +61,19 @@ SMALLEST_REUSED = 64 << 10
 
 
 def build_program(
-    schedule: Schedule, graph: LoweredGraph, kernels: Mapping[str, KernelSource], *, donated: Collection[str] = ()
+    schedule: Schedule,
+    graph: LoweredGraph,
+    kernels: Mapping[str, KernelSource],
+    *,
+    donated: Collection[str] = (),
+    copies: Mapping[str, Copied] = MappingProxyType({}),
 ) -> Program:
     """Instructions for `schedule`; `kernels` holds the source of every `Loops` op by its name.
 
     donated: arguments that may be overwritten where they die, if nobody else holds their memory when it runs.
+    copies: starts that go by copies.
     """
-    return _Builder(schedule, graph, kernels, donated).build()
+    return _Builder(schedule, graph, kernels, donated, copies).build()
 
 
 class _Builder:
@@ -72,7 +83,10 @@ class _Builder:
         graph: LoweredGraph,
         kernels: Mapping[str, KernelSource],
         donated: Collection[str],
+        copies: Mapping[str, Copied],
     ) -> None:
+        self.copies = copies
+        self.unread = {start: set(each.held) for start, each in copies.items() if each.held}
         self.schedule = schedule
         self.graph = graph
         self.kernels = kernels
@@ -98,10 +112,13 @@ class _Builder:
             elif isinstance(op, Wait):
                 # A bucket arrives as one: who waits for a part has waited for all. Each wait costs the device a gap.
                 together = waits.pop(self.schedule.started.get(at, at), [])
-                self.instructions += [WaitFor(self._variable(each.source.buffer), each) for each in together]
+                self.instructions += self._waits(self.schedule.start_of(node).name if together else "", together)
+            elif node.name in self.copies:
+                self._call(self._by_copies(op, self.copies[node.name]), True)
             else:
                 self._call(op.call if isinstance(op, Start) else op, isinstance(op, Start))
             self._free(dying)
+            self._release(dying)
         self._give_back()
         self.instructions.append(Return(self.graph.outputs))
         names = [*self.graph.inputs, *self.graph.constants, *(n for node in self.schedule.nodes for n in node.writes)]
@@ -113,6 +130,27 @@ class _Builder:
             self.layouts,
             self.graph.constants,
         )
+
+    def _waits(self, start: str, waits: list[Wait]) -> list[Instruction]:
+        by = self.copies.get(start)
+        if by is None:
+            return [WaitFor(self._variable(each.source.buffer), each) for each in waits]
+        return [WaitFor(self._variable(waits[0].source.buffer), waits[0], partial(by.copies.wait, by.index))]
+
+    def _by_copies(self, op: IROp, by: Copied) -> Extern:
+        """The call that starts a collective by copies: it takes and gives lists."""
+        assert isinstance(op, Start)
+        call = op.call
+        lists = [list(each) if isinstance(each, list | tuple) else [each] for each in (call.args[0], call.result)]
+        return replace(call, target=partial(by.copies.start, by.index), args=(lists[0],), kwargs={}, result=lists[1])
+
+    def _release(self, dying: set[str]) -> None:
+        for start in [start for start, names in self.unread.items() if names & dying]:
+            self.unread[start] -= dying
+            if not self.unread[start]:
+                del self.unread[start]
+                by = self.copies[start]
+                self.instructions.append(Release(partial(by.copies.release, by.index)))
 
     def _waits_by_start(self) -> dict[int, list[Wait]]:
         """The waits for each start, by its position; for one that another graph started, by the wait's own."""

@@ -28,6 +28,7 @@ from overlapc.codegen.program import (
     Launch,
     Pool,
     Program,
+    Release,
     Return,
     TakeOver,
     WaitFor,
@@ -292,7 +293,7 @@ def uses(item: Instruction, program: Program) -> list[str]:
         return [item.pool]
     if isinstance(item, Free):
         return list(item.variables)
-    if isinstance(item, Allocate | Pool):
+    if isinstance(item, Allocate | Pool | Release):
         return []
     return [item.variable]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +120,14 @@ class WaitFor:
 
     variable: str
     op: Wait
+    by: Callable[[], None] | None = None  # what blocks it; None: the library that started it
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Nothing launched from here on reads what an exchange brought: its memory may take what comes next."""
+
+    by: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +146,7 @@ class Return:
 
 Home = Allocate | TakeOver | Reuse
 Memory = Home | Pool | Carve | Free
-Instruction = BindSize | CheckInput | Memory | Launch | Call | ExpectLayout | WaitFor | Return
+Instruction = BindSize | CheckInput | Memory | Launch | Call | ExpectLayout | WaitFor | Release | Return
 
 
 @dataclass(frozen=True, slots=True)

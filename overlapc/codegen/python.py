@@ -25,6 +25,7 @@ from overlapc.codegen.program import (
     Launch,
     Pool,
     Program,
+    Release,
     Return,
     Reuse,
     TakeOver,
@@ -212,6 +213,10 @@ class PythonWrapper:
             sizes = [str(symbol) for symbol in item.kernel.sizes]
             call = f"{item.kernel.name}({', '.join([*item.variables, *sizes])})"
             return [f"# {_origin(item.op.origin)}", call]
+        if isinstance(item, WaitFor) and item.by is not None:
+            return [f"{self._object(item.by, 'wait')}()"]
+        if isinstance(item, Release):
+            return [f"{self._object(item.by, 'release')}()"]
         if isinstance(item, WaitFor):
             return [f"{self._target(torch.ops._c10d_functional.wait_tensor.default)}({item.variable})"]
         if isinstance(item, Free):

@@ -68,6 +68,7 @@ def _row(row: CollectiveRecord, result: Result) -> CollectiveRow:
         exposed_after_ns=row.exposed_after_ns,
         moves=row.moves,
         limit=row.limit,
+        via=row.via,
         causes=tuple(reason.name for reason in row.causes),
         origin=_whose(row, result),
     )

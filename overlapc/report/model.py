@@ -41,6 +41,7 @@ class CollectiveRow:
     moves: int
     limit: str  # why it was not hidden further
     origin: str = ""
+    via: str = ""  # what carries it: "" for the library of its process group, "copy" for copies
     causes: tuple[str, ...] = ()  # the names of the `passes.reasons.Reason`s that `limit` puts in words
 
 
@@ -98,6 +99,8 @@ class GraphRecord:
     unknown: tuple[str, ...] = ()  # nodes nobody could estimate; the times above leave them out
     compile_seconds: float = 0.0
     captured: str = ""  # with cuda_graphs: how many parts are captured, and what is not and why
+    not_copied: Mapping[str, str] = field(default_factory=dict)  # transport=copy: collectives that are not, and why
+    pool_bytes: int = 0  # of this rank's memory that is shared for copies
     tuned: str = ""  # with autotune: how many kernels were measured, and what other block sizes gain
     measured: Measured | None = None  # None: nobody measured it
     host_ns: float | None = None  # what a call costs the host; None: the profile does not know

@@ -13,8 +13,20 @@ from overlapc.report.model import CollectiveRow, GraphRecord, StepRecord
 from overlapc.report.times import change, ms, us
 from overlapc.units import human_bytes
 
-HEADERS = ("collective", "of", "group", "size", "time µs", "by", "hidden µs", "exposed µs", "moves", "limited by")
-_ALIGN = ("left", "left", "left", "right", "right", "left", "right", "right", "right", "left")
+HEADERS = (
+    "collective",
+    "of",
+    "group",
+    "via",
+    "size",
+    "time µs",
+    "by",
+    "hidden µs",
+    "exposed µs",
+    "moves",
+    "limited by",
+)
+_ALIGN = ("left", "left", "left", "left", "right", "right", "left", "right", "right", "right", "left")
 _NAMES_SHOWN = 8
 _ROWS_SHOWN = 24  # a table longer than that leaves out collectives that are hidden, unless all are asked for
 _EXPOSURES_SHOWN = 4
@@ -63,6 +75,7 @@ def collective_cells(row: CollectiveRow) -> tuple[str, ...]:
         row.name if row.name.startswith(row.op) else f"{row.name} {row.op}",
         _short(row.origin),
         f"@{row.group}({row.ranks})",
+        row.via or "library",
         human_bytes(row.bytes),
         "unknown" if row.estimate_ns is None else us(row.estimate_ns),
         row.source,
@@ -77,6 +90,7 @@ def total_cells(rows: tuple[CollectiveRow, ...]) -> tuple[str, ...]:
     """The last line of the table: sums over all collectives of a graph."""
     return (
         f"all {len(rows)}",
+        "",
         "",
         "",
         human_bytes(sum(row.bytes for row in rows)),
@@ -99,6 +113,14 @@ def facts(graph: GraphRecord) -> Iterator[str]:
     yield f"compiled in  {graph.compile_seconds:.2f} s" + _pass_seconds(graph)
     if graph.captured:
         yield f"CUDA graphs  {graph.captured}"
+    if graph.pool_bytes:
+        yield f"copies       through {human_bytes(graph.pool_bytes)} a rank that ranks share, beside the peak above"
+    if graph.not_copied:
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in graph.not_copied.items():
+            by_reason.setdefault(reason, []).append(name)
+        why = (f"{reason} ({_some(tuple(names))})" for reason, names in by_reason.items())
+        yield f"not copied   {'; '.join(why)}"
     if graph.tuned:
         yield f"block sizes  {graph.tuned}"
     if graph.unknown:

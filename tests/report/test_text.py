@@ -11,11 +11,14 @@ from tests.report.sample import FORWARD, REPORT
 
 GOLDEN = """\
 graph forward
-collective      of        group      size    time µs  by         hidden µs    exposed µs    moves  limited by
---------------  --------  -------  ------  ---------  -------  -----------  ------------  -------  -----------------
-ag0 all_gather            @dp(2)     1MiB        100  table x   0.0 -> 0.0    100 -> 100        0  start of schedule
-ag1 all_gather  layers.1  @dp(2)     1MiB        100  table x  0.0 -> 80.0   100 -> 20.0        2  peak memory
-all 2                                2MiB        200           0.0 -> 80.0    200 -> 120        2
+collective      of        group    via        size    time µs  by         hidden µs    exposed µs    moves  \
+limited by
+--------------  --------  -------  -------  ------  ---------  -------  -----------  ------------  -------  \
+-----------------
+ag0 all_gather            @dp(2)   library    1MiB        100  table x   0.0 -> 0.0    100 -> 100        0  \
+start of schedule
+ag1 all_gather  layers.1  @dp(2)   library    1MiB        100  table x  0.0 -> 80.0   100 -> 20.0        2  peak memory
+all 2                                         2MiB        200           0.0 -> 80.0    200 -> 120        2
 step time    0.360 ms -> 0.280 ms; no order can beat 0.260 ms (gap 7.7%)
 peak memory  2MiB -> 3MiB (budget 4MiB)
 kernels      1 generated, 1 library calls, 3 fallbacks (aten.topk 2, aten.sort 1)

@@ -56,6 +56,11 @@ class Pool:
 _pools: weakref.WeakValueDictionary[tuple[str, torch.device], Pool] = weakref.WeakValueDictionary()
 
 
+def pools_bytes() -> int:
+    """Memory of this rank that all its pools have together; torch's allocator does not count that of a GPU."""
+    return sum(pool.bytes for pool in _pools.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What a graph needs of a group's pool."""

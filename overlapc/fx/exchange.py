@@ -1,0 +1,137 @@
+"""Reductions as an exchange and a sum: each rank gets all contributions to its part, and adds them up itself.
+
+    r = wait(reduce_scatter(cast(g), "avg"))
+ -> p = wait(all_to_all(g)); r = (cast(p[0]) + cast(p[1]) + ...) / ranks
+
+A ring adds on the way, so it has to carry the dtype that it adds in. Here gradients travel as they were computed (half
+the bytes for bfloat16), are added in float32 in the order of ranks, and rounded once. The sum is plain ops: one
+generated kernel, with whatever reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+
+from overlapc.fx.arguments import argument
+from overlapc.fx.writer import Writer
+
+aten, prims, _c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
+
+_CASTS = (prims.convert_element_type.default, aten._to_copy.default)
+# Ops that move elements and compute nothing, so that a cast may come after them as well as before.
+_MOVES = frozenset(
+    {
+        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.alias.default, aten.detach.default,
+        aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim,
+        aten.slice.Tensor, aten.clone.default, aten.constant_pad_nd.default, aten.cat.default,
+    }
+)  # fmt: skip
+
+
+def exchange_reductions(graph_module: fx.GraphModule, takes: Callable[[fx.Node], bool]) -> int:
+    """Rewrites the reduce-scatters that `takes` wants, of a canonical graph; how many."""
+    graph = graph_module.graph
+    count = 0
+    for start in graph.find_nodes(op="call_function", target=_c10d.reduce_scatter_tensor.default, sort=True):
+        if takes(start) and refusal(start) is None:
+            _exchange(start)
+            count += 1
+    if count:
+        graph.eliminate_dead_code(_is_impure)
+        graph.lint()
+        graph_module.recompile()
+    return count
+
+
+def refusal(start: fx.Node) -> str | None:
+    """Reason why a reduce-scatter cannot be an exchange and a sum; None if it can."""
+    given = argument(start, 0).meta["val"]
+    if argument(start, 1) not in ("sum", "avg"):
+        return f"its reduction is {argument(start, 1)!r}"
+    if not given.dtype.is_floating_point:
+        return f"it adds up {given.dtype}"
+    if not all(isinstance(size, int) for size in given.shape):
+        return "its size is symbolic"
+    if len(start.users) != 1 or next(iter(start.users)).target is not _c10d.wait_tensor.default:
+        return "its wait is in another graph"
+    return None
+
+
+def _is_impure(node: fx.Node) -> bool:
+    """What only this rewriting leaves unread may go: casts and moves."""
+    return node.op in ("placeholder", "output") or (node.target not in _MOVES and node.target not in _CASTS)
+
+
+def _exchange(start: fx.Node) -> None:
+    (wait,) = start.users
+    ranks = argument(start, 2)
+    dtype = argument(start, 0).meta["val"].dtype
+    write = Writer(start, start)
+    given = _as_computed(argument(start, 0), dtype, write)
+    value: Tensor = given.meta["val"]
+    if not value.is_contiguous():
+        given = write.call(aten.clone.default, given, memory_format=torch.contiguous_format)
+    rows = value.shape[0] // ranks
+    sent = write.call(_c10d.all_to_all_single.default, given, [rows] * ranks, [rows] * ranks, argument(start, 3))
+    write = Writer(wait, start)
+    arrived = write.call(_c10d.wait_tensor.default, sent)
+    parts = write.call(aten.view.default, arrived, [ranks, rows, *value.shape[1:]])
+    adds_in = torch.float64 if dtype == torch.float64 else torch.float32
+    total: fx.Node | None = None
+    for rank in range(ranks):
+        part = _cast(write, write.call(aten.select.int, parts, 0, rank), adds_in)
+        total = part if total is None else write.call(aten.add.Tensor, total, part)
+    if argument(start, 1) == "avg":
+        total = write.call(aten.div.Tensor, total, ranks)
+    assert total is not None
+    wait.replace_all_uses_with(_cast(write, total, dtype))
+    wait.graph.erase_node(wait)
+    start.graph.erase_node(start)
+
+
+def _cast(write: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    if node.meta["val"].dtype == dtype:
+        return node
+    return write.call(prims.convert_element_type.default, node, dtype)
+
+
+def _as_computed(node: fx.Node, dtype: torch.dtype, write: Writer) -> fx.Node:
+    """What `node` was before it was cast up to `dtype`, moved as it was; itself if it was not cast."""
+    narrow = _narrowest(node)
+    return node if narrow is None or narrow == dtype else _moved(node, narrow, write)
+
+
+def _narrowest(node: fx.Node) -> torch.dtype | None:
+    """The dtype that the numbers of `node` had before casts that lost nothing; None where they had several."""
+    dtype: torch.dtype = node.meta["val"].dtype
+    if node.target in _CASTS and _widens(node):
+        return _narrowest(argument(node, 0))
+    if node.target not in _MOVES or not _pads_with_zero(node):
+        return dtype
+    found = {_narrowest(source) for source in node.all_input_nodes}
+    return found.pop() if len(found) == 1 else dtype
+
+
+def _widens(cast: fx.Node) -> bool:
+    """Whether a cast keeps every number, layout and device as they are."""
+    before, after = argument(cast, 0).meta["val"], cast.meta["val"]
+    exact = before.dtype in (torch.bfloat16, torch.float16) and after.dtype in (torch.float32, torch.float64)
+    return exact and before.device == after.device and before.shape == after.shape
+
+
+def _pads_with_zero(node: fx.Node) -> bool:
+    return node.target is not aten.constant_pad_nd.default or len(node.args) < 3 or argument(node, 2) == 0
+
+
+def _moved(node: fx.Node, narrow: torch.dtype, write: Writer) -> fx.Node:
+    """`node` as made of what was not yet cast."""
+    if node.meta["val"].dtype == narrow:
+        return node
+    if node.target in _CASTS:
+        return _moved(argument(node, 0), narrow, write)
+    sources = {source: _moved(source, narrow, write) for source in node.all_input_nodes}
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), sources.__getitem__)
+    return write.call(node.target, *args, **kwargs)

@@ -1,0 +1,159 @@
+"""What carries each collective of a graph (`transport=`), and why not copies where these were asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule, Node
+
+from overlapc.codegen.copies import Copied, copied
+from overlapc.config import Config
+from overlapc.estimators.agreement import Compilation
+from overlapc.fx.arguments import argument
+from overlapc.fx.collectives import Collective, find_collectives
+from overlapc.fx.communication import group_of, is_asynchronous
+from overlapc.fx.exchange import exchange_reductions, refusal
+from overlapc.runtime.copies.commands import MOST_RANKS
+from overlapc.runtime.copies.pool import open_pools
+from overlapc.runtime.copies.queues import unsupported
+from overlapc.schedule.collectives import COPY, KINDS
+from overlapc.schedule.model import Schedule
+
+
+@dataclass
+class Transports:
+    """The choice for one graph: the same on all ranks that compile it, as it depends on what these told each other."""
+
+    device: torch.device | None = None
+    talks: Compilation | None = None
+    places: Mapping[int, Mapping[str, object]] = field(default_factory=dict)  # of each rank
+    none: str = ""  # reason why no collective of the graph goes by copies; "" if some may, or none was asked to
+    wanted: bool = False
+    exchanges: Collection[Node] = ()  # made of reductions here
+    groups: dict[str, str] = field(default_factory=dict)  # `Comm.group` -> torch's name
+    reasons: dict[str, str] = field(default_factory=dict)  # FX node of a collective that does not -> why
+
+    @classmethod
+    def of(cls, gm: GraphModule, config: Config, talks: Compilation | None, within: bool) -> Transports:
+        """What this graph may use. Ranks meet once more if copies are asked for."""
+        if config.transport != COPY:
+            return cls()
+        devices = {
+            value.device
+            for node in gm.graph.nodes
+            for value in [node.meta.get("val")]
+            if isinstance(value, torch.Tensor) and value.device.type != "meta"
+        }
+        reason = _no_copies(config, talks, within, devices)
+        device = None if reason else next(iter(devices))
+        if talks is None:
+            return cls(none=reason, wanted=True)
+        mine = {"reason": reason, **({} if device is None else _place(device))}
+        told = [json.loads(text) for text in talks.tell("what can carry collectives", json.dumps(mine))]
+        reason = next((each["reason"] for each in told if each["reason"]), "")
+        return cls(device, talks, dict(zip(talks.ranks, told, strict=True)), reason, wanted=True)
+
+    def exchange(self, gm: GraphModule, found: Sequence[Collective]) -> None:
+        """Makes an exchange and a sum of each reduction that can be one and that copies can carry."""
+        if not self.wanted or self.none:
+            return
+        comms = {each.start: each.comm for each in found}
+        takes = {
+            start
+            for start, comm in comms.items()
+            if comm.collective == "reduce_scatter" and self._refused(start, comm.ranks) is None
+        }
+        before = set(gm.graph.nodes)
+        exchange_reductions(gm, takes.__contains__)
+        self.exchanges = {node for node in gm.graph.nodes if node not in before and is_asynchronous(node)}
+
+    def chosen(self, found: Sequence[Collective]) -> list[Collective]:
+        """The collectives, each with what carries it."""
+        if not self.wanted:
+            return list(found)
+        return [self._chosen(each) for each in found]
+
+    def _chosen(self, each: Collective) -> Collective:
+        reason = self.none or self._why_not(each)
+        if reason:
+            self.reasons[each.start.name] = reason
+            return each
+        self.groups[each.comm.group] = group_of(each.start) or ""
+        return replace(each, comm=replace(each.comm, via=COPY))
+
+    def _why_not(self, each: Collective) -> str | None:
+        kind = KINDS.get(each.comm.collective)
+        if each.synchronous or kind is None:
+            return "not a collective that is started and waited for"
+        if each.start not in self.exchanges and kind.name == "reduce_scatter":
+            return refusal(each.start) or self._refused(each.start, each.comm.ranks) or "its op takes a list of tensors"
+        if not kind.by_copies:
+            return f"{kind.name} is not done by copies yet"
+        if kind.name == "all_to_all" and each.start not in self.exchanges:
+            return "only reductions are exchanged by copies yet"
+        if len(each.waits) != 1 or isinstance(argument(each.start, 0), list | tuple):
+            return "its op takes a list of tensors, or its wait is in another graph"
+        return self._refused(each.start, each.comm.ranks)
+
+    def _refused(self, start: Node, ranks: Sequence[int]) -> str | None:
+        """Reason why copies cannot reach all ranks of this collective."""
+        value = argument(start, 0).meta.get("val") if isinstance(argument(start, 0), Node) else None
+        if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
+            return "its size is symbolic"
+        if not 1 < len(ranks) <= MOST_RANKS or any(rank not in self.places for rank in ranks):
+            return f"its group has {len(ranks)} ranks"
+        places = [self.places[rank] for rank in ranks]
+        if len({place["host"] for place in places}) > 1:
+            return "its group spans several hosts"
+        if len({place["device"] for place in places}) < len(places) and value.device.type != "cpu":
+            return "ranks of its group share a GPU"
+        return None
+
+    def opened(self, schedule: Schedule) -> Mapping[str, Copied]:
+        """By start, how generated code runs what goes by copies: memory is laid out, agreed, and mapped into all."""
+        if not self.wanted or self.none or self.device is None or self.talks is None:
+            return {}
+        graphs, wanted = copied(schedule, self.groups)
+        if not wanted:  # the same on all ranks, as the order of collectives is
+            return {}
+        pools = open_pools(wanted, self.device, self.talks.ranks, self.talks.tell)
+        return graphs(pools)
+
+
+def _no_copies(config: Config, talks: Compilation | None, within: bool, devices: Collection[torch.device]) -> str:
+    """Reason why nothing of a graph goes by copies, as this rank sees it."""
+    if within:
+        return "a graph within another"
+    if config.wrapper != "python":
+        return "wrapper='fx' has no code for copies"
+    if config.cuda_graphs:
+        return "CUDA graphs cannot hold copies that wait for other ranks"
+    if config.check_lifecycle:
+        return "check_lifecycle looks at memory that copies share"
+    if talks is None or dist.get_backend() == "fake":
+        return "ranks do not meet while compiling (rank_check)"
+    if len(devices) != 1:
+        return f"the graph is on {len(devices)} devices"
+    return unsupported(next(iter(devices))) or ""
+
+
+def _place(device: torch.device) -> dict[str, object]:
+    """What tells a rank's host and device from others'."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = boot.read_text().strip() if boot.exists() else os.uname().nodename
+    if device.type == "cpu":
+        shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else "/tmp"
+        return {"host": f"{host}/{os.stat(shared).st_dev}", "device": "cpu"}
+    return {"host": host, "device": str(torch.cuda.get_device_properties(device).uuid)}
+
+
+def carried(gm: GraphModule, safe: frozenset[str], transports: Transports) -> list[Collective]:
+    """Every launch of a canonical graph with what carries it; reductions that copies carry are rewritten first."""
+    transports.exchange(gm, find_collectives(gm.graph, safe))
+    return transports.chosen(find_collectives(gm.graph, safe))

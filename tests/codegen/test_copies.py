@@ -1,0 +1,46 @@
+"""Which collectives of a schedule go by copies, where they lie in the pool, and when it may be used again."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from overlapc.codegen.copies import copied
+from overlapc.errors import ScheduleError
+from overlapc.runtime.copies.commands import ALIGNMENT_BYTES, HEAD_BYTES
+from overlapc.schedule.text import parse
+
+STEP = """
+    p = input : 1KiB; g = input : 8KiB
+    a = all_gather(p) @dp(4) via copy ranks=0-3 : 4KiB; w = wait(a); x = kernel(w) : 8KiB
+    b = all_to_all(x) @dp(4) via copy ranks=0-3 : 8KiB; n = all_reduce(g) @dp(4) ranks=0-3 : 8KiB; m = wait(n)
+    c = all_to_all(g) @dp(4) via copy ranks=0-3 : 8KiB; v = wait(b); s = kernel(v) : 2KiB
+    u = wait(c); t = kernel(u) : 2KiB
+    d = all_to_all(t) @dp(4) via copy ranks=0-3 : 8KiB; z = wait(d); r = kernel(z, s) : 2KiB
+    return r
+"""
+
+
+def test_slots_follow_the_lives_of_what_lies_in_them():
+    on, wanted = copied(parse(STEP), {"dp": "17"})
+    found = on({"dp": SimpleNamespace(name="dp")})
+    assert {name: each.index for name, each in found.items()} == {"a": 0, "b": 1, "c": 2, "d": 3}
+    assert {name: sorted(each.held) for name, each in found.items()} == {"a": [], "b": ["b"], "c": ["c"], "d": ["d"]}
+    slots = found["a"].copies.slots
+    room = 8192 + ALIGNMENT_BYTES
+    # b lies where the shard lay, c behind it as b is read later, and d where b lay
+    assert [slot.offset - HEAD_BYTES for slot in slots] == [0, 0, room, 0]
+    assert [slot.needed for slot in slots] == [-1, 0, -1, 1]
+    assert [slot.settled for slot in slots] == [-1, 0, 0, 2]
+    (each,) = wanted
+    assert (each.group, each.name, each.ranks, each.bytes) == ("17", "dp", (0, 1, 2, 3), HEAD_BYTES + 2 * room)
+
+
+def test_a_schedule_without_copies_wants_no_pool():
+    on, wanted = copied(parse(STEP.replace(" via copy", "")), {})
+    assert wanted == []
+    assert on({}) == {}
+
+
+def test_what_ranks_share_does_not_leave_the_graph():
+    with pytest.raises(ScheduleError, match="b leaves the graph in memory that ranks share"):
+        copied(parse("b = all_to_all(x) @dp(2) via copy : 8KiB; v = wait(b); return v"), {"dp": "17"})

@@ -1,0 +1,96 @@
+"""Reductions as an exchange and a sum: what travels, what is added in which dtype, and what is refused."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from overlapc.fx.exchange import exchange_reductions, refusal
+from tests.worlds import fake_world
+
+_c10d = torch.ops._c10d_functional
+RANKS = 4
+
+
+def reduced(given: Tensor, group: str, how: str = "avg") -> Tensor:
+    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(given, how, RANKS, group))
+
+
+def exchanged(function, *inputs: Tensor) -> tuple[fx.GraphModule, fx.Node]:
+    """The rewritten graph, and its exchange."""
+    with fake_world(RANKS) as group:
+        gm = make_fx(lambda *given: function(*given, group), tracing_mode="fake")(*inputs)
+        assert exchange_reductions(gm, lambda start: True) == 1
+        (start,) = gm.graph.find_nodes(op="call_function", target=_c10d.all_to_all_single.default)
+    return gm, start
+
+
+def ops(gm: fx.GraphModule) -> Counter[str]:
+    return Counter(node.target._opname for node in gm.graph.nodes if node.op == "call_function")
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        lambda x: x.to(torch.float32),
+        lambda x: torch.constant_pad_nd(x.to(torch.float32), [0, 0, 0, 0]),
+        lambda x: x.to(torch.float32).unflatten(1, (RANKS, -1)).movedim(1, 0).flatten(0, 1).contiguous(),
+        lambda x: torch.cat([x.to(torch.float32).view(RANKS, -1), x.to(torch.float32).view(RANKS, -1)], 1).view(-1),
+        lambda x: x.t().to(torch.float32).contiguous(),
+    ],
+)
+def test_a_gradient_travels_as_it_was_computed(before):
+    x = torch.randn(8, 12, dtype=torch.bfloat16)
+    gm, start = exchanged(lambda x, group: reduced(before(x), group), x)
+    sent = start.args[0].meta["val"]
+    assert (sent.dtype, sent.is_contiguous()) == (torch.bfloat16, True)
+    assert gm.graph.output_node().args[0].meta["val"].dtype == torch.float32
+    found = ops(gm)
+    assert (found["add"], found["div"]) == (RANKS - 1, 1)
+    assert found["convert_element_type"] == RANKS, "the cast before the reduction is gone"
+
+
+@pytest.mark.parametrize(
+    ("function", "travels"),
+    [
+        (lambda x, group: reduced(x, group), torch.float32),
+        (
+            lambda x, group: reduced(torch.constant_pad_nd(x.bfloat16().float(), [0, 0, 0, 4], 1.0), group),
+            torch.float32,
+        ),
+        (lambda x, group: reduced(x.bfloat16().float() / 2, group), torch.float32),
+        (lambda x, group: reduced(torch.cat([x.bfloat16().float(), x]), group), torch.float32),
+        (lambda x, group: reduced(x.bfloat16(), group), torch.bfloat16),
+        (lambda x, group: reduced(x.double(), group), torch.float64),
+    ],
+)
+def test_numbers_that_a_cast_would_change_travel_as_they_are(function, travels):
+    gm, start = exchanged(function, torch.randn(8, 12))
+    assert start.args[0].meta["val"].dtype == travels
+    adds = [
+        node.meta["val"].dtype for node in gm.graph.nodes if node.op == "call_function" and "add" in str(node.target)
+    ]
+    assert set(adds) == {torch.float64 if travels == torch.float64 else torch.float32}
+
+
+def test_a_sum_is_not_divided():
+    gm, _ = exchanged(lambda x, group: reduced(x, group, "sum"), torch.randn(8, 2))
+    assert ops(gm)["div"] == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "x", "reason"),
+    [
+        (lambda x, group: reduced(x, group, "max"), torch.randn(8), "its reduction is 'max'"),
+        (lambda x, group: reduced(x, group), torch.arange(8), "it adds up torch.int64"),
+        (lambda x, group: _c10d.reduce_scatter_tensor(x, "sum", RANKS, group), torch.randn(8), "another graph"),
+    ],
+)
+def test_what_cannot_be_a_sum_of_parts_stays_with_its_reason(function, x, reason):
+    with fake_world(RANKS) as group:
+        gm = make_fx(lambda x: function(x, group), tracing_mode="fake")(x)
+        (start,) = gm.graph.find_nodes(op="call_function", target=_c10d.reduce_scatter_tensor.default)
+        assert reason in (refusal(start) or "")
+        assert exchange_reductions(gm, lambda start: True) == 0
