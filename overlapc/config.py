@@ -146,7 +146,9 @@ class Config:
         "kernels; results are copied out, inputs that move are copied in",
     )
     check_lifecycle: bool = _knob(
-        False, read.a_bool, "fail with a buffer's name when memory is not allocated and freed as planned; slow"
+        False,
+        read.a_bool,
+        "fail with a buffer's name when memory is not used as planned, or while a collective needs it; slow",
     )
     check_values: frozenset[str] = _knob(
         frozenset(),

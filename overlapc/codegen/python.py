@@ -78,6 +78,7 @@ class PythonWrapper:
         self.devices: dict[torch.device, torch.device] = {}
         self.header: list[str] = []
         self.leaving = partition.leaving if partition is not None else ()
+        self.waited = {item.variable for item in program.instructions if isinstance(item, WaitFor)}
         self.source = self._module(partition.steps if partition is not None else program.instructions, marked)
 
     def bind(self, launchers: Mapping[str, Launcher]) -> Boxed:
@@ -135,12 +136,7 @@ class PythonWrapper:
         lines = self._in_mark(item) if marked else self._print(item)
         if self.checks and isinstance(item, Launch | Call | WaitFor):
             lines = [*lines, *self._checking(item)]
-        if not self.tracked:
-            return lines
-        if isinstance(item, Return):
-            names = [self.program.variables[view.buffer] for view in views_in(item.values)]
-            return [f"life.returned({names!r})", *lines]
-        return lines + self._tracking(item)
+        return self._tracking(item, lines) if self.tracked else lines
 
     def _checking(self, item: Launch | Call | WaitFor) -> list[str]:
         where = f"{self.program.name + ': ' + item.op.name!r}, {_origin(item.op.origin)!r}"
@@ -159,21 +155,57 @@ class PythonWrapper:
             lines.append(f"values.check({where}, {kinds!r}, {named})")
         return lines
 
-    def _tracking(self, item: Instruction) -> list[str]:
+    def _tracking(self, item: Instruction, lines: list[str]) -> list[str]:
+        """`lines` of `item`, with what the tracker is told before and after them."""
         if isinstance(item, Allocate):
-            size = self._size(item.layout.storage_bytes())
-            return [f"life.allocated({item.variable!r}, {item.variable}, {size})"]
+            layout = item.layout
+            device = f"torch.device({str(layout.device)!r})"
+            form = f"{self._shape(layout.size)}, {self._shape(layout.stride)}, {layout.dtype}, {device}"
+            size = self._size(layout.storage_bytes())
+            return [f"{item.variable} = life.allocate({item.variable!r}, {form}, {size})"]
         if isinstance(item, Pool):
-            return [f"life.allocated({item.variable!r}, {item.variable}, {item.bytes})"]
-        if isinstance(item, Carve | Reuse):
-            return [f"life.arrived({item.variable!r}, {item.variable})"]
+            return [*lines, f"life.allocated({item.variable!r}, {item.variable}, {item.bytes})"]
+        if isinstance(item, Carve):
+            return [*lines, f"life.carved({item.variable!r}, {item.variable})"]
+        if isinstance(item, Reuse):
+            return [*lines, f"life.reused({item.variable!r}, {item.variable})"]
         if isinstance(item, TakeOver):
-            return [f"life.took_over({item.variable!r}, {item.source!r}, {item.variable})"]
-        if isinstance(item, Call) and not item.op.out:  # `out=` was allocated before
-            return [f"life.arrived({name!r}, {name})" for name, _ in item.results]
+            return [*lines, f"life.took_over({item.variable!r}, {item.source!r}, {item.variable})"]
+        if isinstance(item, Launch):
+            return self._using(item, lines, item.variables, self._variables(buffers_written(item.op)))
+        if isinstance(item, Call):
+            return self._tracking_call(item, lines)
+        if isinstance(item, WaitFor):
+            return [*lines, f"life.waited({item.variable!r}, {item.variable})"]
         if isinstance(item, Free):
-            return [f"life.freed({list(item.variables)!r})"]
-        return []
+            return [f"life.freeing({_by_name(item.variables)})", *lines, f"life.freed({list(item.variables)!r})"]
+        if isinstance(item, Return):
+            names = self._variables(view.buffer for view in views_in(item.values))
+            return [f"life.returned({_by_name(names)})", *lines]
+        return lines
+
+    def _tracking_call(self, item: Call, lines: list[str]) -> list[str]:
+        given = self._variables(view.buffer for view in views_in(item.op.arguments))
+        written = self._variables(view.buffer for view in item.op.mutates)
+        results = [name for name, _ in item.results]
+        arrived = [] if item.op.out else [f"life.arrived({name!r}, {name})" for name in results]
+        if item.starts:
+            waited = [name for name in (*results, *written) if name in self.waited]
+            started = f"{item.op.name!r}, {_by_name(given)}, {_by_name(results)}, {waited!r}"
+            return [*lines, *arrived, f"life.started({started})"]
+        if item.op.out and isinstance(item.op.result, View):
+            written = (*written, *self._variables([item.op.result.buffer]))
+        return self._using(item, lines, (*given, *written), written) + arrived
+
+    def _using(
+        self, item: Launch | Call, lines: list[str], touched: Iterable[str], written: Iterable[str]
+    ) -> list[str]:
+        node, written = repr(item.op.name), tuple(dict.fromkeys(written))
+        before = f"life.runs({node}, {_by_name(touched)}, {written!r})"
+        return [before, *lines, *([f"life.ran({node}, {_by_name(written)})"] if written else [])]
+
+    def _variables(self, buffers: Iterable[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.program.variables[name] for name in buffers))
 
     def _layouts(self, items: list[CheckInput]) -> list[str]:
         """All at once where that is possible: each by itself only for the first call, and where something differs."""
@@ -366,6 +398,11 @@ def _indented(lines: Iterable[str]) -> list[str]:
 def _on_device(index: int, body: list[str]) -> list[str]:
     """`body` with a GPU current, and afterwards the one that was."""
     return [f"before = rt.enter_device({index})", "try:", *_indented(body), "finally:", "    rt.enter_device(before)"]
+
+
+def _by_name(names: Iterable[str]) -> str:
+    """`{'a': a, 'b': b}`."""
+    return "{" + ", ".join(f"{name!r}: {name}" for name in dict.fromkeys(names)) + "}"
 
 
 def _tuple(names: tuple[str, ...]) -> str:

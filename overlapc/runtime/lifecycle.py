@@ -1,13 +1,20 @@
-"""Checks, while a compiled graph runs, that memory comes and goes as its program says (`check_lifecycle=True`).
+"""Checks, while a graph runs, that memory comes, is used and goes as its program says (`check_lifecycle=True`).
 
-The wrapper then reports every allocation, every result, every take-over and every free. A buffer whose storage has
-another size than planned, that survives its free (somebody else holds it), that is gone before it, or that is never
-freed is an error with the buffer's name.
+The wrapper then reports every allocation, launch, collective, wait, take-over and free. An error, with the buffer's
+name, is a buffer
+
+* whose storage has another size than planned, that survives its free because somebody else holds it, that is gone
+  before it, or that is never freed;
+* behind whose end something was written: memory of ours is followed by a few bytes that nobody may change;
+* that is written, freed or handed on while a collective in flight still reads it, or used before it has arrived.
+
+Fresh and freed memory is filled with NaN, which shows in results when a graph, or a collective, reads it all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +22,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from overlapc.errors import OverlapcError
+
+_GUARD_BYTES = 64  # behind each buffer; a multiple of every element's size
+_GUARD = 0xC5
+_POISON = 0xFF  # NaN in every floating-point dtype, -1 in the integers
+_LET_GO_S = 30.0  # until a transport that holds a tensor after its wait counts as one that keeps it
 
 
 class LifecycleError(OverlapcError):
@@ -26,6 +38,19 @@ class _Live:
     storage: StorageWeakRef
     key: int  # of the storage: views of one have the same
     bytes: int  # 0 for a second name of a storage
+    place: tuple[int, int]  # addresses of the first byte and behind the last
+    ours: bool = False  # memory that nobody outside of the graph may know
+    carved: bool = False  # a part of a pool, which other names have parts of, too
+    heir: str = ""  # the name that takes this part of a pool over
+
+
+@dataclass
+class _Flight:
+    """A collective in flight: where it reads, and where it writes until each result is waited for."""
+
+    name: str
+    reads: list[tuple[str, tuple[int, int]]]
+    writes: dict[str, tuple[int, int]]
 
 
 class Lifecycle:
@@ -37,27 +62,133 @@ class Lifecycle:
         self._bytes = 0
         self._live: dict[str, _Live] = {}
         self._freed: set[str] = set()
-        self._given = {_key(each) for each in inputs if isinstance(each, Tensor)}  # the caller's: may outlive us
+        # The caller's memory, which may outlive us. Weak references keep a key from being another storage's later.
+        self._given = {_key(each): _weak(each) for each in inputs if isinstance(each, Tensor)}
+        self._guarded: dict[int, int] = {}  # key -> bytes before the guard
+        self._carried: set[int] = set()  # keys of what a collective was given or returned
+        self._flights: list[_Flight] = []
+
+    # --- memory that comes
+
+    def allocate(
+        self,
+        name: str,
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        planned_bytes: int,
+    ) -> Tensor:
+        """New memory for `name`, full of NaN, with a guard behind it."""
+        flat = torch.full((planned_bytes + _GUARD_BYTES,), _POISON, dtype=torch.uint8, device=device)
+        flat[planned_bytes:] = _GUARD
+        tensor = torch._C._dynamo.guards._reinterpret_tensor(flat.view(dtype), size, stride, 0)  # type: ignore[attr-defined]
+        assert isinstance(tensor, Tensor)
+        self._guarded[_key(tensor)] = planned_bytes
+        self._add(name, tensor).ours = True
+        return tensor
 
     def allocated(self, name: str, tensor: Tensor, planned_bytes: int) -> None:
         """`name` is new memory of this size."""
         storage = tensor.untyped_storage()
         if storage.nbytes() != planned_bytes:
             raise self._error(name, f"has {storage.nbytes()} bytes, but {planned_bytes} were planned")
-        self._add(name, tensor)
+        self._add(name, tensor).ours = True
+
+    def carved(self, name: str, tensor: Tensor) -> None:
+        """`name` is a part of a pool that nothing else uses by now, or takes over a part that is freed next."""
+        place = _place(tensor)
+        for other, entry in self._live.items():
+            if entry.carved and _overlap(entry.place, place):
+                if entry.heir or entry.place[0] != place[0]:
+                    raise self._error(name, f"is carved from where {other} still is")
+                entry.heir = name
+        self._not_in_flight(name, place, "is carved from memory")
+        entry = self._add(name, tensor)
+        entry.ours = entry.carved = True
 
     def arrived(self, name: str, value: object) -> None:
         """`name` is what a call returned; it may share memory with what was there before."""
         if isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta":
             self._add(name, value)
 
+    def reused(self, name: str, tensor: Tensor) -> None:
+        """`name` is new memory, or that of an argument that nobody else holds."""
+        self._not_in_flight(name, _place(tensor), "takes memory over")
+        self._add(name, tensor)
+
     def took_over(self, name: str, source: str, tensor: Tensor) -> None:
         """`name` is the memory of `source`, which is no name any more."""
         before = self._live.pop(source, None)
         if before is None or before.key != _key(tensor):
             raise self._error(name, f"was to take over the memory of {source}, which is not where it was")
+        self._not_in_flight(name, _place(tensor), f"takes over the memory of {source}")
         self._freed.add(source)
         self._live[name] = before
+        before.place = _place(tensor)
+
+    # --- its use
+
+    def runs(self, node: str, touched: Mapping[str, object], written: Iterable[str]) -> None:
+        """A kernel or call is about to read or write `touched`, and to write `written` among them."""
+        places = {name: _place(value) for name, value in touched.items() if _has_memory(value)}
+        written = set(written)
+        for name, entry in self._live.items():
+            if entry.heir:
+                raise self._error(entry.heir, f"is carved from where {name} still is")
+        for flight in self._flights:
+            for name, place in places.items():
+                if any(_overlap(place, other) for other in flight.writes.values()):
+                    raise self._error(name, f"is used by {node} before {flight.name} has arrived in it")
+                if name in written and any(_overlap(place, other) for _, other in flight.reads):
+                    raise self._error(name, f"is written by {node} while {flight.name} still reads it")
+
+    def ran(self, node: str, written: Mapping[str, object]) -> None:
+        """A kernel or call has written these."""
+        for name, value in written.items():
+            if isinstance(value, Tensor) and _has_memory(value):
+                self._check_guard(name, value, f" by {node}, or by something that ran beside it")
+
+    def started(
+        self, node: str, given: Mapping[str, object], results: Mapping[str, object], waited: Iterable[str]
+    ) -> None:
+        """A collective reads `given` and writes `results`, or what it was given; the graph waits for `waited`."""
+        tensors = {name: value for name, value in (*given.items(), *results.items()) if _has_memory(value)}
+        self._carried |= {_key(value) for value in tensors.values()}
+        writes = {name: _place(tensors[name]) for name in waited if name in tensors}
+        if writes:
+            reads = [(name, _place(value)) for name, value in given.items() if _has_memory(value)]
+            # What is reduced in place is read and written: it is awaited like any result.
+            reads = [(name, place) for name, place in reads if not any(_overlap(place, to) for to in writes.values())]
+            self._flights.append(_Flight(node, reads, writes))
+
+    def waited(self, name: str, tensor: object) -> None:
+        """The collective that fills `name` is done."""
+        if not _has_memory(tensor):
+            return
+        self._carried.add(_key(tensor))
+        for flight in self._flights:
+            flight.writes.pop(name, None)
+        self._flights = [flight for flight in self._flights if flight.writes]
+        if name in self._live and _key(tensor) not in self._given:
+            self._live[name].ours = True
+
+    # --- memory that goes
+
+    def freeing(self, values: Mapping[str, object]) -> None:
+        """These names are about to be dropped: what is ours alone is filled with NaN."""
+        for name, tensor in values.items():
+            entry = self._live.get(name)
+            if entry is None or not isinstance(tensor, Tensor):
+                continue
+            shared = any(other.key == entry.key for key, other in self._live.items() if key not in values)
+            if shared and not entry.carved:
+                continue
+            if entry.key not in self._given:
+                self._not_in_flight(name, entry.place, "is freed")
+            self._check_guard(name, tensor, "")
+            if entry.ours and entry.key not in self._given and not entry.heir:
+                _bytes_of(tensor, entry.carved).fill_(_POISON)
 
     def freed(self, names: Iterable[str]) -> None:
         """These names are dropped: their storages must be gone, unless another name or the caller has them."""
@@ -71,28 +202,66 @@ class Lifecycle:
                 others[0].bytes += entry.bytes
                 continue
             self._bytes -= entry.bytes
-            if entry.key not in self._given and not entry.storage.expired():
+            if entry.key in self._given:
+                continue
+            if not self._is_gone(entry):
                 raise self._error(name, "was freed by the plan, but something still holds its memory")
+            self._guarded.pop(entry.key, None)  # another storage may lie there now
+            self._carried.discard(entry.key)
 
-    def returned(self, names: Iterable[str]) -> None:
-        """The graph ends with these names; all other memory must have been freed."""
-        kept = {self._live[name].key for name in names if name in self._live} | self._given
+    def returned(self, values: Mapping[str, object]) -> None:
+        """The graph ends with these; all other memory must have been freed."""
+        kept = {self._live[name].key for name in values if name in self._live} | self._given.keys()
         for name, entry in self._live.items():
             if entry.storage.expired():
                 raise self._error(name, "is to be alive at the end, but its memory is gone")
             if entry.key not in kept:
                 raise self._error(name, "was never freed, and is not returned")
+        for name, value in values.items():
+            if isinstance(value, Tensor) and _has_memory(value):
+                self._check_guard(name, value, "")
         last_peak_bytes[self.graph] = self.peak_bytes
 
-    def _add(self, name: str, tensor: Tensor) -> None:
+    def _is_gone(self, entry: _Live) -> bool:
+        """Whether a storage has no owner left.
+
+        gloo's worker wakes who waits for a collective before it lets go of the collective's tensors: of these, it may
+        be the last owner for a moment.
+        """
+        ends = time.monotonic() + (_LET_GO_S if entry.key in self._carried else 0)
+        while not entry.storage.expired():
+            if time.monotonic() > ends:
+                return False
+            time.sleep(1e-4)
+        return True
+
+    # --- helpers
+
+    def _add(self, name: str, tensor: Tensor) -> _Live:
         if name in self._live:
             raise self._error(name, "came to be twice")
         key = _key(tensor)
         new = key not in self._given and all(entry.key != key for entry in self._live.values())
-        size = tensor.untyped_storage().nbytes() if new else 0
-        self._live[name] = _Live(StorageWeakRef(tensor.untyped_storage()), key, size)
+        size = self._guarded.get(key, tensor.untyped_storage().nbytes()) if new else 0
+        entry = self._live[name] = _Live(StorageWeakRef(tensor.untyped_storage()), key, size, _place(tensor))
         self._bytes += size
         self.peak_bytes = max(self.peak_bytes, self._bytes)
+        return entry
+
+    def _check_guard(self, name: str, tensor: Tensor, by: str) -> None:
+        planned_bytes = self._guarded.get(_key(tensor))
+        if planned_bytes is None:
+            return
+        guard = _bytes_of(tensor, False)[planned_bytes:]
+        if not bool((guard == _GUARD).all()):
+            at = int((guard != _GUARD).nonzero()[0])
+            raise self._error(name, f"was written {at} bytes behind its end{by}; it has {planned_bytes} bytes")
+
+    def _not_in_flight(self, name: str, place: tuple[int, int], what: str) -> None:
+        for flight in self._flights:
+            for other, there in (*flight.reads, *flight.writes.items()):
+                if _overlap(place, there):
+                    raise self._error(name, f"{what} while {flight.name}, in flight, still uses it as {other}")
 
     def _error(self, name: str, what: str) -> LifecycleError:
         return LifecycleError(
@@ -108,3 +277,33 @@ last_peak_bytes: dict[str, int] = {}
 def _key(tensor: object) -> int:
     assert isinstance(tensor, Tensor)
     return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
+
+
+def _weak(tensor: Tensor) -> StorageWeakRef | None:
+    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout == torch.strided else None
+
+
+def _has_memory(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta"
+
+
+def _place(tensor: object) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and behind its last; equal for one without elements."""
+    assert isinstance(tensor, Tensor)
+    if not _has_memory(tensor) or tensor.numel() == 0:
+        return (0, 0)
+    last = sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.data_ptr()
+    return first, first + (last + 1) * tensor.element_size()
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
+
+
+def _bytes_of(tensor: Tensor, part: bool) -> Tensor:
+    """A tensor's whole storage as bytes; as `part`, only where the tensor lies."""
+    storage = tensor.untyped_storage()
+    first, end = _place(tensor) if part else (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(storage, first - storage.data_ptr() if part else 0, (end - first,), (1,))

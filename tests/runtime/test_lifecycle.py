@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from overlapc.codegen.kernel import generator_for
 from overlapc.codegen.program import Free
 from overlapc.codegen.python import PythonWrapper
 from overlapc.config import Config
+from overlapc.parallel import fully_shard
 from overlapc.report import record
 from overlapc.runtime import lifecycle
 from overlapc.runtime.lifecycle import Lifecycle, LifecycleError
 from tests.codegen.test_program import compiled, of
+from tests.ranks import values_on_ranks
 from tests.warm.test_warm import Block
 
 
@@ -52,6 +58,110 @@ def test_memory_that_somebody_else_holds_is_named():
         life.freed(["buf"])
 
 
+def test_what_gloo_lets_go_of_a_moment_after_the_wait_is_no_error():
+    life, held = Lifecycle("g", []), [torch.empty(10)]
+    life.arrived("part", held[0])
+    life.started("gather", {}, {"part": held[0]}, ["part"])
+    life.waited("part", held[0])
+    worker = threading.Timer(0.05, held.clear)  # as gloo's worker thread, which wakes the waiting thread first
+    worker.start()
+    life.freed(["part"])
+    assert not held, "the tracker has waited until nobody had the tensor any more"
+    worker.join()
+
+
+def test_fsdp_of_nested_modules_lives_as_planned():
+    assert values_on_ranks(_nested_steps, 2) == [30, 30]
+
+
+def _nested_steps() -> int:
+    """Steps of FSDP over three times Linear, GELU, Linear."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    step = torch.compile(model, backend="overlapc", options={"check_lifecycle": True})
+    done = 0
+    while done < 30:
+        step(torch.randn(8, 32)).sum().backward()
+        done += 1
+    return done
+
+
+def test_a_write_behind_the_end_names_the_buffer_and_the_node():
+    life = Lifecycle("g", [])
+    a = life.allocate("a", (3,), (1,), torch.float32, "cpu", 12)
+    life.ran("kernel", {"a": a.fill_(1)})
+    assert life.peak_bytes == 12
+    torch.as_strided(a, (4,), (1,)).fill_(1)
+    with pytest.raises(LifecycleError, match="g: a was written 0 bytes behind its end by kernel"):
+        life.ran("kernel", {"a": a})
+
+
+def test_fresh_and_freed_memory_is_nan():
+    life = Lifecycle("g", [])
+    a = life.allocate("a", (3,), (1,), torch.float32, "cpu", 12)
+    assert a.isnan().all()
+    seen = memoryview(a.zero_().numpy())
+    life.freeing({"a": a})
+    assert np.isnan(np.asarray(seen)).all()
+
+
+def _in_flight() -> tuple[Lifecycle, dict[str, torch.Tensor]]:
+    """A graph that has put one collective in flight, from `given` to `result`."""
+    life = Lifecycle("g", [])
+    tensors = {name: life.allocate(name, (4,), (1,), torch.float32, "cpu", 16) for name in ("given", "result", "other")}
+    life.started("gather", {"given": tensors["given"]}, {"result": tensors["result"]}, ["result"])
+    return life, tensors
+
+
+def test_a_collective_in_flight_may_be_read_beside_but_not_written_or_freed():
+    life, tensors = _in_flight()
+    life.runs("reader", tensors | {"result": None}, ["other"])
+    with pytest.raises(LifecycleError, match="result is used by reader before gather has arrived in it"):
+        life.runs("reader", tensors, ["other"])
+    with pytest.raises(LifecycleError, match="given is written by writer while gather still reads it"):
+        life.runs("writer", {"given": tensors["given"]}, ["given"])
+    with pytest.raises(LifecycleError, match="given is freed while gather, in flight, still uses it as given"):
+        life.freeing({"given": tensors["given"]})
+    with pytest.raises(LifecycleError, match="new takes over the memory of given while gather, in flight,"):
+        life.took_over("new", "given", tensors["given"])
+
+
+def test_after_its_wait_a_collective_is_no_matter():
+    life, tensors = _in_flight()
+    life.waited("result", tensors["result"])
+    life.runs("writer", tensors, ["given", "result"])
+    life.freeing(tensors)
+
+
+def test_parts_of_a_pool_do_not_overlap():
+    life, pool = Lifecycle("g", []), torch.empty(64, dtype=torch.uint8)
+    life.allocated("pool", pool, 64)
+    life.carved("a", pool[:32])
+    with pytest.raises(LifecycleError, match="b is carved from where a still is"):
+        life.carved("b", pool[31:40])
+    life.carved("c", pool[32:])
+    life.carved("heir", pool[:16])
+    with pytest.raises(LifecycleError, match="heir is carved from where a still is"):
+        life.runs("kernel", {}, [])
+    life.freeing({"a": pool[:32]})
+    life.freed(["a"])
+    life.runs("kernel", {}, [])
+
+
+def test_the_programs_of_a_pooled_step_pass(tmp_path: Path):
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(8, 16)
+    want = torch.autograd.grad(model(x), list(model.parameters()))
+    options = {"check_lifecycle": True, "memory": "pool", "cache_dir": str(tmp_path)}
+    step = torch.compile(model, backend="overlapc", options=options)
+    for _ in range(2):
+        have = torch.autograd.grad(step(x), list(model.parameters()))
+        torch.testing.assert_close(have, want)
+
+
 def test_another_size_than_planned_is_named():
     with pytest.raises(LifecycleError, match="buf has 40 bytes, but 80 were planned"):
         Lifecycle("g", []).allocated("buf", torch.empty(10), 80)
@@ -66,7 +176,7 @@ def test_views_and_inputs_share_memory_without_being_counted_twice():
     life.arrived("given", x[1:])
     assert life.peak_bytes == 400
     life.freed(["base", "given"])  # `part` and the caller still have them
-    life.returned(["part"])
+    life.returned({"part": base})
 
 
 def test_a_takeover_moves_the_name():

@@ -1,0 +1,78 @@
+"""The soak's parent: what it says of ranks that come to their end, die, stand still or compute other losses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import soak
+
+# A rank without torch: `sys.argv[2]` is what the parent gives it, and its layout says what becomes of it.
+_RANK = """
+import faulthandler, json, os, signal, struct, sys, time
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+given = json.loads(sys.argv[2]); rank = os.environ["RANK"]; folder = given["folder"]; how = given["soak"]["layout"]
+def mark(name, text=""):
+    path = f"{folder}/{name}{rank}"
+    open(path + ".new", "w").write(text); os.rename(path + ".new", path)
+def until(name):
+    while not os.path.exists(f"{folder}/{name}"): time.sleep(0.01)
+open(f"{folder}/progress{rank}", "wb").write(struct.pack("q", 7))
+mark("ready"); until("reference"); mark("referenced"); until("go")
+if how == "dies" and rank == "1":
+    os.abort()
+def where_it_stands():
+    while True: time.sleep(1)
+if how in ("dies", "stands"):
+    where_it_stands()
+mark("done", json.dumps({"steps": 5, "differ": [[1, 3, "0x1", "0x2"]] if how == "differs" else [], "seconds": 1,
+                         "finite": True}))
+"""
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(soak, "COMMAND", [sys.executable, "-c", _RANK])
+    monkeypatch.setattr(soak.shutil, "which", lambda name: None)  # no gdb: it takes seconds
+
+
+def _soaked(how: str, folder: Path, still_s: float = 60) -> soak.Job:
+    (job,) = soak.soak_together([soak.Soak(how, "fp32")], soak.Plan(), 2, folder, still_s, 10, 0)
+    assert all(rank.returncode is not None for rank in job.ranks), "every process has ended"
+    return job
+
+
+def test_a_soak_that_comes_to_its_end(ranks: None, tmp_path: Path):
+    job = _soaked("ends", tmp_path)
+    assert job.row() == ("ends fp32 python", 2, 7, 0, 0, "yes", "200.0")
+    assert not job.trouble()
+
+
+def test_a_rank_that_dies_is_named_and_ends_the_others(ranks: None, tmp_path: Path):
+    job = _soaked("dies", tmp_path)
+    assert job.row()[3:6] == (1, 0, "not known")
+    assert "rank 1 died of SIGABRT" in job.trouble()[0]
+
+
+def test_ranks_that_stand_still_are_ended_with_their_stacks(ranks: None, tmp_path: Path):
+    job = _soaked("stands", tmp_path, still_s=1)
+    assert job.row()[3:6] == (0, 1, "not known")
+    (told,) = job.trouble()
+    assert "stands still after 7 steps" in told
+    assert told.count("in where_it_stands") == 2
+
+
+def test_other_losses_than_alone_are_told_by_round_and_step(ranks: None, tmp_path: Path):
+    job = _soaked("differs", tmp_path)
+    assert job.row()[5] == "NO"
+    assert job.trouble()[0] == "differs fp32 python: rank 0, round 1, step 3: loss 0x1, alone 0x2"
+    assert "NO" in soak.table([job]).splitlines()[-1]
+
+
+def test_configurations_cover_layouts_dtypes_wrappers_and_pools():
+    names = {"layout": {"fsdp", "tp", "hsdp"}, "dtype": {"fp32", "bf16"}, "wrapper": {"python", "fx"}}
+    for name, wanted in names.items():
+        assert {getattr(each, name) for each in soak.SOAKS} == wanted
+    assert {each.layout for each in soak.SOAKS if each.memory == "pool"} == {"fsdp", "tp", "hsdp"}
