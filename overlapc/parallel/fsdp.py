@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard
 from overlapc.errors import ConfigError
 from overlapc.parallel.access import group_of, make_group, manage, managed, name_groups
 from overlapc.parallel.gather import ShardedParam
+from overlapc.parallel.replaced import replace_by, replaced_by
 from overlapc.parallel.sharding import Sharding, group_on
 
 _Modules = TypeVar("_Modules", bound="nn.Module | Sequence[nn.Module]")
@@ -78,11 +79,11 @@ def fully_shard(
                 continue
             _refuse_owner(owner, _joined(path, name))
             # Tied parameters stay tied; one that is tied to another group's belongs to the group that came first.
-            known = getattr(param, "_overlapc_sharded", None)
+            known = replaced_by(param)
             if known is None:
                 placed = shard_placement_fn(param) if shard_placement_fn else None
                 known = sharding.shard(_joined(path, name), param, 0 if placed is None else placed.dim, part)
-                param._overlapc_sharded = known  # type: ignore[attr-defined]
+                replace_by(param, _joined(path, name), known)
             owner._parameters[name], mine[name] = known
         manage(owner, mine)
         for name, buffer in owner._buffers.items():

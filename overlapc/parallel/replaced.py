@@ -1,0 +1,55 @@
+"""A warning for an optimizer that was given a model's parameters before `fully_shard` replaced them."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.compiler import is_compiling
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+_MARK = "_overlapc_sharded"  # of a parameter that was replaced: by what, and how that is gathered
+_SHOWN = 3
+
+_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_watching = False
+
+
+def replaced_by(param: nn.Parameter) -> Any:
+    """What `replace_by` was called with; None for a parameter that no `fully_shard` has replaced."""
+    return getattr(param, _MARK, None)
+
+
+def replace_by(param: nn.Parameter, name: str, sharded: Any) -> None:
+    """Notes that `fully_shard` has put `sharded` in the place of `param`."""
+    global _watching
+    setattr(param, _MARK, sharded)
+    param._overlapc_name = name  # type: ignore[attr-defined]
+    if not _watching:
+        _watching = True
+        register_optimizer_step_pre_hook(_look)
+
+
+def _is_gone(param: nn.Parameter) -> bool:
+    sharded = replaced_by(param)
+    return sharded is not None and sharded[0] is not param
+
+
+def _look(optimizer: Optimizer, *_: Any) -> None:
+    """At an optimizer's first step; one whose parameters have gradients trains something else with them."""
+    if is_compiling() or optimizer in _seen:  # Dynamo traces hooks of a step that it compiles
+        return
+    _seen.add(optimizer)
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    names = [param._overlapc_name for param in held if _is_gone(param) and param.grad is None]
+    if names:
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        warnings.warn(
+            f"this {type(optimizer).__name__} trains nothing of {len(names)} of its {len(held)} parameters ({shown}):"
+            " fully_shard has put sharded ones in their place, which it does not know.\nhint: make the optimizer after"
+            " overlapc.fully_shard(model, ...), of model.parameters()",
+            stacklevel=4,
+        )
