@@ -17,18 +17,16 @@ PHASES = ("imports", "dynamo", "aot", "compiler", "run")
 """imports: modules being loaded, whoever asked; dynamo: tracing, guards; aot: AOTAutograd; compiler: the backend's own
 work, loading what it kept included; run: the rest, which is the step itself."""
 
-_OF = (  # part of a file's name -> phase; the first that fits
-    ("<frozen importlib", "imports"),
-    ("/overlapc/runtime/step.py", "run"),
-    ("/torch/_dynamo/eval_frame.py", ""),  # on the stack of every compiled call: says nothing
-    ("/torch/_functorch/_aot_autograd/runtime_wrappers.py", ""),
-    ("/torch/_inductor/", "compiler"),
-    ("/triton/", "compiler"),
-    ("/overlapc/launch/", ""),
-    ("/overlapc/", "compiler"),
-    ("/torch/_functorch/", "aot"),
-    ("/torch/_dynamo/", "dynamo"),
-    ("<overlapc ", "run"),
+_OF_MODULE = (  # the first whose name begins a module's: modules, because a clone may lie in any folder
+    ("overlapc.runtime.step", "run"),
+    ("torch._dynamo.eval_frame", ""),  # on the stack of every compiled call: says nothing
+    ("torch._functorch._aot_autograd.runtime_wrappers", ""),
+    ("torch._inductor", "compiler"),
+    ("triton", "compiler"),
+    ("overlapc.launch", ""),
+    ("overlapc", "compiler"),
+    ("torch._functorch", "aot"),
+    ("torch._dynamo", "dynamo"),
 )
 
 
@@ -60,6 +58,11 @@ class Sampled:
             of_phase[phase] += times
         return {phase: of_phase[phase] * share for phase in PHASES}
 
+    @property
+    def moments(self) -> int:
+        """How many times the thread has looked so far."""
+        return self._seen.total()
+
     def details(self, most: int = 12) -> dict[str, float]:
         """Seconds by phase and module: the package being imported, or the file at work."""
         share = self._total_s / max(1, self._seen.total())
@@ -75,14 +78,15 @@ class Sampled:
 
 def _phase(frame: FrameType) -> tuple[str, str]:
     for each in _outwards(frame):
-        name = each.f_code.co_filename
-        for part, phase in _OF:
-            if part in name:
-                if phase == "imports":
-                    return phase, _imported(each)
-                if phase:
-                    return phase, "/".join(name.rsplit("/", 2)[-2:])
-                break
+        file = each.f_code.co_filename
+        if file.startswith("<frozen importlib"):
+            return "imports", _imported(each)
+        if file.startswith("<overlapc "):  # a generated wrapper
+            return "run", file
+        module = str(each.f_globals.get("__name__", "")) + "."
+        phase = next((phase for name, phase in _OF_MODULE if module.startswith(name + ".")), "")
+        if phase:
+            return phase, "/".join(file.rsplit("/", 2)[-2:])
     return "run", "step"
 
 

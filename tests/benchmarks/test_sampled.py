@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 import time
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.sampled import PHASES, Sampled
 
 
-def load(path: Path, text: str) -> object:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def module(name: str, text: str) -> Any:
+    made = types.ModuleType(name)
+    exec(text, made.__dict__)
+    return made
 
 
 def test_a_moment_belongs_to_the_innermost_frame_that_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    wait = "import time\ndef wait(then=None):\n    then() if then else time.sleep(0.12)\n"
-    dynamo = load(tmp_path / "torch/_dynamo/a.py", wait)
-    backend = load(tmp_path / "torch/_inductor/b.py", wait)
-    (tmp_path / "slow_to_import.py").write_text("import time; time.sleep(0.12)")
+    # Waits for moments, not for seconds: a busy machine only takes longer.
+    source = "def wait(until):\n    while not until(): pass\ndef call(function, *arguments): function(*arguments)\n"
+    dynamo, backend = module("torch._dynamo.a", source), module("torch._inductor.b", source)
+    (tmp_path / "slow_to_import.py").write_text(
+        "from tests.benchmarks.test_sampled import until\nwhile not until(): pass"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     with Sampled() as sampled:
-        dynamo.wait()  # type: ignore[attr-defined]
-        dynamo.wait(backend.wait)  # type: ignore[attr-defined]
-        dynamo.wait(lambda: importlib.import_module("slow_to_import"))  # type: ignore[attr-defined]
-        time.sleep(0.12)
+
+        def five_moments_later() -> Callable[[], bool]:
+            ends = sampled.moments + 5
+            return lambda: sampled.moments >= ends
+
+        dynamo.wait(five_moments_later())
+        dynamo.call(backend.wait, five_moments_later())
+        monkeypatch.setitem(globals(), "until", five_moments_later())
+        dynamo.call(importlib.import_module, "slow_to_import")
+        until = five_moments_later()
+        while not until():
+            pass
     found = sampled.seconds()
     assert list(found) == list(PHASES)
-    assert all(found[phase] > 0.03 for phase in ("imports", "dynamo", "compiler", "run"))
+    assert all(found[phase] > 0 for phase in ("imports", "dynamo", "compiler", "run"))
     assert found["aot"] == 0
     assert any(what == "imports: slow_to_import" for what in sampled.details())
     sys.modules.pop("slow_to_import")

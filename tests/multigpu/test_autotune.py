@@ -89,7 +89,7 @@ def sharded_steps(root: str) -> list[dict[str, Any]]:
     for layer in (*model.layers, model):
         overlapc.fully_shard(layer, mesh=mesh)
     tokens = torch.randint(0, 8192, (2, 1024), device="cuda")
-    options = {"autotune": True, "cache_dir": str(cache), "rank_timeout": 60}  # ends before the test does
+    options = {"autotune": True, "cache_dir": str(cache), "autotune_seconds": 30, "rank_timeout": 60}
     seen = []
     for start in ("cold", "lost"):
         if start == "lost" and rank == 1:
