@@ -34,6 +34,7 @@ from overlapc.fx.collectives import Collective, find_collectives
 from overlapc.fx.control import inline_control_deps
 from overlapc.fx.fsdp2 import clean_up
 from overlapc.fx.groups import GroupNames
+from overlapc.fx.inferred_labels import infer_labels
 from overlapc.fx.pack import CopyCosts, pack
 from overlapc.fx.random import draw_once
 from overlapc.fx.versions import donated_inputs
@@ -83,6 +84,7 @@ def plan_graph(
     inline_control_deps(gm)
     clean_up(gm)
     canonicalize(gm)
+    infer_labels(gm.graph)
     draw_once(gm.graph)
     dumps.write("fx", "graph", lambda: gm.print_readable(print_output=False))
     communication = _described(find_collectives(gm.graph, config.safe_communication))

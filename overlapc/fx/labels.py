@@ -46,6 +46,12 @@ def annotate(label: ParamLabel) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def put_label(node: fx.Node, label: ParamLabel) -> None:
+    """Label one node of a finished graph."""
+    custom = node.meta.get("custom")
+    node.meta["custom"] = {**(custom if isinstance(custom, Mapping) else {}), **label.as_annotation()}
+
+
 def label_of(node: fx.Node) -> ParamLabel | None:
     """The label on `node`, or None."""
     custom = node.meta.get("custom")

@@ -1,9 +1,10 @@
-"""The user's line that an FX node comes from, as Dynamo recorded it."""
+"""The user's line and the module that an FX node comes from, as the tracer recorded them."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 
 from torch.fx import Node
 
@@ -16,3 +17,35 @@ def user_line(node: Node) -> str:
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     theirs = [frame for frame in frames if not frame[0].startswith(_OURS)] or frames
     return "{}:{}: {}".format(*theirs[-1]) if theirs else ""
+
+
+def module_path(node: Node) -> str:
+    """`layers.0.attention`: the innermost module; of a backward node its forward node's. Empty where none is known."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if stack:
+        return clean_module(next(reversed(stack.values()))[0])
+    custom = node.meta.get("custom")
+    # Graphs of make_fx have no stack of modules; torchtitan's graph_trainer annotates its modules with their names.
+    return str(custom.get("module_fqn", "")) if isinstance(custom, Mapping) else ""
+
+
+def block_of(module: str) -> str:
+    """`layers.0` of `layers.0.attention.wq`: the outermost member of a list of modules, else the module itself."""
+    parts = module.split(".")
+    ends = next((at for at, part in enumerate(parts, 1) if part.isdigit()), len(parts))
+    return ".".join(parts[:ends])
+
+
+def clean_module(path: str) -> str:
+    """`L['self']._modules['layers']._modules['0']` or `L['self'].layers[0]` as `layers.0`."""
+    for old, new in (
+        ("L['self']", ""),
+        ("._modules['", "."),
+        ("']", ""),
+        ("['", "."),
+        ("[", "."),
+        ("]", ""),
+        ("L.", ""),
+    ):
+        path = path.replace(old, new)
+    return path.strip(".").removeprefix("self.")

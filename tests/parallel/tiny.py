@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -119,3 +119,26 @@ def tensor_parallel(model: Tiny, mesh: DeviceMesh) -> None:
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
     parallelize_module(model, mesh, root)
+
+
+def fsdp_with_dtensors(model: nn.Module, mesh: DeviceMesh, param_dtype: torch.dtype = torch.float32) -> None:
+    """FSDP as users write it with DTensors alone: a parameter is gathered where it is read, its gradient scattered."""
+
+    def gathered(name: str) -> property:
+        def read(module: nn.Module) -> Tensor:
+            whole = module._parameters[f"sharded_{name}"].redistribute(
+                placements=[Replicate()], forward_dtype=param_dtype, backward_dtype=torch.float32
+            )
+            return whole.to_local(grad_placements=[Partial("avg")])
+
+        return property(read)
+
+    for module in list(model.modules()):
+        names = [name for name, param in module._parameters.items() if param is not None]
+        for name in names:
+            param = module._parameters.pop(name)
+            sharded = nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)]))
+            module.register_parameter(f"sharded_{name}", sharded)
+        if names:
+            kind = type(module)
+            module.__class__ = type(f"Gathered{kind.__name__}", (kind,), {name: gathered(name) for name in names})

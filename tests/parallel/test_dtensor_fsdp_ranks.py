@@ -1,0 +1,62 @@
+"""FSDP that a user wrote with DTensors, on real ranks: eager's numbers, in buckets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlapc.report import record
+from tests.parallel.tiny import Tiny, batch, fsdp_with_dtensors
+from tests.ranks import values_on_ranks
+
+
+def trained(compiled: bool, dtype: torch.dtype) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses of three steps, and the last gradients' shards."""
+    torch.manual_seed(0)
+    model = Tiny(dim=16, hidden=32)
+    fsdp_with_dtensors(model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)), dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(model, backend="overlapc", fullgraph=True) if compiled else model
+    losses = []
+    for number in range(3):
+        optimizer.zero_grad()
+        tokens, targets = (each.roll(number + dist.get_rank(), 0) for each in batch(4))
+        loss = step(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [param.grad.to_local() for param in model.parameters()]
+
+
+def beside_eager() -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        torch._dynamo.reset()
+        record.clear()
+        seen[str(dtype)] = (trained(False, dtype), trained(True, dtype))
+    graphs = record.report_of_process().steps[0].graphs
+    seen["launches"] = [len(graph.collectives) for graph in graphs]
+    return seen
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, Any]]:
+    return values_on_ranks(beside_eager, 2)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("torch.float32", 1e-5), ("torch.bfloat16", 2e-2)])
+def test_numbers_are_eagers(seen: list[dict[str, Any]], dtype: str, tolerance: float):
+    for rank in seen:
+        (losses, grads), (compiled_losses, compiled_grads) = rank[dtype]
+        assert compiled_losses == pytest.approx(losses, rel=tolerance)
+        for ours, eagers in zip(compiled_grads, grads, strict=True):
+            assert (ours - eagers).norm() <= tolerance * eagers.norm() + 1e-7
+
+
+def test_collectives_are_launched_in_buckets(seen: list[dict[str, Any]]):
+    assert len(seen[0]["launches"]) == 2
+    assert all(1 <= launches <= 5 for launches in seen[0]["launches"])  # of 14 parameters
