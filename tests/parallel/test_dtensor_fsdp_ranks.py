@@ -45,7 +45,7 @@ def beside_eager() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
-    return values_on_ranks(beside_eager, 2)
+    return values_on_ranks(beside_eager, 2, timeout_s=280)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("torch.float32", 1e-5), ("torch.bfloat16", 2e-2)])
