@@ -123,14 +123,14 @@ def _generate(planned: Planned, inner: Mapping[GraphModule, Built], config: Conf
             lowered.constants[constant] = inner[module].module or inner[module].call
     sources = generate_kernels(schedule, lowered, tuning.sources if tuning is not None else None)
     program = build_program(schedule, lowered, sources, donated=_donated(schedule, config), copies=planned.copies)
-    report = graph_record(result, fallbacks=fallbacks_of(result))
+    report = graph_record(result, fallbacks=fallbacks_of(result), attention=planned.attention)
     pools = {each.copies.pool.name: each.copies.pool.bytes for each in planned.copies.values()}
     report = replace(report, not_copied=planned.not_copied, pool_bytes=sum(pools.values()))
     if config.memory == "pool":
         program, report = _with_pool(program, report, schedule, lowered)
     # What is within another graph runs as a part of that one's call.
     parts = split(program) if config.cuda_graphs and not within else None
-    counts = counts_of(result)
+    counts = {**counts_of(result), **planned.attention_counts}
     if planned.copies:
         counts["collectives_by_copies"] = len(planned.copies)
     if planned.not_copied:

@@ -29,6 +29,7 @@ from overlapc.estimators.roofline import Roofline
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.build import to_schedule
 from overlapc.fusion.combo import kind_of, one_launch
+from overlapc.fx.attention import attention_counts, attention_kernels
 from overlapc.fx.canonical import canonicalize
 from overlapc.fx.collectives import Collective, find_collectives
 from overlapc.fx.control import inline_control_deps
@@ -62,6 +63,8 @@ class Planned:
     tuning: Tuning | None = None
     copies: Mapping[str, Copied] = field(default_factory=dict)  # starts that go by copies
     not_copied: Mapping[str, str] = field(default_factory=dict)  # collectives that were to go by copies -> why not
+    attention: Mapping[str, int] = field(default_factory=dict)  # what the report says of it, and of how many calls
+    attention_counts: Mapping[str, int] = field(default_factory=dict)
 
 
 def plan_graph(
@@ -87,6 +90,9 @@ def plan_graph(
     infer_labels(gm.graph)
     draw_once(gm.graph)
     dumps.write("fx", "graph", lambda: gm.print_readable(print_output=False))
+    attention = attention_kernels(gm.graph)
+    if attention:
+        dumps.write("fx", "attention", lambda: "\n".join(f"{calls} {what}" for what, calls in attention.items()))
     communication = _described(find_collectives(gm.graph, config.safe_communication))
     with _talks(communication, config, name) as talks:
         if talks is not None:
@@ -131,7 +137,8 @@ def plan_graph(
         if talks is not None:
             talks.agree_on_order(collective_lines(result.schedule))
         copies = transports.opened(result.schedule)
-    return Planned(result, lowered, tuning, copies, transports.reasons)
+    counts = {} if name.startswith("backward") else attention_counts(gm.graph)
+    return Planned(result, lowered, tuning, copies, transports.reasons, attention, counts)
 
 
 # --- communication and agreement

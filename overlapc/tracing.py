@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.config import Config
 from overlapc.fx.aliased_outputs import views_outside
+from overlapc.fx.attention import drop_masks
 from overlapc.fx.decompositions import decompositions
 from overlapc.fx.partition import partition
 from overlapc.fx.versions import check_torch_version
@@ -44,6 +45,7 @@ def _traced(
     Not through `torch._dynamo.backends.common.aot_autograd`, which imports Inductor's scheduler and IR to ask whether
     they log: on a machine that keeps no bytecode a tenth of a cold start.
     """
+    drop_masks(gm, eager_dropout=config.fallback_random)
     as_they_were = views_outside(gm) if any(map(is_traceable_wrapper_subclass, inputs)) else None
     with deterministic(config.deterministic), no_collections():  # a traced graph is objects that all stay
         step = aot_module_simplified(

@@ -17,6 +17,7 @@ def graph_record(
     result: Result,
     *,
     fallbacks: Mapping[str, int] | None = None,
+    attention: Mapping[str, int] | None = None,
     compile_seconds: float = 0.0,
     budget_bytes: int | None = None,
 ) -> GraphRecord:
@@ -24,6 +25,7 @@ def graph_record(
 
     fallbacks: eager calls by op, for want of a lowering; they are no
     library calls that we chose, and not counted as such.
+    attention: calls by kernel and reason, as the report is to say it.
     budget_bytes: the limit that was planned for, if not the schedule's own.
     """
     final = result.schedule
@@ -42,6 +44,7 @@ def graph_record(
         kernels=_count(final, Kind.KERNEL),
         externs=max(0, _count(final, Kind.EXTERN) - sum((fallbacks or {}).values())),
         fallbacks=dict(fallbacks or {}),
+        attention=dict(attention or {}),
         unknown=result.after.unknown,
         compile_seconds=compile_seconds,
         host_ns=host_ns(final, result.after.profile),

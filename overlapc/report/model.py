@@ -96,6 +96,7 @@ class GraphRecord:
     kernels: int = 0  # generated kernels launched in one run
     externs: int = 0  # library calls
     fallbacks: Mapping[str, int] = field(default_factory=dict)  # ops run eagerly for want of a lowering
+    attention: Mapping[str, int] = field(default_factory=dict)  # calls by kernel, sizes and why it is that kernel
     unknown: tuple[str, ...] = ()  # nodes nobody could estimate; the times above leave them out
     compile_seconds: float = 0.0
     captured: str = ""  # with cuda_graphs: how many parts are captured, and what is not and why

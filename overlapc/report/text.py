@@ -110,6 +110,8 @@ def facts(graph: GraphRecord) -> Iterator[str]:
     budget = "no budget" if graph.budget_bytes is None else f"budget {human_bytes(graph.budget_bytes)}"
     yield f"peak memory  {human_bytes(graph.incoming_peak_bytes)} -> {human_bytes(graph.peak_bytes)} ({budget})"
     yield f"kernels      {graph.kernels} generated, {graph.externs} library calls, {fallback_text(graph)}"
+    for at, (what, calls) in enumerate(graph.attention.items()):
+        yield f"{'' if at else 'attention':<12} {calls} x {what}"
     yield f"compiled in  {graph.compile_seconds:.2f} s" + _pass_seconds(graph)
     if graph.captured:
         yield f"CUDA graphs  {graph.captured}"

@@ -18,6 +18,11 @@ from overlapc.runtime.counters import counted
 
 T = pytest.importorskip("transformers", reason="needs transformers (pip install transformers)")
 
+# Of the two attentions in each: masks that were found to be causal, or to let everything through, and other ones.
+MASKS = {
+    "llama": (2, 0, 0), "qwen2": (2, 0, 0), "qwen3": (2, 0, 0), "gemma3": (1, 0, 1), "phi": (2, 0, 0),
+    "gpt2": (2, 0, 0), "bert": (0, 2, 0), "modernbert": (0, 1, 1),
+}  # fmt: skip
 LABELS = torch.tensor([1, 3])
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -35,6 +40,16 @@ def language(model: str, **config: Any) -> tuple[nn.Module, Inputs]:
     tokens = torch.randint(3, 90, (2, 16))
     made = getattr(T, model)(getattr(T, f"{family}Config")(vocab_size=100, **config))
     return made, {"input_ids": tokens, "labels": tokens}
+
+
+def gemma3() -> tuple[nn.Module, Inputs]:
+    """One layer with a window shorter than the sequence, one without."""
+    config = T.Gemma3TextConfig(
+        vocab_size=100, num_key_value_heads=2, head_dim=8, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"], **SMALL,
+    )  # fmt: skip
+    tokens = torch.randint(3, 90, (2, 16))
+    return T.Gemma3ForCausalLM(config), {"input_ids": tokens, "labels": tokens}
 
 
 def vision(model: str, size: int, **config: Any) -> tuple[nn.Module, Inputs]:
@@ -56,6 +71,8 @@ def whisper() -> tuple[nn.Module, Inputs]:
 MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     "llama": lambda: language("LlamaForCausalLM", num_key_value_heads=2, **SMALL),
     "qwen2": lambda: language("Qwen2ForCausalLM", num_key_value_heads=2, **SMALL),
+    "qwen3": lambda: language("Qwen3ForCausalLM", num_key_value_heads=2, head_dim=8, **SMALL),
+    "gemma3": gemma3,
     "gemma2": lambda: language("Gemma2ForCausalLM", num_key_value_heads=2, head_dim=8, **SMALL),
     "phi": lambda: language("PhiForCausalLM", **SMALL),
     "gpt2": lambda: language(
@@ -69,6 +86,10 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     "mamba": lambda: language("MambaForCausalLM", hidden_size=32, num_hidden_layers=2, state_size=4),
     "mixtral": lambda: language("MixtralForCausalLM", num_key_value_heads=2, num_local_experts=4, **SMALL),
     "bert": lambda: language("BertForMaskedLM", **NO_DROPOUT, **SMALL),
+    "modernbert": lambda: language(
+        "ModernBertForMaskedLM", global_attn_every_n_layers=2, local_attention=8, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, cls_token_id=1, sep_token_id=2, **SMALL,
+    ),
     "distilbert": lambda: language(
         "DistilBertForMaskedLM", dim=32, n_layers=2, n_heads=4, hidden_dim=64, dropout=0.0, attention_dropout=0.0
     ),
@@ -118,6 +139,8 @@ def test_a_step_equals_eager(name):
     loss, grads, broken = breaks(model, inputs, "overlapc")
     assert counted("kernels") > 20
     assert broken <= unavoidable
+    if name in MASKS:
+        assert tuple(counted(f"attention_masks_{kind}") for kind in ("causal", "full", "kept")) == MASKS[name]
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert grads.keys() == wanted.keys()
     # A gradient that is zero up to rounding has no relative error to speak of: measured against the largest one.
@@ -125,3 +148,22 @@ def test_a_step_equals_eager(name):
     for parameter, gradient in wanted.items():
         error = (grads[parameter] - gradient).norm().item()
         assert error <= 1e-4 * max(gradient.norm().item(), floor), parameter
+
+
+def test_a_step_in_bfloat16_whose_lengths_vary_equals_eager():
+    torch.manual_seed(0)
+    model, _ = MODELS["llama"]()
+    model.to(torch.bfloat16).train()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, backend="overlapc", dynamic=True)
+    for length in (16, 23):
+        tokens = torch.randint(3, 90, (2, length))
+        inputs = {"input_ids": tokens, "labels": tokens}
+        expected, wanted = step(model, inputs, model)
+        loss, grads = step(model, inputs, compiled)
+        torch.testing.assert_close(loss, expected, rtol=1e-2, atol=0)
+        for parameter, gradient in wanted.items():
+            assert (grads[parameter] - gradient).norm() <= 3e-2 * gradient.norm(), parameter
+    assert counted("attention_masks_causal") == 2
+    assert counted("graphs") == 2

@@ -1,0 +1,225 @@
+"""Training steps of a Hugging Face model as its authors wrote it: FSDP2 + overlapc, + compile by blocks, and eager.
+
+    python benchmarks/huggingface.py --nproc 2
+    python benchmarks/huggingface.py --device cpu --nproc 2 --model tiny --batch 1 --seq 32 --steps 1 --rounds 1
+
+Needs transformers. Each system: random weights from one seed, `fully_shard` on every layer and on the model (weights in
+float32, computed in bfloat16, reduced in float32), AdamW (fused), gradients clipped to norm 1. One system compiles at a
+time, with empty caches; then rounds of timed steps alternate between the systems, each in processes of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from turns import Turns, answer, store_at  # beside this file
+
+import overlapc
+
+SYSTEMS = ("overlapc", "compile", "eager")
+LOSSES = 4  # of the first steps, shown for comparison
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-1b": {
+        "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 8192, "vocab_size": 128256, "max_position_embeddings": 8192,
+    },
+    "tiny": {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+
+
+class System:
+    """A system's model, optimizer and data on this rank; every public method is a turn."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self.name, self.args = name, args
+
+    def build(self) -> dict[str, Any]:
+        """The sharded model, not yet compiled."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        shape = MODELS[self.args.model]
+        torch.manual_seed(0)
+        with torch.device(self.args.device):
+            model: nn.Module = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, use_cache=False, **shape))
+        model.train()
+        mesh = init_device_mesh(self.args.device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for layer in model.model.layers:
+            if self.name == "compile":
+                layer.compile()
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        self.call: Callable[..., Any] = model
+        if self.name == "overlapc":
+            self.call = torch.compile(overlapc.adopt_fsdp2(model), backend="overlapc")
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        torch.manual_seed(1 + dist.get_rank())
+        size = (self.args.batch, self.args.seq)
+        self.tokens = torch.randint(0, shape["vocab_size"], size, device=self.args.device)
+        return {}
+
+    def first(self) -> dict[str, Any]:
+        """The first steps; of those the first compiles."""
+        began = time.perf_counter()
+        losses = [self.once().item()]
+        result: dict[str, Any] = {"first_step_s": time.perf_counter() - began}
+        losses += [self.once().item() for _ in range(LOSSES - 1)]
+        result["losses"] = " ".join(f"{loss:.4f}" for loss in losses)
+        if self.name == "overlapc":
+            graphs = overlapc.report().steps[0].graphs
+            result["said"] = [
+                f"{graph.name}: {calls} x {what}" for graph in graphs for what, calls in graph.attention.items()
+            ]
+        return result
+
+    def time(self) -> dict[str, Any]:
+        """Milliseconds of each step, and the peak of memory on this GPU."""
+        cuda = self.args.device == "cuda"
+        for _ in range(2):  # the allocator's cache is empty when a turn begins
+            self.once()
+        if not cuda:
+            clock = [time.perf_counter()]
+            for _ in range(self.args.steps):
+                self.once()
+                clock.append(time.perf_counter())
+            return {"times_ms": [(after - before) * 1e3 for before, after in itertools.pairwise(clock)]}
+        torch.cuda.reset_peak_memory_stats()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(self.args.steps + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            self.once()
+            mark.record()
+        torch.cuda.synchronize()
+        times = [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
+        return {"times_ms": times, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+    def once(self) -> torch.Tensor:
+        """One step with its optimizer; the loss."""
+        loss: torch.Tensor = self.call(input_ids=self.tokens, labels=self.tokens).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def serve(args: argparse.Namespace, name: str, rank: int, ranks: int, port: int) -> None:
+    """A rank of a system: takes turns until there are no more."""
+    torch._dynamo.config.recompile_limit = 64
+    store = store_at(port)
+    meeting = dist.PrefixStore(f"{name}/group", store)
+    if args.device == "cuda":
+        torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank)
+        dist.init_process_group("nccl", store=meeting, rank=rank, world_size=ranks, device_id=device)
+    else:
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
+    system = System(name, args)
+
+    def do(turn: str) -> dict[str, Any]:
+        result: dict[str, Any] = getattr(system, turn)()
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # the others need it
+        return result
+
+    answer(store, name, rank, do)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    args = arguments()
+    os.environ.setdefault("OMP_NUM_THREADS", "4")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "8")
+    until = time.monotonic() + args.seconds
+    results: dict[str, dict[str, Any]] = {system: {} for system in args.systems}
+    times_ms: dict[str, list[float]] = {system: [] for system in args.systems}
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"OVERLAPC_CACHE_DIR": f"{folder}/overlapc", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        logs = args.out or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        turns = Turns(args.nproc, logs, partial(serve, args))
+
+        def take(turn: str, system: str) -> None:
+            left_s = max(5.0, until - time.monotonic())
+            for found in turns.take(turn, [system], left_s).values():
+                times_ms[system] += found.pop("times_ms", [])
+                results[system] |= found
+
+        try:
+            for system in args.systems:
+                turns.begin(system, caches)
+            for turn in ("build", "first"):
+                for system in args.systems:
+                    take(turn, system)
+            for number in range(args.rounds + 1):  # the first is a warm-up
+                for system in turns.alive(args.systems):
+                    take("time", system)
+                if number == 0:
+                    times_ms = {system: [] for system in args.systems}
+        finally:
+            turns.end()
+        for system, why in turns.failed.items():
+            results[system]["failed"] = why
+    show(args, results, times_ms)
+
+
+def show(args: argparse.Namespace, results: dict[str, dict[str, Any]], times_ms: dict[str, list[float]]) -> None:
+    import transformers
+
+    what = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {args.nproc} x {what}")
+    print(
+        f"{args.model}: {MODELS[args.model]}, batch {args.batch} x {args.seq}, {len(times_ms[args.systems[0]])} steps"
+    )
+    for system, times in times_ms.items():
+        for line in results[system].pop("said", ()):
+            print(f"   {line}")
+        if times:
+            results[system] |= {"step_ms": statistics.median(times), "min_ms": min(times)}
+    columns = ("step_ms", "min_ms", "peak_gib", "first_step_s", "losses", "failed")
+    rows = [[system, *(result.get(name) for name in columns)] for system, result in results.items()]
+    print(tabulate(rows, ["system", *columns], floatfmt=".5g"))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--nproc", type=int, default=2, help="ranks, one a GPU (default: %(default)s)")
+    parser.add_argument("--model", choices=MODELS, default="llama-1b")
+    parser.add_argument("--seq", type=int, default=4096, help="tokens a row")
+    parser.add_argument("--batch", type=int, default=2, help="rows a GPU")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps a round")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, systems alternating")
+    parser.add_argument("--seconds", type=float, default=330, help="for all of it (default: %(default)g)")
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="of %(default)s")
+    parser.add_argument("--out", type=Path, help="folder for logs")
+    args = parser.parse_args()
+    args.systems = args.systems.split(",")
+    if unknown := [system for system in args.systems if system not in SYSTEMS]:
+        parser.error(f"no system named {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

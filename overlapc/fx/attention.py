@@ -1,0 +1,288 @@
+"""Attention whose mask follows from positions alone takes the kernel that needs no mask.
+
+A model that is traced whole builds its mask as a tensor, and a kernel that takes one reads it and computes what it
+masks. On the graph that Dynamo captured, before autograd:
+
+    scaled_dot_product_attention(q, k, v, attn_mask=arange(n) <= arange(n)[:, None])
+ -> scaled_dot_product_attention(q, k, v, is_causal=True)
+
+A mask that lets everything through goes, too. So do the copies of keys and values for grouped-query attention, where
+the kernel without a mask reads each key for several heads by itself. Windows, offsets and masks that depend on data
+stay. What was found out about the mask travels to the ATen graph as `node.meta["custom"]["overlapc_attention"]`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from overlapc.fx.conditions import Box, Condition, NotNegative
+from overlapc.fx.positions import Cases, Grid, Positions, UnknownValue, condition_of
+
+KEY = "overlapc_attention"  # under node.meta["custom"]
+CAUSAL, FULL = "its mask is causal", "its mask lets everything through"
+_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_MASKED = -1e30  # what is added to a score to leave it out: no score in bfloat16 or float32 comes near
+_LARGEST_FLASH_HEAD = 256  # elements
+_INNER = ("tag_activation_checkpoint", "wrap")  # calls of a graph with the operands behind it
+_KERNELS = {
+    "_scaled_dot_product_flash_attention": "flash",
+    "_scaled_dot_product_flash_attention_for_cpu": "flash",
+    "_scaled_dot_product_efficient_attention": "memory-efficient",
+    "_scaled_dot_product_cudnn_attention": "cuDNN",
+    "_scaled_dot_product_fused_attention_overrideable": "fused",
+}
+
+
+def drop_masks(gm: GraphModule, *, eager_dropout: bool) -> None:
+    """Rewrites every attention of Dynamo's graph, in place, whose mask is causal or lets everything through.
+
+    eager_dropout: dropout has to draw eager's numbers, which another kernel may not.
+    """
+    _Rewriter(eager_dropout).graph(gm, {})
+
+
+class _Rewriter:
+    def __init__(self, eager_dropout: bool) -> None:
+        self._eager_dropout = eager_dropout
+        self._count = 0
+
+    def graph(self, gm: GraphModule, given: Mapping[int, Grid]) -> None:
+        """given: what is known of inputs, by place."""
+        positions = Positions()
+        changed = False
+        for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+            if place in given:
+                positions.learn(node, given[place])
+        for node in gm.graph.nodes:
+            if node.target is torch.nn.functional.scaled_dot_product_attention:
+                changed |= self._attention(node, positions)
+            elif node.op == "call_function" and getattr(node.target, "__name__", "") in _INNER:
+                self._inner(gm, node, positions)
+            else:
+                positions.visit(node)
+        if changed:
+            gm.recompile()
+
+    def _inner(self, gm: GraphModule, node: fx.Node, positions: Positions) -> None:
+        """A graph that `node` calls: a checkpointed part of the model, say."""
+        body, *operands = node.args
+        if not isinstance(body, fx.Node) or body.op != "get_attr":
+            return
+        inner = getattr(gm, str(body.target), None)
+        calls = [
+            user for each in gm.graph.find_nodes(op="get_attr") if each.target == body.target for user in each.users
+        ]
+        if isinstance(inner, GraphModule) and calls == [node]:  # what several calls share is traced for all of them
+            known = {place: positions.grid(each) for place, each in enumerate(operands)}
+            self.graph(inner, {place: grid for place, grid in known.items() if grid is not None})
+
+    def _attention(self, node: fx.Node, positions: Positions) -> bool:
+        """Whether `node` was rewritten; notes why or why not."""
+        arguments = dict(zip(_PARAMETERS, node.args, strict=False)) | node.kwargs
+        mask = arguments.get("attn_mask")
+        why, outcome = _verdict(arguments, positions)
+        if outcome in (CAUSAL, FULL) and self._eager_dropout and arguments.get("dropout_p", 0.0) != 0.0:
+            why = outcome = "masked, to draw eager's random numbers"
+        rewrite = mask is not None and outcome in (CAUSAL, FULL)
+        if rewrite:
+            arguments |= {"attn_mask": None, "is_causal": outcome == CAUSAL}
+        if arguments.get("attn_mask") is None:
+            rewrite |= _share_keys(arguments)
+        self._count += 1
+        custom = dict(node.meta.get("custom") or {})
+        node.meta["custom"] = {**custom, KEY: {"at": self._count, "why": why, "outcome": outcome}}
+        if rewrite:
+            node.args = tuple(arguments.pop(name) for name in ("query", "key", "value"))
+            node.kwargs = arguments
+        return rewrite
+
+
+# --- what a mask is
+
+
+def _verdict(arguments: Mapping[str, Any], positions: Positions) -> tuple[str, str]:
+    """(what the report says of an attention's mask, what it comes to: CAUSAL, FULL, or something else)."""
+    mask = arguments.get("attn_mask")
+    if mask is None:
+        text = "causal" if arguments.get("is_causal") is True else "no mask"
+        return text, text
+    grid = positions.grid(mask)
+    if grid is None:
+        return "masked: its mask depends on data, or in a way on positions that is not known", "data"
+    query, key = (_fake(arguments[name]) for name in ("query", "key"))
+    if query is None or key is None:
+        return "masked: its queries are no plain tensors", "data"
+    rows, columns = positions.extent(query.shape[-2]), positions.extent(key.shape[-2])
+    scores = (*map(positions.extent, query.shape[:-2]), rows, columns)
+    padded = (*[sympy.S.One] * (len(scores) - len(grid.size)), *grid.size)
+    if len(padded) > len(scores) or any(n not in (1, extent) for n, extent in zip(padded, scores, strict=True)):
+        return "masked: its mask has other sizes than its scores", "shape"
+    index = tuple(sympy.Symbol(f"i{at}", integer=True, nonnegative=True) for at in range(len(scores)))
+    box = Box(dict(zip(index, scores, strict=True)), positions.shape_env)
+    try:
+        allowed = _allowed(grid.read(index, box), box)
+    except UnknownValue:
+        return "masked: its mask depends on positions in a way that is not known", "positions"
+    if allowed is True:
+        return FULL, FULL
+    if allowed == NotNegative(sympy.expand(index[-2] - index[-1])) and rows == columns:
+        return CAUSAL, CAUSAL
+    shown = str(allowed).replace(str(index[-2]), "query").replace(str(index[-1]), "key")
+    return f"masked: its mask is neither causal nor all true ({shown})", "positions"
+
+
+def _allowed(value: Any, box: Box) -> Condition:
+    """Where a mask lets a score through: it is true, or adds 0; UnknownValue where it adds another number."""
+    if not isinstance(value, Cases):
+        if isinstance(value, sympy.Expr):
+            raise UnknownValue
+        return value
+    if any(number != 0 and number > _MASKED for number in value.of):
+        raise UnknownValue
+    masked = condition_of(value, box)
+    return box.any_of([value.of.get(0.0, False)]) if masked is not False else True
+
+
+def _fake(node: Any) -> Tensor | None:
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value) else None
+
+
+# --- keys that several heads share
+
+
+def _share_keys(arguments: dict[str, Any]) -> bool:
+    """Gives attention without a mask the keys and values before they were repeated for its heads. Whether it did."""
+    if arguments.get("enable_gqa") or not _flash_shares_keys(arguments):
+        return False
+    key, value = (_before_repeat(arguments[name]) for name in ("key", "value"))
+    if key is None or value is None or _fake(key).shape[1] != _fake(value).shape[1]:  # type: ignore[union-attr]
+        return False
+    arguments |= {"key": key, "value": value, "enable_gqa": True}
+    return True
+
+
+def _flash_shares_keys(arguments: Mapping[str, Any]) -> bool:
+    """Whether torch will take flash attention, which alone reads a key for several heads."""
+    fakes = [_fake(arguments[name]) for name in ("query", "key", "value")]
+    query, key, value = fakes
+    if query is None or key is None or value is None or query.ndim != 4:
+        return False
+    width = query.shape[-1]
+    if not all(isinstance(n, int) and n == width for n in (width, key.shape[-1], value.shape[-1])):
+        return False
+    if not torch.backends.cuda.flash_sdp_enabled():  # the switch is for every device
+        return False
+    if query.device.type == "cpu":
+        return arguments.get("dropout_p", 0.0) == 0.0
+    old = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8
+    half = query.dtype in (torch.float16, torch.bfloat16) and {key.dtype, value.dtype} == {query.dtype}
+    return query.device.type == "cuda" and half and not old and width % 8 == 0 and width <= _LARGEST_FLASH_HEAD
+
+
+def _before_repeat(node: Any) -> fx.Node | None:
+    """x of [batch, heads, ...], where `node` is each of its heads several times over; None for anything else."""
+    if not isinstance(node, fx.Node):
+        return None
+    name = _name(node)
+    if name == "repeat_interleave":
+        given = dict(zip(("input", "repeats", "dim"), node.args, strict=False)) | node.kwargs
+        in_order = isinstance(given.get("repeats"), int) and given.get("dim") in (1, -3)
+        return _heads(given.get("input", given.get("self")), node) if in_order else None
+    if name not in ("reshape", "view", "flatten"):
+        return None
+    expanded = node.args[0]
+    if not isinstance(expanded, fx.Node) or _name(expanded) != "expand":
+        return None
+    inserted = expanded.args[0]
+    if not isinstance(inserted, fx.Node) or _name(inserted) not in ("getitem", "unsqueeze"):
+        return None
+    if _name(inserted) == "getitem":
+        picked = inserted.args[1]
+        picked = picked if isinstance(picked, tuple) else (picked,)
+        if not all(each is None or each is Ellipsis or each == slice(None) for each in picked):
+            return None
+    source = _heads(inserted.args[0], node)
+    shapes = [_fake(each) for each in (source, inserted, expanded)]
+    if any(each is None for each in shapes):
+        return None
+    (batch, heads, *rest), before, after = (tuple(each.shape) for each in shapes)  # type: ignore[union-attr]
+    times = after[2] if len(after) == 5 else None
+    same = before == (batch, heads, 1, *rest) and after == (batch, heads, times, *rest)
+    return source if same else None
+
+
+def _heads(source: Any, repeated: fx.Node) -> fx.Node | None:
+    """`source`, if it is a plain tensor with other sizes than `repeated` in dim 1 only, which is a multiple there."""
+    one, many = _fake(source), _fake(repeated)
+    if one is None or many is None or one.ndim != 4 or many.ndim != 4:
+        return None
+    heads, total = one.shape[1], many.shape[1]
+    plain = isinstance(heads, int) and isinstance(total, int) and heads > 0 and total % heads == 0
+    others = (one.shape[0], *one.shape[2:]) == (many.shape[0], *many.shape[2:])
+    return source if plain and others else None
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+# --- what the report says
+
+
+def attention_kernels(graph: fx.Graph) -> Counter[str]:
+    """A line for each kind of attention in an ATen graph, and how many there are: kernel, sizes, what became of the
+    mask."""
+    found: Counter[str] = Counter()
+    composed: dict[int, tuple[str, str]] = {}
+    fused: set[int] = set()
+    for node in graph.nodes:
+        note = _note(node)
+        backward = _operation(node).endswith("_backward")
+        kernel = _KERNELS.get(_operation(node).removesuffix("_backward"))
+        if kernel is not None:
+            at = 1 if backward else 0
+            query = node.args[at].meta["val"]
+            shape = ", ".join(map(str, query.shape))
+            dtype = str(query.dtype).removeprefix("torch.")
+            what = f"{kernel} attention{' backward' if backward else ''}"
+            found[f"{what} of [{shape}] {dtype}: {note['why'] if note else 'as the model calls it'}"] += 1
+            fused |= {note["at"]} if note else set()
+        elif note is not None:
+            composed.setdefault(note["at"], (note["why"], note["outcome"]))
+    for at, (why, _) in composed.items():
+        if at not in fused:
+            found[f"products and softmax: {why}"] += 1
+    return found
+
+
+def attention_counts(graph: fx.Graph) -> dict[str, int]:
+    """How many attentions of a forward graph lost a mask as causal or full, and how many have one still."""
+    outcomes = {note["at"]: note["outcome"] for note in _notes(graph)}
+    names = {CAUSAL: "attention_masks_causal", FULL: "attention_masks_full"}
+    kept = ("causal", "no mask")
+    return dict(Counter(names.get(each, "attention_masks_kept") for each in outcomes.values() if each not in kept))
+
+
+def _notes(graph: fx.Graph) -> Iterator[Mapping[str, Any]]:
+    for node in graph.nodes:
+        note = _note(node)
+        if note is not None:
+            yield note
+
+
+def _note(node: fx.Node) -> Mapping[str, Any] | None:
+    custom = node.meta.get("custom")
+    return custom.get(KEY) if isinstance(custom, Mapping) else None
+
+
+def _operation(node: fx.Node) -> str:
+    return node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""

@@ -1,0 +1,148 @@
+"""Conditions on positions: comparisons of integers that depend on indices, joined by "and" and "or", not simplified
+further than by what is certain for every size that the indices can range over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+@dataclass(frozen=True, slots=True)
+class NotNegative:
+    """`value >= 0` for an integer `value`."""
+
+    value: sympy.Expr
+
+    def __str__(self) -> str:
+        return f"{self.value} >= 0"
+
+
+@dataclass(frozen=True, slots=True)
+class AllOf:
+    """Every one of several conditions, none of them constant or implied by another."""
+
+    of: frozenset[NotNegative | AnyOf]
+
+    def __str__(self) -> str:
+        return " and ".join(sorted(f"({each})" if isinstance(each, AnyOf) else str(each) for each in self.of))
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf:
+    """At least one of several conditions."""
+
+    of: frozenset[NotNegative | AllOf]
+
+    def __str__(self) -> str:
+        return " or ".join(sorted(f"({each})" if isinstance(each, AllOf) else str(each) for each in self.of))
+
+
+Condition = bool | NotNegative | AllOf | AnyOf
+
+
+@dataclass(frozen=True)
+class Box:
+    """The indices that conditions are about: how many values each takes, from 0."""
+
+    sizes: Mapping[sympy.Symbol, sympy.Expr]
+    shape_env: ShapeEnv | None  # what is known of sizes that are symbols; None: all are numbers
+
+    def not_negative(self, value: sympy.Expr) -> Condition:
+        """`value >= 0`: True or False where that holds for all indices of the box and all sizes."""
+        value = sympy.expand(value)
+        if self._is_certain(value):
+            return True
+        if self._is_certain(-value - 1):
+            return False
+        return NotNegative(value)
+
+    def compare(self, op: str, left: sympy.Expr, right: sympy.Expr) -> Condition:
+        """`left op right` for integers. op: le, lt, ge, gt, eq or ne."""
+        if isinstance(left, sympy.Abs) and op in ("le", "lt"):
+            inside = left.args[0]
+            return self.all_of([self.compare(op, inside, right), self.compare(op, -inside, right)])
+        if isinstance(left, sympy.Abs) and op in ("ge", "gt"):
+            return negated(self.compare("lt" if op == "ge" else "le", left, right), self)
+        difference = left - right
+        if op in ("eq", "ne"):
+            equal = self.all_of([self.not_negative(difference), self.not_negative(-difference)])
+            return equal if op == "eq" else negated(equal, self)
+        if op in ("le", "lt"):
+            difference = -difference
+        return self.not_negative(difference if op in ("le", "ge") else difference - 1)
+
+    def all_of(self, conditions: Iterable[Condition]) -> Condition:
+        """All of `conditions`, without those that others imply; False where two exclude each other."""
+        found: set[NotNegative | AnyOf] = set()
+        for each in conditions:
+            if each is False:
+                return False
+            if isinstance(each, AllOf):
+                found |= each.of
+            elif not isinstance(each, bool):
+                found.add(each)
+        compared = [each for each in found if isinstance(each, NotNegative)]
+        for at, one in enumerate(compared):
+            for other in compared[at + 1 :]:
+                if self._is_certain(-one.value - other.value - 1):
+                    return False
+                if self._is_certain(sympy.expand(other.value - one.value)):
+                    found.discard(other)
+                elif self._is_certain(sympy.expand(one.value - other.value)):
+                    found.discard(one)
+        if len(found) < 2:
+            return next(iter(found), True)
+        return AllOf(frozenset(found))
+
+    def any_of(self, conditions: Iterable[Condition]) -> Condition:
+        """At least one of `conditions`."""
+        return negated(self.all_of([negated(each, self) for each in conditions]), self)
+
+    def bounds(self, value: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
+        """The least and the largest that `value` can be, in sizes; None where it is not linear in the indices."""
+        least = largest = value = sympy.expand(value)
+        for index in value.free_symbols & self.sizes.keys():
+            factor = value.coeff(index, 1)
+            if not factor.is_number or sympy.expand(value - factor * index).has(index):
+                return None
+            last = self.sizes[index] - 1
+            least = least.subs(index, 0 if factor > 0 else last)
+            largest = largest.subs(index, last if factor > 0 else 0)
+        return sympy.expand(least), sympy.expand(largest)
+
+    def _is_certain(self, value: sympy.Expr) -> bool:
+        """Whether `value` is 0 or more for all indices and all sizes."""
+        bounds = self.bounds(sympy.expand(value))
+        if bounds is None:
+            return False
+        least = bounds[0]
+        if least.is_number:
+            return bool(least >= 0)
+        known: Any = self.shape_env.bound_sympy(least) if self.shape_env is not None else None
+        return known is not None and bool(known.lower >= 0)
+
+
+def negated(condition: Condition, box: Box) -> Condition:
+    """The opposite of `condition`."""
+    if isinstance(condition, bool):
+        return not condition
+    if isinstance(condition, NotNegative):
+        return box.not_negative(-condition.value - 1)
+    if isinstance(condition, AnyOf):
+        return box.all_of([negated(each, box) for each in condition.of])
+    opposites = [negated(each, box) for each in condition.of]
+    flat: set[NotNegative | AllOf] = set()
+    for each in opposites:
+        if each is True:
+            return True
+        if isinstance(each, AnyOf):
+            flat |= each.of
+        elif not isinstance(each, bool):
+            flat.add(each)
+    if len(flat) < 2:
+        return next(iter(flat), False)
+    return AnyOf(frozenset(flat))
