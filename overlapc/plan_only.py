@@ -70,7 +70,7 @@ def _plan(gm: GraphModule, config: Config, name: str, passes: Passes = run_pipel
     config = replace(config, measure_matmuls=False, autotune=False)
     of_inner = times_of_inner(gm, inner_graphs(gm, config, name, _planned_within))
     dumps = dump.Dumps(config, name)
-    planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, passes=passes)
+    planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, passes=passes, runs=False)
     assert planned is not None, "there was no cache to take it from"
     return planned.result
 

@@ -77,10 +77,11 @@ def plan_graph(
     kept_order: str | None = None,
     passes: Passes = run_pipeline,
     within: bool = False,
+    runs: bool = True,
 ) -> Planned | None:
     """The stages up to the final schedule, before any code is generated. `inner` knows what calls of inner graphs take.
 
-    within: another graph carries this one.
+    within: another graph carries this one. runs: False for one that is only planned, on torch's fake process group.
     kept_order: this graph was compiled before, with this order of collectives. If every rank has it with the same
     order there is nothing to plan, and None is returned.
     """
@@ -106,7 +107,10 @@ def plan_graph(
             profile = talks.agree_on_profile(profile)
         if pack(gm, _copy_costs(profile)):
             dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
-        transports = Transports.of(gm, config, talks, within) if communication else Transports()
+        transports = Transports()
+        if communication:
+            per_host = None if runs else profile.ranks_per_host
+            transports = Transports.of(gm, config, talks, within, per_host)
         communication = _described(carried(gm, config.safe_communication, transports))
         if transports.exchanges:
             dumps.write("fx", "exchanged", lambda: gm.print_readable(print_output=False))

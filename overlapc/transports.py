@@ -20,6 +20,7 @@ from overlapc.fx.collectives import Collective, find_collectives
 from overlapc.fx.communication import group_of, is_asynchronous
 from overlapc.fx.exchange import exchange_reductions, refusal
 from overlapc.runtime.copies.commands import MOST_RANKS
+from overlapc.runtime.copies.memory import FOLDER
 from overlapc.runtime.copies.pool import open_pools
 from overlapc.runtime.copies.queues import unsupported
 from overlapc.schedule.collectives import COPY, KINDS
@@ -40,10 +41,23 @@ class Transports:
     reasons: dict[str, str] = field(default_factory=dict)  # FX node of a collective that does not -> why
 
     @classmethod
-    def of(cls, gm: GraphModule, config: Config, talks: Compilation | None, within: bool) -> Transports:
-        """What this graph may use. Ranks meet once more if copies are asked for."""
+    def of(
+        cls,
+        gm: GraphModule,
+        config: Config,
+        talks: Compilation | None,
+        within: bool,
+        ranks_per_host: int | None = None,
+    ) -> Transports:
+        """What this graph may use. Ranks meet once more if copies are asked for.
+
+        ranks_per_host: of the machines that the graph is only planned for, with nobody to ask.
+        """
         if config.transport != COPY:
             return cls()
+        if ranks_per_host is not None:
+            ranks = range(dist.get_world_size())
+            return cls(places={rank: {"host": rank // ranks_per_host, "device": rank} for rank in ranks}, wanted=True)
         devices = {
             value.device
             for node in gm.graph.nodes
@@ -148,8 +162,7 @@ def _place(device: torch.device) -> dict[str, object]:
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = boot.read_text().strip() if boot.exists() else os.uname().nodename
     if device.type == "cpu":
-        shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else "/tmp"
-        return {"host": f"{host}/{os.stat(shared).st_dev}", "device": "cpu"}
+        return {"host": f"{host}/{os.stat(FOLDER).st_dev}", "device": "cpu"}
     return {"host": host, "device": str(torch.cuda.get_device_properties(device).uuid)}
 
 

@@ -29,6 +29,7 @@ class Case:
     tp: int = 1
     reshard: bool = True
     passes: str | None = None
+    transport: str = "auto"
 
 
 TWO = (
@@ -36,8 +37,14 @@ TWO = (
     Case("fsdp-keep", dp=2, reshard=False),
     Case("fsdp-no-passes", dp=2, passes="none"),
     Case("tp", tp=2),
+    Case("fsdp-copies", dp=2, transport="copy"),
 )
-FOUR = (Case("hsdp", dp=2, replicas=2), Case("tp-fsdp", dp=2, tp=2))
+FOUR = (
+    Case("hsdp", dp=2, replicas=2),
+    Case("tp-fsdp", dp=2, tp=2),
+    Case("hsdp-copies", dp=2, replicas=2, transport="copy"),
+    Case("tp-fsdp-copies", dp=2, tp=2, transport="copy"),
+)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -82,7 +89,7 @@ def one(case: Case, device: str, expected: float, grads: dict[str, Tensor]) -> d
         for layer in spread.layers:
             overlapc.fully_shard(layer, mesh=axes, reshard_after_forward=case.reshard)
         overlapc.fully_shard(spread, mesh=axes, reshard_after_forward=case.reshard)
-    options = {"rank_timeout": 60, **({"passes": case.passes} if case.passes else {})}
+    options = {"rank_timeout": 60, "transport": case.transport, **({"passes": case.passes} if case.passes else {})}
     step = torch.compile(spread, backend="overlapc", fullgraph=True, options=options)
     parts = case.replicas * case.dp
     part = mesh.get_local_rank("replicate") * case.dp + mesh.get_local_rank("dp")
@@ -115,3 +122,4 @@ def check(outcomes: list[Any], cases: tuple[Case, ...]) -> None:
             assert max(seen["grads"].values()) <= 1e-5, (case.name, seen["grads"])
             assert seen["counters"]["kernels"] > 0
             assert seen["counters"]["collectives"] > 0
+            assert (seen["counters"].get("collectives_by_copies", 0) > 0) == (case.transport == "copy")

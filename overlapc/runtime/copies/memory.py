@@ -19,7 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overlapc.errors import CompileError
 from overlapc.runtime.copies.commands import HEAD_BYTES, Places
+
+FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,7 @@ class SharedOffer:
     """A file in memory, for ranks on CPUs. It has no name any more as soon as all have mapped it."""
 
     def __init__(self, size_bytes: int) -> None:
-        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        handle, name = tempfile.mkstemp(prefix="overlapc-copies-", dir=folder)
+        handle, name = tempfile.mkstemp(prefix="overlapc-copies-", dir=FOLDER)
         self._path = Path(name)
         try:
             os.posix_fallocate(handle, 0, size_bytes)  # or a full /dev/shm would end the process at the first write
@@ -98,5 +100,12 @@ Offer = SharedOffer | SymmetricOffer
 
 
 def offer(size_bytes: int, device: torch.device) -> Offer:
-    """New memory of this rank, its flags at 0. OSError or torch.OutOfMemoryError where there is none."""
-    return SharedOffer(size_bytes) if device.type == "cpu" else SymmetricOffer(size_bytes, device)
+    """New memory of this rank, its flags at 0. CompileError where there is none."""
+    try:
+        return SharedOffer(size_bytes) if device.type == "cpu" else SymmetricOffer(size_bytes, device)
+    except (OSError, RuntimeError) as error:
+        where = f"in {FOLDER}" if device.type == "cpu" else f"on {device}"
+        raise CompileError(
+            f"no {size_bytes} bytes {where} to share with other ranks: {error}"
+            '\nhint: options={"transport": "nccl"} needs none; smaller units of fully_shard need less'
+        ) from error
