@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import sympy
@@ -271,7 +272,9 @@ class PythonWrapper:
         works = 1
         if isinstance(item, Call) and item.starts:
             how = "start"
-            if "reduce_scatter" in str(item.op.target):
+            if isinstance(item.op.target, partial):  # copies, which are no work of gloo's
+                works = 0
+            elif "reduce_scatter" in str(item.op.target):
                 works = len(item.results)
         label = marks.Label(self.program.name, how, item.op.name, works)
         return [f"with mark({str(label)!r}):", *_indented(self._print(item))]
