@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from overlapc import dump
 from overlapc.binding import bind, keeps
 from overlapc.codegen.build import build_program
+from overlapc.codegen.copies import outside_pools
 from overlapc.codegen.parts import split
 from overlapc.codegen.pool import peak_bytes, pooled
 from overlapc.codegen.program import Program
@@ -33,8 +34,10 @@ from overlapc.report.build import graph_record
 from overlapc.report.model import GraphRecord
 from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministic
+from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 from overlapc.tracing import step_of
+from overlapc.units import human_bytes
 from overlapc.warm import graph as warm_graph
 from overlapc.warm.environment import environment_key
 from overlapc.warm.fingerprint import NotCacheable, graph_key
@@ -124,8 +127,9 @@ def _generate(planned: Planned, inner: Mapping[GraphModule, Built], config: Conf
     sources = generate_kernels(schedule, lowered, tuning.sources if tuning is not None else None)
     program = build_program(schedule, lowered, sources, donated=_donated(schedule, config), copies=planned.copies)
     report = graph_record(result, fallbacks=fallbacks_of(result), attention=planned.attention)
-    pools = {each.copies.pool.name: each.copies.pool.bytes for each in planned.copies.values()}
-    report = replace(report, not_copied=planned.not_copied, pool_bytes=sum(pools.values()))
+    report = replace(report, not_copied=planned.not_copied)
+    if planned.copies:
+        report = _with_shared_memory(report, planned)
     if config.memory == "pool":
         program, report = _with_pool(program, report, schedule, lowered)
     # What is within another graph runs as a part of that one's call.
@@ -153,6 +157,22 @@ def _donated(schedule: Schedule, config: Config) -> set[str]:
     return {buffer.name for buffer in schedule.buffers.values() if buffer.freeable}
 
 
+def _with_shared_memory(report: GraphRecord, planned: Planned) -> GraphRecord:
+    """What ranks share for copies is part of the peak."""
+    pools = {each.copies.pool.name: each.copies.pool.bytes for each in planned.copies.values()}
+    shared = sum(pools.values())
+    peak = analyze(outside_pools(planned.result.schedule)).peak_bytes + shared
+    budget = planned.result.schedule.budget_bytes
+    if budget is not None and peak > budget:
+        count("copies_over_budget")
+        warnings.warn(
+            f"{report.name}: {human_bytes(shared)} that ranks share for copies raise the peak to {human_bytes(peak)},"
+            ' over memory_budget\nhint: options={"transport": "nccl"} shares none; smaller units of fully_shard, less',
+            stacklevel=2,
+        )
+    return replace(report, pool_bytes=shared, peak_bytes=peak)
+
+
 def _with_pool(
     program: Program, report: GraphRecord, schedule: Schedule, lowered: LoweredGraph
 ) -> tuple[Program, GraphRecord]:
@@ -162,7 +182,7 @@ def _with_pool(
     if schedule.budget_bytes is not None and peak > schedule.budget_bytes:
         count("pools_over_budget")
         return program, report
-    return on_pool, replace(report, peak_bytes=peak)
+    return on_pool, replace(report, peak_bytes=peak + report.pool_bytes)
 
 
 def _as_it_stands(gm: GraphModule, node: Node) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from overlapc.errors import ScheduleError
 from overlapc.runtime.copies.commands import ALIGNMENT_BYTES
@@ -75,6 +75,18 @@ def copied(
 
     ranks = {group: nodes[0].comm.ranks for group, nodes in starts.items() if nodes[0].comm is not None}
     return on, [Wanted(groups_by_name[group], group, ranks[group], slots[group][1]) for group in sorted(groups)]
+
+
+def outside_pools(schedule: Schedule) -> Schedule:
+    """`schedule` with nothing in what exchanges bring: that lies in pools, which are there all the time."""
+    held = {
+        name
+        for node in schedule.starts()
+        if node.comm is not None and (node.comm.via, node.comm.collective) == (COPY, EXCHANGE)
+        for name in node.writes
+    }
+    buffers = {name: replace(each, bytes=0) if name in held else each for name, each in schedule.buffers.items()}
+    return replace(schedule, buffers=buffers, moved_from=None)
 
 
 def slot_bytes(node: Node) -> int:

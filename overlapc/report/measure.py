@@ -27,6 +27,7 @@ from overlapc.report import record
 from overlapc.report.model import GraphRecord, Measured
 from overlapc.report.record import NothingCompiled, Report
 from overlapc.report.trace_reading import Trace, read_trace, run_times, typical
+from overlapc.runtime.copies.pool import pools_bytes
 from overlapc.runtime.marks import marked
 from overlapc.schedule.model import COMMUNICATION
 from overlapc.schedule.text import parse
@@ -57,7 +58,7 @@ class Measurement:
     ) -> None:
         if self._cuda and error is None:
             torch.cuda.synchronize()
-        peak_bytes = torch.cuda.max_memory_allocated() if self._cuda else None
+        peak_bytes = torch.cuda.max_memory_allocated() + pools_bytes() if self._cuda else None
         self._stack.close()
         if error is not None:
             return

@@ -149,7 +149,9 @@ class StepRecord:
     rank: int = 0
     world_size: int = 1
     graphs: tuple[GraphRecord, ...] = ()
-    measured_peak_bytes: int | None = None  # most that torch's allocator gave out while measuring; None: not a GPU
+    measured_peak_bytes: int | None = (
+        None  # most that torch's allocator gave out while measuring, and pools; None: not a GPU
+    )
 
     @property
     def host_ns(self) -> float | None:

@@ -116,7 +116,7 @@ def facts(graph: GraphRecord) -> Iterator[str]:
     if graph.captured:
         yield f"CUDA graphs  {graph.captured}"
     if graph.pool_bytes:
-        yield f"copies       through {human_bytes(graph.pool_bytes)} a rank that ranks share, beside the peak above"
+        yield f"copies       through {human_bytes(graph.pool_bytes)} a rank that ranks share, part of the peak above"
     if graph.not_copied:
         by_reason: dict[str, list[str]] = {}
         for name, reason in graph.not_copied.items():

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from overlapc.codegen.copies import copied
+from overlapc.codegen.copies import copied, outside_pools
 from overlapc.errors import ScheduleError
 from overlapc.runtime.copies.commands import ALIGNMENT_BYTES, HEAD_BYTES
+from overlapc.schedule.memory import analyze
 from overlapc.schedule.text import parse
 
 STEP = """
@@ -33,6 +34,14 @@ def test_slots_follow_the_lives_of_what_lies_in_them():
     assert [slot.settled for slot in slots] == [-1, 0, 0, 2]
     (each,) = wanted
     assert (each.group, each.name, each.ranks, each.bytes) == ("17", "dp", (0, 1, 2, 3), HEAD_BYTES + 2 * room)
+
+
+def test_the_peak_counts_a_pool_once():
+    one = parse(
+        "g = input : 8KiB; b = all_to_all(g) @dp(4) via copy : 8KiB; w = wait(b); s = kernel(w) : 2KiB; return s"
+    )
+    assert analyze(one).peak_bytes == (8 + 8 + 2) * 1024
+    assert analyze(outside_pools(one)).peak_bytes == (8 + 2) * 1024
 
 
 def test_a_schedule_without_copies_wants_no_pool():

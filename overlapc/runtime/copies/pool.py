@@ -6,8 +6,10 @@ all ranks have met and nothing is in flight, and goes with the last graph that h
 
 from __future__ import annotations
 
+import json
+import secrets
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +41,7 @@ class Pool:
         self.number = 0  # of the collective that was started last
         self.held = 0  # collectives whose memory is in use by a graph that runs
         self.memory: Memory | None = None
+        self.token = ""  # of the memory: equal on all ranks that mapped each other's
         self.queue: Queue = queue_on(device, f"@{name}", lambda rank: f"rank {ranks[rank]}", timeout_s)
         weakref.finalize(self, self.queue.close)
 
@@ -47,9 +50,9 @@ class Pool:
         """Of this rank's memory."""
         return 0 if self.memory is None else self.memory.bytes
 
-    def replaced(self, memory: Memory) -> None:
+    def replaced(self, memory: Memory, token: str) -> None:
         """The pool on new memory, whose flags are at 0. Nothing may be in flight on any rank."""
-        self.memory = memory
+        self.memory, self.token = memory, token
         self.number = 0
 
 
@@ -72,30 +75,30 @@ class Wanted:
 
 
 def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequence[int], tell: Tell) -> dict[str, Pool]:
-    """By name, pools of at least these bytes. `all_ranks` compile this graph; all call this, in the same order."""
-    found: dict[str, Pool] = {}
+    """By name, pools of at least these bytes. `all_ranks` compile this graph; all call this, in the same order.
+
+    New memory is made by all ranks of a group or by none, whatever each of them still has of earlier graphs.
+    """
+    found = {each.name: _pool(each, device) for each in wanted}
+    for pool in found.values():
+        pool.queue.drain()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    mine = {name: [pool.token, pool.bytes] for name, pool in found.items()}
+    told = dict(zip(all_ranks, map(json.loads, tell("pools for copies", json.dumps(mine))), strict=True))
     offers: dict[str, Offer] = {}
     try:
         for each in wanted:
-            key = (each.group, device)
-            pool = _pools.get(key)
-            if pool is None or pool.ranks != each.ranks:
-                pool = _pools[key] = Pool(each.group, each.name, each.ranks, device, _timeout_s(each.group))
-            found[each.name] = pool
-            if pool.held:
-                raise CompileError(f"@{each.name}: a graph is compiled while another one's copies are in flight")
-            pool.queue.drain()
-            if pool.bytes < each.bytes:
+            has = [told[rank].get(each.name) for rank in each.ranks]
+            if any(state != has[0] for state in has) or has[0][1] < each.bytes:
                 offers[each.name] = offer(each.bytes, device)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        # All ranks have drained their queues, and have their new memory, or none goes on.
-        mine = ";".join(f"{name}={made.text}" for name, made in offers.items())
-        told = dict(zip(all_ranks, tell("memory of copies", mine), strict=True))
+        # Nothing is in flight on any rank, and all have their new memory, or none goes on.
+        texts = {name: [made.text, secrets.token_hex(8)] for name, made in offers.items()}
+        told = dict(zip(all_ranks, map(json.loads, tell("memory for copies", json.dumps(texts))), strict=True))
         for name, made in offers.items():
             pool = found[name]
-            texts = [_offered(told, rank, name) for rank in pool.ranks]
-            pool.replaced(made.joined(pool.rank, texts, pool.group))
+            of_group = [told[rank][name] for rank in pool.ranks]
+            pool.replaced(made.joined(pool.rank, [text for text, _ in of_group], pool.group), str(of_group))
         tell("copies can start", "")  # all have mapped all memory: no name is needed any more
     finally:
         for made in offers.values():
@@ -103,11 +106,14 @@ def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequen
     return found
 
 
-def _offered(told: Mapping[int, str], rank: int, name: str) -> str:
-    offers = dict(part.split("=", 1) for part in told[rank].split(";") if part)
-    if name not in offers:
-        raise CompileError(f"rank {rank} does not enlarge its memory for copies @{name}, as this rank does")
-    return offers[name]
+def _pool(wanted: Wanted, device: torch.device) -> Pool:
+    key = (wanted.group, device)
+    pool = _pools.get(key)
+    if pool is None or pool.ranks != wanted.ranks:
+        pool = _pools[key] = Pool(wanted.group, wanted.name, wanted.ranks, device, _timeout_s(wanted.group))
+    if pool.held:
+        raise CompileError(f"@{wanted.name}: a graph is compiled while another one's copies are in flight")
+    return pool
 
 
 def _timeout_s(group: str) -> float:

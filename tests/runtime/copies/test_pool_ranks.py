@@ -227,6 +227,23 @@ def test_a_peer_that_fails_in_flight_is_named_after_the_timeout(how, tmp_path):
     assert float(seconds) < 10
 
 
+def test_ranks_that_kept_different_pools_make_a_new_one_together():
+    assert values_on_ranks(kept_by_one, 3) == [True, True, True]
+
+
+def kept_by_one() -> bool:
+    """Whether results are right where rank 0 alone still holds the pool of an earlier graph."""
+    cases = cases_of(0)
+    copies = made(None, cases, 2)
+    ran(copies, cases, 2)
+    if dist.get_rank():
+        del copies
+        gc.collect()
+    again = made(None, cases, 2)
+    pairs = zip(cases, ran(again, cases, 2), strict=True)
+    return all(torch.equal(a, b) for case, results in pairs for a, b in zip(by_gloo(case), results, strict=True))
+
+
 def test_all_goes_with_the_last_graph_that_holds_it():
     """The thread, the mapping and the pool itself."""
     assert values_on_ranks(let_go, 2) == [[], []]
