@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch.utils.flop_counter import flop_registry
 
 from overlapc.ir.body import Load, Op, Reduce, Scan
@@ -93,25 +94,19 @@ def extern_flops(op: Extern, graph: LoweredGraph) -> int:
     if formula is None:
         return 0
 
-    def shape(leaf: Any) -> Any:
-        return torch.Size(_shape(leaf, graph)) if isinstance(leaf, View) else leaf
+    def plain(leaf: Any) -> Any:
+        if not isinstance(leaf, View):
+            return graph.hint(leaf) if hasattr(leaf, "free_symbols") else leaf
+        size = torch.Size(_shape(leaf, graph))
+        # A formula that was registered with `get_raw` is given tensors, others what torch's wrapper makes of those.
+        return size if hasattr(formula, "__wrapped__") else torch.empty(size, dtype=leaf.dtype, device="meta")
 
-    args = [_plain(arg, graph) if not isinstance(arg, View) else shape(arg) for arg in op.args]
-    kwargs = {name: _plain(arg, graph) for name, arg in op.kwargs.items()}
-    return int(formula(*args, **kwargs, out_val=tree_map(shape, op.result)))
+    args, kwargs, result = (tree_map(plain, tree) for tree in (list(op.args), dict(op.kwargs), op.result))
+    return int(formula(*args, **kwargs, out_val=result))
 
 
 def _shape(view: Any, graph: LoweredGraph) -> tuple[int, ...]:
     return tuple(graph.hint(extent) for extent in view.size)
-
-
-def _plain(tree: Any, graph: LoweredGraph) -> Any:
-    def leaf(value: Any) -> Any:
-        if isinstance(value, View):
-            return torch.Size(_shape(value, graph))
-        return graph.hint(value) if hasattr(value, "free_symbols") else value
-
-    return tree_map(leaf, tree)
 
 
 def _attention_forward(shapes: list[tuple[int, ...]]) -> int:
@@ -141,8 +136,13 @@ _BACKWARD = [
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 ]
 # torch's formulas assert that queries and keys have equally many heads, which grouped-query attention breaks.
+# Flex attention, called as it stands, computes every score, whatever its block mask leaves out.
 _ATTENTION: dict[Any, Callable[[list[tuple[int, ...]]], int]] = {
-    **dict.fromkeys(_FORWARD, _attention_forward),
+    **dict.fromkeys((*_FORWARD, flex_attention), _attention_forward),
     **dict.fromkeys(_BACKWARD, _attention_backward),
+    flex_attention_backward: lambda shapes: _attention_backward([(), *shapes]),
 }
-_ATTENTION_TENSORS: dict[Any, int] = {**dict.fromkeys(_FORWARD, 3), **dict.fromkeys(_BACKWARD, 4)}
+_ATTENTION_TENSORS: dict[Any, int] = {
+    **dict.fromkeys((*_FORWARD, flex_attention, flex_attention_backward), 3),
+    **dict.fromkeys(_BACKWARD, 4),
+}

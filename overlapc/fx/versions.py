@@ -50,9 +50,16 @@ def sized_by_data(op: torch._ops.OpOverload) -> bool:
     return torch.Tag.dynamic_output_shape in op.tags or op is torch.ops.aten._unique.default
 
 
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that `mesh` was sliced from, or itself."""
-    return mesh._get_root_mesh()
+def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh | None:
+    """The mesh of both's axes, `first`'s before `second`'s, as FSDP2 makes it; None where they share ranks otherwise
+    than as axes of one mesh. Axes of meshes that were unflattened are known to no common root by name.
+    """
+    if not (first.mesh_dim_names and second.mesh_dim_names):
+        return None
+    try:
+        return DeviceMesh._concatenate([first, second])
+    except RuntimeError:  # other ranks, or overlapping ones
+        return None
 
 
 def in_backward() -> bool:

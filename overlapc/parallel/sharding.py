@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from overlapc.errors import ConfigError
-from overlapc.fx.versions import StridedShard, root_mesh
+from overlapc.fx.versions import StridedShard, joined_mesh
 from overlapc.parallel.gather import Axis, ShardedParam, ShardGroup, TensorParallel, halved
 
 _post_meshes: weakref.WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]] = weakref.WeakKeyDictionary()
@@ -157,9 +157,9 @@ def _placements(name: str, param: Tensor, mesh: DeviceMesh, dim: int) -> tuple[D
     if not isinstance(param, DTensor):
         return mesh, (*replicate, Shard(dim))
     other = param.device_mesh
-    root = root_mesh(mesh)
     names = (mesh.mesh_dim_names or ()) + (other.mesh_dim_names or ())
-    if root_mesh(other) != root or len(names) != mesh.ndim + other.ndim or len(set(names)) != len(names):
+    joined = joined_mesh(mesh, other) if len(set(names)) == mesh.ndim + other.ndim else None
+    if joined is None:
         raise ConfigError(
             f"fully_shard: parameter {name} is a DTensor on mesh axes {other.mesh_dim_names}, which are not other "
             f"axes of the same mesh as {mesh.mesh_dim_names}; slice both from one init_device_mesh(...)"
@@ -171,7 +171,7 @@ def _placements(name: str, param: Tensor, mesh: DeviceMesh, dim: int) -> tuple[D
         if isinstance(placement, Shard) and placement.dim == dim:
             split *= other.size(axis)
     placed: Placement = StridedShard(dim, split_factor=split) if split > 1 else Shard(dim)
-    return root[names], (*replicate, placed, *param.placements)
+    return joined, (*replicate, placed, *param.placements)
 
 
 def _tensor_parallel(param: DTensor, mesh: DeviceMesh) -> TensorParallel | None:
@@ -179,7 +179,7 @@ def _tensor_parallel(param: DTensor, mesh: DeviceMesh) -> TensorParallel | None:
     names = (param.device_mesh.mesh_dim_names or ())[mesh.ndim :]
     if not names:
         return None
-    other = root_mesh(mesh)[names]
+    other = param.device_mesh[names]  # of the parameter's own mesh: a root may not know its axes by these names
     return TensorParallel(other, tuple(param.placements[mesh.ndim :]), param.shape, tuple(param.stride()))
 
 

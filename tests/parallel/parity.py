@@ -44,6 +44,7 @@ class Case:
     divide: float = 0.0  # what gradients are divided by, if not the number of ranks
     ends: bool = False  # the embedding is a group of its own, the last norm and the head are one together
     fsdp2: str = ""  # FSDP2's fully_shard: "adopt" takes it over, "hooks" leaves it as it is
+    unflattened: bool = False  # the mesh is cut from one of one axis that knows none of the names, as torchtitan does
     experts: str = ""  # "even", "uneven": a mixture of experts over all ranks in place of Tiny
     adam: bool = False
     tolerance: float = 2e-5
@@ -75,7 +76,8 @@ FOUR = (
     Case("to fewer ranks", dp=4, how={"reshard_after_forward": 2}),
     Case("hsdp accumulate", dp=2, replicas=2, micro=2),
     Case("tp + fsdp", dp=2, tp=2, how={"mp_policy": HALF}, root={"mp_policy": HALF_ROOT}, tolerance=2e-2),
-    Case("adopt tp + fsdp", dp=2, tp=2, fsdp2="adopt", sizes={"ac": "around"}),
+    Case("tp + fsdp, unflattened", dp=2, tp=2, unflattened=True),
+    Case("adopt tp + fsdp", dp=2, tp=2, fsdp2="adopt", sizes={"ac": "around"}, unflattened=True),
     Case("experts", dp=4, experts="even"),
     Case("experts on groups of their own", dp=2, replicas=2, experts="even"),
 )
@@ -145,7 +147,12 @@ def full(tensor: Tensor) -> Tensor:
 def compare(case: Case, device: str, steps: int = 10) -> dict[str, Any]:
     """The largest relative differences of losses and of gradients, and what was compiled."""
     sizes = (case.replicas, case.dp, case.tp)
-    mesh = init_device_mesh(device, sizes, mesh_dim_names=("replicate", "dp", "tp"))
+    names = ("replicate", "dp", "tp")
+    if case.unflattened:
+        world = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("world",))
+        mesh = world._unflatten(0, sizes, names)
+    else:
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
     theirs_model = spread(case, mesh, fsdp2.fully_shard)
     theirs = train(case, theirs_model, theirs_model, mesh, steps)
     model = spread(case, mesh, fsdp2.fully_shard if case.fsdp2 else fully_shard)
