@@ -111,8 +111,9 @@ class _Builder:
                 self._launch(op, dying)
             elif isinstance(op, Wait):
                 # A bucket arrives as one: who waits for a part has waited for all. Each wait costs the device a gap.
-                together = waits.pop(self.schedule.started.get(at, at), [])
-                self.instructions += self._waits(self.schedule.start_of(node).name if together else "", together)
+                start = self.schedule.started.get(at)
+                together = waits.pop(at if start is None else start, [])
+                self.instructions += self._waits(None if start is None else self.schedule.nodes[start].name, together)
             elif node.name in self.copies:
                 self._call(self._by_copies(op, self.copies[node.name]), True)
             else:
@@ -131,9 +132,9 @@ class _Builder:
             self.graph.constants,
         )
 
-    def _waits(self, start: str, waits: list[Wait]) -> list[Instruction]:
-        by = self.copies.get(start)
-        if by is None:
+    def _waits(self, start: str | None, waits: list[Wait]) -> list[Instruction]:
+        by = None if start is None else self.copies.get(start)
+        if by is None or not waits:
             return [WaitFor(self._variable(each.source.buffer), each) for each in waits]
         return [WaitFor(self._variable(waits[0].source.buffer), waits[0], partial(by.copies.wait, by.index))]
 

@@ -43,7 +43,7 @@ class Pool:
         self.memory: Memory | None = None
         self.token = ""  # of the memory: equal on all ranks that mapped each other's
         self.queue: Queue = queue_on(device, f"@{name}", lambda rank: f"rank {ranks[rank]}", timeout_s)
-        weakref.finalize(self, self.queue.close)
+        weakref.finalize(self, self.queue.close).atexit = False  # which would wait for peers that may be gone
 
     @property
     def bytes(self) -> int:
