@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ class FSDPModule(Controls):
     """Mixed into the class of every module given to `fully_shard`: casts around forward, and marks by its frame that
     one runs."""
 
-    _overlapc_group: ShardGroup | None
+    _overlapc_groups: tuple[ShardGroup, ...]
     _overlapc_input_dtype: torch.dtype | None
     _overlapc_output_dtype: torch.dtype | None
     _overlapc_pending: Pending  # gradients that the next forward's backward has to reduce
@@ -95,9 +95,9 @@ def no_sync(module: FSDPModule) -> Iterator[None]:
         sync(True)
 
 
-def group_of(module: nn.Module) -> ShardGroup | None:
-    """The group that a `fully_shard` call on `module` made, or None."""
-    return module.__dict__.get("_overlapc_group")
+def groups_of(module: nn.Module) -> tuple[ShardGroup, ...] | None:
+    """The groups that a `fully_shard` call on `module` made, one for each mesh; None if there was no such call."""
+    return module.__dict__.get("_overlapc_groups")
 
 
 def managed(module: nn.Module) -> dict[str, ShardedParam]:
@@ -118,16 +118,17 @@ def manage(module: nn.Module, params: dict[str, ShardedParam]) -> None:
 
 def make_group(
     module: nn.Module,
-    group: ShardGroup | None,
+    groups: Sequence[ShardGroup],
     input_dtype: torch.dtype | None,
     output_dtype: torch.dtype | None,
     part: int = 0,
 ) -> None:
     """Let calls of `module` cast their floating inputs and outputs and count as forward.
 
-    group: None if `module` has no parameters. part: which of the group's modules it is.
+    groups: one for each mesh that parameters of `module` lie on, none if it has no parameters. part: which of the
+    groups' modules it is.
     """
-    module.__dict__["_overlapc_group"] = group
+    module.__dict__["_overlapc_groups"] = tuple(groups)
     module.__dict__["_overlapc_part"] = part
     module.__dict__["_overlapc_input_dtype"] = input_dtype
     module.__dict__["_overlapc_output_dtype"] = output_dtype
@@ -138,8 +139,7 @@ def make_group(
 def name_groups(root: nn.Module) -> None:
     """Let every group at or below `root` know the paths of its modules."""
     for path, module in root.named_modules():
-        group = group_of(module)
-        if group is not None:
+        for group in groups_of(module) or ():
             group.paths[module.__dict__["_overlapc_part"]] = path
 
 

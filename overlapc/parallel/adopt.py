@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from overlapc.errors import ConfigError
 from overlapc.fx.versions import fsdp2_groups, fsdp2_state, release_fsdp2
 from overlapc.parallel.access import FSDPModule, make_group, manage, name_groups
 from overlapc.parallel.controls import divided_by
-from overlapc.parallel.gather import ShardedParam
+from overlapc.parallel.gather import ShardedParam, ShardGroup
 from overlapc.parallel.sharding import Sharding, group_on
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -32,8 +33,8 @@ def adopt_fsdp2(model: _Module) -> _Module:
 
     Call it after all `fully_shard` calls, before `torch.compile`. Nothing is copied or communicated.
 
-    Raises ConfigError when FSDP2 manages no module here, and for what has no counterpart: CPU offload, several
-    meshes in one call, all-gather extensions, replicated (DDP) parameters.
+    Raises ConfigError when FSDP2 manages no module here, and for what has no counterpart: CPU offload, all-gather
+    extensions, replicated (DDP) parameters.
     """
     states = {id(state): state for module in model.modules() if (state := fsdp2_state(module)) is not None}
     if not states:
@@ -50,20 +51,27 @@ def adopt_fsdp2(model: _Module) -> _Module:
 def _why_none(model: nn.Module) -> str:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return "overlapc manages it already"
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        return (
+            "it is wrapped in DistributedDataParallel, which shards nothing and reduces in hooks of autograd. In place"
+            " of that wrapper, overlapc.fully_shard(model, mesh) on a mesh of (ranks, 1), with mesh_dim_names="
+            "('replicate', 'shard'), keeps all parameters on each rank and reduces gradients in the graph"
+        )
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return (
             "it is wrapped in FSDP1's FullyShardedDataParallel; shard it with overlapc.fully_shard, or with"
             " torch.distributed.fsdp.fully_shard, instead"
         )
-    return "call it after torch.distributed.fsdp.fully_shard, or call overlapc.fully_shard in its place"
+    return (
+        "call it after torch.distributed.fsdp.fully_shard, or call overlapc.fully_shard in its place. Where a trainer"
+        " shards the model, call it on what the trainer prepared (accelerate: after accelerator.prepare)"
+    )
 
 
 def _refuse(state: Any, paths: dict[nn.Module, str]) -> None:
     """ConfigError, before anything was changed, for what cannot be taken over."""
     where = paths.get(state._modules[0]) or "the model"
     groups = fsdp2_groups(state)
-    if len(groups) > 1:
-        raise ConfigError(f"adopt_fsdp2: parameters of {where} lie on several meshes; call fully_shard for each")
     for group in groups:
         if group.mesh_info.shard_mesh_dim is None:
             raise ConfigError(
@@ -89,12 +97,13 @@ def _adopt(state: Any) -> None:
     for group in fsdp2_groups(state):
         group._to_sharded()
     release_fsdp2(state)  # first: it gives modules their own classes back, on which ours are made
-    ours = None  # stays so where inner calls took all parameters
+    found: list[ShardGroup] = []  # one a mesh; none where inner calls took all parameters
     for group in fsdp2_groups(state):
         mesh = group.mesh_info.mesh
         ours = group_on(mesh, _reshard_after_forward(state, group))
         sharding = Sharding(mesh, ours, policy)
         ours.paths = [""] * len(modules)
+        found.append(ours)
         for param in group.fsdp_params:
             info = param._module_info
             dim = param.fsdp_placement.dim
@@ -105,7 +114,7 @@ def _adopt(state: Any) -> None:
             _manage(info, sharded)
     cast = policy.param_dtype if policy.cast_forward_inputs else None
     for part, module in enumerate(modules):
-        make_group(module, ours, cast, policy.output_dtype, part)
+        make_group(module, found, cast, policy.output_dtype, part)
 
 
 def _manage(info: Any, sharded: ShardedParam) -> None:

@@ -55,8 +55,7 @@ class Controls:
         changed = _modules(self, recurse)
         _refuse_unreduced("set_reshard_after_forward", changed)
         for module in changed:
-            group = module.__dict__.get("_overlapc_group")
-            if group is not None:
+            for group in module.__dict__.get("_overlapc_groups", ()):
                 group.reshard_after_forward, group.post = reshard_after_forward, None
         _describe_anew(changed, lambda param: param)
 
@@ -96,7 +95,7 @@ def _modules(control: Any, recurse: bool) -> list[nn.Module]:
     while pending:
         module = pending.pop()
         found.append(module)
-        pending += [child for child in module.children() if "_overlapc_group" not in child.__dict__]
+        pending += [child for child in module.children() if "_overlapc_groups" not in child.__dict__]
     return found
 
 

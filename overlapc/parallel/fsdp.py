@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from overlapc.errors import ConfigError
-from overlapc.parallel.access import group_of, make_group, manage, managed, name_groups
+from overlapc.parallel.access import groups_of, make_group, manage, managed, name_groups
 from overlapc.parallel.gather import ShardedParam
 from overlapc.parallel.replaced import replace_by, replaced_by
 from overlapc.parallel.sharding import Sharding, group_on
@@ -92,7 +92,7 @@ def fully_shard(
 
     cast = policy.param_dtype if policy.cast_forward_inputs else None
     for part, each in enumerate(modules):
-        make_group(each, group, cast, policy.output_dtype, part)
+        make_group(each, [group], cast, policy.output_dtype, part)
         name_groups(each)
     return module
 
@@ -105,7 +105,7 @@ def _checked(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     for module in modules:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"fully_shard: {module!r} is no module")
-        if group_of(module) is not None:
+        if groups_of(module) is not None:
             raise ConfigError(f"fully_shard: this {type(module).__name__} is already sharded; call it once a module")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise ConfigError(f"fully_shard: {type(module).__name__} has no forward; shard the modules in it")
@@ -156,7 +156,7 @@ def _own_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[int, str, nn.Modu
         pending = [("", root)]
         while pending:
             path, module = pending.pop()
-            if id(module) in seen or (module is not root and group_of(module) is not None):
+            if id(module) in seen or (module is not root and groups_of(module) is not None):
                 continue
             seen.add(id(module))
             yield part, path, module

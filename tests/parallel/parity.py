@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
 import overlapc
@@ -45,6 +46,7 @@ class Case:
     ends: bool = False  # the embedding is a group of its own, the last norm and the head are one together
     fsdp2: str = ""  # FSDP2's fully_shard: "adopt" takes it over, "hooks" leaves it as it is
     unflattened: bool = False  # the mesh is cut from one of one axis that knows none of the names, as torchtitan does
+    placed: bool = False  # experts are put on their own mesh by a placement function, not by a call of their own
     experts: str = ""  # "even", "uneven": a mixture of experts over all ranks in place of Tiny
     adam: bool = False
     tolerance: float = 2e-5
@@ -55,6 +57,9 @@ def on_dim_1(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.ndim == 2 else None
 
 
+ADOPT_PLACED = Case(
+    "adopt experts on a mesh of their own", dp=2, replicas=2, experts="even", fsdp2="adopt", placed=True
+)
 TWO = (
     Case("reshard", dp=2, adam=True, tolerance=1e-4),
     Case("keep", dp=2, how={"reshard_after_forward": False}),
@@ -80,7 +85,15 @@ FOUR = (
     Case("adopt tp + fsdp", dp=2, tp=2, fsdp2="adopt", sizes={"ac": "around"}, unflattened=True),
     Case("experts", dp=4, experts="even"),
     Case("experts on groups of their own", dp=2, replicas=2, experts="even"),
+    *((ADOPT_PLACED,) if hasattr(_fsdp_common, "ShardPlacementResult") else ()),  # torch 2.11 has one mesh a call
 )
+
+
+def placement(experts: set[nn.Parameter], mesh: DeviceMesh, others: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """Where FSDP2 is to shard each parameter: experts over all of `mesh`, others over the last axis of `others`."""
+    own = _fsdp_common.FSDPMeshInfo(mesh, 0)
+    default = _fsdp_common.HSDPMeshInfo(others, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return lambda param: _fsdp_common.ShardPlacementResult(Shard(0), own if param in experts else default)
 
 
 def spread(case: Case, mesh: DeviceMesh, apply: Callable[..., Any]) -> nn.Module:
@@ -105,7 +118,9 @@ def spread(case: Case, mesh: DeviceMesh, apply: Callable[..., Any]) -> nn.Module
         if case.ends:
             inner += [(model.embed, axes), ([model.norm, model.head], axes)]
         if isinstance(model, MoE) and case.replicas > 1:  # every replica has all experts, and shards each over replicas
-            inner = [(model.experts, mesh["replicate"])]
+            inner = [] if case.placed else [(model.experts, mesh["replicate"])]
+        if case.placed:
+            ignored = {"shard_placement_fn": placement(set(model.experts.parameters()), mesh["replicate"], axes)}
         for module, its_axes in inner:
             apply(module, mesh=its_axes, **case.how)
         apply(model, mesh=axes, **{**case.how, **case.root}, **ignored)

@@ -60,6 +60,8 @@ def test_what_cannot_be_taken_over_says_what_to_do_instead():
         adopt_fsdp2(adopt_fsdp2(fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh)))
     with pytest.raises(ConfigError, match="FSDP1's FullyShardedDataParallel"):
         adopt_fsdp2(fsdp2.FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")))
+    with pytest.raises(ConfigError, match=r"wrapped in DistributedDataParallel.*\(ranks, 1\)"):
+        adopt_fsdp2(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))
     offload = fsdp2.CPUOffloadPolicy(pin_memory=False)
     with pytest.raises(ConfigError, match="leave out offload_policy"):
         adopt_fsdp2(fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=offload))
