@@ -327,6 +327,8 @@ class PythonWrapper:
             return repr(value)
         if isinstance(value, torch.memory_format):
             return str(value)
+        if isinstance(value, torch._ops.OpOverload):  # what a wrapping op calls; the graph may call it, too
+            return self._target(value)
         return self._object(value, "object")
 
     def _view(self, view: View) -> str:

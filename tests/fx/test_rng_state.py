@@ -1,5 +1,6 @@
 """Operators under a checkpoint that draw random numbers, or only seem to."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -54,4 +55,21 @@ def test_a_checkpoint_repeats_the_numbers_that_torch_draws():
         torch.manual_seed(0)
         loss = run(x, w)
         results.append((loss, *torch.autograd.grad(loss, (x, w))))
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("wrapper", ["python", "fx"])
+def test_an_operator_is_called_within_a_checkpoint_and_outside_of_it(wrapper):
+    def function(x):
+        inside = checkpoint(lambda q: F.dropout(q, 0.5) * q, x, use_reentrant=False)
+        return (inside + F.dropout(x, 0.4)).square().sum()
+
+    x = torch.randn(8, 16, requires_grad=True)
+    options = {"fallback_random": True, "wrapper": wrapper, "warm_start": False}
+    torch._dynamo.reset()
+    results = []
+    for run in (function, torch.compile(function, backend="overlapc", options=options)):
+        torch.manual_seed(0)
+        loss = run(x)
+        results.append((loss, *torch.autograd.grad(loss, x)))
     torch.testing.assert_close(results[1], results[0])
