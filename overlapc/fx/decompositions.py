@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
-from torch.utils._pytree import tree_map
 
 from overlapc.fx.random import random_decompositions
 from overlapc.fx.top_k import topk_of_groups
@@ -39,6 +38,7 @@ KEPT = (
     aten.addmm,
     aten.baddbmm,
     aten.masked_fill,
+    aten.select_scatter,  # its decomposition has the dtype that both tensors promote to, not the first one's
     aten.var,
     aten.var_mean,
     aten.index_put,
@@ -81,6 +81,18 @@ BROKEN_UP = (
     aten.view_copy,
     aten.index_add,
 )
+_NORMS = (
+    aten.native_layer_norm,
+    aten.native_group_norm,
+    aten.native_batch_norm,
+    aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_functional,
+    aten._native_batch_norm_legit_no_training,
+    aten._batch_norm_with_update,
+    aten._batch_norm_with_update_functional,
+    aten._batch_norm_no_update,
+)
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @lru_cache(None)
@@ -92,7 +104,14 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
     kept = {getattr(packet, overload) for packet in KEPT for overload in packet.overloads()}
     table = {**core_aten_decompositions(), **get_decompositions(BROKEN_UP)}
     backward = aten.native_group_norm_backward.default
-    table[backward] = in_float32(table[backward])
+    table[backward] = group_norm_backward(table[backward])
+    for loss in (aten.huber_loss.default, aten.soft_margin_loss.default):
+        table[loss] = in_the_first_dtype(table[loss])
+    for packet in _NORMS:
+        for overload in packet.overloads():
+            rule = table.get(getattr(packet, overload))
+            if rule is not None and overload != "out":
+                table[getattr(packet, overload)] = with_parameters_in_float32(rule)
     table[aten.nll_loss_backward.default] = nll_loss_backward
     table[aten._foreach_norm.Scalar] = norms
     table[aten.topk.default] = topk_of_groups
@@ -134,15 +153,46 @@ def nll_loss_backward(
     return picked * grad_output
 
 
-def in_float32(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """`rule`, computing in float32 on tensors of low precision, as eager's kernels do; results in their precision."""
+def in_the_first_dtype(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """`rule`, its result in the dtype of the first tensor, as eager's, not in the one that all tensors promote to."""
 
     @wraps(rule)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        low = [arg.dtype for arg in args if isinstance(arg, Tensor) and arg.dtype in (torch.float16, torch.bfloat16)]
-        if not low:
-            return rule(*args, **kwargs)
-        widened = [arg.float() if isinstance(arg, Tensor) else arg for arg in args]
-        return tree_map(lambda out: out.to(low[0]) if isinstance(out, Tensor) else out, rule(*widened, **kwargs))
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return rule(x, *args, **kwargs).to(x.dtype)
+
+    return call
+
+
+def with_parameters_in_float32(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A normalization's `rule`; statistics of a low-precision tensor beside float32 parameters are float32, as eager's.
+
+    torch's own rounds them on a CPU, whatever the parameters are.
+    """
+
+    @wraps(rule)
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        others = [arg.dtype for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
+        if x.dtype not in _LOW_PRECISION or torch.float32 not in others:
+            return rule(x, *args, **kwargs)
+        out, *statistics = rule(x.float(), *args, **kwargs)
+        return (out.to(x.dtype), *statistics)
+
+    return call
+
+
+def group_norm_backward(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """`rule`, computing in float32 on tensors of low precision, as eager's kernels do; gradients as their tensors."""
+
+    @wraps(rule)
+    def call(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, *args: Any) -> Any:
+        if x.dtype not in _LOW_PRECISION:
+            return rule(grad, x, mean, rstd, weight, *args)
+        widened = [None if arg is None else arg.float() for arg in (grad, x, mean, rstd, weight)]
+        of_x, *of_parameters = rule(*widened, *args)
+        dtype = x.dtype if weight is None else weight.dtype
+        return (
+            None if of_x is None else of_x.to(x.dtype),
+            *(None if gradient is None else gradient.to(dtype) for gradient in of_parameters),
+        )
 
     return call
