@@ -18,7 +18,7 @@ from overlapc.binding import environment_of, keeps, kept_step, next_number
 from overlapc.config import Config
 from overlapc.errors import OverlapcError
 from overlapc.fx.versions import compiled_autograd, runs_under_ddp, runs_under_fsdp2
-from overlapc.runtime.async_inputs import not_waited_for, plain_examples, waits_first
+from overlapc.runtime.async_inputs import arrived, not_waited_for, plain_examples, tensors_of_tensors, waits_first
 from overlapc.runtime.triton_launch import get_ready
 from overlapc.warm.fingerprint import NotCacheable, user_graph_key
 
@@ -57,12 +57,16 @@ def overlapc(
             _look_at_gathers(gm)
         number = next_number()
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
-        late = not_waited_for(example_inputs)
-        if late:
+        late, within = not_waited_for(example_inputs), tensors_of_tensors(example_inputs)
+        if late or within:
+            if "cuda" in devices:
+                get_ready(config.cache_dir)
             from overlapc import compilation
 
             examples = plain_examples(example_inputs, late)
-            return waits_first(compilation.compile_step(gm, examples, config, number, None), late)
+            with arrived(examples, within):
+                step = compilation.compile_step(gm, examples, config, number, None)
+            return waits_first(step, late, within)
         key = _step_key(gm, example_inputs, config, devices)
         if key is not None and torch._dynamo.config.caching_precompile:
             from overlapc import precompile
@@ -72,7 +76,7 @@ def overlapc(
         kept = kept_step(key, config, number) if key is not None else None
         if kept is not None:
             return kept
-        if any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs):
+        if "cuda" in devices:
             get_ready(config.cache_dir)  # while this process imports the compiler and traces
         from overlapc import compilation
 

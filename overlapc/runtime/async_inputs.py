@@ -1,41 +1,148 @@
 """Results of collectives that nobody has waited for yet, as inputs of a compiled graph.
 
 Outside of graphs a functional collective returns an `AsyncCollectiveTensor`, which waits when it is first used. Such
-tensors reach a graph where tensor parallelism goes on across a graph break, or where each block is compiled by itself.
-What they hold is no part of autograd's graph, and torch 2.13 hands just that to AOTAutograd: the input then seems to
-need no gradient, and what was computed before the graph gets none. So they are waited for before, in sight of autograd.
+tensors reach a graph where tensor parallelism goes on across a graph break, or where each block is compiled by itself:
+bare, or within a DTensor. A graph computes with the memory of what they hold, which may not have arrived.
+
+What a bare one holds is no part of autograd's graph, and torch 2.13 hands just that to AOTAutograd: the input then
+seems to need no gradient, and what was computed before the graph gets none. So it is waited for before, in sight of
+autograd.
+Of one within another tensor autograd knows only the outer tensor, which stays what it is: what arrived takes the place
+of the collective within it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def not_waited_for(inputs: Sequence[Any]) -> tuple[int, ...]:
-    """Positions of the inputs that are such results."""
-    collectives = sys.modules.get("torch.distributed._functional_collectives")
-    if collectives is None:
+    """Positions of the inputs that are such results themselves."""
+    kind = _kind()
+    return () if kind is None else tuple(at for at, value in enumerate(inputs) if isinstance(value, kind))
+
+
+def tensors_of_tensors(inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Positions of the other inputs that hold tensors, as DTensors do: among these there may be such results."""
+    kind = _kind()
+    if kind is None:
         return ()
-    return tuple(at for at, value in enumerate(inputs) if isinstance(value, collectives.AsyncCollectiveTensor))
+    return tuple(
+        at for at, value in enumerate(inputs) if is_traceable_wrapper_subclass(value) and not isinstance(value, kind)
+    )
+
+
+def _kind() -> Any:
+    """AsyncCollectiveTensor; None in a process without functional collectives."""
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    return None if collectives is None else collectives.AsyncCollectiveTensor
 
 
 def plain_examples(inputs: Sequence[Any], late: Sequence[int]) -> list[Any]:
     """`inputs` as the graph will see them: plain tensors in place of the `late` ones."""
     examples = list(inputs)
+    contexts = _contexts()
     for at in late:
-        examples[at] = inputs[at].elem.detach().requires_grad_(inputs[at].requires_grad)
+        given = inputs[at]
+        examples[at] = given.elem.detach().requires_grad_(given.requires_grad)
+        context = contexts.get(given)
+        if context is not None:  # which sizes Dynamo took as symbols
+            contexts[examples[at]] = context.inner_contexts["elem"]
     return examples
 
 
-def waits_first(step: Callable[..., Any], late: Sequence[int]) -> Callable[..., Any]:
-    """`step`, with its `late` inputs waited for before it is called."""
+def _contexts() -> Any:
+    """By tensor, what Dynamo noted of each input that it has traced."""
+    found = torch._guards.TracingContext.try_get()
+    return {} if found is None else found.tensor_to_context
+
+
+@contextmanager
+def arrived(examples: Sequence[Any], within: Iterable[int]) -> Iterator[None]:
+    """The tensors at the positions `within` hold what their collectives gave while they are traced.
+
+    Afterwards they hold the collectives again, for which Dynamo checks the guards that it has just made.
+    """
+    contexts = _contexts()
+    before: list[tuple[Any, str, Any]] = []
+    noted: list[tuple[Any, Any]] = []
+    for at in within:
+        held = list(_collectives_in(examples[at]))
+        if not held:
+            continue
+        before += held
+        context = contexts.get(examples[at])
+        if context is not None:
+            noted.append((examples[at], context))
+            contexts[examples[at]] = _arrived_context(examples[at], context)
+        wait_within(examples[at])
+    try:
+        yield
+    finally:
+        for holder, name, collective in before:
+            setattr(holder, name, collective)
+        for example, context in noted:
+            contexts[example] = context
+
+
+def _arrived_context(value: Any, context: Any) -> Any:
+    """What Dynamo noted of `value`, without the collectives within it."""
+    kind = _kind()
+    inner = dict(context.inner_contexts)
+    for name in value.__tensor_flatten__()[0]:
+        part = getattr(value, name)
+        if isinstance(part, kind):
+            inner[name] = inner[name].inner_contexts["elem"]
+        elif is_traceable_wrapper_subclass(part):
+            inner[name] = _arrived_context(part, inner[name])
+    return replace(context, inner_contexts=inner)
+
+
+def _collectives_in(value: Any) -> Iterator[tuple[Any, str, Any]]:
+    """(holder, attribute, collective) for each that `value` holds, however deep."""
+    kind = _kind()
+    for name in value.__tensor_flatten__()[0]:
+        part = getattr(value, name)
+        if isinstance(part, kind):
+            yield value, name, part
+        elif is_traceable_wrapper_subclass(part):
+            yield from _collectives_in(part)
+
+
+def _tensors_in(value: Any) -> tuple[str, ...]:
+    """The attributes of `value` that are tensors."""
+    return tuple(name for name in value.__tensor_flatten__()[0] if isinstance(getattr(value, name), Tensor))
+
+
+def wait_within(value: Any) -> None:
+    """Puts what arrived in the place of each collective that `value` holds."""
+    for holder, name, collective in list(_collectives_in(value)):
+        setattr(holder, name, collective.trigger_wait())
+
+
+def waits_first(step: Callable[..., Any], late: Sequence[int], within: Sequence[int]) -> Callable[..., Any]:
+    """`step`, with its `late` inputs waited for before it is called, and what the inputs at `within` hold, too."""
+    held: list[tuple[int, tuple[str, ...]]] | None = None
 
     def call(*inputs: Any) -> Any:
+        nonlocal held
+        if held is None:
+            held = [(at, _tensors_in(inputs[at])) for at in within]
+        for at, names in held:
+            value = inputs[at]
+            for name in names:
+                if type(getattr(value, name)) is not Tensor:  # most hold plain tensors, and there may be hundreds
+                    wait_within(value)
+        if not late:
+            return step(*inputs)
         given = list(inputs)
         for at in late:
             given[at] = _Waited.apply(inputs[at])

@@ -1,21 +1,31 @@
-"""A compiled module after an eager tensor-parallel one: its input is a collective that nobody has waited for.
+"""A compiled module after an eager tensor-parallel one: its input is or holds a collective that nobody waited for yet.
 
 On real ranks, because torch's fake process group leaves what a reduce-scatter makes as it is before torch 2.13.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
-from overlapc.runtime.async_inputs import not_waited_for
+from overlapc.runtime.async_inputs import not_waited_for, wait_within
 from tests.ranks import values_on_ranks
 
 
@@ -59,3 +69,103 @@ def test_without_gradients_it_is_waited_for_too(ranks: list[dict[str, Any]]):
     for seen in ranks:
         eager, compiled = seen["without"]
         torch.testing.assert_close(compiled, eager)
+
+
+class Block(nn.Module):
+    """Sequence-parallel, as torchtitan's are: its input is a DTensor, and so is what it gives."""
+
+    def __init__(self, width: int, checkpointed: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.branch, x, use_reentrant=False) if self.checkpointed else self.branch(x)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 16, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(24, width)
+        self.blocks = nn.ModuleList(Block(width, checkpointed) for _ in range(2))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 24)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def parallel_model(checkpointed: bool) -> Model:
+    torch.manual_seed(0)
+    model, mesh = Model(checkpointed=checkpointed), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    held = {"use_local_output": False}
+    plan: dict[str, Any] = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), **held),
+        "norm": SequenceParallel(**held),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    of_block: dict[str, Any] = {
+        "norm": SequenceParallel(**held),
+        "inner": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), **held),
+        "inner.0": ColwiseParallel(**held),
+        "inner.2": RowwiseParallel(output_layouts=Shard(1), **held),
+    }
+    parallelize_module(model, mesh, plan)
+    for block in model.blocks:
+        parallelize_module(block, mesh, of_block)
+    return model
+
+
+def trained(rank: int, backend: str, checkpointed: bool) -> dict[str, Any]:
+    """Losses and gradients of three steps; what the first block's input held."""
+    torch._dynamo.reset()
+    model = parallel_model(checkpointed)
+    held = []
+    model.blocks[0].register_forward_pre_hook(lambda _, given: held.append(type(given[0]._local_tensor)))
+    for block in model.blocks if backend else ():
+        block.compile(backend=backend, fullgraph=True)
+    numbers = []
+    for step in range(3):
+        tokens = (torch.arange(32).view(2, 16) * (step + 5)) % 24
+        dist.barrier()
+        if rank == 1 and step:
+            time.sleep(0.1)  # so that nothing can have arrived on rank 0 when its first block begins
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        gradients = [parameter.grad.to_local() + 0 for parameter in model.parameters()]
+        numbers.append((loss.detach(), gradients))
+        model.zero_grad()
+    return {"numbers": numbers, "held": held}
+
+
+def block_by_block() -> dict[bool, list[dict[str, Any]]]:
+    rank = dist.get_rank()
+    return {ac: [trained(rank, backend, ac) for backend in ("", "overlapc")] for ac in (False, True)}
+
+
+@pytest.fixture(scope="module")
+def by_block() -> list[dict[bool, list[dict[str, Any]]]]:
+    return values_on_ranks(block_by_block, 2)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+def test_blocks_wait_for_what_a_dtensor_holds(by_block: list[dict[bool, list[dict[str, Any]]]], checkpointed: bool):
+    for rank in by_block:
+        eager, compiled = rank[checkpointed]
+        assert AsyncCollectiveTensor in eager["held"]
+        torch.testing.assert_close(compiled["numbers"], eager["numbers"])
+
+
+def test_a_collective_is_found_however_deep_it_lies():
+    late = AsyncCollectiveTensor(torch.full((3,), 2.0))
+    outer = TwoTensor(TwoTensor(torch.ones(3), late), TwoTensor(torch.ones(3), torch.ones(3)))
+    wait_within(outer)
+    assert type(outer.a.b) is Tensor
+    assert torch.equal(outer.a.b, late.elem)
