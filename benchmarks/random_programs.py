@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one program (shrinking has --shrink)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no program later than this")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="judge what can be judged within so many")
     parser.add_argument("--shrink", type=float, default=60, help="most seconds spent on making one failure small")
     parser.add_argument("--beside-inductor", action="store_true", help="say of each failure whether Inductor is right")
     parser.add_argument("--report", type=Path, help="a file of JSON lines, one a failure")
@@ -101,14 +101,16 @@ def feed(
             break
         if worker is None:
             worker = Worker(options)
-        result = worker.judge(seed, options.limit, options.limit + 3 * options.shrink + 60)
-        if result is None or worker.done >= 60:  # what a process has compiled stays in its memory
+        result = worker.judge(seed, options.limit, 3 * options.limit + 3 * options.shrink, ends)
+        lost = result is None or result.pop("unfinished", False)
+        if lost or worker.done >= 60:  # what a process has compiled stays in its memory
             worker.end()
         if result is None:
+            if worker.timed_out and time.monotonic() >= ends:
+                break
             kind = "timeout" if worker.timed_out else "crash"
             result = {"seed": seed, "kind": kind, "message": worker.last_words(), "seconds": options.limit}
-            worker = None
-        elif worker.done >= 60:
+        if lost or worker.done >= 60:
             worker = None
         results.append(result)
         if result["kind"] not in RIGHT:
@@ -139,25 +141,27 @@ class Worker:
         )
         self.done, self.timed_out = 0, False
 
-    def judge(self, seed: int, limit: float, limit_with_shrinking: float) -> dict[str, Any] | None:
-        """None if the process died or took too long."""
+    def judge(self, seed: int, limit: float, limit_to_shrink: float, ends: float) -> dict[str, Any] | None:
+        """None if the process died or took too long; if it did while it made a failure small, that failure."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{seed}\n".encode())
         self.process.stdin.flush()
         if self.done == 0:
             limit += 60  # starting
-        line = self.line(limit)
-        if line == b"shrinking\n":
-            line = self.line(limit_with_shrinking)
         self.done += 1
-        return json.loads(line) if line.startswith(b"{") else None
+        line = self.line(min(limit, ends - time.monotonic()))
+        result = json.loads(line) if line.startswith(b"{") else None
+        if result and result.get("unfinished"):
+            line = self.line(min(limit_to_shrink, ends - time.monotonic()))
+            result = json.loads(line) if line.startswith(b"{") else result
+        return result
 
     def line(self, seconds: float) -> bytes:
         assert self.process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
-            if not selector.select(seconds):
+            if not selector.select(max(0.0, seconds)):
                 self.timed_out = True
                 return b""
         return self.process.stdout.readline()
@@ -198,7 +202,8 @@ def verdict_on(seed: int, options: argparse.Namespace, out: Any) -> dict[str, An
     result |= {"dynamic": program.dynamic, "backward": bool(program.leaves)}
     if not verdict.wrong:
         return result
-    print("shrinking", file=out, flush=True)
+    first = result | {"unfinished": True, "program": asdict(program), "code": program.code(), "seconds": 0}
+    print(json.dumps(first), file=out, flush=True)
     by_inductor = partial(judge, compiler=inductor)
     if options.beside_inductor:
         beside = by_inductor(program, options.device)
