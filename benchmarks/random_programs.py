@@ -130,7 +130,7 @@ class Worker:
     def __init__(self, options: argparse.Namespace) -> None:
         given = ["--device", options.device, "--shrink", str(options.shrink)]
         given += ["--beside-inductor"] if options.beside_inductor else []
-        environment = {"OMP_NUM_THREADS": "1", "OVERLAPC_WARM_START": "0", **os.environ}
+        environment = {"OMP_NUM_THREADS": "1", "OVERLAPC_WARM_START": "0", "MALLOC_PERTURB_": "85", **os.environ}
         self.errors = (Path(os.environ.get("TMPDIR", "/tmp")) / f"random_programs_{os.getpid()}_{id(self)}").open("w+b")
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker", *given],
