@@ -179,6 +179,8 @@ def work(options: argparse.Namespace) -> int:
     """Reads seeds, writes verdicts."""
     import torch
 
+    import overlapc  # noqa: F401 (registers the backend, also where the package is not installed)
+
     logging.disable(logging.WARNING)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     out = os.fdopen(os.dup(1), "w")

@@ -36,6 +36,8 @@ DTYPES = {
     "BOOL": 0.8,
 }
 RANDOM = re.compile(r"dropout|rand_like|randn_like|bernoulli")
+# What torch's checkpoint does not take in compiled code, or what a second run would do again.
+NOT_RECOMPUTED = ("change", "breaks", "loop", "random_numbers", "conditional")
 LARGEST = 6000  # elements of a tensor
 RUNTIME = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, AttributeError, AssertionError)
 
@@ -43,21 +45,18 @@ RUNTIME = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError,
 class Author:
     """Holds what is written so far and every variable's value, for each of the sizes."""
 
-    def __init__(self, seed: int, device: str = "cpu", dynamic: bool | None = None, changing: bool = True) -> None:
+    def __init__(self, seed: int, dynamic: bool | None = None) -> None:
         self.random = random.Random(seed)
-        self.device = device
         self.dynamic = self.random.random() < 0.3 if dynamic is None else dynamic
         self.special = self.random.random() < 0.12
         self.length = self.random.randrange(20, 46)
         self.setup: list[str] = []
         self.body: list[str] = []
-        self.fixed: set[str] = set()  # leaves that need gradients: not changed in place
         self.used: set[str] = set()
         self.count = 0
         self.scope: list[list[str]] = [[]]  # variables in reach; the last are those of the innermost function
         self.spaces: list[dict[str, Any]] = []
         self.in_block = 0
-        self.changing = changing
 
     # What statements ask for.
 
@@ -103,7 +102,7 @@ class Author:
         return self.tensor(0, lambda x: x.dtype == torch.bool)
 
     def changeable(self) -> str:
-        if self.in_block or not self.changing:
+        if self.in_block:
             raise NotHere
         return self.tensor(0, lambda x: not (x.requires_grad and x.is_leaf))
 
@@ -175,7 +174,7 @@ class Author:
         """Fresh values of the inputs; False if they cannot be made."""
         self.spaces = []
         for call, _ in self.worlds():
-            space = namespace(self.device)
+            space = namespace("cpu")
             space.update(call)
             self.spaces.append(space)
             if not self.run_in(space, noisy=False, text="\n".join(self.setup)):
@@ -194,7 +193,7 @@ class Author:
             else:
                 exec(text, space)
             for name in self.names():  # autograd forbids what reads some views whose base has changed
-                _ = name in space and space[name].requires_grad
+                _ = name in space and (space[name].requires_grad, space[name].is_leaf)
         except RUNTIME:
             return False
         return True
@@ -243,12 +242,12 @@ class Author:
         """One statement more; False if what was tried did not run."""
         kinds = {name: weight for name, (weight, _) in STATEMENTS.items()}
         name = self.weighted(kinds)
-        if self.in_block and name in ("change", "breaks", "loop", "random_numbers"):
+        if self.in_block and name in NOT_RECOMPUTED:
             return False
         before = self.count
         try:
             text = STATEMENTS[name][1](self)
-        except NotHere:
+        except (NotHere, RuntimeError):  # autograd forbids even to look at some views
             return False
         made = [x for x in dict.fromkeys(re.findall(r"^\s*(v\d+) =", text, re.MULTILINE)) if int(x[1:]) > before]
         if name == "checkpointed":
@@ -333,23 +332,24 @@ def backward_runs(program: Program, device: str) -> bool:
 
 
 def draw(seed: int, device: str = "cpu", dynamic: bool | None = None) -> Program:
-    """The program of this seed."""
+    """The program of this seed; written on a CPU, where an index out of bounds is an exception, for any device."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        author = Author(seed, device, dynamic)
+        author = Author(seed, dynamic)
         author.draw_inputs()
         while not author.prepare():
             author.setup = []
             author.draw_inputs()
         author.scope[0].extend(re.findall(r"^(x\d+) =", "\n".join(author.setup), re.MULTILINE))
-        author.fixed = {name for name in author.names() if author.value(name).is_leaf}
         tries = 0
         while len(author.body) < author.length and tries < 6 * author.length:
             author.write()
             tries += 1
         program = Program(tuple(author.setup), tuple(author.body), author.results(), author.dynamic, author.options())
-        while not backward_runs(program, device):
+        while not backward_runs(program, "cpu"):
             program = less_changed(program)
+        if device != "cpu" and not backward_runs(program, device):
+            return draw(seed + 2**32, device, dynamic)  # an op that this device has no kernel for
         return program
 
 

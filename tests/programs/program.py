@@ -31,6 +31,8 @@ def gradients(results, arguments, leaves):
 if __name__ == "__main__":
     import sys
 
+    import overlapc  # registers the backend
+
     backend = sys.argv[1] if len(sys.argv) > 1 else "overlapc"
     options = OPTIONS if backend == "overlapc" else None
     compiled = torch.compile(f, backend=backend, dynamic=DYNAMIC, options=options)
