@@ -191,7 +191,7 @@ class Walk:
         if comm is not None or is_wait(node):
             return self._communicate(node, args, kwargs, comm)
         if is_view(node) and isinstance(args[0], View):
-            if self._is_described(args[0], value):
+            if self._is_described(args[0], value) and not self._starts_at_callers_memory(node, args[0]):
                 return self._view(node, args[0], value)
             # Memory reuse must never meet a result that shares memory without saying so.
             return self.context.extern(owned(target), args, kwargs, pure=True)
@@ -275,6 +275,16 @@ class Walk:
             and leaf.is_neg() == origin.is_neg()
             for leaf in torch.utils._pytree.tree_leaves(value)
         )
+
+    def _starts_at_callers_memory(self, node: Node, base: View) -> bool:
+        """Whether a view counts its offset from where an input's memory begins.
+
+        How far into its memory an input lies is no part of what graphs are compiled for: nothing guards it, and a
+        tangent need not lie where it did while tracing. Only the call itself, given the tensor, knows.
+        """
+        if node.target is not aten.as_strided.default or self.graph.root(base.buffer) not in self.graph.inputs:
+            return False
+        return (node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")) is not None
 
     def _argument_value(self, node: Node) -> torch.Tensor:
         first = node.args[0]

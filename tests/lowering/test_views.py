@@ -102,3 +102,27 @@ def test_inputs_that_carry_a_negative_or_conjugate_bit(change):
     found_arguments = arguments()
     torch.testing.assert_close(compiled(function)(*found_arguments), expected)
     torch.testing.assert_close(found_arguments, (negative, conjugate))
+
+
+def test_a_view_counts_from_where_the_callers_memory_begins():
+    def function(x):
+        return x.as_strided((2,), (1,), 1) * 2, x[1:].as_strided((3,), (2,), 0) + x.sum()
+
+    memory = torch.arange(40.0)
+    torch._dynamo.reset()
+    compiled_once = torch.compile(function, backend="overlapc")
+    for x in (memory[6:16].clone(), memory[6:16], memory[:10], memory[8:18]):  # no guard tells them apart
+        for got, wanted in zip(compiled_once(x), function(x), strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_a_gradients_view_counts_from_where_the_gradients_memory_begins():
+    def function(x):
+        return torch.as_strided_scatter(x, x.flatten()[:2], (2,), (1,), 1)
+
+    x = torch.randn(7, 6)[1:].requires_grad_()  # so is the result while tracing, the gradient below is not
+    gradient = torch.randn(6, 6)
+    wanted = torch.autograd.grad(function(x), x, gradient)[0]
+    torch._dynamo.reset()
+    (got,) = torch.autograd.grad(torch.compile(function, backend="overlapc")(x), x, gradient)
+    assert torch.equal(got, wanted)
