@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from overlapc.estimators.workloads import (
     attend,
     attention_inputs,
     calls_for,
+    gathers_together,
     launcher,
     operands,
     random,
@@ -226,7 +226,7 @@ class Measurement:
         wholes = [torch.zeros(shard.numel() * ranks, dtype=dtype, device=self.device) for shard in shards]
         size = sum(whole.nbytes for whole in wholes)
         calls = calls_for(size, self.clock)
-        together = partial(group.allgather_into_tensor_coalesced, wholes, shards)
+        together = gathers_together(group, wholes, shards, self.device)
         flat = launcher("all_gather", group, size, dtype, self.device)
         together_ns = agreed(collective_ns(self.clock, together, calls), self.device)
         flat_ns = agreed(collective_ns(self.clock, flat, calls), self.device)

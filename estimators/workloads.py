@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlapc.estimators.clock import Clock, Launch
+from overlapc.estimators.clock import Clock, Launch, wait_all
 from overlapc.estimators.effort import MIB, Attention
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -75,6 +76,19 @@ def launcher(
     if collective == "broadcast":
         return lambda: group.broadcast(whole, 0)
     raise ValueError(f"no collective {collective!r}")
+
+
+def gathers_together(
+    group: dist.ProcessGroup, wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], device: torch.device
+) -> Launch:
+    """Puts a gather of each of `shards` in flight, as a graph's bucket does (on the host: runtime/collectives.py)."""
+
+    def apart() -> dist.Work:
+        *works, last = [group._allgather_base(whole, shard) for whole, shard in zip(wholes, shards, strict=True)]
+        wait_all(works)
+        return last
+
+    return apart if device.type == "cpu" else partial(group.allgather_into_tensor_coalesced, list(wholes), list(shards))
 
 
 def agreed(value: float, device: torch.device) -> float:

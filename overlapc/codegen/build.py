@@ -52,7 +52,9 @@ from overlapc.ir.ops import (
     given_to,
     loops_of,
     named_in,
+    views_in,
 )
+from overlapc.runtime.collectives import SAFE_ON_HOST
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 
@@ -116,8 +118,10 @@ class _Builder:
                 self.instructions += self._waits(None if start is None else self.schedule.nodes[start].name, together)
             elif node.name in self.copies:
                 self._call(self._by_copies(op, self.copies[node.name]), True)
+            elif isinstance(op, Start):
+                self._call(_as_started(op.call), True)
             else:
-                self._call(op.call if isinstance(op, Start) else op, isinstance(op, Start))
+                self._call(op, False)
             self._free(dying)
             self._release(dying)
         self._give_back()
@@ -323,6 +327,12 @@ class _Builder:
         if self.spare:
             self.instructions.append(Free(tuple(self.spare.values())))
             self.spare = {}
+
+
+def _as_started(call: Extern) -> Extern:
+    """`call`, by what starts it safely on the host."""
+    on_host = all(view.layout.device.type == "cpu" for view in views_in(call.arguments))
+    return replace(call, target=SAFE_ON_HOST.get(call.target, call.target)) if on_host else call
 
 
 def _paths(tree: Any, path: tuple[int, ...]) -> list[tuple[View | Handle, tuple[int, ...]]]:

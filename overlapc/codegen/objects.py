@@ -45,7 +45,16 @@ def text_of(value: Any) -> str:
 
 
 _MODULES = frozenset(
-    {"torch", "operator", "_operator", "math", "builtins", "overlapc.runtime.philox", "overlapc.runtime.support"}
+    {
+        "torch",
+        "operator",
+        "_operator",
+        "math",
+        "builtins",
+        "overlapc.runtime.collectives",
+        "overlapc.runtime.philox",
+        "overlapc.runtime.support",
+    }
 )
 
 

@@ -34,6 +34,7 @@ from overlapc.codegen.program import (
 )
 from overlapc.ir.ops import Handle, Layout, Provenance, View, buffers_written, views_in
 from overlapc.runtime import marks
+from overlapc.runtime.collectives import gathers_apart
 
 # What every printed module may call, by `objects.rebuild`.
 _KNOWN: Mapping[str, str] = {
@@ -177,7 +178,7 @@ class PythonWrapper:
         if isinstance(item, Call):
             return self._tracking_call(item, lines)
         if isinstance(item, WaitFor):
-            return [*lines, f"life.waited({item.variable!r}, {item.variable})"]
+            return [*lines, *([f"life.waited({item.variable!r}, {item.variable})"] if item.by is None else [])]
         if isinstance(item, Free):
             return [f"life.freeing({_by_name(item.variables)})", *lines, f"life.freed({list(item.variables)!r})"]
         if isinstance(item, Return):
@@ -189,6 +190,8 @@ class PythonWrapper:
         given = self._variables(view.buffer for view in views_in(item.op.arguments))
         written = self._variables(view.buffer for view in item.op.mutates)
         results = [name for name, _ in item.results]
+        if isinstance(item.op.target, partial):  # copies, in memory that the pool of a group keeps
+            return [*lines, f"life.lent({_by_name(results)})"]
         arrived = [] if item.op.out else [f"life.arrived({name!r}, {name})" for name in results]
         if item.starts:
             waited = [name for name in (*results, *written) if name in self.waited]
@@ -274,7 +277,7 @@ class PythonWrapper:
             how = "start"
             if isinstance(item.op.target, partial):  # copies, which are no work of gloo's
                 works = 0
-            elif "reduce_scatter" in str(item.op.target):
+            elif "reduce_scatter" in str(item.op.target) or item.op.target is gathers_apart:
                 works = len(item.results)
         label = marks.Label(self.program.name, how, item.op.name, works)
         return [f"with mark({str(label)!r}):", *_indented(self._print(item))]

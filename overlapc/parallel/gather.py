@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from overlapc.errors import ConfigError
 from overlapc.fx.labels import ParamLabel, annotate
+from overlapc.runtime.collectives import gather_apart
 
 _ops = torch.ops._c10d_functional
 
@@ -222,7 +223,9 @@ def _gather(shard: Tensor, param: ShardedParam) -> Tensor:
     if param.uneven:
         full = _pad(full, param.chunk)
     if axis.size > 1:
-        full = _ops.wait_tensor(_ops.all_gather_into_tensor(full.contiguous(), axis.size, axis.group))
+        # Not in a graph, where every tensor is a subclass of torch's: the gather that gloo's threads may share.
+        gather = gather_apart if type(full) is Tensor and full.device.type == "cpu" else _ops.all_gather_into_tensor
+        full = _ops.wait_tensor(gather(full.contiguous(), axis.size, axis.group))
     if param.dim:
         full = full.unflatten(0, (axis.size, -1)).movedim(0, param.dim).flatten(param.dim, param.dim + 1)
     if param.uneven:

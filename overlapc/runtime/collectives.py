@@ -1,8 +1,16 @@
-"""Collectives that torch has no op for."""
+"""Collectives that torch has no op for, or none that is safe.
+
+gloo runs a process group's collectives on two threads. When one is done, its thread notes the name of the operation in
+a string of the group, without a lock (`ProcessGroupGloo::runLoop`, torch 2.11 to 2.13). Names of up to 15 letters are
+kept within the string. `_c10d_functional`'s gathers run as ALLGATHER_COALESCED, whose 19 letters are memory of their
+own: two threads that end collectives at the same time free it twice or write to it when it is freed, and the process
+dies of "malloc(): unaligned tcache chunk detected" long after. `all_gather_into_tensor_out` runs as ALLGATHER.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,3 +31,24 @@ def all_gather_bytes_coalesced(inputs: Sequence[Tensor], group_size: int, group_
         each.view(tensor.dtype).flatten(0, 1) if tensor.dim() else each.view(tensor.dtype)
         for each, tensor in zip(gathered, inputs, strict=True)
     ]
+
+
+def gather_apart(tensor: Tensor, group_size: int, group_name: str) -> Tensor:
+    """`all_gather_into_tensor` of a tensor on the host, under a name that gloo's threads may share."""
+    part = tensor if tensor.dim() else tensor.view(1)
+    whole = part.new_empty((group_size * part.shape[0], *part.shape[1:]))
+    gathered: Tensor = _c10d.all_gather_into_tensor_out(part, group_size, group_name, out=whole)
+    return gathered
+
+
+def gathers_apart(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
+    """`all_gather_into_tensor_coalesced` of tensors on the host, of any dtypes: gloo gathers each by itself."""
+    return [gather_apart(tensor, group_size, group_name) for tensor in inputs]
+
+
+SAFE_ON_HOST: Mapping[Any, Callable[..., Any]] = {
+    _c10d.all_gather_into_tensor.default: gather_apart,
+    _c10d.all_gather_into_tensor_coalesced.default: gathers_apart,
+    all_gather_bytes_coalesced: gathers_apart,
+}
+"""What stands in a program for an op that starts a collective of tensors on the host."""

@@ -112,6 +112,13 @@ class Lifecycle:
         if isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta":
             self._add(name, value)
 
+    def lent(self, values: Mapping[str, object]) -> None:
+        """These are in memory that somebody else keeps."""
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                self._given.setdefault(_key(value), _weak(value))
+                self._add(name, value)
+
     def reused(self, name: str, tensor: Tensor) -> None:
         """`name` is new memory, or that of an argument that nobody else holds."""
         self._not_in_flight(name, _place(tensor), "takes memory over")
