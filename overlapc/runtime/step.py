@@ -112,7 +112,8 @@ def _differentiable(plan: StepPlan, forward: Call, backward: Call) -> Step:
                 grads.clear()
             if sizes:
                 arguments[:0] = ctx.sizes
-            # Of a backward inside of a compiled function Dynamo would trace what is generated already.
+            # Of a backward inside of a compiled function Dynamo would trace what is generated already. The setting is
+            # the thread's own, and who sets it owns the reference to what was set before, as Dynamo's own code does.
             evaluates = set_eval_frame(None)
             try:
                 if torch.is_grad_enabled():  # create_graph=True
@@ -124,7 +125,8 @@ def _differentiable(plan: StepPlan, forward: Call, backward: Call) -> Step:
 
     skip(Step.backward)  # marks its code only: no wrapper
     # The engine calls these two in torch 2.11 to 2.13, which look `backward` up and call it. On a GPU that happens on
-    # another thread than forward's: every Python function less spares a core some cold memory.
+    # another thread than forward's: every Python function less spares a core some cold memory. They look the name up at
+    # each call, on a class that is this step's alone and that owns what is set here.
     for entry in ("apply", "apply_boxed"):
         setattr(Step._backward_cls, entry, Step.backward)
     # What `Step.apply` ends in. Before that it unwraps tensors that functorch left behind, which Dynamo's guards on

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.testing._internal.two_tensor import TwoTensor
@@ -16,9 +19,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 from overlapc.backend import overlapc as overlapc_backend
 from overlapc.errors import OverlapcError
 from overlapc.runtime import support
+from overlapc.runtime.collectives import gather_apart
 from overlapc.runtime.counters import counted
 from overlapc.runtime.step import StepPlan, Tangent, step_function
 from overlapc.warm.watch import of_plain_tensors
+from tests.ranks import values_on_ranks
 
 
 @pytest.fixture
@@ -340,6 +345,49 @@ def test_what_python_holds_is_counted_whoever_evaluates_frames(evaluates: bool |
         assert not call([], True)
     finally:
         set_eval_frame(prior)
+
+
+def test_the_frame_evaluator_changes_hands_without_losing_references():
+    """What backward does, on its own thread as on a GPU."""
+
+    def callback(*_: object) -> None:
+        """Never called: no frame is entered while it is set."""
+
+    def swap(times: int) -> None:
+        for _ in range(times):
+            prior = set_eval_frame(callback)
+            evaluates = set_eval_frame(None)
+            set_eval_frame(evaluates)
+            set_eval_frame(prior)
+
+    before = sys.getrefcount(callback)
+    swap(1000)
+    thread = threading.Thread(target=swap, args=(1000,))
+    thread.start()
+    thread.join()
+    assert sys.getrefcount(callback) == before
+
+
+def test_what_a_collectives_thread_holds_is_not_taken_over_while_it_writes():
+    taken = values_on_ranks(_taking_over_what_arrived, 2)
+    assert all(sum(each) for each in taken), "some are taken over: gloo's thread has let go of them by then"
+
+
+def _taking_over_what_arrived() -> list[bool]:
+    """Whether each gathered tensor's memory was taken over; what is then written there stays."""
+    group, taken = dist.group.WORLD.group_name, []
+    for number in range(200):
+        arrived = gather_apart(torch.full((1000,), float(number)), 2, group)
+        torch.ops._c10d_functional.wait_tensor(arrived)
+        assert (arrived == number).all()
+        address = arrived.data_ptr()
+        mine = support.reused(arrived, (2000,), (1,), torch.float32)
+        taken.append(mine.data_ptr() == address)
+        mine.fill_(-1)
+        time.sleep(1e-4 * (number % 3))
+        assert (mine == -1).all()
+        del arrived, mine
+    return taken
 
 
 @pytest.mark.parametrize("wrapper", ["python", "fx"])
