@@ -54,38 +54,45 @@ class _Rewriter:
         self._eager_dropout = eager_dropout
         self._count = 0
 
-    def graph(self, gm: GraphModule, given: Mapping[int, Grid]) -> None:
-        """given: what is known of inputs, by place."""
+    def graph(self, gm: GraphModule, given: Mapping[int, Grid]) -> set[int]:
+        """given: what is known of inputs, by place. Returns the places of which that is true at the end, too."""
         positions = Positions()
         changed = False
-        for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-            if place in given:
-                positions.learn(node, given[place])
+        inputs = gm.graph.find_nodes(op="placeholder")
+        for place, grid in given.items():
+            positions.learn(inputs[place], grid)
+        chosen = any("sdp" in _name(node) for node in gm.graph.nodes)  # kernels, by a context within the graph
         for node in gm.graph.nodes:
             if node.target is torch.nn.functional.scaled_dot_product_attention:
-                changed |= self._attention(node, positions)
+                changed |= self._attention(node, positions, share=not chosen)
             elif node.op == "call_function" and getattr(node.target, "__name__", "") in _INNER:
                 self._inner(gm, node, positions)
             else:
                 positions.visit(node)
         if changed:
             gm.recompile()
+        return {place for place, grid in given.items() if positions.grid(inputs[place]) is grid}
 
     def _inner(self, gm: GraphModule, node: fx.Node, positions: Positions) -> None:
         """A graph that `node` calls: a checkpointed part of the model, say."""
         body, *operands = node.args
-        if not isinstance(body, fx.Node) or body.op != "get_attr":
-            return
-        inner = getattr(gm, str(body.target), None)
+        inner = getattr(gm, str(body.target), None) if isinstance(body, fx.Node) and body.op == "get_attr" else None
         calls = [
-            user for each in gm.graph.find_nodes(op="get_attr") if each.target == body.target for user in each.users
+            user
+            for each in gm.graph.find_nodes(op="get_attr")
+            for user in each.users
+            if isinstance(body, fx.Node) and each.target == body.target
         ]
-        if isinstance(inner, GraphModule) and calls == [node]:  # what several calls share is traced for all of them
-            known = {place: positions.grid(each) for place, each in enumerate(operands)}
-            self.graph(inner, {place: grid for place, grid in known.items() if grid is not None})
+        if not isinstance(inner, GraphModule) or calls != [node]:  # what several calls share is traced for all of them
+            positions.visit(node)
+            return
+        found = {place: positions.grid(each) for place, each in enumerate(operands)}
+        known = {place: grid for place, grid in found.items() if grid is not None}
+        for place in known.keys() - self.graph(inner, known):
+            positions.forget(operands[place])  # type: ignore[arg-type]
 
-    def _attention(self, node: fx.Node, positions: Positions) -> bool:
-        """Whether `node` was rewritten; notes why or why not."""
+    def _attention(self, node: fx.Node, positions: Positions, *, share: bool) -> bool:
+        """Whether `node` was rewritten; notes why or why not. share: keys may be given as they were before repeats."""
         arguments = dict(zip(_PARAMETERS, node.args, strict=False)) | node.kwargs
         mask = arguments.get("attn_mask")
         why, outcome = _verdict(arguments, positions)
@@ -94,7 +101,7 @@ class _Rewriter:
         rewrite = mask is not None and outcome in (CAUSAL, FULL)
         if rewrite:
             arguments |= {"attn_mask": None, "is_causal": outcome == CAUSAL}
-        if arguments.get("attn_mask") is None:
+        if share and arguments.get("attn_mask") is None:
             rewrite |= _share_keys(arguments)
         self._count += 1
         custom = dict(node.meta.get("custom") or {})

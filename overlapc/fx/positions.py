@@ -77,10 +77,13 @@ class Positions:
 
     def visit(self, node: fx.Node) -> None:
         """Takes note of the value of the next node, in the order of the graph, and of what it changes in place."""
-        value = node.meta.get("example_value")
-        if node.op not in ("call_function", "call_method"):
+        if node.op not in ("call_function", "call_method", "call_module"):
             return
-        name = _name(node)
+        if not _is_torchs(node):
+            for given in node.all_input_nodes:  # which it may write into
+                self.forget(given)
+            return
+        value, name = node.meta.get("example_value"), _name(node)
         changed = _changed(node, name)
         if changed is not None:
             self._change(node, name.removesuffix("_"), changed)
@@ -88,14 +91,14 @@ class Positions:
             grid = self._grid_of(node, name, value)
             if grid is not None:
                 self._known[node] = grid
-        elif not _is_torchs(node):
-            for given in node.all_input_nodes:  # which may write into it
-                self._forget(given)
 
     def _grid_of(self, node: fx.Node, name: str, value: Tensor) -> Grid | None:
         try:
             given = [self._argument(each) for each in node.args]
             named = {key: self._argument(each) for key, each in node.kwargs.items()}
+            given = [*(named.pop(key) for key in ("input", "self") if key in named), *given]
+            if not given and name not in _MADE_OF_NOTHING:
+                return None
             size = tuple(map(self.extent, value.shape))
             return Grid(size, _of_dtype(_RULES[name](given, named, size), value.dtype))
         except UnknownValue:
@@ -108,11 +111,12 @@ class Positions:
         whole = grid is not None and all(self._known[each] is grid for each in names)
         known = whole and isinstance(value, Tensor) and name in _RULES
         after = self._grid_of(node, name, value) if known else None  # type: ignore[arg-type]
-        self._forget(changed)
+        self.forget(changed)
         if after is not None:
             self._known |= dict.fromkeys([*names, node], after)
 
-    def _forget(self, node: fx.Node) -> None:
+    def forget(self, node: fx.Node) -> None:
+        """Nothing is known any more of what lies in the memory of `node`."""
         memory = _memory(node)
         for each in [each for each in self._known if _memory(each) == memory]:
             del self._known[each]
@@ -529,7 +533,7 @@ def _difference(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr,
     source, before = given[0], named.get("prepend")
     if len(given) > 1 or not named.keys() <= {"dim", "prepend"} or not isinstance(source, Grid):
         raise UnknownValue
-    dim = int(named.get("dim", -1)) % len(size)
+    dim = int(named["dim"]) % len(size) if isinstance(named.get("dim"), sympy.Integer) else len(size) - 1
     if not isinstance(before, Grid) or before.size[dim] != 1 or len(before.size) != len(source.size):
         raise UnknownValue
 
@@ -583,6 +587,7 @@ def _gathered(source: Grid, picked: Sequence[Grid]) -> At:
     return at
 
 
+_MADE_OF_NOTHING = ("ones", "zeros", "full")  # sizes may be named arguments
 _RULES: dict[str, Rule] = {
     "arange": _arange,
     **dict.fromkeys(("ones", "ones_like", "new_ones"), _filled(1.0, 0)),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.utils.checkpoint import checkpoint
 
@@ -221,6 +222,16 @@ def changed_through_a_view(q: Tensor) -> Tensor:
     return mask
 
 
+@torch.compiler.allow_in_graph
+def tril(n: int) -> Tensor:
+    """Not torch's function of this name."""
+    return torch.ones(n, n, dtype=torch.bool).triu()
+
+
+def by_a_function_of_a_known_name(q: Tensor) -> Tensor:
+    return tril(N)
+
+
 def changed_by_an_index(q: Tensor) -> Tensor:
     mask = torch.ones(N, N, dtype=torch.bool).tril()
     mask[0, 3] = True
@@ -234,7 +245,8 @@ def of_other_bits(q: Tensor) -> Tensor:
 
 OTHER: list[Mask] = [
     window, window_of_either_side, strictly_before, by_chunk, anti_causal, weakly_additive, with_a_bias, by_head,
-    of_the_data, of_two_sequences_in_a_row, changed_through_a_view, changed_by_an_index, of_other_bits,
+    of_the_data, of_two_sequences_in_a_row, changed_through_a_view, changed_by_an_index,
+    by_a_function_of_a_known_name, of_other_bits,
 ]  # fmt: skip
 
 
@@ -332,6 +344,16 @@ def test_keys_that_heads_share_are_not_copied(repeat, found):
     (node,) = rewritten(lambda q, k, v: attention(q, repeat(k), repeat(v), attn_mask=by_tril(q)), q, k, v)
     assert become(node) == "causal"
     assert bool(node.kwargs.get("enable_gqa")) is found
+
+
+def test_keys_are_copied_where_the_model_chooses_the_kernel():
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return attention(q, repeated(k), repeated(v), attn_mask=by_tril(q))
+
+    (node,) = rewritten(attend, *qkv(kv_heads=2))
+    assert become(node) == "causal"
+    assert not node.kwargs.get("enable_gqa")
 
 
 def test_keys_are_copied_where_the_mask_stays():
