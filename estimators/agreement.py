@@ -55,6 +55,7 @@ class Party:
     ) -> None:
         """`run` tells apart jobs over one store, such as elastic restarts; equal on all ranks."""
         self.meetings = Meetings(store, rank, tuple(ranks), run)
+        self.agreed: dict[Any, Any] = {}  # graph -> what was agreed on, for who compiles it again for other sizes
         self._compilations = itertools.count(1)
 
     def compilation(self, label: str, timeout_s: float) -> Compilation:

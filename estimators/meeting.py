@@ -251,5 +251,6 @@ def _missing(
         f"{name_ranks(missing)} did not reach {at} within {timeout_s:g} s{where}"
         "a rank that died, is stuck, or skips a compilation keeps the others waiting: see its output; "
         'if it is only slow, raise options={"rank_timeout": seconds}; if sizes of inputs change on some ranks alone, '
-        "only these compile again: torch.compile(..., dynamic=True) on all of them makes one graph for all sizes"
+        "these compile again alone, which they may only where no collective depends on these sizes: drop or pad such"
+        " batches (drop_last=True), or torch.compile(..., dynamic=True) on all ranks makes one graph for all sizes"
     )

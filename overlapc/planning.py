@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import fx
 from torch.fx import GraphModule, Node
 
 from overlapc import dump
@@ -21,11 +22,12 @@ from overlapc.codegen.bucket import merge_starts
 from overlapc.codegen.copies import Copied
 from overlapc.config import Config
 from overlapc.context import context_of
-from overlapc.estimators.agreement import Compilation, party
+from overlapc.estimators.agreement import Compilation, Party, party
 from overlapc.estimators.base import Estimator, estimate_schedule
 from overlapc.estimators.canonical import canonical_lines
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.roofline import Roofline
+from overlapc.following import Agreed, agreed_on, follow, key_of
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.build import to_schedule
 from overlapc.fusion.combo import kind_of, one_launch
@@ -48,6 +50,7 @@ from overlapc.passes.run import Result, run_pipeline
 from overlapc.profile import profile_of
 from overlapc.report.drawing import to_dot
 from overlapc.report.walk import walk_through
+from overlapc.runtime.counters import count
 from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
 from overlapc.transports import Transports, carried
 
@@ -65,6 +68,7 @@ class Planned:
     not_copied: Mapping[str, str] = field(default_factory=dict)  # collectives that were to go by copies -> why not
     attention: Mapping[str, int] = field(default_factory=dict)  # what the report says of it, and of how many calls
     attention_counts: Mapping[str, int] = field(default_factory=dict)
+    agreed: Agreed | None = None  # what ranks agreed on, of a graph that communicates
 
 
 def plan_graph(
@@ -95,54 +99,111 @@ def plan_graph(
     if attention:
         dumps.write("fx", "attention", lambda: "\n".join(f"{calls} {what}" for what, calls in attention.items()))
     communication = _described(find_collectives(gm.graph, config.safe_communication))
-    with _talks(communication, config, name) as talks:
-        if talks is not None:
-            lines = canonical_lines(gm.graph, GroupNames(gm.graph).__getitem__)
-            if not talks.agree_on_graph(lines, kept_order or ""):
-                kept_order = None
-        if kept_order is not None:
+    stages = partial(_stages, gm, name=name, dumps=dumps, inner=inner, within=within, runs=runs)
+    members = _members(communication, config)
+    key = key_of(name, [(node.name, found.comm) for node, found in communication.items()]) if members else None
+    agreed = members.agreed.get(key) if members is not None and config.transport != "copy" else None
+    planned = None
+    if agreed is not None:
+        if kept_order == agreed.order:
             return None
-        profile = profile_of(config, device_types(gm))
-        if talks is not None:
-            profile = talks.agree_on_profile(profile)
-        if pack(gm, _copy_costs(profile)):
-            dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
-        transports = Transports()
-        if communication:
-            per_host = None if runs else profile.ranks_per_host
-            transports = Transports.of(gm, config, talks, within, per_host)
-        communication = _described(carried(gm, config.safe_communication, transports))
-        if transports.exchanges:
-            dumps.write("fx", "exchanged", lambda: gm.print_readable(print_output=False))
-        lowered = _lowered(gm, name, config, communication, talks)
-        _share_hints(lowered, talks)
-        dumps.write("ir", "lowered", lambda: str(lowered))
-        freeable = _freeable(gm, name)
-        measure = _kernel_times(lowered, config, alone=talks is None)
-        ops, fusion = fuse_ops(lowered, config.fusion, freeable, measure=measure, refuse=_refuse_fused)
-        dumps.write("fusion", "decisions", lambda: str(fusion))
-        schedule = to_schedule(ops, lowered, freeable, config.memory_budget, fusion.kernel_of)
-        tuning = _tuned(schedule, lowered, profile, config, talks)
-        if tuning is not None:
-            dumps.write("kernels", "tuning", lambda: str(tuning))
-        chain = chain_of(profile, config, lowered, inner, tuning)
-        schedule = _estimated(schedule, chain, talks)
-        if talks is not None:
-            schedule = _with_common_sizes(schedule, talks)
-        context = replace(
-            context_of(config, profile, chain),
-            merge_payloads=_merged,
-            kernel_kind=kind_of if config.fusion else None,
-            dump=dumps.writer("passes"),
-        )
-        result = passes(schedule, context)
-        dumps.write("passes", "walk", lambda: walk_through(result.after))
-        dumps.write("passes", "schedule", lambda: to_dot(result.schedule), suffix="dot")
-        if talks is not None:
-            talks.agree_on_order(collective_lines(result.schedule))
-        copies = transports.opened(result.schedule)
+        before, after = fx.Graph(), gm.graph
+        before.output(before.graph_copy(after, {}))
+        alone = replace(config, autotune=False, benchmark_fusion=False, matmul=_unmeasured(config.matmul))
+        planned = stages(config=alone, communication=communication, talks=None, agreed=agreed, passes=passes)
+        if planned is not None:
+            count("graphs_in_an_agreed_order")
+        else:
+            gm.graph = before
+            communication = _described(find_collectives(gm.graph, config.safe_communication))
+    if planned is None:
+        with _talks(members, config, name) as talks:
+            if talks is not None:
+                lines = canonical_lines(gm.graph, GroupNames(gm.graph).__getitem__)
+                if not talks.agree_on_graph(lines, kept_order or ""):
+                    kept_order = None
+            if kept_order is not None:
+                return None
+            planned = stages(config=config, communication=communication, talks=talks, agreed=None, passes=passes)
+        assert planned is not None
+        if members is not None and key is not None and planned.agreed is not None:
+            members.agreed.setdefault(key, planned.agreed)
     counts = {} if name.startswith("backward") else attention_counts(gm.graph)
-    return Planned(result, lowered, tuning, copies, transports.reasons, attention, counts)
+    return replace(planned, attention=attention, attention_counts=counts)
+
+
+def _unmeasured(matmul: str) -> str:
+    """What a rank does that measures nothing, as others might find otherwise."""
+    return "library" if matmul == "autotune" else matmul
+
+
+def _stages(
+    gm: GraphModule,
+    *,
+    config: Config,
+    name: str,
+    dumps: dump.Dumps,
+    inner: Estimator,
+    within: bool,
+    runs: bool,
+    communication: dict[Node, Communication],
+    talks: Compilation | None,
+    agreed: Agreed | None,
+    passes: Passes,
+) -> Planned | None:
+    """The stages behind the first meeting. agreed: whose order is to be followed; None where that cannot be."""
+    profile = profile_of(config, device_types(gm)) if agreed is None else agreed.profile
+    if talks is not None:
+        profile = talks.agree_on_profile(profile)
+    if pack(gm, _copy_costs(profile)):
+        dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
+    transports = Transports()
+    if communication:
+        per_host = None if runs else profile.ranks_per_host
+        transports = Transports.of(gm, config, talks, within, per_host)
+    communication = _described(carried(gm, config.safe_communication, transports))
+    if transports.exchanges:
+        dumps.write("fx", "exchanged", lambda: gm.print_readable(print_output=False))
+    lowered = _lowered(gm, name, config, communication, talks)
+    _share_hints(lowered, talks)
+    dumps.write("ir", "lowered", lambda: str(lowered))
+    freeable = _freeable(gm, name)
+    measure = _kernel_times(lowered, config, alone=talks is None)
+    ops, fusion = fuse_ops(lowered, config.fusion, freeable, measure=measure, refuse=_refuse_fused)
+    dumps.write("fusion", "decisions", lambda: str(fusion))
+    schedule = to_schedule(ops, lowered, freeable, config.memory_budget, fusion.kernel_of)
+    tuning = _tuned(schedule, lowered, profile, config, talks)
+    if tuning is not None:
+        dumps.write("kernels", "tuning", lambda: str(tuning))
+    chain = chain_of(profile, config, lowered, inner, tuning)
+    schedule = _estimated(schedule, chain, talks)
+    if talks is not None:
+        schedule = _with_common_sizes(schedule, talks)
+    context = replace(
+        context_of(config, profile, chain),
+        merge_payloads=_merged,
+        kernel_kind=kind_of if config.fusion else None,
+        dump=dumps.writer("passes"),
+    )
+    if agreed is None:
+        result = passes(schedule, context)
+    else:
+        followed = (each for each in follow(schedule, agreed, context) if _lines_of(each) == agreed.lines)
+        found = next(followed, None)
+        if found is None:
+            return None
+        result = found
+    dumps.write("passes", "walk", lambda: walk_through(result.after))
+    dumps.write("passes", "schedule", lambda: to_dot(result.schedule), suffix="dot")
+    if talks is not None:
+        talks.agree_on_order(collective_lines(result.schedule))
+        agreed = agreed_on(schedule, result, collective_lines(result.schedule), profile)
+    copies = transports.opened(result.schedule)
+    return Planned(result, lowered, tuning, copies, transports.reasons, agreed=agreed)
+
+
+def _lines_of(result: Result) -> tuple[str, ...]:
+    return tuple(collective_lines(result.schedule))
 
 
 # --- communication and agreement
@@ -152,15 +213,17 @@ def _described(collectives: Sequence[Collective]) -> dict[Node, Communication]:
     return {found.start: Communication(found.comm, asynchronous=not found.synchronous) for found in collectives}
 
 
-def _talks(
-    communication: Mapping[Node, Communication], config: Config, name: str
-) -> AbstractContextManager[Compilation | None]:
-    """The talks with the ranks that compile this graph too; None when it does not communicate."""
+def _talks(members: Party | None, config: Config, name: str) -> AbstractContextManager[Compilation | None]:
+    return nullcontext() if members is None else members.compilation(name.split("_")[0], config.rank_timeout)
+
+
+def _members(communication: Mapping[Node, Communication], config: Config) -> Party | None:
+    """The ranks that compile this graph too; None when it does not communicate."""
     if not (config.rank_check and communication and dist.is_initialized()):
-        return nullcontext()
+        return None
     groups = {found.comm.ranks for found in communication.values() if found.comm.ranks}
     ranks = spanned_ranks(dist.get_rank(), groups, dist.get_world_size())
-    return party(ranks).compilation(name.split("_")[0], config.rank_timeout)
+    return party(ranks)
 
 
 def spanned_ranks(rank: int, groups: set[tuple[int, ...]], world_size: int) -> tuple[int, ...]:

@@ -47,11 +47,12 @@ def with_merged(
         order += instead.get(at, ())
         if at not in gone:
             order.append(node)
-    nodes = tuple(_after_renamed(node, renamed) for node in order)
+    nodes = tuple(after_renamed(node, renamed) for node in order)
     return Schedule(schedule.name, nodes, schedule.buffers, schedule.outputs, schedule.budget_bytes)
 
 
-def _after_renamed(node: Node, renamed: Mapping[str, str]) -> Node:
+def after_renamed(node: Node, renamed: Mapping[str, str]) -> Node:
+    """`node` behind those that the nodes it was to come after are part of."""
     if not any(name in renamed for name in node.after):
         return node
     return replace(node, after=tuple(dict.fromkeys(renamed.get(name, name) for name in node.after)))

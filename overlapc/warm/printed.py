@@ -18,6 +18,11 @@ from overlapc.report.model import GraphRecord
 from overlapc.warm.graph import NAME, CompiledGraph
 
 
+def order_hash(lines: Sequence[str]) -> str:
+    """By which a kept graph knows the order of its collectives, one a line."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class Generated:
     """A graph's code before it is printed, and what is said of it."""
@@ -48,7 +53,7 @@ class Generated:
             constants={name: attributes[name] for name in self.program.constants},
             kernels=tuple(self.kernels),
             counts=dict(self.counts),
-            order=hashlib.sha256("\n".join(self.order).encode()).hexdigest(),
+            order=order_hash(self.order),
             record=self.report,
         )
         return kept, {**wrapper.objects, **marked.objects}
