@@ -1,7 +1,7 @@
 """Library calls measured on this device, once a shape, and kept on disk.
 
-A call's key says all that decides its time: the op, and dtype, sizes and strides of its tensors. The file that keeps
-it is named after the device and the versions of the libraries behind it.
+A call's key says all that decides its time: the op, and dtype, sizes and strides of its tensors. The entry that keeps
+it is found by the device and the versions of the libraries behind it.
 
 Calls are measured in short bursts, which is repeatable: a GPU under load lowers its clock, when and how far depends on
 all that ran in the last tenth of a second. What full load makes of a burst's time, the profile knows (`throttle`).
@@ -9,23 +9,23 @@ all that ran in the last tenth of a second. What full load makes of a burst's ti
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import filelock
 import torch
 
+from overlapc.errors import ConfigError, ToolchainError
 from overlapc.estimators.clock import burst_ns, clock_for, compute_ns
 from overlapc.estimators.contention import load_of
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.processor import cpu_name
+from overlapc.runtime.cache import KernelCache, content_key
 from overlapc.schedule.model import Estimate, Kind, Node
 
-_LOCK_S = 30.0
+_SUFFIX = ".json"
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,18 @@ class Call:
 
 
 class Times:
-    """ns by key, in one file of all processes of a host; a file that cannot be read counts as empty."""
+    """ns by key, in one entry of all processes of a host; an entry that cannot be read counts as empty."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        name = f"{machine_of(device)}, in bursts"
-        self.path = folder / "measured" / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
-        self._name = name
-        self._known = self._read()
+        self._name = f"{machine_of(device)}, in bursts"
+        self._key = content_key(self._name)
+        self._cache = KernelCache(folder, "measured")
+        self._known = _times(self._cache.read(self._key, _SUFFIX))
+
+    @property
+    def path(self) -> Path:
+        """Where they are kept."""
+        return self._cache.path(self._key, _SUFFIX)
 
     def get(self, key: str) -> float | None:
         return self._known.get(key)
@@ -53,21 +58,22 @@ class Times:
         """Keeps a time; what others kept meanwhile stays. A folder that cannot be written costs only the keeping."""
         self._known[key] = ns
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with filelock.FileLock(f"{self.path}.lock", timeout=_LOCK_S):
-                self._known = {**self._known, **self._read()}
-                part = self.path.with_suffix(f".{os.getpid()}")
-                part.write_text(json.dumps({"device": self._name, "ns": self._known}, indent=1))
-                part.replace(self.path)  # a reader sees all of it or nothing
-        except (OSError, filelock.Timeout):
+            self._cache.update(self._key, _SUFFIX, self._with)
+        except (ConfigError, ToolchainError):
             return
 
-    def _read(self) -> dict[str, float]:
-        try:
-            data = json.loads(self.path.read_text())
-            return {str(key): float(ns) for key, ns in data["ns"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return {}
+    def _with(self, kept: bytes | None) -> str:
+        self._known = {**self._known, **_times(kept)}
+        return json.dumps({"device": self._name, "ns": self._known}, indent=1)
+
+
+def _times(kept: bytes | None) -> dict[str, float]:
+    try:
+        data = json.loads(kept or "")
+        found = {str(key): float(ns) for key, ns in data["ns"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return {key: ns for key, ns in found.items() if math.isfinite(ns) and ns > 0}
 
 
 @dataclass(frozen=True)

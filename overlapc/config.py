@@ -178,7 +178,11 @@ class Config:
     warm_start: bool = _knob(
         True, read.a_bool, "keep compiled graphs in cache_dir and take them from there; off compiles every graph anew"
     )
-    cache_dir: Path = _knob(Path("~/.cache/overlapc"), read.path, "compiled kernels and measurements")
+    cache_dir: Path = _knob(
+        Path("~/.cache/overlapc"),
+        read.path,
+        "compiled kernels and measurements; a folder that other users own or may write to is not used",
+    )
 
     def __init__(self, **options: Any) -> None:
         known = {knob.name: knob for knob in dataclasses.fields(self)}

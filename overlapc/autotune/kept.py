@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from overlapc.autotune.search import Trial
+from overlapc.errors import ConfigError
 from overlapc.estimators.measured import machine_of
 from overlapc.ir.ops import LoweredGraph
 from overlapc.runtime.cache import KernelCache, content_key
@@ -49,9 +50,10 @@ class KeptTimes:
         """Replaces the entry, unless another rank of this host has."""
         if self.read(trial) == times:
             return
-        key, text = self.key(trial), json.dumps(times)
-        self._cache.drop(key, _SUFFIX)
-        self._cache.put(key, _SUFFIX, text)
+        try:
+            self._cache.update(self.key(trial), _SUFFIX, lambda _: json.dumps(times))
+        except ConfigError:  # a folder that cannot be written costs only the keeping
+            return
 
 
 @functools.cache

@@ -1,27 +1,41 @@
-"""Compiled kernels on disk, by the hash of everything they are made from.
+"""What overlapc keeps on disk, each entry under the hash of everything it is made from: compiled kernels, compiled
+graphs and steps, measured times.
 
 Safe for many ranks of one host at once: an entry is built under a file lock, written beside its place and renamed
-into it. What is found is checked against a SHA-256 that was written last, so a torn or damaged file is built again,
-never loaded. Nothing in it is unpickled.
+into it. What is found is checked against a voucher that was written last, a SHA-256 of the entry's name and content: a
+torn or damaged file, or one that belongs under another key, is built again, never loaded. Nothing in it is unpickled.
+
+Entries are code that runs as the user, so a folder or a file that other users own or may write to is not used
+(`refusal`). There, and where nothing can be written, what a process compiles goes to a folder of its own, with a
+warning.
 """
 
 from __future__ import annotations
 
+import atexit
+import grp
 import hashlib
 import os
+import pwd
+import shutil
+import stat
 import tempfile
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from overlapc.errors import ConfigError, ToolchainError
 from overlapc.runtime.counters import count
 
-if TYPE_CHECKING:
-    from filelock import BaseFileLock
-
 # A compile takes seconds; a lock held for this long means a stuck process, which the user should hear about.
 LOCK_TIMEOUT_S = 600.0
+
+_FORMAT = "2"  # of vouchers
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_warned: set[Path] = set()  # cache folders that this process does without
+_ELSEWHERE = "set OVERLAPC_CACHE_DIR to another folder"
 
 
 def content_key(*parts: str | bytes) -> str:
@@ -41,92 +55,131 @@ class KernelCache:
     """
 
     def __init__(self, root: Path | str, kind: str = "kernels") -> None:
-        self.root = Path(root) / kind
+        self.folder = Path(root)
+        self.root = self.folder / kind
+        self._kind = kind
         self._one = kind.removesuffix("s")
         self._seen: set[Path] = set()  # checked by this process already
+        self._safe: set[Path] = set()  # folders in which others cannot write, by `refusal`
+        self._spare: KernelCache | None = None  # where this process keeps what `root` cannot take
 
     def path(self, key: str, suffix: str) -> Path:
         """Where the entry lies once it is built; 256 folders keep listings short."""
         return self.root / key[:2] / f"{key}{suffix}"
 
-    def get_or_build(self, key: str, suffix: str, build: Callable[[Path], None]) -> Path:
+    def get_or_build(self, key: str, suffix: str, build: Callable[[Path], None], *, private: bool = True) -> Path:
         """The entry's file, built by `build(temporary_path)` unless a whole one is there.
 
         Of many processes that ask at once, one builds and the others wait for it. What `build` raises goes to the
-        caller and leaves no entry. ConfigError when the folder cannot be written, ToolchainError when another
-        process holds the lock for ten minutes.
+        caller and leaves no entry. A folder that is not safe or cannot be written: the entry goes to a folder of this
+        process, or with private=False ConfigError is raised. ToolchainError when another process holds the lock for
+        ten minutes.
         """
-        path = self.path(key, suffix)
-        if self._whole(path):
+        found = self.find(key, suffix)
+        if found is not None:
             count(f"{self._one}_cache_hits")
-            return path
-        try:
-            lock = self._lock(path)
+            return found
+        path = self.path(key, suffix)
+        problem = self._refusal(path)
+        if problem is None:
             try:
-                if not self._whole(path):  # nobody built it while we waited
-                    self._build(path, suffix, build)
-                else:
-                    count(f"{self._one}_cache_hits")
-            finally:
-                lock.release()
-        except OSError as error:  # of a folder that is read-only, or a disk that is full
-            raise ConfigError(
-                f"cannot write compiled kernels to {self.root}: {error.strerror}; make room there, or set"
-                " OVERLAPC_CACHE_DIR to another folder"
-            ) from error
-        return path
+                self._obtain(path, build)
+            except OSError as error:  # of a folder that is read-only, or a disk that is full
+                problem = f"cannot write to {self.root}: {error.strerror}; make room there, or {_ELSEWHERE}"
+            else:
+                return path
+        if not private:
+            raise ConfigError(problem)
+        return self._spare_for(problem).get_or_build(key, suffix, build, private=False)
 
     def put(self, key: str, suffix: str, content: str | bytes) -> Path:
         """The entry's file, which holds `content` unless a whole one was there."""
         return self.get_or_build(key, suffix, lambda path: _write(path, content))
 
+    def update(self, key: str, suffix: str, change: Callable[[bytes | None], str | bytes]) -> None:
+        """Replaces the entry's content (None for no whole entry) by what `change` makes of it, under its lock.
+
+        ConfigError where the folder cannot be used.
+        """
+        path = self.path(key, suffix)
+        problem = self._refusal(path)
+        if problem is None:
+            try:
+                with self._lock(path):
+                    content = change(self.read(key, suffix))
+                    self._build(path, lambda temporary: _write(temporary, content))
+            except OSError as error:
+                problem = f"cannot write to {self.root}: {error.strerror}; make room there, or {_ELSEWHERE}"
+        if problem is not None:
+            raise ConfigError(problem)
+
     def find(self, key: str, suffix: str) -> Path | None:
         """The entry's file if a whole one is there."""
         path = self.path(key, suffix)
-        return path if self._whole(path) else None
+        if self._whole(path):
+            return path
+        return None if self._spare is None else self._spare.find(key, suffix)
 
     def read(self, key: str, suffix: str) -> bytes | None:
         """The entry's content if a whole one is there; a torn or damaged one is as good as none."""
         path = self.path(key, suffix)
-        try:
-            content = path.read_bytes()
-            whole = _voucher(path).read_text() == hashlib.sha256(content).hexdigest()
-        except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
-            whole = False
-        if not whole:
+        content = self._content(path)
+        if content is None:
             self._seen.discard(path)
-            return None
+            return None if self._spare is None else self._spare.read(key, suffix)
         return content
 
     def drop(self, key: str, suffix: str) -> None:
         """Forgets an entry that is whole, but not what its reader expects: the next `get_or_build` makes it anew."""
         path = self.path(key, suffix)
         self._seen.discard(path)
-        _voucher(path).unlink(missing_ok=True)
+        try:
+            _voucher(path).unlink(missing_ok=True)
+        except OSError:  # of a read-only folder: its reader will find that it cannot use the entry, each time
+            return
 
-    def _lock(self, path: Path) -> BaseFileLock:
-        """The entry's lock, held; the system drops it when a process dies."""
+    def _obtain(self, path: Path, build: Callable[[Path], None]) -> None:
+        with self._lock(path):
+            if not self._whole(path):  # nobody built it while we waited
+                self._build(path, build)
+                count(f"{self._one}_compiles")
+            else:
+                count(f"{self._one}_cache_hits")
+
+    @contextmanager
+    def _lock(self, path: Path) -> Iterator[None]:
+        """Holds the entry's lock, which the system drops when a process dies."""
         from filelock import FileLock, Timeout  # with asyncio, which a process that finds everything does without
 
-        lock = FileLock(f"{path}.lock", timeout=LOCK_TIMEOUT_S)
+        _make_folder(path.parent)
+        name = Path(f"{path}.lock")
+        _clear(name)
+        if name.exists() and not os.access(name, os.R_OK | os.W_OK, effective_ids=True):
+            _remove(name)
+        lock = FileLock(name, timeout=LOCK_TIMEOUT_S)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except Timeout:
             raise ToolchainError(
                 f"another process has been building {path.name} for {LOCK_TIMEOUT_S:.0f} s; "
-                f"if none is running, delete {path}.lock"
+                f"if none is running, delete {name}"
             ) from None
-        return lock
+        try:
+            yield
+        finally:
+            lock.release()
 
-    def _build(self, path: Path, suffix: str, build: Callable[[Path], None]) -> None:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
-            temporary = Path(folder) / f"new{suffix}"
+    def _build(self, path: Path, build: Callable[[Path], None]) -> None:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-", ignore_cleanup_errors=True) as folder:
+            temporary = Path(folder) / f"new{path.suffix}"
             build(temporary)
-            count(f"{self._one}_compiles")
             vouch = Path(folder) / "sha256"
-            vouch.write_text(_sha256(temporary))
+            vouch.write_text(self._vouch(path, temporary.read_bytes()))
+            for made in (temporary, vouch):
+                made.chmod(stat.S_IMODE(made.stat().st_mode) & ~_OTHERS_WRITE)  # whatever the umask is
             # The old voucher goes first: a crash between the two renames must not leave one for another file.
+            for old in (_voucher(path), path):
+                _clear(old)
             _voucher(path).unlink(missing_ok=True)
             os.replace(temporary, path)
             os.replace(vouch, _voucher(path))
@@ -135,20 +188,169 @@ class KernelCache:
     def _whole(self, path: Path) -> bool:
         if path in self._seen and path.exists():  # users delete caches under running jobs
             return True
-        try:
-            whole = _voucher(path).read_text() == _sha256(path)
-        except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
-            return False
+        whole = self._content(path) is not None
         if whole:
             self._seen.add(path)
         return whole
 
+    def _content(self, path: Path) -> bytes | None:
+        """What the file holds, if its voucher says that it belongs there and nobody else could have written it."""
+        if self._refusal(path) is not None:
+            return None
+        content, voucher = _read_own(path), _read_own(_voucher(path))
+        return content if content is not None and voucher == self._vouch(path, content).encode() else None
+
+    def _vouch(self, path: Path, content: bytes) -> str:
+        """What vouches for `content` as the entry `path`, and as no other entry."""
+        return hashlib.sha256(f"{_FORMAT} {self._kind}/{path.name}\n".encode() + content).hexdigest()
+
+    def _refusal(self, path: Path) -> str | None:
+        """Why the folders that an entry lies in are not to be trusted; None where they are, or are not there yet."""
+        for folder in (self.folder, self.root, path.parent):
+            if folder not in self._safe:
+                why = refusal(folder)
+                if why is not None:
+                    return why
+                if folder.exists():
+                    self._safe.add(folder)
+        return None
+
+    def _spare_for(self, problem: str) -> KernelCache:
+        if self._spare is None:
+            try:
+                folder = _folder_of_process(os.getpid())
+            except OSError as error:
+                raise ConfigError(f"{problem} (nor to a temporary folder: {error.strerror})") from None
+            if self.folder not in _warned:
+                _warned.add(self.folder)
+                warnings.warn(f"{problem}.\nUntil then every process compiles its own, into {folder}", stacklevel=2)
+            self._spare = KernelCache(folder, self._kind)
+        return self._spare
+
     def keep_text(self, name: str, lines: Iterable[str]) -> Path:
         """Writes a source or log for people to read, beside the kernels; returns where."""
         path = self.root / "failed" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(lines))
+        try:
+            _make_folder(path.parent)
+            path.write_text("".join(lines))
+        except OSError as error:
+            return self._spare_for(f"cannot write to {self.root}: {error.strerror}").keep_text(name, lines)
         return path
+
+
+def refusal(folder: Path) -> str | None:
+    """Why what lies in `folder` must not be run, and what to do; None for a folder that only its user, or root, writes.
+
+    As OpenSSH asks it of keys. A folder that is not there can hold nothing.
+    """
+    try:
+        about = folder.stat()
+    except OSError:
+        return None
+    if not stat.S_ISDIR(about.st_mode) or _own(about):
+        return None
+    what = f"{folder} holds code that overlapc runs, but"
+    if about.st_uid not in (0, os.geteuid()):
+        me = f"this process is {_user(os.geteuid())}"
+        return (
+            f"{what} it belongs to {_user(about.st_uid)} and {me}; set OVERLAPC_CACHE_DIR to a folder of your own, or"
+            " run as its owner"
+        )
+    who = "everyone" if about.st_mode & stat.S_IWOTH else f"the group {_group(about.st_gid)}"
+    return (
+        f"{what} {who} may write to it (mode {stat.S_IMODE(about.st_mode):04o}); if nobody has, chmod -R go-w {folder};"
+        " else delete it, or set OVERLAPC_CACHE_DIR to a folder of your own"
+    )
+
+
+def _own(about: os.stat_result) -> bool:
+    """Whether only this process's user, and root, can have written it."""
+    if about.st_uid not in (0, os.geteuid()) or about.st_mode & stat.S_IWOTH:
+        return False
+    return not about.st_mode & stat.S_IWGRP or _is_private(about.st_gid, os.geteuid())
+
+
+@lru_cache(None)
+def _is_private(group: int, user: int) -> bool:
+    """Whether the group has no member but its user, as where each user has a group of the same name."""
+    try:
+        entry, owner = grp.getgrgid(group), pwd.getpwuid(user)
+    except KeyError:
+        return False
+    return owner.pw_gid == group and entry.gr_name == owner.pw_name and set(entry.gr_mem) <= {owner.pw_name}
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
+
+
+def _group(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
+
+
+def _read_own(path: Path) -> bytes | None:
+    """What a plain file holds that nobody else can have written; None for anything else, or what cannot be read."""
+    try:
+        # A named pipe would block. The file that is looked at is the one that is read.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            about = os.fstat(file.fileno())
+            return file.read() if stat.S_ISREG(about.st_mode) and _own(about) else None
+    except OSError:
+        return None
+
+
+def _make_folder(folder: Path) -> None:
+    """Makes it and those above, writable by the user alone whatever the umask is; a file in its place goes."""
+    for each in (*reversed(folder.parents), folder):
+        if each.is_dir():
+            continue
+        try:
+            each.mkdir(mode=0o755, exist_ok=True)
+        except FileExistsError:
+            if each != folder:
+                raise
+            _clear(folder, stat.S_ISDIR)
+            each.mkdir(mode=0o755, exist_ok=True)
+
+
+def _clear(path: Path, expected: Callable[[int], bool] = stat.S_ISREG) -> None:
+    """Removes what lies there and is not what is expected, such as a loop of links."""
+    try:
+        if expected(path.stat().st_mode):
+            return
+    except OSError:  # links that lead nowhere, or nothing
+        if not path.is_symlink():
+            return
+    _remove(path)
+
+
+def _remove(path: Path) -> None:
+    try:
+        if stat.S_ISDIR(path.lstat().st_mode):
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        return  # another process did it
+
+
+@lru_cache(None)
+def _folder_of_process(number: int) -> Path:
+    """Where this process keeps what it can keep nowhere else."""
+    folder = tempfile.mkdtemp(prefix="overlapc-")
+
+    def remove() -> None:
+        if os.getpid() == number:  # and not one that was forked from it
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return Path(folder)
 
 
 def _write(path: Path, content: str | bytes) -> None:
@@ -157,7 +359,3 @@ def _write(path: Path, content: str | bytes) -> None:
 
 def _voucher(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

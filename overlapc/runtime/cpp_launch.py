@@ -107,9 +107,10 @@ def load_kernels(kernels: Sequence[CppKernel], cache_dir: Path) -> dict[str, Cal
     cache = _cache(Path(cache_dir))
     unique = {kernel.name: with_entry(kernel) for kernel in kernels}
     workers = max(1, min(len(unique), len(os.sched_getaffinity(0))))
-    missing = [kernel for kernel in unique.values() if not cache.path(kernel.key(compiler), ".so").exists()]
     with ThreadPoolExecutor(workers, thread_name_prefix="overlapc-compile") as pool:
         pool.submit(host_launcher_type, cache_dir)  # compiled beside them, once a machine
+        found = pool.map(lambda kernel: cache.find(kernel.key(compiler), ".so"), unique.values())
+        missing = [kernel for kernel, library in zip(unique.values(), found, strict=True) if library is None]
         files = [missing[first::workers] for first in range(workers)]
         list(pool.map(lambda file: _build_together(file, cache, _files(Path(cache_dir)), compiler), files))
         libraries = pool.map(lambda kernel: build_library(kernel, cache, compiler), unique.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import shlex
@@ -112,8 +113,16 @@ def _openmp_library() -> str:
     return str(bundled[0]) if bundled else ""
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
 def compile_error(command: list[str], stderr: str, source: Path) -> ToolchainError:
-    """The error a user sees when generated code does not compile."""
+    """The error a user sees when generated code does not compile. OSError where the disk is why, not the code."""
+    for number in _NO_ROOM:
+        if os.strerror(number) in stderr:
+            raise OSError(number, os.strerror(number))
+    if "File size limit exceeded" in stderr:  # a signal ended the linker
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     lines = [line for line in stderr.splitlines() if "error" in line.lower()] or stderr.splitlines()
     shown = "\n".join(f"   {line}" for line in lines[:5]) or "   (the compiler printed nothing)"
     return ToolchainError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -57,14 +57,18 @@ class Wanted:
         _entries(cache_dir).put(self.key, ".json", binary.text())
         return binary, path
 
+    def written(self, cache_dir: Path) -> Specification:
+        """What to compile, its module written: not always where it was to lie (`KernelCache`)."""
+        return replace(self.what, path=str(write_module(self.source, cache_dir)))
+
     def obtain(self, cache_dir: Path) -> tuple[Binary, Path]:
         """The entry, compiled here if it is missing. ToolchainError for what Triton refuses."""
         found = self.found(cache_dir)
         if found is not None:
             return found
-        write_module(self.source, cache_dir)
-        with explained(self.source, self.stage.function, self.what.path):
-            compiled = compile_now(self.what)
+        what = self.written(cache_dir)
+        with explained(self.source, self.stage.function, what.path):
+            compiled = compile_now(what)
         return self.keep(Binary.of(compiled), compiled.asm["cubin"], cache_dir)
 
 
@@ -85,7 +89,6 @@ def wanted(source: Source, stage: Stage, variant: Variant, target: Target, cache
         multiples=tuple(multiples),
         options=stage_options(source, stage),
         target=target,
-        cache=str(Path(cache_dir) / "triton"),
     )
     return Wanted(source, stage, what, content_key(_toolchain(), source.text, what.identity()))
 
@@ -106,9 +109,8 @@ def compile_ahead(each: Mapping[str, Wanted], cache_dir: Path) -> None:
     missing = [item for item in each.values() if item.found(cache_dir) is None]
     if not triton_workers.worth_it(len(missing)):
         return
-    for item in missing:
-        write_module(item.source, cache_dir)
-    for item, answer in zip(missing, triton_workers.compile_all([item.what for item in missing]), strict=True):
+    answers = triton_workers.compile_all([item.written(cache_dir) for item in missing])
+    for item, answer in zip(missing, answers, strict=True):
         if answer is not None:
             item.keep(*answer, cache_dir)
 

@@ -33,15 +33,14 @@ class Specification:
     multiples: tuple[int, ...]  # positions of arguments that are multiples of DIVISIBILITY
     options: dict[str, Any]
     target: tuple[str, int, int]  # backend, architecture, warp size
-    cache: str  # Triton's cache folder
 
     def text(self) -> str:
         """One line of JSON."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     def identity(self) -> str:
-        """The same without where files lie."""
-        return dataclasses.replace(self, path="", cache="").text()
+        """The same without where the module lies."""
+        return dataclasses.replace(self, path="").text()
 
     @classmethod
     def parse(cls, text: str) -> Specification:
@@ -98,8 +97,9 @@ def load_module(path: Path | str) -> ModuleType:
 
 
 def compile_now(what: Specification) -> Any:
-    """Triton's compiled kernel, from its cache if it is there. Raises what Triton raises.
+    """Triton's compiled kernel. Raises what Triton raises.
 
+    Triton's own cache, which vouches for nothing, begins empty: what is compiled is kept by `triton_binary`.
     Triton 3.6: `ASTSource` by parameter names, attributes by position.
     """
     import triton
@@ -115,16 +115,15 @@ def compile_now(what: Specification) -> Any:
     attributes = {(at,): [["tt.divisibility", DIVISIBILITY]] for at in what.multiples}
     signature = dict(zip(function.arg_names, what.types, strict=False)) | dict.fromkeys(constants, "constexpr")
     source = ASTSource(function, signature, constants, attributes)
-    with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = what.cache
+    with tempfile.TemporaryDirectory(prefix="overlapc-triton-") as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder
         return triton_compile(source, target=GPUTarget(*what.target), options=dict(what.options))
 
 
 def warm_up() -> None:
     """Compiles a kernel that does nothing: the first one of a process takes as long as ten others."""
     prelude = str(Path(__file__).with_name("triton_prelude.py"))
-    with tempfile.TemporaryDirectory() as folder:
-        compile_now(Specification(prelude, "nothing", (), {}, (), {"num_warps": 1}, ("cuda", 90, 32), folder))
+    compile_now(Specification(prelude, "nothing", (), {}, (), {"num_warps": 1}, ("cuda", 90, 32)))
 
 
 def serve() -> None:

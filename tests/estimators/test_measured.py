@@ -34,7 +34,7 @@ def test_matmuls_and_attention_are_measured_once_a_shape(tmp_path):
     found = sources(tmp_path, both, x, w, measure_matmuls=True)
     assert found["mm"] == "measured here"
     assert all(source == "measured here" for op, source in found.items() if "attention" in op)
-    (kept,) = (tmp_path / "measured").glob("*.json")
+    (kept,) = (tmp_path / "measured").rglob("*.json")
     times = json.loads(kept.read_text())["ns"]
     assert "aten.mm.default(float32[16 32](32 1), float32[32 16](16 1))" in times
     before = kept.stat().st_mtime_ns

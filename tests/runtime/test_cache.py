@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
+import tempfile
 import threading
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from overlapc.errors import ConfigError
-from overlapc.runtime.cache import KernelCache, content_key
+from overlapc.runtime import cache as cache_module
+from overlapc.runtime.cache import KernelCache, content_key, refusal
 from overlapc.runtime.counters import counted
+from overlapc.runtime.toolchain import compile_error
 
 
 class Builder:
@@ -102,12 +110,39 @@ def test_threads_that_ask_at_once_share_one_build(tmp_path: Path):
     assert build.calls == 1
 
 
-def test_an_unwritable_folder_is_named_with_what_to_set(tmp_path: Path):
+@pytest.fixture(autouse=True)
+def no_cache_failed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "_warned", set())
+    cache_module._folder_of_process.cache_clear()
+
+
+def kept_privately(cache: KernelCache, warning: str) -> Path:
+    """Where an entry went that the cache's folder could not take; `warning` says why."""
+    build = Builder()
+    with pytest.warns(UserWarning, match=warning):
+        path = cache.get_or_build("k" * 40, ".so", build)
+    assert path.read_bytes() == b"kernel"
+    assert cache.root not in path.parents
+    assert path.parents[2].stat().st_mode & 0o777 == 0o700
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        assert cache.get_or_build("k" * 40, ".so", build) == path
+        assert cache.find("k" * 40, ".so") == path
+        assert cache.read("k" * 40, ".so") == b"kernel"
+    assert build.calls == 1
+    with pytest.raises(ConfigError, match=warning):
+        cache.get_or_build("k" * 39 + "m", ".so", build, private=False)
+    with pytest.raises(ConfigError, match=warning):
+        cache.update("k" * 40, ".so", lambda content: b"")
+    return path
+
+
+def test_what_cannot_be_written_is_kept_by_the_process(tmp_path: Path):
     blocked = tmp_path / "file"
     blocked.write_text("a file where the folder should be")
-    with pytest.raises(ConfigError, match="OVERLAPC_CACHE_DIR") as caught:
-        KernelCache(blocked).get_or_build("k" * 40, ".so", Builder())
-    assert str(blocked) in str(caught.value)
+    kept_privately(
+        KernelCache(blocked), f"cannot write to {blocked}/kernels: .*; make room there, or set OVERLAPC_CACHE_"
+    )
 
 
 def test_a_full_disk_is_named_with_what_to_do(tmp_path: Path):
@@ -115,9 +150,176 @@ def test_a_full_disk_is_named_with_what_to_do(tmp_path: Path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     cache = KernelCache(tmp_path)
-    with pytest.raises(
-        ConfigError, match="No space left on device; make room there, or set OVERLAPC_CACHE_DIR"
-    ) as caught:
+    with (
+        pytest.raises(ConfigError, match="No space left on device; make room there, or set OVERLAPC_CACHE_DIR"),
+        pytest.warns(UserWarning, match=f"cannot write to {cache.root}: No space left on device"),
+    ):
         cache.get_or_build("k" * 40, ".so", fill)
-    assert str(cache.root) in str(caught.value)
     assert cache.get_or_build("k" * 40, ".so", Builder()).read_bytes() == b"kernel"
+
+
+def test_a_linker_without_room_is_no_error_of_the_kernel(tmp_path: Path):
+    for said in ("/usr/bin/ld: final link failed: No space left on device", "signal 25 [File size limit exceeded]"):
+        with pytest.raises(OSError, match=r"No space left|File too large"):
+            compile_error(["g++"], said, tmp_path)
+    assert "expected ';'" in str(compile_error(["g++"], "a.cpp:1:2: error: expected ';'", tmp_path))
+
+
+def swap(one: Path, two: Path) -> None:
+    """Exchanges two entries with what vouches for them."""
+    for end in ("", ".sha256"):
+        first, second, aside = Path(f"{one}{end}"), Path(f"{two}{end}"), Path(f"{one}.aside")
+        first.rename(aside)
+        second.rename(first)
+        aside.rename(second)
+
+
+def two_entries(cache: KernelCache) -> tuple[Path, Path]:
+    one = cache.get_or_build("a" * 40, ".so", Builder(b"one"))
+    return one, cache.get_or_build("b" * 40, ".so", Builder(b"two"))
+
+
+def test_entries_that_changed_places_are_built_again(tmp_path: Path):
+    one, two = two_entries(KernelCache(tmp_path))
+    swap(one, two)
+    cache = KernelCache(tmp_path)
+    assert cache.read("a" * 40, ".so") is None
+    assert cache.find("b" * 40, ".so") is None
+    assert [path.read_bytes() for path in two_entries(cache)] == [b"one", b"two"]
+
+
+def test_an_entry_of_another_kind_vouches_for_nothing(tmp_path: Path):
+    two_entries(KernelCache(tmp_path, "graphs"))
+    shutil.copytree(tmp_path / "graphs", tmp_path / "steps")
+    assert KernelCache(tmp_path, "graphs").read("a" * 40, ".so") == b"one"
+    assert KernelCache(tmp_path, "steps").read("a" * 40, ".so") is None
+
+
+def a_folder(path: Path) -> None:
+    (path / "with").mkdir(parents=True)
+    (path / "with" / "files").write_text("")
+
+
+def a_loop(path: Path) -> None:
+    path.symlink_to(path.with_name("other"))
+    path.with_name("other").symlink_to(path)
+
+
+@pytest.mark.parametrize("left", [a_folder, a_loop, os.mkfifo])
+@pytest.mark.parametrize("place", ["{}", "{}.sha256", "{}.lock", ""])
+def test_what_is_no_file_makes_room_for_an_entry(tmp_path: Path, left: Callable[[Path], None], place: str):
+    build = Builder()
+    whole = KernelCache(tmp_path).get_or_build("k" * 40, ".so", build)
+    path = whole.with_name(place.format(whole.name)) if place else whole.parent
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    left(path)
+    cache = KernelCache(tmp_path)
+    if not place.endswith(".lock"):
+        assert cache.read("k" * 40, ".so") is None
+        assert cache.find("k" * 40, ".so") is None
+        cache.drop("k" * 40, ".so")
+    assert cache.get_or_build("k" * 40, ".so", build) == whole
+    assert whole.read_bytes() == b"kernel"
+    calls = build.calls
+    assert KernelCache(tmp_path).get_or_build("k" * 40, ".so", build) == whole
+    assert build.calls == calls  # at the next start it is found
+    cache.update("k" * 40, ".so", lambda content: content + b"2")
+    assert KernelCache(tmp_path).read("k" * 40, ".so") == b"kernel2"
+
+
+@pytest.fixture
+def plain_user() -> Iterator[Path]:
+    """This process without the rights of root, and an empty folder of its user."""
+    user = os.geteuid() or 65534
+    folder = Path(tempfile.mkdtemp())
+    os.chown(folder, user, -1)
+    os.seteuid(user)
+    yield folder
+    os.seteuid(os.getuid())
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("name", ["{}", "{}.sha256", "{}.lock"])
+def test_a_file_that_may_not_be_read_is_built_again_once(plain_user: Path, name: str):
+    build = Builder()
+    whole = KernelCache(plain_user).get_or_build("k" * 40, ".so", build)
+    whole.with_name(name.format(whole.name)).chmod(0)
+    if name.endswith(".lock"):
+        whole.unlink()
+    for _ in range(2):
+        assert KernelCache(plain_user).get_or_build("k" * 40, ".so", build).read_bytes() == b"kernel"
+    assert build.calls == 2
+
+
+def test_a_read_only_folder_still_gives_what_it_has(plain_user: Path):
+    cache = KernelCache(plain_user)
+    whole = cache.get_or_build("a" * 40, ".so", Builder(b"one"))
+    for folder in (whole.parent, cache.root, plain_user):
+        folder.chmod(0o555)
+    again = KernelCache(plain_user)
+    again.drop("b" * 40, ".so")
+    kept_privately(again, "cannot write to .*: Permission denied; make room there, or set OVERLAPC_CACHE_DIR")
+    assert again.get_or_build("a" * 40, ".so", Builder()) == whole
+    for folder in (plain_user, cache.root, whole.parent):
+        folder.chmod(0o755)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775])
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_folder_that_others_may_write_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, level: int
+):
+    """As keys are by OpenSSH: whoever writes there runs code as this user."""
+    monkeypatch.setattr(cache_module, "_is_private", lambda group, user: False)
+    root = tmp_path / "cache"
+    whole = KernelCache(root).get_or_build("k" * 40, ".so", Builder(b"theirs"))
+    folder = whole.parents[level]
+    folder.chmod(mode)
+    assert KernelCache(root).find("k" * 40, ".so") is None
+    why = f"{folder} holds code that overlapc runs, but .* may write to it .mode {mode:04o}.; .*chmod -R go-w {folder}"
+    kept_privately(KernelCache(root), why)
+    folder.chmod(0o755)
+    assert KernelCache(root).find("k" * 40, ".so") == whole
+
+
+def test_a_folder_of_somebody_else_is_refused(plain_user: Path, monkeypatch: pytest.MonkeyPatch):
+    KernelCache(plain_user).get_or_build("k" * 40, ".so", Builder(b"theirs"))
+    me = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: me)
+    assert KernelCache(plain_user).read("k" * 40, ".so") is None
+    why = f"{plain_user} holds code that overlapc runs, but it belongs to .* and this process is .*; set OVERLAPC_CACHE"
+    assert re.match(why, refusal(plain_user) or "")
+
+
+def test_a_file_that_others_may_write_to_is_built_again(tmp_path: Path):
+    whole = KernelCache(tmp_path).get_or_build("k" * 40, ".so", Builder(b"theirs"))
+    whole.chmod(0o646)
+    assert KernelCache(tmp_path).get_or_build("k" * 40, ".so", Builder()).read_bytes() == b"kernel"
+    assert whole.stat().st_mode & 0o022 == 0
+
+
+def test_folders_and_files_are_the_users_own_whatever_the_umask(tmp_path: Path):
+    before = os.umask(0)
+    try:
+        KernelCache(tmp_path / "new" / "cache").get_or_build("k" * 40, ".so", Builder())
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "new").rglob("*"):
+        assert path.suffix == ".lock" or path.stat().st_mode & 0o022 == 0, path
+
+
+def test_a_group_of_one_is_its_user(monkeypatch: pytest.MonkeyPatch):
+    """Where umask is 0002, each user has a group of the same name."""
+    user = SimpleNamespace(pw_name="ann", pw_gid=1000)
+    monkeypatch.setattr(cache_module.pwd, "getpwuid", lambda number: user)
+    for name, members, private in (
+        ("ann", [], True),
+        ("ann", ["ann"], True),
+        ("ann", ["bob"], False),
+        ("ml", [], False),
+    ):
+        cache_module._is_private.cache_clear()
+        group = SimpleNamespace(gr_name=name, gr_mem=members)
+        monkeypatch.setattr(cache_module.grp, "getgrgid", lambda number, group=group: group)
+        assert cache_module._is_private(1000, 1000) is private
+    cache_module._is_private.cache_clear()

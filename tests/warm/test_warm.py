@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,10 @@ from torch import Tensor, nn
 from overlapc.config import Config
 from overlapc.passes.base import PassReport, register_pass
 from overlapc.report import record
+from overlapc.runtime import cpp_launch
 from overlapc.runtime.counters import counted
+from overlapc.warm import graph as warm_graph
+from overlapc.warm import step as warm_step
 from overlapc.warm import stored
 from overlapc.warm.environment import environment_key
 from overlapc.warm.fingerprint import NotCacheable
@@ -218,3 +222,30 @@ def test_stored_values_come_back_equal():
         stored.encode(object())
     with pytest.raises(ValueError, match="not a dataclass of overlapc"):
         stored.decode({"data": "os:system", "fields": {}})
+
+
+@pytest.mark.parametrize("kind", ["graphs", "steps", "kernels"])
+def test_entries_that_changed_places_do_not_run(tmp_path: Path, kind: str):
+    """Each program would compute the other's numbers: an entry vouches for its name, too."""
+    programs = [lambda x: x.sin() + 1, lambda x: x.cos() * 2 + x.tan()]
+    options = {"cache_dir": str(tmp_path), "warm_start": True, "profile": "cpu-gloo"}
+    x = torch.linspace(0, 1, 64)
+
+    def run() -> list[Tensor]:
+        torch._dynamo.reset()
+        return [torch.compile(each, backend="overlapc", options=options)(x) for each in programs]
+
+    expected = run()
+    suffix = {"graphs": ".graph.json", "steps": ".step.json"}.get(kind, ".so")
+    entries = [path for path in (tmp_path / kind).rglob(f"*{suffix}") if path.is_file()]
+    for one, other in itertools.pairwise(entries):
+        for end in ("", ".sha256"):
+            first, second = (each.with_name(each.name + end) for each in (one, other))
+            aside = first.rename(first.with_name("aside"))
+            second.rename(first)
+            aside.rename(second)
+    for cache in (warm_graph._cache, warm_step._cache, cpp_launch._cache):
+        cache.cache_clear()  # as in another process
+    assert len(entries) >= 2
+    for found, right in zip(run(), expected, strict=True):
+        assert torch.equal(found, right)
