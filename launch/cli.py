@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from tabulate import tabulate
 
+from overlapc.checked_options import checked_options
 from overlapc.config import Config, describe, variable_of
 from overlapc.errors import ConfigError, OverlapcError, ScheduleError, ToolchainError
 from overlapc.launch.torchrun import JobFailed, check_world, run_ranks
@@ -368,11 +369,7 @@ def _version_of(package: str) -> str:
 def _variables(passes: str | None, given: Sequence[str] | None) -> dict[str, str]:
     """OVERLAPC_ variables for the ranks; ConfigError for what a compilation would refuse."""
     values = _values(passes, given)
-    config = Config.of(values)
-    if config.passes:
-        from overlapc.passes.runner import select
-
-        select(config.passes)
+    checked_options(values)
     return {variable_of(name): value for name, value in values.items()}
 
 

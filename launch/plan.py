@@ -15,8 +15,10 @@ from overlapc.estimators.from_profile import from_profile
 from overlapc.estimators.profile_file import load_profile
 from overlapc.passes.run import run_pipeline
 from overlapc.report.build import graph_record
+from overlapc.report.earlier import users_estimator
 from overlapc.report.model import StepRecord
 from overlapc.report.record import Report
+from overlapc.schedule.model import COMMUNICATION, COMPUTE, Schedule
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
 
@@ -26,9 +28,9 @@ _HEADER = re.compile(r"^[ \t]*schedule[ \t]", re.MULTILINE)
 def plan_text(text: str, config: Config) -> Report:
     """Every schedule in `text` through the passes of `config`, as the report of one rank.
 
-    Times in the text stand; nodes without one are estimated from `config.profile`, if one is named, and
-    are unknown otherwise. ScheduleError for text that cannot be read or breaks a rule, ConfigError for text
-    without any schedule.
+    `config.estimates` come before the times in the text, which stand otherwise; nodes without one are estimated from
+    `config.profile`, if one is named, and are unknown otherwise. ScheduleError for text that cannot be read or breaks
+    a rule, ConfigError for text without any schedule.
     """
     profile = IDEAL if config.profile is None else load_profile(config.profile)
     chain = from_profile(profile)
@@ -38,9 +40,17 @@ def plan_text(text: str, config: Config) -> Report:
     for part in parts(text):
         schedule = parse(part)
         verify(schedule, schedule.name)
-        result = run_pipeline(estimate_schedule(schedule, chain), context)
+        result = run_pipeline(estimate_schedule(_as_the_user_says(schedule, config), chain), context)
         graphs.append(graph_record(result, budget_bytes=context.budget_bytes))
     return Report((StepRecord(graphs=tuple(graphs)),))
+
+
+def _as_the_user_says(schedule: Schedule, config: Config) -> Schedule:
+    user = users_estimator(config.estimates, schedule.name)
+    if user is None:
+        return schedule
+    said = {node.name: user.estimate(node) for node in schedule.nodes if node.kind in (*COMPUTE, *COMMUNICATION)}
+    return schedule.with_estimates({name: estimate for name, estimate in said.items() if estimate is not None})
 
 
 def parts(text: str) -> Iterator[str]:

@@ -20,10 +20,9 @@ from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollect
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.library import LibraryCollectives
 from overlapc.estimators.measured import MeasuredCalls, Times
-from overlapc.estimators.profile_trace import UserHook
 from overlapc.estimators.roofline import Roofline
 from overlapc.ir.ops import LoweredGraph, Start
-from overlapc.report.earlier import earlier_run
+from overlapc.report.earlier import users_estimator
 
 
 def chain_of(
@@ -31,10 +30,9 @@ def chain_of(
 ) -> FirstKnown:
     """The estimators for `graph`. `inner` knows the calls of graphs within it, `tuned` kernels that were measured."""
     chain: list[Estimator] = []
-    if callable(config.estimates):
-        chain.append(UserHook(config.estimates))
-    elif config.estimates is not None:
-        chain.append(earlier_run(config.estimates, graph.name))
+    user = users_estimator(config.estimates, graph.name)
+    if user is not None:
+        chain.append(user)
     chain.append(inner)
     device = _device_of(graph)
     here = device is not None and config.profile is None  # a profile that the user named may stand for another machine

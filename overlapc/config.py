@@ -17,10 +17,10 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from overlapc import option_values as read
-from overlapc.errors import ConfigError, unknown_name
+from overlapc.errors import ConfigError, shown, unknown_name
 
 STAGES = ("fx", "ir", "fusion", "passes", "program", "kernels", "all")  # of a compilation, as `dump` names them
 
@@ -184,11 +184,14 @@ class Config:
         "compiled kernels and measurements; a folder that other users own or may write to is not used",
     )
 
+    _given: ClassVar[frozenset[str]]  # of each instance; no option
+
     def __init__(self, **options: Any) -> None:
         known = {knob.name: knob for knob in dataclasses.fields(self)}
         for name in options:
             if name not in known:
-                raise ConfigError(unknown_name("option", name, known))
+                raise ConfigError(unknown_name("option", str(name), known))
+        object.__setattr__(self, "_given", frozenset(options))
         for name, knob in known.items():
             object.__setattr__(self, name, _read(knob, options.get(name, knob.default), name))
         self._check_together()
@@ -216,19 +219,27 @@ class Config:
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | Config | None = None, mode: str | None = None) -> Config:
-        """What `options` says, then variables, then `mode`, then defaults."""
+        """What `options` says, then variables, then `mode`, then defaults. An empty variable says nothing."""
         if mode is not None and mode not in MODES:
-            raise ConfigError(unknown_name("mode", mode, MODES))
+            raise ConfigError(unknown_name("mode", str(mode), MODES))
         if isinstance(options, Config):
-            return options
-        given = dict(options or {})
+            given = options.given
+        elif isinstance(options, Mapping) or options is None:
+            given = dict(options or {})
+        else:
+            raise ConfigError(f"options={shown(options)}: write a dict, or overlapc.Config(...)")
         known = {knob.name: knob for knob in dataclasses.fields(cls)}
         _warn_of_unknown_variables(known)
         for name in known:
             variable = variable_of(name)
-            if name not in given and variable in os.environ:
+            if name not in given and os.environ.get(variable):
                 given[name] = _read(known[name], os.environ[variable], variable)
-        return cls(**({**MODES[mode], **given} if mode is not None else given))
+        return cls(**{**MODES[mode or "default"], **given})
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that were written when this was made: what is left is open to variables and a mode."""
+        return {name: getattr(self, name) for name in self._given}
 
     @property
     def checks(self) -> frozenset[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+_LISTED = 60  # names that an error lists
+
 
 class OverlapcError(RuntimeError):
     """Base of every error that overlapc raises on purpose."""
@@ -46,6 +48,15 @@ class CheckFailed(OverlapcError, IndexError):
     """A check in a kernel that did not hold: eager's IndexError for an index, its RuntimeError for an assertion."""
 
 
+def shown(value: object, longest: int = 100) -> str:
+    """What a user gave, as an error quotes it: clipped, however long it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = f"a {type(value).__name__} of very many digits"
+    return text if len(text) <= longest else f"{text[: longest - 20]}...{text[-10:]} ({len(text)} characters)"
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3) -> Sequence[str]:
     """The names closest to `name`, best first, those that begin with it before others; empty when nothing is close."""
     known = list(known)
@@ -57,6 +68,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> Sequence[str]:
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """`no pass named 'sink_wait'; nearest: sink_waits`, or all known names when none is near."""
     known = sorted(known)
-    near = nearest(name, known)
-    offer = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(known)}"
-    return f"no {kind} named {name!r}; {offer}"
+    near = nearest(name[:200], known)  # comparing takes the product of both lengths
+    some = [*known[:_LISTED], f"... ({len(known)})"] if len(known) > _LISTED else known
+    offer = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(some)}"
+    return f"no {kind} named {shown(name)}; {offer}"

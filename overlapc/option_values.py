@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from overlapc.errors import ConfigError, unknown_name
+from overlapc.errors import ConfigError, shown, unknown_name
 from overlapc.units import parse_bytes
 
 
@@ -19,19 +19,24 @@ def a_bool(text: Any) -> bool:
         return text
     word = str(text).strip().lower()
     if word not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
-        raise ConfigError(f"{text!r} is neither on nor off; write 1 or 0")
+        raise ConfigError(f"{shown(text)} is neither on nor off; write 1 or 0")
     return word in ("1", "true", "yes", "on")
 
 
-def seconds(text: Any) -> float:
-    """A positive number of seconds."""
+def number(text: Any, low: float, high: float, what: str = "a number") -> float:
+    """A number from `low` to `high`."""
     try:
         value = float(text)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{text!r} is not a number of seconds") from None
-    if not value > 0:
-        raise ConfigError(f"{text!r} is not a positive number of seconds")
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{shown(text)} is not {what}") from None
+    if not low <= value <= high:  # nor is nan
+        raise ConfigError(f"{shown(text)} is not {what} from {low:g} to {high:g}")
     return value
+
+
+def seconds(text: Any) -> float:
+    """A positive number of seconds, a year at most: torch's timeouts cannot be much longer."""
+    return number(text, 1e-3, 365 * 86400, "a number of seconds")
 
 
 def optional_bool(text: Any) -> bool | None:
@@ -43,29 +48,22 @@ def optional_bytes(text: Any) -> int | None:
     """A positive size such as `70GiB`; None for nothing given."""
     if text is None or text == "":
         return None
+    if isinstance(text, bool):
+        raise ConfigError(f"{text!r} is not a size; write it like '70GiB'")
     size = parse_bytes(text)
     if size <= 0:
-        raise ConfigError(f"{text!r} is not a positive size")
+        raise ConfigError(f"{shown(text)} is not a positive size")
     return size
 
 
 def fraction(text: Any) -> float:
     """A number that is not negative."""
-    try:
-        value = float(text)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{text!r} is not a number") from None
-    if value < 0:
-        raise ConfigError(f"{text!r} is negative")
-    return value
+    return number(text, 0, 1e6)
 
 
 def margin(text: Any) -> float:
-    """A number of at least 1."""
-    value = fraction(text)
-    if value < 1:
-        raise ConfigError(f"{text!r} is less than 1, the estimate itself")
-    return value
+    """How many times an estimate."""
+    return number(text, 1, 1000, "a number of times an estimate")
 
 
 def optional_text(text: Any) -> str | None:
@@ -82,7 +80,7 @@ def pass_names(text: Any) -> tuple[str | Callable[..., Any], ...] | None:
     if isinstance(text, str):
         return () if text.strip() == "none" else tuple(part.strip() for part in text.split(",") if part.strip())
     if not isinstance(text, Iterable):
-        raise ConfigError(f"{text!r} is neither names nor functions")
+        raise ConfigError(f"{shown(text)} is neither names nor functions")
     return tuple(text)
 
 
@@ -128,4 +126,10 @@ def file_or_function(value: Any) -> str | Callable[..., Any] | None:
 
 def path(text: Any) -> Path:
     """A path, `~` being the home of the user."""
-    return Path(text).expanduser()
+    try:
+        found = Path(text).expanduser()
+    except (TypeError, RuntimeError):  # of a user that there is not
+        raise ConfigError(f"{shown(text)} is not a path") from None
+    if text == "" or "\0" in str(found):
+        raise ConfigError(f"{shown(text)} is not a path")
+    return found

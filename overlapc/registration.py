@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -49,8 +50,31 @@ class _Registered(dict[str, Any]):
 
 
 def _register(registry: ModuleType) -> None:
+    _check_options_early()
     registry._COMPILER_FNS = _Registered(registry._COMPILER_FNS)  # type: ignore[attr-defined]
     registry.register_backend(overlapc, name=_NAME)
+
+
+def _check_options_early() -> None:
+    """Has `torch.compile` look at options of ours; without this torch hands them over with the first graph, which is
+    30 frames deep in the first call.
+
+    torch 2.11 to 2.13 keep backend, options and mode in this class. Where it is another, the first graph still checks.
+    """
+    kept = getattr(sys.modules["torch"], "_TorchCompileWrapper", None)
+    if kept is None:
+        return
+    init = kept.__init__
+
+    @wraps(init)
+    def init_and_check(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if getattr(self, "compiler_fn", None) is overlapc:
+            from overlapc.checked_options import checked_options
+
+            checked_options(**getattr(self, "kwargs", {}))
+
+    kept.__init__ = init_and_check
 
 
 class _Watch(MetaPathFinder):

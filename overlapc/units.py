@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 
-from overlapc.errors import ConfigError
+from overlapc.errors import ConfigError, shown
 
 _BYTES = {
     "B": 1,
@@ -17,27 +18,47 @@ _BYTES = {
     "GB": 10**9,
 }
 _NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
+MOST_BYTES = 2**62
+MOST_NS = 1e18  # thirty years; times this long still lie on the simulator's grid
 _NUMBER = re.compile(r"^\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*([A-Za-zµ]*)\s*$")
 
 
+def parse_count(text: str, most: int = MOST_BYTES) -> int:
+    """A whole number that is not negative. ConfigError on anything else, and beyond `most`."""
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigError(f"{shown(text)} is not a whole number")
+    if len(text) > 30 or int(text) > most:  # Python does not read numbers of any length
+        raise ConfigError(f"{shown(text)} is more than {most:,}")
+    return int(text)
+
+
 def parse_bytes(text: str | int | float) -> int:
-    """`"70GiB"` -> bytes; a plain number is already bytes. ConfigError on anything else."""
-    return round(_parse(text, _BYTES, "B", "a size", "70GiB"))
+    """`"70GiB"` -> bytes; a plain number is already bytes. ConfigError on anything else, and from 2**63 on."""
+    size = _parse(text, _BYTES, "B", "a size", "70GiB")
+    if not -MOST_BYTES <= size <= MOST_BYTES:  # nor is nan
+        raise ConfigError(f"{shown(text)} is not a size that any memory has")
+    return round(size)
 
 
 def parse_ns(text: str | int | float) -> float:
-    """`"1180us"` -> nanoseconds; a plain number is already nanoseconds. ConfigError on anything else."""
-    return _parse(text, _NS, "ns", "a time", "250us")
+    """`"1180us"` -> nanoseconds; a plain number is already nanoseconds. ConfigError on anything else, and for years."""
+    ns = _parse(text, _NS, "ns", "a time", "250us")
+    if not -MOST_NS <= ns <= MOST_NS:
+        raise ConfigError(f"{shown(text)} is not a time that anything here takes")
+    return ns
 
 
 def _parse(
     text: str | int | float, units: dict[str, float] | dict[str, int], plain: str, what: str, like: str
 ) -> float:
     if isinstance(text, (int, float)):
-        return float(text)
-    match = _NUMBER.match(text)
+        try:
+            return float(text)
+        except OverflowError:
+            return math.inf
+    match = _NUMBER.match(text) if isinstance(text, str) else None
     if match is None or (match[2] or plain) not in units:
-        raise ConfigError(f"{text!r} is not {what}; write it like {like!r} (units: {', '.join(units)})")
+        raise ConfigError(f"{shown(text)} is not {what}; write it like {like!r} (units: {', '.join(units)})")
     return float(match[1]) * units[match[2] or plain]
 
 

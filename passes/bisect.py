@@ -8,16 +8,21 @@ buckets that `bucket` made, and the starts or waits that `raise_under_memory` or
 
 from __future__ import annotations
 
-from overlapc.errors import ConfigError
+from overlapc.errors import ConfigError, shown
 from overlapc.schedule.model import Schedule
+from overlapc.units import parse_count
 
 
 def parse_stop(text: str) -> tuple[str, int | None]:
     """(pass, moves) of `PASS` or `PASS:MOVES`. ConfigError for anything else."""
     name, colon, moves = text.strip().partition(":")
-    if not name or (colon and not moves.isdecimal()):
-        raise ConfigError(f"stop_after={text!r} is neither PASS nor PASS:MOVES, such as plan_overlap:40")
-    return name, int(moves) if colon else None
+    try:
+        count = parse_count(moves) if colon else None
+    except ConfigError:
+        name = ""
+    if not name:
+        raise ConfigError(f"stop_after={shown(text)} is neither PASS nor PASS:MOVES, such as plan_overlap:40")
+    return name, count
 
 
 def first_moves(before: Schedule, after: Schedule, moves: int) -> Schedule:

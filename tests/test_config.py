@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import overlapc  # noqa: F401 - which registers the backend
 from overlapc.config import Config, describe
 from overlapc.errors import ConfigError
 
@@ -37,9 +40,9 @@ def test_values_are_read_as_what_they_are(option: str, written: Any, read: Any) 
         ("memory_budget", "-1GiB", "memory_budget: "),
         ("memory_budget", "0B", "memory_budget: '0B' is not a positive size"),
         ("warm_start", "maybe", "warm_start: 'maybe' is neither on nor off; write 1 or 0"),
-        ("overlap_margin", 0.5, "overlap_margin: 0.5 is less than 1, the estimate itself"),
+        ("overlap_margin", 0.5, "overlap_margin: 0.5 is not a number of times an estimate from 1 to 1000"),
         ("peak_increase", "much", "peak_increase: 'much' is not a number"),
-        ("rank_timeout", 0, "rank_timeout: 0 is not a positive number of seconds"),
+        ("rank_timeout", 0, "rank_timeout: 0 is not a number of seconds from 0.001 to"),
         ("dump", "fusoin", "dump: no stage named 'fusoin'; nearest: fusion"),
         ("memory", "pol", "memory: no value named 'pol'; nearest: pool"),
         ("memory_bugdet", 1, "no option named 'memory_bugdet'; nearest: memory_budget"),
@@ -88,3 +91,68 @@ def test_a_changed_copy_is_checked_like_any_other() -> None:
 def test_every_option_says_what_it_is_for() -> None:
     assert all(meaning for _, _, _, meaning in describe())
     assert {name for name, *_ in describe()} == {each.name for each in dataclasses.fields(Config)}
+
+
+@pytest.mark.parametrize(
+    ("option", "written"),
+    [
+        *((option, text) for option in ("overlap_margin", "peak_increase", "rank_timeout") for text in ("nan", "inf")),
+        *(("overlap_margin", value) for value in (float("nan"), float("inf"), 1e300, 10**400, "9" * 5000, [], "-inf")),
+        *(("peak_increase", value) for value in (float("nan"), -0.1, 1e300, None)),
+        *(("rank_timeout", value) for value in (1e18, "1e-9", -1)),
+        *(("memory_budget", value) for value in ("1e999GiB", float("nan"), float("inf"), 2**70, 10**400, True, [])),
+        *(("memory_budget", value) for value in ("nanGiB", "1" * 5000 + "GiB", "1e300GiB")),
+        *(("cache_dir", value) for value in ("", None, 3, "\0", "~nobody-of-that-name/x")),
+        ("autotune", "nan"),
+        ("passes", 3),
+    ],
+)
+def test_a_number_without_end_or_beyond_all_sense_is_an_error_in_a_line(option: str, written: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        Config(**{option: written})
+    assert str(error.value).startswith(f"{option}: ")
+    assert len(str(error.value)) < 300
+
+
+def test_a_config_is_open_to_variables_and_mode_where_it_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERLAPC_MATMUL", "native")
+    monkeypatch.setenv("OVERLAPC_DUMP", "fx")
+    config = Config.of(Config(dump="ir"), mode="reduce-overhead")
+    assert (config.dump, config.matmul, config.cuda_graphs) == (frozenset({"ir"}), "native", True)
+    assert Config.of(Config(cuda_graphs=False), mode="reduce-overhead").cuda_graphs is False
+    assert Config.of(config) == config
+    assert pickle.loads(pickle.dumps(config)).given == config.given
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, *_ in describe():
+        monkeypatch.setenv(f"OVERLAPC_{name.upper()}", "")
+    assert Config.of() == Config()
+    assert Config.of().cache_dir == Path.home() / ".cache" / "overlapc"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"options": {"overlap_margin": "nan"}},
+            "overlap_margin: 'nan' is not a number of times an estimate",
+        ),
+        ({"options": {"memory_bugdet": "1GiB"}}, "no option named 'memory_bugdet'; nearest: memory_budget"),
+        ({"options": {"profile": "h200"}}, "no device profile named 'h200'; nearest: h200-nvlink"),
+        (
+            {"options": {"estimates": "/nowhere.json"}},
+            "estimates: cannot read /nowhere.json: No such file",
+        ),
+        ({"options": {"passes": "sink_wait"}}, "no pass named 'sink_wait'; nearest: sink_waits"),
+        ({"options": {"stop_after": "sink_waits:" + "9" * 5000}}, "stop_after='sink_waits:999"),
+        ({"options": [1]}, "options=[1]: write a dict, or overlapc.Config(...)"),
+        ({"mode": "fast"}, "no mode named 'fast'; known: default, "),
+    ],
+)
+def test_torch_compile_refuses_options_itself(given: dict[str, Any], message: str) -> None:
+    """Not the first call, 30 frames deep."""
+    with pytest.raises(ConfigError) as error:
+        torch.compile(torch.sin, backend="overlapc", **given)
+    assert str(error.value).startswith(message)
+    torch.compile(torch.sin, backend="eager", options={"overlap_margin": "nan"})  # is nobody's business

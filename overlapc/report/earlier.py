@@ -7,13 +7,20 @@ from pathlib import Path
 from statistics import median
 
 from overlapc.errors import ConfigError
-from overlapc.estimators.profile_trace import EarlierRun, signature_of
+from overlapc.estimators.profile_trace import EarlierRun, Hook, UserHook, signature_of
 from overlapc.report.model import GraphRecord
 from overlapc.report.record import load
 from overlapc.report.trace_reading import read_trace, run_times
 from overlapc.schedule.text import parse
 
 Seen = dict[tuple[str, str], tuple[str, float]]  # (graph, node) -> signature or "", ns
+
+
+def users_estimator(estimates: str | Hook | None, graph: str) -> UserHook | EarlierRun | None:
+    """Who answers for `graph` before all others; None where the user gave nothing. ConfigError as `earlier_run`."""
+    if estimates is None:
+        return None
+    return UserHook(estimates) if callable(estimates) else earlier_run(estimates, graph)
 
 
 def earlier_run(path: str | Path, graph: str) -> EarlierRun:
