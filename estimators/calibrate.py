@@ -28,7 +28,7 @@ from overlapc.estimators.effort import MEASURING_S, Effort
 from overlapc.estimators.fit import fit
 from overlapc.estimators.measure import Measurement
 from overlapc.estimators.processor import cpu_name
-from overlapc.estimators.profile_file import link_to_json, profile_from_json, table_from_json
+from overlapc.estimators.profile_file import FORMAT, link_to_json, profile_from_json, table_from_json
 
 Derived = dict[str, tuple[Any, str]]  # quantity -> its value and where that comes from
 RANKS = 2
@@ -93,6 +93,7 @@ def profile_document(
     document = {
         "name": name,
         "origin": origin,
+        "overlapc_profile": FORMAT,
         "quantities": quantities,
         "tables": [{**table, "origin": origin} for table in measured["tables"]],
         "curves": [

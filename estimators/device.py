@@ -9,6 +9,19 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
+
+from overlapc.units import MOST_NS
+
+# What a profile that comes from elsewhere may say (profile_file.py).
+Ns = Annotated[float, Meta(ge=0, le=MOST_NS)]
+Rate = Annotated[float, Meta(ge=1, le=1e24)]  # per second
+Factor = Annotated[float, Meta(ge=1, le=1e6)]
+Part = Annotated[float, Meta(ge=0, le=1e6)]
+Number = Annotated[int, Meta(ge=0, le=2**31)]
+Points = tuple[tuple[Annotated[int, Meta(ge=1, le=2**62)], Annotated[float, Meta(gt=0, le=1e24)]], ...]
 
 _DTYPES = {
     "float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16",
@@ -20,17 +33,17 @@ _DTYPES = {
 class Protocol:
     """One way of a library to move data over a link: what it costs to set up, and the share of bandwidth it reaches."""
 
-    share: float
-    base_ns: float
-    step_ns: float
+    share: Annotated[float, Meta(gt=1e-6, le=1e6)]
+    base_ns: Ns
+    step_ns: Ns
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """What ring and tree collectives see of a connection between ranks."""
 
-    bytes_per_s: float  # one rank's bus bandwidth
-    step_ns: float  # one step of a ring or tree
+    bytes_per_s: Rate  # one rank's bus bandwidth
+    step_ns: Ns  # one step of a ring or tree
     protocols: tuple[Protocol, ...] = ()  # the fastest one is taken; none: full bandwidth at `step_ns` a step
 
     def ns(self, steps: int, moved_bytes: float) -> float:
@@ -46,25 +59,22 @@ class Table:
     """Measured times of one collective on a group of `ranks` within one host."""
 
     collective: str
-    ranks: int
-    points: tuple[tuple[int, float], ...]  # (bytes by the collective's definition, ns), ascending
+    ranks: Number
+    points: Points  # (bytes by the collective's definition, ns), ascending
     dtype: str = ""  # "bf16", "fp32"; "" when it was not recorded
-
-
-Points = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
     """How much longer compute takes beside a running collective: 1.29 is 29% longer. At least 1. None: not measured."""
 
-    matmul: float = 1.0  # a large matmul
-    memory: float = 1.0  # large memory-bound kernels
-    attention: float | None = None
-    own_matmul: float | None = None  # the collective itself, beside matmuls
-    own_memory: float | None = None  # the collective itself, beside memory-bound kernels
-    multiprocessors: float | None = None  # that the collective holds: decides the waves of a matmul beside it
-    alone: float = 1.0  # the collective itself on these channels, against default channels
+    matmul: Factor = 1.0  # a large matmul
+    memory: Factor = 1.0  # large memory-bound kernels
+    attention: Factor | None = None
+    own_matmul: Factor | None = None  # the collective itself, beside matmuls
+    own_memory: Factor | None = None  # the collective itself, beside memory-bound kernels
+    multiprocessors: Factor | None = None  # that the collective holds: decides the waves of a matmul beside it
+    alone: Factor = 1.0  # the collective itself on these channels, against default channels
     matmuls: Points = ()  # by the waves that a matmul needs alone, ascending
     memories: Points = ()  # by the bytes that a memory-bound kernel reads and writes, ascending
 
@@ -85,12 +95,12 @@ class Slowdown:
 class HostCosts:
     """Host time in ns of what a compiled graph does, by kind; see host.py."""
 
-    kernel: float  # a launch
-    call: float  # of a library
-    collective: float  # its start and its wait
-    tensor: float  # each tensor but the first of a coalesced collective, and its wait
-    graph: float  # a call of a compiled graph: guards, autograd
-    argument: float  # each tensor that goes into a graph or comes out, of a model whose parameters are DTensors
+    kernel: Ns  # a launch
+    call: Ns  # of a library
+    collective: Ns  # its start and its wait
+    tensor: Ns  # each tensor but the first of a coalesced collective, and its wait
+    graph: Ns  # a call of a compiled graph: guards, autograd
+    argument: Ns  # each tensor that goes into a graph or comes out, of a model whose parameters are DTensors
 
 
 @dataclass(frozen=True)
@@ -98,27 +108,27 @@ class DeviceProfile:
     """What estimators and the simulator know about a machine."""
 
     name: str
-    flops_per_s: Mapping[str, float] = field(default_factory=dict)  # by dtype; "vector" for generated kernels
-    memory_bytes_per_s: float | None = None  # read + written
-    kernel_floor_ns: float = 0.0  # the shortest a launched node takes on the device
-    kernel_gap_ns: float = 0.0  # between the end of one kernel and the beginning of the next on its stream
-    launch_ns: float = 0.0  # host time to launch one node, whatever it is: how late an idle device begins with it
+    flops_per_s: Mapping[str, Rate] = field(default_factory=dict)  # by dtype; "vector" for generated kernels
+    memory_bytes_per_s: Rate | None = None  # read + written
+    kernel_floor_ns: Ns = 0.0  # the shortest a launched node takes on the device
+    kernel_gap_ns: Ns = 0.0  # between the end of one kernel and the beginning of the next on its stream
+    launch_ns: Ns = 0.0  # host time to launch one node, whatever it is: how late an idle device begins with it
     host: HostCosts | None = None  # what a whole graph costs the host; None: not measured
     synchronous: bool = False  # compute runs on the launching thread, which so cannot run ahead
-    multiprocessors: int = 0  # that kernels and collectives share; 0: not known
+    multiprocessors: Number = 0  # that kernels and collectives share; 0: not known
     # A collective that comes while a kernel runs begins with the kernel's last wave, as GPUs hand out blocks in order.
     collectives_wait_for_kernels: bool = False
-    collective_floor_ns: float = 0.0  # launch and synchronization of one collective
-    ranks_per_host: int = 1
+    collective_floor_ns: Ns = 0.0  # launch and synchronization of one collective
+    ranks_per_host: Annotated[int, Meta(ge=1, le=2**31)] = 1
     host_link: Link | None = None  # between ranks of one host
     network_link: Link | None = None  # one rank's way to other hosts
     # Between the end of a kernel and the start of a collective that waits for it, and back: the simulator adds it.
-    collective_gap_ns: float = 0.0
-    coalesced_tensor_ns: float = 0.0  # what each tensor but the first adds to a coalesced collective
+    collective_gap_ns: Ns = 0.0
+    coalesced_tensor_ns: Ns = 0.0  # what each tensor but the first adds to a coalesced collective
     tables: tuple[Table, ...] = ()
     # Achieved rates by size, ascending: "matmul.bf16", "attention.bf16" and "attention_backward.bf16" give FLOP/s by
     # FLOPs; "generated" (element-wise) and "generated.FORM" (`Work.form`) give bytes/s by bytes read and written.
-    curves: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    curves: Mapping[str, Points] = field(default_factory=dict)
     # By collective, "other" for the rest; "all_gather@16" on that many channels.
     slowdowns: Mapping[str, Slowdown] = field(default_factory=dict)
     # By "matmul" or "attention": how many times as long work of so many FLOPs takes at the clock of full load as at the
@@ -127,8 +137,8 @@ class DeviceProfile:
     # By thousandths of the time that the device computes: the clock of full load, as a part of the clock then. What
     # takes `throttle` times as long at full load as in a burst takes that part of it, but no less than in a burst.
     heat: Points = ()
-    collective_load: float = 0.0  # what a collective draws of what compute draws, for which it counts in `heat`
-    collective_slowdown: float = 1.0  # of a collective beside compute where its Slowdown says nothing; at least 1
+    collective_load: Part = 0.0  # what a collective draws of what compute draws, for which it counts in `heat`
+    collective_slowdown: Factor = 1.0  # of a collective beside compute where its Slowdown says nothing; at least 1
     origins: Mapping[str, str] = field(default_factory=dict)  # field -> where its number comes from
 
     def slowdown(self, collective: str, channels: int = 0) -> Slowdown:

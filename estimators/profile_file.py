@@ -7,23 +7,22 @@ measurements, for people.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from overlapc.errors import ConfigError, unknown_name
-from overlapc.estimators.device import (
-    IDEAL,
-    DeviceProfile,
-    HostCosts,
-    Link,
-    Protocol,
-    Slowdown,
-    Table,
-)
+import msgspec
 
+from overlapc import documents
+from overlapc.errors import ConfigError, shown, unknown_name
+from overlapc.estimators.device import IDEAL, DeviceProfile, HostCosts, Link, Slowdown, Table
+
+FORMAT = 1  # of a profile file, under "overlapc_profile"; raised when a reader of the old one would misread the new one
+_BESIDE_QUANTITIES = {"name", "flops_per_s", "tables", "curves", "origins"}
+_RawPoints = tuple[tuple[float, float], ...]
 PROFILES = Path(__file__).parent / "profiles"
 
 
@@ -35,62 +34,94 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
         if not path.is_file():
             known = [found.stem for found in PROFILES.glob("*.json")]
             raise ConfigError(unknown_name("device profile", str(name_or_path), known))
+    what = f"device profile {path} is not in the expected form"
+    data = documents.from_json(documents.read_text(path), dict[str, Any], what)
+    return profile_from_json(data, what)
+
+
+class _Quantity(msgspec.Struct):
+    value: Any
+    origin: str
+
+
+class _Curve(msgspec.Struct):
+    curve: str
+    points: _RawPoints
+
+
+class _Table(msgspec.Struct):
+    collective: str
+    ranks: int
+    points: _RawPoints
+    dtype: str = ""
+
+
+class _File(msgspec.Struct):
+    name: str
+    quantities: dict[str, _Quantity]
+    overlapc_profile: int = FORMAT  # what files before it say
+    origin: str = ""
+    tables: tuple[_Table, ...] = ()
+    curves: tuple[_Curve, ...] = ()
+
+
+def profile_from_json(data: Mapping[str, Any], what: str = "device profile") -> DeviceProfile:
+    """The profile that the object of a profile file describes. ConfigError, beginning with `what`, if it is none."""
+    file = documents.from_data(data, _File, what)
+    if file.overlapc_profile != FORMAT:
+        raise ConfigError(f"{what}: it is of version {file.overlapc_profile}, and this is version {FORMAT}")
+    values = {key: entry.value for key, entry in file.quantities.items()}
+    origins = {"": file.origin, **{key: entry.origin for key, entry in file.quantities.items()}}
+    flops = {key.partition(".")[2]: values.pop(key) for key in list(values) if key.startswith("flops_per_s.")}
+    known = {field.name for field in dataclasses.fields(DeviceProfile)} - _BESIDE_QUANTITIES
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{what}: {unknown_name('quantity', key, known)}")
+    for kind, entries in ((HostCosts, [values.get("host")]), (Slowdown, _values(values.get("slowdowns")))):
+        names = {field.name for field in dataclasses.fields(kind)}
+        for key in (key for entry in entries if isinstance(entry, dict) for key in entry):
+            if key not in names:
+                raise ConfigError(f"{what}: {unknown_name('quantity', key, names)}")
+    for key in ("ranks_per_host", "multiprocessors"):
+        if isinstance(values.get(key), float) and values[key].is_integer():  # a median of ranks
+            values[key] = int(values[key])
     try:
-        return profile_from_json(json.loads(path.read_text()))
-    except OSError as error:
-        raise ConfigError(f"device profile {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"device profile {path} is not in the expected form: {error!r}") from None
+        if "slowdowns" in values:
+            values["slowdowns"] = {name: _slowdown(entry) for name, entry in values["slowdowns"].items()}
+        if "heat" in values:
+            values["heat"] = _points((max(1, share), clock) for share, clock in values["heat"])
+        if "throttle" in values:
+            values["throttle"] = {kind: _points(points) for kind, points in values["throttle"].items()}
+        tables = [{**msgspec.structs.asdict(each), "points": _points(each.points)} for each in file.tables]
+        curves = {each.curve: _points(each.points) for each in file.curves}
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ConfigError(f"{what}: {shown(str(error))}") from None
+    whole = {**values, "name": file.name, "flops_per_s": flops, "tables": tables, "curves": curves, "origins": origins}
+    return documents.from_data(whole, DeviceProfile, what)
 
 
-def profile_from_json(data: Mapping[str, Any]) -> DeviceProfile:
-    """The profile that the object of a profile file describes. KeyError, TypeError or ValueError if it is none."""
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {"": str(data.get("origin", ""))}
-    for key, entry in data["quantities"].items():
-        values[key], origins[key] = entry["value"], entry["origin"]
-    flops = {}
-    for key in [key for key in values if key.startswith("flops_per_s.")]:
-        flops[key.partition(".")[2]] = float(values.pop(key))
-    for key in ("host_link", "network_link"):
-        if key in values:
-            values[key] = _link(values[key])
-    tables = [table_from_json(entry) for entry in data.get("tables", ())]
-    slowdowns = {name: _slowdown(entry) for name, entry in values.pop("slowdowns", {}).items()}
-    if "host" in values:
-        values["host"] = HostCosts(**{kind: float(ns) for kind, ns in values["host"].items()})
-    if "heat" in values:
-        values["heat"] = _points(values["heat"])
-    if "throttle" in values:
-        values["throttle"] = {kind: _points(points) for kind, points in values["throttle"].items()}
-    curves = {str(entry["curve"]): _points(entry["points"]) for entry in data.get("curves", ())}
-    return DeviceProfile(
-        name=str(data["name"]),
-        flops_per_s=flops,
-        tables=tuple(tables),
-        curves=curves,
-        slowdowns=slowdowns,
-        origins=origins,
-        **values,
-    )
+def _values(entries: Any) -> Sequence[Any]:
+    return list(entries.values()) if isinstance(entries, dict) else ()
 
 
-def _slowdown(entry: Mapping[str, Any]) -> Slowdown:
+def _slowdown(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A collective that seems to make compute faster beside it does not."""
     found: dict[str, Any] = {}
     for key, factor in entry.items():
         if isinstance(factor, list | tuple):
             found[key] = tuple((size, max(1.0, times)) for size, times in _points(factor))
         else:
             found[key] = max(1.0, float(factor))
-    return Slowdown(**found)
+    return found
 
 
-def _link(entry: Mapping[str, Any]) -> Link:
-    protocols = tuple(
-        Protocol(float(each["share"]), float(each["base_ns"]), float(each["step_ns"]))
-        for each in entry.get("protocols", ())
-    )
-    return Link(float(entry["bytes_per_s"]), float(entry["step_ns"]), protocols)
+def _points(listed: Iterable[tuple[float, float]]) -> tuple[tuple[int, float], ...]:
+    """Ascending; between two points of one size nothing could be told."""
+    points = tuple(sorted((int(size), float(value)) for size, value in listed))
+    for (low, _), (high, _) in itertools.pairwise(points):
+        if low == high:
+            raise ValueError(f"two points of size {low}")
+    return points
 
 
 def link_to_json(link: Link) -> dict[str, Any]:
@@ -104,10 +135,6 @@ def link_to_json(link: Link) -> dict[str, Any]:
 def table_from_json(entry: Mapping[str, Any]) -> Table:
     """A table as a profile file holds it."""
     return Table(entry["collective"], int(entry["ranks"]), _points(entry["points"]), str(entry.get("dtype", "")))
-
-
-def _points(listed: Any) -> tuple[tuple[int, float], ...]:
-    return tuple(sorted((int(size), float(value)) for size, value in listed))
 
 
 def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
@@ -137,6 +164,7 @@ def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
             for name, each in profile.slowdowns.items()
         }
     return {
+        "overlapc_profile": FORMAT,
         "name": profile.name,
         "origin": profile.origins.get("", ""),
         "quantities": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import io
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from tabulate import tabulate
 
 from overlapc.checked_options import checked_options
 from overlapc.config import Config, describe, variable_of
+from overlapc.documents import read_text
 from overlapc.errors import ConfigError, OverlapcError, ScheduleError, ToolchainError
 from overlapc.launch.torchrun import JobFailed, check_world, run_ranks
 
@@ -201,7 +203,7 @@ def plan(
     else:
         from overlapc.launch.plan import plan_text
 
-        report = plan_text(_read(file), Config.of(values))
+        report = plan_text(read_text(file), Config.of(values))
     print(report)
     for target in save or ():
         print(f"written to {report.save(target)}")
@@ -385,13 +387,6 @@ def _values(passes: str | None, given: Sequence[str] | None) -> dict[str, str]:
     return values
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
-
-
 def _check_torch() -> None:
     from overlapc.fx.versions import check_torch_version
 
@@ -412,6 +407,9 @@ def _writable(folder: Path) -> Path:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit code is 0, 1 (a job failed), 2 (bad input) or 130 (Ctrl-C)."""
     given = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of other people's nodes, in a terminal that knows ASCII only
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = app(args=given or ["--help"], prog_name="overlapc", standalone_mode=False)
         if not given:

@@ -58,6 +58,8 @@ def parts(text: str) -> Iterator[str]:
     starts = [match.start() for match in _HEADER.finditer(text)] or [0]
     if not text.strip():
         raise ConfigError("no schedule in this file: it is empty")
+    if text.lstrip()[0] in "{[":
+        raise ConfigError("no schedule in this file: it holds JSON; of a record, overlapc report --save schedule.txt")
     for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
         before = text[:start] if start != starts[0] else ""
         lead = "\n" * before.count("\n")

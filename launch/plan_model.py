@@ -36,6 +36,7 @@ from overlapc.report.model import StepRecord
 from overlapc.report.record import Report
 from overlapc.schedule.model import Schedule
 from overlapc.schedule.repeat import Irregular, repeated
+from overlapc.units import parse_count
 
 AXES = ("replicate", "dp", "tp")  # outermost first: ranks of one `tp` group are neighbours
 MODELS: dict[str, Callable[[], LlamaConfig]] = {
@@ -47,6 +48,9 @@ MODELS: dict[str, Callable[[], LlamaConfig]] = {
 # Numbers of layers that larger ones follow from. The first layer and the last are unlike those between, of which the
 # smallest of these models has one; a model of no more layers than are in all of them is traced itself.
 FEW = (3, 4, 5)
+_MOST_RANKS = 2**17  # torch lists the ranks of every group
+_MOST_TOKENS = 2**24  # a row, or rows
+_MOST_LAYERS = 1000
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,12 @@ class PlanConfig:
         if dtype not in ("fp32", "bf16"):
             raise ConfigError(f"--dtype {dtype}: fp32 or bf16")
         for name, value in (("seq", seq), ("batch", batch)):
-            if value < 1:
-                raise ConfigError(f"--{name} {value}: at least 1")
-        if layers < 0 or world_size < 0:
-            raise ConfigError("--layers and --world-size cannot be negative")
+            if not 1 <= value <= _MOST_TOKENS:
+                raise ConfigError(f"--{name} {value}: from 1 to {_MOST_TOKENS}")
+        if not 0 <= layers <= _MOST_LAYERS:
+            raise ConfigError(f"--layers {layers}: from 0, for all of the model, to {_MOST_LAYERS}")
+        if world_size < 0:
+            raise ConfigError("--world-size cannot be negative")
         shape = dataclasses.replace(MODELS[model](), max_seq=seq)
         if layers:
             shape = dataclasses.replace(shape, layers=layers)
@@ -98,9 +104,14 @@ def parse_mesh(text: str, world_size: int) -> dict[str, int]:
         name, _, size = part.partition("=")
         if name not in AXES:
             raise ConfigError(unknown_name("mesh axis", name, AXES))
-        if not size.isdigit() or int(size) < 1 or name in axes:
-            raise ConfigError(f"--mesh {text}: write it like dp=128,tp=8, each axis once, at least 1")
-        axes[name] = int(size)
+        if name in axes:
+            raise ConfigError(f"--mesh: {name} a second time")
+        try:
+            axes[name] = parse_count(size, _MOST_RANKS)
+        except ConfigError as error:
+            raise ConfigError(f"--mesh: {name}: {error}; write it like dp=128,tp=8") from None
+        if not axes[name]:
+            raise ConfigError(f"--mesh: {name}=0: at least 1")
     named = 1
     for size_of in axes.values():
         named *= size_of
@@ -110,6 +121,8 @@ def parse_mesh(text: str, world_size: int) -> dict[str, int]:
         axes["dp"] = world_size // named
     elif world_size and world_size != named:
         raise ConfigError(f"--mesh {text} has {named} ranks, --world-size says {world_size}")
+    if max(named, world_size) > _MOST_RANKS:
+        raise ConfigError(f"{max(named, world_size):,} ranks: plans are for at most {_MOST_RANKS:,}")
     return {name: axes.get(name, 1) for name in AXES}
 
 

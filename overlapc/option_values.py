@@ -36,7 +36,7 @@ def number(text: Any, low: float, high: float, what: str = "a number") -> float:
 
 def seconds(text: Any) -> float:
     """A positive number of seconds, a year at most: torch's timeouts cannot be much longer."""
-    return number(text, 1e-3, 365 * 86400, "a number of seconds")
+    return number(text, 1e-3, 365 * 86400, "a positive number of seconds")
 
 
 def optional_bool(text: Any) -> bool | None:
@@ -63,7 +63,10 @@ def fraction(text: Any) -> float:
 
 def margin(text: Any) -> float:
     """How many times an estimate."""
-    return number(text, 1, 1000, "a number of times an estimate")
+    value = number(text, 0, 1000)
+    if value < 1:
+        raise ConfigError(f"{shown(text)} is less than 1, the estimate itself")
+    return value
 
 
 def optional_text(text: Any) -> str | None:

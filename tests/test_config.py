@@ -40,9 +40,9 @@ def test_values_are_read_as_what_they_are(option: str, written: Any, read: Any) 
         ("memory_budget", "-1GiB", "memory_budget: "),
         ("memory_budget", "0B", "memory_budget: '0B' is not a positive size"),
         ("warm_start", "maybe", "warm_start: 'maybe' is neither on nor off; write 1 or 0"),
-        ("overlap_margin", 0.5, "overlap_margin: 0.5 is not a number of times an estimate from 1 to 1000"),
+        ("overlap_margin", 0.5, "overlap_margin: 0.5 is less than 1, the estimate itself"),
         ("peak_increase", "much", "peak_increase: 'much' is not a number"),
-        ("rank_timeout", 0, "rank_timeout: 0 is not a number of seconds from 0.001 to"),
+        ("rank_timeout", 0, "rank_timeout: 0 is not a positive number of seconds from 0.001 to"),
         ("dump", "fusoin", "dump: no stage named 'fusoin'; nearest: fusion"),
         ("memory", "pol", "memory: no value named 'pol'; nearest: pool"),
         ("memory_bugdet", 1, "no option named 'memory_bugdet'; nearest: memory_budget"),
@@ -136,7 +136,7 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {"options": {"overlap_margin": "nan"}},
-            "overlap_margin: 'nan' is not a number of times an estimate",
+            "overlap_margin: 'nan' is not a number from 0 to 1000",
         ),
         ({"options": {"memory_bugdet": "1GiB"}}, "no option named 'memory_bugdet'; nearest: memory_budget"),
         ({"options": {"profile": "h200"}}, "no device profile named 'h200'; nearest: h200-nvlink"),

@@ -39,9 +39,12 @@ def earlier_run(path: str | Path, graph: str) -> EarlierRun:
 
 @functools.lru_cache(maxsize=4)
 def _read(path: Path, _changed: int) -> Seen:
-    with path.open(encoding="utf-8") as file:
-        head = file.read(64)
-    if "overlapc_record" not in head:
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as error:
+        raise ConfigError(f"estimates: cannot read {path}: {error.strerror}") from None
+    if b"overlapc_record" not in head:
         return _from_trace(path)
     graphs = [graph for step in load(path).steps for graph in step.graphs if graph.measured is not None]
     if not graphs:

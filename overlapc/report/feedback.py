@@ -12,6 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from overlapc.documents import read_text
 from overlapc.errors import ConfigError
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.feedback import Change, Feedback, feed_back, provenance
@@ -75,7 +76,7 @@ def _run(graphs: Sequence[GraphRecord]) -> Run:
 def _document(profile: str, feedback: Feedback, source: str) -> dict[str, Any]:
     """The profile's file with what was fitted in the place of what was there, and a list of that."""
     path = Path(profile) if profile.endswith(".json") else PROFILES / f"{profile}.json"
-    document: dict[str, Any] = json.loads(path.read_text())
+    document: dict[str, Any] = json.loads(read_text(path))
     new = profile_to_json(_with_origin(feedback, source))
     document.update(origin=new["origin"], tables=new["tables"], curves=new["curves"])
     if "slowdowns" in new["quantities"]:

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta
+
+from overlapc.units import MOST_BYTES, MOST_NS
+
+# What a record that comes from elsewhere may say (`record.load`). Differences of times may be a rounding below zero.
+Ns = Annotated[float, Meta(ge=-1.0, le=MOST_NS)]
+Seconds = Annotated[float, Meta(ge=0, le=MOST_NS / 1e9)]
+Share = Annotated[float, Meta(ge=-1e-6, le=1 + 1e-6)]
+Count = Annotated[int, Meta(ge=0, le=MOST_BYTES)]  # of bytes, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +27,8 @@ class Span:
 
     node: str
     lane: str
-    start_ns: float
-    end_ns: float
+    start_ns: Ns
+    end_ns: Ns
     kind: str  # the node's schedule.Kind as text, or "idle": compute stands still for what `node` waits for
     origin: str = ""  # module path or source line
 
@@ -30,15 +40,15 @@ class CollectiveRow:
     name: str
     op: str
     group: str
-    ranks: int
-    bytes: int
-    estimate_ns: float | None  # None: nobody could estimate it
+    ranks: Count
+    bytes: Count
+    estimate_ns: Ns | None  # None: nobody could estimate it
     source: str
-    hidden_before_ns: float
-    exposed_before_ns: float
-    hidden_after_ns: float
-    exposed_after_ns: float
-    moves: int
+    hidden_before_ns: Ns
+    exposed_before_ns: Ns
+    hidden_after_ns: Ns
+    exposed_after_ns: Ns
+    moves: Count
     limit: str  # why it was not hidden further
     origin: str = ""
     via: str = ""  # what carries it: "" for the library of its process group, "copy" for copies
@@ -50,7 +60,7 @@ class PassRow:
     """One pass that ran: how long it took and why it did what it did, by node."""
 
     name: str
-    seconds: float
+    seconds: Seconds
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -58,7 +68,7 @@ class PassRow:
 class Plan:
     """A simulated order: when the last resource is done, and what ran where."""
 
-    step_ns: float
+    step_ns: Ns
     spans: tuple[Span, ...] = ()
 
 
@@ -66,16 +76,16 @@ class Plan:
 class Measured:
     """A graph as it ran: medians over `runs`. Communication includes the time that ranks waited for each other."""
 
-    runs: int
-    step_ns: float  # from the first thing launched to the end of the last
-    compute_ns: float
-    comm_ns: float
-    exposed_ns: float  # communication beside which no compute ran, because the next kernel waited for it
-    idle_ns: float  # the rest of the step, such as gaps between kernels
-    nodes: Mapping[str, float] = field(default_factory=dict)  # node -> ns
+    runs: Count
+    step_ns: Ns  # from the first thing launched to the end of the last
+    compute_ns: Ns
+    comm_ns: Ns
+    exposed_ns: Ns  # communication beside which no compute ran, because the next kernel waited for it
+    idle_ns: Ns  # the rest of the step, such as gaps between kernels
+    nodes: Mapping[str, Ns] = field(default_factory=dict)  # node -> ns
     # node -> the share of its time in which communication (of a collective: compute) ran, too
-    beside: Mapping[str, float] = field(default_factory=dict)
-    late_ns: float = 0.0  # of the idle time: in which the host had yet to launch the next kernel
+    beside: Mapping[str, Share] = field(default_factory=dict)
+    late_ns: Ns = 0.0  # of the idle time: in which the host had yet to launch the next kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +96,26 @@ class GraphRecord:
     schedule: str  # the final schedule in its text format
     before: Plan
     after: Plan
-    lower_bound_ns: float  # no order of this graph can be faster
-    peak_bytes: int
-    incoming_peak_bytes: int  # before the passes
-    budget_bytes: int | None = None
+    lower_bound_ns: Ns  # no order of this graph can be faster
+    peak_bytes: Count
+    incoming_peak_bytes: Count  # before the passes
+    budget_bytes: Count | None = None
     collectives: tuple[CollectiveRow, ...] = ()
-    memory: tuple[tuple[float, int], ...] = ()  # (time, live bytes) at every change, in the final order
+    memory: tuple[tuple[Ns, Count], ...] = ()  # (time, live bytes) at every change, in the final order
     passes: tuple[PassRow, ...] = ()
-    kernels: int = 0  # generated kernels launched in one run
-    externs: int = 0  # library calls
-    fallbacks: Mapping[str, int] = field(default_factory=dict)  # ops run eagerly for want of a lowering
-    attention: Mapping[str, int] = field(default_factory=dict)  # calls by kernel, sizes and why it is that kernel
+    kernels: Count = 0  # generated kernels launched in one run
+    externs: Count = 0  # library calls
+    fallbacks: Mapping[str, Count] = field(default_factory=dict)  # ops run eagerly for want of a lowering
+    attention: Mapping[str, Count] = field(default_factory=dict)  # calls by kernel, sizes and why it is that kernel
     unknown: tuple[str, ...] = ()  # nodes nobody could estimate; the times above leave them out
-    compile_seconds: float = 0.0
+    compile_seconds: Seconds = 0.0
     captured: str = ""  # with cuda_graphs: how many parts are captured, and what is not and why
     not_copied: Mapping[str, str] = field(default_factory=dict)  # transport=copy: collectives that are not, and why
     pool_bytes: int = 0  # of this rank's memory that is shared for copies
     tuned: str = ""  # with autotune: how many kernels were measured, and what other block sizes gain
     measured: Measured | None = None  # None: nobody measured it
-    host_ns: float | None = None  # what a call costs the host; None: the profile does not know
-    alone_ns: float | None = None  # what its compute takes with no communication beside it; None: an older record
+    host_ns: Ns | None = None  # what a call costs the host; None: the profile does not know
+    alone_ns: Ns | None = None  # what its compute takes with no communication beside it; None: an older record
 
     @property
     def exposed_before_ns(self) -> float:
@@ -117,39 +127,15 @@ class GraphRecord:
         """The same in the final order."""
         return sum(row.exposed_after_ns for row in self.collectives)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> GraphRecord:
-        """The record whose `asdict` is `data`."""
-        return cls(
-            **{
-                **data,
-                "before": _plan(data["before"]),
-                "after": _plan(data["after"]),
-                "collectives": tuple(map(_collective, data["collectives"])),
-                "memory": tuple((time_ns, size_bytes) for time_ns, size_bytes in data["memory"]),
-                "passes": tuple(PassRow(**row) for row in data["passes"]),
-                "unknown": tuple(data["unknown"]),
-                "measured": Measured(**data["measured"]) if data.get("measured") else None,
-            }
-        )
-
-
-def _collective(data: Mapping[str, Any]) -> CollectiveRow:
-    return CollectiveRow(**{**data, "causes": tuple(data.get("causes", ()))})
-
-
-def _plan(data: Mapping[str, Any]) -> Plan:
-    return Plan(data["step_ns"], tuple(Span(**span) for span in data["spans"]))
-
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """Every graph that one process compiled, in the order of compilation."""
 
-    rank: int = 0
-    world_size: int = 1
+    rank: Count = 0
+    world_size: Count = 1
     graphs: tuple[GraphRecord, ...] = ()
-    measured_peak_bytes: int | None = (
+    measured_peak_bytes: Count | None = (
         None  # most that torch's allocator gave out while measuring, and pools; None: not a GPU
     )
 
@@ -178,9 +164,3 @@ class StepRecord:
     def lower_bound_ns(self) -> float:
         """What no orders of the graphs can beat."""
         return max(sum(graph.lower_bound_ns for graph in self.graphs), self.host_ns or 0.0)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> StepRecord:
-        """The record whose `asdict` is `data`."""
-        graphs = tuple(map(GraphRecord.from_json, data["graphs"]))
-        return cls(data["rank"], data["world_size"], graphs, data.get("measured_peak_bytes"))

@@ -10,6 +10,9 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
+
+from overlapc import documents
 from overlapc.errors import ConfigError, OverlapcError
 from overlapc.report.model import GraphRecord, StepRecord
 
@@ -62,17 +65,22 @@ class Report:
         return json.dumps({"overlapc_record": FORMAT, "steps": [asdict(step) for step in self.steps]}) + "\n"
 
 
+class _Head(msgspec.Struct):
+    overlapc_record: int = 0
+
+
+class _Document(msgspec.Struct):
+    overlapc_record: int
+    steps: tuple[StepRecord, ...]
+
+
 def load(path: str | os.PathLike[str]) -> Report:
     """The report in a `record.json`; ConfigError when the file is missing or something else."""
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
-        raise ConfigError(f"{path} is not a record: it holds no JSON") from None
-    if not isinstance(data, dict) or data.get("overlapc_record") != FORMAT:
+    text = documents.read_text(path)
+    head = documents.from_json(text, _Head, f"{path} is not a record")
+    if head.overlapc_record != FORMAT:
         raise ConfigError(f"{path} is not a record of this version; save one with overlapc.report().save(...)")
-    return Report(tuple(map(StepRecord.from_json, data["steps"])))
+    return Report(documents.from_json(text, _Document, f"{path} is not a record as overlapc writes it").steps)
 
 
 _graphs: list[GraphRecord] = []

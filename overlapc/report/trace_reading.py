@@ -7,21 +7,24 @@ of a kernel or call, and a collective is what gloo did next after its mark.
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated
 
+import msgspec
+
+from overlapc import documents
 from overlapc.errors import ConfigError
 from overlapc.runtime import marks
 
 Interval = tuple[float, float]  # ns
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
+_MOST_BYTES = 2**31  # of a file: torch writes hundreds of megabytes in a few steps
 
 
 @dataclass(slots=True)
@@ -30,7 +33,7 @@ class Marked:
 
     label: marks.Label
     host: Interval
-    id: int | None = None  # the profiler's own, where it gives one
+    id: int | str | None = None  # the profiler's own, where it gives one
     work: list[Interval] = field(default_factory=list)
 
 
@@ -59,14 +62,9 @@ class RunTimes:
 
 def read_trace(path: str | Path) -> Trace:
     """The marks in a Chrome trace. ConfigError when the file is none, or was recorded without marks."""
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        events = data["traceEvents"]
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path} is not a Chrome trace: it holds no traceEvents") from None
-    trace = _trace(events, data.get("distributedInfo", {}).get("rank"))
+    text = documents.read_text(path, _MOST_BYTES)
+    data = documents.from_json(text, _File, f"{path} is not a Chrome trace")
+    trace = _trace(data.traceEvents, None if data.distributedInfo is None else data.distributedInfo.rank)
     if not trace.runs:
         raise ConfigError(
             f"{path} has no marks of overlapc; record it under overlapc.report.measure(trace=...), "
@@ -75,15 +73,49 @@ def read_trace(path: str | Path) -> Trace:
     return trace
 
 
-def _trace(events: Sequence[Mapping[str, Any]], rank: int | None) -> Trace:
-    spans = [event for event in events if event.get("ph") == "X"]
-    by_thread: dict[Any, list[Marked]] = {}
+_Us = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
+
+
+class _Args(msgspec.Struct, frozen=True):
+    correlation: int | str | None = None
+    id: int | str | None = msgspec.field(default=None, name="External id")
+
+
+class _Event(msgspec.Struct):
+    """What is asked of an event; torch writes more, and some kinds without some of it."""
+
+    ph: str = ""
+    name: str = ""
+    cat: str = ""
+    ts: _Us = 0.0
+    dur: Annotated[float, msgspec.Meta(ge=0, le=1e18)] = 0.0
+    tid: int | str = 0
+    args: _Args = _Args()
+
+    @property
+    def interval(self) -> Interval:
+        """In ns."""
+        return self.ts * 1e3, (self.ts + self.dur) * 1e3
+
+
+class _Distributed(msgspec.Struct):
+    rank: int | None = None
+
+
+class _File(msgspec.Struct):
+    traceEvents: list[_Event]
+    distributedInfo: _Distributed | None = None
+
+
+def _trace(events: Sequence[_Event], rank: int | None) -> Trace:
+    spans = [event for event in events if event.ph == "X"]
+    by_thread: dict[int | str, list[Marked]] = {}
     order: list[Marked] = []
-    for event in sorted(spans, key=lambda event: event["ts"]):
-        label = marks.Label.parse(str(event["name"])) if event.get("cat") == "user_annotation" else None
+    for event in sorted(spans, key=lambda event: event.ts):
+        label = marks.Label.parse(event.name) if event.cat == "user_annotation" else None
         if label is not None:
-            marked = Marked(label, _interval(event), event.get("args", {}).get("External id"))
-            by_thread.setdefault(event["tid"], []).append(marked)
+            marked = Marked(label, event.interval, event.args.id)
+            by_thread.setdefault(event.tid, []).append(marked)
             order.append(marked)
     on_device = _attach_kernels(spans, by_thread)
     if not on_device:
@@ -91,42 +123,41 @@ def _trace(events: Sequence[Mapping[str, Any]], rank: int | None) -> Trace:
     return Trace(_runs(order), on_device, rank)
 
 
-def _interval(event: Mapping[str, Any]) -> Interval:
-    return event["ts"] * 1e3, (event["ts"] + event["dur"]) * 1e3
-
-
-def _attach_kernels(spans: Iterable[Mapping[str, Any]], by_thread: Mapping[Any, list[Marked]]) -> bool:
+def _attach_kernels(spans: Iterable[_Event], by_thread: Mapping[int | str, list[Marked]]) -> bool:
     """Give each mark the kernels launched within it; whether there were any."""
-    launches: dict[int, Marked] = {}
+    launches: dict[int | str, Marked] = {}
     by_id = {marked.id: marked for each in by_thread.values() for marked in each if marked.id is not None}
     starts = {thread: [marked.host[0] for marked in each] for thread, each in by_thread.items()}
     for event in spans:
-        thread = event.get("tid")
-        if event.get("cat") not in _LAUNCHES or thread not in starts or "correlation" not in event.get("args", {}):
+        correlation = event.args.correlation
+        if event.cat not in _LAUNCHES or event.tid not in starts or correlation is None:
             continue
-        at_ns = event["ts"] * 1e3
-        at = bisect_right(starts[thread], at_ns) - 1
-        if at >= 0 and at_ns <= by_thread[thread][at].host[1]:
-            launches[event["args"]["correlation"]] = by_thread[thread][at]
+        at_ns = event.ts * 1e3
+        at = bisect_right(starts[event.tid], at_ns) - 1
+        if at >= 0 and at_ns <= by_thread[event.tid][at].host[1]:
+            launches[correlation] = by_thread[event.tid][at]
     any_found = False
     for event in spans:
-        if event.get("cat") in _DEVICE:
-            args = event.get("args", {})
+        if event.cat in _DEVICE:
             # Where the trace holds no launches of the driver's API, the id of the mark itself is on the kernel.
-            marked = launches.get(args.get("correlation")) or by_id.get(args.get("External id"))
+            marked = _of(event.args.correlation, launches) or _of(event.args.id, by_id)
             if marked is not None:
-                marked.work.append(_interval(event))
+                marked.work.append(event.interval)
                 any_found = True
     return any_found
 
 
-def _attach_host(spans: Iterable[Mapping[str, Any]], order: Sequence[Marked]) -> None:
+def _of(number: int | str | None, marked: Mapping[int | str, Marked]) -> Marked | None:
+    return None if number is None else marked.get(number)
+
+
+def _attach_host(spans: Iterable[_Event], order: Sequence[Marked]) -> None:
     """On a CPU a mark is what it ran; a start gets the first things of gloo that began after it and are nobody's yet.
 
     gloo begins collectives in the order they were issued, on threads of its own. What the user communicates between
     two starts is passed over: it began before the second.
     """
-    gloo = sorted(_interval(event) for event in spans if str(event["name"]).startswith("gloo:"))
+    gloo = sorted(event.interval for event in spans if event.name.startswith("gloo:"))
     at = 0
     for marked in order:
         if marked.label.how in ("launch", "call"):

@@ -10,7 +10,7 @@ from overlapc.errors import unknown_name
 from overlapc.garbage import no_collections
 from overlapc.schedule.collectives import TRANSPORTS
 from overlapc.schedule.model import Buffer, Comm, Estimate, Kind, Node, Schedule, Work
-from overlapc.schedule.scanner import Statement, statements
+from overlapc.schedule.scanner import MOST_RANKS, Statement, statements
 from overlapc.schedule.syntax import KINDS, default_buffer, default_bytes, default_kind
 
 _SIZE = re.compile(r"[0-9.]+([KMGT]i?)?B")
@@ -224,7 +224,7 @@ def _group(statement: Statement) -> tuple[str | None, int]:
         return None, 0
     group, size = statement.take("word", "a group's name"), 0
     if statement.accept("("):
-        size = statement.take_integer()
+        size = statement.take_integer(MOST_RANKS)
         statement.expect(")", "after the group's size")
     return group, size
 
@@ -268,10 +268,9 @@ def _ranks(statement: Statement) -> tuple[int, ...]:
     """(0, 1, 2, 3, 8) of `0-3,8`."""
     ranks: list[int] = []
     while True:
-        part = statement.take("word", "a rank, or a range of them")
-        low, dash, high = part.partition("-")
-        if not low.isdecimal() or (dash and not (high.isdecimal() and int(low) < int(high))):
-            statement.fail(f"{part!r} is neither a rank nor a range like 0-7", back=1)
-        ranks += range(int(low), int(high or low) + 1)
+        part = statement.expect_ranks()
+        if len(ranks) + len(part) > MOST_RANKS:
+            statement.fail(f"more than {MOST_RANKS:,} ranks in one group", back=1)
+        ranks += part
         if not statement.accept(","):
             return tuple(ranks)

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
-from overlapc.errors import ConfigError, ScheduleError
+from overlapc.errors import ConfigError, ScheduleError, shown
 from overlapc.schedule.syntax import WORD
-from overlapc.units import parse_bytes, parse_ns
+from overlapc.units import MOST_BYTES, parse_bytes, parse_count, parse_ns
 
 _T = TypeVar("_T")
+_SHOWN = 160  # characters of a line that an error quotes
+MOST_RANKS = 2**20  # of a job; plans list the ranks of a group
 _TOKEN = re.compile(
     r"""(?P<space>[ \t\r]+|\#[^\n]*)|(?P<end>[;\n])|(?P<string>"(?:[^"\\\n]|\\.)*")|(?P<source>\[[^\]\n]*\])"""
     rf"""|(?P<word>{WORD.pattern})|(?P<mark>[=(),:@])""",
@@ -37,8 +39,16 @@ class Statement:
             return None
         found, text, _ = self.tokens[self.at + ahead]
         if kind == "word" and found == "string":
-            return json.loads(text)
+            return self._unquoted(text)
         return text if found == kind else None
+
+    def _unquoted(self, text: str) -> str:
+        try:
+            name: str = json.loads(text)
+            name.encode()  # half of a surrogate pair is no text
+        except ValueError:
+            self.fail("this is not quoted as in JSON")
+        return name
 
     def peek_mark(self, ahead: int = 0) -> str | None:
         """The same of a mark such as `=`."""
@@ -59,12 +69,9 @@ class Statement:
             names.append(self.take("word"))
         return names
 
-    def take_integer(self) -> int:
-        """A whole number."""
-        word = self.take("word", "a whole number")
-        if not word.isdecimal():
-            self.fail(f"{word!r} is not a whole number", back=1)
-        return int(word)
+    def take_integer(self, most: int = MOST_BYTES) -> int:
+        """A whole number of at most `most`."""
+        return self._take_quantity(lambda word: parse_count(word, most), "a whole number")
 
     def take_bytes(self) -> int:
         """A size with its unit, in bytes."""
@@ -102,6 +109,22 @@ class Statement:
         if self.at < len(self.tokens):
             self.fail("did not expect this")
 
+    def expect_ranks(self) -> range:
+        """A rank, or a range of them such as 0-7."""
+        word = self.peek("word")
+        if word is None:
+            self.fail("expected a rank, or a range of them")
+        low, dash, high = word.partition("-")
+        try:
+            first = parse_count(low, MOST_RANKS)
+            last = parse_count(high, MOST_RANKS) if dash else first
+        except ConfigError:
+            last, first = 0, 1
+        if last < first or (dash and last == first):
+            self.fail(f"{shown(word)} is neither a rank nor a range like 0-7")
+        self.at += 1
+        return range(first, last + 1)
+
     def fail(self, message: str, back: int = 0) -> NoReturn:
         """Raises the error, pointing to the next token or to one `back` before it."""
         at = self.at - back
@@ -134,4 +157,7 @@ def statements(text: str) -> Iterator[Statement]:
 
 
 def _error(message: str, line: str, number: int, column: int) -> ScheduleError:
+    if len(line) > _SHOWN:  # the part of it that matters
+        begin = max(0, min(column - _SHOWN // 2, len(line) - _SHOWN))
+        line, column = line[begin : begin + _SHOWN], column - begin
     return ScheduleError(f"line {number}: {message}\n   {line}\n   {' ' * column}^")

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from overlapc.codegen import kernel as codegen
 from overlapc.codegen.kernel import KernelSource
 from overlapc.codegen.objects import Boxed, function_of, rebuild
+from overlapc.documents import from_data
 from overlapc.report.model import GraphRecord
 from overlapc.runtime.cache import KernelCache
 from overlapc.runtime.marks import switching
@@ -92,7 +93,7 @@ def find(key: str, cache_dir: Path) -> CompiledGraph | None:
         data = json.loads(text)
         if data.pop("format") != FORMAT:
             raise ValueError("another format")
-        record = GraphRecord.from_json(data.pop("record"))
+        record = from_data(data.pop("record"), GraphRecord, "record")
         return CompiledGraph(record=record, **{name: decode(field) for name, field in data.items()})
     except UNREADABLE:
         _cache(cache_dir).drop(key, _SUFFIX)

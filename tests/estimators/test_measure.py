@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from overlapc.errors import CalibrationError
+from overlapc.errors import CalibrationError, ConfigError
 from overlapc.estimators.calibrate import cpu_derived, median_of, profile_document
 from overlapc.estimators.clock import CpuClock, collective_ns, compute_ns, launch_ns
 from overlapc.estimators.effort import Attention, Effort
@@ -142,5 +142,5 @@ def test_a_host_that_stalls_is_no_part_of_what_a_queued_collective_takes(queued,
 
 def test_profiles_of_nonsense_are_refused():
     nonsense = {"quantities": {"host_linc": 1.0}, "tables": [], "curves": {}, "facts": {}}
-    with pytest.raises(TypeError, match="host_linc"):
+    with pytest.raises(ConfigError, match="no quantity named 'host_linc'; nearest: host_link"):
         profile_document("x", "o", [nonsense], lambda _: {})

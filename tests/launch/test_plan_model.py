@@ -105,7 +105,7 @@ def test_meshes(mesh, world_size, axes):
     [
         ("dp", 0, "write it like"),
         ("dp=0", 0, "at least 1"),
-        ("dp=2,dp=2", 0, "each axis once"),
+        ("dp=2,dp=2", 0, "dp a second time"),
         ("pp=2", 0, "no mesh axis named 'pp'"),
         ("tp=3", 16, "does not divide"),
         ("dp=4,tp=2", 16, "has 8 ranks, --world-size says 16"),

@@ -41,7 +41,11 @@ def test_an_unwritable_place_is_a_clear_error(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "holds no JSON"), ("[]", "not a record of this version"), ('{"overlapc_record": 0}', "of this version")],
+    [
+        ("{", "not a record: Input data was truncated"),
+        ("[]", "not a record: Expected `object`"),
+        ('{"overlapc_record": 0}', "of this version"),
+    ],
 )
 def test_what_is_no_record_is_refused(tmp_path, text, message):
     (tmp_path / "record.json").write_text(text)

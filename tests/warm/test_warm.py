@@ -16,6 +16,7 @@ from overlapc.config import Config
 from overlapc.passes.base import PassReport, register_pass
 from overlapc.report import record
 from overlapc.runtime import cpp_launch
+from overlapc.runtime.cache import KernelCache
 from overlapc.runtime.counters import counted
 from overlapc.warm import graph as warm_graph
 from overlapc.warm import step as warm_step
@@ -78,6 +79,7 @@ def test_a_second_start_compiles_nothing_and_gives_the_same_bits(block, tmp_path
 def test_every_process_starts_warm(tmp_path: Path):
     script = """
 import sys, torch
+from overlapc.runtime.cache import KernelCache
 from overlapc.runtime.counters import counted
 from tests.warm.test_warm import Block
 torch.manual_seed(0)
@@ -135,9 +137,7 @@ def test_a_damaged_entry_is_compiled_again(block, tmp_path: Path, kind: str, dam
         entry.unlink()
     else:  # whole by its checksum, but not what we write
         entry.write_text("{}")
-        from overlapc.runtime.cache import _sha256, _voucher
-
-        _voucher(entry).write_text(_sha256(entry))
+        entry.with_name(f"{entry.name}.sha256").write_text(KernelCache(tmp_path, kind)._vouch(entry, b"{}"))
     again, counts = step(model, tmp_path, x)
     assert counts["steps_from_cache"] == 0
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
