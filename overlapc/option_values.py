@@ -36,7 +36,10 @@ def number(text: Any, low: float, high: float, what: str = "a number") -> float:
 
 def seconds(text: Any) -> float:
     """A positive number of seconds, a year at most: torch's timeouts cannot be much longer."""
-    return number(text, 1e-3, 365 * 86400, "a positive number of seconds")
+    value = number(text, 0, 365 * 86400, "a number of seconds")
+    if value < 1e-3:
+        raise ConfigError(f"{shown(text)} is not a positive number of seconds")
+    return value
 
 
 def optional_bool(text: Any) -> bool | None:

@@ -42,7 +42,7 @@ def test_values_are_read_as_what_they_are(option: str, written: Any, read: Any) 
         ("warm_start", "maybe", "warm_start: 'maybe' is neither on nor off; write 1 or 0"),
         ("overlap_margin", 0.5, "overlap_margin: 0.5 is less than 1, the estimate itself"),
         ("peak_increase", "much", "peak_increase: 'much' is not a number"),
-        ("rank_timeout", 0, "rank_timeout: 0 is not a positive number of seconds from 0.001 to"),
+        ("rank_timeout", 0, "rank_timeout: 0 is not a positive number of seconds"),
         ("dump", "fusoin", "dump: no stage named 'fusoin'; nearest: fusion"),
         ("memory", "pol", "memory: no value named 'pol'; nearest: pool"),
         ("memory_bugdet", 1, "no option named 'memory_bugdet'; nearest: memory_budget"),
