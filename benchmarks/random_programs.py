@@ -207,6 +207,8 @@ def verdict_on(seed: int, options: argparse.Namespace, out: Any) -> dict[str, An
     first = result | {"unfinished": True, "program": asdict(program), "code": program.code(), "seconds": 0}
     print(json.dumps(first), file=out, flush=True)
     by_inductor = partial(judge, compiler=inductor)
+    traced = judge(program, options.device, aot_eager)
+    result["tracing"] = "wrong" if traced.wrong else "right"
     if options.beside_inductor:
         beside = by_inductor(program, options.device)
         result |= {"inductor": beside.kind, "inductor_message": beside.message}
@@ -218,8 +220,18 @@ def verdict_on(seed: int, options: argparse.Namespace, out: Any) -> dict[str, An
             return Verdict("right")  # another failure than the one looked for
         return ours
 
-    small = shrink(program, verdict, options.device, options.shrink, judged)
+    if traced.wrong and (not options.beside_inductor or beside.wrong):
+        small = program  # wrong before any backend sees it: torch's own
+    else:
+        small = shrink(program, verdict, options.device, options.shrink, judged)
     return result | {"program": asdict(small), "code": small.code(), "small": judge(small, options.device).message}
+
+
+def aot_eager(function: Any, program: Any) -> Any:
+    """Traced by Dynamo and AOTAutograd, then run as it stands: what is wrong here is torch's own."""
+    import torch
+
+    return torch.compile(function, backend="aot_eager", dynamic=program.dynamic)
 
 
 def inductor(function: Any, program: Any) -> Any:
@@ -231,17 +243,22 @@ def inductor(function: Any, program: Any) -> Any:
 
 def tell(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Counts by verdict, and every failure."""
-    rows: collections.Counter[tuple[str, str]] = collections.Counter()
+    rows: collections.Counter[tuple[str, str, str]] = collections.Counter()
     for result in results:
-        inductor_is = result.get("inductor", "not asked")
-        rows[result["kind"], "" if result["kind"] in RIGHT else inductor_is] += 1
-    table = [(kind, beside, count) for (kind, beside), count in sorted(rows.items())]
+        beside = (
+            ("", "") if result["kind"] in RIGHT else (result.get("tracing", ""), result.get("inductor", "not asked"))
+        )
+        rows[(result["kind"], *beside)] += 1
+    table = [(*row, count) for row, count in sorted(rows.items())]
     failures = sorted((result for result in results if result["kind"] not in RIGHT), key=lambda x: x["message"])
     for result in failures:
-        print(f"\n=== seed {result['seed']}: {result['kind']}, Inductor {result.get('inductor', 'not asked')}")
+        print(
+            f"\n=== seed {result['seed']}: {result['kind']}, Inductor {result.get('inductor', 'not asked')},"
+            f" aot_eager {result.get('tracing', 'not asked')}"
+        )
         print(result["message"][:1500])
         print(result.get("code", ""))
-    print(tabulate(table, ["verdict", "Inductor", "programs"]))
+    print(tabulate(table, ["verdict", "aot_eager", "Inductor", "programs"]))
     total = sum(result["seconds"] for result in results)
     print(
         f"{len(results)} programs on {options.device}, {total / max(1, len(results)):.1f} s each, {options.jobs} jobs"

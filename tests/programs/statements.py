@@ -58,7 +58,7 @@ BINARY = forms(
     torch.lerp({x}, {y}, 0.3)|torch.addcmul({x}, {x}, {y}, value=0.5)|torch.addcdiv({x}, {y}, {y}.abs() + 1, value=2)
     torch.clamp({x}, min={y})|torch.fmax({x}, {y})|torch.fmin({x}, {y})|({x}.abs() + 0.5) ** {y}.clamp(-1, 2)
     torch.xlogy({x}, {y}.abs() + 0.5)|torch.sub({x}, {y}, alpha=0.5)|{y} - {x}|torch.logaddexp({x}, {y})
-    torch.logaddexp2({x}, {y})|torch.div({x}, {y}.abs() + 0.53, rounding_mode='floor')|torch.heaviside({x}, {y})
+    torch.logaddexp2({x}, {y})|torch.div({x}, {y}.abs() + 0.53, rounding_mode='floor')|torch.heaviside({x}.detach(), {y}.detach())
     torch.div({x}, {y}.abs() + 0.53, rounding_mode='trunc')|torch.rsub({x}, {y})|torch.where({y} > 0.0131, {x}, 0.0)
     F.smooth_l1_loss({x}, {y}.expand_as({x}), reduction='none')|F.mse_loss({x}, {y}.expand_as({x}), reduction='none')
     F.huber_loss({x}, {y}.expand_as({x}), reduction='none', delta=0.7)|torch.clip({x}, {y} - 1, {y} + 1)
