@@ -51,7 +51,7 @@ def shrink(
     progress = True
     while progress and time.monotonic() < ends:
         progress = False
-        for steps in (fewer_results, halves, plainer, without_lines, fresh_inputs, fewer_inputs):
+        for steps in (fewer_results, needed, halves, plainer, without_lines, fresh_inputs, fewer_inputs):
             found = True
             while found and time.monotonic() < ends:
                 found = next((candidate for candidate in steps(program, device) if fails(candidate)), None)
@@ -92,6 +92,21 @@ def fewer_results(program: Program, device: str) -> Iterator[Program]:
             yield replace(program, results=(name,))
         for name in program.results:
             yield replace(program, results=tuple(x for x in program.results if x != name))
+
+
+def needed(program: Program, device: str) -> Iterator[Program]:
+    """Without the statements that no result comes from; what names a tensor that one comes from may change it."""
+    wanted = set(program.results)
+    kept: list[str] = []
+    for text in reversed(program.body):
+        names = NAME.findall(text)
+        made = set(re.findall(r"^\s*(v\d+) =", text, re.MULTILINE))
+        changes = not made or re.search(r"\w_\(", text)
+        if made & wanted or (changes and wanted & set(names)) or not names:
+            kept.append(text)
+            wanted.update(names)
+    if len(kept) < len(program.body):
+        yield replace(program, body=tuple(reversed(kept)) or ("pass",))
 
 
 def halves(program: Program, device: str) -> Iterator[Program]:
