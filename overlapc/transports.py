@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
 from overlapc.codegen.copies import Copied, copied
@@ -136,7 +137,8 @@ class Transports:
         graphs, wanted = copied(schedule, self.groups)
         if not wanted:  # the same on all ranks, as the order of collectives is
             return {}
-        pools = open_pools(wanted, self.device, self.talks.ranks, self.talks.tell)
+        with unset_fake_temporarily():  # or what is done to the memory would be traced, and not done
+            pools = open_pools(wanted, self.device, self.talks.ranks, self.talks.tell)
         return graphs(pools)
 
 

@@ -47,6 +47,7 @@ class SharedOffer:
         try:
             os.posix_fallocate(handle, 0, size_bytes)  # or a full /dev/shm would end the process at the first write
             self._bytes = mmap.mmap(handle, size_bytes)
+            self._own = _cleared(torch.frombuffer(self._bytes, dtype=torch.uint8))
         except OSError:
             self.withdraw()
             raise
@@ -64,7 +65,7 @@ class SharedOffer:
             with open(text, "r+b") as file:
                 mapped.append(mmap.mmap(file.fileno(), len(self._bytes)))
         bases = tuple(ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in mapped)
-        return Memory(torch.frombuffer(self._bytes, dtype=torch.uint8), Places(rank, bases), tuple(mapped))
+        return Memory(self._own, Places(rank, bases), tuple(mapped))
 
     def withdraw(self) -> None:
         """Takes the name away: all have mapped it, or nobody will."""
@@ -78,9 +79,7 @@ class SymmetricOffer:
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
-        self._own = symmetric.empty(size_bytes, dtype=torch.uint8, device=device)
-        self._own[:HEAD_BYTES].zero_()
-        torch.cuda.synchronize(device)
+        self._own = _cleared(symmetric.empty(size_bytes, dtype=torch.uint8, device=device))
         self.text = ""
 
     def joined(self, rank: int, texts: Sequence[str], group: str) -> Memory:
@@ -94,6 +93,13 @@ class SymmetricOffer:
 
     def withdraw(self) -> None:
         """Nothing: it has no name."""
+
+
+def _cleared(memory: Tensor) -> Tensor:
+    """`memory` with its flags at 0. RuntimeError unless they are, as under fake mode: peers would wait for ever."""
+    if bool(memory[:HEAD_BYTES].zero_().any()):  # which waits for the device, too
+        raise RuntimeError("flags were not set to zero")
+    return memory
 
 
 Offer = SharedOffer | SymmetricOffer
