@@ -21,6 +21,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.fx.conditions import Box, Condition, NotNegative
@@ -53,6 +54,7 @@ class _Rewriter:
     def __init__(self, eager_dropout: bool) -> None:
         self._eager_dropout = eager_dropout
         self._count = 0
+        self._verdicts: dict[tuple[Grid, tuple[sympy.Expr, ...]], tuple[str, str]] = {}  # layers share a mask
 
     def graph(self, gm: GraphModule, given: Mapping[int, Grid]) -> set[int]:
         """given: what is known of inputs, by place. Returns the places of which that is true at the end, too."""
@@ -95,7 +97,7 @@ class _Rewriter:
         """Whether `node` was rewritten; notes why or why not. share: keys may be given as they were before repeats."""
         arguments = dict(zip(_PARAMETERS, node.args, strict=False)) | node.kwargs
         mask = arguments.get("attn_mask")
-        why, outcome = _verdict(arguments, positions)
+        why, outcome = self._verdict(arguments, positions)
         if outcome in (CAUSAL, FULL) and self._eager_dropout and arguments.get("dropout_p", 0.0) != 0.0:
             why = outcome = "masked, to draw eager's random numbers"
         rewrite = mask is not None and outcome in (CAUSAL, FULL)
@@ -111,29 +113,37 @@ class _Rewriter:
             node.kwargs = arguments
         return rewrite
 
+    def _verdict(self, arguments: Mapping[str, Any], positions: Positions) -> tuple[str, str]:
+        """(what the report says of an attention's mask, what that comes to: CAUSAL, FULL, or something else)."""
+        mask = arguments.get("attn_mask")
+        if mask is None:
+            text = "causal" if arguments.get("is_causal") is True else "no mask"
+            return text, text
+        grid = positions.grid(mask)
+        if grid is None:
+            return "masked: its mask depends on data, or in a way on positions that is not known", "data"
+        query, keys = (_fake(arguments[name]) for name in ("query", "key"))
+        if query is None or keys is None:
+            return "masked: its queries are no plain tensors", "data"
+        rows, columns = positions.extent(query.shape[-2]), positions.extent(keys.shape[-2])
+        scores = (*map(positions.extent, query.shape[:-2]), rows, columns)
+        key = grid, scores
+        if key not in self._verdicts:
+            self._verdicts[key] = _what_it_is(grid, scores, positions.shape_env)
+        return self._verdicts[key]
+
 
 # --- what a mask is
 
 
-def _verdict(arguments: Mapping[str, Any], positions: Positions) -> tuple[str, str]:
-    """(what the report says of an attention's mask, what it comes to: CAUSAL, FULL, or something else)."""
-    mask = arguments.get("attn_mask")
-    if mask is None:
-        text = "causal" if arguments.get("is_causal") is True else "no mask"
-        return text, text
-    grid = positions.grid(mask)
-    if grid is None:
-        return "masked: its mask depends on data, or in a way on positions that is not known", "data"
-    query, key = (_fake(arguments[name]) for name in ("query", "key"))
-    if query is None or key is None:
-        return "masked: its queries are no plain tensors", "data"
-    rows, columns = positions.extent(query.shape[-2]), positions.extent(key.shape[-2])
-    scores = (*map(positions.extent, query.shape[:-2]), rows, columns)
+def _what_it_is(grid: Grid, scores: tuple[sympy.Expr, ...], shape_env: ShapeEnv | None) -> tuple[str, str]:
+    """The verdict on a mask that follows from positions, on scores of these sizes."""
+    rows, columns = scores[-2:]
     padded = (*[sympy.S.One] * (len(scores) - len(grid.size)), *grid.size)
     if len(padded) > len(scores) or any(n not in (1, extent) for n, extent in zip(padded, scores, strict=True)):
         return "masked: its mask has other sizes than its scores", "shape"
     index = tuple(sympy.Symbol(f"i{at}", integer=True, nonnegative=True) for at in range(len(scores)))
-    box = Box(dict(zip(index, scores, strict=True)), positions.shape_env)
+    box = Box(dict(zip(index, scores, strict=True)), shape_env)
     try:
         allowed = _allowed(grid.read(index, box), box)
     except UnknownValue:

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.utils.checkpoint import checkpoint
 
 import overlapc
+from overlapc.fx import attention as rewriting
 from overlapc.fx.attention import KEY, drop_masks
 from overlapc.runtime.counters import counted
 
@@ -321,8 +322,12 @@ def checkpointed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return checkpoint(lambda q, k, v: attention(q, k, v, attn_mask=mask), first, k, v, use_reentrant=False)
 
 
-def test_within_checkpoints_too():
+def test_within_checkpoints_too_and_a_mask_of_all_layers_is_looked_at_once(monkeypatch):
+    looked_at: list[tuple[Any, ...]] = []
+    look = rewriting._what_it_is
+    monkeypatch.setattr(rewriting, "_what_it_is", lambda *given: looked_at.append(given) or look(*given))
     assert [become(node) for node in rewritten(checkpointed, *qkv())] == ["causal", "causal"]
+    assert len(looked_at) == 1
 
 
 def repeated(x: Tensor) -> Tensor:
