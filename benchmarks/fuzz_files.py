@@ -3,9 +3,10 @@
     python benchmarks/fuzz_files.py --each 250 [--seed 0] [--kinds schedule,record] [--keep DIR]
 
 A file of each kind (schedule, record, profile, trace, cache entry) is mutated, and a command reads it in a process
-forked for it, with at most 10 s of CPU time. Refused is exit code 2 with a short message; a traceback, any other exit
-code, a signal, a message longer than 2,000 characters, and 2 GiB of memory are failures. Of a cache entry it is asked
-that the program which finds it computes what eager does. One in 50 runs as a process of its own, from the command line.
+forked for it, with at most 10 s of CPU time. Refused is exit code 2 with a short message, or 1 where a plan does not
+fit its memory; a traceback, any other exit code, a signal, a message longer than 2,000 characters, and 2 GiB of memory
+are failures. Of a cache entry it is asked that the program which finds it computes what eager does. One in 50 runs as a
+process of its own, from the command line.
 """
 
 from __future__ import annotations
@@ -472,7 +473,8 @@ def judged(code: int, said: str) -> str:
         return "traceback"
     if code == 0:
         return "taken"
-    if code == 2 and said.strip():
+    does_not_fit = code == 1 and said.startswith("overlapc: ") and "memory_budget" in said
+    if does_not_fit or (code == 2 and said.strip()):
         return "refused" if len(said) <= MESSAGE else "long message"
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 

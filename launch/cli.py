@@ -94,7 +94,7 @@ def demo(
         from overlapc.runtime.toolchain import find_compiler
 
         find_compiler()
-    run_dir = _writable(out or Path("runs") / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+    run_dir = _writable(out or _run_folder())
     command = ("-m", "overlapc.launch.demo", json.dumps(dataclasses.asdict(cfg)))
     run_ranks(command, nproc, run_dir, variables)
 
@@ -116,8 +116,13 @@ def run(
     passes: Passes = None,
     option: Options = None,
     report: Annotated[
-        Path, typer.Option(metavar="FILE", help="record of every rank's collectives, for `overlapc report`")
-    ] = Path("overlap.json"),
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="record of every rank's collectives, for `overlapc report` (default: runs/<date-time>/overlap.json)",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Run a training script on N ranks under torchrun's elastic launcher and collect its report."""
     variables = _variables(passes, option)
@@ -127,6 +132,7 @@ def run(
         raise ConfigError(f"no script {script!r}")
     from overlapc.report import record
 
+    report = report or _run_folder() / "overlap.json"
     run_dir = _writable(report.parent / f".{report.name}.ranks")
     try:
         command = ("-m", script) if module else (script,)
@@ -281,7 +287,7 @@ def _feed_back(profile: str, records: Sequence[Path], target: Path, name: str) -
 
 @app.command(
     short_help="Show a saved report, or save it as a page.",
-    epilog="example: overlapc report overlap.json --save report.html",
+    epilog="example: overlapc report runs/DATE/overlap.json --save report.html",
 )
 def report(
     file: Annotated[Path, typer.Argument(help="a record: overlap.json, or record.json of a run folder")],
@@ -391,6 +397,13 @@ def _check_torch() -> None:
     from overlapc.fx.versions import check_torch_version
 
     check_torch_version()
+
+
+def _run_folder() -> Path:
+    """A folder that no earlier run wrote to."""
+    name = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
+    return next(Path("runs") / each for each in names if not (Path("runs") / each).exists())
 
 
 def _writable(folder: Path) -> Path:

@@ -172,7 +172,8 @@ class Polish:
         self.moves += 1
         name = self.schedule.nodes[node].name
         self.report.moved(name, self.position[node] - before)
-        self.report.because(name, Reason.POLISHED, self.schedule.nodes[start].name)
+        own = node == start or node in self.waits[start]
+        self.report.because(name, Reason.POLISHED_ITSELF if own else Reason.POLISHED, self.schedule.nodes[start].name)
 
     # Moves
 

@@ -28,6 +28,7 @@ class Reason(Enum):
     MERGED = "bucket of {}"
     FILLED = "compute that was ready fills its time"
     POLISHED = "so that {} is less exposed"
+    POLISHED_ITSELF = "where less of it is exposed"  # of the collective, or the wait, that the move was for
     SLOWER = "simulates slower"  # the pass as a whole did not pay and was undone
 
     def about(self, node: str = "") -> str:

@@ -66,7 +66,15 @@ _BY_REASON: tuple[tuple[Cause, frozenset[Reason]], ...] = (
     (
         BUSY,
         frozenset(
-            {Reason.QUEUE, Reason.NEXT_ON_QUEUE, Reason.WOULD_EXPOSE, Reason.FILLED, Reason.POLISHED, Reason.PIECES}
+            {
+                Reason.QUEUE,
+                Reason.NEXT_ON_QUEUE,
+                Reason.WOULD_EXPOSE,
+                Reason.FILLED,
+                Reason.POLISHED,
+                Reason.POLISHED_ITSELF,
+                Reason.PIECES,
+            }
         ),
     ),
     (CHAIN, frozenset({Reason.DATA, Reason.READER, Reason.ORDER_EDGE, Reason.BEFORE})),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -194,3 +195,20 @@ def test_plan_names_the_line_that_it_cannot_read(command, tmp_path):
     code, _, error = command("plan", "step.txt")
     assert code == 2
     assert "line 13" in error
+
+
+def test_a_run_keeps_its_report_beside_those_of_earlier_runs(command, monkeypatch, tmp_path):
+    def ranks(arguments, nproc, run_dir, variables):
+        (run_dir / "rank0").mkdir()
+        REPORT.save(run_dir / "rank0" / "record.json")
+
+    monkeypatch.setattr(cli, "run_ranks", ranks)
+    (tmp_path / "train.py").touch()
+    for number in (1, 2):
+        code, out, _ = command("run", "train.py")
+        kept = list((tmp_path / "runs").glob("*/overlap.json"))
+        assert (code, len(kept)) == (0, number)
+    assert re.search(r"written to (runs/\S+/overlap.json); a page of it: overlapc report \1 --save", out)
+    assert not list(tmp_path.rglob(".overlap.json.ranks"))
+    assert command("run", "--report", "mine.json", "train.py")[0] == 0
+    assert (tmp_path / "mine.json").is_file()

@@ -58,7 +58,7 @@ def test_a_wait_goes_later_with_its_views(monkeypatch):
             rs = reduce_scatter(g) @dp : 0B 9us; k = kernel(x) : 0B 9us; s = wait(rs); v = view(s)
             y = kernel(v, k) : 0B 9us
         """,
-        reasons={"s": "so that rs is less exposed"},
+        reasons={"s": "where less of it is exposed"},  # `s` waits for `rs`: that it moved for `rs` says nothing
     )
 
 
