@@ -20,7 +20,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 from overlapc.errors import RanksDisagree
 from overlapc.estimators.canonical import canonical_lines
 from overlapc.estimators.device import DeviceProfile
-from overlapc.estimators.meeting import Meetings, name_ranks
+from overlapc.estimators.meeting import Meetings, Notes, differences, name_ranks
 from overlapc.estimators.profile_file import profile_from_json, profile_to_json
 
 __all__ = ["Compilation", "Party", "canonical_lines", "party"]
@@ -58,10 +58,11 @@ class Party:
         self.agreed: dict[Any, Any] = {}  # graph -> what was agreed on, for who compiles it again for other sizes
         self._compilations = itertools.count(1)
 
-    def compilation(self, label: str, timeout_s: float) -> Compilation:
+    def compilation(self, label: str, timeout_s: float, notes: Notes = MappingProxyType({})) -> Compilation:
         """The talks about the next graph. `label` ("forward") must be the same on all ranks, as must be how many
-        compilations there are. `timeout_s` is how long a rank waits for others at each point."""
-        return Compilation(self.meetings, f"compilation {next(self._compilations)} ({label})", timeout_s)
+        compilations there are. `timeout_s` is how long a rank waits for others at each point. `notes` is what an error
+        says of this rank, if ranks differ in it."""
+        return Compilation(self.meetings, f"compilation {next(self._compilations)} ({label})", timeout_s, notes)
 
 
 class Compilation:
@@ -71,10 +72,11 @@ class Compilation:
     all of them: different contents, different points, a missing rank, or a rank that failed.
     """
 
-    def __init__(self, meetings: Meetings, name: str, timeout_s: float) -> None:
+    def __init__(self, meetings: Meetings, name: str, timeout_s: float, notes: Notes = MappingProxyType({})) -> None:
         self.name = name
         self._meetings = meetings
         self._timeout_s = timeout_s
+        self._notes = notes
 
     def __enter__(self) -> Compilation:
         return self
@@ -171,7 +173,7 @@ class Compilation:
         """`combine` of every rank's `extra`, in order of rank, given that `lines` are equal on all ranks."""
         at = f"{self.name}, {stage}"
         digest = _digest(lines)
-        answer = self._meetings.meet(at, digest + extra, partial(_compare, combine), self._timeout_s)
+        answer = self._meetings.meet(at, digest + extra, partial(_compare, combine), self._timeout_s, notes=self._notes)
         head, _, combined = answer.partition(b"\n")
         found = json.loads(head)
         if found["digest"] == digest.decode():
@@ -183,7 +185,8 @@ class Compilation:
             )
         variants: list[list[int]] = found["variants"]
         speakers = [ranks[0] for ranks in variants[:_SHOWN_VARIANTS]]
-        text = zlib.compress(json.dumps(list(lines)).encode(), 1) if self._meetings.rank in speakers else b""
+        said = json.dumps([dict(self._notes), list(lines)]).encode()
+        text = zlib.compress(said, 1) if self._meetings.rank in speakers else b""
         split = " against ".join(name_ranks(ranks) for ranks in variants[:_SHOWN_VARIANTS])
         explain = partial(_explain, f"{at}: {what}", hint, variants)
         self._meetings.meet(f"{at} ({what}: {split})", text, explain, self._timeout_s, contributors=speakers)
@@ -241,7 +244,8 @@ def _longest(brought: Sequence[bytes]) -> bytes:
 
 def _explain(title: str, hint: str, variants: Sequence[Sequence[int]], brought: Mapping[int, bytes]) -> bytes:
     """RanksDisagree that shows where the others leave the commonest text."""
-    texts = {rank: json.loads(zlib.decompress(text)) for rank, text in brought.items()}
+    said = {rank: json.loads(zlib.decompress(text)) for rank, text in brought.items()}
+    texts = {rank: lines for rank, (_, lines) in said.items()}
     common, *others = [(ranks, texts[ranks[0]]) for ranks in variants[:_SHOWN_VARIANTS]]
     parts = [title]
     for ranks, lines in others:
@@ -254,6 +258,7 @@ def _explain(title: str, hint: str, variants: Sequence[Sequence[int]], brought: 
     unshown = [rank for ranks in variants[_SHOWN_VARIANTS:] for rank in ranks]
     if unshown:
         parts.append(f"{len(variants) - _SHOWN_VARIANTS} more versions on {name_ranks(unshown)}")
+    parts.extend(differences({rank: notes for rank, (notes, _) in said.items()}))
     parts.append(f"hint: {hint}")
     raise RanksDisagree("\n".join(parts))
 

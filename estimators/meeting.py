@@ -19,8 +19,10 @@ No request to the store outlives the meeting's timeout by more than a few second
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeAlias
 
 import torch.distributed as dist
@@ -33,6 +35,10 @@ Decide: TypeAlias = Callable[[Mapping[int, bytes]], bytes]
 """What the ranks brought, by rank -> the verdict. Must not depend on which rank calls it. May raise RanksDisagree,
 which then is the verdict of all."""
 
+Notes: TypeAlias = Mapping[str, str]
+"""What a compilation depends on beside its graph, as text by name: options, variables, versions."""
+
+_SHOWN_DIFFERENCES, _SHOWN_CHARS = 8, 80
 _AGREED, _FAILED = b"+", b"!"
 _GRACE_S = 5.0  # how much longer a rank that gave up waits for another that gave up first to say why
 _LINGER_S = 1.0  # rank 0 often hosts the store: how long its failure stays readable before it may exit
@@ -93,12 +99,19 @@ class Meetings:
         self._last_full = ""
 
     def meet(
-        self, at: str, brought: bytes, decide: Decide, timeout_s: float, contributors: Sequence[int] | None = None
+        self,
+        at: str,
+        brought: bytes,
+        decide: Decide,
+        timeout_s: float,
+        contributors: Sequence[int] | None = None,
+        notes: Notes = MappingProxyType({}),
     ) -> bytes:
         """Bring `brought` to the next meeting and return what was decided there, the same on every rank.
 
         at: what this meeting is about ("compilation 2 (forward), graph"); must be equal on all ranks.
         contributors: the ranks that bring something (default: all); the others only wait for the verdict.
+        notes: what may be why ranks come for different things.
         RanksDisagree, with the same text on every rank: ranks came for different things, a rank did not
         come within `timeout_s`, a rank failed, or `decide` said so.
         """
@@ -109,7 +122,8 @@ class Meetings:
         self._store.deadline_s = time.monotonic() + timeout_s
         try:
             if self.rank in awaited:
-                self._store.set(keys.arrival(self.rank), at.encode() + b"\n" + brought)
+                head = f"{at}\n{json.dumps(dict(notes))}\n".encode()
+                self._store.set(keys.arrival(self.rank), head + brought)
                 if self._store.add(keys.arrived, 1) == len(awaited):
                     self._close(keys, awaited, decide)
             verdict = self._wait(keys, awaited, self._store.deadline_s)
@@ -127,8 +141,9 @@ class Meetings:
             raise RanksDisagree(
                 f"the rendezvous store{self._store} does not answer rank {self.rank} at {at} (rank_timeout:"
                 f" {timeout_s:g} s)\n   it was asked {asked}"
-                "\nhint: the process that hosts the store (often rank 0 or the launcher) is stopped or overloaded, or"
-                ' the network is down; if that process is only slow, raise options={"rank_timeout": seconds}'
+                "\nhint: the process that hosts the store (often rank 0 or the launcher) has ended, is stopped or is"
+                " overloaded, or the network is down; if that process is only slow, raise"
+                ' options={"rank_timeout": seconds}'
             ) from None
         if verdict.startswith(_FAILED):
             raise RanksDisagree(verdict[1:].decode())
@@ -223,17 +238,36 @@ class Meetings:
 def _same_place(arrivals: Mapping[int, bytes]) -> dict[int, bytes]:
     """What each rank brought; RanksDisagree when they came for different things."""
     brought: dict[int, bytes] = {}
+    notes: dict[int, Notes] = {}
     places: dict[str, list[int]] = {}
     for rank, value in arrivals.items():
-        place, _, brought[rank] = value.partition(b"\n")
+        place, noted, brought[rank] = value.split(b"\n", 2)
+        notes[rank] = json.loads(noted)
         places.setdefault(place.decode(), []).append(rank)
     if len(places) > 1:
         raise RanksDisagree(
             "ranks compile different things at the same time"
             + "".join(f"\n   {name_ranks(ranks)}: {place}" for place, ranks in places.items())
+            + "".join(f"\n{line}" for line in differences(notes))
             + "\nhint: a rank compiled or recompiled a graph that others did not; TORCH_LOGS=recompiles says why"
         )
     return brought
+
+
+def differences(notes: Mapping[int, Notes]) -> list[str]:
+    """What ranks note that others do not, a line each below one that says so; empty if all note the same."""
+    lines = []
+    for name in sorted({name for noted in notes.values() for name in noted}):
+        by_value: dict[str, list[int]] = {}
+        for rank in sorted(notes):
+            by_value.setdefault(notes[rank].get(name, "not set"), []).append(rank)
+        if len(by_value) > 1:
+            shown = (f"{value[:_SHOWN_CHARS]} on {name_ranks(ranks)}" for value, ranks in by_value.items())
+            lines.append(f"   {name}: {', '.join(shown)}")
+    rest = len(lines) - _SHOWN_DIFFERENCES
+    if rest > 0:
+        lines[_SHOWN_DIFFERENCES:] = [f"   and {rest} more"]
+    return ["these differ between ranks, too:", *lines] if lines else []
 
 
 def _missing(

@@ -45,6 +45,7 @@ from overlapc.ir.body import Body
 from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start, tree_leaves
 from overlapc.lowering import Communication, lower
 from overlapc.lowering.product import Product
+from overlapc.notes import notes_of
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.profile import profile_of
@@ -117,7 +118,7 @@ def plan_graph(
             gm.graph = before
             communication = _described(find_collectives(gm.graph, config.safe_communication))
     if planned is None:
-        with _talks(members, config, name) as talks:
+        with _talks(members, config, name, gm) as talks:
             if talks is not None:
                 lines = canonical_lines(gm.graph, GroupNames(gm.graph).__getitem__)
                 if not talks.agree_on_graph(lines, kept_order or ""):
@@ -213,8 +214,12 @@ def _described(collectives: Sequence[Collective]) -> dict[Node, Communication]:
     return {found.start: Communication(found.comm, asynchronous=not found.synchronous) for found in collectives}
 
 
-def _talks(members: Party | None, config: Config, name: str) -> AbstractContextManager[Compilation | None]:
-    return nullcontext() if members is None else members.compilation(name.split("_")[0], config.rank_timeout)
+def _talks(
+    members: Party | None, config: Config, name: str, gm: GraphModule
+) -> AbstractContextManager[Compilation | None]:
+    if members is None:
+        return nullcontext()
+    return members.compilation(name.split("_")[0], config.rank_timeout, notes_of(gm, config))
 
 
 def _members(communication: Mapping[Node, Communication], config: Config) -> Party | None:

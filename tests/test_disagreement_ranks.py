@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import torch
@@ -40,13 +41,21 @@ def swapped(schedule, ctx):
     return schedule.move(second, before=first), PassReport("swapped")
 
 
-def step(activation: nn.Module, **options: object) -> None:
+def different_variables_and_batches() -> None:
+    """Rank 1 has a batch of 1 and a variable of its own, which is why it sees another graph."""
+    if dist.get_rank() == 1:
+        os.environ["TORCH_NOTED_BY_A_TEST"] = "2"
+    rows = 1 if dist.get_rank() == 1 else 3
+    step(nn.Flatten(0) if rows == 1 else nn.ReLU(), rows=rows)
+
+
+def step(activation: nn.Module, rows: int = 3, **options: object) -> None:
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     model = nn.Sequential(nn.Linear(8, 8), activation, nn.Linear(8, 4))
     overlapc.fully_shard(model, mesh)
     compiled = torch.compile(model, backend="overlapc", fullgraph=True, options={"rank_timeout": 60.0, **options})
-    compiled(torch.randn(3, 8)).sum().backward()
+    compiled(torch.randn(rows, 8)).sum().backward()
 
 
 def test_another_graph_names_ranks_and_the_first_difference():
@@ -59,6 +68,13 @@ def test_another_graph_names_ranks_and_the_first_difference():
         assert "rank 0" in outcome.error
         assert "look for branches on the rank" in outcome.error
         assert "rank 1" in outcome.error
+
+
+def test_what_else_differs_is_named():
+    for outcome in run_on_ranks(different_variables_and_batches, 2):
+        assert outcome.error_type.endswith("RanksDisagree"), outcome
+        assert "variable TORCH_NOTED_BY_A_TEST: not set on rank 0, 2 on rank 1" in outcome.error
+        assert "which torch traces by itself: not set on rank 0, [1, 8] on rank 1" in outcome.error
 
 
 def test_a_rank_that_never_compiles_is_named_within_the_timeout():
@@ -75,3 +91,5 @@ def test_another_order_of_collectives_is_an_error_before_anything_is_launched():
         assert outcome.error_type.endswith("RanksDisagree"), outcome
         assert "ranks would issue collectives in different orders" in outcome.error
         assert "give all ranks the same options" in outcome.error
+        assert "   option passes: none on rank 0, swapped on rank 1" in outcome.error
+        assert "option verify: not set on rank 0, False" not in outcome.error  # it is the same on both

@@ -17,7 +17,7 @@ from overlapc.runtime.toolchain import triton_version
 from overlapc.warm.fingerprint import NotCacheable
 
 # Options that say where things lie or how to talk, not what is generated.
-_NOT_IN_KEY = frozenset({"rank_timeout", "rank_check", "dump_dir", "cache_dir", "dump", "debug", "warm_start"})
+NOT_IN_KEY = frozenset({"rank_timeout", "rank_check", "dump_dir", "cache_dir", "dump", "debug", "warm_start"})
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE = ("*.py", "*.h", "*.json")
 
@@ -47,7 +47,7 @@ def _passes_are_ours(names: Sequence[str]) -> None:
 
 def _options(config: Config) -> Iterator[str]:
     for knob in dataclasses.fields(config):
-        if knob.name in _NOT_IN_KEY:
+        if knob.name in NOT_IN_KEY:
             continue
         value = getattr(config, knob.name)
         if callable(value) or (isinstance(value, tuple) and any(callable(each) for each in value)):
