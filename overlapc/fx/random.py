@@ -183,7 +183,8 @@ def exponential(x: Tensor, rate: float = 1.0) -> Any:
     if not _supported(x):
         return NotImplemented
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return (-torch.log1p(-_uniform_like(x, wide)) / rate).to(x.dtype)
+    # Never 0, as eager's on a GPU: a uniform number is, once in 2^24, and Gumbel noise is the logarithm of this.
+    return (torch.clamp_min(-torch.log1p(-_uniform_like(x, wide)), torch.finfo(wide).eps / 2) / rate).to(x.dtype)
 
 
 def _supported(x: Tensor) -> bool:

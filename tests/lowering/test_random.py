@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+from overlapc.fx import random
 from overlapc.runtime import philox
 from tests.lowering.compare import compiled
 
@@ -172,3 +173,10 @@ def test_symbolic_sizes():
         assert ((found > 0) & (found < 2)).all()
         torch.manual_seed(1)
         assert torch.equal(step(torch.empty(rows, 3)), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_exponential_numbers_are_never_zero(monkeypatch, dtype):
+    """Or Gumbel noise, their logarithm, would be infinite once in 2^24 numbers, and a softmax over it NaN."""
+    monkeypatch.setattr(random, "_uniform_like", lambda x, dtype: torch.zeros_like(x, dtype=dtype))
+    assert (random.exponential(torch.empty(4, dtype=dtype)) > 0).all()
