@@ -20,6 +20,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from overlapc.fx.arguments import declared_arguments, is_written
+from overlapc.fx.duplicates import storage_of
 from overlapc.fx.versions import belongs_to_backward, inputs_changed_unseen, inputs_written_after
 from overlapc.fx.writer import Writer
 
@@ -61,8 +62,11 @@ def copy_changed_inputs(joint: fx.Graph, forward_outputs: int) -> dict[str, str]
     return copies
 
 
-def drop_copies(forward: fx.Graph, copies: dict[str, str]) -> None:
-    """Lets `forward` read its inputs themselves where they still hold what the copies hold."""
+def drop_copies(forward: fx.Graph, forward_outputs: int, copies: dict[str, str]) -> None:
+    """Lets `forward` read its inputs themselves where they still hold what the copies hold.
+
+    What is saved for backward stays a copy, or a view of one.
+    """
     named = {node.name: node for node in forward.nodes}
     order = {node: at for at, node in enumerate(forward.nodes)}
     for copy_name, input_name in copies.items():
@@ -70,11 +74,24 @@ def drop_copies(forward: fx.Graph, copies: dict[str, str]) -> None:
         if copy is None:
             continue
         first = min((order[write] for write in writes_of(given)), default=len(order))
+        saved = _behind_saved(forward, forward_outputs, storage_of(given))
         for reader in list(copy.users):
-            if reader.op != "output" and order[reader] < first:
+            if reader.op != "output" and reader not in saved and order[reader] < first:
                 reader.replace_input_with(copy, given)
         if not copy.users:
             forward.erase_node(copy)
+
+
+def _behind_saved(forward: fx.Graph, forward_outputs: int, memory: int | None) -> set[fx.Node]:
+    """The nodes whose values lie in the `memory` that was traced for an input, and that saved values are views of."""
+    found: set[fx.Node] = set()
+    pending = [value for value in forward.output_node().args[0][forward_outputs:] if isinstance(value, fx.Node)]  # type: ignore[index,union-attr]
+    while pending:
+        node = pending.pop()
+        if node not in found and storage_of(node) == memory is not None:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
 
 
 def writes_of(given: fx.Node) -> Iterable[fx.Node]:

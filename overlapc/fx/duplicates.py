@@ -35,7 +35,7 @@ def merge_duplicates(graph: fx.Graph) -> int:
         if _changes_memory(node):
             changes += 1
             return None
-        return changes if _is_function(node) and _storage(node) not in leaving else None
+        return changes if _is_function(node) and storage_of(node) not in leaving else None
 
     return merge_equal(graph, kind)
 
@@ -80,10 +80,10 @@ def _is_function(node: fx.Node) -> bool:
 
 def _storages_of_results(graph: fx.Graph) -> set[int | None]:
     (output,) = graph.find_nodes(op="output")
-    return {storage for node in output.all_input_nodes if (storage := _storage(node)) is not None}
+    return {storage for node in output.all_input_nodes if (storage := storage_of(node)) is not None}
 
 
-def _storage(node: fx.Node) -> int | None:
+def storage_of(node: fx.Node) -> int | None:
     """Which memory a node's value lies in; None where it has none."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout != torch.strided:

@@ -66,7 +66,7 @@ def partition(
         forward, backward = min_cut_rematerialization_partition(
             joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
         )
-    drop_copies(forward.graph, copies)
+    drop_copies(forward.graph, num_fwd_outputs, copies)
     unwrap_attention(forward, backward)
     for graph in (forward, backward):
         describe(graph)

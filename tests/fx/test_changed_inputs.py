@@ -26,6 +26,13 @@ def through_a_view(x: Tensor, w: Tensor) -> Tensor:
     return v
 
 
+def saved_as_a_view(x: Tensor, w: Tensor) -> Tensor:
+    view = x.as_strided((2, 3), (1, 2))
+    v = torch.where(view > 0, view, view * 0.5)
+    view.diagonal().add_(2)
+    return v * w.sum() + view * w
+
+
 def and_returned(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     v = x.t().exp().t() * w
     x.mul_(3)
@@ -94,6 +101,7 @@ def results(function: Function, x: Tensor, w: Tensor) -> list[Tensor]:
     [
         by_all,
         through_a_view,
+        saved_as_a_view,
         and_returned,
         several_times,
         without_gradient,
