@@ -19,6 +19,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from overlapc.fx.wrapped import storage_of
+
 Results = Callable[[Sequence[Any]], Sequence[Any]]
 
 
@@ -61,7 +63,7 @@ def _memory(node: Node) -> StorageWeakRef | None:
     value = node.meta.get("example_value")
     if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
         return None
-    return StorageWeakRef(value.untyped_storage())
+    return StorageWeakRef(storage_of(value))
 
 
 def _chains(shared: Sequence[Node]) -> dict[Node, list[Node]]:

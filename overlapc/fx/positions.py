@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from overlapc.fx.conditions import Box, Condition, negated
+from overlapc.fx.wrapped import storage_of
 
 _INTEGERS = (torch.int64, torch.int32)  # narrower ones may wrap around
 _MOST_CASES = 6
@@ -175,7 +176,7 @@ def _is_torchs(node: fx.Node) -> bool:
 
 def _memory(node: fx.Node) -> int | None:
     value = node.meta.get("example_value")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout == torch.strided else None
+    return storage_of(value)._cdata if isinstance(value, Tensor) and value.layout == torch.strided else None
 
 
 # --- values

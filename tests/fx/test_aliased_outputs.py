@@ -74,3 +74,17 @@ def test_other_graphs_stay_as_they_are(function):
     before = gm.code
     assert views_outside(gm) is None
     assert gm.code == before
+
+
+@pytest.mark.parametrize("transform", [torch.func.hessian, torch.func.jacfwd, torch.func.jacrev, torch.func.grad])
+def test_results_that_torch_func_wraps(transform: Callable[..., Any]) -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        made = transform(lambda p: (p**3).sum())(x.flatten()[:4])
+        y = made * 2
+        y.add_(1)
+        return made * 1, y
+
+    x = torch.arange(6.0)
+    torch._dynamo.reset()
+    for got, wanted in zip(torch.compile(function, backend="overlapc")(x), function(x), strict=True):
+        torch.testing.assert_close(got, wanted)

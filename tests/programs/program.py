@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
+import sys
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -105,7 +108,9 @@ class Program:
 
 def namespace(device: str, changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The prelude's names, its functions looking at `changed`, too."""
-    made: dict[str, Any] = {"__name__": "random_program"}
+    module = types.ModuleType(f"random_program_{next(_COUNT)}")
+    sys.modules[module.__name__] = module  # Dynamo of torch 2.11 imports what a function's globals are called
+    made = module.__dict__
     exec(_prelude_code(), made)
     made["DEVICE"] = device
     made.update(changed or {})
@@ -120,6 +125,7 @@ def _prelude_code() -> Any:
 
 
 _compiled: Any = None
+_COUNT = itertools.count()
 
 
 def load(code: str, device: str = "cpu", changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
