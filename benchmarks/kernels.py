@@ -5,6 +5,7 @@
     python benchmarks/kernels.py --cases 'softmax|cross' --systems overlapc,inductor --profile --json slow.json
     python benchmarks/kernels.py --device cpu --size tiny --host-only --threads 1   # what calls cost the host
     python benchmarks/kernels.py --autotune --cases 'Norm|RoPE'             # and with measured block sizes
+    python benchmarks/kernels.py --systems overlapc,overlapc-fast,eager     # and with numerics="fast"
 
 The list is kernel_cases.py. On a GPU a case is timed twice: with launches hidden (calls queued behind a held stream,
 device time between two events) and with them (until the device is idle again). `share` is the least bytes the case

@@ -118,6 +118,12 @@ class Config:
         "matrix products: library calls, kernels of ours with what is around them fused in (native), or whichever is"
         " measured to be faster on this GPU (autotune)",
     )
+    numerics: str = _knob(
+        "eager",
+        read.one_of("eager", "fast"),
+        "values of float16 and bfloat16 between the ops of a generated kernel: rounded after each op, as eager does "
+        "(eager), or kept in float32 and rounded where they are stored, compared or sorted (fast)",
+    )
     fallback_random: bool = _knob(
         False,
         read.a_bool,

@@ -279,7 +279,8 @@ def _lowered(
     """The graph in loop IR, matrix products as the configuration wants them."""
 
     def walk(native: Callable[[Product], bool]) -> LoweredGraph:
-        return lower(gm, name, partial(_generates, config), communication.get, native, _refuse)
+        rounds = config.numerics == "eager"
+        return lower(gm, name, partial(_generates, config), communication.get, native, _refuse, rounds)
 
     measured = config.matmul == "autotune" and not torch.are_deterministic_algorithms_enabled()
     if not measured or "cuda" not in device_types(gm):

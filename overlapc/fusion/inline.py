@@ -24,7 +24,7 @@ from overlapc.ir.hazards import overwrites_in_place, scatters
 from overlapc.ir.indexing import Ranges, bounds, numel, position_in, simplify, substitute
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, Refuse, buffers_read, nothing_refused
 from overlapc.ir.rewriting import canonical, rewrite, rewrite_values
-from overlapc.ir.values import constant
+from overlapc.ir.values import as_read, constant
 
 LARGEST_BODY = 256  # values of a kernel after inlining; keeps source readable and registers bounded
 MOST_RECOMPUTED = 16  # values of a producer that several readers may each compute again
@@ -32,7 +32,7 @@ MOST_RECOMPUTED = 16  # values of a producer that several readers may each compu
 LAUNCH_BYTES = 64 << 10
 # Cheap enough to compute once more per iteration instead of reading the result from memory.
 CHEAP = frozenset(
-    "neg abs add sub mul maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor logical_not where "
+    "neg abs add sub mul fma maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor logical_not where "
     "bitwise_and bitwise_or bitwise_xor bitwise_not".split()
 )
 
@@ -205,7 +205,7 @@ def value_at(body: Body, store: Store, strides: list[sympy.Expr], load: Load, ra
         return dataclasses.replace(value, mask=mask, indirect=indirect)
 
     new = rewrite_values([store.value], lambda expr: simplify(substitute(expr, replacement), ranges), guarded)
-    value = new[store.value]
+    value = as_read(store, new[store.value])
     if any(isinstance(part, Index) and not picked.isdisjoint(part.expr.free_symbols) for part in new.values()):
         return None  # a position that is itself loaded is no index expression
     if load.mask is None or isinstance(value, Load):

@@ -10,7 +10,7 @@ import sympy
 from overlapc.ir.body import Body, Load, Loop, Store, Value, op
 from overlapc.ir.indexing import exact_quotient, is_one, loop_symbol, numel
 from overlapc.ir.rewriting import canonical, rewrite, with_loops
-from overlapc.ir.values import constant
+from overlapc.ir.values import as_read, constant
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ def merge(first: Body, second: Body) -> Body | Refusal:
         elif value.index != store.index:
             clash.append(f"{value.buffer} is written at [{store.index}] but read at [{value.index}]")
         elif value.mask is not None:
-            return op("where", value.mask, store.value, constant(0, store.value.dtype))
+            return op("where", value.mask, as_read(store, store.value), constant(0, store.value.dtype))
         else:
-            return store.value
+            return as_read(store, store.value)
         return None
 
     second = rewrite(second, second.loops, second.reduction, replace=replace)

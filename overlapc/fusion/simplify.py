@@ -100,8 +100,8 @@ def _operation_first(value: Value, uses: Mapping[Value, int]) -> Value:
         return Cast(op("where", condition, yes.arg, no.arg), yes.to)
     if isinstance(yes, Op) and isinstance(no, Op) and (yes.name, len(yes.args), len(no.args)) == (no.name, 1, 1):
         (left,), (right,) = yes.args, no.args
-        if left.dtype is right.dtype:
-            return Op(yes.name, (op("where", condition, left, right),), yes.dtype)
+        if left.dtype is right.dtype and yes.coarse == no.coarse:
+            return Op(yes.name, (op("where", condition, left, right),), yes.dtype, yes.coarse)
     return value
 
 
@@ -132,7 +132,7 @@ def _picked(total: Reduce, body: Body, varies: Mapping[Value, bool]) -> Value:
         if isinstance(position, Index) and position.expr == loop.symbol and not varies.get(at, True):
             inside = op("logical_and", op("ge", at, Constant(0, at.dtype)), op("lt", at, Index(loop.size, at.dtype)))
             value: Value = op("where", inside, there, elsewhere)
-            for factor in factors:
+            for factor in reversed(factors):  # as they were multiplied, to the last bit
                 value = op("mul", value, factor)
             return value
     return total

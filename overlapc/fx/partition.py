@@ -11,6 +11,7 @@ torch's min-cut decides what is saved and what is recomputed; this says what it 
 - Other collectives are recomputed only under the user's checkpointing, matmuls likewise (torch's own rules).
 - float32 values made element by element of smaller ones are not saved (overlapc/fx/recompute.py).
 - An input that forward changes is saved as a copy from before the change (overlapc/fx/changed_inputs.py).
+- Sums and their like that somebody compares are saved, checkpoint or not (overlapc/fx/compared.py).
 
 Recomputed gathers come to lie before their first use: torch orders backward by what each gradient needs.
 """
@@ -26,10 +27,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from overlapc.fx.canonical import canonicalize
 from overlapc.fx.changed_inputs import copy_changed_inputs, drop_copies
+from overlapc.fx.compared import save_what_is_compared
 from overlapc.fx.duplicates import merge_duplicates
 from overlapc.fx.gathers import Gather, parameter_gathers
+from overlapc.fx.precision import note_coarse
 from overlapc.fx.random import draw_once
-from overlapc.fx.recompute import recompute_expansions
+from overlapc.fx.recompute import backward_nodes, recompute_expansions
 from overlapc.fx.rng_state import describe, unwrap_attention
 from overlapc.fx.versions import return_no_tangents
 from overlapc.fx.writer import Writer
@@ -59,8 +62,10 @@ def partition(
             _mark(gather, None)  # torch saves what untagged collectives give
     copies = copy_changed_inputs(joint_module.graph, num_fwd_outputs)
     recompute_expansions(joint_module.graph)
+    save_what_is_compared(joint_module.graph, backward_nodes(joint_module.graph))
     if torch._functorch.config.cse:
         merge_duplicates(joint_module.graph)
+    note_coarse(joint_module.graph)
     # The other way, generators as inputs of the graphs, is for CUDA graphs over libraries that draw random numbers.
     with torch._functorch.config.patch(graphsafe_rng_functionalization=False, cse=False):
         forward, backward = min_cut_rematerialization_partition(

@@ -28,13 +28,9 @@ _VIEWS = frozenset(
 def recompute_expansions(graph: fx.Graph) -> int:
     """Mark such values of a joint graph as never saved; how many there are. What the user's checkpoints say stays."""
     roots: dict[fx.Node, frozenset[fx.Node] | None] = {}  # None: not made element by element
-    backward: set[fx.Node] = set()
+    backward = backward_nodes(graph)
     marked = 0
     for node in graph.nodes:
-        if node.op == "placeholder" and "tangents" in str(node.target):
-            backward.add(node)
-        if any(operand in backward for operand in node.all_input_nodes):
-            backward.add(node)
         if node in backward:
             continue
         roots[node] = _roots(node, roots)
@@ -42,6 +38,16 @@ def recompute_expansions(graph: fx.Graph) -> int:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             marked += 1
     return marked
+
+
+def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """What depends on tangents."""
+    backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if tangent or any(operand in backward for operand in node.all_input_nodes):
+            backward.add(node)
+    return backward
 
 
 def _roots(node: fx.Node, roots: Mapping[fx.Node, frozenset[fx.Node] | None]) -> frozenset[fx.Node] | None:

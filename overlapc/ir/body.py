@@ -116,11 +116,16 @@ class Index(Value):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op(Value):
-    """An element-wise operation; `name` is one of `OPERATIONS`, arguments have one dtype unless it says otherwise."""
+    """An element-wise operation; `name` is one of `OPERATIONS`, arguments have one dtype unless it says otherwise.
+
+    `coarse`: a few units in the last place do not matter (lowering/precision.py), and a generator may approximate. The
+    operation says so itself, whoever reads it, so that it gives the same bits in whatever kernel it is computed.
+    """
 
     name: str
     args: tuple[Value, ...]
     dtype: torch.dtype
+    coarse: bool = False
 
     def operands(self) -> tuple[Value, ...]:
         return self.args
@@ -218,6 +223,7 @@ OPERATIONS: Mapping[str, int] = {
         2,
     ),
     "where": 3,  # condition (bool), value if true, value if false
+    "fma": 3,  # a * b + c of floats with one rounding; generators make none of their own of "mul" and "add"
     # Of key, upper counter and position (int64 each), as runtime/philox.py has it: a word from 0 to 2^32 - 1 as int64,
     # and a float32 of [0, 1) from its upper 24 bits.
     "random_word": 3,
@@ -256,6 +262,7 @@ class Store:
     mode: str = "set"  # or one of ATOMICS, or one of TOTALS
     mask: Value | None = None
     indirect: tuple[tuple[sympy.Symbol, Value], ...] = ()
+    wide: bool = False  # readers in the same kernel get the value as it was before it was rounded to `memory_dtype`
 
     def operands(self) -> tuple[Value, ...]:
         bound = tuple(value for _, value in self.indirect)

@@ -32,7 +32,7 @@ def rebuild(value: Value, operands: tuple[Value, ...], index: Callable[[sympy.Ex
         mask = operands[-1] if value.mask is not None else None
         return Load(value.buffer, index(value.index), value.memory_dtype, mask, bound)
     if isinstance(value, Op):
-        return Op(value.name, operands, value.dtype)
+        return Op(value.name, operands, value.dtype, value.coarse)
     if isinstance(value, Cast):
         return Cast(operands[0], value.to)
     if isinstance(value, Checked):

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import sympy
 import torch
 from torch.utils._sympy.functions import FloatPow, FloatTrueDiv, IntTrueDiv, ToFloat
 
-from overlapc.ir.body import Body, Cast, Constant, Index, Reduce, Scan, Value, compute_dtype
+from overlapc.ir.body import (
+    LOW_PRECISION,
+    Body,
+    Cast,
+    Checked,
+    Constant,
+    Index,
+    Load,
+    Op,
+    Reduce,
+    Scan,
+    Store,
+    Value,
+    compute_dtype,
+)
 from overlapc.ir.body import op as make_op
 from overlapc.ir.indexing import is_one, substitute
 from overlapc.ir.rewriting import rewrite
@@ -51,6 +66,49 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
     if isinstance(value, Index) and not target.is_floating_point and target != torch.bool:
         return Index(value.expr, target)
     return Cast(value, target)
+
+
+# Operations that yield one of the numbers they are given, or its opposite, or a whole number no longer than it.
+_KEEPS = frozenset("neg abs relu maximum minimum where copysign sign floor ceil trunc round".split())
+_FRACTION_BITS = {torch.bfloat16: 7, torch.float16: 10}
+
+
+def as_read(store: Store, value: Value) -> Value:
+    """What a reader of `store` that is joined to its kernel computes with: the stored `value`, rounded as in memory."""
+    if store.wide or store.memory_dtype not in LOW_PRECISION or _is_rounded(value, store.memory_dtype):
+        return value
+    return Cast(value, store.memory_dtype)
+
+
+def _is_rounded(value: Value, dtype: torch.dtype) -> bool:
+    """Whether rounding to `dtype` would change nothing, going by how the value is made."""
+    pending, seen = [value], {value}
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Op) and value.name in _KEEPS and dtype in _FRACTION_BITS:
+            operands: tuple[Value, ...] = value.args[1:] if value.name == "where" else value.args
+        elif isinstance(value, Reduce | Scan) and value.kind in ("max", "min"):
+            operands = value.operands()
+        elif isinstance(value, Checked):
+            operands = (value.arg,)
+        elif isinstance(value, Load):
+            if value.memory_dtype is not dtype:
+                return False
+            continue
+        elif isinstance(value, Cast):
+            if value.to is not dtype and value.arg.dtype is not torch.bool:
+                return False
+            continue
+        elif isinstance(value, Constant):
+            number = float(value.number)
+            if dtype not in _FRACTION_BITS or not (number != number or number in (0, 1, -1, math.inf, -math.inf)):
+                return False
+            continue
+        else:
+            return False
+        pending += [operand for operand in operands if operand not in seen]
+        seen.update(operands)
+    return True
 
 
 # What a reduction over nothing yields; maxima and minima of nothing are errors before they get here.

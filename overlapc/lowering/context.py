@@ -17,6 +17,7 @@ from torch._prims_common import elementwise_dtypes
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
+from overlapc.fx.precision import is_coarse
 from overlapc.fx.versions import symbol_hint
 from overlapc.ir.body import Body, Constant, Index, Load, Loop, Store, Value
 from overlapc.ir.indexing import is_one, is_plain, loop_symbol
@@ -34,6 +35,7 @@ from overlapc.ir.ops import (
 )
 from overlapc.ir.rewriting import canonical
 from overlapc.ir.values import cast, number, without_trivial_reductions
+from overlapc.lowering.precision import coarsened
 from overlapc.lowering.provenance import provenance
 from overlapc.lowering.schema import has_side_effects, mutated, returned_argument, users_through_views
 from overlapc.lowering.table import OUT_VARIANTS, Impossible
@@ -44,7 +46,8 @@ aten = torch.ops.aten
 class Context:
     """State of one lowering; what lowering functions build ops with."""
 
-    def __init__(self, name: str, native_product: Callable[[Any], bool], refuse: Refuse) -> None:
+    def __init__(self, name: str, native_product: Callable[[Any], bool], refuse: Refuse, rounds: bool = True) -> None:
+        self.rounds = rounds  # results of low precision for readers in the same kernel, too, as eager does
         self.native_product = native_product
         self.refuse = refuse
         self.env: dict[Node, Any] = {}
@@ -147,7 +150,7 @@ class Context:
             return self._empty(view)
         if not layout.is_dense():
             raise Impossible(f"output strides {layout.stride} of size {layout.size} leave holes")
-        made = self._accepted(canonical(without_trivial_reductions(body(view))), layout.device)
+        made = self._accepted(canonical(self._coarsened(without_trivial_reductions(body(view)))), layout.device)
         self.add(Loops(view.buffer, layout.device, made, (view,), origin=provenance(self.node)))
         return view
 
@@ -178,7 +181,7 @@ class Context:
         root = self.graph.root(target.buffer)
         after = self._mutated_name(root)
         renamed = View(after.buffer, target.layout)
-        made = self._accepted(canonical(body(renamed)), target.layout.device)
+        made = self._accepted(canonical(self._coarsened(body(renamed))), target.layout.device)
         if any(loop.size == 0 for loop in (*made.loops, *made.reduction)):
             return target
         before = self.latest.get(root, root)
@@ -186,6 +189,10 @@ class Context:
         self.add(Loops(after.buffer, target.layout.device, made, (), (after,), (before,), origin))
         self.rename(after)
         return renamed
+
+    def _coarsened(self, body: Body) -> Body:
+        """`body` with what need not be exact marked."""
+        return coarsened(body, is_coarse(self.node))
 
     def _accepted(self, body: Body, device: torch.device) -> Body:
         """`body`, if the device's generator takes it and can print all its index expressions; Impossible otherwise."""
@@ -264,7 +271,8 @@ class Context:
 
     def store(self, out: View, position: Sequence[sympy.Expr], value: Value) -> Store:
         """Stores `value` at a position of `out`, rounded to its dtype."""
-        return Store(out.buffer, out.layout.at(tuple(position)), cast(value, out.dtype), out.dtype)
+        index = out.layout.at(tuple(position))
+        return Store(out.buffer, index, cast(value, out.dtype), out.dtype, wide=not self.rounds)
 
     def promoted(self, kind: PROMOTION, *args: Any) -> torch.dtype:
         """The dtype torch computes an element-wise op of these arguments in (float32 for low precision)."""

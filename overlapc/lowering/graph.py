@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from overlapc.errors import CompileError, OverlapcError
 from overlapc.fx.communication import is_wait
 from overlapc.fx.control import done, order_of
+from overlapc.fx.precision import is_noted, note_coarse
 from overlapc.fx.subgraphs import carries_graphs
 from overlapc.ir.ops import (
     Extern,
@@ -63,15 +64,19 @@ def lower(
     comm_of: Callable[[Node], Communication | None],
     native_product: Callable[[Any], bool] = lambda product: False,
     refuse: Refuse = nothing_refused,
+    rounds: bool = True,
 ) -> LoweredGraph:
     """The ops of `gm`, an AOTAutograd graph whose nodes carry fake tensors in `meta["val"]`.
 
     `generates` tells on which devices kernels can be generated; `comm_of` says which nodes communicate;
     `native_product` which matrix products (`product.Product`) are to be kernels of our own; an op whose kernel the
-    device's generator would `refuse` is called as it stands.
+    device's generator would `refuse` is called as it stands. `rounds`: results of low precision are rounded for their
+    readers in the same kernel too, as eager does.
     Raises CompileError naming the FX node and the user's line when a node cannot be lowered at all.
     """
-    walk = Walk(Context(name, native_product, refuse), gm, generates, comm_of)
+    if not is_noted(gm.graph):  # no part of a step that was split
+        note_coarse(gm.graph)
+    walk = Walk(Context(name, native_product, refuse, rounds), gm, generates, comm_of)
     for node in gm.graph.nodes:
         try:
             walk.run(node)

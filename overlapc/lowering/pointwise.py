@@ -50,6 +50,7 @@ ON_BOOL = {
 }
 # Where a number, rounded or not, makes all the difference: eager rounds it to the tensor's low precision first.
 SHARP = frozenset("eq ne lt le gt ge remainder fmod".split())
+STEPS = frozenset("sign floor ceil trunc round signbit".split())  # likewise, of what may not be rounded yet
 ROUND_ON_FLOAT_ONLY = frozenset(("floor", "ceil", "trunc", "round"))
 
 
@@ -61,7 +62,14 @@ def compute(name: str, kind: PROMOTION, context: Context, *args: Any) -> View:
     if dtype.is_complex:
         raise Impossible("complex numbers")
     common = context.common_dtype(*args)
-    rounded = [name in SHARP and common in LOW_PRECISION and getattr(arg, "dtype", None) != common for arg in args]
+    rounded = [
+        common in LOW_PRECISION
+        and (
+            (name in SHARP and (getattr(arg, "dtype", None) != common or not context.rounds))
+            or (name in STEPS and not context.rounds)
+        )
+        for arg in args
+    ]
 
     def value(*values: Value) -> Value:
         given = (convert(value, common) if rounds else value for value, rounds in zip(values, rounded, strict=True))
@@ -198,6 +206,8 @@ def power(context: Context, base: Any, exponent: Any) -> View:
         if number in (2, 3):  # what eager does for these exponents, bit by bit
             square = op("mul", x, x)
             return square if number == 2 else op("mul", square, x)
+        if number == -2 and dtype.is_floating_point:
+            return op("reciprocal", op("mul", x, x))
         if number == 1:
             return x
         if number == 0.5:
@@ -276,11 +286,10 @@ def _addc(context: Context, name: str, x: View, a: View, b: View, value: Any) ->
 
 @lowers_by_name("prims.fma.default")  # Dynamo of torch 2.13 writes optimizers with it
 def fma(context: Context, x: Any, y: Any, z: Any) -> View:
-    """With two roundings; a GPU's compiler makes one instruction, and one rounding, of it."""
     dtype = context.promoted(DEFAULT, x, y, z)
     if not dtype.is_floating_point:
         raise Impossible("a fused product of integers")
-    return context.pointwise(lambda a, b, c: apply("add", dtype, apply("mul", dtype, a, b), c), x, y, z)
+    return context.pointwise(lambda a, b, c: apply("fma", dtype, a, b, c), x, y, z)
 
 
 @lowers(aten.lerp.Scalar, aten.lerp.Tensor)
@@ -336,12 +345,19 @@ def to_copy(
 ) -> View:
     if layout not in (None, torch.strided) or pin_memory:
         raise Impossible("another tensor layout or pinned memory")
-    return context.pointwise(lambda value: convert(value, dtype or x.dtype), x)
+    return convert_element_type(context, x, dtype or x.dtype)
 
 
 @lowers(prims.convert_element_type.default)
 def convert_element_type(context: Context, x: View, dtype: torch.dtype) -> View:
-    return context.pointwise(lambda value: convert(value, dtype), x)
+    if dtype.is_floating_point:
+        return context.pointwise(lambda value: convert(value, dtype), x)
+    return context.pointwise(lambda value: convert(settled(context, value, x), dtype), x)
+
+
+def settled(context: Context, value: Value, x: View) -> Value:
+    """An element of `x` as a step function, a search or a whole number must see it: in its own precision."""
+    return value if context.rounds or x.dtype not in LOW_PRECISION else Cast(value, x.dtype)
 
 
 def convert(value: Value, dtype: torch.dtype) -> Value:

@@ -13,7 +13,7 @@ from overlapc.ir.indexing import loop_symbol, numel
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast, constant
 from overlapc.lowering.context import Context
-from overlapc.lowering.pointwise import truth
+from overlapc.lowering.pointwise import settled, truth
 from overlapc.lowering.table import Impossible, lowers
 
 aten = torch.ops.aten
@@ -140,7 +140,7 @@ def _arg(context: Context, kind: str, x: View, dim: Any, keepdim: bool) -> View:
     nonempty(x, dim, f"{kind}")
     if dim is None and x.layout.dim_order() != [at for at, extent in enumerate(x.size) if extent != 1]:
         raise Impossible("a flat position in a permuted tensor")  # our loops run in memory order
-    return reduce(context, x, dim, lambda value: Reduce(kind, value, torch.int64), keepdim)
+    return reduce(context, x, dim, lambda value: Reduce(kind, settled(context, value, x), torch.int64), keepdim)
 
 
 @lowers(aten.max.dim)
@@ -159,7 +159,9 @@ def _extreme(context: Context, kind: str, x: View, dim: int, keepdim: bool) -> A
     with context.for_item(0):
         values = reduce(context, x, dim, lambda value: Reduce(kind, value, value.dtype), keepdim)
     with context.for_item(1):
-        return values, reduce(context, x, dim, lambda value: Reduce(f"arg{kind}", value, torch.int64), keepdim)
+        return values, reduce(
+            context, x, dim, lambda value: Reduce(f"arg{kind}", settled(context, value, x), torch.int64), keepdim
+        )
 
 
 def rowwise(context: Context, x: View, dims: tuple[int, ...], finish: Callable[[Value], Value]) -> View:

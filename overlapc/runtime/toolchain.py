@@ -93,10 +93,8 @@ def _describe(command: tuple[str, ...]) -> Compiler:
     flags = [*_FLAGS, "-march=native" if target.returncode == 0 else ""]
     if not is_clang:
         flags.extend(_GCC_FLAGS)
-    elif _has_libmvec():
-        flags.append("-fveclib=libmvec")
     if torch.backends.cpu.get_cpu_capability() == "AVX512":  # what torch's own kernels use here
-        flags.append("-mprefer-vector-width=512")
+        flags += ["-mprefer-vector-width=512", "-DVECTORS_OF_64_BYTES"]
     libraries = [_openmp_library(), *(["-lmvec"] if _has_libmvec() else []), "-lm"]
     identity = "\n".join((version.stdout, target.stdout, torch.__version__))  # the macros name every CPU feature
     return Compiler(command, tuple(filter(None, flags)), tuple(filter(None, libraries)), identity)

@@ -95,7 +95,9 @@ def wanted(source: Source, stage: Stage, variant: Variant, target: Target, cache
 
 def stage_options(source: Source, stage: Stage) -> dict[str, Any]:
     """What Triton is told about a stage beside its arguments."""
-    options: dict[str, Any] = {"num_warps": stage.num_warps}
+    # LLVM and ptxas would make one rounding of a product and a sum where they stand side by side, that is in one kernel
+    # and not in another. What is to have one rounding says so (`ops.fma`, libdevice's functions).
+    options: dict[str, Any] = {"num_warps": stage.num_warps, "enable_fp_fusion": False}
     if stage.num_stages:
         options["num_stages"] = stage.num_stages
     if "tl.device_assert(" in source.text:

@@ -29,7 +29,7 @@ _UNARY = (
     "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc lgamma "
     "trunc"
 ).split()
-_BINARY = "pow atan2 hypot copysign nextafter".split()
+_BINARY = "pow atan2 hypot copysign".split()
 
 
 def load_module(path: Path, name: str) -> ModuleType:
@@ -60,7 +60,10 @@ def _execute(path: Path, name: str) -> ModuleType:
 @lru_cache(None)
 def _prelude() -> ModuleType:
     module = _execute(Path(__file__).with_name("triton_prelude.py"), "overlapc.runtime._interpreted_prelude")
-    stand_ins: dict[str, Callable[..., Any]] = {name: _elementwise(getattr(torch, name)) for name in _UNARY + _BINARY}
+    stand_ins: dict[str, Callable[..., Any]] = {
+        name: _elementwise(_in_double(getattr(torch, name))) for name in _UNARY + _BINARY
+    }
+    stand_ins["nextafter"] = _elementwise(torch.nextafter)
     stand_ins["rint"] = _elementwise(torch.round)
     # torch's vectorized fmod on CPU is NaN for large quotients.
     stand_ins["fmod"] = _elementwise(lambda a, b: torch.from_numpy(np.asarray(np.fmod(a.numpy(), b.numpy()))))
@@ -70,9 +73,11 @@ def _prelude() -> ModuleType:
         "pipelined": lambda *bounds, num_stages: _range(*bounds),
         "to_bf16": _to_bf16,
         "round_bf16": _elementwise(lambda x: x.to(torch.bfloat16).to(torch.float32)),
-        "exp2_approximately": _elementwise(torch.exp2),
+        "through_bf16": _elementwise(lambda x: x.to(torch.bfloat16).to(torch.float32)),
+        "exp2_approximately": _elementwise(_in_double(torch.exp2)),
         "reciprocal_approximately": _elementwise(torch.reciprocal),
         "dot": _dot,
+        "fma": _fma,
         "number_in_part": lambda program, first: program - first,
         "lanes_sum": _reduction(lambda data: data.sum(2, dtype=data.dtype)),
         "lanes_max": _reduction(lambda data: data.max(2)),
@@ -102,6 +107,11 @@ def _elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., tl.tens
     return call
 
 
+def _in_double(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`function` of float32 by way of float64: its last bit depends on how many elements torch computes at once."""
+    return lambda *args: function(*(arg.double() for arg in args)).to(args[0].dtype)
+
+
 def _reduction(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[tl.tensor], tl.tensor]:
     return lambda v: _tensor(function(v.handle.data), v.dtype.scalar, True)
 
@@ -115,6 +125,14 @@ def _dot(a: tl.tensor, b: tl.tensor, accumulated: tl.tensor, precision: Any) -> 
     """Triton's own multiplies the bit patterns of bfloat16."""
     left, right = (tile.to(tl.float32).handle.data for tile in (a, b))
     return _tensor(np.matmul(left, right) + accumulated.handle.data, tl.float32, True)
+
+
+def _fma(a: Any, b: Any, c: Any) -> tl.tensor:
+    """Triton's own rounds the product."""
+    tensors = [number for number in (a, b, c) if isinstance(number, tl.tensor)]  # the others are plain numbers
+    wide = [np.asarray(number.handle.data if isinstance(number, tl.tensor) else number, "f8") for number in (a, b, c)]
+    result = np.asarray(wide[0] * wide[1] + wide[2]).astype(tensors[0].handle.data.dtype)
+    return _tensor(result, tensors[0].dtype.scalar, any(number.type.is_block() for number in tensors))
 
 
 def _range(*bounds: Any) -> range:

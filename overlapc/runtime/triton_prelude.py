@@ -34,6 +34,12 @@ def minimum(a, b):
 
 
 @triton.jit
+def fma(a, b, c):
+    """a * b + c with one rounding; nothing else is contracted (runtime/triton_binary.py)."""
+    return tl.fma(a, b, c)
+
+
+@triton.jit
 def add(a, b):
     return a + b
 
@@ -279,7 +285,7 @@ def online_total(peak, top, total, v, WIDTH: tl.constexpr):
     """
     base = tl.where(top == float("-inf"), tl.full([], 0.0, top.dtype), top)
     terms = fast_exp(in_lanes(v, WIDTH) - base[:, :, None])
-    return total * fast_exp(peak - base) + lanes_sum(terms)
+    return fma(total, fast_exp(peak - base), lanes_sum(terms))
 
 
 @triton.jit
@@ -306,10 +312,10 @@ def moments(mean, squares, count, v):
     count = count + 1.0
     step = v - mean
     if v.dtype == tl.float32:
-        mean = mean + step * reciprocal_approximately(count)  # a mean that is a little off will do for the squares
+        mean = fma(step, reciprocal_approximately(count), mean)  # a mean that is a little off will do for the squares
     else:
         mean = mean + step / count
-    return mean, squares + step * (v - mean), count
+    return mean, fma(step, v - mean, squares), count
 
 
 @triton.jit
@@ -325,7 +331,7 @@ def _joined_moments(mean, squares, count, other_mean, other_squares, other_count
     step = other_mean - mean
     share = other_count / tl.maximum(both, 1.0)
     # A side without elements makes one factor 0; the square of a large step alone would be inf, and the product NaN.
-    return mean + step * share, squares + other_squares + (step * count) * (step * share), both
+    return fma(step, share, mean), fma(step * count, step * share, squares + other_squares), both
 
 
 @triton.jit
@@ -350,6 +356,12 @@ def round_bf16(x):
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
     )
     return pairs.to(tl.float32)
+
+
+@triton.jit
+def through_bf16(x):
+    """The same one at a time, whatever a thread holds."""
+    return x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
@@ -434,8 +446,8 @@ def coarse_sigmoid(x):
 def coarse_tanh(x):
     """1 - 2 / (exp(2x) + 1), and a series where that cancels; relative error under 1e-5."""
     square = x * x
-    series = x - x * square * (1.0 / 3.0 - square * (2.0 / 15.0))
-    return tl.where(square < 0.01, series, 1.0 - 2.0 * reciprocal_approximately(fast_exp(2.0 * x) + 1.0))
+    series = fma(-x * square, fma(square, -2.0 / 15.0, 1.0 / 3.0), x)
+    return tl.where(square < 0.01, series, fma(reciprocal_approximately(fast_exp(2.0 * x) + 1.0), -2.0, 1.0))
 
 
 @triton.jit
@@ -443,10 +455,10 @@ def coarse_erf(x):
     """Abramowitz and Stegun 7.1.26, and a series near 0, where its absolute error of 1.5e-7 would count."""
     size = tl.abs(x)
     square = x * x
-    t = reciprocal_approximately(1.0 + 0.3275911 * size)
-    tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    far = 1.0 - tail * fast_exp(-square)
-    series = x * (1.1283791671 - square * (0.3761263890 - square * 0.1128379167))
+    t = reciprocal_approximately(fma(size, 0.3275911, 1.0))
+    tail = fma(t, fma(t, fma(t, 1.061405429, -1.453152027), 1.421413741), -0.284496736)
+    far = fma(-t * fma(t, tail, 0.254829592), fast_exp(-square), 1.0)
+    series = x * fma(-square, fma(square, -0.1128379167, 0.3761263890), 1.1283791671)
     return tl.where(square < 0.01, series, tl.where(x < 0, -far, far))
 
 

@@ -17,6 +17,7 @@ from torch.fx.node import Node
 
 from overlapc.errors import OverlapcError
 from overlapc.fx.groups import ranks_of
+from overlapc.fx.precision import is_coarse
 from overlapc.fx.versions import group_name_of, size_hint
 from overlapc.runtime.cache import content_key
 
@@ -63,6 +64,7 @@ def _lines(gm: fx.GraphModule) -> Iterator[str]:
                 _argument(node.kwargs),
                 _value(node.meta.get("val")),
                 str(node.meta.get("custom", "")),
+                str(is_coarse(node)),
                 node.meta.get("stack_trace") or "",
                 next(reversed(stack.values()))[0] if stack else "",
                 str("unbacked_bindings" in node.meta),

@@ -9,8 +9,8 @@ import torch
 import triton
 
 from overlapc.codegen.triton import TritonGenerator
-from overlapc.codegen.triton.precision import coarse_values
 from overlapc.ir.body import Body, Load, Op, Reduce, Store, Value, op
+from overlapc.lowering.precision import coarse_values, coarsened
 from tests.codegen.terms import bf16, f32, loop, number, p0, r0
 
 FUNCTIONS = {
@@ -40,6 +40,18 @@ def test_sums_pass_on_what_their_reader_allows() -> None:
         assert names(coarse_values(body)) == found
 
 
+def test_an_operation_says_itself_that_it_is_coarse() -> None:
+    """Beside one that is not: a kernel that holds both computes both, and each as every other kernel does."""
+    x = Load("x", p0, f32)
+    (low,) = coarsened(Body((loop(p0, 8),), (), (Store("y", p0, op("tanh", x), bf16),))).stores
+    assert isinstance(low.value, Op)
+    assert low.value.coarse
+    assert low.value is not op("tanh", x)
+    text = TritonGenerator().generate(Body((loop(p0, 8),), (), (low, Store("z", p0, op("tanh", x), f32))), "both").text
+    assert "ops.coarse_tanh(" in text
+    assert "ops.libdevice.tanh(" in text
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_approximations_agree_to_the_bits_that_are_kept(name: str, tmp_path: Path) -> None:
     near, far = torch.logspace(-30, 1.3, 400, base=10.0), torch.linspace(-12, 12, 624)
@@ -47,7 +59,7 @@ def test_approximations_agree_to_the_bits_that_are_kept(name: str, tmp_path: Pat
     arguments = (Load("x", p0, f32), number(3.7)) if name == "div" else (Load("x", p0, f32),)
     body = Body((loop(p0, x.numel()),), (), (Store("y", p0, op(name, *arguments), torch.float16),))
     generator = TritonGenerator()
-    source = generator.generate(body, name)
+    source = generator.generate(coarsened(body), name)
     assert f"ops.coarse_{name}(" in source.text
     y = torch.empty(x.numel(), dtype=torch.float16)
     with triton.knobs.runtime.scope():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from functools import lru_cache
 
 import sympy
@@ -172,6 +173,8 @@ _MATH = frozenset(
     "lgamma floor ceil trunc atan2 hypot copysign nextafter".split()
 )
 _ROUNDING = frozenset({"floor", "ceil", "trunc", "round"})
+# Of these, what prelude.h has one implementation of for vectors and single numbers, as `same_sinf`.
+_SAME = _MATH - set("sqrt lgamma floor ceil trunc copysign nextafter".split())
 # What an operation costs, in additions; decides from how much work on threads are worth waking.
 HEAVY = dict.fromkeys(_MATH | {"exp", "erf", "sigmoid", "pow"}, 10) | dict.fromkeys(
     ("floor", "ceil", "trunc", "sqrt", "copysign"), 1
@@ -218,6 +221,8 @@ def _operation(op: Op, args: list[str], dtype: torch.dtype, kind: str) -> str:
         return f"bool({f' {_LOGICAL[name]} '.join(sides)})"
     if name == "div":
         return f"{args[0]} / {args[1]}"
+    if name == "fma":
+        return f"__builtin_fma{suffix}({', '.join(args)})"
     if name == "neg":
         return f"-{args[0]}" if dtype.is_floating_point else f"{kind}(0 - {args[0]})"
     if name == "reciprocal":
@@ -236,10 +241,6 @@ def _operation(op: Op, args: list[str], dtype: torch.dtype, kind: str) -> str:
         return args[0]
     if name == "round":
         return f"nearbyint{suffix}({args[0]})"  # halves to even
-    if name == "pow":
-        special = _POWERS.get(as_number(op.args[1]) if dtype.is_floating_point else None)
-        if special is not None:
-            return special(args[0], kind)
     bound = [as_number(arg) for arg in op.args]
     if name in ("maximum", "minimum") and dtype.is_floating_point and bound[-1] is not None and bound[-1] == bound[-1]:
         sign = "<" if name == "maximum" else ">"
@@ -251,23 +252,24 @@ def _operation(op: Op, args: list[str], dtype: torch.dtype, kind: str) -> str:
             else (f"{_PRELUDE[name]}({', '.join(args)})")
         )
     assert name in _MATH, f"no C++ for operation {name}"
-    return f"{name}{suffix}({', '.join(args)})"
+    return f"{'same_' if name in _SAME else ''}{name}{suffix}({', '.join(args)})"
+
+
+_CALLED = re.compile(r"\b(same_|)(\w+)\(")
+_BEHIND = {"exponential": "exp", "sigmoid": "exp", "error_function": "erf", "power": "pow"}  # functions of prelude.h
+
+
+def definitions_of(text: str) -> str:
+    """What must come before the text of a kernel: definitions of the functions that it calls."""
+    calls = set(_CALLED.findall(text))
+    names = {name.removesuffix("f") if name != "erf" else name for same, name in calls if same}
+    names |= {_BEHIND[name] for same, name in calls if not same and name in _BEHIND}
+    return "".join(f"#ifndef DEFINED_{name}\n#define DEFINED_{name}\nDEFINE_{name}\n#endif\n" for name in sorted(names))
 
 
 def _templated(name: str, dtype: torch.dtype) -> bool:
     """Whether the type must be said: small integer literals and conversions would deduce `int`."""
     return not dtype.is_floating_point
-
-
-# Exponents that eager special-cases, with the same roundings.
-_POWERS: Mapping[float | int | bool | None, Callable[[str, str], str]] = {
-    2: lambda x, kind: f"{x} * {x}",
-    3: lambda x, kind: f"{x} * {x} * {x}",
-    -1: lambda x, kind: f"{kind}(1) / {x}",
-    -2: lambda x, kind: f"{kind}(1) / ({x} * {x})",
-    0.5: lambda x, kind: f"sqrt{'f' if kind == 'float' else ''}({x})",
-    -0.5: lambda x, kind: f"{kind}(1) / sqrt{'f' if kind == 'float' else ''}({x})",
-}
 
 
 def weight(value: Value) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 import sympy
 
 from overlapc.codegen.cpp.combo import combo_text
-from overlapc.codegen.cpp.expressions import MEMORY_TYPE, index_text
+from overlapc.codegen.cpp.expressions import MEMORY_TYPE, definitions_of, index_text
 from overlapc.codegen.cpp.function import Function
 from overlapc.codegen.cpp.plan import plan
 from overlapc.codegen.cpp.reduce import ReductionFunction
@@ -104,6 +104,7 @@ def _named(
 ) -> KernelSource:
     """The source whose function is called what `hint` says and the text's hash."""
     prefix = re.sub(r"\W+", "_", hint)[:_HINT_CHARACTERS].strip("_") or "kernel"
+    text = definitions_of(text) + text
     name = f"{prefix}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     return KernelSource(name, text.replace("KERNEL_NAME", name), buffers, sizes, comment, launch=checks)
 

@@ -5,43 +5,211 @@
 #include <stdlib.h>
 #include <string.h>
 
-// glibc has vector versions of its math functions (libmvec). Its header announces them under -ffast-math only, which
-// would break NaN and infinity; so they are announced here. clang finds them through -fveclib.
+// sin, exp and their like have one implementation each, `same_sinf(x)`, whatever loop they stand in: a number computed
+// twice has the same bits in a vector, in the tail behind it and in a loop that is no vector loop. Where glibc has vector
+// versions (libmvec; its scalar ones round differently, and so do its vectors of other widths) that is always the one of
+// the machine's widest vectors. GCC calls `_ZGVbN4v_same_sinf` and so on because of the declaration; a kernel that uses
+// a function writes DEFINE_sin, which makes these of the widest one. Elsewhere (clang, other machines) it is libm's.
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
-#define VECTORIZED_1(name)                                                                      \
-  extern "C" __attribute__((simd("notinbranch"), const)) double name(double) noexcept;          \
-  extern "C" __attribute__((simd("notinbranch"), const)) float name##f(float) noexcept;
-#define VECTORIZED_2(name)                                                                      \
-  extern "C" __attribute__((simd("notinbranch"), const)) double name(double, double) noexcept;  \
-  extern "C" __attribute__((simd("notinbranch"), const)) float name##f(float, float) noexcept;
-#if __GLIBC_PREREQ(2, 22)
-VECTORIZED_1(exp)
-VECTORIZED_1(log)
-VECTORIZED_1(sin)
-VECTORIZED_1(cos)
-VECTORIZED_2(pow)
-#endif
 #if __GLIBC_PREREQ(2, 35)
-VECTORIZED_1(exp2)
-VECTORIZED_1(expm1)
-VECTORIZED_1(log2)
-VECTORIZED_1(log10)
-VECTORIZED_1(log1p)
-VECTORIZED_1(tan)
-VECTORIZED_1(asin)
-VECTORIZED_1(acos)
-VECTORIZED_1(atan)
-VECTORIZED_1(sinh)
-VECTORIZED_1(cosh)
-VECTORIZED_1(tanh)
-VECTORIZED_1(asinh)
-VECTORIZED_1(acosh)
-VECTORIZED_1(atanh)
-VECTORIZED_1(erf)
-VECTORIZED_1(erfc)
-VECTORIZED_2(atan2)
-VECTORIZED_2(hypot)
+#define LIBMVEC 2
+#elif __GLIBC_PREREQ(2, 22)
+#define LIBMVEC 1
 #endif
+#endif
+#ifndef LIBMVEC
+#define LIBMVEC 0
+#endif
+
+#define PLAIN_1(name)                                                                     \
+  static inline double same_##name(double x) { return name(x); }                          \
+  static inline float same_##name##f(float x) { return name##f(x); }
+#define PLAIN_2(name)                                                                     \
+  static inline double same_##name(double x, double y) { return name(x, y); }             \
+  static inline float same_##name##f(float x, float y) { return name##f(x, y); }
+#define VECTORIZED_1(name)                                                                              \
+  extern "C" __attribute__((simd("notinbranch"), const)) double same_##name(double) noexcept;          \
+  extern "C" __attribute__((simd("notinbranch"), const)) float same_##name##f(float) noexcept;
+#define VECTORIZED_2(name)                                                                              \
+  extern "C" __attribute__((simd("notinbranch"), const)) double same_##name(double, double) noexcept;  \
+  extern "C" __attribute__((simd("notinbranch"), const)) float same_##name##f(float, float) noexcept;
+
+#if LIBMVEC
+typedef float F4 __attribute__((vector_size(16)));
+typedef float F8 __attribute__((vector_size(32)));
+typedef float F16 __attribute__((vector_size(64)));
+typedef double D2 __attribute__((vector_size(16)));
+typedef double D4 __attribute__((vector_size(32)));
+typedef double D8 __attribute__((vector_size(64)));
+
+// `x`, a number or a vector, as often as it fits: a lane that holds nothing would be computed too, and 0 may be slow.
+template <class Wide, class Narrow>
+static inline __attribute__((always_inline)) Wide repeated(Narrow x) {
+  Wide wide;
+  for (unsigned at = 0; at < sizeof(Wide); at += sizeof(Narrow)) memcpy((char*)&wide + at, &x, sizeof(Narrow));
+  return wide;
+}
+template <class Narrow, class Wide>
+static inline __attribute__((always_inline)) Narrow first_part(Wide wide, int part = 0) {
+  Narrow x;
+  memcpy(&x, (char*)&wide + part * sizeof(Narrow), sizeof(Narrow));
+  return x;
+}
+
+// The function `symbol` of `T` by `wide`, a function of the larger `Wide`; and of vectors twice as large as `Wide`.
+#define NARROWED_1(id, symbol, T, wide, Wide)                                             \
+  static __attribute__((used)) T id(T x) __asm__(symbol);                                 \
+  static T id(T x) { return first_part<T>(wide(repeated<Wide>(x))); }
+#define NARROWED_2(id, symbol, T, wide, Wide)                                             \
+  static __attribute__((used)) T id(T x, T y) __asm__(symbol);                            \
+  static T id(T x, T y) { return first_part<T>(wide(repeated<Wide>(x), repeated<Wide>(y))); }
+#define ITSELF_1(id, symbol, T, wide)                                                     \
+  extern "C" T wide(T);                                                                   \
+  static __attribute__((used)) T id(T x) __asm__(symbol);                                 \
+  static T id(T x) { return wide(x); }
+#define ITSELF_2(id, symbol, T, wide)                                                     \
+  extern "C" T wide(T, T);                                                                \
+  static __attribute__((used)) T id(T x, T y) __asm__(symbol);                            \
+  static T id(T x, T y) { return wide(x, y); }
+#define TWICE_1(id, symbol, T, wide, Wide)                                                \
+  static __attribute__((used)) T id(T x) __asm__(symbol);                                 \
+  static T id(T x) {                                                                      \
+    Wide parts[2] = {wide(first_part<Wide>(x)), wide(first_part<Wide>(x, 1))};            \
+    return first_part<T>(parts);                                                          \
+  }
+#define TWICE_2(id, symbol, T, wide, Wide)                                                \
+  static __attribute__((used)) T id(T x, T y) __asm__(symbol);                            \
+  static T id(T x, T y) {                                                                 \
+    Wide parts[2] = {wide(first_part<Wide>(x), first_part<Wide>(y)),                      \
+                     wide(first_part<Wide>(x, 1), first_part<Wide>(y, 1))};               \
+    return first_part<T>(parts);                                                          \
+  }
+
+// For the two kinds of numbers: f the letter behind a function's name, v one v an argument, n1 to n4 lanes of 16, 32 and
+// 64 bytes. What is not the widest is made of it.
+#if defined(__AVX512F__) && defined(VECTORS_OF_64_BYTES)
+#define WIDENED(k, name, v, S, V1, V2, V3, n1, n2, n3)                                                       \
+  ITSELF_##k(e_##name, "_ZGVeN" #n3 #v "_same_" #name, V3, _ZGVeN##n3##v##_##name)                           \
+  NARROWED_##k(d_##name, "_ZGVdN" #n2 #v "_same_" #name, V2, _ZGVeN##n3##v##_##name, V3)                     \
+  NARROWED_##k(b_##name, "_ZGVbN" #n1 #v "_same_" #name, V1, _ZGVeN##n3##v##_##name, V3)                     \
+  NARROWED_##k(s_##name, "same_" #name, S, _ZGVeN##n3##v##_##name, V3)
+#elif defined(__AVX2__)
+#define WIDENED(k, name, v, S, V1, V2, V3, n1, n2, n3)                                                       \
+  ITSELF_##k(d_##name, "_ZGVdN" #n2 #v "_same_" #name, V2, _ZGVdN##n2##v##_##name)                           \
+  TWICE_##k(e_##name, "_ZGVeN" #n3 #v "_same_" #name, V3, _ZGVdN##n2##v##_##name, V2)                        \
+  NARROWED_##k(b_##name, "_ZGVbN" #n1 #v "_same_" #name, V1, _ZGVdN##n2##v##_##name, V2)                     \
+  NARROWED_##k(s_##name, "same_" #name, S, _ZGVdN##n2##v##_##name, V2)
+#else
+#define WIDENED(k, name, v, S, V1, V2, V3, n1, n2, n3)                                                       \
+  ITSELF_##k(b_##name, "_ZGVbN" #n1 #v "_same_" #name, V1, _ZGVbN##n1##v##_##name)                           \
+  TWICE_##k(c_##name, "_ZGVcN" #n2 #v "_same_" #name, V2, _ZGVbN##n1##v##_##name, V1)                        \
+  NARROWED_##k(s_##name, "same_" #name, S, _ZGVbN##n1##v##_##name, V1)
+#endif
+#define WIDENED_1(name) WIDENED(1, name##f, v, float, F4, F8, F16, 4, 8, 16) WIDENED(1, name, v, double, D2, D4, D8, 2, 4, 8)
+#define WIDENED_2(name) WIDENED(2, name##f, vv, float, F4, F8, F16, 4, 8, 16) WIDENED(2, name, vv, double, D2, D4, D8, 2, 4, 8)
+#endif
+
+#if LIBMVEC >= 1
+VECTORIZED_1(exp)
+#define DEFINE_exp WIDENED_1(exp)
+VECTORIZED_1(log)
+#define DEFINE_log WIDENED_1(log)
+VECTORIZED_1(sin)
+#define DEFINE_sin WIDENED_1(sin)
+VECTORIZED_1(cos)
+#define DEFINE_cos WIDENED_1(cos)
+VECTORIZED_2(pow)
+#define DEFINE_pow WIDENED_2(pow)
+#else
+PLAIN_1(exp)
+#define DEFINE_exp
+PLAIN_1(log)
+#define DEFINE_log
+PLAIN_1(sin)
+#define DEFINE_sin
+PLAIN_1(cos)
+#define DEFINE_cos
+PLAIN_2(pow)
+#define DEFINE_pow
+#endif
+#if LIBMVEC >= 2
+VECTORIZED_1(exp2)
+#define DEFINE_exp2 WIDENED_1(exp2)
+VECTORIZED_1(expm1)
+#define DEFINE_expm1 WIDENED_1(expm1)
+VECTORIZED_1(log2)
+#define DEFINE_log2 WIDENED_1(log2)
+VECTORIZED_1(log10)
+#define DEFINE_log10 WIDENED_1(log10)
+VECTORIZED_1(log1p)
+#define DEFINE_log1p WIDENED_1(log1p)
+VECTORIZED_1(tan)
+#define DEFINE_tan WIDENED_1(tan)
+VECTORIZED_1(asin)
+#define DEFINE_asin WIDENED_1(asin)
+VECTORIZED_1(acos)
+#define DEFINE_acos WIDENED_1(acos)
+VECTORIZED_1(atan)
+#define DEFINE_atan WIDENED_1(atan)
+VECTORIZED_1(sinh)
+#define DEFINE_sinh WIDENED_1(sinh)
+VECTORIZED_1(cosh)
+#define DEFINE_cosh WIDENED_1(cosh)
+VECTORIZED_1(tanh)
+#define DEFINE_tanh WIDENED_1(tanh)
+VECTORIZED_1(asinh)
+#define DEFINE_asinh WIDENED_1(asinh)
+VECTORIZED_1(acosh)
+#define DEFINE_acosh WIDENED_1(acosh)
+VECTORIZED_1(atanh)
+#define DEFINE_atanh WIDENED_1(atanh)
+VECTORIZED_1(erf)
+#define DEFINE_erf WIDENED_1(erf)
+VECTORIZED_1(erfc)
+#define DEFINE_erfc WIDENED_1(erfc)
+VECTORIZED_2(atan2)
+#define DEFINE_atan2 WIDENED_2(atan2)
+VECTORIZED_2(hypot)
+#define DEFINE_hypot WIDENED_2(hypot)
+#else
+PLAIN_1(exp2)
+#define DEFINE_exp2
+PLAIN_1(expm1)
+#define DEFINE_expm1
+PLAIN_1(log2)
+#define DEFINE_log2
+PLAIN_1(log10)
+#define DEFINE_log10
+PLAIN_1(log1p)
+#define DEFINE_log1p
+PLAIN_1(tan)
+#define DEFINE_tan
+PLAIN_1(asin)
+#define DEFINE_asin
+PLAIN_1(acos)
+#define DEFINE_acos
+PLAIN_1(atan)
+#define DEFINE_atan
+PLAIN_1(sinh)
+#define DEFINE_sinh
+PLAIN_1(cosh)
+#define DEFINE_cosh
+PLAIN_1(tanh)
+#define DEFINE_tanh
+PLAIN_1(asinh)
+#define DEFINE_asinh
+PLAIN_1(acosh)
+#define DEFINE_acosh
+PLAIN_1(atanh)
+#define DEFINE_atanh
+PLAIN_1(erf)
+#define DEFINE_erf
+PLAIN_1(erfc)
+#define DEFINE_erfc
+PLAIN_2(atan2)
+#define DEFINE_atan2
+PLAIN_2(hypot)
+#define DEFINE_hypot
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -119,7 +287,10 @@ INLINE float load_e5m2(uint8_t x) { return load_f16(uint16_t(x << 8)); }
 
 INLINE float round_e4m3(float x) { return load_e4m3(store_e4m3(x)); }
 INLINE float round_e5m2(float x) { return load_e5m2(store_e5m2(x)); }
-INLINE float round_bf16(float x) { return load_bf16(store_bf16(x)); }
+INLINE float round_bf16(float x) {
+  const uint32_t u = bits<uint32_t>(x);
+  return bits<float>(x != x ? 0x7fc00000u : (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
+}
 INLINE float round_f16(float x) { return load_f16(store_f16(x)); }
 
 // ---- integers as torch has them: they wrap, and dividing by zero yields -1 (eager raises; a kernel cannot)
@@ -177,8 +348,8 @@ INLINE T power(T base, T exponent) {
     if (exponent & 1) result *= factor;
   return T(result);
 }
-INLINE float power(float a, float b) { return powf(a, b); }
-INLINE double power(double a, double b) { return pow(a, b); }
+INLINE float power(float a, float b) { return same_powf(a, b); }
+INLINE double power(double a, double b) { return same_pow(a, b); }
 
 template <class T>
 INLINE T shift_left(T a, T by) {  // 0 when all bits leave, as in eager
@@ -260,11 +431,11 @@ INLINE float error_function(float x) {
   return a < 0.9f ? __builtin_fmaf(near, x, x) : copysignf(1.0f - rest, x);
 }
 #else
-INLINE float exponential(float x) { return expf(x); }
-INLINE float error_function(float x) { return erff(x); }
+INLINE float exponential(float x) { return same_expf(x); }
+INLINE float error_function(float x) { return same_erff(x); }
 #endif
-INLINE double error_function(double x) { return erf(x); }
-INLINE double exponential(double x) { return exp(x); }
+INLINE double error_function(double x) { return same_erf(x); }
+INLINE double exponential(double x) { return same_exp(x); }
 
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 INLINE double sigmoid(double x) { return 1.0 / (1.0 + exponential(-x)); }

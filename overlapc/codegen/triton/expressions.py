@@ -142,10 +142,9 @@ _LIBDEVICE = frozenset(
 )
 _PRELUDE = {
     "sign": "sign", "signbit": "signbit", "sqrt": "sqrt", "sigmoid": "sigmoid", "div": "divide",
-    "maximum": "maximum", "minimum": "minimum", "remainder": "remainder", "floor_div": "floor_div",
+    "fma": "fma", "maximum": "maximum", "minimum": "minimum", "remainder": "remainder", "floor_div": "floor_div",
 }  # fmt: skip
-_COARSE = frozenset(("div", "exp", "sigmoid", "tanh", "erf"))
-_FLOAT_ONLY = _LIBDEVICE - {"pow", "fmod", "trunc"} | {"sqrt", "rsqrt", "reciprocal", "sigmoid", "div"}
+_FLOAT_ONLY = _LIBDEVICE - {"pow", "fmod", "trunc"} | {"sqrt", "rsqrt", "reciprocal", "sigmoid", "div", "fma"}
 
 
 def unsupported(op: Op) -> str | None:
@@ -172,10 +171,10 @@ def as_literal(op: Op, position: int) -> str | None:
     return f"({text})" if text.startswith("-") else text
 
 
-def operation(op: Op, args: Sequence[str], coarse: bool = False) -> str:
-    """Text of `op` on the texts of its arguments (names or literals); `coarse`: see precision.py."""
+def operation(op: Op, args: Sequence[str]) -> str:
+    """Text of `op` on the texts of its arguments (names or literals)."""
     dtype = op.args[-1].dtype
-    if coarse and op.name in _COARSE:
+    if op.coarse:
         return f"ops.coarse_{op.name}({', '.join(args)})"
     name, first = op.name, args[0]
     if name == "where":

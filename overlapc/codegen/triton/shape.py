@@ -11,7 +11,6 @@ import torch
 from overlapc.codegen.triton.accumulate import Accumulation
 from overlapc.codegen.triton.expressions import IndexPrinter
 from overlapc.codegen.triton.levels import accumulations, scanning
-from overlapc.codegen.triton.precision import coarse_values
 from overlapc.codegen.triton.rotations import joined_halves
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body, Load, Op, Scan, Store, Value, depends_on, topological
@@ -57,7 +56,6 @@ class KernelShape:
         self.tile_axes = tile_axes(tiling)
         self.suffix = ""  # of index variables, where one axis has two of them
         self.index_bounds, self.index_dtype = self._index_width()
-        self.coarse = coarse_values(body)
         self.draws = any(isinstance(value, Op) and value.name == "random" for value in body.values())
         self.unseen = unseen_where_masked(body)
         position = torch.int64 if self.index_dtype != "tl.int32" else torch.int32

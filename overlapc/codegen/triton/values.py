@@ -165,8 +165,8 @@ class ValueWriter(AxisWriter):
         if isinstance(value, Index):
             return self.index_value(value)
         if isinstance(value, Cast):
-            if value.to is torch.bfloat16 and value.arg.dtype is torch.float32 and self.fills_threads(value):
-                return f"ops.round_bf16({names[value.arg]})"
+            if value.to is torch.bfloat16 and value.arg.dtype is torch.float32:
+                return f"ops.{'round' if self.fills_threads(value) else 'through'}_bf16({names[value.arg]})"
             text = converted(names[value.arg], value.arg.dtype, value.to)
             return text if value.to is value.dtype else f"{text}.to({COMPUTE[value.dtype]})"
         if isinstance(value, Checked):
@@ -179,7 +179,7 @@ class ValueWriter(AxisWriter):
             left, right = (self.position_text(arg) for arg in value.args)
             return f"{term(left)} {_ORDER[value.name]} {term(right)}"
         args = [names[arg] if arg in names else as_literal(value, at) for at, arg in enumerate(value.args)]
-        return operation(value, [arg for arg in args if arg is not None], value in self.kernel.coarse)
+        return operation(value, [arg for arg in args if arg is not None])
 
     def first_number(self, value: Op) -> str | None:
         """Position of the tile's first random number, where the tile takes neighbours: one Philox makes four."""

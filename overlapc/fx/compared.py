@@ -1,0 +1,79 @@
+"""What must not be computed again because somebody compares it, and its bits depend on the kernel that computes it.
+
+    total = sum(x); share = x / total; top = amax(share); ...; hit = eq(share, top)          total is saved
+
+A sum's last bit depends on the order of its terms, and that on the kernel it is fused into; so does that of everything
+else here. Element-wise operations, maxima and library calls give the same bits again. Where the user's checkpoint says
+to compute all of it again, such a sum is saved all the same: it is small beside what it sums.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+aten = torch.ops.aten
+
+
+def _packets(names: str) -> frozenset[object]:
+    return frozenset(getattr(aten, name) for name in names.split())
+
+
+# Sums and products in an order of ours, atomics among them.
+_INEXACT = _packets(
+    "sum mean prod var var_mean std std_mean cumsum cumprod logcumsumexp logsumexp linalg_vector_norm norm index_add "
+    "scatter_add scatter_reduce index_put _softmax _log_softmax native_layer_norm native_group_norm"
+)
+# What makes much of the last bit: steps, orders, positions.
+_STEPS = _packets(
+    "eq ne lt le gt ge isnan isinf sign sgn floor ceil trunc round frac remainder fmod floor_divide heaviside "
+    "logical_not logical_and logical_or logical_xor threshold_backward hardtanh_backward argmax argmin sort topk "
+    "kthvalue median nanmedian mode cummax cummin searchsorted bucketize nonzero"
+)
+
+
+def save_what_is_compared(graph: fx.Graph, backward: set[fx.Node]) -> int:
+    """Mark such values of a joint graph, of which `backward` depends on tangents, as saved; how many there are."""
+    sharp: set[fx.Node] = set()  # somebody would see another last bit
+    marked = 0
+    for node in reversed(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if not any(_is_step(user) or user in sharp for user in node.users):
+            continue
+        if getattr(node.target, "overloadpacket", None) not in _INEXACT or node in backward or not _is_float(node):
+            sharp.add(node)
+            continue
+        for saved in _results(node):
+            saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        marked += 1
+    return marked
+
+
+def _results(node: fx.Node) -> Iterable[fx.Node]:
+    """The node, and what takes its result apart."""
+    return (node, *(user for user in node.users if user.target is operator.getitem))
+
+
+def _is_step(user: fx.Node) -> bool:
+    target = user.target
+    packet = getattr(target, "overloadpacket", None)
+    if packet in _STEPS:
+        return True
+    if packet in (aten.max, aten.min):  # along a dim: also where
+        return target in (aten.max.dim, aten.min.dim)
+    if packet is aten.div and "rounding_mode" in user.kwargs:
+        return True
+    value = user.meta.get("val")
+    converts = packet is aten._to_copy or target is torch.ops.prims.convert_element_type.default
+    return converts and isinstance(value, Tensor) and not value.dtype.is_floating_point
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, tuple | list) and value else value
+    return isinstance(first, Tensor) and first.dtype.is_floating_point
