@@ -226,7 +226,17 @@ def launcher_fault(how: str, cold_s: float, choice: random.Random) -> tuple[floa
     with tempfile.TemporaryDirectory(prefix="faults") as folder:
         script = Path(folder) / "job.py"
         script.write_text(SCRIPT.format(root=str(ROOT), out=folder, cache=f"{folder}/cache"))
-        command = [sys.executable, "-m", "overlapc.launch.cli", "run", "--nproc", "2", str(script)]
+        command = [
+            sys.executable,
+            "-m",
+            "overlapc.launch.cli",
+            "run",
+            "--nproc",
+            "2",
+            "--report",
+            "overlap.json",
+            str(script),
+        ]
         job = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
         pids: list[Path] = []
         while len(pids) < 2:
