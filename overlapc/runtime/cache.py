@@ -85,7 +85,7 @@ class KernelCache:
             try:
                 self._obtain(path, build)
             except OSError as error:  # of a folder that is read-only, or a disk that is full
-                problem = f"cannot write to {self.root}: {error.strerror}; make room there, or {_ELSEWHERE}"
+                problem = self._unwritable(error)
             else:
                 return path
         if not private:
@@ -109,7 +109,7 @@ class KernelCache:
                     content = change(self.read(key, suffix))
                     self._build(path, lambda temporary: _write(temporary, content))
             except OSError as error:
-                problem = f"cannot write to {self.root}: {error.strerror}; make room there, or {_ELSEWHERE}"
+                problem = self._unwritable(error)
         if problem is not None:
             raise ConfigError(problem)
 
@@ -215,6 +215,9 @@ class KernelCache:
                     self._safe.add(folder)
         return None
 
+    def _unwritable(self, error: OSError) -> str:
+        return f"cannot write to {self.root}: {error.strerror}; make room there, or {_ELSEWHERE}"
+
     def _spare_for(self, problem: str) -> KernelCache:
         if self._spare is None:
             try:
@@ -234,7 +237,7 @@ class KernelCache:
             _make_folder(path.parent)
             path.write_text("".join(lines))
         except OSError as error:
-            return self._spare_for(f"cannot write to {self.root}: {error.strerror}").keep_text(name, lines)
+            return self._spare_for(self._unwritable(error)).keep_text(name, lines)
         return path
 
 
