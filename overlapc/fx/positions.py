@@ -150,8 +150,11 @@ class Positions:
 
 
 def _name(node: fx.Node) -> str:
+    """What the node calls; of an operator's method (torch 2.11 traces `a.__eq__(b)`) the operator, such as `eq`."""
     target = node.target
-    return target if isinstance(target, str) else getattr(target, "__name__", "")
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    function = getattr(operator, name, None) if name.startswith("__") else None
+    return name if function is None else function.__name__
 
 
 _WRITING_OPERATORS = {
@@ -613,8 +616,8 @@ _RULES: dict[str, Rule] = {
     "where": _element_wise(_chosen, 3),
     "masked_fill": _element_wise(_masked_fill, 3),
     **{op: _element_wise(_comparison(op), 2) for op in _FLIPPED},
-    **dict.fromkeys(("and_", "bitwise_and", "__and__"), _element_wise(_bitwise("and"), 2)),
-    **dict.fromkeys(("or_", "bitwise_or", "__or__"), _element_wise(_bitwise("or"), 2)),
+    **dict.fromkeys(("and_", "bitwise_and"), _element_wise(_bitwise("and"), 2)),
+    **dict.fromkeys(("or_", "bitwise_or"), _element_wise(_bitwise("or"), 2)),
     "logical_and": _element_wise(_logical("and"), 2),
     "logical_or": _element_wise(_logical("or"), 2),
     "logical_not": _element_wise(_not, 1),

@@ -127,6 +127,14 @@ def of_sequences_packed_one_by_one(q: Tensor) -> Tensor:
     return (j <= i)[None, None] & same
 
 
+def by_operators_methods(q: Tensor) -> Tensor:
+    """As torch 2.11 traces what vmap compares."""
+    i, j = i_and_j(q)
+    mask = j.__le__(i)
+    mask.__iand__(i.__eq__(i))
+    return mask
+
+
 def transposed(q: Tensor) -> Tensor:
     i, j = i_and_j(q)
     return (j >= i).transpose(-1, -2)
