@@ -17,7 +17,7 @@ import torch.distributed as dist
 from overlapc.codegen.program import Allocate, Call, ExpectLayout, Instruction, Launch, Program, TakeOver
 from overlapc.fx.rng_state import draws_nothing
 from overlapc.fx.versions import group_name_of
-from overlapc.ir.ops import Extern, Handle, Layout, given_to, tree_leaves, views_in
+from overlapc.ir.ops import Extern, Handle, Layout, given_to, sees_where_memory_begins, tree_leaves, views_in
 
 # Library calls of aten that neither synchronize, nor let the host choose what to launch by what is on the device.
 _LIBRARY_CALLS = frozenset(
@@ -93,6 +93,8 @@ class Rules:
             return "draws random numbers from torch's generator"
         if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(target.tags):
             return "waits for the device to know its result"
+        if sees_where_memory_begins(op):  # a part's inputs are copied to where it was captured
+            return "counts from where the memory of its argument begins"
         if target.namespace == "aten" and (target.is_view or target._schema.name[6:] in _LIBRARY_CALLS):
             return None
         return "not known to be free of synchronization"

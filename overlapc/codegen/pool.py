@@ -4,7 +4,8 @@
  -> pool = allocate 128KiB; a = pool[0:]; b = pool[64KiB:]; free a; c = pool[0:]
 
 A buffer's lifetime class is its device and whether it leaves the graph: what is returned (results, activations saved
-for backward) keeps an allocation of its own, as its owner frees it on its own, and what has a symbolic size does too.
+for backward) keeps an allocation of its own, as its owner frees it on its own, and what has a symbolic size does too,
+and what is given to a call that sees where its memory begins (`as_strided_scatter`): there the buffer must begin, too.
 Offsets come from a best-fit arena that is walked in program order, so the pool may exceed the most bytes that are live
 at once; `peak_bytes` says by how much, and the report shows that.
 """
@@ -31,7 +32,7 @@ from overlapc.codegen.program import (
     Reuse,
     TakeOver,
 )
-from overlapc.ir.ops import views_in
+from overlapc.ir.ops import given_to, sees_where_memory_begins, views_in
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 
@@ -152,15 +153,23 @@ def _chains(program: Program) -> dict[str, _Chain]:
             found[item.variable] = found[item.source]
         elif isinstance(item, Free):
             freed.update(item.variables)
-    leaving = {id(found[name]) for name in _returned(program) if name in found}
+    alone = {id(found[name]) for name in (*_returned(program), *_seen_from_the_start(program)) if name in found}
     ending = {id(found[name]) for name in freed if name in found}
-    return {name: chain for name, chain in found.items() if id(chain) in ending - leaving}
+    return {name: chain for name, chain in found.items() if id(chain) in ending - alone}
 
 
 def _returned(program: Program) -> Iterable[str]:
     for item in program.instructions:
         if isinstance(item, Return):
             yield from (program.variables[view.buffer] for view in views_in(item.values))
+
+
+def _seen_from_the_start(program: Program) -> Iterable[str]:
+    for item in program.instructions:
+        if isinstance(item, Call) and sees_where_memory_begins(item.op):
+            yield from (
+                program.variables[leaf.buffer] for leaf in given_to(item.op) if leaf.buffer in program.variables
+            )
 
 
 def _last_frees(program: Program, chains: Mapping[str, _Chain]) -> dict[torch.device, int]:

@@ -115,8 +115,15 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
     table[aten.nll_loss_backward.default] = nll_loss_backward
     table[aten._foreach_norm.Scalar] = norms
     table[aten.topk.default] = topk_of_groups
-    table = {target: rule for target, rule in table.items() if target not in kept}
+    table = {target: rule for target, rule in table.items() if target not in kept and not _draws(target)}
     return table | random_decompositions() if native_random else table
+
+
+def _draws(target: Any) -> bool:
+    """Whether the op itself draws random numbers: torch's rule for it draws others (`bernoulli` in float64)."""
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
 
 
 def norms(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:

@@ -254,6 +254,24 @@ def given_to(op: IROp) -> Iterator[View | Handle]:
         yield from named_in(op.arguments)
 
 
+# Whose ops of no argument `storage_offset` take a tensor for its elements, wherever they lie.
+_NAMESPACES = frozenset(
+    {"aten", "prims", "fsdp", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "overlapc"}
+)
+
+
+def sees_where_memory_begins(op: Extern) -> bool:
+    """Whether the call's result depends on how far into its memory an argument lies, or may (an op of the user's).
+
+    `as_strided` and its kin count from the memory's first element; branches and loop bodies may hold such calls.
+    """
+    target = getattr(op.target, "copies_results_of", op.target)
+    if not isinstance(target, torch._ops.OpOverload):
+        return isinstance(target, torch._ops.HigherOrderOperator)
+    counts = any(argument.name == "storage_offset" for argument in target._schema.arguments)
+    return counts or target.namespace not in _NAMESPACES
+
+
 def buffers_read(op: IROp) -> set[str]:
     """Names of all buffers whose contents the op needs."""
     if isinstance(op, Loops | Combo):

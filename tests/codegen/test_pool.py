@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from overlapc.codegen.kernel import generator_for
 from overlapc.codegen.pool import ALIGNMENT_BYTES, Arena, pooled
@@ -96,6 +98,57 @@ def test_a_training_step_on_a_pool_is_the_same_and_peaks_where_the_report_says(t
         inputs = sum(each.numel() for each in (*model.parameters(), x)) * 4
         assert lifecycle.last_peak_bytes[forward.name] + inputs == forward.peak_bytes
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@torch.library.custom_op("overlapc_tests::first_of_memory", mutates_args=())
+def first_of_memory(x: Tensor) -> Tensor:
+    """The first two elements of the memory that `x` lies in."""
+    return torch.as_strided(x, (2,), (1,), 0).clone()
+
+
+@first_of_memory.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(2)
+
+
+def scattered(x: Tensor, y: Tensor) -> Tensor:
+    return torch.as_strided_scatter(x, x.flatten()[:2], (2,), (1,), 1) + torch.as_strided_scatter(
+        y, x[0, :2], (2,), (1,)
+    )
+
+
+@pytest.mark.parametrize(
+    "sees",
+    [
+        lambda x, y: torch.as_strided_copy(x, (2,), (1,), 1) + torch.as_strided_copy(y, (2,), (1,), 1),
+        lambda x, y: scattered(x, y) @ scattered(y, x),
+        lambda x, y: first_of_memory(x) + first_of_memory(y),
+    ],
+    ids=["as_strided_copy", "as_strided_scatter", "custom op"],
+)
+def test_a_call_that_counts_from_the_start_of_memory_finds_its_own_buffer_there(sees: Callable[..., Tensor]):
+    def function(x: Tensor) -> Tensor:
+        y = (x @ x).relu()
+        z = (y @ y).sin()
+        return sees(z @ z, y @ z)
+
+    torch._dynamo.reset()
+    x = torch.randn(16, 16) / 4
+    result = torch.compile(function, backend="overlapc", options={"memory": "pool"})(x)
+    torch.testing.assert_close(result, function(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_gradient_through_take_and_as_strided_on_a_pool():
+    def function(x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            return x.take(torch.arange(4) * 5 % x.numel()).as_strided((2, 2), (2, 1), 0)
+
+        return checkpoint(inner, x, use_reentrant=False).unsqueeze(1).expand(-1, 2, -1)
+
+    torch._dynamo.reset()
+    x, gradient = torch.randn(6, 1, requires_grad=True), torch.randn(2, 2, 2)
+    on_pool = torch.compile(function, backend="overlapc", options={"memory": "pool"})
+    assert torch.equal(*(torch.autograd.grad(call(x), x, gradient)[0] for call in (on_pool, function)))
 
 
 def test_what_no_pool_can_serve_is_said():

@@ -156,7 +156,8 @@ def test_a_checkpoint_computes_the_same_mask_again():
 
 def test_fallback_random_draws_what_eager_draws():
     def call(x):
-        return F.dropout(x, 0.3), torch.rand_like(x), torch.randn(7)
+        chances = x.sigmoid(), x.double().sigmoid()
+        return F.dropout(x, 0.3), torch.rand_like(x), torch.randn(7), *map(torch.bernoulli, chances), torch.randn(7)
 
     x = torch.randn(40, 3)
     torch.manual_seed(2)
