@@ -50,7 +50,7 @@ class Agreed:
         return order_hash(self.lines)
 
 
-def key_of(name: str, collectives: Sequence[tuple[str, Comm]]) -> Key | None:
+def key_of(name: str, collectives: Sequence[tuple[str, Comm]], options: object) -> Key | None:
     """What a graph must have in common with one that was agreed on; None outside of Dynamo.
 
     Graphs of one function have the number that Dynamo gave to its frame in common, however often it is compiled.
@@ -58,7 +58,13 @@ def key_of(name: str, collectives: Sequence[tuple[str, Comm]]) -> Key | None:
     compile_id = CompileContext.current_compile_id()
     if compile_id is None or compile_id.frame_id is None:
         return None
-    return compile_id.frame_id, name.split("_")[0], tuple(collectives)
+    return compile_id.frame_id, name.split("_")[0], tuple(collectives), repr(options)
+
+
+def compiles_again() -> bool:
+    """Whether Dynamo has compiled this frame before: after `torch._dynamo.reset()` its numbers begin anew."""
+    compile_id = CompileContext.current_compile_id()
+    return compile_id is not None and bool(compile_id.frame_compile_id)
 
 
 def agreed_on(schedule: Schedule, result: Result, lines: Sequence[str], profile: DeviceProfile) -> Agreed:

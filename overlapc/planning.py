@@ -27,7 +27,7 @@ from overlapc.estimators.base import Estimator, estimate_schedule
 from overlapc.estimators.canonical import canonical_lines
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.roofline import Roofline
-from overlapc.following import Agreed, agreed_on, follow, key_of
+from overlapc.following import Agreed, agreed_on, compiles_again, follow, key_of
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.build import to_schedule
 from overlapc.fusion.combo import kind_of, one_launch
@@ -102,8 +102,10 @@ def plan_graph(
     communication = _described(find_collectives(gm.graph, config.safe_communication))
     stages = partial(_stages, gm, name=name, dumps=dumps, inner=inner, within=within, runs=runs)
     members = _members(communication, config)
-    key = key_of(name, [(node.name, found.comm) for node, found in communication.items()]) if members else None
-    agreed = members.agreed.get(key) if members is not None and config.transport != "copy" else None
+    collectives = [(node.name, found.comm) for node, found in communication.items()]
+    key = key_of(name, collectives, config) if members else None
+    follows = members is not None and config.transport != "copy" and compiles_again()
+    agreed = members.agreed.get(key) if follows and members is not None else None
     planned = None
     if agreed is not None:
         if kept_order == agreed.order:
@@ -128,7 +130,7 @@ def plan_graph(
             planned = stages(config=config, communication=communication, talks=talks, agreed=None, passes=passes)
         assert planned is not None
         if members is not None and key is not None and planned.agreed is not None:
-            members.agreed.setdefault(key, planned.agreed)
+            members.agreed[key] = planned.agreed
     counts = {} if name.startswith("backward") else attention_counts(gm.graph)
     return replace(planned, attention=attention, attention_counts=counts)
 

@@ -45,7 +45,8 @@ def _traced(
     Not through `torch._dynamo.backends.common.aot_autograd`, which imports Inductor's scheduler and IR to ask whether
     they log: on a machine that keeps no bytecode a tenth of a cold start.
     """
-    drop_masks(gm, eager_dropout=config.fallback_random)
+    if isinstance(gm, GraphModule):  # compiled autograd wraps its graph, in which no attention is whole
+        drop_masks(gm, eager_dropout=config.fallback_random)
     as_they_were = views_outside(gm) if any(map(is_traceable_wrapper_subclass, inputs)) else None
     with deterministic(config.deterministic), no_collections():  # a traced graph is objects that all stay
         step = aot_module_simplified(

@@ -17,6 +17,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTOutput,
     TangentAOTInput,
 )
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -57,7 +58,8 @@ def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh | None:
     if not (first.mesh_dim_names and second.mesh_dim_names):
         return None
     try:
-        return DeviceMesh._concatenate([first, second])
+        with unset_fake_temporarily():  # where a model is planned on fake tensors; ranks are counted on real ones
+            return DeviceMesh._concatenate([first, second])
     except RuntimeError:  # other ranks, or overlapping ones
         return None
 

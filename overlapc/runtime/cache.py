@@ -142,7 +142,6 @@ class KernelCache:
         with self._lock(path):
             if not self._whole(path):  # nobody built it while we waited
                 self._build(path, build)
-                count(f"{self._one}_compiles")
             else:
                 count(f"{self._one}_cache_hits")
 
@@ -183,6 +182,7 @@ class KernelCache:
             _voucher(path).unlink(missing_ok=True)
             os.replace(temporary, path)
             os.replace(vouch, _voucher(path))
+        count(f"{self._one}_compiles")
         self._seen.add(path)
 
     def _whole(self, path: Path) -> bool:
