@@ -94,9 +94,10 @@ class Watch:
                 with contextlib.suppress(ProcessLookupError):  # the launcher has collected it: it ended at once
                     running[os.pidfd_open(pid)] = rank, pid
             ready, _, _ = select.select(list(running), [], [], _LOOK_S)
-            for descriptor in ready:
-                rank, pid = running.pop(descriptor)
-                exit_code = _exit_code(descriptor)
+            ended = [(descriptor, _exit_code(descriptor)) for descriptor in ready]
+            # Seen at once, those that the launcher may have ended because of the others come last.
+            for descriptor, exit_code in sorted(ended, key=lambda each: each[1] == -signal.SIGTERM):
+                rank, _ = running.pop(descriptor)
                 os.close(descriptor)
                 self._ended(rank, exit_code, [other for _, other in running.values()])
         for descriptor in running:
