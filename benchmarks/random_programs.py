@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import logging
 import os
 import queue
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -45,7 +47,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="judge what can be judged within so many")
     parser.add_argument("--shrink", type=float, default=60, help="most seconds spent on making one failure small")
     parser.add_argument("--beside-inductor", action="store_true", help="say of each failure whether Inductor is right")
-    parser.add_argument("--report", type=Path, help="a file of JSON lines, one a failure")
+    parser.add_argument("--report", type=Path, help="a file of JSON lines, one a program, as they come")
+    parser.add_argument("--gpus", type=int, default=1, help="with --device cuda: workers take one after the other")
     parser.add_argument("--script", action="store_true", help="print the program of --seed and stop")
     parser.add_argument("--from", dest="source", type=Path, help="with --script: the smallest failure of a --report")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -81,7 +84,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         seeds.put(seed)
     results: list[dict[str, Any]] = []
     ends = time.monotonic() + options.seconds
-    threads = [threading.Thread(target=feed, args=(seeds, results, options, ends)) for _ in range(options.jobs)]
+    threads = [threading.Thread(target=feed, args=(job, seeds, results, options, ends)) for job in range(options.jobs)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -90,7 +93,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def feed(
-    seeds: queue.SimpleQueue[int], results: list[dict[str, Any]], options: argparse.Namespace, ends: float
+    job: int, seeds: queue.SimpleQueue[int], results: list[dict[str, Any]], options: argparse.Namespace, ends: float
 ) -> None:
     """One worker process after another, until no seed is left."""
     worker = None
@@ -100,7 +103,7 @@ def feed(
         except queue.Empty:
             break
         if worker is None:
-            worker = Worker(options)
+            worker = Worker(job, options)
         result = worker.judge(seed, options.limit, 3 * options.limit + 3 * options.shrink, ends)
         lost = result is None or result.pop("unfinished", False)
         if lost or worker.done >= 60:  # what a process has compiled stays in its memory
@@ -115,9 +118,9 @@ def feed(
         results.append(result)
         if result["kind"] not in RIGHT:
             print(f"{result['seed']}: {result['kind']}: {result['message'][:300]}", flush=True)
-            if options.report:
-                with options.report.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(result) + "\n")
+        if options.report:
+            with options.report.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(result) + "\n")
         if len(results) % 100 == 0:
             print(f"{len(results)} programs", flush=True)
     if worker is not None:
@@ -127,10 +130,18 @@ def feed(
 class Worker:
     """A process that judges the seeds written to it."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, job: int, options: argparse.Namespace) -> None:
         given = ["--device", options.device, "--shrink", str(options.shrink)]
         given += ["--beside-inductor"] if options.beside_inductor else []
-        environment = {"OMP_NUM_THREADS": "1", "OVERLAPC_WARM_START": "0", "MALLOC_PERTURB_": "85", **os.environ}
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "OVERLAPC_WARM_START": "0",
+            "MALLOC_PERTURB_": "85",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            **os.environ,
+        }
+        if options.gpus > 1:
+            environment["CUDA_VISIBLE_DEVICES"] = str(job % options.gpus)
         self.errors = (Path(os.environ.get("TMPDIR", "/tmp")) / f"random_programs_{os.getpid()}_{id(self)}").open("w+b")
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker", *given],
@@ -138,6 +149,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             env=environment,
+            start_new_session=True,
         )
         self.done, self.timed_out = 0, False
 
@@ -167,7 +179,9 @@ class Worker:
         return self.process.stdout.readline()
 
     def end(self) -> None:
-        self.process.kill()
+        """With the compilers that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def last_words(self) -> str:

@@ -310,13 +310,13 @@ class Author:
         if RANDOM.search("\n".join(self.body)):
             made["fallback_random"] = True
         draw = self.random.random()
-        if draw < 0.1:
+        if draw < 0.15:
             made["memory"] = "pool"
-        elif draw < 0.2:
-            made["matmul"] = "native"
         elif draw < 0.25:
-            made["check_lifecycle"] = True
+            made["matmul"] = "native"
         elif draw < 0.3:
+            made["check_lifecycle"] = True
+        if self.random.random() < 0.2:
             made["wrapper"] = "fx"
         return made
 
