@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import statistics
 import sys
@@ -24,13 +25,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kernel_spans import kernel_times, longest, spans_of, times_by_class  # beside this file
 from tabulate import tabulate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from turns import Turns, answer, store_at  # beside this file
+from turns import Turns, answer, store_at
 
 import overlapc
+from overlapc.runtime.copies.pool import pools_bytes
 
 SYSTEMS = ("overlapc", "compile", "eager")
 LOSSES = 4  # of the first steps, shown for comparison
@@ -111,7 +114,16 @@ class System:
             mark.record()
         torch.cuda.synchronize()
         times = [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
-        return {"times_ms": times, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        return {"times_ms": times, "peak_gib": (torch.cuda.max_memory_allocated() + pools_bytes()) / 2**30}
+
+    def profile(self) -> dict[str, Any]:
+        """Where the time of a step goes, by class of kernel; the kernels that take longest go to `args.out`."""
+        spans = spans_of(self.once) if self.args.device == "cuda" else []
+        if not spans:
+            return {}
+        if self.args.out is not None and dist.get_rank() == 0:
+            (self.args.out / f"kernels_{self.name}.json").write_text(json.dumps(longest(spans, 60), indent=0))
+        return {"classes": kernel_times(spans) | times_by_class(spans)}
 
     def once(self) -> torch.Tensor:
         """One step with its optimizer; the loss."""
@@ -177,6 +189,8 @@ def main() -> None:
                     take("time", system)
                 if number == 0:
                     times_ms = {system: [] for system in args.systems}
+            for system in turns.alive(args.systems) if args.profile else ():
+                take("profile", system)
         finally:
             turns.end()
         for system, why in turns.failed.items():
@@ -200,6 +214,11 @@ def show(args: argparse.Namespace, results: dict[str, dict[str, Any]], times_ms:
     columns = ("step_ms", "min_ms", "peak_gib", "first_step_s", "losses", "failed")
     rows = [[system, *(result.get(name) for name in columns)] for system, result in results.items()]
     print(tabulate(rows, ["system", *columns], floatfmt=".5g"))
+    classes = {system: result["classes"] for system, result in results.items() if "classes" in result}
+    if classes:
+        kinds = list(dict.fromkeys(kind for times in classes.values() for kind in times))
+        print(tabulate([[kind, *(times.get(kind) for times in classes.values())] for kind in kinds],
+                       ["ms a step", *classes], floatfmt=".2f"))  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:
@@ -213,6 +232,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds, systems alternating")
     parser.add_argument("--seconds", type=float, default=330, help="for all of it (default: %(default)g)")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="of %(default)s")
+    parser.add_argument("--profile", action="store_true", help="and where the time goes, by class of kernel")
     parser.add_argument("--out", type=Path, help="folder for logs")
     args = parser.parse_args()
     args.systems = args.systems.split(",")

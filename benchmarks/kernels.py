@@ -7,11 +7,11 @@
     python benchmarks/kernels.py --autotune --cases 'Norm|RoPE'             # and with measured block sizes
     python benchmarks/kernels.py --systems overlapc,overlapc-fast,eager     # and with numerics="fast"
 
-The list is kernel_cases.py. On a GPU a case is timed twice: with launches hidden (calls queued behind a held stream,
-device time between two events) and with them (until the device is idle again). `share` is the least bytes the case
-must move over the hidden time, relative to a device copy of 1 GiB in the same run. `host` is what one forward +
-backward call through autograd keeps the host busy, with the device held. On a CPU there is one time, the call's; CPU
-time where there is one thread.
+The list is kernel_cases.py, or held_out_kernels.py (`--list-of held-out`). On a GPU a case is timed twice: with
+launches hidden (calls queued behind a held stream, device time between two events) and with them (until the device is
+idle again). `share` is the least bytes the case must move over the hidden time, relative to a device copy of 1 GiB in
+the same run. `host` is what one forward + backward call through autograd keeps the host busy, with the device held. On
+a CPU there is one time, the call's; CPU time where there is one thread.
 
 Every result is compared with a float64 run: it may be off by at most twice what eager is off.
 """
@@ -38,6 +38,7 @@ from torch.utils import _pytree as pytree
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import overlapc
+from benchmarks.held_out_kernels import HELD_OUT
 from benchmarks.kernel_cases import BACKWARD, BOTH, FORWARD, PROBLEMS, RARE, SCALES, Inputs, Problem
 from benchmarks.kernel_report import NOT_CHECKED, Result, summary, table
 from benchmarks.kernel_subject import TUNED, Subject, checked, float64_results
@@ -46,6 +47,7 @@ from overlapc.errors import OverlapcError
 from overlapc.report import record as reports
 
 SYSTEMS = ("overlapc", "inductor", "eager")
+LISTS = {"training": PROBLEMS, "rare": RARE, "held-out": HELD_OUT}
 
 
 def least_bytes(problem: Problem, kind: str, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> int:
@@ -127,7 +129,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     systems = [system for system in arguments.systems if system != TUNED]  # which needs the device to itself
     passed += ["--systems", ",".join(systems), "--no-check", "--compile-only"]
     passed += ["--host-only"] if arguments.host_only else []
-    passed += ["--rare"] if arguments.rare else []
+    passed += ["--list-of", arguments.list_of]
     passed += ["--threads", str(torch.get_num_threads())]  # Inductor writes them into its code, and keeps that
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     running = [
@@ -147,7 +149,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--size", choices=tuple(SCALES), help="default: gpu on cuda, small on cpu")
     parser.add_argument("--cases", default="", help="only problems whose name matches this expression")
-    parser.add_argument("--rare", action="store_true", help="instead of the list what training seldom needs")
+    parser.add_argument("--list-of", default="training", choices=tuple(LISTS), help="problems (default: %(default)s)")
     parser.add_argument("--systems", default=",".join(SYSTEMS), type=lambda text: text.split(","))
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds, systems alternating (default: 7)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
@@ -167,7 +169,7 @@ def main() -> None:
     arguments.size = arguments.size or ("gpu" if arguments.device == "cuda" else "small")
     began = time.perf_counter()
     first, count = map(int, arguments.shard.split("/"))
-    problems = RARE if arguments.rare else PROBLEMS
+    problems = LISTS[arguments.list_of]
     names = [name for name in problems if re.search(arguments.cases, name)][first::count]
     if arguments.list:
         for name in names:

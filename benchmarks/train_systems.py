@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kernel_spans import kernel_times, spans_of  # beside this file
 from torch import Tensor
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from turns import answer, store_at  # beside this file
+from turns import answer, store_at
 
 import overlapc
 from overlapc.launch.llama import Llama, LlamaConfig
@@ -57,7 +58,6 @@ MODELS: dict[str, Callable[[argparse.Namespace], LlamaConfig]] = {
     "demo": lambda args: LlamaConfig(max_seq=args.seq),
     "tiny": lambda args: LlamaConfig(dim=64, layers=args.layers, heads=4, kv_heads=2, ffn=128, max_seq=args.seq),
 }
-PROFILED_STEPS = 2
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -123,7 +123,7 @@ class System:
                 (out / f"report_{self.name}.txt").write_text(str(overlapc.report()))
         if self.args.device == "cpu":
             return {}
-        spans = self._kernel_spans()
+        spans = spans_of(self.once)
         if out is not None and self.rank == 0:
             (out / f"kernels_{self.name}.json").write_text(json.dumps(spans))
         return kernel_times(spans)
@@ -148,29 +148,6 @@ class System:
             mark.record()
         torch.cuda.synchronize()
         return [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
-
-    def _kernel_spans(self) -> list[tuple[str, int, int]]:
-        """(name, start, end) in ns of every kernel and copy of PROFILED_STEPS steps.
-
-        The profilers of several ranks are ready at different times, and the first collective waits for the last of
-        them (40 ms were seen): one step before those that count takes that.
-        """
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-            self.once()
-            torch.cuda.synchronize()
-            began_ns = time.time_ns()  # the profiler's clock
-            for _ in range(PROFILED_STEPS):
-                self.once()
-            torch.cuda.synchronize()
-        return [
-            (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
-            for event in recorded.profiler.kineto_results.events()
-            if event.device_type() == torch.autograd.DeviceType.CUDA
-            and event.duration_ns() > 0
-            and event.start_ns() >= began_ns
-        ]
 
 
 def build(system: str, shape: LlamaConfig, mesh: DeviceMesh) -> Llama:
@@ -223,41 +200,6 @@ def errors(grads: list[Tensor], reference: list[Tensor]) -> dict[str, float]:
     whole = sum((a - b).square().sum().item() for a, b in zip(grads, reference, strict=True))
     norm = sum(b.square().sum().item() for b in reference)
     return {"grad_error": (whole / norm) ** 0.5, "worst_grad_error": max(each)}
-
-
-def kernel_times(spans: list[tuple[str, int, int]]) -> dict[str, float]:
-    """Milliseconds a step: compute kernels, communication (NCCL's kernels, copies between GPUs), that while no compute
-    runs, neither."""
-    nccl = merged([(start, end) for name, start, end in spans if communicates(name)])
-    compute = merged([(start, end) for name, start, end in spans if not communicates(name)])
-    both = merged(compute + nccl)
-    whole = max(end for _, end in both) - min(start for start, _ in both)
-    busy, computing = total(both), total(compute)
-    scale = 1e6 * PROFILED_STEPS
-    return {
-        "compute_ms": computing / scale,
-        "nccl_ms": total(nccl) / scale,
-        "exposed_ms": (busy - computing) / scale,
-        "idle_ms": (whole - busy) / scale,
-    }
-
-
-def communicates(kernel: str) -> bool:
-    return "nccl" in kernel.lower() or "memcpy ptop" in kernel.lower()
-
-
-def merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    result: list[tuple[int, int]] = []
-    for start, end in sorted(spans):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(end, result[-1][1]))
-        else:
-            result.append((start, end))
-    return result
-
-
-def total(spans: list[tuple[int, int]]) -> int:
-    return sum(end - start for start, end in spans)
 
 
 def serve(args: argparse.Namespace, folder: Path, name: str, rank: int, ranks: int, port: int) -> None:

@@ -5,15 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.held_out_kernels import HELD_OUT
 from benchmarks.kernel_cases import BOTH, PROBLEMS, RARE, SCALES, Inputs
 from benchmarks.kernel_subject import Subject, checked
 from benchmarks.kernels import least_bytes
 
 
-@pytest.mark.parametrize("name", [*PROBLEMS, *RARE])
+@pytest.mark.parametrize("name", [*PROBLEMS, *RARE, *HELD_OUT])
 def test_a_problem_runs_and_says_its_bytes(name):
     torch.manual_seed(0)
-    problem = (PROBLEMS | RARE)[name](Inputs(SCALES["tiny"], "cpu"))
+    problem = (PROBLEMS | RARE | HELD_OUT)[name](Inputs(SCALES["tiny"], "cpu"))
     subject = Subject(problem, "eager", name)
     outputs = [result for result in subject.results() if result is not None]
     assert outputs
