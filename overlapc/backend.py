@@ -19,6 +19,7 @@ from overlapc.config import Config
 from overlapc.errors import OverlapcError
 from overlapc.fx.versions import compiled_autograd, runs_under_ddp, runs_under_fsdp2
 from overlapc.runtime.async_inputs import arrived, not_waited_for, plain_examples, tensors_of_tensors, waits_first
+from overlapc.runtime.steps import watch_optimizers
 from overlapc.runtime.triton_launch import get_ready
 from overlapc.warm.fingerprint import NotCacheable, user_graph_key
 
@@ -31,6 +32,8 @@ _REPLICATE = (
     "in place of DistributedDataParallel(model), overlapc.fully_shard(model, mesh) on a mesh of (ranks, 1), with"
     " mesh_dim_names=('replicate', 'shard'), keeps all parameters on each rank and reduces gradients in the graph"
 )
+
+watch_optimizers()  # now: what Dynamo traces of an optimizer must not change later
 
 
 def overlapc(

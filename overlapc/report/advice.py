@@ -89,23 +89,24 @@ class Exposure:
     cause: Cause
     graph: str
     rows: tuple[CollectiveRow, ...]  # the longest first
+    calls: int = 1  # of the graph, in a step
 
     @property
     def exposed_ns(self) -> float:
-        """How long compute stands still for these collectives."""
-        return sum(row.exposed_after_ns for row in self.rows)
+        """How long compute stands still for these collectives in a step."""
+        return self.calls * sum(row.exposed_after_ns for row in self.rows)
 
 
 def exposures(step: StepRecord) -> list[Exposure]:
     """What is exposed in a step, by graph and cause, the worst first; what costs next to nothing is left out."""
     found: list[Exposure] = []
-    for graph in step.graphs:
+    for graph, calls in step.called:
         by_cause: dict[Cause, list[CollectiveRow]] = {}
         for row, cause in _causes(graph):
             by_cause.setdefault(cause, []).append(row)
         for cause, rows in by_cause.items():
             rows.sort(key=lambda row: -row.exposed_after_ns)
-            found.append(Exposure(cause, graph.name, tuple(rows)))
+            found.append(Exposure(cause, graph.name, tuple(rows), calls))
     least_ns = _LEAST * sum(each.exposed_ns for each in found)
     return sorted((each for each in found if each.exposed_ns >= least_ns), key=lambda each: -each.exposed_ns)
 

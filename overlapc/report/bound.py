@@ -29,10 +29,10 @@ class Work:
 def sources(step: StepRecord) -> dict[str, float]:
     """Who says how long nodes take -> the share of all their times together, the largest first."""
     said: dict[str, float] = defaultdict(float)
-    for graph in step.graphs:
+    for graph, times in step.called:
         for node in parse(graph.schedule).nodes:
             if node.estimate is not None and node.estimate.ns:
-                said[node.estimate.source] += node.estimate.ns
+                said[node.estimate.source] += node.estimate.ns * times
     whole = sum(said.values())
     return {source: ns / whole for source, ns in sorted(said.items(), key=lambda item: -item[1])}
 
@@ -54,22 +54,22 @@ class Spent:
         """Adds up the spans of the final order."""
         lanes: dict[str, float] = defaultdict(float)
         work: dict[str, list[float]] = defaultdict(list)
-        alone_ns = [graph.alone_ns for graph in step.graphs]
-        for graph in step.graphs:
+        alone_known = all(graph.alone_ns is not None for graph, _ in step.called)
+        for graph, times in step.called:
             for span in graph.after.spans:
                 if span.kind == "idle":
                     continue
-                lanes[span.lane] += span.end_ns - span.start_ns
+                lanes[span.lane] += (span.end_ns - span.start_ns) * times
                 if span.lane == "compute":
                     what = _NUMBER.sub("", span.node) if span.kind == Kind.EXTERN.value else _GENERATED
-                    work[what].append(span.end_ns - span.start_ns)
+                    work[what] += [span.end_ns - span.start_ns] * times
         compute_ns = lanes.pop("compute", 0.0)
         return cls(
             step.device_ns,
             step.host_ns,
             compute_ns,
-            0.0 if None in alone_ns else compute_ns - sum(filter(None, alone_ns)),
-            sum(graph.exposed_after_ns for graph in step.graphs),
+            compute_ns - step.sum(lambda graph: graph.alone_ns or 0.0) if alone_known else 0.0,
+            step.sum(lambda graph: graph.exposed_after_ns),
             dict(sorted(lanes.items(), key=lambda item: -item[1])),
             tuple(sorted((Work(what, sum(each), len(each)) for what, each in work.items()), key=lambda row: -row.ns)),
         )

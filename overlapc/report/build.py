@@ -48,6 +48,7 @@ def graph_record(
         unknown=result.after.unknown,
         compile_seconds=compile_seconds,
         host_ns=host_ns(final, result.after.profile),
+        changes_inputs=any(final.buffers[final.root(name)].is_input for node in final.nodes for name in node.mutates),
         alone_ns=sum(node.estimate.ns for node in final.nodes if node.kind in COMPUTE and node.estimate is not None),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -128,9 +128,10 @@ def _cells(row: Row) -> tuple[str, ...]:
 def totals_text(step: StepRecord) -> str:
     """Times of the whole step and of each graph, how good predictions are by kind, and where most time is off."""
     graphs = [graph for graph in step.graphs if graph.measured is not None]
+    times = {graph.name: calls for graph, calls in step.called}
     table = [row for graph in graphs for row in _graph_totals(graph)]
-    if len(graphs) > 1:
-        table += _sum(table)
+    if len(graphs) > 1 or any(calls > 1 for calls in times.values()):
+        table += _sum(table, times)
     lines = [
         f"predicted and measured ({min(graph.measured.runs for graph in graphs if graph.measured)} run(s))",
         tabulate(
@@ -181,12 +182,13 @@ def _predicted(graph: GraphRecord) -> dict[str, float]:
     return {"step": graph.after.step_ns, "compute": compute, "communication": comm, "exposed": exposed, "idle": idle}
 
 
-def _sum(table: Iterable[_Total]) -> list[_Total]:
+def _sum(table: Iterable[_Total], times: Mapping[str, int]) -> list[_Total]:
+    """Of one step, which calls graphs so many times."""
     sums = {what: [0.0, 0.0] for what in _FIELDS}
-    for _, what, predicted_ns, measured_ns in table:
-        sums[what][0] += predicted_ns
-        sums[what][1] += measured_ns
-    return [("all", what, predicted_ns, measured_ns) for what, (predicted_ns, measured_ns) in sums.items()]
+    for graph, what, predicted_ns, measured_ns in table:
+        sums[what][0] += predicted_ns * times.get(graph, 0)
+        sums[what][1] += measured_ns * times.get(graph, 0)
+    return [("one step", what, predicted_ns, measured_ns) for what, (predicted_ns, measured_ns) in sums.items()]
 
 
 def _quality(every: Iterable[Row]) -> Iterator[str]:

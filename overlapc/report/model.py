@@ -6,7 +6,7 @@ Times are nanoseconds since the graph's first launch, as the simulator predicts 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -115,7 +115,13 @@ class GraphRecord:
     tuned: str = ""  # with autotune: how many kernels were measured, and what other block sizes gain
     measured: Measured | None = None  # None: nobody measured it
     host_ns: Ns | None = None  # what a call costs the host; None: the profile does not know
+    changes_inputs: bool = False  # as a compiled optimizer does
     alone_ns: Ns | None = None  # what its compute takes with no communication beside it; None: an older record
+
+    @property
+    def infers(self) -> bool:
+        """Whether it is of a forward that no backward follows."""
+        return self.name.startswith("inference")
 
     @property
     def exposed_before_ns(self) -> float:
@@ -138,17 +144,43 @@ class StepRecord:
     measured_peak_bytes: Count | None = (
         None  # most that torch's allocator gave out while measuring, and pools; None: not a GPU
     )
+    calls: Mapping[str, Count] = field(default_factory=dict)  # graph -> in one step; empty: no optimizer has stepped
+    steps: Count = 0  # that were seen to end, of which `calls` is typical
+
+    @property
+    def called(self) -> tuple[tuple[GraphRecord, int], ...]:
+        """The graphs that one training step calls, and how often.
+
+        Before an optimizer has stepped, every graph once. Inference is no part of a step that trains, but for what
+        changes its inputs, as a compiled optimizer does.
+        """
+        calls = self.calls or {graph.name: 1 for graph in self.graphs}
+        found = [(graph, calls[graph.name]) for graph in self.graphs if calls.get(graph.name)]
+        trains = [each for each in found if not each[0].infers or each[0].changes_inputs]
+        return tuple(trains if any(not graph.infers for graph, _ in found) else found)
+
+    @property
+    def left_out(self) -> tuple[GraphRecord, ...]:
+        """The graphs that are no part of a step: inference, other sizes, what only the first step called."""
+        names = {graph.name for graph, _ in self.called}
+        return tuple(graph for graph in self.graphs if graph.name not in names)
+
+    def sum(self, of: Callable[[GraphRecord], float]) -> float:
+        """A quantity of the graphs of one step, added up over its calls."""
+        return sum(of(graph) * times for graph, times in self.called)
 
     @property
     def host_ns(self) -> float | None:
-        """The host's time for all graphs; None unless it is known of each."""
-        found = [graph.host_ns for graph in self.graphs if graph.host_ns is not None]
-        return sum(found) if found and len(found) == len(self.graphs) else None
+        """The host's time for a step; None unless it is known of each of its graphs."""
+        called = self.called
+        if not called or any(graph.host_ns is None for graph, _ in called):
+            return None
+        return self.sum(lambda graph: graph.host_ns or 0.0)
 
     @property
     def device_ns(self) -> float:
-        """The device's time for all graphs, one after the other."""
-        return sum(graph.after.step_ns for graph in self.graphs)
+        """The device's time for the graphs of a step, one after the other."""
+        return self.sum(lambda graph: graph.after.step_ns)
 
     @property
     def step_ns(self) -> float:
@@ -158,9 +190,22 @@ class StepRecord:
     @property
     def step_before_ns(self) -> float:
         """The same in the incoming order."""
-        return max(sum(graph.before.step_ns for graph in self.graphs), self.host_ns or 0.0)
+        return max(self.sum(lambda graph: graph.before.step_ns), self.host_ns or 0.0)
 
     @property
     def lower_bound_ns(self) -> float:
         """What no orders of the graphs can beat."""
-        return max(sum(graph.lower_bound_ns for graph in self.graphs), self.host_ns or 0.0)
+        return max(self.sum(lambda graph: graph.lower_bound_ns), self.host_ns or 0.0)
+
+
+def measured_step(step: StepRecord) -> Measured | None:
+    """What the graphs of one step took, added up over its calls; None unless each of them was measured."""
+    found = [(graph.measured, times) for graph, times in step.called]
+    measured = [(each, times) for each, times in found if each is not None]
+    if not measured or len(measured) != len(found):
+        return None
+    sums = {
+        name: sum(getattr(each, name) * times for each, times in measured)
+        for name in ("step_ns", "compute_ns", "comm_ns", "exposed_ns", "idle_ns", "late_ns")
+    }
+    return Measured(runs=min(each.runs for each, _ in measured), **sums)

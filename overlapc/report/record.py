@@ -15,6 +15,7 @@ import msgspec
 from overlapc import documents
 from overlapc.errors import ConfigError, OverlapcError
 from overlapc.report.model import GraphRecord, StepRecord
+from overlapc.runtime.steps import STEPS
 
 FORMAT = 1  # of record.json; raised when a reader of the old one would misread the new one
 
@@ -102,6 +103,7 @@ def add_measured(report: Report) -> None:
 def clear() -> None:
     """Forgets what this process compiled (`torch._dynamo.reset()` does not)."""
     _graphs.clear()
+    STEPS.clear()
     _measured_peak_bytes.clear()
 
 
@@ -109,7 +111,7 @@ def report_of_process() -> Report:
     """Everything this process compiled so far; the rank is the one torchrun gave it."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     peak_bytes = _measured_peak_bytes[0] if _measured_peak_bytes else None
-    return Report((StepRecord(rank, world_size, tuple(_graphs), peak_bytes),))
+    return Report((StepRecord(rank, world_size, tuple(_graphs), peak_bytes, STEPS.typical(), STEPS.seen),))
 
 
 def gather(run_dir: Path) -> Report:

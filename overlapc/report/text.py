@@ -9,7 +9,7 @@ from tabulate import tabulate
 from overlapc.report import compare
 from overlapc.report.advice import Exposure, exposures
 from overlapc.report.bound import Spent, sources
-from overlapc.report.model import CollectiveRow, GraphRecord, StepRecord
+from overlapc.report.model import CollectiveRow, GraphRecord, StepRecord, measured_step
 from overlapc.report.times import change, ms, us
 from overlapc.units import human_bytes
 
@@ -145,13 +145,14 @@ def fallback_text(graph: GraphRecord) -> str:
 
 def totals_text(step: StepRecord) -> str:
     """All graphs of a step together, which run one after the other: how long, what it is bound by, and what to try."""
-    exposed_before = sum(graph.exposed_before_ns for graph in step.graphs)
-    kernels = sum(graph.kernels for graph in step.graphs)
-    fallbacks = sum(sum(graph.fallbacks.values()) for graph in step.graphs)
+    exposed_before = step.sum(lambda graph: graph.exposed_before_ns)
+    kernels = step.sum(lambda graph: graph.kernels)
+    fallbacks = step.sum(lambda graph: sum(graph.fallbacks.values()))
     spent = Spent.of(step)
     why = spent.bound()
     after = step.step_ns
-    lines = [f"step time    {ms(step.step_before_ns)} -> {ms(after)}; {bound_text(after, step.lower_bound_ns)}"]
+    lines = [*_calls_lines(step)]
+    lines += [f"step time    {ms(step.step_before_ns)} -> {ms(after)}; {bound_text(after, step.lower_bound_ns)}"]
     lines += _measured_lines(step)
     lines += [f"bound by     {why.why}", *([f"             try: {why.advice}"] if why.advice else [])]
     lines += [f"exposed      {ms(exposed_before)} -> {ms(spent.exposed_ns)} of communication"]
@@ -168,21 +169,28 @@ def totals_text(step: StepRecord) -> str:
             f"compute      {ms(spent.compute_ns)}{_slowed(spent)}{_work(spent)}",
             f"estimates    {', '.join(f'{share:.0%} {source}' for source, share in sources(step).items()) or 'none'}",
             *([] if step.host_ns is None else [f"host         {ms(step.host_ns)}, if it never waits for the device"]),
-            f"kernels      {kernels} generated; eager fallbacks: {fallbacks}",
-            f"peak memory  {human_bytes(max(graph.peak_bytes for graph in step.graphs))}",
+            f"kernels      {kernels:.0f} generated; eager fallbacks: {fallbacks:.0f}",
+            f"peak memory  {human_bytes(max((graph.peak_bytes for graph, _ in step.called), default=0))}",
         ]
     )
 
 
 def _measured_lines(step: StepRecord) -> Iterator[str]:
     """What a step took, if all of its graphs were measured."""
-    measured = [graph.measured for graph in step.graphs if graph.measured is not None]
-    if measured and len(measured) == len(step.graphs):
-        parts = [("compute", "compute_ns"), ("exposed", "exposed_ns"), ("idle", "idle_ns")]
-        sums = [f"{what} {ms(sum(getattr(each, name) for each in measured))}" for what, name in parts]
-        late_ns = sum(each.late_ns for each in measured)
-        for_host = f", of it {ms(late_ns)} for the host" if late_ns else ""
-        yield f"measured     {ms(sum(each.step_ns for each in measured))}: {', '.join(sums)}{for_host}"
+    seen = measured_step(step)
+    if seen is not None:
+        parts = [("compute", seen.compute_ns), ("exposed", seen.exposed_ns), ("idle", seen.idle_ns)]
+        for_host = f", of it {ms(seen.late_ns)} for the host" if seen.late_ns else ""
+        yield f"measured     {ms(seen.step_ns)}: {', '.join(f'{what} {ms(ns)}' for what, ns in parts)}{for_host}"
+
+
+def _calls_lines(step: StepRecord) -> Iterator[str]:
+    """Which graphs make a step, where that is not each of them once."""
+    left_out = [graph.name for graph in step.left_out]
+    if left_out or any(times != 1 for _, times in step.called):
+        calls = tuple(f"{times} x {graph.name}" if times > 1 else graph.name for graph, times in step.called)
+        rest = f"; no part of it: {_some(tuple(left_out))}" if left_out else ""
+        yield f"one step     {_some(calls)}{rest}"
 
 
 def _slowed(spent: Spent) -> str:
@@ -213,7 +221,7 @@ def _exposure_lines(exposure: Exposure) -> Iterator[str]:
 
 
 def _other_rank(first: StepRecord, other: StepRecord) -> str:
-    exposed = sum(graph.exposed_after_ns for graph in other.graphs)
+    exposed = other.sum(lambda graph: graph.exposed_after_ns)
     return f"rank {other.rank}: {len(other.graphs)} graph(s), step time {ms(other.step_ns)}, exposed {ms(exposed)}"
 
 

@@ -57,11 +57,15 @@ def marked() -> Iterator[None]:
 Call = Callable[[list[Any]], tuple[Any, ...]]
 
 
-def switching(plain: Call, make_marked: Callable[[], Call]) -> Call:
-    """`plain`, or the marked version while marks are on; that one is made at its first use."""
+def switching(plain: Call, make_marked: Callable[[], Call], calls: list[int]) -> Call:
+    """`plain`, or the marked version while marks are on; that one is made at its first use.
+
+    Each call adds to `calls`, which is one number.
+    """
     made: list[Call] = []
 
     def call(args: list[Any]) -> tuple[Any, ...]:
+        calls[0] += 1
         if not _on:
             return plain(args)
         if not made:

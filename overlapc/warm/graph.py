@@ -23,6 +23,7 @@ from overlapc.documents import from_data
 from overlapc.report.model import GraphRecord
 from overlapc.runtime.cache import KernelCache
 from overlapc.runtime.marks import switching
+from overlapc.runtime.steps import STEPS
 from overlapc.warm.fingerprint import NotCacheable
 from overlapc.warm.stored import UNREADABLE, decode, encode
 
@@ -76,7 +77,7 @@ class CompiledGraph:
         for device_type, sources in by_device.items():
             space.update(codegen.load(device_type, sources, cache_dir))
         plain = self._function(self.wrapper, "", space) if runs is None else runs(space)
-        call = switching(plain, lambda: self._function(self.marked, " marked", space))
+        call = switching(plain, lambda: self._function(self.marked, " marked", space), STEPS.counter(self.name))
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 

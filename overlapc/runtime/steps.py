@@ -1,0 +1,84 @@
+"""Which compiled graphs a training step calls, and how often: counted while a job runs.
+
+Steps end where optimizers step. Of several optimizers (a generator's and a discriminator's) each steps once in a step:
+the next one begins behind the last of them. A compiled optimizer runs no hook, so that its steps are not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_KEPT = 64  # steps: what is typical is what most of the last ones called
+
+Calls = tuple[tuple[str, int], ...]  # graph and how often, of those that were called
+
+
+@dataclass
+class Steps:
+    """What was called since this process began, and in each of the last steps."""
+
+    seen: int = 0  # steps that have ended and called something
+    counts: dict[str, list[int]] = field(default_factory=dict)  # graph -> one number: calls in all
+    recent: deque[Calls] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _stepped: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # optimizers, since the last step ended
+    _ended: dict[str, int] = field(default_factory=dict)  # calls in all when the last step ended
+    _latest: dict[str, int] = field(default_factory=dict)  # calls in all when an optimizer stepped last
+
+    def counter(self, graph: str) -> list[int]:
+        """The number that each call of `graph` adds to."""
+        return self.counts.setdefault(graph, [0])
+
+    def optimizer_stepped(self, optimizer: Any) -> None:
+        """Ends the step before this one, if `optimizer` has stepped since it began."""
+        if optimizer in self._stepped:
+            self._end()
+        self._stepped.add(optimizer)
+        self._latest = {graph: number for graph, (number,) in self.counts.items()}
+
+    def typical(self) -> Mapping[str, int]:
+        """Graph -> calls in a step, as most of the last ones called it; empty before an optimizer has stepped."""
+        current = self._since(self._latest)
+        kinds = Counter([*self.recent, *([current] if current else [])])
+        if not kinds:
+            return {}
+        most = max(kinds.values())
+        return dict([kind for kind, times in kinds.items() if times == most][-1])
+
+    def clear(self) -> None:
+        """Forgets steps and calls; graphs that are compiled already are counted no more."""
+        self.seen = 0
+        for each in (self.counts, self.recent, self._stepped, self._ended, self._latest):
+            each.clear()
+
+    def _end(self) -> None:
+        calls = self._since(self._latest)
+        if calls:
+            self.seen += 1
+            self.recent.append(calls)
+        self._ended = self._latest
+        self._stepped.clear()
+
+    def _since(self, latest: Mapping[str, int]) -> Calls:
+        """What was called between the end of the last step and `latest`."""
+        since = ((graph, number - self._ended.get(graph, 0)) for graph, number in latest.items())
+        return tuple((graph, number) for graph, number in since if number)
+
+
+STEPS = Steps()
+
+
+def watch_optimizers() -> None:
+    """Lets every optimizer of this process tell `STEPS` of its steps."""
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():  # Dynamo traces hooks with the optimizer that it compiles
+        STEPS.optimizer_stepped(optimizer)

@@ -1,0 +1,121 @@
+"""A report is of one training step, however often its graphs are called in it, and whatever else the process ran."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import overlapc
+from overlapc.report import record
+from overlapc.report.bound import Spent, sources
+from overlapc.report.model import StepRecord
+from overlapc.report.text import totals_text
+from tests.report.sample import BACKWARD, FORWARD
+
+OPTIONS = {"profile": "h200-nvlink"}
+
+
+class Train:
+    """A model, compiled, and its optimizer."""
+
+    def __init__(self, width: int) -> None:
+        self.model = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
+        self.step = torch.compile(self.model, backend="overlapc", options=OPTIONS)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.rows = torch.ones(4, width)
+
+    def train(self, micro_batches: int) -> None:
+        for _ in range(micro_batches):
+            self.step(self.rows).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def evaluate(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.step(self.rows)
+        self.model.train()
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    record.clear()
+    yield
+    record.clear()
+
+
+def called() -> dict[str, int]:
+    """By the kind of graph, as numbers differ with what ran before."""
+    return {graph.name.split("_")[0]: times for graph, times in overlapc.report().steps[0].called}
+
+
+def test_micro_batches_count_as_often_as_they_run_and_evaluation_does_not():
+    job = Train(8)
+    for _ in range(3):
+        job.train(2)
+        job.evaluate()
+    (step,) = overlapc.report().steps
+    assert called() == {"forward": 2, "backward": 2}
+    forward, backward, inference = step.graphs
+    assert step.device_ns == pytest.approx(2 * (forward.after.step_ns + backward.after.step_ns))
+    assert step.left_out == (inference,)
+    line = next(line for line in str(overlapc.report()).splitlines() if line.startswith("one step"))
+    assert line == f"one step     2 x {forward.name}, 2 x {backward.name}; no part of it: {inference.name}"
+
+
+def test_of_two_trainers_one_after_the_other_the_step_is_that_of_one():
+    for width in (8, 16):
+        job = Train(width)
+        for _ in range(3 if width == 8 else 5):
+            job.train(1)
+    (step,) = overlapc.report().steps
+    first, second = step.graphs[:2], step.graphs[2:]
+    assert tuple(graph for graph, _ in step.called) == second
+    assert step.left_out == first
+
+
+def test_two_optimizers_that_take_turns_share_a_step():
+    generator, discriminator = Train(8), Train(16)
+    for _ in range(3):
+        generator.train(1)
+        discriminator.train(2)
+    assert [times for _, times in overlapc.report().steps[0].called] == [1, 1, 2, 2]
+
+
+def test_before_an_optimizer_steps_each_graph_counts_once():
+    job = Train(8)
+    for _ in range(3):
+        job.step(job.rows).sum().backward()
+    assert called() == {"forward": 1, "backward": 1}
+
+
+def test_a_job_that_only_infers_is_reported_by_what_it_infers():
+    Train(8).evaluate()
+    assert called() == {"inference": 1}
+
+
+def test_a_compiled_optimizer_is_part_of_the_step():
+    job = Train(8)
+    update = torch.compile(job.optimizer.step, backend="overlapc", options=OPTIONS)
+    for _ in range(2):
+        job.step(job.rows).sum().backward()
+        update()
+    assert called() == {"forward": 1, "backward": 1, "inference": 1}
+
+
+def test_every_figure_of_a_step_counts_its_calls():
+    once = StepRecord(graphs=(FORWARD, BACKWARD))
+    twice = replace(once, calls={"forward": 2, "backward": 2})
+    for figure in ("step_ns", "step_before_ns", "lower_bound_ns", "device_ns"):
+        assert getattr(twice, figure) == 2 * getattr(once, figure)
+    spent, expected = Spent.of(twice), Spent.of(once)
+    assert (spent.compute_ns, spent.exposed_ns) == (2 * expected.compute_ns, 2 * expected.exposed_ns)
+    assert spent.queues_ns == {"@dp": 2 * expected.queues_ns["@dp"]}
+    assert sources(twice) == sources(once)
+    assert "exposed      0.400 ms -> 0.240 ms of communication" in totals_text(twice)
+    assert "  0.200 ms  a collective of forward (ag0)" in totals_text(twice)
+    assert "kernels      4 generated; eager fallbacks: 6" in totals_text(twice)
