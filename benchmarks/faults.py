@@ -3,9 +3,9 @@
 python benchmarks/faults.py                                  # all rows: some 15 minutes on 2 idle cores
 python benchmarks/faults.py --only kill,stop --times 5
 
-Two ranks over gloo compile and train a small sharded model, each time on an empty cache; something happens to one of
-them (for Ctrl-C, to both) at a random time of a cold run's duration. Counted are jobs in which every survivor ended by
-itself, with what it said last, and how long after the fault the last of them did; then the job is started again on the
+Two ranks over gloo compile and train a small sharded model, each time on an empty cache; one of them (for Ctrl-C, both)
+gets a signal at a random time of a cold run's duration. Counted are jobs in which every survivor ended by itself, with
+its last error message, and the time from the fault until the last survivor ended; then the job is started again on the
 cache that the fault left, and has to give the losses of a job without faults, bit for bit. `compilations` is one
 process that compiles 200 different functions: what it holds at its 50th and at its last. Prints the table for
 docs/BENCHMARKS.md.
@@ -155,7 +155,7 @@ def start(out: Path, cache: Path, rank_timeout_s: float = RANK_TIMEOUT_S) -> lis
 
 
 def end(ranks: list[BaseProcess]) -> None:
-    """Nobody is left."""
+    """Kills what still runs of these ranks."""
     for rank in ranks:
         rank.kill()
         rank.join()

@@ -258,7 +258,7 @@ class Job:
                 )
 
     def at(self, mark: str) -> bool:
-        """Whether every rank has said that it is there."""
+        """Whether every rank has published `mark`."""
         return all((self.folder / f"{mark}{rank}").exists() for rank in range(self.count))
 
     @property

@@ -24,7 +24,7 @@ from overlapc.launch.watch import finished, started
 
 _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], None]
 _LAUNCHING = (__file__, runpy.__file__, "<frozen runpy>")  # files that lead to the user's script
-# What gloo, NCCL and stores say when the process at the other end is gone.
+# Error texts of gloo, NCCL and the store where the process at the other end has ended.
 _LOST_ANOTHER = (
     "Connection closed by peer",
     "Connection reset by peer",

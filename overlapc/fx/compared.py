@@ -1,4 +1,4 @@
-"""What must not be computed again because somebody compares it, and its bits depend on the kernel that computes it.
+"""What must not be computed again: values that a node compares, and whose bits depend on the kernel around them.
 
     total = sum(x); share = x / total; top = amax(share); ...; hit = eq(share, top)          total is saved
 
@@ -38,7 +38,7 @@ _STEPS = _packets(
 
 def save_what_is_compared(graph: fx.Graph, backward: set[fx.Node]) -> int:
     """Mark such values of a joint graph, of which `backward` depends on tangents, as saved; how many there are."""
-    sharp: set[fx.Node] = set()  # somebody would see another last bit
+    sharp: set[fx.Node] = set()  # nodes whose last bit decides a result
     marked = 0
     for node in reversed(graph.nodes):
         if node.op != "call_function":

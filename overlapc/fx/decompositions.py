@@ -46,26 +46,30 @@ KEPT = (
     aten.clamp_max,
     aten.linspace,  # its decomposition rounds low precision in other places than eager does
 )
-# Not in the core set, but made of parts that fuse.
-BROKEN_UP = (
-    aten._softmax,  # what a row's maximum and sum are is little to save for backward, and rows can be computed again
-    aten._log_softmax,
+# Broken up into what computes in float32, parameters included.
+NORMS = (
     aten.native_layer_norm,
-    aten.native_layer_norm_backward,
     aten.native_group_norm,
-    aten.native_group_norm_backward,
-    aten.nll_loss_forward,
-    aten.gelu_backward,
-    aten.silu_backward,
-    aten.native_dropout_backward,
     aten.native_batch_norm,
-    aten.native_batch_norm_backward,
     aten._native_batch_norm_legit,
     aten._native_batch_norm_legit_functional,
     aten._native_batch_norm_legit_no_training,
     aten._batch_norm_with_update,
     aten._batch_norm_with_update_functional,
     aten._batch_norm_no_update,
+)
+# Not in the core set, but made of parts that fuse.
+BROKEN_UP = (
+    *NORMS,
+    aten._softmax,  # what a row's maximum and sum are is little to save for backward, and rows can be computed again
+    aten._log_softmax,
+    aten.native_layer_norm_backward,
+    aten.native_group_norm_backward,
+    aten.nll_loss_forward,
+    aten.gelu_backward,
+    aten.silu_backward,
+    aten.native_dropout_backward,
+    aten.native_batch_norm_backward,
     aten.batch_norm_backward,
     aten.elu,
     aten.hardtanh,
@@ -80,17 +84,6 @@ BROKEN_UP = (
     aten.permute_copy,
     aten.view_copy,
     aten.index_add,
-)
-_NORMS = (
-    aten.native_layer_norm,
-    aten.native_group_norm,
-    aten.native_batch_norm,
-    aten._native_batch_norm_legit,
-    aten._native_batch_norm_legit_functional,
-    aten._native_batch_norm_legit_no_training,
-    aten._batch_norm_with_update,
-    aten._batch_norm_with_update_functional,
-    aten._batch_norm_no_update,
 )
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -107,7 +100,7 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
     table[backward] = group_norm_backward(table[backward])
     for loss in (aten.huber_loss.default, aten.soft_margin_loss.default):
         table[loss] = in_the_first_dtype(table[loss])
-    for packet in _NORMS:
+    for packet in NORMS:
         for overload in packet.overloads():
             rule = table.get(getattr(packet, overload))
             if rule is not None and overload != "out":

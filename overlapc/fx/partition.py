@@ -11,7 +11,8 @@ torch's min-cut decides what is saved and what is recomputed; this says what it 
 - Other collectives are recomputed only under the user's checkpointing, matmuls likewise (torch's own rules).
 - float32 values made element by element of smaller ones are not saved (overlapc/fx/recompute.py).
 - An input that forward changes is saved as a copy from before the change (overlapc/fx/changed_inputs.py).
-- Sums and their like that somebody compares are saved, checkpoint or not (overlapc/fx/compared.py).
+- Sums, and what else depends on its kernel, are saved where the graph compares them, checkpoint or not
+  (overlapc/fx/compared.py).
 
 Recomputed gathers come to lie before their first use: torch orders backward by what each gradient needs.
 """

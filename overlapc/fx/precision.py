@@ -44,7 +44,7 @@ def is_noted(graph: fx.Graph) -> bool:
 
 
 def is_coarse(node: fx.Node) -> bool:
-    """What was noted; what nobody looked at is exact."""
+    """Whether `note_coarse` marked this node; a node made after it ran counts as exact."""
     return bool(node.meta.get(_NOTE, False))
 
 

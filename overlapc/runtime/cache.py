@@ -140,7 +140,7 @@ class KernelCache:
 
     def _obtain(self, path: Path, build: Callable[[Path], None]) -> None:
         with self._lock(path):
-            if not self._whole(path):  # nobody built it while we waited
+            if not self._whole(path):  # no other process built it while this one waited for the lock
                 self._build(path, build)
             else:
                 count(f"{self._one}_cache_hits")
@@ -194,7 +194,7 @@ class KernelCache:
         return whole
 
     def _content(self, path: Path) -> bytes | None:
-        """What the file holds, if its voucher says that it belongs there and nobody else could have written it."""
+        """What the file holds, if its voucher names this entry and only this user could have written it."""
         if self._refusal(path) is not None:
             return None
         content, voucher = _read_own(path), _read_own(_voucher(path))
@@ -261,8 +261,8 @@ def refusal(folder: Path) -> str | None:
         )
     who = "everyone" if about.st_mode & stat.S_IWOTH else f"the group {_group(about.st_gid)}"
     return (
-        f"{what} {who} may write to it (mode {stat.S_IMODE(about.st_mode):04o}); if nobody has, chmod -R go-w {folder};"
-        " else delete it, or set OVERLAPC_CACHE_DIR to a folder of your own"
+        f"{what} {who} may write to it (mode {stat.S_IMODE(about.st_mode):04o}); if no other user wrote there,"
+        f" chmod -R go-w {folder}; else delete it, or set OVERLAPC_CACHE_DIR to a folder of your own"
     )
 
 
@@ -298,7 +298,7 @@ def _group(number: int) -> str:
 
 
 def _read_own(path: Path) -> bytes | None:
-    """What a plain file holds that nobody else can have written; None for anything else, or what cannot be read."""
+    """What a plain file holds that only this user can have written; None for anything else, or what cannot be read."""
     try:
         # A named pipe would block. The file that is looked at is the one that is read.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
