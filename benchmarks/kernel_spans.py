@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-Span = tuple[str, int, int]  # name, start, end in ns
+Span = tuple[str, int, int, int]  # name, start and end in ns, stream
 PROFILED_STEPS = 2
 _CLASSES = (  # the first whose pattern a kernel's name has
     ("communication", r"nccl|memcpy ptop"),
@@ -48,7 +48,7 @@ def spans_of(step: Callable[[], Any]) -> list[Span]:
             step()
         torch.cuda.synchronize()
     return [
-        (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        (event.name(), event.start_ns(), event.start_ns() + event.duration_ns(), event.device_resource_id())
         for event in recorded.profiler.kineto_results.events()
         if event.device_type() == torch.autograd.DeviceType.CUDA
         and event.duration_ns() > 0
@@ -59,8 +59,8 @@ def spans_of(step: Callable[[], Any]) -> list[Span]:
 def kernel_times(spans: list[Span]) -> dict[str, float]:
     """Milliseconds a step: compute kernels, communication (NCCL's kernels, copies between GPUs), that while no compute
     runs, neither."""
-    nccl = merged([(start, end) for name, start, end in spans if communicates(name)])
-    compute = merged([(start, end) for name, start, end in spans if not communicates(name)])
+    nccl = merged([(start, end) for name, start, end, _ in spans if communicates(name)])
+    compute = merged([(start, end) for name, start, end, _ in spans if not communicates(name)])
     both = merged(compute + nccl)
     whole = max(end for _, end in both) - min(start for start, _ in both)
     busy, computing = total(both), total(compute)
@@ -76,7 +76,7 @@ def kernel_times(spans: list[Span]) -> dict[str, float]:
 def times_by_class(spans: Iterable[Span]) -> dict[str, float]:
     """Milliseconds a step that the kernels of a class take, all added up."""
     found: Counter[str] = Counter()
-    for name, start, end in spans:
+    for name, start, end, _ in spans:
         found[class_of(name)] += end - start
     return {what: ns / 1e6 / PROFILED_STEPS for what, ns in found.most_common()}
 
@@ -85,7 +85,7 @@ def longest(spans: Iterable[Span], most: int) -> list[tuple[float, float, str]]:
     """(milliseconds a step, launches a step, name) of the kernels that take longest in sum."""
     ns: Counter[str] = Counter()
     launches: Counter[str] = Counter()
-    for name, start, end in spans:
+    for name, start, end, _ in spans:
         ns[name] += end - start
         launches[name] += 1
     return [(each / 1e6 / PROFILED_STEPS, launches[name] / PROFILED_STEPS, name) for name, each in ns.most_common(most)]

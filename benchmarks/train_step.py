@@ -34,7 +34,10 @@ from train_systems import MODELS, REFERENCE, SYSTEMS, serve  # these two are bes
 from turns import Turns
 
 # They measure on the device while they compile, or the others need what they leave.
-ALONE = (REFERENCE, "overlapc", "overlapc-none", "overlapc-tuned", "inductor-overlap")
+ALONE = (
+    *(REFERENCE, "inductor-overlap"),
+    *("overlapc", "overlapc-copy", "overlapc-compute", "overlapc-none", "overlapc-tuned"),
+)
 ENVIRONMENT = {"compile-16ctas": {"NCCL_MAX_CTAS": "16"}, "compile-8ctas": {"NCCL_MAX_CTAS": "8"}}
 
 

@@ -4,6 +4,7 @@ Started by train_step.py through turns.py. What a system is:
 
     overlapc, -none, -tuned    ours with the default passes, with none, and with block sizes by measurement
     overlapc-copy              with collectives by copies (transport=copy)
+    overlapc-compute           without communication: every rank has the whole parameters, in bf16
     eager, compile             FSDP2, and FSDP2 with every block compiled by Inductor
     compile-16ctas, -8ctas     the same with NCCL_MAX_CTAS set (train_step.py does that)
     inductor, inductor-*       Inductor on the same in-graph FSDP as ours (inductor_systems.py)
@@ -37,6 +38,7 @@ SYSTEMS = (
     *(
         "overlapc",
         "overlapc-copy",
+        "overlapc-compute",
         "overlapc-none",
         "overlapc-tuned",
         "eager",
@@ -50,6 +52,7 @@ REFERENCE = "reference"
 OPTIONS: dict[str, dict[str, Any]] = {
     "overlapc": {},
     "overlapc-copy": {"transport": "copy"},
+    "overlapc-compute": {},
     "overlapc-none": {"passes": "none"},
     "overlapc-tuned": {"autotune": True},
 }
@@ -158,7 +161,7 @@ def build(system: str, shape: LlamaConfig, mesh: DeviceMesh) -> Llama:
     with torch.no_grad():  # the same rounded weights everywhere, so that errors are those of the computation
         for parameter in model.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
-    if mesh.size() == 1:
+    if mesh.size() == 1 or system == "overlapc-compute":
         if system != REFERENCE:
             for module in model.modules():
                 for name, parameter in list(module._parameters.items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import overlapc
-from overlapc.errors import OverlapcError
+from overlapc.errors import OverlapcError, PeerLost
 from overlapc.runtime.copies import queues
 from tests.ranks import values_on_ranks
 
@@ -35,28 +36,46 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def trained(transport: str, policy: MixedPrecisionPolicy, delays: bool = False) -> tuple[list[float], list[Tensor]]:
+def delays(device: str) -> Any:
+    """A context in which copies start late at random, and what computes beside them, too."""
+    dice = random.Random(dist.get_rank())
+    if device == "cuda":
+        enqueue = queues.StreamQueue.run
+
+        def late_run(self: queues.StreamQueue, commands: Any) -> torch.cuda.Event:
+            for stream in (self._stream, torch.cuda.current_stream()):
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(dice.randrange(1 << 20) if dice.random() < 0.3 else 1)
+            return enqueue(self, commands)
+
+        return mock.patch.object(queues.StreamQueue, "run", late_run)
+    plain = queues.ThreadQueue._do
+
+    def late(self: queues.ThreadQueue, command: Any) -> None:
+        if dice.random() < 0.1:
+            time.sleep(dice.random() * 2e-3)
+        plain(self, command)
+
+    return mock.patch.object(queues.ThreadQueue, "_do", late)
+
+
+def trained(
+    transport: str, policy: MixedPrecisionPolicy, device: str, steps: int, late: bool = False
+) -> tuple[list[float], list[Tensor]]:
     """Losses, and parameters after the last step."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    model = nn.Sequential(Block(), nn.Linear(16, 10))
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    model = nn.Sequential(Block(), nn.Linear(16, 10)).to(device)
     for part in (*model, model):
         overlapc.fully_shard(part, mesh=mesh, mp_policy=policy)
     step = torch.compile(model, backend="overlapc", options={"transport": transport, "warm_start": False})
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    dice, plain = random.Random(dist.get_rank()), queues.ThreadQueue._do
-
-    def late(self: queues.ThreadQueue, command: Any) -> None:
-        if delays and dice.random() < 0.1:
-            time.sleep(dice.random() * 2e-3)
-        plain(self, command)
-
     losses = []
-    with mock.patch.object(queues.ThreadQueue, "_do", late):
-        for _ in range(STEPS):
-            x = torch.randn(8, 16, generator=generator)
+    with delays(device) if late else contextlib.nullcontext():
+        for _ in range(steps):
+            x = torch.randn(8, 16, generator=generator).to(device)
             loss = step(x).float().square().mean()
             loss.backward()
             optimizer.step()
@@ -74,19 +93,20 @@ def worst(one: list[Tensor], other: list[Tensor]) -> float:
 POLICIES = {"bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "fp32": MixedPrecisionPolicy()}
 
 
-def parity(name: str) -> dict[str, Any]:
-    """How training by copies compares with gloo, and with itself under delays; what went by copies."""
+def parity(name: str, device: str = "cpu", steps: int = STEPS) -> dict[str, Any]:
+    """How training by copies compares with the group's library, and with itself under delays; what went by copies."""
     torch.set_num_threads(1)
-    losses, parameters = trained("copy", POLICIES[name])
+    policy = POLICIES[name]
+    losses, parameters = trained("copy", policy, device, steps)
     graphs = overlapc.report().steps[0].graphs[-2:]
     via = {(row.op, row.via) for graph in graphs for row in graph.collectives}
-    gloo_losses, gloo = trained("nccl", POLICIES[name])
-    late_losses, late = trained("copy", POLICIES[name], delays=True) if name == "bf16" else (losses, parameters)
+    theirs, library = trained("nccl", policy, device, steps)
+    again, late = trained("copy", policy, device, steps, late=True) if name == "bf16" else (losses, parameters)
     return {
         "via": via,
-        "parameters": worst(parameters, gloo),
-        "losses": max(abs(a - b) for a, b in zip(losses, gloo_losses, strict=True)),
-        "same bits": losses == late_losses and all(map(torch.equal, parameters, late)),
+        "parameters": worst(parameters, library),
+        "losses": max(abs(a - b) for a, b in zip(losses, theirs, strict=True)),
+        "same bits": losses == again and all(map(torch.equal, parameters, late)),
         "not copied": [graph.not_copied for graph in graphs],
         "pools": [graph.pool_bytes > 0 for graph in graphs],
     }
@@ -95,7 +115,12 @@ def parity(name: str) -> dict[str, Any]:
 # bf16 gradients are rounded where eager rounds them; the kernels that cast them for gloo keep some of them in float32.
 @pytest.mark.parametrize(("ranks", "policy", "most"), [(4, "bf16", 2e-2), (2, "fp32", 1e-5)])
 def test_ten_steps_of_fsdp_are_those_over_gloo_and_have_the_same_bits_with_random_delays(ranks, policy, most):
-    for found in values_on_ranks(parity, ranks, policy, timeout_s=300.0):
+    check_parity(values_on_ranks(parity, ranks, policy, timeout_s=300.0), most)
+
+
+def check_parity(outcomes: list[dict[str, Any]], most: float) -> None:
+    """most: how far losses and parameters may be from those over the group's library."""
+    for found in outcomes:
         assert found["via"] == {("all_gather", "copy"), ("all_to_all", "copy")}
         assert found["not copied"] == [{}, {}]
         assert found["pools"] == [True, True]
@@ -125,14 +150,14 @@ def summed(grad: Tensor, ranks: int, group: str) -> Tensor:
     return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(wide, "avg", ranks, group))
 
 
-def sums() -> list[dict[str, float]]:
+def sums(device: str = "cpu") -> list[dict[str, float]]:
     """Largest errors of a rank's part of the mean of bf16 gradients, against float64."""
     torch.set_num_threads(1)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     found = []
     for seed in range(3):
         generator = torch.Generator().manual_seed(10 * seed + rank)
-        grad = torch.randn(ranks * 700, 3, generator=generator).mul_(10.0 ** (seed - 1)).bfloat16()
+        grad = torch.randn(ranks * 700, 3, generator=generator).mul_(10.0 ** (seed - 1)).bfloat16().to(device)
         all_ = [torch.empty_like(grad) for _ in range(ranks)]
         dist.all_gather(all_, grad)
         exact = torch.stack(all_).double().mean(0).chunk(ranks)[rank]
@@ -153,7 +178,58 @@ def sums() -> list[dict[str, float]]:
 
 
 def test_sums_are_in_order_of_ranks_and_as_exact_as_a_float32_reduce_scatter():
-    for found in values_on_ranks(sums, 4, timeout_s=300.0):
+    check_sums(values_on_ranks(sums, 4, timeout_s=300.0))
+
+
+def check_sums(outcomes: list[list[dict[str, float]]]) -> None:
+    """In order of ranks, and no further from float64 than the group's library in float32."""
+    for found in outcomes:
         for errors in found:
             assert errors["order"] == 0.0
             assert errors["copy"] <= errors["nccl"] * 1.01
+
+
+FAILS = [False]
+
+
+@torch.library.custom_op("overlapc_tests::fails_in_flight", mutates_args=())
+def fails_in_flight(x: Tensor) -> Tensor:
+    if FAILS[0]:
+        raise ValueError("failed in flight")
+    return x.clone()
+
+
+@fails_in_flight.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def summed_beside(grad: Tensor, x: Tensor, ranks: int, group: str) -> Tensor:
+    started = _c10d.reduce_scatter_tensor(grad.to(torch.float32), "sum", ranks, group)
+    beside = fails_in_flight(x)
+    return _c10d.wait_tensor(started) + beside
+
+
+def after_a_failure() -> dict[str, Any]:
+    """What a rank is told, and whether results are right, after all ranks failed while copies were in flight."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
+    given = torch.full((ranks * 4,), dist.get_rank() + 1.0).bfloat16(), torch.ones(4), ranks, group
+    options = {"transport": "copy", "warm_start": False}
+    step = torch.compile(summed_beside, backend="overlapc", options=options)
+    found: dict[str, Any] = {"before": step(*given)}
+    FAILS[0] = True
+    with pytest.raises(ValueError, match="failed in flight"):
+        step(*given)
+    FAILS[0] = False
+    with pytest.raises(PeerLost) as told:
+        step(*given)
+    found["told"] = str(told.value)
+    torch._dynamo.reset()
+    return {**found, "after": torch.compile(summed_beside, backend="overlapc", options=options)(*given)}
+
+
+def test_after_an_exception_in_flight_a_rank_is_told_and_compiles_again():
+    for found in values_on_ranks(after_a_failure, 2):
+        assert found["told"].startswith("@")
+        assert "a step failed on this rank with copies in flight" in found["told"]
+        assert found["before"].tolist() == found["after"].tolist() == [4.0] * 4

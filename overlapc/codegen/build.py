@@ -134,6 +134,7 @@ class _Builder:
             {name: self._variable(name) for name in names},
             self.layouts,
             self.graph.constants,
+            on_failure=tuple(copies.failed for copies in {each.copies: None for each in self.copies.values()}),
         )
 
     def _waits(self, start: str | None, waits: list[Wait]) -> list[Instruction]:

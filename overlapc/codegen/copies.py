@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from overlapc.errors import ScheduleError
 from overlapc.runtime.copies.commands import ALIGNMENT_BYTES
 from overlapc.runtime.copies.layout import Event, check, place
-from overlapc.runtime.copies.pool import GraphCopies, Pool, Wanted
+from overlapc.runtime.copies.pool import Form, GraphCopies, Pool, Wanted
 from overlapc.schedule.collectives import COPY
 from overlapc.schedule.memory import analyze
-from overlapc.schedule.model import Kind, Node, Schedule
+from overlapc.schedule.model import Node, Schedule
 
 EXCHANGE = "all_to_all"
 
@@ -34,21 +34,23 @@ def copied(
     sizes of buffers are.
     """
     groups: dict[str, list[Event]] = {}
-    starts: dict[str, list[Node]] = {}
+    starts: dict[str, list[tuple[Node, Form]]] = {}
+    forms = forms_of(schedule)
     open_: dict[str, tuple[str, int]] = {}  # buffer in a pool -> its group and collective
     left: dict[tuple[str, int], int] = {}  # how many such buffers have yet to die
     for node, frees in zip(schedule.nodes, analyze(schedule).frees, strict=True):
-        if node.kind is Kind.START and node.comm is not None and node.comm.via == COPY:
-            group = node.comm.group
+        form = forms.get(node.name)
+        if form is not None:
+            group = node.group
             events, nodes = groups.setdefault(group, []), starts.setdefault(group, [])
             index = len(nodes)
-            nodes.append(node)
-            events.append(Event(index, slot_bytes(node)))
-            if node.comm.collective == EXCHANGE:
-                open_.update((name, (group, index)) for name in node.writes)
-                left[group, index] = len(node.writes)
+            nodes.append((node, form))
+            events.append(Event(index, slot_bytes(node, form)))
+            if form is Form.PULLED:
+                events.append(Event(index))  # the queue itself is done with it before the next start
             else:
-                events.append(Event(index))  # the queue itself is done with a gather before the next start
+                open_.update((schedule.root(name), (group, index)) for name in node.writes)
+                left[group, index] = len(node.writes)
         for root in frees:
             if root in open_:
                 group, index = open_.pop(root)
@@ -66,32 +68,50 @@ def copied(
     def on(pools: Mapping[str, Pool]) -> dict[str, Copied]:
         found: dict[str, Copied] = {}
         for group, nodes in starts.items():
-            kinds = [node.comm.collective for node in nodes if node.comm is not None]
-            copies = GraphCopies(pools[group], slots[group][0], kinds)
-            for index, node in enumerate(nodes):
-                held = frozenset(node.writes) if kinds[index] == EXCHANGE else frozenset()
+            releases = sum(not event.is_start for event in groups[group])
+            copies = GraphCopies(pools[group], slots[group][0], [form for _, form in nodes], releases)
+            for index, (node, form) in enumerate(nodes):
+                held = frozenset() if form is Form.PULLED else frozenset(map(schedule.root, node.writes))
                 found[node.name] = Copied(copies, index, held)
         return found
 
-    ranks = {group: nodes[0].comm.ranks for group, nodes in starts.items() if nodes[0].comm is not None}
-    return on, [Wanted(groups_by_name[group], group, ranks[group], slots[group][1]) for group in sorted(groups)]
+    ranks = {group: nodes[0][0].comm.ranks for group, nodes in starts.items() if nodes[0][0].comm is not None}
+    return on, [
+        Wanted(groups_by_name[group], group, ranks[group], slots[group][1], str(slots[group][0]))
+        for group in sorted(groups)
+    ]
+
+
+def forms_of(schedule: Schedule) -> dict[str, Form]:
+    """By start, how copies do it: in the pool, unless what it brings outlives the graph."""
+    dying = analyze(schedule).last_touch
+    found: dict[str, Form] = {}
+    for node in schedule.starts():
+        if node.comm is not None and node.comm.via == COPY:
+            if node.comm.collective == EXCHANGE:
+                found[node.name] = Form.EXCHANGED
+            else:
+                inside = all(schedule.root(name) in dying for name in node.writes)
+                found[node.name] = Form.GATHERED if inside else Form.PULLED
+    return found
 
 
 def outside_pools(schedule: Schedule) -> Schedule:
-    """`schedule` with nothing in what exchanges bring: that lies in pools, which are there all the time."""
+    """`schedule` with nothing in what lies in pools, which are there all the time."""
+    forms = forms_of(schedule)
     held = {
         name
         for node in schedule.starts()
-        if node.comm is not None and (node.comm.via, node.comm.collective) == (COPY, EXCHANGE)
+        if forms.get(node.name, Form.PULLED) is not Form.PULLED
         for name in node.writes
     }
     buffers = {name: replace(each, bytes=0) if name in held else each for name, each in schedule.buffers.items()}
     return replace(schedule, buffers=buffers, moved_from=None)
 
 
-def slot_bytes(node: Node) -> int:
-    """Room for what a start has in the pool: the shards of a gather, all parts of an exchange."""
+def slot_bytes(node: Node, form: Form) -> int:
+    """Room for what a start has in the pool: its results, or the shards that are pulled from there."""
     assert node.comm is not None
     moved = node.comm.bytes
-    share = moved if node.comm.collective == EXCHANGE else -(-moved // node.comm.size)
+    share = -(-moved // node.comm.size) if form is Form.PULLED else moved
     return share + len(node.writes) * ALIGNMENT_BYTES

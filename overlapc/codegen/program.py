@@ -125,7 +125,7 @@ class WaitFor:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Nothing launched from here on reads what an exchange brought: its memory may take what comes next."""
+    """Nothing launched from here on reads what copies brought into a pool: its memory may take what comes next."""
 
     by: Callable[[], None]
 
@@ -159,6 +159,7 @@ class Program:
     variables: Mapping[str, str]
     layouts: Mapping[str, Layout]
     constants: Mapping[str, Any]
+    on_failure: tuple[Callable[[], None], ...] = ()  # told before an exception leaves the program
 
     def kernels(self) -> list[KernelSource]:
         """Every kernel once, in order of first launch."""

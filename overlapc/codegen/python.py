@@ -106,6 +106,9 @@ class PythonWrapper:
             body += self._calling(item) if isinstance(item, Part) else self._lines(item, marked)
         if first is not None:
             body = _on_device(first, body)
+        if self.program.on_failure:
+            told = [f"{self._object(each, 'failed')}()" for each in self.program.on_failure]
+            body = ["try:", *_indented(body), "except BaseException:", *_indented([*told, "raise"])]
         if any(isinstance(item, Call | WaitFor) for item in self.program.instructions):
             body = ["with rt.below_autograd():", *_indented(body)]
         return "\n".join([*self._head(functions), *_indented(body), ""])

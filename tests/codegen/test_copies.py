@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from overlapc.codegen.copies import copied, outside_pools
+from overlapc.codegen.copies import copied, forms_of, outside_pools
 from overlapc.errors import ScheduleError
 from overlapc.runtime.copies.commands import ALIGNMENT_BYTES, HEAD_BYTES
+from overlapc.runtime.copies.pool import Form
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.text import parse
 
@@ -25,10 +26,10 @@ def test_slots_follow_the_lives_of_what_lies_in_them():
     on, wanted = copied(parse(STEP), {"dp": "17"})
     found = on({"dp": SimpleNamespace(name="dp")})
     assert {name: each.index for name, each in found.items()} == {"a": 0, "b": 1, "c": 2, "d": 3}
-    assert {name: sorted(each.held) for name, each in found.items()} == {"a": [], "b": ["b"], "c": ["c"], "d": ["d"]}
+    assert {name: sorted(each.held) for name, each in found.items()} == {"a": ["a"], "b": ["b"], "c": ["c"], "d": ["d"]}
     slots = found["a"].copies.slots
     room = 8192 + ALIGNMENT_BYTES
-    # b lies where the shard lay, c behind it as b is read later, and d where b lay
+    # a is read before b starts, which so lies there, c behind it as b is read later, and d where b lay
     assert [slot.offset - HEAD_BYTES for slot in slots] == [0, 0, room, 0]
     assert [slot.needed for slot in slots] == [-1, 0, -1, 1]
     assert [slot.settled for slot in slots] == [-1, 0, 0, 2]
@@ -48,6 +49,16 @@ def test_a_schedule_without_copies_wants_no_pool():
     on, wanted = copied(parse(STEP.replace(" via copy", "")), {})
     assert wanted == []
     assert on({}) == {}
+
+
+@pytest.mark.parametrize(("keeps", "form", "size"), [("y", Form.GATHERED, 4096), ("y, w", Form.PULLED, 1024)])
+def test_a_gather_that_outlives_the_graph_is_pulled(keeps: str, form: Form, size: int):
+    gather = "a = all_gather(p) @dp(4) via copy ranks=0-3 : 4KiB; w = wait(a)"
+    schedule = parse(f"p = input : 1KiB; {gather}; y = kernel(w) : 8KiB; return {keeps}")
+    assert forms_of(schedule) == {"a": form}
+    on, (wanted,) = copied(schedule, {"dp": "17"})
+    assert bool(on({"dp": SimpleNamespace(name="dp")})["a"].held) == (form is Form.GATHERED)
+    assert wanted.bytes == HEAD_BYTES + size + ALIGNMENT_BYTES
 
 
 def test_what_ranks_share_does_not_leave_the_graph():

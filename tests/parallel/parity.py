@@ -159,8 +159,8 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def compare(case: Case, device: str, steps: int = 10) -> dict[str, Any]:
-    """The largest relative differences of losses and of gradients, and what was compiled."""
+def compare(case: Case, device: str, steps: int = 10, **options: Any) -> dict[str, Any]:
+    """The largest relative differences of losses and of gradients, and what was compiled. options: of the backend."""
     sizes = (case.replicas, case.dp, case.tp)
     names = ("replicate", "dp", "tp")
     if case.unflattened:
@@ -179,7 +179,7 @@ def compare(case: Case, device: str, steps: int = 10) -> dict[str, Any]:
     with torch._dynamo.config.patch(capture_scalar_outputs=True), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         whole = case.fsdp2 != "hooks"
-        compiled = torch.compile(model, backend="overlapc", fullgraph=whole, options={"rank_timeout": 120})
+        compiled = torch.compile(model, backend="overlapc", fullgraph=whole, options={"rank_timeout": 120, **options})
         ours = train(case, model, compiled, mesh, steps)
     assert list(ours["grads"]) == list(theirs["grads"]), "other parameters have gradients"
     return {
@@ -218,12 +218,12 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-6))
 
 
-def seen_by(cases: tuple[Case, ...], device: str, overlap: bool = False) -> dict[str, dict[str, Any]]:
+def seen_by(cases: tuple[Case, ...], device: str, overlap: bool = False, **options: Any) -> dict[str, dict[str, Any]]:
     """`compare` for every case, on every rank. overlap: also what the passes change, which takes two ranks."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank())
-    seen = {case.name: compare(case, device) for case in cases}
+    seen = {case.name: compare(case, device, **options) for case in cases}
     if overlap:
         seen["overlap"] = overlap_changes(device)
     return seen

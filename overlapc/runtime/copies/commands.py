@@ -4,13 +4,14 @@ Every rank has one allocation of the same size, mapped into the others, and numb
 starts them: 1, 2, ... the same on all ranks. At its head lie two flags for every peer, which that peer alone writes:
 
 - `sent`: what this peer sends for collectives up to this number is there (in this rank's memory, or in the peer's own);
-- `done`: the peer is done with all memory, its own and others', that collectives up to this number used.
+- `done`: the peer is done with memory, its own and others', that it was to let go of up to this release.
 
 Both only grow, and collectives run in order on one queue, so a wait for `flag >= number` needs no reset and no lock.
-A gather *pulls*: the shard goes to this rank's slot, and peers copy it from there to where their results lie. An
-exchange (all-to-all) *pushes*: each part goes from where it lies to its owner's slot, where the result is read. So
-nothing is copied twice, except a gather's own shard. Peers are served in turn from rank + 1: no two ranks copy from
-(or to) the same one at a time.
+What a collective brings lies in its slot, the same on all ranks, and is read there: each part is *pushed* from where it
+lies to the slot of whoever needs it, which for a gather is everybody and for an exchange (all-to-all) its owner. A
+gather whose result outlives the graph is *pulled* instead: the shard goes to this rank's slot, and peers copy it from
+there to memory of theirs. Peers are served in turn from rank + 1: no two ranks copy to (or from) the same one at a
+time, and what a rank sends itself comes last, while parts of others arrive.
 """
 
 from __future__ import annotations
@@ -83,12 +84,12 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One collective's place in the order of its group; see `layout`. Numbers count from the first one ever."""
+    """One collective's place in the order of its group; see `layout`. Collectives and releases count from the first."""
 
     number: int
     offset: int  # of its slot, the same on all ranks
-    settled: int  # this rank is done with collectives up to this number
-    needed: int  # and its slot may be overwritten when all ranks are done with those up to this one
+    settled: int  # the last release that this rank has done
+    needed: int  # the release that all ranks must have done before the slot may be overwritten
 
 
 def aligned(size_bytes: int) -> int:
@@ -105,8 +106,35 @@ def offsets_in(offset: int, sizes: Sequence[int]) -> list[int]:
     return found
 
 
-def gather(at: Places, turn: Turn, shards: Sequence[Piece], results: Sequence[int]) -> Iterator[Command]:
-    """`results` are the addresses that the shards of all ranks go to, in order of rank."""
+def gather(at: Places, turn: Turn, shards: Sequence[Piece]) -> Iterator[Command]:
+    """The shards of all ranks lie in this rank's slot, in order of rank."""
+    size = len(at.bases)
+    slots = offsets_in(turn.offset, [shard.bytes * size for shard in shards])
+    return _pushed(at, turn, [(shard.address, 0, shard.bytes, slot) for shard, slot in zip(shards, slots, strict=True)])
+
+
+def exchange(at: Places, turn: Turn, tensors: Sequence[Piece]) -> Iterator[Command]:
+    """Part r of each tensor goes to rank r; the parts for this rank lie in its slot in order of rank."""
+    parts = [tensor.bytes // len(at.bases) for tensor in tensors]
+    slots = offsets_in(turn.offset, [tensor.bytes for tensor in tensors])
+    given = zip(tensors, parts, slots, strict=True)
+    return _pushed(at, turn, [(tensor.address, part, part, slot) for tensor, part, slot in given])
+
+
+def _pushed(at: Places, turn: Turn, sources: Sequence[tuple[int, int, int, int]]) -> Iterator[Command]:
+    """sources: (address, bytes from one rank's part to the next one's, bytes of a part, offset of the slot)."""
+    yield from _begin(at, turn)
+    for peer in (*at.peers, at.rank):
+        for address, step, part, slot in sources:
+            yield Copy(at.bases[peer] + slot + at.rank * part, address + peer * step, part)
+        if peer != at.rank:
+            yield Post(at.sent(peer, at.rank), turn.number)
+    for peer in at.peers:
+        yield Until(at.sent(at.rank, peer), turn.number, peer, "sent its part")
+
+
+def pulled_gather(at: Places, turn: Turn, shards: Sequence[Piece], results: Sequence[int]) -> Iterator[Command]:
+    """`results` are the addresses, outside of the slot, that the shards of all ranks go to, in order of rank."""
     yield from _begin(at, turn)
     slots = offsets_in(turn.offset, [shard.bytes for shard in shards])
     for shard, slot in zip(shards, slots, strict=True):
@@ -119,21 +147,6 @@ def gather(at: Places, turn: Turn, shards: Sequence[Piece], results: Sequence[in
         yield Until(at.sent(at.rank, peer), turn.number, peer, "sent its shard")
         for shard, slot, result in zip(shards, slots, results, strict=True):
             yield Copy(result + peer * shard.bytes, at.bases[peer] + slot, shard.bytes)
-
-
-def exchange(at: Places, turn: Turn, tensors: Sequence[Piece]) -> Iterator[Command]:
-    """Part r of each tensor goes to rank r; the parts for this rank lie in its slot in order of rank."""
-    yield from _begin(at, turn)
-    size = len(at.bases)
-    slots = offsets_in(turn.offset, [tensor.bytes for tensor in tensors])
-    for peer in (*at.peers, at.rank):
-        for tensor, slot in zip(tensors, slots, strict=True):
-            part = tensor.bytes // size
-            yield Copy(at.bases[peer] + slot + at.rank * part, tensor.address + peer * part, part)
-        if peer != at.rank:
-            yield Post(at.sent(peer, at.rank), turn.number)
-    for peer in at.peers:
-        yield Until(at.sent(at.rank, peer), turn.number, peer, "sent its part")
 
 
 def _begin(at: Places, turn: Turn) -> Iterator[Command]:

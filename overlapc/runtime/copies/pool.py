@@ -7,10 +7,12 @@ all ranks have met and nothing is in flight, and goes with the last graph that h
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from overlapc.errors import CompileError
+from overlapc.errors import CompileError, PeerLost
 from overlapc.runtime.copies import commands
 from overlapc.runtime.copies.commands import Piece, Turn
 from overlapc.runtime.copies.layout import Slot
@@ -38,8 +40,10 @@ class Pool:
         self.ranks = ranks
         self.rank = ranks.index(dist.get_rank())
         self.device = device
-        self.number = 0  # of the collective that was started last
+        self.number = 0  # of the last collective of the graph that was started last
+        self.released = 0  # the number of that graph's last release
         self.held = 0  # collectives whose memory is in use by a graph that runs
+        self.failed = False  # such a graph did not get to its end: ranks may have started different collectives
         self.memory: Memory | None = None
         self.token = ""  # of the memory: equal on all ranks that mapped each other's
         self.queue: Queue = queue_on(device, f"@{name}", lambda rank: f"rank {ranks[rank]}", timeout_s)
@@ -53,7 +57,8 @@ class Pool:
     def replaced(self, memory: Memory, token: str) -> None:
         """The pool on new memory, whose flags are at 0. Nothing may be in flight on any rank."""
         self.memory, self.token = memory, token
-        self.number = 0
+        self.number = self.released = 0
+        self.failed = False
 
 
 _pools: weakref.WeakValueDictionary[tuple[str, torch.device], Pool] = weakref.WeakValueDictionary()
@@ -72,25 +77,38 @@ class Wanted:
     name: str
     ranks: tuple[int, ...]
     bytes: int
+    layout: str  # where the graph's collectives lie
 
 
 def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequence[int], tell: Tell) -> dict[str, Pool]:
     """By name, pools of at least these bytes. `all_ranks` compile this graph; all call this, in the same order.
 
     New memory is made by all ranks of a group or by none, whatever each of them still has of earlier graphs.
+    CompileError where ranks of a group would lay it out differently.
     """
     found = {each.name: _pool(each, device) for each in wanted}
     for pool in found.values():
         pool.queue.drain()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    mine = {name: [pool.token, pool.bytes] for name, pool in found.items()}
+    mine = {
+        each.name: {"has": [pool.token, pool.bytes, pool.failed], "layout": [each.bytes, each.layout]}
+        for each, pool in zip(wanted, found.values(), strict=True)
+    }
     told = dict(zip(all_ranks, map(json.loads, tell("pools for copies", json.dumps(mine))), strict=True))
     offers: dict[str, Offer] = {}
     try:
         for each in wanted:
-            has = [told[rank].get(each.name) for rank in each.ranks]
-            if any(state != has[0] for state in has) or has[0][1] < each.bytes:
+            other = next(
+                (rank for rank in each.ranks if told[rank][each.name]["layout"] != mine[each.name]["layout"]), None
+            )
+            if other is not None:
+                raise CompileError(
+                    f"@{each.name}: rank {other} lays out memory for copies in another way than this rank"
+                    '\nhint: options={"transport": "nccl"} shares none; please report this'
+                )
+            has = [told[rank][each.name]["has"] for rank in each.ranks]
+            if any(state != has[0] for state in has) or has[0][1] < each.bytes or found[each.name].failed:
                 offers[each.name] = offer(each.bytes, device)
         # Nothing is in flight on any rank, and all have their new memory, or none goes on.
         texts = {name: [made.text, secrets.token_hex(8)] for name, made in offers.items()}
@@ -123,57 +141,85 @@ def _timeout_s(group: str) -> float:
     return float(max(each.options._timeout.total_seconds() for each in backends))
 
 
+class Form(Enum):
+    """How copies do a collective, and where its results lie."""
+
+    GATHERED = "gathered"  # shards of all, pushed into the pool
+    EXCHANGED = "exchanged"  # each rank's parts, pushed into the pool
+    PULLED = "pulled"  # shards of all, in memory that may outlive the graph
+
+
 class GraphCopies:
     """A graph's collectives on one pool, as its generated code starts, waits for and releases them by their index."""
 
-    def __init__(self, pool: Pool, slots: Sequence[Slot], kinds: Sequence[str]) -> None:
-        """kinds: of each collective, "all_gather" or "all_to_all"."""
+    def __init__(self, pool: Pool, slots: Sequence[Slot], forms: Sequence[Form], releases: int) -> None:
+        """releases: how many there are in a run of the graph."""
         self.pool = pool
         self.slots = tuple(slots)
-        self.kinds = tuple(kinds)
+        self.forms = tuple(forms)
+        self.releases = releases
         self._base = 0  # the number of the first collective of the present run
+        self._released = 0  # and of its first release
         self._flying: dict[int, tuple[Any, Sequence[Tensor]]] = {}
 
     def start(self, index: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Puts one in flight; its results may be read after `wait` and, of an exchange, until `release`."""
+        """Puts one in flight; its results may be read after `wait` and, in the pool, until `release`. PeerLost if a run
+        of a graph on this pool failed since it was opened."""
         pool = self.pool
         assert pool.memory is not None
         if index == 0:
-            self._base = pool.number + 1
-            self._flying.clear()  # of a run that failed
-            pool.held = 0
-        slot = self.slots[index]
-        pool.number = self._base + index
-        turn = Turn(pool.number, slot.offset, self._base + slot.settled, self._base + slot.needed)
+            self._begin()
+        slot, form = self.slots[index], self.forms[index]
+        turn = Turn(self._base + index, slot.offset, self._released + slot.settled, self._released + slot.needed)
         given = [tensor.contiguous() for tensor in tensors]
         pieces = [Piece(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in given]
         at = pool.memory.places
-        if self.kinds[index] == "all_gather":
+        if form is Form.PULLED:
             results = [tensor.new_empty(_gathered(tensor, len(at.bases))) for tensor in given]
-            todo = commands.gather(at, turn, pieces, [result.data_ptr() for result in results])
+            todo = commands.pulled_gather(at, turn, pieces, [result.data_ptr() for result in results])
         else:
-            offsets = commands.offsets_in(slot.offset, [piece.bytes for piece in pieces])
-            pairs = zip(given, pieces, offsets, strict=True)
+            shapes = [_gathered(each, len(at.bases)) if form is Form.GATHERED else each.shape for each in given]
+            sizes = [math.prod(shape) * each.element_size() for shape, each in zip(shapes, given, strict=True)]
             results = [
-                pool.memory.own[offset : offset + piece.bytes].view(tensor.dtype).view(tensor.shape)
-                for tensor, piece, offset in pairs
+                pool.memory.own[offset : offset + size].view(tensor.dtype).view(shape)
+                for tensor, offset, size, shape in zip(
+                    given, commands.offsets_in(slot.offset, sizes), sizes, shapes, strict=True
+                )
             ]
-            todo = commands.exchange(at, turn, pieces)
+            todo = (commands.gather if form is Form.GATHERED else commands.exchange)(at, turn, pieces)
         self._flying[index] = pool.queue.run(todo), given  # which must not be given back before they are read
         pool.held += 1
         return results
+
+    def _begin(self) -> None:
+        """A run of the graph, whose numbers follow those of the run before on this pool, of whatever graph."""
+        pool = self.pool
+        if pool.failed:
+            raise PeerLost(
+                f"@{pool.name}: a step failed on this rank with copies in flight, so that ranks may be out of step"
+                "\nhint: call torch._dynamo.reset() on all ranks, and the next step is compiled with new memory"
+            )
+        self._base, self._released = pool.number + 1, pool.released + 1
+        pool.number += len(self.slots)
+        pool.released += self.releases
 
     def wait(self, index: int) -> None:
         """Blocks compute until the results are there."""
         done, _ = self._flying[index]
         self.pool.queue.wait(done)
         del self._flying[index]
-        if self.kinds[index] == "all_gather":
+        if self.forms[index] is Form.PULLED:
             self.pool.held -= 1
 
     def release(self, index: int) -> None:
-        """Nothing launched from now on reads the results of an exchange."""
+        """Nothing launched from now on reads the results of one in the pool."""
         self.pool.held -= 1
+
+    def failed(self) -> None:
+        """The run ends with an exception."""
+        self.pool.failed = self.pool.failed or self.pool.held > 0
+        self.pool.held = 0
+        self._flying.clear()
 
 
 def _gathered(tensor: Tensor, ranks: int) -> tuple[int, ...]:
