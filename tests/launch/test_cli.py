@@ -30,6 +30,7 @@ return mm1
 def command(capsys, monkeypatch, tmp_path):
     """Runs the command in an empty folder; gives (exit code, stdout, stderr). Starting ranks is a failure."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OVERLAPC_PROFILE", raising=False)
     monkeypatch.setattr(cli, "run_ranks", lambda *_: pytest.fail("ranks were started"))
 
     def run(*arguments: str) -> tuple[int, str, str]:
