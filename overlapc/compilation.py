@@ -90,9 +90,8 @@ def _build(
     inner = inner_graphs(gm, config, name, _build)
     key = None if inner else key
     kept = warm_graph.find(key, config.cache_dir) if key is not None else None
-    order = None if kept is None else kept.order
     of_inner = times_of_inner(gm, inner)
-    planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, kept_order=order, within=within)
+    planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, kept=kept, within=within)
     if planned is None:
         assert kept is not None
         return Built(bind(kept, config, name, began, gm=gm), kept.record.after.step_ns, kept=True)
@@ -147,7 +146,8 @@ def _generate(planned: Planned, inner: Mapping[GraphModule, Built], config: Conf
         report = replace(report, captured=parts.summary(), host_ns=None)  # which is of nodes launched one by one
         counts["cuda_graph_parts"] = len(parts.parts)
         _log.info("%s: %s", schedule.name, report.captured)
-    return Generated(program, kernels_of(sources, schedule), parts, report, counts, collective_lines(schedule))
+    kernels, order = kernels_of(sources, schedule), collective_lines(schedule)
+    return Generated(program, kernels, parts, report, counts, order, planned.agreed)
 
 
 def _donated(schedule: Schedule, config: Config) -> set[str]:

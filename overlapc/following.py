@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 from torch._guards import CompileContext
 
-from overlapc.estimators.device import DeviceProfile
 from overlapc.passes.base import Context
 from overlapc.passes.bucket_cost import BucketCost, Sum, comm_of
 from overlapc.passes.merging import after_renamed, merged_node
@@ -42,7 +41,6 @@ class Agreed:
     collectives: tuple[tuple[str, Comm], ...]  # as passes were given them
     launches: tuple[_Launch, ...]  # in the final order
     lines: tuple[str, ...]  # the same as ranks compare it
-    profile: DeviceProfile
 
     @property
     def order(self) -> str:
@@ -67,7 +65,7 @@ def compiles_again() -> bool:
     return compile_id is not None and bool(compile_id.frame_compile_id)
 
 
-def agreed_on(schedule: Schedule, result: Result, lines: Sequence[str], profile: DeviceProfile) -> Agreed:
+def agreed_on(schedule: Schedule, result: Result, lines: Sequence[str]) -> Agreed:
     """What `result` made of `schedule`, to be followed."""
     merged = {name: members for report in result.reports for name, members in report.merged.items()}
 
@@ -76,7 +74,7 @@ def agreed_on(schedule: Schedule, result: Result, lines: Sequence[str], profile:
             yield from members_of(member) if member in merged else (member,)
 
     launches = ((name, tuple(members_of(name)) or (name,)) for name, _ in _collectives(result.schedule))
-    return Agreed(_collectives(schedule), tuple(launches), tuple(lines), profile)
+    return Agreed(_collectives(schedule), tuple(launches), tuple(lines))
 
 
 def follow(schedule: Schedule, agreed: Agreed, ctx: Context) -> Iterator[Result]:

@@ -54,6 +54,7 @@ from overlapc.report.walk import walk_through
 from overlapc.runtime.counters import count
 from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
 from overlapc.transports import Transports, carried
+from overlapc.warm.graph import CompiledGraph
 
 Passes = Callable[[Schedule, Context], Result]
 
@@ -79,7 +80,7 @@ def plan_graph(
     name: str,
     dumps: dump.Dumps,
     inner: Estimator,
-    kept_order: str | None = None,
+    kept: CompiledGraph | None = None,
     passes: Passes = run_pipeline,
     within: bool = False,
     runs: bool = True,
@@ -87,8 +88,8 @@ def plan_graph(
     """The stages up to the final schedule, before any code is generated. `inner` knows what calls of inner graphs take.
 
     within: another graph carries this one. runs: False for one that is only planned, on torch's fake process group.
-    kept_order: this graph was compiled before, with this order of collectives. If every rank has it with the same
-    order there is nothing to plan, and None is returned.
+    kept: this graph, as an earlier process compiled it. If every rank has it with the same order of collectives there
+    is nothing to plan, and None is returned.
     """
     inline_control_deps(gm)
     clean_up(gm)
@@ -108,7 +109,7 @@ def plan_graph(
     agreed = members.agreed.get(key) if follows and members is not None else None
     planned = None
     if agreed is not None:
-        if kept_order == agreed.order:
+        if kept is not None and kept.order == agreed.order:
             return None
         before, after = fx.Graph(), gm.graph
         before.output(before.graph_copy(after, {}))
@@ -123,9 +124,11 @@ def plan_graph(
         with _talks(members, config, name, gm) as talks:
             if talks is not None:
                 lines = canonical_lines(gm.graph, GroupNames(gm.graph).__getitem__)
-                if not talks.agree_on_graph(lines, kept_order or ""):
-                    kept_order = None
-            if kept_order is not None:
+                if not talks.agree_on_graph(lines, "" if kept is None else kept.order):
+                    kept = None
+            if kept is not None:
+                if members is not None and key is not None and kept.agreed is not None:
+                    members.agreed[key] = kept.agreed
                 return None
             planned = stages(config=config, communication=communication, talks=talks, agreed=None, passes=passes)
         assert planned is not None
@@ -155,7 +158,7 @@ def _stages(
     passes: Passes,
 ) -> Planned | None:
     """The stages behind the first meeting. agreed: whose order is to be followed; None where that cannot be."""
-    profile = profile_of(config, device_types(gm)) if agreed is None else agreed.profile
+    profile = profile_of(config, device_types(gm))
     if talks is not None:
         profile = talks.agree_on_profile(profile)
     if pack(gm, _copy_costs(profile)):
@@ -200,7 +203,7 @@ def _stages(
     dumps.write("passes", "schedule", lambda: to_dot(result.schedule), suffix="dot")
     if talks is not None:
         talks.agree_on_order(collective_lines(result.schedule))
-        agreed = agreed_on(schedule, result, collective_lines(result.schedule), profile)
+        agreed = agreed_on(schedule, result, collective_lines(result.schedule))
     copies = transports.opened(result.schedule)
     return Planned(result, lowered, tuning, copies, transports.reasons, agreed=agreed)
 

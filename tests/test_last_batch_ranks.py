@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 
 import overlapc
+from overlapc.estimators.agreement import party
 from overlapc.runtime.counters import counted
 from tests.ranks import values_on_ranks
 
@@ -46,17 +48,26 @@ def losses_of_one_process() -> list[float]:
     return found
 
 
-def train() -> dict[str, Any]:
+def starts(cache: str) -> list[dict[str, Any]]:
+    """Training in a process that starts cold, and the first two steps of one that finds all of its graphs on disk."""
+    cold = train(cache, len(ROWS))
+    torch._dynamo.reset()
+    party().agreed.clear()
+    return [cold, train(cache, 2)]
+
+
+def train(cache: str, steps: int) -> dict[str, Any]:
     torch.set_num_threads(1)
+    torch._dynamo.utils.counters.clear()
     sharded = model()
     for each in sharded:
         overlapc.fully_shard(each)
     overlapc.fully_shard(sharded)
-    options = {"rank_timeout": 20.0, "native": False}
+    options = {"rank_timeout": 20.0, "native": False, "warm_start": True, "cache_dir": f"{cache}/{dist.get_rank()}"}
     step = torch.compile(sharded, backend="overlapc", options=options)
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     losses, alone = [], []
-    for batch in batches():
+    for batch in batches()[:steps]:
         loss = step(batch[dist.get_rank()]).square().mean()
         loss.backward()
         optimizer.step()
@@ -65,16 +76,18 @@ def train() -> dict[str, Any]:
         dist.all_reduce(mean)
         losses.append(mean.item() / 2)
         alone.append(counted("graphs_in_an_agreed_order"))
-    return {"losses": losses, "alone": alone}
+    return {"losses": losses, "alone": alone, "compiled": counted("graph_compiles")}
 
 
-def test_batches_of_other_sizes_on_one_rank_train_as_in_one_process() -> None:
-    ranks = values_on_ranks(train, 2, timeout_s=240)
+def test_batches_of_other_sizes_on_one_rank_train_as_in_one_process(tmp_path: Path) -> None:
+    ranks = values_on_ranks(starts, 2, str(tmp_path), timeout_s=240)
     expected = losses_of_one_process()
-    for rank in ranks:
-        assert rank["losses"] == pytest.approx(expected, rel=1e-5)
-        assert rank["alone"][0] == 0
-    first, second = (rank["alone"] for rank in ranks)
+    for cold, warm in ranks:
+        assert cold["losses"] == pytest.approx(expected, rel=1e-5)
+        assert warm["losses"] == cold["losses"][:2]
+        assert cold["alone"][0] == warm["alone"][0] == 0
+        assert (cold["compiled"] > 0, warm["compiled"]) == (True, 0)
+    first, second = (cold["alone"] for cold, _ in ranks)
     assert (first[1], second[1]) == (0, 2)  # forward and backward, on the rank whose batch is smaller
     assert (first[2], second[3]) == (2, 4)
 

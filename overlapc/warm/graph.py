@@ -27,7 +27,7 @@ from overlapc.runtime.steps import STEPS
 from overlapc.warm.fingerprint import NotCacheable
 from overlapc.warm.stored import UNREADABLE, decode, encode
 
-FORMAT = 1  # of an entry; entries of another format are not found
+FORMAT = 2  # of an entry; entries of another format are not found
 _SUFFIX = ".graph.json"
 NAME = "GRAPHNAME"  # stands in wrappers for the graph's name, which counts up in a process
 
@@ -44,6 +44,7 @@ class CompiledGraph:
     kernels: tuple[tuple[str, KernelSource], ...]  # device type and source, each kernel once
     counts: Mapping[str, int]  # what `counters["overlapc"]` says about it
     order: str  # hash of its collectives in order
+    agreed: Any  # what ranks agreed on (an `overlapc.following.Agreed`); None for a graph that does not communicate
     record: GraphRecord
 
     def named(self, name: str) -> CompiledGraph:

@@ -33,6 +33,7 @@ class Generated:
     report: GraphRecord
     counts: Mapping[str, int]  # what `counters["overlapc"]` says about it
     order: Sequence[str]  # its collectives, one a line
+    agreed: object = None  # see CompiledGraph
 
     def printed(
         self, gm: GraphModule, *, tracked: bool, checks: frozenset[str]
@@ -54,6 +55,7 @@ class Generated:
             kernels=tuple(self.kernels),
             counts=dict(self.counts),
             order=order_hash(self.order),
+            agreed=self.agreed,
             record=self.report,
         )
         return kept, {**wrapper.objects, **marked.objects}
