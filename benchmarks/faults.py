@@ -1,14 +1,22 @@
-"""What becomes of a job when a rank is killed, stopped or interrupted at a random time while it compiles.
+"""What becomes of a job when ranks are killed, stopped or interrupted at random times, share a cache, or fill a disk.
 
-python benchmarks/faults.py                                  # all rows: some 15 minutes on 2 idle cores
-python benchmarks/faults.py --only kill,stop --times 5
+python benchmarks/faults.py                                  # all rows
+python benchmarks/faults.py --only kill,stop --times 5 --at-once 4
 
-Two ranks over gloo compile and train a small sharded model, each time on an empty cache; one of them (for Ctrl-C, both)
-gets a signal at a random time of a cold run's duration. Counted are jobs in which every survivor ended by itself, with
-its last error message, and the time from the fault until the last survivor ended; then the job is started again on the
-cache that the fault left, and has to give the losses of a job without faults, bit for bit. `compilations` is one
-process that compiles 200 different functions: what it holds at its 50th and at its last. Prints the table for
-docs/BENCHMARKS.md.
+Two ranks over gloo compile and train a small sharded model, each time on an empty cache.
+
+kill, stop, interrupt, interrupt_one, run_kill, run_interrupt: one rank, or all of them, get a signal at a random time
+of a cold run's duration; `run_` jobs under `overlapc run`. Counted are jobs in which every survivor ended by itself,
+with its last error message, and the time from the fault until the last survivor ended. Then the job is started again
+on the cache that the fault left, and has to give the losses of a job without faults, bit for bit.
+
+cold: 8 processes that compile the same step start together on one empty cache. two: two jobs with different models do.
+disk: the cache lies on a filesystem of a random size, which may be too small. Each has to give the losses of a job
+without faults, or to end with an error that says what to do.
+
+compilations: one process compiles 200 different functions; what it holds at its 50th, 100th and last.
+
+Prints the table for docs/BENCHMARKS.md, and to stderr the logs of jobs that did not do what they should.
 """
 
 from __future__ import annotations
@@ -19,7 +27,6 @@ import os
 import random
 import re
 import resource
-import shutil
 import signal
 import socket
 import statistics
@@ -28,16 +35,24 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER = multiprocessing.get_context("forkserver")
 RANK_TIMEOUT_S = 5.0
-HANGS_S = 120.0  # a survivor that still runs this long after the fault hangs
+HANGS_S = 120.0  # a process that still runs this long after the fault, or after its start without one, hangs
 COMPILATIONS = 200
+COLD = 8  # processes that start together
+DISK_KIB = (64, 1024)  # the smallest and the largest filesystem; a job's cache takes some 300 KiB
+WIDTHS = (64, 96)  # of the models of two jobs that share a cache
+_TAIL = 30  # lines of a log that is shown
+_APART = "OVERLAPC_BENCHMARK_MOUNTS"  # set in a process that may mount filesystems
 
 SCRIPT = """
 import sys
@@ -47,7 +62,10 @@ train({out!r}, {cache!r})
 """
 
 
-def train(out: str, cache: str, rank_timeout_s: float = RANK_TIMEOUT_S) -> None:
+# --- what a rank runs
+
+
+def train(out: str, cache: str, rank_timeout_s: float = RANK_TIMEOUT_S, width: int = WIDTHS[0]) -> None:
     """Two steps of a small sharded model on this rank; its losses go to a file."""
     import torch
     import torch.distributed as dist
@@ -59,7 +77,9 @@ def train(out: str, cache: str, rank_timeout_s: float = RANK_TIMEOUT_S) -> None:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = overlapc.fully_shard(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
+    model: nn.Module = nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))
+    if dist.get_world_size() > 1:
+        model = overlapc.fully_shard(model)
     options = {"rank_timeout": rank_timeout_s, "cache_dir": cache}
     step = torch.compile(model, backend="overlapc", options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -76,55 +96,165 @@ def train(out: str, cache: str, rank_timeout_s: float = RANK_TIMEOUT_S) -> None:
     dist.destroy_process_group()
 
 
-def rank_main(rank: int, port: int, out: str, cache: str, rank_timeout_s: float) -> None:
+def rank_main(
+    rank: int, ranks: int, port: int, out: str, cache: str, rank_timeout_s: float, width: int = WIDTHS[0]
+) -> None:
     """A rank's process, from start to end."""
     log = os.open(Path(out) / f"log.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    train(out, cache, rank_timeout_s)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    train(out, cache, rank_timeout_s, width)
 
 
-@dataclass
-class Fault:
-    """What happens to a job, and what came of it, by job."""
-
-    name: str
-    strike: Callable[[list[BaseProcess], random.Random], list[BaseProcess]]  # returns those that shall survive
-    seconds: list[float] = field(default_factory=list)  # until the last survivor had ended
-    messages: Counter[str] = field(default_factory=Counter)
-    finished: int = 0  # before the fault could come
-    hung: int = 0
-    restarts_failed: int = 0
+# --- a job
 
 
-def kill(ranks: list[BaseProcess], choice: random.Random) -> list[BaseProcess]:
+class Job:
+    """The processes of a job, and what they left in `out`."""
+
+    def __init__(
+        self, out: Path, cache: Path, rank_timeout_s: float = RANK_TIMEOUT_S, ranks: int = 2, width: int = WIDTHS[0]
+    ) -> None:
+        out.mkdir(parents=True)
+        self.out = out
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.ranks: list[BaseProcess] = [
+            SERVER.Process(target=rank_main, args=(rank, ranks, port, str(out), str(cache), rank_timeout_s, width))
+            for rank in range(ranks)
+        ]
+        for rank in self.ranks:
+            rank.start()
+
+    def join(self, ranks: Sequence[int], seconds: float) -> bool:
+        """Whether these ranks ended within `seconds`."""
+        until = time.monotonic() + seconds
+        for rank in ranks:
+            self.ranks[rank].join(max(0.0, until - time.monotonic()))
+        return not any(self.ranks[rank].is_alive() for rank in ranks)
+
+    def end(self) -> None:
+        """Kills what still runs."""
+        for rank in self.ranks:
+            rank.kill()
+            rank.join()
+
+    def losses(self) -> list[str]:
+        """Of the ranks that came to their end."""
+        return [path.read_text() for path in sorted(self.out.glob("losses.[0-9]"))]
+
+    def error(self, ranks: Sequence[int] = (0, 1)) -> str:
+        """The last error of the first of `ranks` that printed one, without what differs from run to run."""
+        for rank in ranks:
+            found = last_error(read(self.out / f"log.{rank}"))
+            if found:
+                return found
+        return "no error"
+
+    def tails(self) -> str:
+        """The ends of all logs."""
+        logs = [(path.name, read(path).splitlines()[-_TAIL:]) for path in sorted(self.out.glob("log.*"))]
+        return "\n".join("\n".join([f"--- {name}", *lines]) for name, lines in logs)
+
+
+def read(path: Path) -> str:
+    """A log's text; "" where there is none."""
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def last_error(log: str) -> str:
+    """The last line of a log that names an error, without what differs from run to run."""
+    errors = [line for line in log.splitlines() if re.match(r"[\w.]*(Error|Interrupt|Disagree|Exception)\b", line)]
+    if not errors:
+        return ""
+    text = errors[-1].removeprefix("overlapc.errors.").removeprefix("torch.distributed.")
+    text = re.sub(r"\[?(127\.0\.0\.1|::ffff:[\d.]+|localhost)\]?:\d+", "HOST", text)
+    text = re.sub(r"/\S+?/(\w+\.cc:\d+)", r"\1", text)
+    text = re.sub(r"/tmp/faults\S*", "CACHE", text)
+    text = re.sub(r"\brank [01]\b", "rank N", text)
+    text = re.sub(r"compilation \d+ \(\w+\), (graph|estimates|sizes|order of collectives)", "a meeting", text)
+    return text[:120]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all jobs of a run are compared with."""
+
+    references: dict[int, list[str]]  # width -> losses of a job of two ranks without faults
+    of_one_rank: list[str]  # losses of the usual model on one rank
+    cold_s: float  # that a job on an empty cache takes, with as many others beside it as there are here
+
+    @property
+    def reference(self) -> list[str]:
+        """Losses of the usual job."""
+        return self.references[WIDTHS[0]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one job."""
+
+    message: str
+    seconds: float  # from the fault (or from the start) until the last survivor had ended
+    hung: bool = False
+    early: bool = False  # it had ended before the fault could come: not counted
+    wrong: str = ""  # what it, or the job after it on the same cache, did not do as it should
+
+
+@contextmanager
+def folder_for_a_job() -> Iterator[Path]:
+    """A temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="faults", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def started_again(folder: Path, reference: list[str]) -> str:
+    """What is wrong with a job on the cache in `folder`; "" if it gives the losses of a job without faults."""
+    began = time.monotonic()
+    job = Job(folder / "again", folder / "cache", HANGS_S)
+    ended = job.join((0, 1), HANGS_S)
+    took = time.monotonic() - began
+    job.end()
+    if ended and job.losses() == reference:
+        return ""
+    what = "gave other losses" if ended and len(job.losses()) == 2 else f"did not come to its end in {took:.0f} s"
+    return f"the job on this cache {what}\n{job.tails()}"
+
+
+# --- faults: each makes one job, and is given when the fault comes
+
+Strike = Callable[[list[BaseProcess], random.Random], list[int]]  # returns the ranks that shall end by themselves
+
+
+def kill(ranks: list[BaseProcess], choice: random.Random) -> list[int]:
     """SIGKILL to one rank."""
     return _signalled(ranks, choice.randrange(2), signal.SIGKILL)
 
 
-def stop(ranks: list[BaseProcess], choice: random.Random) -> list[BaseProcess]:
+def stop(ranks: list[BaseProcess], choice: random.Random) -> list[int]:
     """SIGSTOP to one rank."""
     return _signalled(ranks, choice.randrange(2), signal.SIGSTOP)
 
 
-def interrupt(ranks: list[BaseProcess], _: random.Random) -> list[BaseProcess]:
+def interrupt(ranks: list[BaseProcess], _: random.Random) -> list[int]:
     """Ctrl-C in a terminal reaches all ranks."""
     for rank in ranks:
         _send(rank, signal.SIGINT)
-    return ranks
+    return [0, 1]
 
 
-def interrupt_one(ranks: list[BaseProcess], choice: random.Random) -> list[BaseProcess]:
+def interrupt_one(ranks: list[BaseProcess], choice: random.Random) -> list[int]:
     """SIGINT to one rank, as a cluster's agent may send it."""
     _signalled(ranks, choice.randrange(2), signal.SIGINT)
-    return ranks
+    return [0, 1]
 
 
-def _signalled(ranks: list[BaseProcess], struck: int, number: int) -> list[BaseProcess]:
+def _signalled(ranks: list[BaseProcess], struck: int, number: int) -> list[int]:
     _send(ranks[struck], number)
-    return [ranks[1 - struck]]
+    return [1 - struck]
 
 
 def _send(rank: BaseProcess, number: int) -> None:
@@ -133,122 +263,129 @@ def _send(rank: BaseProcess, number: int) -> None:
         os.kill(rank.pid, number)
 
 
-FAULTS = {
-    "kill": ("one rank killed (SIGKILL)", kill),
-    "stop": (f"one rank stopped (SIGSTOP), rank_timeout {RANK_TIMEOUT_S:g} s", stop),
-    "interrupt": ("Ctrl-C, all ranks", interrupt),
-    "interrupt_one": ("Ctrl-C, one rank", interrupt_one),
-}
-
-
-def start(out: Path, cache: Path, rank_timeout_s: float = RANK_TIMEOUT_S) -> list[BaseProcess]:
-    """The two ranks of a job, started."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        SERVER.Process(target=rank_main, args=(rank, port, str(out), str(cache), rank_timeout_s)) for rank in range(2)
-    ]
-    for rank in ranks:
-        rank.start()
-    return ranks
-
-
-def end(ranks: list[BaseProcess]) -> None:
-    """Kills what still runs of these ranks."""
-    for rank in ranks:
-        rank.kill()
-        rank.join()
-
-
-def losses(out: Path) -> list[str]:
-    """Of the ranks that came to their end."""
-    return [path.read_text() for path in sorted(out.glob("losses.[01]"))]
-
-
-def whole_job(cache: Path) -> tuple[list[str], float]:
-    """The losses of a job to which nothing happens, and how long it took."""
-    with tempfile.TemporaryDirectory(prefix="faults") as folder:
-        began = time.monotonic()
-        ranks = start(Path(folder), cache, HANGS_S)
-        for rank in ranks:
-            rank.join(max(0.0, began + HANGS_S - time.monotonic()))
-        took = time.monotonic() - began
-        end(ranks)
-        return losses(Path(folder)), took
-
-
-def last_words(out: Path, ranks: list[int]) -> str:
-    """The error of the first of `ranks` that printed one, without what differs from run to run."""
-    for rank in ranks:
-        path = out / f"log.{rank}"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        errors = [line for line in lines if re.match(r"[\w.]*(Error|Interrupt|Disagree|Exception)\b", line)]
-        if errors:
-            text = errors[-1].removeprefix("overlapc.errors.").removeprefix("torch.distributed.")
-            text = re.sub(r"\[?(127\.0\.0\.1|::ffff:[\d.]+|localhost)\]?:\d+", "HOST", text)
-            text = re.sub(r"/\S+?/(\w+\.cc:\d+)", r"\1", text)
-            text = re.sub(r"\brank [01]\b", "rank N", text)
-            text = re.sub(r"compilation \d+ \(\w+\), (graph|estimates|sizes|order of collectives)", "a meeting", text)
-            return text[:120]
-    return "no error"
-
-
-def try_fault(fault: Fault, reference: list[str], cold_s: float, choice: random.Random) -> None:
+def struck(strike: Strike, setting: Setting, choice: random.Random) -> Outcome:
     """One job with the fault at a random time, and one without on the same cache."""
-    with tempfile.TemporaryDirectory(prefix="faults") as folder:
-        out, cache = Path(folder) / "out", Path(folder) / "cache"
-        out.mkdir()
-        ranks = start(out, cache)
-        time.sleep(choice.uniform(0.0, cold_s))
-        running = [rank.is_alive() for rank in ranks]
+    with folder_for_a_job() as folder:
+        job = Job(folder / "job", folder / "cache")
+        time.sleep(choice.uniform(0.0, setting.cold_s))
+        early = not all(rank.is_alive() for rank in job.ranks)
         began = time.monotonic()
-        survivors = fault.strike(ranks, choice)
-        for rank in survivors:
-            rank.join(max(0.0, began + HANGS_S - time.monotonic()))
+        survivors = strike(job.ranks, choice)
+        ended = job.join(survivors, HANGS_S)
         took = time.monotonic() - began
-        if not all(running):
-            fault.finished += 1
-        else:
-            fault.seconds.append(took)
-            if any(rank.is_alive() for rank in survivors):
-                fault.hung += 1
-                fault.messages["HANGS"] += 1
-            else:
-                fault.messages[last_words(out, [ranks.index(rank) for rank in survivors])] += 1
-        end(ranks)
-        if whole_job(cache)[0] != reference:
-            fault.restarts_failed += 1
+        message = job.error(survivors) if ended else "HANGS"
+        job.end()
+        again = started_again(folder, setting.reference)
+        wrong = "\n".join(filter(None, ("" if ended else f"a survivor hangs\n{job.tails()}", again)))
+        return Outcome(message, took, not ended, early, wrong)
 
 
-def launcher_fault(how: str, cold_s: float, choice: random.Random) -> tuple[float, str]:
-    """`overlapc run`, a signal to one of its ranks or to itself: seconds until its end; its words."""
-    with tempfile.TemporaryDirectory(prefix="faults") as folder:
-        script = Path(folder) / "job.py"
-        script.write_text(SCRIPT.format(root=str(ROOT), out=folder, cache=f"{folder}/cache"))
-        command = [
-            sys.executable,
-            "-m",
-            "overlapc.launch.cli",
-            "run",
-            "--nproc",
-            "2",
-            "--report",
-            "overlap.json",
-            str(script),
-        ]
-        job = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
+def under_the_launcher(how: str, setting: Setting, choice: random.Random) -> Outcome:
+    """`overlapc run`: a signal to one of its ranks or to itself; then the job again on the same cache."""
+    with folder_for_a_job() as folder:
+        (folder / "job").mkdir()
+        script = folder / "job.py"
+        script.write_text(SCRIPT.format(root=str(ROOT), out=f"{folder}/job", cache=f"{folder}/cache"))
+        run = [sys.executable, "-m", "overlapc.launch.cli", "run", "--nproc", "2", "--report", "overlap.json", script]
+        with (folder / "log").open("w") as log:
+            job = subprocess.Popen(run, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+        until = time.monotonic() + HANGS_S
         pids: list[Path] = []
-        while len(pids) < 2:
+        while len(pids) < 2 and job.poll() is None and time.monotonic() < until:
             time.sleep(0.02)
-            pids = sorted(Path(folder).glob(".overlap.json.ranks/rank*/pid"))
-        struck = int(choice.choice(pids).read_text())
-        time.sleep(choice.uniform(0.0, cold_s))
+            pids = sorted(folder.glob(".overlap.json.ranks/rank*/pid"))
+        ranks = [int(path.read_text()) for path in pids]
+        time.sleep(choice.uniform(0.0, setting.cold_s + 5.0))  # importing torch takes a rank that long
+        early = job.poll() is not None
         began = time.monotonic()
-        os.kill(job.pid if how == "interrupt" else struck, signal.SIGINT if how == "interrupt" else signal.SIGKILL)
-        _, said = job.communicate(timeout=HANGS_S)
-        words = [line for line in said.splitlines() if line.startswith("overlapc: ")]
-        return time.monotonic() - began, re.sub(r"\brank [01]\b", "rank N", words[0] if words else said[-100:])
+        if not early and how == "interrupt":
+            os.kill(job.pid, signal.SIGINT)
+        elif not early:
+            os.kill(choice.choice(ranks), signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            job.wait(HANGS_S)
+        took = time.monotonic() - began
+        left = [pid for pid in ranks if _runs(pid, str(script))]
+        hung = job.poll() is None or bool(left)
+        for pid in [*left, *([job.pid] if job.poll() is None else [])]:
+            os.kill(pid, signal.SIGKILL)
+        job.wait()
+        text = read(folder / "log")
+        words = [line for line in text.splitlines() if line.startswith("overlapc: ")]
+        message = re.sub(r"\brank [01]\b", "rank N", words[0] if words else "no sentence of overlapc's")
+        wrong = f"the launcher or ranks {left} hang\n{text[-3000:]}" if hung else ""
+        if not words and not early:
+            wrong = f"no sentence of overlapc's\n{text[-3000:]}"
+        again = started_again(folder, setting.reference)
+        return Outcome(message, took, hung, early, "\n".join(filter(None, (wrong, again))))
+
+
+def _runs(pid: int, script: str) -> bool:
+    """Whether this process is there and runs `script`."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" and script in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return False
+
+
+# --- caches that several share, or that are full
+
+
+def started_together(jobs: Sequence[Job], references: Sequence[list[str]], of: str) -> Outcome:
+    """What came of jobs that were just started, each of which should give its reference's losses."""
+    began = time.monotonic()
+    ended = [job.join(range(len(job.ranks)), max(0.0, began + HANGS_S - time.monotonic())) for job in jobs]
+    took = time.monotonic() - began
+    for job in jobs:
+        job.end()
+    right = sum(job.losses() == reference for job, reference in zip(jobs, references, strict=True))
+    message = f"{right} of {len(jobs)} {of} give the losses of one alone"
+    wrong = "" if right == len(jobs) else "\n".join([message, *(job.tails() for job in jobs)])
+    return Outcome(message, took, not all(ended), wrong=wrong)
+
+
+def cold_together(setting: Setting, _: random.Random) -> Outcome:
+    """Many processes compile the same step, which is not sharded, on one empty cache."""
+    with folder_for_a_job() as folder:
+        jobs = [Job(folder / str(at), folder / "cache", HANGS_S, ranks=1) for at in range(COLD)]
+        return started_together(jobs, [setting.of_one_rank] * COLD, "processes")
+
+
+def two_jobs(setting: Setting, choice: random.Random) -> Outcome:
+    """Two jobs with different models compile on one empty cache, the second a little later."""
+    with folder_for_a_job() as folder:
+        jobs = []
+        for width in WIDTHS:
+            jobs.append(Job(folder / str(width), folder / "cache", HANGS_S, width=width))
+            time.sleep(choice.uniform(0.0, 1.0))
+        return started_together(jobs, [setting.references[width] for width in WIDTHS], "jobs")
+
+
+def full_disk(setting: Setting, choice: random.Random) -> Outcome:
+    """The cache lies on a filesystem that is full sooner or later."""
+    with folder_for_a_job() as folder:
+        cache = folder / "cache"
+        cache.mkdir(mode=0o700)
+        size = choice.randint(*DISK_KIB)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k,mode=700", "tmpfs", str(cache)], check=True)
+        try:
+            began = time.monotonic()
+            job = Job(folder / "job", cache, HANGS_S)
+            ended = job.join((0, 1), HANGS_S)
+            took = time.monotonic() - began
+            job.end()
+        finally:
+            subprocess.run(["umount", str(cache)], check=True)
+        if job.losses() == setting.reference:
+            warned = "No space left on device" in read(job.out / "log.0") + read(job.out / "log.1")
+            return Outcome(f"the losses of a job without faults, {'and a warning' if warned else 'in silence'}", took)
+        message = job.error()
+        told = "No space left on device; make room there" in message
+        return Outcome(message, took, not ended, wrong="" if told else f"{size} KiB: {message}\n{job.tails()}")
+
+
+# --- one process that compiles much
 
 
 def holds() -> dict[str, int]:
@@ -281,61 +418,114 @@ def compile_many(times: int) -> list[tuple[int, dict[str, int]]]:
     return seen
 
 
-def main() -> None:
-    """Runs what was asked for, and prints a table of each kind."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    kinds = [*FAULTS, "launcher", "compilations"]
+# --- the table
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table: what happens, how often, and how one job of it is made."""
+
+    name: str
+    times: int
+    trial: Callable[[Setting, random.Random], Outcome]
+
+
+ROWS = {
+    "kill": Row("one rank killed (SIGKILL)", 50, partial(struck, kill)),
+    "stop": Row(f"one rank stopped (SIGSTOP), rank_timeout {RANK_TIMEOUT_S:g} s", 20, partial(struck, stop)),
+    "interrupt": Row("Ctrl-C, all ranks", 20, partial(struck, interrupt)),
+    "interrupt_one": Row("Ctrl-C, one rank", 20, partial(struck, interrupt_one)),
+    "run_kill": Row("`overlapc run`, one rank killed", 10, partial(under_the_launcher, "kill")),
+    "run_interrupt": Row("`overlapc run`, Ctrl-C", 10, partial(under_the_launcher, "interrupt")),
+    "cold": Row(f"{COLD} processes start cold on one cache", 5, cold_together),
+    "two": Row("two jobs start cold on one cache", 5, two_jobs),
+    "disk": Row(f"cache on a disk of {DISK_KIB[0]} to {DISK_KIB[1]} KiB", 20, full_disk),
+}
+
+
+def measured(ranks: int, width: int) -> tuple[list[str], float]:
+    """The losses of a job to which nothing happens, and how long it took."""
+    with folder_for_a_job() as folder:
+        began = time.monotonic()
+        job = Job(folder / "job", folder / "cache", HANGS_S, ranks, width)
+        job.join(range(ranks), HANGS_S)
+        took = time.monotonic() - began
+        job.end()
+        found = job.losses()
+        assert len(found) == ranks, f"the job does not even run without a fault\n{job.tails()}"
+        return found, took
+
+
+def setting_of(pool: ThreadPoolExecutor, at_once: int) -> Setting:
+    """Reference losses, and the time of a cold job beside as many others as rows run at once."""
+    alone, _ = measured(1, WIDTHS[0])
+    other, _ = measured(2, WIDTHS[1])
+    beside = list(pool.map(lambda _: measured(2, WIDTHS[0]), range(at_once)))
+    assert all(found == beside[0][0] for found, _ in beside)
+    took = statistics.median(seconds for _, seconds in beside)
+    return Setting({WIDTHS[0]: beside[0][0], WIDTHS[1]: other}, alone, took)
+
+
+def run_row(row: Row, setting: Setting, pool: ThreadPoolExecutor, times: int, seed: int, until: float) -> bool:
+    """Runs and prints a row; whether every job did what it should."""
+
+    def trial(number: int) -> Outcome | None:
+        if time.monotonic() > until:
+            return None
+        return row.trial(setting, random.Random(f"{seed} {row.name} {number}"))
+
+    outcomes = [outcome for outcome in pool.map(trial, range(times)) if outcome is not None]
+    counted = [outcome for outcome in outcomes if not outcome.early]
+    for outcome in outcomes:
+        if outcome.wrong:
+            print(f"{row.name}: {outcome.wrong}\n", file=sys.stderr, flush=True)
+    messages = Counter(outcome.message for outcome in counted)
+    told = "; ".join(f"{text} ({count})" for text, count in messages.most_common())
+    seconds = [outcome.seconds for outcome in counted] or [0.0]
+    hung, wrong = sum(outcome.hung for outcome in counted), sum(bool(outcome.wrong) for outcome in outcomes)
+    times_text = f"{statistics.median(seconds):.1f} / {max(seconds):.1f}"
+    print(f"| {row.name} | {len(counted)} | {hung} | {times_text} | {wrong} of {len(outcomes)} | {told} |", flush=True)
+    return not wrong
+
+
+def main() -> int:
+    """Runs what was asked for, and prints a table; 1 if a job did not do what it should."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = [*ROWS, "compilations"]
     parser.add_argument("--only", default=",".join(kinds), help=f"some of {','.join(kinds)}")
-    parser.add_argument("--times", type=int, help="jobs a fault (default: 50 of kill, 20 of the others)")
-    parser.add_argument("--seconds", type=float, default=1200.0, help="after which a row begins no more jobs")
+    parser.add_argument("--times", type=int, help="jobs of each row (default: 50 of kill, 5 to 20 of the others)")
+    parser.add_argument("--at-once", type=int, default=1, help="jobs that run beside each other (default: 1)")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="after which no more jobs begin (default: 3600)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     asked = args.only.split(",")
-    choice = random.Random(args.seed)
+    if unknown := set(asked) - set(kinds):
+        parser.error(f"no row named {', '.join(unknown)}; there are {', '.join(kinds)}")
+    if "disk" in asked and _APART not in os.environ:  # mounts of its own, which go with its processes
+        apart = ["unshare", "--map-root-user", "--mount"]
+        if subprocess.run([*apart, "true"], stderr=subprocess.DEVNULL).returncode == 0:
+            os.execvpe(apart[0], [*apart, sys.executable, *sys.argv], {**os.environ, _APART: "1"})
+        print("disk is left out: this user may not mount filesystems here", file=sys.stderr)
+        asked.remove("disk")
+    until = time.monotonic() + args.seconds
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ.setdefault("PYTHONPATH", str(ROOT))
     os.environ["OMP_NUM_THREADS"] = "1"
     SERVER.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "overlapc.compilation"])
-
-    if set(asked) - {"compilations"}:
-        cache = Path(tempfile.mkdtemp(prefix="faults"))
-        whole_job(cache / "first")  # starts the server
-        reference, cold_s = whole_job(cache / "cold")
-        shutil.rmtree(cache)
-        assert len(reference) == 2, "the job does not even run without a fault"
-        print(f"a cold job takes {cold_s:.1f} s", flush=True)
-    rows = []
-    for kind, (name, strike) in FAULTS.items():
-        if kind not in asked:
-            continue
-        fault = Fault(name, strike)
-        until = time.monotonic() + args.seconds
-        for _ in range(args.times or (50 if kind == "kill" else 20)):
-            if time.monotonic() > until:
-                break
-            try_fault(fault, reference, cold_s, choice)
-        rows.append(fault)
-        said = "; ".join(f"{text} ({count})" for text, count in fault.messages.most_common())
-        middle, last = (statistics.median(fault.seconds), max(fault.seconds)) if fault.seconds else (0.0, 0.0)
-        print(
-            f"| {name} | {len(fault.seconds)} | {fault.hung} | {middle:.1f} / {last:.1f} | {fault.restarts_failed} |"
-            f" {said} |",
-            flush=True,
-        )
-    if "launcher" in asked:
-        for how, what in (("kill", "one rank killed"), ("interrupt", "Ctrl-C")):
-            seen = [launcher_fault(how, cold_s, choice) for _ in range(args.times or 5)]
-            said = "; ".join(f"{text} ({n})" for text, n in Counter(text for _, text in seen).most_common())
-            seconds = [took for took, _ in seen]
-            print(
-                f"| under overlapc run: {what} | {len(seen)} | 0 | {statistics.median(seconds):.1f} /"
-                f" {max(seconds):.1f} | - | {said} |",
-                flush=True,
-            )
+    right = True
+    if set(asked) & set(ROWS):
+        with ThreadPoolExecutor(args.at_once) as pool:
+            setting = setting_of(pool, args.at_once)
+            print(f"a cold job takes {setting.cold_s:.1f} s, {args.at_once} at once", flush=True)
+            for kind in ROWS:
+                if kind in asked:
+                    times = args.times or ROWS[kind].times
+                    right &= run_row(ROWS[kind], setting, pool, times, args.seed, until)
     if "compilations" in asked:
         for at, held in compile_many(args.times or COMPILATIONS):
             print(f"after {at} compilations: " + ", ".join(f"{value} {what}" for what, value in held.items()))
+    return 0 if right else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
