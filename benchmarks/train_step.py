@@ -36,7 +36,7 @@ from turns import Turns
 # They measure on the device while they compile, or the others need what they leave.
 ALONE = (
     *(REFERENCE, "inductor-overlap"),
-    *("overlapc", "overlapc-copy", "overlapc-compute", "overlapc-none", "overlapc-tuned"),
+    *("overlapc", "overlapc-nccl", "overlapc-copy", "overlapc-compute", "overlapc-none", "overlapc-tuned"),
 )
 ENVIRONMENT = {"compile-16ctas": {"NCCL_MAX_CTAS": "16"}, "compile-8ctas": {"NCCL_MAX_CTAS": "8"}}
 

@@ -3,7 +3,7 @@
 Started by train_step.py through turns.py. What a system is:
 
     overlapc, -none, -tuned    ours with the default passes, with none, and with block sizes by measurement
-    overlapc-copy              with collectives by copies (transport=copy)
+    overlapc-nccl, -copy       with collectives by NCCL, and by copies, alone (transport=)
     overlapc-compute           without communication: every rank has the whole parameters, in bf16
     eager, compile             FSDP2, and FSDP2 with every block compiled by Inductor
     compile-16ctas, -8ctas     the same with NCCL_MAX_CTAS set (train_step.py does that)
@@ -37,6 +37,7 @@ from overlapc.runtime.copies.pool import pools_bytes
 SYSTEMS = (
     *(
         "overlapc",
+        "overlapc-nccl",
         "overlapc-copy",
         "overlapc-compute",
         "overlapc-none",
@@ -51,6 +52,7 @@ SYSTEMS = (
 REFERENCE = "reference"
 OPTIONS: dict[str, dict[str, Any]] = {
     "overlapc": {},
+    "overlapc-nccl": {"transport": "nccl"},
     "overlapc-copy": {"transport": "copy"},
     "overlapc-compute": {},
     "overlapc-none": {"passes": "none"},

@@ -57,11 +57,11 @@ class Span:
     @property
     def moves(self) -> bool:
         """Whether it is a collective's."""
-        return "nccl" in self.name.lower()
+        return "nccl" in self.name.lower() or "memcpy" in self.name.lower()
 
 
 def kernels_of(run: Callable[[], Any]) -> list[Span]:
-    """Every kernel that `run` launches, in order of their starts."""
+    """Every kernel and copy that `run` launches, in order of their starts."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         run()
@@ -98,9 +98,15 @@ class Company:
 
 
 def company(
-    calls: Mapping[str, Call], calls_ns: Mapping[str, float], launch: Launch, collective_ns: float, load: Call | None
+    calls: Mapping[str, Call],
+    calls_ns: Mapping[str, float],
+    launch: Launch,
+    collective_ns: float,
+    load: Call | None,
+    piece_ns: float | None = None,
 ) -> dict[str, Company]:
-    """Of each call with a collective that takes `collective_ns` alone. load: work that runs before all of it.
+    """Of each call with a collective that takes `collective_ns` alone. load: work that runs before all of it. piece_ns:
+    what each of the copies that a collective consists of takes alone; None for one that is a kernel.
 
     The times (of calls, too) must be equal on all ranks: the number of collectives depends on them.
     """
@@ -123,7 +129,7 @@ def company(
 
     for call in calls.values():
         call()
-    return companies(list(calls), kernels_of(run), collective_ns)
+    return companies(list(calls), kernels_of(run), collective_ns if piece_ns is None else piece_ns)
 
 
 def _phase(call: Call, calls: int) -> None:
@@ -135,7 +141,7 @@ def _phase(call: Call, calls: int) -> None:
 def companies(names: Sequence[str], spans: Sequence[Span], collective_ns: float) -> dict[str, Company]:
     """From the kernels of `company`: each call has a phase alone, one beside collectives and one alone, in this order.
 
-    A mark stands before each phase.
+    A mark stands before each phase. collective_ns: of one kernel or copy of a collective, alone.
     """
     moving = [span for span in spans if span.moves and span.ns <= _WAITED * collective_ns]
     phases: list[list[Span]] = []
@@ -152,7 +158,7 @@ def companies(names: Sequence[str], spans: Sequence[Span], collective_ns: float)
         alone_ns = statistics.median(span.ns for span in (*before, *after))
         slowed = [span.ns for span in beside if _share(span, moving) >= _ALL]
         begin, end = beside[0].start_ns, beside[-1].end_ns
-        met = [span for span in moving if span.end_ns > begin and span.start_ns < end]
+        met = _main([span for span in moving if span.end_ns > begin and span.start_ns < end])
         stretched = [span.ns for span in met if _share(span, beside) >= 0.9]
         found[name] = Company(
             alone_ns,
@@ -163,6 +169,15 @@ def companies(names: Sequence[str], spans: Sequence[Span], collective_ns: float)
             max(before, key=lambda span: span.ns).name,
         )
     return found
+
+
+def piece_ns(launch: Launch) -> float:
+    """What each copy of a collective takes that is done by copies, without small ones; the median."""
+    launch().wait()
+    return statistics.median(
+        span.ns
+        for span in _main([each for each in kernels_of(lambda: wait_all([launch() for _ in range(3)])) if each.moves])
+    )
 
 
 def held_multiprocessors(slowed: Sequence[tuple[int, float]], multiprocessors: int) -> int:

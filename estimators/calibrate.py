@@ -25,10 +25,11 @@ import torch.distributed as dist
 
 from overlapc.errors import CalibrationError
 from overlapc.estimators.effort import MEASURING_S, Effort
-from overlapc.estimators.fit import fit
+from overlapc.estimators.fit import fit, fit_copies
 from overlapc.estimators.measure import Measurement
 from overlapc.estimators.processor import cpu_name
 from overlapc.estimators.profile_file import FORMAT, link_to_json, profile_from_json, table_from_json
+from overlapc.schedule.collectives import COPY
 
 Derived = dict[str, tuple[Any, str]]  # quantity -> its value and where that comes from
 RANKS = 2
@@ -86,10 +87,14 @@ def profile_document(
     for key, (value, said) in derived(measured["quantities"]).items():
         quantities.setdefault(key, {"value": value, "origin": said})
     if measured["tables"]:
-        found = fit([table_from_json(table) for table in measured["tables"]])
+        tables = [table_from_json(table) for table in measured["tables"]]
+        by_copies = [table for table in tables if table.collective.endswith(f" via {COPY}")]
+        found = fit([table for table in tables if table not in by_copies])
         fitted = f"fitted to the tables of collectives, {origin}"
         quantities["collective_floor_ns"] = {"value": found.floor_ns, "origin": fitted}
         quantities["host_link"] = {"value": link_to_json(found.link), "origin": fitted}
+        if by_copies:
+            quantities["copy_link"] = {"value": link_to_json(fit_copies(by_copies)), "origin": fitted}
     document = {
         "name": name,
         "origin": origin,
@@ -103,6 +108,28 @@ def profile_document(
     }
     profile_from_json(document)  # fails here, not at the next reader, if a rank measured nonsense
     return document
+
+
+def with_copies(document: dict[str, Any], origin: str, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A profile file's content with what `ranks` measured of copies, in place of what it said of them."""
+    measured = median_of(list(ranks))
+    slowdowns = dict(document["quantities"].get("slowdowns", {"value": {}, "origin": ""}))
+    slowdowns["value"] = {**slowdowns["value"], **measured["quantities"].get("slowdowns", {})}
+    slowdowns["origin"] = f"{slowdowns['origin'].partition('; copies: ')[0]}; copies: {origin}"
+    link = fit_copies([table_from_json(table) for table in measured["tables"]])
+    kept = [table for table in document["tables"] if not table["collective"].endswith(f" via {COPY}")]
+    found = {
+        **document,
+        "quantities": {
+            **document["quantities"],
+            "slowdowns": slowdowns,
+            "copy_link": {"value": link_to_json(link), "origin": f"fitted to the tables of copies, {origin}"},
+        },
+        "tables": [*kept, *({**table, "origin": origin} for table in measured["tables"])],
+        "facts": {**document.get("facts", {}), **measured["facts"]},
+    }
+    profile_from_json(found)
+    return found
 
 
 def median_of(values: Sequence[Any], of: Callable[[Sequence[float]], float] = statistics.median) -> Any:

@@ -54,6 +54,10 @@ class AnalyticCollectives:
             return None
         if comm.size == 1:
             return Estimate(self.profile.collective_floor_ns, self.name)
+        if comm.via == COPY and self.profile.copy_link is not None and len(ranks_by_host(comm, self.profile)) == 1:
+            # To every peer directly; pushed or pulled, a rank moves the parts of all others.
+            moved_bytes = comm.bytes * (comm.size - 1) / comm.size
+            return Estimate(self.profile.copy_link.ns(1, moved_bytes), self.name)
         way = crossed(comm, self.profile)
         ns = None if way is None else ring_or_tree_ns(comm, way[1])
         if ns is None:

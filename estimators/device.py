@@ -122,6 +122,7 @@ class DeviceProfile:
     ranks_per_host: Annotated[int, Meta(ge=1, le=2**31)] = 1
     host_link: Link | None = None  # between ranks of one host
     network_link: Link | None = None  # one rank's way to other hosts
+    copy_link: Link | None = None  # what copies between ranks of one host see; `step_ns`: all but moving bytes
     # Between the end of a kernel and the start of a collective that waits for it, and back: the simulator adds it.
     collective_gap_ns: Ns = 0.0
     coalesced_tensor_ns: Ns = 0.0  # what each tensor but the first adds to a coalesced collective

@@ -53,6 +53,21 @@ def fit(tables: Sequence[Table]) -> Fit:
     return _fit_of(best)
 
 
+def fit_copies(tables: Sequence[Table]) -> Link:
+    """What copies between ranks see, by what a rank sends others: the rate between the two largest sizes, and what the
+    smallest takes beyond that. Of several tables the slowest. ValueError where no table has two sizes."""
+    found = []
+    for table in tables:
+        if len(table.points) > 1:
+            share = (table.ranks - 1) / table.ranks
+            (small, small_ns), (less, less_ns), (most, most_ns) = table.points[0], *table.points[-2:]
+            rate = share * (most - less) / max(most_ns - less_ns, 1.0) * 1e9
+            found.append(Link(rate, max(0.0, small_ns - share * small / rate * 1e9)))
+    if not found:
+        raise ValueError("no copies were measured in two sizes")
+    return Link(min(each.bytes_per_s for each in found), max(each.step_ns for each in found))
+
+
 def _fit_of(values: Sequence[float]) -> Fit:
     rate, floor_ns, share, base, step, wide_base, wide_step = values
     least_ns = _LEAST_STEP * floor_ns  # groups of 2 and 4 ranks may show none; of 64 they will

@@ -51,7 +51,7 @@ class Measurement:
         effort, values = self.effort, self.quantities
         self.say("copies")
         values["memory_bytes_per_s"] = self._copy_rate(effort.copy_bytes)
-        self.load = self._load()
+        self.heat()
         if self.load is not None:
             values.update(Load(effort, self.device, self.clock, self.load, self.say).measured())
         for dtype, shapes in effort.matmuls.items():
@@ -70,6 +70,10 @@ class Measurement:
         if self.device.type != "cpu":
             values["kernel_floor_ns"] = kernel_ns(lambda: small.add_(1.0), calls=100)
         values["launch_ns"] = launch_ns(self.clock, lambda: small.add_(1.0))
+
+    def heat(self) -> None:
+        """Finds the load that compute is measured behind."""
+        self.load = self._load()
 
     def communication(self) -> None:
         """Collectives of the whole world, and of pairs of neighbours when there are more ranks than two."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from overlapc.errors import CalibrationError
-from overlapc.estimators.beside import company, held_multiprocessors
+from overlapc.estimators.beside import company, held_multiprocessors, piece_ns
 from overlapc.estimators.clock import Clock, Launch, beside_ns, cache_bytes, collective_ns, compute_ns
 from overlapc.estimators.contention import tiles_of, waves
 from overlapc.estimators.effort import Effort
@@ -77,11 +77,16 @@ class Contention:
         self.quantities["collective_slowdown"] = slowdowns["other"]["own_matmul"]
         self.quantities["multiprocessors"] = multiprocessors
 
+    def of_copies(self, launch: Launch, alone_ns: float) -> dict[str, Any]:
+        """What a collective by copies and compute cost each other on a GPU: a `Slowdown`. No multiprocessor is held."""
+        times = self._company(launch, alone_ns, piece_ns(launch))
+        return {**slowdown_of(self.effort, self._multiprocessors(), times), "multiprocessors": 1.0}
+
     def _multiprocessors(self) -> int:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
-    def _company(self, launch: Launch, alone_ns: float) -> Times:
-        """By call, without those that this collective never ran beside all the time."""
+    def _company(self, launch: Launch, alone_ns: float, copy_ns: float | None = None) -> Times:
+        """By call, without those that this collective never ran beside all the time. copy_ns: of each of its copies."""
         effort = self.effort
         calls: dict[str, Callable[[], object]] = {}
         for rows, inner, columns in effort.beside_matmuls:
@@ -98,7 +103,7 @@ class Contention:
         with torch.no_grad():
             own_ns = [compute_ns(self.clock, call, rounds=1) for call in calls.values()]
             calls_ns = dict(zip(calls, all_agreed(own_ns, self.device), strict=True))
-            met = company(calls, calls_ns, launch, alone_ns, self.load)
+            met = company(calls, calls_ns, launch, alone_ns, self.load, copy_ns)
         for name, each in met.items():
             self.facts[f"{name} beside a collective of {alone_ns / 1e3:.0f} us"] = each.compute or 0.0
         apart = all_agreed([each.compute is None for each in met.values()], self.device)  # all leave out the same

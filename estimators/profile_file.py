@@ -28,15 +28,21 @@ PROFILES = Path(__file__).parent / "profiles"
 
 def load_profile(name_or_path: str | Path) -> DeviceProfile:
     """A profile by name (`h200-nvlink`) or JSON file. ConfigError when it cannot be used."""
+    path = profile_path(name_or_path)
+    what = f"device profile {path} is not in the expected form"
+    data = documents.from_json(documents.read_text(path), dict[str, Any], what)
+    return profile_from_json(data, what)
+
+
+def profile_path(name_or_path: str | Path) -> Path:
+    """The file of a profile. ConfigError for a name that none has."""
     path = Path(name_or_path)
     if path.suffix != ".json":
         path = PROFILES / f"{name_or_path}.json"
         if not path.is_file():
             known = [found.stem for found in PROFILES.glob("*.json")]
             raise ConfigError(unknown_name("device profile", str(name_or_path), known))
-    what = f"device profile {path} is not in the expected form"
-    data = documents.from_json(documents.read_text(path), dict[str, Any], what)
-    return profile_from_json(data, what)
+    return path
 
 
 class _Quantity(msgspec.Struct):
@@ -154,7 +160,7 @@ def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
         values["heat"] = [list(point) for point in profile.heat]
     if profile.host is not None:
         values["host"] = asdict(profile.host)
-    for key in ("host_link", "network_link"):
+    for key in ("host_link", "network_link", "copy_link"):
         link = getattr(profile, key)
         if link is not None:
             values[key] = link_to_json(link)

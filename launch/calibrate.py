@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 
 from overlapc.errors import ConfigError
-from overlapc.estimators.calibrate import Derived, cpu_derived, cpu_origin, profile_document
+from overlapc.estimators.calibrate import Derived, cpu_derived, cpu_origin, profile_document, with_copies
 from overlapc.estimators.effort import Effort
 from overlapc.estimators.measure import Measurement
+from overlapc.estimators.profile_file import load_profile, profile_path
+from overlapc.launch.calibrate_copies import copies
 from overlapc.launch.calibrate_host import host_costs, kernel_launch_ns
 from overlapc.launch.calibrate_kernels import gap_ns, generated
 from overlapc.launch.torchrun import RUN_DIR, check_world, rank_dir
@@ -41,12 +43,15 @@ class CalibrateConfig:
     name: str = ""
     ranks_per_host: int = 0  # 0: as many as this machine has devices
     quick: bool = False  # the sizes of the CPU profile that is measured on first use: seconds, not minutes
+    copies_for: str = ""  # a profile, by name or file, that only what copies take is measured for
 
     def check(self) -> None:
         """ConfigError for what cannot be measured here."""
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"--device {self.device}: cpu or cuda")
         check_world(self.nproc, self.device)
+        if self.copies_for:
+            load_profile(self.copies_for)
 
     def effort(self) -> Effort:
         """Which sizes to measure."""
@@ -59,6 +64,8 @@ class CalibrateConfig:
         """The profile's name: what the user said, else made from what was measured."""
         if self.name:
             return self.name
+        if self.copies_for:
+            return Path(self.copies_for).stem
         if self.device == "cpu":
             return "cpu-gloo"
         return torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
@@ -76,7 +83,11 @@ def work(cfg: CalibrateConfig, out: Path, run_dir: Path) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=120), device_id=bound)
     try:
         measurement = Measurement(device, cfg.effort(), _say if rank == 0 else lambda _: None)
-        measure(measurement)
+        if cfg.copies_for:
+            measurement.heat()
+            copies(measurement)
+        else:
+            measure(measurement)
         (rank_dir(run_dir, rank) / "measured.json").write_text(json.dumps(measurement.result()))
         dist.barrier()
     finally:
@@ -84,7 +95,11 @@ def work(cfg: CalibrateConfig, out: Path, run_dir: Path) -> None:
         faulthandler.cancel_dump_traceback_later()
     if rank == 0:  # when nobody waits for this rank any more
         results = [json.loads((rank_dir(run_dir, each) / "measured.json").read_text()) for each in range(cfg.nproc)]
-        document = profile_document(cfg.profile_name, origin(cfg), results, derived(cfg))
+        if cfg.copies_for:
+            stored = json.loads(profile_path(cfg.copies_for).read_text(encoding="utf-8"))
+            document = with_copies({**stored, "name": cfg.profile_name}, origin(cfg), results)
+        else:
+            document = profile_document(cfg.profile_name, origin(cfg), results, derived(cfg))
         out.write_text(json.dumps(document, indent=1) + "\n")
         print(f"{summary(document)}\n\nwritten to {out}", flush=True)
 
@@ -104,6 +119,7 @@ def measure(measurement: Measurement) -> None:
         dist.barrier()  # ranks generate kernels at different speeds
         measurement.communication()
         measurement.contention()
+        copies(measurement)
         if measurement.clock.queued:
             measurement.say("the host's time for graphs")
             measurement.quantities["host"] = asdict(host_costs(measurement.clock, measurement.device, kernel_ns))
@@ -167,7 +183,7 @@ def summary(document: Mapping[str, Any]) -> str:
     lines.append(f"{'launch':8} {values['launch_ns'] / 1e3:8.2f} µs")
     for table in document["tables"]:
         shown = ", ".join(f"{size // 1024} KiB {ns / 1e3:.0f} µs" for size, ns in table["points"][::2])
-        lines.append(f"{table['collective']} {table['dtype']} on {table['ranks']} ranks: {shown}")
+        lines.append(f"{table['collective']} {table.get('dtype', '')} on {table['ranks']} ranks: {shown}")
     for name, each in values.get("slowdowns", {}).items():
         lines.append(f"beside {name}: " + ", ".join(f"{kind} {_factor(factor)}" for kind, factor in each.items()))
     return "\n".join(lines)

@@ -236,6 +236,12 @@ def calibrate(
         typer.Option(metavar="N", help="devices of a whole host (default: those of this machine)", show_default=False),
     ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="a CPU's few sizes: about ten seconds")] = False,
+    copies_for: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="measure only collectives by copies, and add them to this profile", show_default=False
+        ),
+    ] = "",
     records: Annotated[
         list[Path] | None,
         typer.Option(
@@ -265,7 +271,7 @@ def calibrate(
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    cfg = CalibrateConfig(nproc, device, name, ranks_per_host, quick)
+    cfg = CalibrateConfig(nproc, device, name, ranks_per_host, quick, copies_for)
     cfg.check()
     target = (out or Path(f"{cfg.profile_name}.json")).resolve()
     _writable(target.parent)

@@ -52,8 +52,9 @@ from overlapc.profile import profile_of
 from overlapc.report.drawing import to_dot
 from overlapc.report.walk import walk_through
 from overlapc.runtime.counters import count
+from overlapc.schedule.collectives import COPY
 from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
-from overlapc.transports import Transports, carried
+from overlapc.transports import AUTO, NCCL, Transports, carried
 from overlapc.warm.graph import CompiledGraph
 
 Passes = Callable[[Schedule, Context], Result]
@@ -111,8 +112,7 @@ def plan_graph(
     if agreed is not None:
         if kept is not None and kept.order == agreed.order:
             return None
-        before, after = fx.Graph(), gm.graph
-        before.output(before.graph_copy(after, {}))
+        before = _copied(gm.graph)
         alone = replace(config, autotune=False, benchmark_fusion=False, matmul=_unmeasured(config.matmul))
         planned = stages(config=alone, communication=communication, talks=None, agreed=agreed, passes=passes)
         if planned is not None:
@@ -165,8 +165,56 @@ def _stages(
         dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
     transports = Transports()
     if communication:
-        per_host = None if runs else profile.ranks_per_host
-        transports = Transports.of(gm, config, talks, within, per_host)
+        transports = Transports.of(gm, config, talks, within, profile, runs)
+    stages = partial(
+        _scheduled,
+        gm,
+        config=config,
+        name=name,
+        inner=inner,
+        profile=profile,
+        talks=talks,
+        agreed=agreed,
+        passes=passes,
+    )
+    before = _copied(gm.graph) if config.transport == AUTO and transports.wanted else None
+    planned = stages(transports=transports, dumps=dumps if before is None else dumps.under(COPY))
+    if planned is not None and before is not None and transports.groups:
+        after, gm.graph = gm.graph, before
+        alternative = stages(transports=Transports(), dumps=dumps.under(NCCL))
+        assert alternative is not None
+        times = {COPY: planned.result.after.step_ns, NCCL: alternative.result.after.step_ns}
+        if talks is not None:
+            times = talks.agree_on_medians(times)
+        if times[NCCL] <= times[COPY]:
+            return replace(alternative, not_copied=transports.not_worth(times))
+        gm.graph = after
+    if planned is None:
+        return None
+    return replace(planned, copies=transports.opened(planned.result.schedule), not_copied=transports.reasons)
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    """The same nodes once more."""
+    found = fx.Graph()
+    found.output(found.graph_copy(graph, {}))
+    return found
+
+
+def _scheduled(
+    gm: GraphModule,
+    *,
+    config: Config,
+    name: str,
+    inner: Estimator,
+    profile: DeviceProfile,
+    talks: Compilation | None,
+    agreed: Agreed | None,
+    passes: Passes,
+    transports: Transports,
+    dumps: dump.Dumps,
+) -> Planned | None:
+    """The stages once it is known what may carry collectives, up to the agreement on their order."""
     communication = _described(carried(gm, config.safe_communication, transports))
     if transports.exchanges:
         dumps.write("fx", "exchanged", lambda: gm.print_readable(print_output=False))
@@ -204,8 +252,7 @@ def _stages(
     if talks is not None:
         talks.agree_on_order(collective_lines(result.schedule))
         agreed = agreed_on(schedule, result, collective_lines(result.schedule))
-    copies = transports.opened(result.schedule)
-    return Planned(result, lowered, tuning, copies, transports.reasons, agreed=agreed)
+    return Planned(result, lowered, tuning, agreed=agreed)
 
 
 def _lines_of(result: Result) -> tuple[str, ...]:

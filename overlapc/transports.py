@@ -1,4 +1,8 @@
-"""What carries each collective of a graph (`transport=`), and why not copies where these were asked for."""
+"""What carries each collective of a graph (`transport=`), and why not copies where these were asked for.
+
+Copies are slower for little data, as ranks wait for each other's flags. So what a unit of `fully_shard` gathers, or
+reduces, goes by copies where these take less, by the profile's times of copies; a profile without any says nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ from torch.fx import GraphModule, Node
 from overlapc.codegen.copies import Copied, copied
 from overlapc.config import Config
 from overlapc.estimators.agreement import Compilation
+from overlapc.estimators.device import IDEAL, DeviceProfile
+from overlapc.estimators.from_profile import from_profile
 from overlapc.fx.arguments import argument
 from overlapc.fx.collectives import Collective, find_collectives
 from overlapc.fx.communication import group_of, is_asynchronous
@@ -25,7 +31,10 @@ from overlapc.runtime.copies.memory import FOLDER
 from overlapc.runtime.copies.pool import open_pools
 from overlapc.runtime.copies.queues import unsupported
 from overlapc.schedule.collectives import COPY, KINDS
-from overlapc.schedule.model import Schedule
+from overlapc.schedule.model import Comm, Kind, Schedule
+from overlapc.schedule.model import Node as ScheduleNode
+
+AUTO, NCCL = "auto", "nccl"
 
 
 @dataclass
@@ -38,6 +47,8 @@ class Transports:
     none: str = ""  # reason why no collective of the graph goes by copies; "" if some may, or none was asked to
     wanted: bool = False
     exchanges: Collection[Node] = ()  # made of reductions here
+    profile: DeviceProfile = IDEAL
+    library: frozenset[Unit] = frozenset()  # what is moved faster by the group's library
     groups: dict[str, str] = field(default_factory=dict)  # `Comm.group` -> torch's name
     reasons: dict[str, str] = field(default_factory=dict)  # FX node of a collective that does not -> why
 
@@ -48,17 +59,20 @@ class Transports:
         config: Config,
         talks: Compilation | None,
         within: bool,
-        ranks_per_host: int | None = None,
+        profile: DeviceProfile,
+        runs: bool = True,
     ) -> Transports:
-        """What this graph may use. Ranks meet once more if copies are asked for.
+        """What this graph may use. Ranks meet once more if copies may be used.
 
-        ranks_per_host: of the machines that the graph is only planned for, with nobody to ask.
+        runs: False for a graph that is only planned, for the machines of the profile, with nobody to ask.
         """
-        if config.transport != COPY:
+        if not considers_copies(config, profile):
             return cls()
-        if ranks_per_host is not None:
-            ranks = range(dist.get_world_size())
-            return cls(places={rank: {"host": rank // ranks_per_host, "device": rank} for rank in ranks}, wanted=True)
+        if not runs:
+            places = {
+                rank: {"host": rank // profile.ranks_per_host, "device": rank} for rank in range(dist.get_world_size())
+            }
+            return cls(places=places, wanted=True, profile=profile)
         devices = {
             value.device
             for node in gm.graph.nodes
@@ -68,21 +82,23 @@ class Transports:
         reason = _no_copies(config, talks, within, devices)
         device = None if reason else next(iter(devices))
         if talks is None:
-            return cls(none=reason, wanted=True)
+            return cls(none=reason, wanted=True, profile=profile)
         mine = {"reason": reason, **({} if device is None else _place(device))}
         told = [json.loads(text) for text in talks.tell("what can carry collectives", json.dumps(mine))]
         reason = next((each["reason"] for each in told if each["reason"]), "")
-        return cls(device, talks, dict(zip(talks.ranks, told, strict=True)), reason, wanted=True)
+        return cls(device, talks, dict(zip(talks.ranks, told, strict=True)), reason, wanted=True, profile=profile)
 
     def exchange(self, gm: GraphModule, found: Sequence[Collective]) -> None:
         """Makes an exchange and a sum of each reduction that can be one and that copies can carry."""
         if not self.wanted or self.none:
             return
-        comms = {each.start: each.comm for each in found}
+        self.library = by_library([each.comm for each in found], self.profile)
         takes = {
-            start
-            for start, comm in comms.items()
-            if comm.collective == "reduce_scatter" and self._refused(start, comm.ranks) is None
+            each.start
+            for each in found
+            if each.comm.collective == "reduce_scatter"
+            and unit_of(each.comm) not in self.library
+            and self._refused(each.start, each.comm.ranks) is None
         }
         before = set(gm.graph.nodes)
         exchange_reductions(gm, takes.__contains__)
@@ -104,6 +120,8 @@ class Transports:
 
     def _why_not(self, each: Collective) -> str | None:
         kind = KINDS.get(each.comm.collective)
+        if unit_of(each.comm) in self.library:
+            return "so little is moved faster by the group's library"
         if each.synchronous or kind is None:
             return "not a collective that is started and waited for"
         if each.start not in self.exchanges and kind.name == "reduce_scatter":
@@ -130,6 +148,12 @@ class Transports:
             return "ranks of its group share a GPU"
         return None
 
+    def not_worth(self, times_ns: Mapping[str, float]) -> dict[str, str]:
+        """Why what copies could carry does not go by them: times of the graph by transport."""
+        by_copies, library = (f"{times_ns[name] / 1e6:.3g} ms" for name in (COPY, NCCL))
+        said = f"the graph is predicted to take {by_copies} by copies and {library} by the group's library"
+        return {", ".join(sorted(self.groups)): said}
+
     def opened(self, schedule: Schedule) -> Mapping[str, Copied]:
         """By start, how generated code runs what goes by copies: memory is laid out, agreed, and mapped into all."""
         if not self.wanted or self.none or self.device is None or self.talks is None:
@@ -140,6 +164,50 @@ class Transports:
         with unset_fake_temporarily():  # or what is done to the memory would be traced, and not done
             pools = open_pools(wanted, self.device, self.talks.ranks, self.talks.tell)
         return graphs(pools)
+
+
+Unit = tuple[str, str, str]
+
+
+def unit_of(comm: Comm) -> Unit:
+    """What is moved together: collectives of one kind of a unit of `fully_shard`."""
+    return comm.collective, comm.group, comm.unit
+
+
+def considers_copies(config: Config, profile: DeviceProfile) -> bool:
+    """Whether copies may carry anything: they were asked for, or the profile knows what they take."""
+    return config.transport == COPY or (config.transport == AUTO and profile.copy_link is not None)
+
+
+def by_library(comms: Sequence[Comm], profile: DeviceProfile) -> frozenset[Unit]:
+    """Gathers and reductions that take the group's library less time than copies, and matmuls beside them less.
+
+    A reduction counts as what carries it moves: by the library in the dtype that it adds in, by copies as an exchange
+    in half of that, where that is float32. Nothing without a profile that knows both.
+    """
+    if profile.copy_link is None:
+        return frozenset()
+    units: dict[Unit, list[Comm]] = {}
+    for comm in comms:
+        if comm.collective in ("all_gather", "reduce_scatter"):
+            units.setdefault(unit_of(comm), []).append(comm)
+    return frozenset(unit for unit, members in units.items() if _library_is_faster(members, profile))
+
+
+def _library_is_faster(comms: Sequence[Comm], profile: DeviceProfile) -> bool:
+    by_copies = comm = replace(comms[0], bytes=sum(each.bytes for each in comms))
+    if comm.collective == "reduce_scatter":
+        narrower = 2 if comm.dtype.removeprefix("torch.") in ("float32", "fp32") else 1
+        by_copies = replace(comm, collective="all_to_all", bytes=comm.bytes // narrower)
+    by_copies = replace(by_copies, via=COPY)
+    library_ns, copies_ns = _costs_ns(comm, profile), _costs_ns(by_copies, profile)
+    return library_ns is not None and copies_ns is not None and library_ns < copies_ns
+
+
+def _costs_ns(comm: Comm, profile: DeviceProfile) -> float | None:
+    """Its time, as many times as long as it makes large matmuls beside it."""
+    estimate = from_profile(profile).estimate(ScheduleNode("", Kind.START, comm.collective, comm=comm))
+    return None if estimate is None else estimate.ns * profile.slowdown(comm.carried).matmul
 
 
 def _no_copies(config: Config, talks: Compilation | None, within: bool, devices: Collection[torch.device]) -> str:

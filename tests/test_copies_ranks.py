@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,6 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import overlapc
 from overlapc.errors import OverlapcError, PeerLost
+from overlapc.estimators.device import Link
+from overlapc.estimators.profile_file import link_to_json, load_profile, profile_to_json
 from overlapc.runtime.copies import queues
 from tests.ranks import values_on_ranks
 
@@ -187,6 +191,37 @@ def check_sums(outcomes: list[list[dict[str, float]]]) -> None:
         for errors in found:
             assert errors["order"] == 0.0
             assert errors["copy"] <= errors["nccl"] * 1.01
+
+
+def chosen(folder: str) -> list[dict[str, Any]]:
+    """With transport=auto, by the time that a profile gives to copies: what went by them, and why others did not."""
+    torch.set_num_threads(1)
+    ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
+    stored = profile_to_json(load_profile("cpu-gloo"))
+    found = []
+    for name, link in {"quick": Link(1e14, 10.0), "slow": Link(1e6, 10.0), "": None}.items():
+        told = dict(stored["quantities"])
+        if link is not None:
+            told["copy_link"] = {"value": link_to_json(link), "origin": "the test"}
+        path = Path(folder, f"{name}{dist.get_rank()}.json")
+        path.write_text(json.dumps({**stored, "quantities": told}))
+        torch._dynamo.reset()
+        options = {"transport": "auto", "profile": str(path), "warm_start": False}
+        compiled = torch.compile(summed, backend="overlapc", options=options)
+        result = compiled(torch.full((ranks * 4096,), dist.get_rank() + 1.0).bfloat16(), ranks, group)
+        (graph,) = overlapc.report().steps[-1].graphs[-1:]
+        via = [(row.op, row.via) for row in graph.collectives]
+        found.append({"via": via, "said": list(graph.not_copied.values()), "right": bool((result == 1.5).all())})
+    return found
+
+
+def test_copies_carry_what_they_are_predicted_to_carry_faster(tmp_path):
+    for quick, slow, unknown in values_on_ranks(chosen, 2, str(tmp_path)):
+        assert all(each["right"] for each in (quick, slow, unknown))
+        assert (quick["via"], quick["said"]) == ([("all_to_all", "copy")], [])
+        assert slow["via"] == unknown["via"] == [("reduce_scatter", "")]
+        assert slow["said"] == ["so little is moved faster by the group's library"]
+        assert unknown["said"] == []
 
 
 FAILS = [False]

@@ -33,6 +33,8 @@ def test_a_whole_calibration(tmp_path):
     assert profile.name == "here"
     assert profile.table("all_gather", 2, "float32") is not None
     assert profile.launch_ns > 0
+    assert profile.table("all_to_all via copy", 2) is not None
+    assert profile.copy_link is not None
     assert "2 processes on" in profile.origins["memory_bytes_per_s"]
 
 

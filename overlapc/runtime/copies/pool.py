@@ -211,6 +211,12 @@ class GraphCopies:
         if self.forms[index] is Form.PULLED:
             self.pool.held -= 1
 
+    def finish(self, index: int) -> Any:
+        """What the queue's `wait` takes, of one whose results nobody reads."""
+        done, _ = self._flying.pop(index)
+        self.pool.held -= 1
+        return done
+
     def release(self, index: int) -> None:
         """Nothing launched from now on reads the results of one in the pool."""
         self.pool.held -= 1

@@ -1,0 +1,93 @@
+"""Collectives by copies as `overlapc calibrate` measures them: times, and what they and compute cost each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from overlapc.estimators.clock import collective_ns
+from overlapc.estimators.measure import Measurement
+from overlapc.estimators.measure_contention import Contention
+from overlapc.estimators.workloads import agreed, calls_for
+from overlapc.runtime.copies.commands import aligned
+from overlapc.runtime.copies.layout import Event, place
+from overlapc.runtime.copies.pool import Form, GraphCopies, Pool, Wanted, open_pools
+from overlapc.runtime.copies.queues import unsupported
+from overlapc.schedule.collectives import COPY
+
+_FORMS = {"all_gather": Form.GATHERED, "all_to_all": Form.EXCHANGED}
+_NAME = "all ranks"
+
+
+class InFlight:
+    """A collective by copies, as what measures waits for it."""
+
+    def __init__(self, pool: Pool, done: Any) -> None:
+        self._pool, self._done = pool, done
+
+    def wait(self) -> None:
+        """As `dist.Work.wait`."""
+        self._pool.queue.wait(self._done)
+
+
+def copies(measurement: Measurement) -> None:
+    """Tables, and on GPUs slowdowns, of copies between all ranks. All ranks must ask at once."""
+    reason = unsupported(measurement.device)
+    if reason:
+        measurement.say(f"no copies: {reason}")
+        return
+    effort, clock, device = measurement.effort, measurement.clock, measurement.device
+    largest = max([*effort.collective_bytes, effort.beside_bytes if clock.queued else 0])
+    keeps = _opened(largest, device)  # for all sizes, which else would open new memory one by one
+    slowdowns = measurement.quantities.setdefault("slowdowns", {})
+    for collective, form in _FORMS.items():
+        measurement.say(f"{collective} by copies on {dist.get_world_size()} ranks")
+        points = []
+        for size in effort.collective_bytes:
+            launch = launcher(form, size, device)
+            points.append([size, collective_ns(clock, launch, calls_for(size, clock))])
+        name = f"{collective} via {COPY}"
+        measurement.tables.append({"collective": name, "ranks": dist.get_world_size(), "dtype": "", "points": points})
+        if clock.queued:
+            measurement.say(f"{collective} by copies beside compute")
+            size = effort.beside_bytes
+            launch = launcher(form, size, device)
+            alone_ns = agreed(collective_ns(clock, launch, calls_for(size, clock)), device)
+            contention = Contention(effort, device, clock, measurement.load, measurement.say, facts=measurement.facts)
+            slowdowns[name] = contention.of_copies(launch, alone_ns)
+    keeps.queue.drain()
+
+
+def launcher(form: Form, size_bytes: int, device: torch.device) -> Callable[[], Any]:
+    """Puts one collective of `size_bytes` in flight, always over the same memory; gathered or exchanged."""
+    ranks = dist.get_world_size()
+    whole = max(1, size_bytes // ranks) * ranks
+    given = torch.zeros(whole // ranks if form is Form.GATHERED else whole, dtype=torch.uint8, device=device)
+    slots, size = place([Event(0, aligned(whole)), Event(0)])
+    run = GraphCopies(_opened(size, device), slots, [form], 1)
+
+    def launch() -> InFlight:
+        run.start(0, [given])
+        return InFlight(run.pool, run.finish(0))
+
+    return launch
+
+
+def _opened(size_bytes: int, device: torch.device) -> Pool:
+    group = dist.group.WORLD
+    assert group is not None
+    ranks = tuple(range(dist.get_world_size()))
+    wanted = Wanted(group.group_name, _NAME, ranks, size_bytes + 2 * aligned(1), "")
+    return open_pools([wanted], device, ranks, _tell)[_NAME]
+
+
+def _tell(stage: str, text: str) -> Sequence[str]:
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, json.dumps([stage, text]))
+    told = [json.loads(each) for each in texts]
+    assert all(each[0] == stage for each in told), "ranks are at different points"
+    return [each[1] for each in told]
