@@ -92,8 +92,8 @@ class Config:
         "auto",
         read.one_of("auto", "nccl", "copy"),
         "what carries parameters and gradients: the process group's library (nccl; on CPUs gloo), or copies between"
-        " ranks of one host, gradients in the dtype they were computed in and added up in float32 (copy); auto is"
-        " nccl until profiles hold times of copies",
+        " ranks of one host, gradients in the dtype they were computed in and added up in float32 (copy); auto"
+        " takes copies where the profile holds times of them and the step is predicted to gain",
     )
     rank_timeout: float = _knob(300.0, read.seconds, "seconds to wait for other ranks while compiling")
     rank_check: bool = _knob(True, read.a_bool, "compare graphs and collective orders between ranks")
