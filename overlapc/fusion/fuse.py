@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from overlapc.fusion.combo import combine
+from overlapc.fusion.cuts import cut
 from overlapc.fusion.groups import Group, Groups
 from overlapc.fusion.legality import Ways, one_kernel, verdict
 from overlapc.fusion.merge import Refusal, same_space
@@ -85,10 +86,28 @@ class Fuser:
         self.settled: set[tuple[int, int, int, int, int]] = set()  # refused pairs, as they were then and what was tried
 
     def run(self) -> None:
-        """Rounds until nothing fuses, in each of `ROUNDS`' ways."""
+        """Rounds until nothing fuses, in each of `ROUNDS`' ways; then with loops cut where their conditions change."""
+        self._rounds()
+        if self._cut():
+            self._rounds()
+
+    def _rounds(self) -> None:
         for self.ways in ROUNDS:
             while self.round():
                 pass
+
+    def _cut(self) -> bool:
+        """Cuts the loops of every kernel where that can be generated; whether there was one."""
+        found = False
+        for group in self.groups:
+            if not isinstance(group.op, Loops):
+                continue
+            body = cut(group.op.body)
+            if body is not group.op.body and self.refuse(group.op.device, body) is None:
+                group.op = dataclasses.replace(group.op, body=body)
+                group.grown += 1
+                found = True
+        return found
 
     def simplify(self) -> None:
         """Every kernel without what its neighbours needed it to say."""

@@ -11,7 +11,6 @@ import torch
 from overlapc.codegen.triton.accumulate import Accumulation
 from overlapc.codegen.triton.expressions import IndexPrinter
 from overlapc.codegen.triton.levels import accumulations, scanning
-from overlapc.codegen.triton.rotations import joined_halves
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body, Load, Op, Scan, Store, Value, depends_on, topological
 from overlapc.ir.facts import unseen_where_masked
@@ -39,7 +38,7 @@ class KernelShape:
         self.program = program
         self.origin = origin
         self.known = known
-        self.body = body = joined_halves(body)
+        self.body = body
         self.tiling = tiling
         self.name = name
         self.ranges = body.ranges()
