@@ -1,11 +1,13 @@
-"""Training steps of a Hugging Face model as its authors wrote it: FSDP2 + overlapc, + compile by blocks, and eager.
+"""Training steps of models as their authors wrote them: FSDP2 + overlapc, + compile by blocks, and eager.
 
     python benchmarks/huggingface.py --nproc 2
-    python benchmarks/huggingface.py --device cpu --nproc 2 --model tiny --batch 1 --seq 32 --steps 1 --rounds 1
+    python benchmarks/huggingface.py --nproc 1 --model vit-large --profile
+    python benchmarks/huggingface.py --device cpu --nproc 2 --tiny --model gemma3-1b --steps 1 --rounds 1
 
-Needs transformers. Each system: random weights from one seed, `fully_shard` on every layer and on the model (weights in
-float32, computed in bfloat16, reduced in float32), AdamW (fused), gradients clipped to norm 1. One system compiles at a
-time, with empty caches; then rounds of timed steps alternate between the systems, each in processes of its own.
+The models are those of huggingface_models.py; most need transformers. Each system: random weights from one seed,
+`fully_shard` on every block and on the model (weights in float32, computed in bfloat16, reduced in float32), AdamW
+(fused), gradients clipped to norm 1. One system compiles at a time, with empty caches; then rounds of timed steps
+alternate between the systems, each in processes of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kernel_spans import kernel_times, longest, spans_of, times_by_class  # beside this file
+from huggingface_models import CASES  # beside this file
+from kernel_spans import kernel_times, longest, spans_of, times_by_class
 from tabulate import tabulate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,16 +40,6 @@ from overlapc.runtime.copies.pool import pools_bytes
 
 SYSTEMS = ("overlapc", "compile", "eager")
 LOSSES = 4  # of the first steps, shown for comparison
-MODELS: dict[str, dict[str, Any]] = {
-    "llama-1b": {
-        "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "intermediate_size": 8192, "vocab_size": 128256, "max_position_embeddings": 8192,
-    },
-    "tiny": {
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 8192,
-    },
-}  # fmt: skip
 
 
 class System:
@@ -57,19 +50,18 @@ class System:
 
     def build(self) -> dict[str, Any]:
         """The sharded model, not yet compiled."""
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        shape = MODELS[self.args.model]
+        case = CASES[self.args.model]
+        shape = case.shape(self.args.tiny)
         torch.manual_seed(0)
         with torch.device(self.args.device):
-            model: nn.Module = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, use_cache=False, **shape))
+            model = case.make(shape)
         model.train()
         mesh = init_device_mesh(self.args.device, (dist.get_world_size(),), mesh_dim_names=("dp",))
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        for layer in model.model.layers:
+        for block in [module for module in model.modules() if type(module).__name__ in case.blocks]:
             if self.name == "compile":
-                layer.compile()
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
+                block.compile()
+            fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         self.call: Callable[..., Any] = model
         if self.name == "overlapc":
@@ -77,9 +69,8 @@ class System:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         torch.manual_seed(1 + dist.get_rank())
-        size = (self.args.batch, self.args.seq)
-        self.tokens = torch.randint(0, shape["vocab_size"], size, device=self.args.device)
-        return {}
+        self.inputs = case.inputs(shape, self.args.batch, self.args.seq, self.args.device)
+        return {"parameters": sum(each.numel() for each in model.parameters())}
 
     def first(self) -> dict[str, Any]:
         """The first steps; of those the first compiles."""
@@ -127,7 +118,7 @@ class System:
 
     def once(self) -> torch.Tensor:
         """One step with its optimizer; the loss."""
-        loss: torch.Tensor = self.call(input_ids=self.tokens, labels=self.tokens).loss
+        loss: torch.Tensor = self.call(**self.inputs).loss
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -203,9 +194,9 @@ def show(args: argparse.Namespace, results: dict[str, dict[str, Any]], times_ms:
 
     what = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {args.nproc} x {what}")
-    print(
-        f"{args.model}: {MODELS[args.model]}, batch {args.batch} x {args.seq}, {len(times_ms[args.systems[0]])} steps"
-    )
+    count = max((result.get("parameters", 0) for result in results.values()), default=0)
+    shape = CASES[args.model].shape(args.tiny)
+    print(f"{args.model}: {count / 1e6:.0f}M parameters, {dict(shape)}, batch {args.batch} x {args.seq}")
     for system, times in times_ms.items():
         for line in results[system].pop("said", ()):
             print(f"   {line}")
@@ -225,9 +216,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--nproc", type=int, default=2, help="ranks, one a GPU (default: %(default)s)")
-    parser.add_argument("--model", choices=MODELS, default="llama-1b")
-    parser.add_argument("--seq", type=int, default=4096, help="tokens a row")
-    parser.add_argument("--batch", type=int, default=2, help="rows a GPU")
+    parser.add_argument("--model", choices=CASES, default="llama-1b")
+    parser.add_argument("--tiny", action="store_true", help="the same code in the smallest sizes")
+    parser.add_argument("--seq", type=int, help="tokens a row (default: the model's)")
+    parser.add_argument("--batch", type=int, help="rows a GPU (default: the model's)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps a round")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds, systems alternating")
     parser.add_argument("--seconds", type=float, default=330, help="for all of it (default: %(default)g)")
@@ -236,6 +228,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder for logs")
     args = parser.parse_args()
     args.systems = args.systems.split(",")
+    rows, length = (1, 16) if args.tiny else CASES[args.model].batch
+    args.batch, args.seq = args.batch or rows, args.seq or length
     if unknown := [system for system in args.systems if system not in SYSTEMS]:
         parser.error(f"no system named {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
     return args

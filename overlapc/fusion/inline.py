@@ -9,9 +9,10 @@ would have been at.
 from __future__ import annotations
 
 import dataclasses
+import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import sympy
 
@@ -27,6 +28,7 @@ from overlapc.ir.rewriting import canonical, rewrite, rewrite_values
 from overlapc.ir.values import as_read, constant
 
 LARGEST_BODY = 256  # values of a kernel after inlining; keeps source readable and registers bounded
+FEW = 64  # one element of so many
 MOST_RECOMPUTED = 16  # values of a producer that several readers may each compute again
 # Bytes that may be read once more to spare a kernel: a launch takes a GPU as long as a few MiB, a CPU as long as this.
 LAUNCH_BYTES = 64 << 10
@@ -35,6 +37,16 @@ CHEAP = frozenset(
     "neg abs add sub mul fma maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor logical_not where "
     "bitwise_and bitwise_or bitwise_xor bitwise_not".split()
 )
+
+
+# Instructions of other operations, about; what is not named is computed once.
+COSTS = {
+    "div": 8, "reciprocal": 8, "sqrt": 8, "rsqrt": 8, "exp": 10, "exp2": 8, "sigmoid": 16, "log": 16, "relu": 1,
+    "tanh": 24, "floor": 1, "ceil": 1, "sign": 2, "isnan": 1, "isinf": 1, "logical_not": 1, "bitcast": 0,
+}  # fmt: skip
+# Computed again to spare a byte to or from memory. An H200 does 7 in that time, a CPU core with vectors about 5: less
+# than that, because the readers may yet fuse, and then nothing is spared.
+INSTRUCTIONS_PER_BYTE = 2
 
 
 def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_refused) -> list[IROp]:
@@ -51,11 +63,14 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_re
             users[name].add(position)
         for view in mutated(op_):
             overwritten[graph.root(view.buffer)].append(position)
-    for position, producer in enumerate(now):
+    # Once more for readers of few elements: what they read may have been put into them since.
+    for position, few in ((position, few) for few in (False, True) for position in range(len(now))):
+        producer = now[position]
         if not isinstance(producer, Loops):
             continue
-        # Only now: before, it was a reader, and a loop reads at one index what its terms read at several.
-        now[position] = producer = dataclasses.replace(producer, body=simplified(unrolled(producer.body)))
+        if not few:
+            # Only now: before, it was a reader, and a loop reads at one index what its terms read at several.
+            now[position] = producer = dataclasses.replace(producer, body=simplified(unrolled(producer.body)))
         if len(producer.outputs) != 1 or producer.name in ordered:
             continue
         buffer = producer.outputs[0].buffer
@@ -64,20 +79,26 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_re
         if buffer in kept or not readers or len(consumers) < len(readers):
             continue
         sources = buffers_read(producer)
-        if not is_elementwise(producer.body) or not _pays(producer, consumers, graph):
+        if not is_elementwise(producer.body):
             continue
-        if any(_between(overwritten[graph.root(name)], position, max(readers)) for name in sources):
+        into = dict(zip(readers, consumers, strict=True))
+        if few or not _pays(producer, consumers, graph):
+            into = {at: each for at, each in into.items() if _reads_little(producer, each, graph)}
+        if not into or any(_between(overwritten[graph.root(name)], position, max(into)) for name in sources):
             continue  # the readers would see what was written over it
-        inlined = [_inlined_safely(producer, consumer, graph) for consumer in consumers]
-        if any(body is None or refuse(producer.device, body) is not None for body in inlined):
+        inlined = {at: _inlined_safely(producer, consumer, graph) for at, consumer in into.items()}
+        if any(body is None or refuse(producer.device, body) is not None for body in inlined.values()):
             continue
-        for at, consumer, body in zip(readers, consumers, inlined, strict=True):
+        for at, body in inlined.items():
             assert body is not None
-            now[at] = dataclasses.replace(consumer, body=body, origin=producer.origin.joined(consumer.origin))
-        now[position] = None
+            now[at] = dataclasses.replace(into[at], body=body, origin=producer.origin.joined(into[at].origin))
+        users[buffer] -= into.keys()
         for name in sources:
-            users[name].discard(position)
-            users[name].update(readers)
+            users[name].update(into)
+        if not users[buffer]:
+            now[position] = None
+            for name in sources:
+                users[name].discard(position)
     return [op_ for op_ in now if op_ is not None]
 
 
@@ -130,15 +151,42 @@ def _pays(producer: Loops, consumers: list[Loops], graph: LoweredGraph) -> bool:
             return False
     if len(consumers) == 1:
         return True
-    if len(values) > MOST_RECOMPUTED or not cheap:
+    if len(values) > MOST_RECOMPUTED:
         return False
     itemsize = producer.outputs[0].dtype.itemsize
+    sources = {load.buffer: load for load in loads}.values()
+    runs = [min(iterations, graph.hint(each.body.numel() * each.body.reduction_numel())) for each in consumers]
     read_bytes = sum(
-        min(graph.hint(graph.views[load.buffer].layout.storage_bytes()), iterations * load.memory_dtype.itemsize)
-        for load in {(load.buffer): load for load in loads}.values()
+        min(graph.hint(graph.views[load.buffer].layout.storage_bytes()), run * load.memory_dtype.itemsize)
+        for load in sources
+        for run in runs
     )
     # Read by each consumer, against written once and read by each consumer.
-    return read_bytes * len(consumers) <= (len(consumers) + 1) * iterations * itemsize + LAUNCH_BYTES
+    saved_bytes = (iterations + sum(runs)) * itemsize - read_bytes
+    again = max(0, sum(runs) - iterations)  # how often more the values are computed
+    if not cheap and again * _cost(values, varies) > INSTRUCTIONS_PER_BYTE * saved_bytes:
+        return False
+    return saved_bytes >= -LAUNCH_BYTES
+
+
+def _reads_little(producer: Loops, consumer: Loops, graph: LoweredGraph) -> bool:
+    """Whether `consumer` reads so few of the elements that it may as well compute them, as a choice of one a row does.
+
+    Then other readers may fuse with the producer, and none of its elements reach memory.
+    """
+    iterations = graph.hint(numel((consumer.body.numel(), consumer.body.reduction_numel())))
+    values = producer.body.values()
+    return (
+        len(values) <= MOST_RECOMPUTED
+        and not producer.body.checks()
+        and FEW * iterations <= graph.hint(producer.body.numel())
+    )
+
+
+def _cost(values: Sequence[Value], varies: Mapping[Value, bool]) -> float:
+    """Instructions that one more iteration takes; infinite with what is never computed again."""
+    names = [value.name for value in values if isinstance(value, Op) and varies[value]]
+    return sum(1 if name in CHEAP else COSTS.get(name, math.inf) for name in names)
 
 
 def _covers(consumer: Body, producer: Body, buffer: str) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from overlapc.fusion import fuse_ops
 from overlapc.fusion.inline import inline
 from overlapc.ir.ops import IROp, Loops
 from tests.fusion.build import extern, graph, names, overwrite, pointwise
@@ -99,6 +100,34 @@ def test_what_others_read_as_it_is_stays() -> None:
 def test_dear_values_with_two_readers_stay() -> None:
     made = graph([pointwise("x", "a"), pointwise("y", "x"), pointwise("z", "x")], ["y", "z"])
     assert names(inline(made.ops, made)) == ["x", "y", "z"]
+
+
+def test_few_instructions_are_done_twice_rather_than_stored() -> None:
+    def sums(a: torch.Tensor) -> torch.Tensor:
+        wide = a.float() / 3  # 4 bytes for 2
+        return torch.cat((wide.sum(1), wide.sum(0)))
+
+    a = torch.linspace(-4, 4, 40 * 60).reshape(40, 60).bfloat16()
+    made = capture(sums, a)
+    ops = inline(made.ops, made)
+    stored = {store.buffer for op in ops if isinstance(op, Loops) for store in op.body.stores}
+    assert max(made.views[name].layout.storage_numel() for name in stored) < a.numel()
+    torch.testing.assert_close(run_ops(ops, made, [a])[0], sums(a))
+
+
+def test_who_reads_few_elements_computes_them() -> None:
+    logits, chosen = torch.linspace(-40, 40, 4 * 500).reshape(4, 500), torch.tensor([3, 499, 0, 77])
+
+    def loss(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        capped = torch.tanh(logits / 30) * 30
+        picked = capped.gather(1, chosen[:, None])[:, 0]
+        return torch.stack((picked, (capped - capped.amax(1, keepdim=True)).exp().sum(1)))
+
+    made = capture(loss, logits, chosen)
+    ops, _ = fuse_ops(made)
+    stored = {store.buffer for op in ops if isinstance(op, Loops) for store in op.body.stores}
+    assert max(made.views[name].layout.storage_numel() for name in stored) < logits.numel()
+    torch.testing.assert_close(run_ops(ops, made, [logits, chosen])[0], loss(logits, chosen))
 
 
 def test_no_read_moves_past_a_write_over_it() -> None:

@@ -19,6 +19,7 @@ Sizes that are symbols enter with their hints; any size stays correct, hints onl
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,7 +27,7 @@ import sympy
 import torch
 
 from overlapc.codegen.triton.levels import accumulations
-from overlapc.ir.body import Body, Load, Loop, Reduce, Store, reduction_depth
+from overlapc.ir.body import Body, Load, Loop, Op, Reduce, Store, depends_on, reduction_depth
 from overlapc.ir.indexing import free_symbols
 
 MULTIPROCESSORS = 132  # of an H100/H200 SXM; other devices only get less fitting block sizes
@@ -35,6 +36,9 @@ _ONE_PASS_LIMIT = 8192  # of a row that is read once anyway: a loop over smaller
 # Of the launch that adds up the programs' totals: a warp's width of columns, twice for loads of 16 bytes.
 TOTALS_COLUMNS = 64
 TOTALS_WARPS = 4
+_BRANCHING = frozenset(
+    "tanh erf erfc sin cos tan asin acos atan sinh cosh asinh acosh atanh lgamma pow atan2 fmod".split()
+)
 _LONG_ROW = 2**16  # elements; shorter rows fit the L2 cache by eight programs a multiprocessor
 _SHORT_ROW = 512  # elements
 _MANY_STEPS = 4  # reductions one after the other, as in a top-k: time goes to exchanges between threads, not to memory
@@ -133,6 +137,28 @@ def _contiguous_bytes(accesses: Sequence[Access], sizes: Mapping[sympy.Symbol, i
     return votes
 
 
+def _elements(body: Body) -> int:
+    """How many elements of a tensor an iteration makes, about: loops are cut where conditions change."""
+    stored = Counter(store.buffer for store in body.stores if not store.is_total)
+    return power_of_two(max(stored.values(), default=1))
+
+
+def _as_most_lie(
+    loops: tuple[Loop, ...], accesses: Sequence[Access], sizes: Mapping[sympy.Symbol, int]
+) -> tuple[Loop, ...]:
+    """`loops` in the order in which most of what is accessed lies in memory, so that programs beside each other read
+    rows beside each other; as they are where less than twice as much does."""
+    if len(loops) < 2:
+        return loops
+    bytes_of: dict[tuple[Loop, ...], int] = {loops: 0}
+    for access in accesses:
+        if all(access.strides.get(loop.symbol) or sizes[loop.symbol] == 1 for loop in loops):
+            order = tuple(sorted(loops, key=lambda loop: -abs(access.strides.get(loop.symbol, 0))))
+            bytes_of[order] = bytes_of.get(order, 0) + access.bytes
+    best = max(bytes_of, key=lambda order: bytes_of[order])
+    return best if bytes_of[best] >= 2 * bytes_of[loops] else loops
+
+
 def _last(loops: Sequence[Loop], symbol: sympy.Symbol) -> tuple[Loop, ...]:
     """`loops` with the one of `symbol` innermost."""
     return tuple(sorted(loops, key=lambda loop: loop.symbol == symbol))
@@ -229,15 +255,16 @@ def _reduction(
     votes = _contiguous_bytes(inner, sizes)
     best = max(votes, key=lambda symbol: votes[symbol]) if votes else None
     rows, length = (math.prod(sizes[loop.symbol] for loop in loops) for loops in (body.loops, body.reduction))
+    by_rows = _as_most_lie(body.loops, inner, sizes)
     if any(store.is_total for store in body.stores):
-        return _totals(body, rows, length, best)
+        return _totals(body, by_rows, rows, length, best)
     columns = best is not None and votes[best] > 0 and best not in reduced
     positions = any(isinstance(value, Reduce) and value.kind in ("argmax", "argmin") for value in body.values())
     fixed = positions or body.scans()  # r in the order that it has
     whole = max((access.bytes for access in inner), default=0)
     given = _Reduction(
         body=body,
-        x=_last(body.loops, best) if columns and best is not None else body.loops,
+        x=_last(body.loops, best) if columns and best is not None else by_rows,
         r=_last(body.reduction, best) if best in reduced and not fixed else body.reduction,
         rows=rows,
         length=length,
@@ -249,9 +276,20 @@ def _reduction(
     if columns:
         return _columns(given)
     row_limit = _PERSISTENT_LIMIT // (1 if given.streams <= 1 else 2 if given.streams <= 2 else 4)  # registers
-    if given.passes == 1:
+    if given.passes == 1 or (given.stores and _branches(body)):
         row_limit = min(row_limit, _ONE_PASS_LIMIT)
     return _whole_rows(given) if given.static and length <= row_limit else _pieces_of_rows(given)
+
+
+def _branches(body: Body) -> bool:
+    """Whether a function with branches is computed for every element: 64 of them in a thread spill hundreds of
+    registers."""
+    varies = depends_on(body.values(), [loop.symbol for loop in body.reduction])
+    return any(
+        varies[value] and value.name in _BRANCHING and not value.coarse
+        for value in body.values()
+        if isinstance(value, Op)
+    )
 
 
 def _columns(given: _Reduction) -> Tiling:
@@ -271,9 +309,9 @@ def _columns(given: _Reduction) -> Tiling:
 
 def _whole_rows(given: _Reduction) -> Tiling:
     rblock = power_of_two(given.length)
-    wanted = max(1, (_MANY_STEPS_TILE if given.many_steps else 2048) // rblock)
+    wanted = max(1, (_MANY_STEPS_TILE if given.many_steps else 2048) // (rblock * _elements(given.body)))
     xblock = _clamp(1, min(wanted, power_of_two(max(1, given.rows // (2 * MULTIPROCESSORS)))), 64)
-    tile = xblock * rblock
+    tile = xblock * rblock * _elements(given.body)
     warps = _warps(tile)
     if -(-given.rows // xblock) >= 2 * MULTIPROCESSORS:
         # Many programs have enough loads in flight: fewer threads to a row wait less for each other.
@@ -326,20 +364,18 @@ def _passes(body: Body, reduced: set[sympy.Symbol]) -> int:
     return len(levels) + after
 
 
-def _totals(body: Body, rows: int, length: int, best: sympy.Symbol | None) -> Tiling:
+def _totals(body: Body, x: tuple[Loop, ...], rows: int, length: int, best: sympy.Symbol | None) -> Tiling:
     """Whole rows, as many programs as stay on the device together: each brings a row of totals."""
     rblock = power_of_two(length)
     if rblock <= _SHORT_ROW:  # a warp or two reduce it: more rows at a time
-        xblock = min(4096 // rblock, power_of_two(rows))
-        num_warps, stages = _clamp(1, xblock * rblock // 1024, 32), 0
+        xblock = min(max(1, 4096 // (rblock * _elements(body))), power_of_two(rows))
+        num_warps, stages = _clamp(1, xblock * rblock * _elements(body) // 1024, 32), 0
     else:
         xblock = min(max(1, 2048 // rblock), power_of_two(rows))
         num_warps, stages = _clamp(1, xblock * rblock // 512, 32), _stages(body, xblock * rblock)
     programs = min(MULTIPROCESSORS * max(1, 16 // num_warps), -(-rows // xblock))
     r = body.reduction if best is None else _last(body.reduction, best)
-    return Tiling(
-        "totals", body.loops, xblock, num_warps, r=r, rblock=rblock, splits=max(1, programs), num_stages=stages
-    )
+    return Tiling("totals", x, xblock, num_warps, r=r, rblock=rblock, splits=max(1, programs), num_stages=stages)
 
 
 def memory_dtypes(body: Body) -> dict[str, torch.dtype]:
