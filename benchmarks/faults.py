@@ -70,6 +70,7 @@ def train(out: str, cache: str, rank_timeout_s: float = RANK_TIMEOUT_S, width: i
     import torch
     import torch.distributed as dist
     from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
 
     import overlapc
 
@@ -79,7 +80,7 @@ def train(out: str, cache: str, rank_timeout_s: float = RANK_TIMEOUT_S, width: i
     torch.set_num_threads(1)
     model: nn.Module = nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))
     if dist.get_world_size() > 1:
-        model = overlapc.fully_shard(model)
+        model = overlapc.fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     options = {"rank_timeout": rank_timeout_s, "cache_dir": cache}
     step = torch.compile(model, backend="overlapc", options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
