@@ -1,0 +1,284 @@
+"""Planned peak memory beside measured live memory, for random sharded models under random memory budgets.
+
+    python benchmarks/random_peaks.py                                              # CPU
+    torchrun --nproc-per-node 2 benchmarks/random_peaks.py --device cuda --count 50
+
+Each model: some blocks (attention, gated and plain feed-forward, norms, checkpointing) of random sizes, units
+of `fully_shard` by block, by pairs or by the whole, with or without `reshard_after_forward`, float32 or bfloat16
+compute, with `memory` "reuse" or "pool". It trains two steps without a budget, then two with a budget of 0.6 to 1.1
+times the peak that was planned without. Planned is the report's peak of forward and backward; measured is what torch's
+allocator holds at most during the second step, gradients of the step before dropped: parameters and the batch, and
+what came since. On a CPU the allocator's events are those of torch's profiler, and the collectives those of torch's
+fake process group of 4 ranks: gloo takes memory of its own for a reduce-scatter, from the same allocator, as oneDNN
+does within a product in bfloat16; what a call of a library frees itself is not counted.
+
+A model is right where measured memory is at most planned, and planned at most the budget. Shown is planned over
+measured, the median and the extremes; refused are budgets for which overlapc finds no schedule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+import overlapc
+from overlapc.errors import MemoryBudgetError
+from overlapc.report import record
+from overlapc.report.memory import peaks
+from overlapc.schedule.text import parse
+
+_CUDA_BLOCK = 512  # bytes to which torch's allocator rounds every block up
+_ROOT_GRADIENT = 4  # bytes of the loss's own gradient, which autograd makes
+
+
+class Attention(nn.Module):
+    """Causal self-attention of two heads."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """Two matrices, or three with a gate."""
+
+    def __init__(self, dim: int, hidden: int, gated: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim, bias=False)
+        self.gate = nn.Linear(dim, hidden, bias=False) if gated else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        return self.down(F.gelu(up) if self.gate is None else F.silu(self.gate(x)) * up)
+
+
+class Block(nn.Module):
+    """A residual part behind a norm; checkpointed: computed again in backward."""
+
+    def __init__(self, part: nn.Module, dim: int, checkpointed: bool) -> None:
+        super().__init__()
+        self.norm, self.part, self.checkpointed = nn.LayerNorm(dim), part, checkpointed
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self.part(self.norm(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed:
+            return x + checkpoint(self._inner, x, use_reentrant=False)
+        return x + self._inner(x)
+
+
+class Model(nn.Module):
+    """An embedding, blocks, a head; the mean cross-entropy."""
+
+    def __init__(self, vocab: int, dim: int, blocks: list[Block]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(dim, vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a seed stands for."""
+
+    seed: int
+    half: bool
+    reshard: bool | None
+    together: int  # blocks of a unit of `fully_shard`; 0: the whole model is one
+    memory: str
+    budget: float  # of the peak without one
+
+    @classmethod
+    def of(cls, seed: int) -> Drawn:
+        """The settings that `seed` stands for."""
+        dice = random.Random(f"settings {seed}")
+        return cls(
+            seed,
+            dice.random() < 0.5,
+            dice.choice((True, False, None)),
+            dice.choice((1, 1, 2, 0)),
+            dice.choice(("reuse", "pool")),
+            dice.uniform(0.6, 1.1),
+        )
+
+    def model(self, mesh: DeviceMesh, scale: int) -> tuple[nn.Module, Tensor]:
+        """The sharded model and this rank's batch; sizes grow with `scale`."""
+        dice = random.Random(f"model {self.seed}")
+        torch.manual_seed(self.seed)
+        dim = 16 * dice.randint(1, 4) * scale
+        blocks = []
+        with torch.device(mesh.device_type):
+            for _ in range(dice.randint(1, 5)):
+                kind = dice.choice(("attention", "gated", "plain"))
+                hidden = 8 * dice.randint(1, 16) * scale
+                part = Attention(dim) if kind == "attention" else FeedForward(dim, hidden, kind == "gated")
+                blocks.append(Block(part, dim, dice.random() < 0.3))
+            model = Model(32 * dice.randint(1, 8), dim, blocks)
+            rows, length = dice.randint(1, 4), 8 * dice.randint(1, 8)
+            tokens = torch.randint(32, (rows, length * scale))
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.half else MixedPrecisionPolicy()
+        how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        if self.reshard is not None:
+            how["reshard_after_forward"] = self.reshard
+        if self.together:
+            for at in range(0, len(blocks), self.together):
+                overlapc.fully_shard(list(blocks[at : at + self.together]), **how)
+        overlapc.fully_shard(model, **how)
+        return model, tokens
+
+
+def live_bytes(step: Any, model: nn.Module, tokens: Tensor) -> int:
+    """What the allocator holds at most during a step: parameters and the batch, and what comes on top."""
+    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local(model)}
+    before = sum(held.values()) + tokens.untyped_storage().nbytes()
+    model.zero_grad(set_to_none=True)
+    if tokens.is_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        others = torch.cuda.memory_allocated() - before
+        step(tokens).backward()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - others
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step(tokens).backward()
+    events = profile.profiler.kineto_results.events()
+    calls = sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in events
+        if event.name().startswith("aten::")
+    )
+    more = highest = at = 0
+    ends = -1  # of the outermost call of a library that is under way: what it frees itself is its own
+    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
+        if event.start_ns() > ends:
+            highest = max(highest, more)
+        while at < len(calls) and calls[at][0] <= event.start_ns():
+            ends = max(ends, calls[at][1])
+            at += 1
+        more += event.nbytes()
+        if event.start_ns() > ends:
+            highest = max(highest, more)
+    return before + max(highest, more)
+
+
+def local(model: nn.Module) -> list[Tensor]:
+    """This rank's parts of the parameters, and the buffers."""
+    found = [*model.parameters(), *model.buffers()]
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach() for tensor in found]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Bytes of one model."""
+
+    planned: int  # peak while forward or backward runs, with what either holds and the other does not know of
+    of_graphs: int  # peak of what each graph knows of: what a budget bounds
+    measured: int
+    buffers: int  # how many there are
+
+
+def tried(drawn: Drawn, mesh: DeviceMesh, scale: int, budget: int | None) -> Found | None:
+    """What became of a model; None where no schedule fits the budget."""
+    torch._dynamo.reset()
+    record.clear()
+    model, tokens = drawn.model(mesh, scale)
+    options: dict[str, Any] = {"memory": drawn.memory, "warm_start": False}
+    if budget is not None:
+        options["memory_budget"] = budget
+    step = torch.compile(model, backend="overlapc", fullgraph=True, options=options)
+    refused = torch.zeros(1, device=tokens.device)
+    try:
+        step(tokens).backward()
+    except Exception as error:
+        if not isinstance(getattr(error, "inner_exception", error), MemoryBudgetError):
+            raise
+        refused += 1
+    if refused.item():
+        return None
+    measured = live_bytes(step, model, tokens)
+    graphs = record.report_of_process().steps[0].graphs
+    return Found(
+        max(peaks(graphs).values()),
+        max(graph.peak_bytes for graph in graphs),
+        measured,
+        sum(len(parse(graph.schedule).buffers) for graph in graphs),
+    )
+
+
+def main() -> int:
+    """A rank. Rank 0 prints; 1 if a model held more than was planned, or was planned above its budget."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=50, help="models (default: 50)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if args.device == "cuda":
+        dist.init_process_group("nccl")
+    else:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    scale = 8 if args.device == "cuda" else 1  # blocks that the allocator rounds up are small beside these
+    ratios: dict[str, list[float]] = {"no budget": [], "a budget": []}
+    refused, wrong = 0, []
+    for seed in range(args.first, args.first + args.count):
+        drawn = Drawn.of(seed)
+        found = tried(drawn, mesh, scale, None)
+        assert found is not None
+        largest = torch.tensor(found.of_graphs, device=args.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        budget = int(largest.item() * drawn.budget)
+        for kind, limit in (("no budget", None), ("a budget", budget)):
+            if limit is not None:
+                found = tried(drawn, mesh, scale, limit)
+            if found is None:
+                refused += 1
+                continue
+            ratios[kind].append(found.planned / found.measured)
+            slack = _ROOT_GRADIENT + (found.buffers * _CUDA_BLOCK if args.device == "cuda" else 0)
+            if found.measured > found.planned + slack or (limit is not None and found.of_graphs > limit):
+                wrong.append(f"{drawn}, {kind} {limit}: {found}")
+    if dist.get_rank() == 0:
+        for text in wrong:
+            print(text)
+        for kind, found_ratios in ratios.items():
+            if found_ratios:
+                low, middle, high = min(found_ratios), statistics.median(found_ratios), max(found_ratios)
+                print(
+                    f"{kind}: {len(found_ratios)} models, planned over measured {middle:.4f} ({low:.4f} to {high:.4f})"
+                )
+        print(f"{refused} budgets refused; {len(wrong)} models wrong", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
