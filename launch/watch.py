@@ -91,8 +91,10 @@ class Watch:
             for rank in [rank for rank in unseen if (self._run_dir / f"rank{rank}" / _PID).exists()]:
                 unseen.discard(rank)
                 pid = int((self._run_dir / f"rank{rank}" / _PID).read_text())
-                with contextlib.suppress(ProcessLookupError):  # the launcher has collected it: it ended at once
+                try:
                     running[os.pidfd_open(pid)] = rank, pid
+                except ProcessLookupError:  # the launcher, which knows its code, has collected it: it ended at once
+                    self._ended(rank, None, [other for _, other in running.values()])
             ready, _, _ = select.select(list(running), [], [], _LOOK_S)
             ended = [(descriptor, _exit_code(descriptor)) for descriptor in ready]
             # Seen at once, those that the launcher may have ended because of the others come last.

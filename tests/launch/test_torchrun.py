@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from overlapc.errors import CompileError, ConfigError
+from overlapc.estimators.departures import departures
 from overlapc.launch import torchrun, worker
 from overlapc.launch.torchrun import check_world
+from overlapc.launch.watch import Watch
 
 TIMEOUT_S = 120
 
@@ -189,6 +191,25 @@ def test_the_others_do_not_wait_for_a_rank_that_ended_before_its_first_compilati
     assert done.stderr.splitlines()[0] == f"overlapc: rank 0: {ended}"
     assert "Traceback" not in done.stderr
     assert done.returncode == 1
+
+
+def test_a_rank_that_the_launcher_has_collected_before_anyone_looked_is_the_first(tmp_path):
+    alive = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    try:
+        for rank, process in enumerate((alive, gone)):
+            (tmp_path / f"rank{rank}").mkdir()
+            (tmp_path / f"rank{rank}" / "pid").write_text(str(process.pid))
+        with Watch(tmp_path, 2) as watch:
+            while not departures(tmp_path):
+                time.sleep(0.01)
+            alive.terminate()
+            found = watch.departed({0: -signal.SIGTERM, 1: -signal.SIGKILL})
+    finally:
+        alive.kill()
+        alive.wait()
+    assert [(each.rank, each.exit_code) for each in found] == [(1, -signal.SIGKILL), (0, -signal.SIGTERM)]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
