@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
 
+from overlapc.fx.drawn import drawn_decompositions, draws
 from overlapc.fx.random import random_decompositions
 from overlapc.fx.top_k import topk_of_groups
 
@@ -108,15 +109,8 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
     table[aten.nll_loss_backward.default] = nll_loss_backward
     table[aten._foreach_norm.Scalar] = norms
     table[aten.topk.default] = topk_of_groups
-    table = {target: rule for target, rule in table.items() if target not in kept and not _draws(target)}
-    return table | random_decompositions() if native_random else table
-
-
-def _draws(target: Any) -> bool:
-    """Whether the op itself draws random numbers: torch's rule for it draws others (`bernoulli` in float64)."""
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    return not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    table = {target: rule for target, rule in table.items() if target not in kept and not draws(target)}
+    return table | (random_decompositions() if native_random else drawn_decompositions())
 
 
 def norms(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from overlapc.fx.canonical import canonicalize
 from overlapc.fx.changed_inputs import copy_changed_inputs, drop_copies
 from overlapc.fx.compared import save_what_is_compared
+from overlapc.fx.drawn import draw_early, draw_late
 from overlapc.fx.duplicates import merge_duplicates
 from overlapc.fx.gathers import Gather, parameter_gathers
 from overlapc.fx.precision import note_coarse
@@ -52,6 +53,7 @@ def partition(
     return_no_tangents(joint_module.graph, num_fwd_outputs)
     canonicalize(joint_module)
     draw_once(joint_module.graph)
+    draw_late(joint_module.graph)
     joint_module.graph.eliminate_dead_code()  # reads that nothing computes with would count as uses
     regathered: dict[str, str] = {}  # name of the backward gather's wait -> of the forward one's
     for gather in list(parameter_gathers(joint_module.graph)):
@@ -72,6 +74,7 @@ def partition(
         forward, backward = min_cut_rematerialization_partition(
             joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
         )
+    draw_early(backward.graph)
     drop_copies(forward.graph, num_fwd_outputs, copies)
     unwrap_attention(forward, backward)
     for graph in (forward, backward):

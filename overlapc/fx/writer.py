@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from torch import fx
@@ -36,8 +37,10 @@ class Writer:
 
 
 def fake_result(node: fx.Node) -> Any:
-    """What the call gives for the fake values of its arguments, one of which at least has to be a tensor."""
+    """What the call gives for the fake values of its arguments, in a graph that has a fake tensor somewhere."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
-    mode = next(leaf.fake_mode for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor))
+    values = itertools.chain((args, kwargs), (other.meta.get("val") for other in node.graph.nodes))
+    leaves = itertools.chain.from_iterable(map(pytree.tree_leaves, values))
+    mode = next(leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor))
     with mode:
         return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -55,6 +55,11 @@ def seeds(context: Context, count: int, device: torch.device) -> Any:
     return context.extern(draw, (count, device), {}, pure=False)
 
 
+@lowers_by_name("overlapc.drawn.default")
+def drawn(context: Context, number: View) -> None:
+    """No code: the draw itself is a call with an effect, which stays where it is (fx/drawn.py)."""
+
+
 @lowers_by_name("overlapc.uniform.default")
 def uniform(context: Context, seed: View, size: Sequence[Any], stride: Any, dtype: torch.dtype) -> View:
     extents = [sympy.sympify(extent) for extent in size]

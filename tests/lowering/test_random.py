@@ -166,6 +166,55 @@ def test_fallback_random_draws_what_eager_draws():
     torch.testing.assert_close(compiled(call, fallback_random=True)(x), expected, rtol=0, atol=0)
 
 
+class DrawsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        torch.rand(5)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        torch.rand(3)
+        return g + torch.rand_like(g)
+
+
+def unread_draws(x: Tensor) -> list[Tensor]:
+    torch.rand_like(x)
+    torch.randn(7).mul(2)
+    F.dropout(x, 0.3)
+    F.scaled_dot_product_attention(*[x[None, None]] * 3)
+    return [DrawsInBackward.apply(x) * torch.rand(3), torch.randn(3)]
+
+
+def unread_draws_in_a_checkpoint(x: Tensor) -> list[Tensor]:
+    def block(y: Tensor) -> Tensor:
+        torch.rand(9)
+        z = F.dropout(y, 0.5)
+        torch.rand_like(y)
+        return z.square()
+
+    return [checkpoint(block, x, use_reentrant=False), torch.rand(3)]
+
+
+@pytest.mark.parametrize(
+    ("function", "trained"),
+    [(unread_draws, False), (unread_draws, True), (unread_draws_in_a_checkpoint, True)],
+)
+def test_fallback_random_keeps_draws_that_nothing_reads(function, trained):
+    """Or later draws, in this graph, after it and in backward, would be other numbers than eager's."""
+
+    def run(call):
+        torch.manual_seed(0)
+        x = torch.ones(4, 3, requires_grad=trained)
+        results = call(x)
+        results.append(torch.rand(2))
+        if trained:
+            results.append(torch.autograd.grad(results[0].sum(), x)[0])
+        return [*results, torch.rand(2)]
+
+    torch.testing.assert_close(run(compiled(function, fallback_random=True)), run(function))
+
+
 def test_symbolic_sizes():
     step = compiled(lambda x: torch.rand_like(x) + torch.zeros(x.shape[0], 3).uniform_(), dynamic=True)
     for rows in (4, 9):

@@ -85,6 +85,12 @@ def test_a_comparison_that_only_rounding_decides_is_undecidable() -> None:
     assert verdict_on(made, lambda f, x, y: (x > 2 * x,)).kind in ("result", "undecidable")
 
 
+def test_a_term_that_a_huge_one_swallows_counts_as_rounded() -> None:
+    made = program("v1 = (x0 + 3e38 - 3e38).sin()")
+    verdict = verdict_on(made, lambda f, x, y: (x.sin(),))
+    assert not verdict.wrong, verdict.message
+
+
 def test_noise_keeps_what_is_equal_and_what_is_exact() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)).repeat(2)
     moved = jolted(x, 1, 1)
