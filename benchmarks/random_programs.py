@@ -51,9 +51,9 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=1, help="with --device cuda: workers take one after the other")
     parser.add_argument("--script", action="store_true", help="print the program of --seed and stop")
     parser.add_argument("--from", dest="source", type=Path, help="with --script: the smallest failure of a --report")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=int, metavar="JOB", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
+    if options.worker is not None:
         return work(options)
     if options.script:
         return show(options)
@@ -131,7 +131,7 @@ class Worker:
     """A process that judges the seeds written to it."""
 
     def __init__(self, job: int, options: argparse.Namespace) -> None:
-        given = ["--device", options.device, "--shrink", str(options.shrink)]
+        given = ["--device", options.device, "--shrink", str(options.shrink), "--jobs", str(options.jobs)]
         given += ["--beside-inductor"] if options.beside_inductor else []
         environment = {
             "OMP_NUM_THREADS": "1",
@@ -144,7 +144,7 @@ class Worker:
             environment["CUDA_VISIBLE_DEVICES"] = str(job % options.gpus)
         self.errors = (Path(os.environ.get("TMPDIR", "/tmp")) / f"random_programs_{os.getpid()}_{id(self)}").open("w+b")
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", *given],
+            [sys.executable, __file__, "--worker", str(job), *given],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
@@ -196,6 +196,9 @@ def work(options: argparse.Namespace) -> int:
     import overlapc  # noqa: F401 (registers the backend, also where the package is not installed)
 
     logging.disable(logging.WARNING)
+    if options.jobs > 1:  # one core a worker: a graph's kernels then are one run of the C++ compiler, not one a core
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[options.worker % len(cores)]})
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what programs and compilers print is no verdict
@@ -223,6 +226,8 @@ def verdict_on(seed: int, options: argparse.Namespace, out: Any) -> dict[str, An
     by_inductor = partial(judge, compiler=inductor)
     traced = judge(program, options.device, aot_eager)
     result["tracing"] = "wrong" if traced.wrong else "right"
+    if verdict.kind == "error" and traced.what == verdict.what:  # it is raised before any backend sees a graph
+        return result | {"program": asdict(program), "code": program.code(), "inductor": "as aot_eager"}
     if options.beside_inductor:
         beside = by_inductor(program, options.device)
         result |= {"inductor": beside.kind, "inductor_message": beside.message}

@@ -403,7 +403,7 @@ def full(context: Context, *args: Any, **kwargs: Any) -> View:
     return fill(context, number)
 
 
-@lowers(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+@lowers(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten._efficientzerotensor.default)
 def zeros(context: Context, *args: Any, **kwargs: Any) -> View:
     return fill(context, 0)
 

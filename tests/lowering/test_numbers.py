@@ -128,3 +128,8 @@ def test_float8_is_converted_in_kernels(dtype):
     same(quantized, x)
     assert counters["overlapc"]["fallbacks"] == 0
     same(lambda x: torch.cat([x.to(dtype), x.to(dtype)]).view(torch.uint8), x)  # bits are copied as they are
+
+
+def test_zeros_without_memory_are_zeros():
+    """What forward-mode derivatives give where nothing depends on the input: kernels would read address 0."""
+    same(lambda x: (torch._efficientzerotensor(5) + x, torch._efficientzerotensor(5) * x.sum()), torch.arange(5.0))

@@ -316,7 +316,7 @@ class Author:
             made["matmul"] = "native"
         elif draw < 0.3:
             made["check_lifecycle"] = True
-        if self.random.random() < 0.2:
+        if self.random.random() < 0.2 and "memory" not in made:
             made["wrapper"] = "fx"
         return made
 
