@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.node import map_aggregate
+from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -61,6 +62,7 @@ class FxWrapper:
         self.env: dict[str, Node] = {}  # node of a variable
         self.sizes: dict[sympy.Symbol, Any] = {}  # node, or number, of a symbol
         self.computed: dict[sympy.Expr, Any] = {}
+        self.tracer = GraphAppendingTracer(self.graph)  # one for all: a call of two sizes takes no proxies of two
 
     def bind(self, launchers: Mapping[str, Launcher]) -> Callable[[list[Any]], tuple[Any, ...]]:
         """The graph as a function of one list of arguments, which it empties (boxed)."""
@@ -218,7 +220,7 @@ class FxWrapper:
             return int(expr)
         if expr not in self.computed:
             known = {
-                symbol: Proxy(node) if isinstance(node, Node) else node
+                symbol: Proxy(node, self.tracer) if isinstance(node, Node) else node
                 for symbol, node in ((symbol, self.sizes[symbol]) for symbol in expr.free_symbols)
             }
             result = sympy_interp(PythonReferenceAnalysis, known, expr)

@@ -109,8 +109,17 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
     table[aten.nll_loss_backward.default] = nll_loss_backward
     table[aten._foreach_norm.Scalar] = norms
     table[aten.topk.default] = topk_of_groups
+    table[aten.index_fill.int_Scalar] = table[aten.index_fill.int_Tensor] = index_fill
     table = {target: rule for target, rule in table.items() if target not in kept and not draws(target)}
     return table | (random_decompositions() if native_random else drawn_decompositions())
+
+
+def index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor | float) -> Tensor:
+    """Laid out as `x`; torch's own rule copies in place to get there, which AOTAutograd refuses."""
+    if x.dim() == 0:
+        return index_fill(x.unsqueeze(0), 0, index, value).squeeze(0)
+    number = value.to(x.dtype) if isinstance(value, Tensor) else aten.full([], value, dtype=x.dtype, device=x.device)
+    return aten.index_put(x, [None] * (dim % x.dim()) + [index], number)
 
 
 def norms(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:

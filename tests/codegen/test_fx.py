@@ -79,6 +79,16 @@ def test_a_step_equals_eager(dynamic):
         torch.testing.assert_close(call(more), model(more))
 
 
+def test_sizes_made_of_several_symbols():
+    def function(x: Tensor) -> Tensor:
+        return x.diagonal() * 2
+
+    call = compiled(function, True, wrapper="fx")
+    for size in ((5, 6), (9, 4)):
+        x = torch.randn(size)
+        torch.testing.assert_close(call(x), function(x))
+
+
 @SHAPES
 def test_triton_kernels_run_through_torchs_wrapper_op(dynamic, interpreted_triton):
     def function(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

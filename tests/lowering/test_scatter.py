@@ -72,6 +72,11 @@ def test_integers_add_up_exactly(dynamic):
         lambda x, i, v: x.index_add(1, i[:2] // 2, v[:, :2].repeat(2, 1)[:6]),
         lambda x, i, v: x.index_copy(0, i.unique(return_inverse=True)[1] * 0 + torch.arange(4), v),
         lambda x, i, v: x.index_fill(0, i, 2.5),
+        lambda x, i, v: x.t().index_fill(-1, i - 6, v[0, 0]),  # and laid out as eager's
+        lambda x, i, v: (
+            x[::2].index_fill(0, i[:1] % 2, 7).long().index_fill(1, i[:2] % 3, 2).sum(0).index_fill(0, i[1] % 3, 1)
+        ),
+        lambda x, i, v: x[0, 0].index_fill(0, i[:1] * 0, 2.5),
         lambda x, i, v: x.index_put((i,), v, accumulate=True),
         lambda x, i, v: x.index_put((i - 6,), v, accumulate=True),
         lambda x, i, v: x.index_put((i, i % 3), v[:, 0], accumulate=True),
