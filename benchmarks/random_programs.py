@@ -2,6 +2,7 @@
 
     python benchmarks/random_programs.py --count 3000 --jobs 16 --beside-inductor
     python benchmarks/random_programs.py --count 1000 --device cuda --jobs 8 --report failures.jsonl
+    python benchmarks/random_programs.py --from failures.jsonl --jobs 16 --beside-inductor      # those again
     python benchmarks/random_programs.py --seed 123 --count 1 --script        # the program itself, as a file to run
 
 A program has 20 to 45 statements (tests/programs/statements.py): views, changes in place through views, arguments that
@@ -26,7 +27,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def main() -> int:
     parser.add_argument("--report", type=Path, help="a file of JSON lines, one a program, as they come")
     parser.add_argument("--gpus", type=int, default=1, help="with --device cuda: workers take one after the other")
     parser.add_argument("--script", action="store_true", help="print the program of --seed and stop")
-    parser.add_argument("--from", dest="source", type=Path, help="with --script: the smallest failure of a --report")
+    parser.add_argument("--from", dest="source", type=Path, help="the programs of a --report, in place of drawn ones")
     parser.add_argument("--worker", type=int, metavar="JOB", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
@@ -65,22 +66,25 @@ def main() -> int:
 def show(options: argparse.Namespace) -> int:
     """Prints a program as a file that stands alone."""
     from tests.programs.draw import draw
+
+    program = reported(options.source).get(options.seed) or draw(options.seed, options.device)
+    print(program.script(f"seed {options.seed}", options.device))
+    return 0
+
+
+@cache
+def reported(path: Path | None) -> dict[int, Any]:
+    """The programs of a report by their seeds."""
     from tests.programs.program import Program
 
-    program = None
-    if options.source:
-        for line in options.source.read_text(encoding="utf-8").splitlines():
-            result = json.loads(line)
-            if result["seed"] == options.seed:
-                program = Program(**result["program"])
-    print((program or draw(options.seed, options.device)).script(f"seed {options.seed}", options.device))
-    return 0
+    lines = path.read_text(encoding="utf-8").splitlines() if path else []
+    return {result["seed"]: Program(**result["program"]) for result in map(json.loads, lines) if "program" in result}
 
 
 def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every seed given to a worker; in the order in which they end."""
     seeds: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for seed in range(options.seed, options.seed + options.count):
+    for seed in reported(options.source) or range(options.seed, options.seed + options.count):
         seeds.put(seed)
     results: list[dict[str, Any]] = []
     ends = time.monotonic() + options.seconds
@@ -132,6 +136,7 @@ class Worker:
 
     def __init__(self, job: int, options: argparse.Namespace) -> None:
         given = ["--device", options.device, "--shrink", str(options.shrink), "--jobs", str(options.jobs)]
+        given += ["--from", str(options.source)] if options.source else []
         given += ["--beside-inductor"] if options.beside_inductor else []
         environment = {
             "OMP_NUM_THREADS": "1",
@@ -215,7 +220,7 @@ def verdict_on(seed: int, options: argparse.Namespace, out: Any) -> dict[str, An
     from tests.programs.judge import Verdict, judge
     from tests.programs.shrink import shrink
 
-    program = draw(seed, options.device)
+    program = reported(options.source).get(seed) or draw(seed, options.device)
     verdict = judge(program, options.device)
     result = {"seed": seed, "kind": verdict.kind, "message": verdict.message, "statements": len(program.body)}
     result |= {"dynamic": program.dynamic, "backward": bool(program.leaves)}
