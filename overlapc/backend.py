@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch._dynamo.exc import ShortenTraceback
 from torch.fx import GraphModule
 
@@ -116,11 +117,16 @@ def schedule_only(
         raise _direct(error) from error.__cause__
 
 
+def _advise(text: str) -> None:
+    """Warns of how a program is written, which all ranks run: one of them says it."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(text, stacklevel=3)
+
+
 def _advise_against_hooks(whose: str, hint: str) -> None:
-    warnings.warn(
+    _advise(
         f"overlapc compiles a module in the forward of {whose} that Dynamo does not trace: they stay outside of the"
-        f" graph, and nothing can be scheduled around them.\nhint: {hint}",
-        stacklevel=2,
+        f" graph, and nothing can be scheduled around them.\nhint: {hint}"
     )
 
 
@@ -130,13 +136,12 @@ def _look_at_gathers(gm: GraphModule) -> None:
 
     refuse_writes(gm.graph)
     if compiled_alone(gm.graph):
-        warnings.warn(
+        _advise(
             "overlapc compiles a module of a sharded model by itself: communication is scheduled within one compiled"
             " graph, so nothing hides what this one gathers and reduces. Each such module is compiled anew, and after"
             f" torch._dynamo.config.recompile_limit ({torch._dynamo.config.recompile_limit}) of them Dynamo runs the"
             " others eagerly.\nhint: compile the outermost module, torch.compile(model); if you do, a graph break comes"
-            " in between, which TORCH_LOGS=graph_breaks shows",
-            stacklevel=2,
+            " in between, which TORCH_LOGS=graph_breaks shows"
         )
 
 
