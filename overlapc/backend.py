@@ -19,6 +19,7 @@ from overlapc.binding import environment_of, keeps, kept_step, next_number
 from overlapc.config import Config
 from overlapc.errors import OverlapcError
 from overlapc.fx.versions import compiled_autograd, runs_under_ddp, runs_under_fsdp2
+from overlapc.report.captures import CAPTURES
 from overlapc.runtime.async_inputs import arrived, not_waited_for, plain_examples, tensors_of_tensors, waits_first
 from overlapc.runtime.steps import watch_optimizers
 from overlapc.runtime.triton_launch import get_ready
@@ -60,6 +61,7 @@ def overlapc(
         if "overlapc.parallel.gather" in sys.modules:  # else there is nothing that we shard
             _look_at_gathers(gm)
         number = next_number()
+        CAPTURES.note(number)
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
         late, within = not_waited_for(example_inputs), tensors_of_tensors(example_inputs)
         if late or within:

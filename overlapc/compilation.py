@@ -34,6 +34,7 @@ from overlapc.report.build import graph_record
 from overlapc.report.model import GraphRecord
 from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministic
+from overlapc.runtime.phases import phase
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 from overlapc.tracing import step_of
@@ -66,7 +67,7 @@ def compile_graph(
     watch: StepWatch | None = None,
 ) -> Callable[..., Any]:
     """One graph of ATen ops and functional collectives: the whole way. `watch` sees the graphs of the step."""
-    with deterministic(config.deterministic):  # backward is compiled when it first runs
+    with phase("lowering and fusion"), deterministic(config.deterministic):  # backward is compiled when it first runs
         key = _graph_key(gm, config, name)
         built = _build(gm, config, name, key=key)
     if watch is not None:
@@ -94,8 +95,11 @@ def _build(
     planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, kept=kept, within=within)
     if planned is None:
         assert kept is not None
-        return Built(bind(kept, config, name, began, gm=gm), kept.record.after.step_ns, kept=True)
-    generated = _generate(planned, inner, config, within)
+        with phase("kernels"):
+            call = bind(kept, config, name, began, gm=gm)
+        return Built(call, kept.record.after.step_ns, kept=True)
+    with phase("kernels"):
+        generated = _generate(planned, inner, config, within)
     _dump(generated, dumps)
     compiled, objects = generated.printed(gm, tracked=config.check_lifecycle, checks=config.checks)
     graph = None
@@ -103,7 +107,8 @@ def _build(
         from overlapc.codegen.fx import FxWrapper  # which registers an operator: not for those who do not need it
 
         graph = FxWrapper(generated.program, single=single)
-    call = bind(compiled, config, name, began, objects=objects, within=within, graph=graph)
+    with phase("kernels"):
+        call = bind(compiled, config, name, began, objects=objects, within=within, graph=graph)
     dumps.write("program", "wrapper", lambda: graph.text() if graph else compiled.text(name), suffix="py")
     kept_now = key is not None and _keep(key, compiled, config)
     return Built(call, planned.result.after.step_ns, kept_now, graph.module if graph else None)

@@ -21,6 +21,7 @@ from overlapc.planning import Passes, plan_graph
 from overlapc.report import record
 from overlapc.report.build import graph_record
 from overlapc.runtime.counters import count
+from overlapc.runtime.phases import phase
 from overlapc.schedule.model import Schedule
 from overlapc.tracing import step_of
 
@@ -48,7 +49,8 @@ def plan_schedule(schedule: Schedule, ctx: Context) -> None:
 def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str) -> Callable[..., Any]:
     """Like compile_graph, but for fake tensors: the graph itself runs, as nothing is generated."""
     began = time.perf_counter()
-    _remember(_plan(gm, config, name), began)
+    with phase("lowering and fusion"):
+        _remember(_plan(gm, config, name), began)
     return make_boxed_func(gm.forward)
 
 

@@ -52,6 +52,7 @@ from overlapc.profile import profile_of
 from overlapc.report.drawing import to_dot
 from overlapc.report.walk import walk_through
 from overlapc.runtime.counters import count
+from overlapc.runtime.phases import phase
 from overlapc.schedule.collectives import COPY
 from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
 from overlapc.transports import AUTO, NCCL, Transports, carried
@@ -226,7 +227,8 @@ def _scheduled(
     ops, fusion = fuse_ops(lowered, config.fusion, freeable, measure=measure, refuse=_refuse_fused)
     dumps.write("fusion", "decisions", lambda: str(fusion))
     schedule = to_schedule(ops, lowered, freeable, config.memory_budget, fusion.kernel_of)
-    tuning = _tuned(schedule, lowered, profile, config, talks)
+    with phase("measuring"):
+        tuning = _tuned(schedule, lowered, profile, config, talks)
     if tuning is not None:
         dumps.write("kernels", "tuning", lambda: str(tuning))
     chain = chain_of(profile, config, lowered, inner, tuning)
@@ -240,7 +242,8 @@ def _scheduled(
         dump=dumps.writer("passes"),
     )
     if agreed is None:
-        result = passes(schedule, context)
+        with phase("passes"):
+            result = passes(schedule, context)
     else:
         followed = (each for each in follow(schedule, agreed, context) if _lines_of(each) == agreed.lines)
         found = next(followed, None)

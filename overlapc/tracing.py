@@ -21,6 +21,7 @@ from overlapc.fx.versions import check_torch_version
 from overlapc.garbage import no_collections
 from overlapc.passes.runner import select
 from overlapc.runtime.deterministic import deterministic
+from overlapc.runtime.phases import phase
 
 GraphCompiler = Callable[..., Callable[..., Any]]  # of (gm, inputs, *, config, name)
 
@@ -48,7 +49,8 @@ def _traced(
     if isinstance(gm, GraphModule):  # compiled autograd wraps its graph, in which no attention is whole
         drop_masks(gm, eager_dropout=config.fallback_random)
     as_they_were = views_outside(gm) if any(map(is_traceable_wrapper_subclass, inputs)) else None
-    with deterministic(config.deterministic), no_collections():  # a traced graph is objects that all stay
+    # No collections: a traced graph is objects that all stay.
+    with phase("AOTAutograd"), deterministic(config.deterministic), no_collections():
         step = aot_module_simplified(
             gm,
             inputs,

@@ -382,3 +382,69 @@ def symbol_hint(size: torch.SymInt | torch.SymFloat, symbol: Any) -> int | None:
         known = shape_env.var_to_val
     value = known.get(symbol)
     return None if value is None else int(value)
+
+
+# --- what Dynamo says of its own work
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One compilation of one frame by Dynamo."""
+
+    compile_id: str  # "0/1": frame 0, compiled before once
+    function: str
+    source: str  # file:line
+    recompiled: str  # the guard of an earlier compilation that failed; "" for the first
+    seconds: float  # without the backend's
+
+
+@dataclass(frozen=True)
+class Broken:
+    """One graph break."""
+
+    source: str  # file:line
+    code: str
+    reason: str
+
+
+def compile_id() -> str:
+    """Of what Dynamo compiles now, as its logs write it; "" where it compiles nothing."""
+    return str(torch._guards.CompileContext.current_compile_id() or "")
+
+
+def traced() -> list[Traced]:
+    """In order, what torch keeps of its last 64 compilations."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return [
+        Traced(
+            str(each.compile_id),
+            each.co_name,
+            f"{each.co_filename}:{each.co_firstlineno}",
+            " ".join((each.recompile_reason or "").split()),
+            max(0.0, (each.entire_frame_compile_time_s or 0.0) - (each.backend_compile_time_s or 0.0)),
+        )
+        for each in get_compilation_metrics()
+        if each.co_name is not None  # else it is a backward's, compiled when it first ran
+    ]
+
+
+def graph_breaks() -> list[Broken]:
+    """All of this process, in the order in which Dynamo met them."""
+    from torch._dynamo.output_graph import graph_break_reasons
+
+    found = []
+    for each in graph_break_reasons:
+        reason = next(iter(each.reason.strip().splitlines()), "")
+        frame = each.user_stack[-1] if each.user_stack else None
+        where = "" if frame is None else f"{frame.filename}:{frame.lineno}"
+        code = "" if frame is None else frame.line or ""
+        found.append(Broken(where, code, _BREAKS.get(reason.split(" ")[0], reason)))
+    return found
+
+
+# Where Dynamo gives a name of its own, and no sentence.
+_BREAKS = {
+    "generic_jump": "which branch is taken depends on a tensor's value",
+    "step_unsupported": "Dynamo does not trace this statement",
+}

@@ -124,6 +124,12 @@ class GraphRecord:
         return self.name.startswith("inference")
 
     @property
+    def number(self) -> int | None:
+        """Which `Capture` it is of; None for a name that is not the backend's."""
+        _, _, digits = self.name.rpartition("_")
+        return int(digits) if digits.isdecimal() else None
+
+    @property
     def exposed_before_ns(self) -> float:
         """Time that compute stands still for collectives in the incoming order."""
         return sum(row.exposed_before_ns for row in self.collectives)
@@ -132,6 +138,27 @@ class GraphRecord:
     def exposed_after_ns(self) -> float:
         """The same in the final order."""
         return sum(row.exposed_after_ns for row in self.collectives)
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A function as Dynamo captured it at one time, or a piece of one between two graph breaks."""
+
+    number: Count  # of its graphs: 3 of forward_3 and backward_3
+    frame: str  # Dynamo's number of the function or piece, which its other captures have too
+    function: str = ""
+    source: str = ""  # file:line
+    recompiled: str = ""  # the guard of an earlier capture that failed; "" for the first
+
+
+@dataclass(frozen=True, slots=True)
+class GraphBreak:
+    """A line at which Dynamo could not go on with a graph."""
+
+    source: str  # file:line
+    code: str
+    reason: str
+    times: Count = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +173,9 @@ class StepRecord:
     )
     calls: Mapping[str, Count] = field(default_factory=dict)  # graph -> in one step; empty: no optimizer has stepped
     steps: Count = 0  # that were seen to end, of which `calls` is typical
+    captures: tuple[Capture, ...] = ()
+    breaks: tuple[GraphBreak, ...] = ()
+    seconds: Mapping[str, Seconds] = field(default_factory=dict)  # phase of compiling -> how long, of all graphs
 
     @property
     def called(self) -> tuple[tuple[GraphRecord, int], ...]:

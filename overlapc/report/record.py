@@ -14,6 +14,7 @@ import msgspec
 
 from overlapc import documents
 from overlapc.errors import ConfigError, OverlapcError
+from overlapc.report.captures import CAPTURES
 from overlapc.report.model import GraphRecord, StepRecord
 from overlapc.runtime.steps import STEPS
 
@@ -104,6 +105,7 @@ def clear() -> None:
     """Forgets what this process compiled (`torch._dynamo.reset()` does not)."""
     _graphs.clear()
     STEPS.clear()
+    CAPTURES.clear()
     _measured_peak_bytes.clear()
 
 
@@ -111,7 +113,18 @@ def report_of_process() -> Report:
     """Everything this process compiled so far; the rank is the one torchrun gave it."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     peak_bytes = _measured_peak_bytes[0] if _measured_peak_bytes else None
-    return Report((StepRecord(rank, world_size, tuple(_graphs), peak_bytes, STEPS.typical(), STEPS.seen),))
+    step = StepRecord(
+        rank,
+        world_size,
+        tuple(_graphs),
+        peak_bytes,
+        STEPS.typical(),
+        STEPS.seen,
+        CAPTURES.captures(),
+        CAPTURES.breaks(),
+        CAPTURES.seconds(),
+    )
+    return Report((step,))
 
 
 def gather(run_dir: Path) -> Report:

@@ -9,6 +9,7 @@ from tabulate import tabulate
 from overlapc.report import compare
 from overlapc.report.advice import Exposure, exposures
 from overlapc.report.bound import Spent, sources
+from overlapc.report.captures import captures_lines
 from overlapc.report.model import CollectiveRow, GraphRecord, StepRecord, measured_step
 from overlapc.report.times import change, ms, us
 from overlapc.units import human_bytes
@@ -151,7 +152,7 @@ def totals_text(step: StepRecord) -> str:
     spent = Spent.of(step)
     why = spent.bound()
     after = step.step_ns
-    lines = [*_calls_lines(step)]
+    lines = [*_calls_lines(step), *captures_lines(step)]
     lines += [f"step time    {ms(step.step_before_ns)} -> {ms(after)}; {bound_text(after, step.lower_bound_ns)}"]
     lines += _measured_lines(step)
     lines += [f"bound by     {why.why}", *([f"             try: {why.advice}"] if why.advice else [])]

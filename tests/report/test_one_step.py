@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -119,3 +120,57 @@ def test_every_figure_of_a_step_counts_its_calls():
     assert "exposed      0.400 ms -> 0.240 ms of communication" in totals_text(twice)
     assert "  0.200 ms  a collective of forward (ag0)" in totals_text(twice)
     assert "kernels      4 generated; eager fallbacks: 6" in totals_text(twice)
+
+
+class Pieces(nn.Module):
+    """One graph break of a kind that each library has somewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu()
+        torch._dynamo.graph_break()
+        return self.second(x).sum()
+
+
+def test_graph_breaks_and_variants_are_named_with_line_and_reason():
+    step = torch.compile(Pieces(), backend="overlapc", options=OPTIONS)
+    for rows in (4, 5):
+        step(torch.ones(rows, 8)).backward()
+    lines = str(overlapc.report()).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("pieces"))
+    assert lines[at] == "pieces       2: nothing is scheduled across their borders"
+    line = Pieces.forward.__code__.co_firstlineno + 2
+    assert lines[at + 1] == (
+        f"  broken at {__file__}:{line} `torch._dynamo.graph_break()`, 2 times: Call to `torch._dynamo.graph_break()`"
+    )
+    variants = [line for line in lines if line.startswith("variants")]
+    assert [each.split(" (")[0] for each in variants] == [
+        "variants     2 of forward",
+        f"variants     2 of forward from line {line}",
+    ]
+    again = lines[lines.index(variants[0]) + 2]
+    assert again.startswith("  forward_")
+    assert "size mismatch at index 0. expected 4, actual 5" in again
+
+
+def test_seconds_of_compiling_are_told_by_phase_and_counted_once():
+    began = time.perf_counter()
+    Train(8).train(1)
+    whole = time.perf_counter() - began
+    seconds = overlapc.report().steps[0].seconds
+    assert next(iter(seconds)) == "Dynamo"
+    assert {"AOTAutograd", "lowering and fusion", "passes", "kernels"} <= seconds.keys()
+    assert all(each > 0 for each in seconds.values())
+    assert sum(seconds.values()) < whole
+    assert any(line.startswith("compiling    ") for line in str(overlapc.report()).splitlines())
+
+
+def test_what_dynamo_says_survives_saving(tmp_path):
+    step = torch.compile(Pieces(), backend="overlapc", options=OPTIONS)
+    step(torch.ones(4, 8)).backward()
+    report = overlapc.report()
+    assert len(report.steps[0].breaks) == 1
+    assert record.load(report.save(tmp_path / "record.json")) == report

@@ -1,0 +1,48 @@
+"""How long the phases of compiling take, each without those that it begins."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.since = 0.0
+
+
+_seconds: defaultdict[str, float] = defaultdict(float)
+_running = _Running()
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """The time of the block is of phase `name`, but for what further phases within it take."""
+    _switch()
+    _running.names.append(name)
+    try:
+        yield
+    finally:
+        _switch()
+        _running.names.pop()
+
+
+def _switch() -> None:
+    now = time.perf_counter()
+    if _running.names:
+        _seconds[_running.names[-1]] += now - _running.since
+    _running.since = now
+
+
+def seconds_by_phase() -> Mapping[str, float]:
+    """Of this process, since it began or `clear` was called."""
+    return dict(_seconds)
+
+
+def clear() -> None:
+    """Begins anew."""
+    _seconds.clear()
