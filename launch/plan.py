@@ -18,6 +18,7 @@ from overlapc.report.build import graph_record
 from overlapc.report.earlier import users_estimator
 from overlapc.report.model import StepRecord
 from overlapc.report.record import Report
+from overlapc.report.saved_schedules import kept
 from overlapc.schedule.model import COMMUNICATION, COMPUTE, Schedule
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
@@ -29,20 +30,22 @@ def plan_text(text: str, config: Config) -> Report:
     """Every schedule in `text` through the passes of `config`, as the report of one rank.
 
     `config.estimates` come before the times in the text, which stand otherwise; nodes without one are estimated from
-    `config.profile`, if one is named, and are unknown otherwise. ScheduleError for text that cannot be read or breaks
-    a rule, ConfigError for text without any schedule.
+    `config.profile`, if one is named, else from the machine that the text was saved with, and are unknown where there
+    is none. ScheduleError for text that cannot be read or breaks a rule, ConfigError for text without any schedule.
     """
-    profile = IDEAL if config.profile is None else load_profile(config.profile)
-    chain = from_profile(profile)
-    context = context_of(config, profile, None if config.profile is None else chain)
-    context = replace(context, budget_bytes=config.memory_budget)
+    named = None if config.profile is None else load_profile(config.profile)
+    saved = kept(text)
     graphs = []
     for part in parts(text):
         schedule = parse(part)
         verify(schedule, schedule.name)
+        profile = named or saved.profiles.get(schedule.name, IDEAL)
+        chain = from_profile(profile)
+        context = context_of(config, profile, None if profile is IDEAL else chain)
+        context = replace(context, budget_bytes=config.memory_budget)
         result = run_pipeline(estimate_schedule(_as_the_user_says(schedule, config), chain), context)
         graphs.append(graph_record(result, budget_bytes=context.budget_bytes))
-    return Report((StepRecord(graphs=tuple(graphs)),))
+    return Report((StepRecord(world_size=saved.world_size, graphs=tuple(graphs), calls=saved.calls),))
 
 
 def _as_the_user_says(schedule: Schedule, config: Config) -> Schedule:

@@ -28,6 +28,7 @@ class Result:
     before: Timeline
     after: Timeline
     collectives: tuple[CollectiveRecord, ...]
+    ordered: Schedule  # the same order with the estimates that came in, from which its clock follows
 
 
 @no_collections()
@@ -56,4 +57,4 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
     # Passes compare orders at one clock; what is reported is at the clock that each order leads to.
     before = settled(ctx.timeline(schedule))
     after = before if final is schedule else settled(ctx.timeline(final))
-    return Result(after.schedule, reports, before, after, records_of(reports, before, after))
+    return Result(after.schedule, reports, before, after, records_of(reports, before, after), final)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 
+from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.host import host_ns
+from overlapc.estimators.profile_file import profile_to_json
 from overlapc.estimators.timeline import Timeline
 from overlapc.passes.records import CollectiveRecord
 from overlapc.passes.run import Result
@@ -48,9 +51,19 @@ def graph_record(
         unknown=result.after.unknown,
         compile_seconds=compile_seconds,
         host_ns=host_ns(final, result.after.profile),
+        profile=_profile_text(result.after.profile),
+        full_load_ns={
+            node.name: node.estimate.ns
+            for node, settled in zip(result.ordered.nodes, final.nodes, strict=True)
+            if node.estimate is not None and node.estimate != settled.estimate
+        },
         changes_inputs=any(final.buffers[final.root(name)].is_input for node in final.nodes for name in node.mutates),
         alone_ns=sum(node.estimate.ns for node in final.nodes if node.kind in COMPUTE and node.estimate is not None),
     )
+
+
+def _profile_text(profile: DeviceProfile) -> str:
+    return "" if profile is IDEAL else json.dumps(profile_to_json(profile))
 
 
 def _count(schedule: Schedule, kind: Kind) -> int:

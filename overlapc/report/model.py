@@ -115,6 +115,9 @@ class GraphRecord:
     tuned: str = ""  # with autotune: how many kernels were measured, and what other block sizes gain
     measured: Measured | None = None  # None: nobody measured it
     host_ns: Ns | None = None  # what a call costs the host; None: the profile does not know
+    profile: str = ""  # the device profile of these times, as the JSON of its file; "": none was named
+    # What the schedule takes otherwise at the clock that the estimates are of; the simulator goes from there.
+    full_load_ns: Mapping[str, Ns] = field(default_factory=dict)
     changes_inputs: bool = False  # as a compiled optimizer does
     alone_ns: Ns | None = None  # what its compute takes with no communication beside it; None: an older record
 

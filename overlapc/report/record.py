@@ -50,14 +50,14 @@ class Report:
         return target
 
     def _as(self, target: Path) -> str:
-        from overlapc.report import html, text, trace
+        from overlapc.report import html, saved_schedules, text, trace
 
         if target.suffix == ".html":
             return html.render(self.steps)
         if target.suffix == ".json":
             return trace.render(self.steps) if target.stem.startswith("trace") else self.to_json()
         if target.suffix == ".txt" and "schedule" in target.stem:
-            return text.schedules(self.steps)
+            return saved_schedules.render(self.steps)
         if target.suffix == ".txt":
             return text.render(self.steps, all_rows=True) + "\n"
         raise ConfigError(f"{target.name}: a report saves as .html, trace.json, .json, schedule.txt or .txt")

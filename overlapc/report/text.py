@@ -226,12 +226,6 @@ def _other_rank(first: StepRecord, other: StepRecord) -> str:
     return f"rank {other.rank}: {len(other.graphs)} graph(s), step time {ms(other.step_ns)}, exposed {ms(exposed)}"
 
 
-def schedules(steps: Sequence[StepRecord]) -> str:
-    """The final schedules of the first rank, as `overlapc plan` reads them back one by one."""
-    graphs = steps[0].graphs if steps else ()
-    return "\n\n".join(graph.schedule.rstrip() for graph in graphs) + "\n"
-
-
 def bound_text(time_ns: float, bound_ns: float) -> str:
     """The lower bound, and how far a time is over it."""
     over = 100 * (time_ns / bound_ns - 1) if bound_ns > 0 else 0.0

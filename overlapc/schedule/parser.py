@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from overlapc.errors import unknown_name
 from overlapc.garbage import no_collections
 from overlapc.schedule.collectives import TRANSPORTS
-from overlapc.schedule.model import Buffer, Comm, Estimate, Kind, Node, Schedule, Work
+from overlapc.schedule.model import Buffer, Comm, Estimate, Kind, Node, Origin, Schedule, Work
 from overlapc.schedule.scanner import MOST_RANKS, Statement, statements
 from overlapc.schedule.syntax import KINDS, default_buffer, default_bytes, default_kind
 
@@ -134,6 +134,7 @@ class _Draft:
                 comm=None if group is None else keys.comm(op, group, size, via),
                 estimate=estimate,
                 scratch_bytes=keys.numbers.get("scratch", 0),
+                origin=_origin(statement.comment),
             )
         )
 
@@ -274,3 +275,9 @@ def _ranks(statement: Statement) -> tuple[int, ...]:
         ranks += part
         if not statement.accept(","):
             return tuple(ranks)
+
+
+def _origin(comment: str) -> Origin:
+    """Of a comment as the printer writes it for a node; nothing of any other."""
+    parts = [part.strip() for part in f" {comment} ".split(" | ", 2)]
+    return Origin(tuple(parts[0].split()), source=parts[2], module=parts[1]) if len(parts) == 3 else Origin()

@@ -102,8 +102,9 @@ def _tail(schedule: Schedule, node: Node) -> str:
 
 
 def _origin(origin: Origin) -> str:
+    """`mm_3 | layers.0 | model.py:31: x @ w`, with nothing between the bars for what is not known."""
     parts = (" ".join(origin.fx), origin.module, origin.source)
-    return " | ".join(part for part in parts if part).replace("\n", " ")
+    return (" | ".join(parts) if any(parts[1:]) else parts[0]).replace("\n", " ")
 
 
 def _pairs(**values: str) -> list[str]:

@@ -32,6 +32,7 @@ class Statement:
     line: str
     number: int
     at: int = 0
+    comment: str = ""  # behind it, where it is the last of its line
 
     def peek(self, kind: str, ahead: int = 0) -> str | None:
         """The text of the token `ahead` of the next if it is of `kind`; words may be quoted."""
@@ -133,10 +134,11 @@ class Statement:
 
 
 def statements(text: str) -> Iterator[Statement]:
-    """The statements of `text`, comments left out. ScheduleError with line and column for what is no token."""
+    """The statements of `text`, each with its comment. ScheduleError with line and column for what is no token."""
     lines = text.split("\n")
     number, begin, at = 1, 0, 0
     tokens: list[tuple[str, str, int]] = []
+    comment = ""
     text += "\n"
     while at < len(text):
         match = _TOKEN.match(text, at)
@@ -147,11 +149,14 @@ def statements(text: str) -> Iterator[Statement]:
         kind = match.lastgroup
         if kind == "end":
             if tokens:
-                yield Statement(tokens, lines[number - 1], number)
+                yield Statement(tokens, lines[number - 1], number, comment=comment)
                 tokens = []
+            comment = ""
             if match[0] == "\n":
                 number, begin = number + 1, at
-        elif kind != "space":
+        elif kind == "space":
+            comment = match[0][1:].strip() if match[0][0] == "#" else comment
+        else:
             assert kind is not None
             tokens.append((kind, match[0], column))
 

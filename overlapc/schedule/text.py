@@ -20,7 +20,8 @@ One statement a line, or several with `;`. A statement is
   bytes, when not its definition's).
 - SIZES: one a write; `=NAME` for an alias, `none` for a node that defines nothing. A wait or view that
   says nothing defines aliases of what it reads. Undeclared reads are inputs of no size.
-- A time without SOURCE is `given`. Text after `#` is a comment; origins print as one and are not read.
+- A time without SOURCE is `given`. Text after `#` is a comment. Origins print as one (FX nodes | module | line of the
+  user's program), and a comment of that form is read as one; of schedules that are equal they may differ.
 
 Names with other characters than letters, digits and `%_.$/+-` are quoted as in JSON.
 """

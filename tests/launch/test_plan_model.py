@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -10,7 +11,9 @@ from overlapc.config import Config
 from overlapc.errors import ConfigError
 from overlapc.launch import plan_model as plan_model_module
 from overlapc.launch.llama import Llama
+from overlapc.launch.plan import plan_text
 from overlapc.launch.plan_model import FEW, PlanConfig, parse_mesh, plan_model
+from overlapc.report.record import Report
 from overlapc.schedule.model import Kind
 from overlapc.schedule.text import parse
 
@@ -121,3 +124,31 @@ def test_models_and_shapes_that_do_not_fit():
         PlanConfig.of("llama-8", "dp=2", 0, 64, 1, 0, "bf16", True)
     with pytest.raises(ConfigError, match="does not divide"):
         PlanConfig.of("tiny", "tp=4", 0, 64, 1, 0, "bf16", True)
+
+
+def test_saved_schedules_read_back_to_the_same_figures(tmp_path, monkeypatch):
+    """Without a profile named: what the simulator needs of the machine is in the file, and so are modules."""
+    monkeypatch.delenv("OVERLAPC_PROFILE", raising=False)
+    cfg = PlanConfig.of("demo", "dp=64", 0, 2048, 4, 1, "bf16", True)
+    (step,) = plan_model(cfg, Config.of(H200)).steps
+    assert any(graph.full_load_ns for graph in step.graphs), "the clock of this step is that of full load"
+    report = Report((replace(step, calls={graph.name: 2 for graph in step.graphs}),))
+    text = report.save(tmp_path / "schedule.txt").read_text()
+    again = plan_text(text, Config.of({"passes": "none"}))
+    was, now = report.steps[0], again.steps[0]
+    for figure in ("world_size", "step_ns", "lower_bound_ns", "host_ns", "calls"):
+        assert getattr(now, figure) == getattr(was, figure), figure
+    for before, after in zip(was.graphs, now.graphs, strict=True):
+        assert parse(after.schedule) == parse(before.schedule)
+        assert [(span.node, span.start_ns, span.end_ns) for span in after.after.spans] == [
+            (span.node, span.start_ns, span.end_ns) for span in before.after.spans
+        ]
+        assert [row.origin for row in after.collectives] == [row.origin for row in before.collectives]
+        assert (after.alone_ns, after.peak_bytes) == (before.alone_ns, before.peak_bytes)
+    assert again.save(tmp_path / "again_schedule.txt").read_text() == text
+
+
+@pytest.mark.parametrize("what", ['machine {"graphs": 3}', "step {]}", 'step {"calls": {"forward_0": -1}}'])
+def test_what_a_schedule_file_says_of_its_machine_is_looked_at(what):
+    with pytest.raises(ConfigError, match=f"the schedules' line `# {what.split()[0]}` is not as overlapc writes it"):
+        plan_text(f"schedule s\nx = kernel() : 4B 1us\n# {what}\n", Config())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from overlapc.report import saved_schedules
 from overlapc.report.model import Measured, StepRecord
 from overlapc.report.record import Report
-from overlapc.report.text import graph_text, render, schedules, totals_text
+from overlapc.report.text import graph_text, render, totals_text
 from tests.report.sample import FORWARD, REPORT
 
 GOLDEN = """\
@@ -115,4 +116,4 @@ def test_nothing_compiled_says_so():
 
 
 def test_schedules_follow_one_another():
-    assert schedules(REPORT.steps).count("schedule forward\n") == 2
+    assert saved_schedules.render(REPORT.steps).count("schedule forward\n") == 2

@@ -122,6 +122,22 @@ def test_origins_print_as_comments():
     assert parse(text).nodes == (node,)
 
 
+@pytest.mark.parametrize(
+    "origin",
+    [
+        Origin(("mm_3", "add"), "model.py:31: x | w | 2", "layers.0"),
+        Origin((), "model.py:31", "layers.0"),
+        Origin(("mm_3",), "", "layers.0"),
+        Origin(("mm_3",), "model.py:31"),
+        Origin((), "", "layers.0"),
+    ],
+)
+def test_a_comment_that_is_an_origin_reads_back(origin):
+    text = str(Schedule("s", (Node("y", Kind.KERNEL, "kernel", (), ("y",), origin=origin),), {"y": Buffer("y", 0)}))
+    assert parse(text).nodes[0].origin == origin
+    assert parse("y = kernel()  # as written by hand").nodes[0].origin == Origin()
+
+
 def test_a_longer_name_moves_no_other_line():
     short, long = (str(parse(f"a = kernel(x); {name} = kernel(a)")) for name in ("b", "bcd"))
     assert short.splitlines()[:3] == long.splitlines()[:3]
