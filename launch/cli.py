@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ from tabulate import tabulate
 from overlapc.checked_options import checked_options
 from overlapc.config import Config, describe, variable_of
 from overlapc.documents import read_text
-from overlapc.errors import ConfigError, OverlapcError, ScheduleError, ToolchainError
+from overlapc.errors import ConfigError, MemoryBudgetError, OverlapcError, ScheduleError, ToolchainError
 from overlapc.launch.torchrun import JobFailed, check_world, run_ranks
 
 # typer carries its own click in new versions and needs click's in old ones; both put this class here.
@@ -154,7 +154,14 @@ def run(
 def plan(
     file: Annotated[
         Path | None,
-        typer.Argument(help="schedules in text form (a run's schedule.txt), or give --model", show_default=False),
+        typer.Argument(
+            help="a training script (*.py), or schedules in text form (a run's schedule.txt); or give --model",
+            show_default=False,
+        ),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ...]", help="arguments of the script, behind --", show_default=False),
     ] = None,
     model: Annotated[
         str, typer.Option(metavar="llama-8b|llama-70b|demo|tiny", help="plan a training step of this model")
@@ -163,10 +170,23 @@ def plan(
         str, typer.Option(metavar="dp=N,tp=N", help="ranks by axis: replicate, dp, tp (default: all in dp)")
     ] = "",
     world_size: Annotated[
-        int, typer.Option(metavar="N", help="ranks (default: what --mesh says)", show_default=False)
+        str,
+        typer.Option(metavar="N,N", help="ranks (default: what --mesh says; of a script: 8); several: one table"),
+    ] = "0",
+    seq: Annotated[str, typer.Option(metavar="N,N", help="tokens a row, with --model; several: one table")] = "4096",
+    batch: Annotated[
+        str, typer.Option(metavar="N,N", help="rows a data-parallel rank, with --model; several: one table")
+    ] = "1",
+    budget: Annotated[
+        str, typer.Option(metavar="SIZE,SIZE", help="memory_budget; several: one table", show_default=False)
+    ] = "",
+    gpus_per_host: Annotated[
+        int, typer.Option(metavar="N", help="ranks of one host (default: the profile's)", show_default=False)
     ] = 0,
-    seq: Annotated[int, typer.Option(metavar="N", help="tokens a row")] = 4096,
-    batch: Annotated[int, typer.Option(metavar="N", help="rows a data-parallel rank")] = 1,
+    network: Annotated[
+        str,
+        typer.Option(metavar="RATE", help="of one GPU's network: 400Gb/s (default: the profile's)", show_default=False),
+    ] = "",
     layers: Annotated[
         int, typer.Option(metavar="N", help="layers (default: all of the model)", show_default=False)
     ] = 0,
@@ -182,7 +202,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="device whose times are estimated, a name or a file (with --model, default: h200-nvlink)",
+            help="device whose times are estimated, a name or a file (default, but for schedules: h200-nvlink)",
             show_default=False,
         ),
     ] = None,
@@ -194,25 +214,70 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Plan a model on N ranks, or run the passes on schedules in text form. Needs no GPU and no ranks."""
+    """Plan a model or a script of yours on N ranks, or run the passes on schedules. Needs no GPU and no ranks.
+
+    A script runs up to where its first optimizer steps, as rank 0, on tensors without values; its own arguments say
+    what it builds.
+    """
     values = _values(passes, option)
     if profile is not None:
         values["profile"] = profile
     if (file is None) == (not model):
         raise ConfigError("give one of FILE and --model")
-    if file is None:
-        _check_torch()
-        from overlapc.launch.plan_model import PlanConfig, plan_model
-
-        cfg = PlanConfig.of(model, mesh, world_size, seq, batch, layers, dtype, not no_reshard)
-        report = plan_model(cfg, Config.of({"profile": "h200-nvlink", **values}), whole=whole)
-    else:
+    is_script = file is not None and file.suffix == ".py"
+    if file is not None and not is_script:
         from overlapc.launch.plan import plan_text
 
         report = plan_text(read_text(file), Config.of(values))
-    print(report)
+        print(report)
+    else:
+        _check_torch()
+        from overlapc.launch import sweep
+
+        axes = {"world size": world_size.split(","), "seq": seq.split(","), "batch": batch.split(",")}
+        axes["budget"] = [part.strip() for part in budget.split(",")]
+        if is_script and mesh:
+            raise ConfigError("--mesh is for --model: a script makes its own, of what WORLD_SIZE and its arguments say")
+        whole_plan = {"model": model, "mesh": mesh, "layers": layers, "dtype": dtype, "reshard": not no_reshard}
+        with tempfile.TemporaryDirectory() as folder:
+            named = values.get("profile") or Config.of({}).profile or "h200-nvlink"
+            values["profile"], machine = sweep.hardware(named, gpus_per_host, network, Path(folder))
+            plan_one = _planner(file, arguments or (), values, whole_plan, machine.ranks_per_host, whole)
+            found = list(sweep.sweep(axes, plan_one))
+        reports = [each for _, each in found if not isinstance(each, str)]
+        if not reports:
+            raise MemoryBudgetError(str(found[0][1]))
+        report = reports[0]
+        print(sweep.table(axes, found) if len(found) > 1 else report)
+        more = ["of the script only what runs before its first optimizer steps"] if is_script else []
+        print(sweep.assumed(machine, *more))
     for target in save or ():
         print(f"written to {report.save(target)}")
+
+
+def _planner(
+    file: Path | None,
+    arguments: Sequence[str],
+    values: Mapping[str, str],
+    settings: Mapping[str, Any],
+    per_host: int,
+    whole: bool,
+) -> Callable[[Mapping[str, str]], Any]:
+    """What plans one point of a sweep: the script, or the model of `settings`."""
+    from overlapc.launch.plan_model import PlanConfig, plan_model
+    from overlapc.launch.plan_script import MOST_RANKS, plan_script
+    from overlapc.launch.sweep import counts
+
+    def plan_one(point: Mapping[str, str]) -> Any:
+        options = Config.of({**values, **({"memory_budget": point["budget"]} if point["budget"] else {})})
+        (ranks,) = counts(point["world size"], "world-size", MOST_RANKS)
+        if file is not None:
+            return plan_script(file, arguments, ranks or 8, per_host, options)
+        (seq,), (batch,) = counts(point["seq"], "seq", 2**31), counts(point["batch"], "batch", 2**31)
+        cfg = PlanConfig.of(world_size=ranks, seq=seq, batch=batch, **settings)
+        return plan_model(cfg, options, whole=whole)
+
+    return plan_one
 
 
 @app.command(

@@ -22,6 +22,7 @@ from overlapc.report import record
 from overlapc.report.build import graph_record
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
+from overlapc.runtime.steps import STEPS
 from overlapc.schedule.model import Schedule
 from overlapc.tracing import step_of
 
@@ -51,7 +52,13 @@ def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config
     began = time.perf_counter()
     with phase("lowering and fusion"):
         _remember(_plan(gm, config, name), began)
-    return make_boxed_func(gm.forward)
+    calls = STEPS.counter(name)
+
+    def run(*args: Any) -> Any:
+        calls[0] += 1
+        return gm.forward(*args)
+
+    return make_boxed_func(run)
 
 
 def _schedule_only(

@@ -1,0 +1,242 @@
+"""`overlapc plan train.py`: the step of a user's own script on any number of ranks, in one process without a GPU.
+
+The script runs as rank 0 of the job, on fake tensors and torch's fake process group, up to where its first optimizer
+steps; what it compiles until then, with any backend, is planned. CUDA devices stand for the CPU meanwhile, as a machine
+without GPUs has none, and values of tensors are not known: what a script reads of them is NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import device_mesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _device
+
+from overlapc.backend import plan_only
+from overlapc.config import Config
+from overlapc.errors import ConfigError
+from overlapc.report import record
+from overlapc.report.record import Report
+from overlapc.runtime.steps import STEPS
+
+_FACTORIES = (
+    "arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones",
+    "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "tensor", "zeros",
+    "zeros_like",
+)  # fmt: skip
+MOST_RANKS = 2**17  # torch lists the ranks of every group
+_NOTHING = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
+
+
+class _Stepped(BaseException):
+    """The first optimizer steps: what follows it is the same again. No `except Exception` of a script stops it."""
+
+
+def plan_script(path: Path, arguments: Sequence[str], world_size: int, per_host: int, options: Config) -> Report:
+    """The report of rank 0's first step. ConfigError for a script that fails, or compiles nothing before it steps.
+
+    per_host: ranks of one host, as the script is told.
+    """
+    if dist.is_initialized():
+        raise ConfigError("planning needs a process of its own: this one has a process group")
+    if not path.is_file():
+        raise ConfigError(f"no script {path}")
+    torch._dynamo.reset()
+    record.clear()
+    local = min(per_host, world_size)
+    variables = {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local),
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "0",
+    }  # fmt: skip
+    stepped = register_optimizer_step_pre_hook(_stop)
+    try:
+        with _patched(world_size, options), _as_main(path, arguments), _environment(variables):
+            _run(path)
+        (step,) = record.report_of_process().steps
+        calls = {graph.name: STEPS.counts[graph.name][0] for graph in step.graphs}
+    finally:
+        stepped.remove()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if not step.graphs:
+        raise ConfigError(f"{path} compiles nothing before its first optimizer steps: it needs torch.compile(model)")
+    return Report((replace(step, world_size=world_size, calls=calls),))
+
+
+def _run(path: Path) -> None:
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            runpy.run_path(str(path), run_name="__main__")
+    except _Stepped:
+        pass
+    except SystemExit as left:
+        if left.code:
+            raise ConfigError(f"{path} ended with {left.code!r} before its first optimizer stepped") from None
+    except Exception as error:
+        raise ConfigError(_failed(path, error)) from error
+
+
+def _failed(path: Path, error: Exception) -> str:
+    """What a script died of, at the innermost of its own lines."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename) == path] or frames
+    inner = getattr(error, "inner_exception", error)
+    first = next(iter(str(inner).strip().splitlines()), "")
+    return (
+        f"{path}:{own[-1].lineno}: {type(inner).__name__}: {first}\n   {own[-1].line}\n"
+        "hint: the script runs up to its first optimizer step on tensors that hold no values, without other ranks;"
+        " what needs either (evaluation, checkpoints, object collectives) must come after it"
+    )
+
+
+def _stop(*_: Any) -> None:
+    raise _Stepped
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
+    argv, folders = sys.argv, list(sys.path)
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, folders
+
+
+@contextlib.contextmanager
+def _patched(world_size: int, options: Config) -> Iterator[None]:
+    """torch as a machine with `world_size` GPUs looks to a script, as far as scripts ask before their first step."""
+    with contextlib.ExitStack() as stack:
+
+        def put(owner: Any, name: str, value: Any) -> None:
+            before = getattr(owner, name)
+            setattr(owner, name, value)
+            stack.callback(setattr, owner, name, before)
+
+        def fake_group(*_args: Any, **_kwargs: Any) -> None:
+            initialize("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+        def compile_planned(model: Any = None, **given: Any) -> Any:
+            given.update(backend=functools.partial(plan_only, options=options), mode=None, options=None)
+            return compile_(model, **given)
+
+        initialize, compile_ = dist.init_process_group, torch.compile
+        put(dist, "init_process_group", fake_group)
+        put(torch, "compile", compile_planned)
+        put(nn.Module, "compile", lambda module, *_args, **given: _compile_in_place(module, compile_planned, given))
+        put(device_mesh, "init_device_mesh", _group_first(device_mesh.init_device_mesh, fake_group))
+        put(dist, "init_device_mesh", device_mesh.init_device_mesh)
+        put(device_mesh.DeviceMesh, "__init__", _on_real_tensors(_on_cpu(device_mesh.DeviceMesh.__init__)))
+        for name in ("__getitem__", "_flatten"):
+            put(device_mesh.DeviceMesh, name, _on_real_tensors(getattr(device_mesh.DeviceMesh, name)))
+        put(_device.DeviceContext, "__init__", _on_cpu(_device.DeviceContext.__init__))
+        for name in _FACTORIES:
+            put(torch, name, _on_cpu(getattr(torch, name)))
+        put(Tensor, "to", _on_cpu(Tensor.to))
+        put(Tensor, "cuda", lambda tensor, *_args, **_kwargs: tensor)
+        put(nn.Module, "_apply", _converted)
+        put(nn.Module, "cuda", lambda module, *_args, **_kwargs: module)
+        put(Tensor, "pin_memory", lambda tensor, *_args, **_kwargs: tensor)
+        put(FakeTensor, "item", _unknown(Tensor.item))
+        put(FakeTensor, "__float__", _unknown(Tensor.__float__))
+        for name in _NOTHING:
+            put(torch.cuda, name, lambda *_args, **_kwargs: None)
+        put(torch.cuda, "current_device", lambda: 0)
+        yield
+
+
+def _compile_in_place(module: nn.Module, compile_planned: Callable[..., Any], given: dict[str, Any]) -> None:
+    module._compiled_call_impl = compile_planned(module._call_impl, **given)
+
+
+def _converted(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """What `Module.to` and its kin do, with new parameters in the place of the old: fake tensors cannot be swapped."""
+    made: dict[int, nn.Parameter] = {}  # of parameters that modules share
+    for each in module.modules() if recurse else [module]:
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                with torch.no_grad():
+                    value = convert(parameter)
+                if value is not parameter and id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+                each._parameters[name] = made.get(id(parameter), parameter)
+        for name, buffer in each._buffers.items():
+            if buffer is not None:
+                each._buffers[name] = convert(buffer)
+    return module
+
+
+def _group_first(make: Callable[..., Any], fake_group: Callable[[], None]) -> Callable[..., Any]:
+    def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        if not dist.is_initialized():
+            fake_group()
+        with unset_fake_temporarily():
+            return make("cpu", *args, **kwargs)
+
+    return init_device_mesh
+
+
+def _on_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` outside of the fake mode: a mesh counts its ranks on tensors."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with the CPU for every CUDA device among its arguments."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+
+    return call
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    return "cpu" if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
+
+
+def _unknown(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """NaN for a number that nobody computes; torch's own error for anything that is no number."""
+
+    def value(tensor: Tensor) -> Any:
+        return float("nan") if tensor.is_floating_point() and not torch.compiler.is_compiling() else read(tensor)
+
+    return value

@@ -1,0 +1,109 @@
+"""Plans for several jobs in one table, and the hardware that they are planned for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+from tabulate import tabulate
+
+from overlapc.errors import ConfigError, MemoryBudgetError
+from overlapc.estimators.device import DeviceProfile, Link
+from overlapc.estimators.profile_file import load_profile, profile_to_json
+from overlapc.report.bound import Spent
+from overlapc.report.record import Report
+from overlapc.report.times import ms
+from overlapc.units import human_bytes, parse_count
+
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(b|B)/s")
+_PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_MOST = 64  # plans of one sweep
+_FIGURES = ("step", "exposed", "no order can beat", "peak", "bound by")
+
+Point = Mapping[str, str]  # what varies -> its value in this plan
+
+
+def counts(text: str, name: str, most: int) -> list[int]:
+    """`8,64,512`; ConfigError for anything but whole numbers from 0 to `most`."""
+    try:
+        return [parse_count(part.strip(), most) for part in text.split(",")]
+    except ConfigError as error:
+        raise ConfigError(f"--{name} {text}: {error}") from None
+
+
+def points(axes: Mapping[str, Sequence[str]]) -> list[Point]:
+    """Every combination, the last axis fastest. ConfigError for more than one table is good for."""
+    found: list[Point] = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+    if len(found) > _MOST:
+        raise ConfigError(f"{len(found)} plans in one sweep: at most {_MOST}")
+    return found
+
+
+def sweep(axes: Mapping[str, Sequence[str]], plan: Callable[[Point], Report]) -> Iterator[tuple[Point, Report | str]]:
+    """Each plan, or why its step does not fit into the memory."""
+    for point in points(axes):
+        try:
+            yield point, plan(point)
+        except MemoryBudgetError as error:
+            yield point, str(error).splitlines()[0]
+
+
+def table(axes: Mapping[str, Sequence[str]], found: Sequence[tuple[Point, Report | str]]) -> str:
+    """What varies, and what comes of it."""
+    varied = [name for name, values in axes.items() if len(values) > 1]
+    rows = [[*(point[name] for name in varied), *_figures(report)] for point, report in found]
+    numbers = ("right",) * (len(varied) + len(_FIGURES) - 1)
+    return tabulate(rows, (*varied, *_FIGURES), disable_numparse=True, colalign=(*numbers, "left"))
+
+
+def _figures(report: Report | str) -> tuple[str, ...]:
+    if isinstance(report, str):
+        return "", "", "", "", report
+    (step,) = report.steps
+    spent = Spent.of(step)
+    peak = max(graph.peak_bytes for graph, _ in step.called)
+    why = re.split(r"[:;,]", spent.bound().why)[0]
+    return ms(step.step_ns), ms(spent.exposed_ns), ms(step.lower_bound_ns), human_bytes(peak), why
+
+
+def hardware(name: str, per_host: int, network: str, folder: Path) -> tuple[str, DeviceProfile]:
+    """The profile of that name; with hosts of so many GPUs (0: its own) or another network, a file of it in `folder`.
+
+    network: of one GPU, like 400Gb/s; "": its own. ConfigError for what is no rate.
+    """
+    profile = load_profile(name)
+    if not per_host and not network:
+        return name, profile
+    origins = dict(profile.origins)
+    if per_host:
+        profile, origins["ranks_per_host"] = replace(profile, ranks_per_host=per_host), "--gpus-per-host"
+    if network:
+        base = profile.network_link or Link(1.0, 5000.0)
+        profile = replace(profile, network_link=replace(base, bytes_per_s=_rate(network)))
+        origins["network_link"] = f"--network {network}"
+    profile = replace(profile, name=f"{profile.name} as assumed", origins=origins)
+    path = folder / "assumed.json"
+    path.write_text(json.dumps(profile_to_json(profile)))
+    return str(path), profile
+
+
+def _rate(text: str) -> float:
+    match = _RATE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise ConfigError(f"--network {text}: write it like 400Gb/s or 50GB/s, of one GPU")
+    return float(match[1]) * _PREFIX[match[2]] / (8 if match[3] == "b" else 1)
+
+
+def assumed(profile: DeviceProfile, *more: str) -> str:
+    """What plans take for granted of the machine, each with where it comes from."""
+    origins = profile.origins
+    parts = [f"{profile.name} ({origins.get('', 'not stated')})"]
+    parts.append(f"hosts of {profile.ranks_per_host} ({origins.get('ranks_per_host', 'not stated')})")
+    if profile.network_link is not None:
+        rate = profile.network_link.bytes_per_s / 1e9
+        parts.append(f"{rate:.3g} GB/s a GPU between hosts ({origins.get('network_link', 'not stated')})")
+    return "assumed      " + "; ".join([*parts, *more])

@@ -1,0 +1,111 @@
+"""A user's own script planned for many ranks: what it builds for CUDA devices, up to its first optimizer step."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlapc.config import Config
+from overlapc.errors import ConfigError
+from overlapc.launch.cli import main
+from overlapc.launch.plan_script import plan_script
+from overlapc.launch.sweep import hardware
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+import overlapc
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+torch.cuda.set_device(device)
+dist.init_process_group("nccl")
+mesh = init_device_mesh("cuda", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+model = nn.Sequential(Block(), Block()).to(device).bfloat16()
+for block in model:
+    overlapc.fully_shard(block, mesh["dp"])
+overlapc.fully_shard(model, mesh["dp"])
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+step = torch.compile(model, backend="inductor")
+for _ in range(int(sys.argv[1])):
+    x = torch.randn(4, 64, device=device, dtype=torch.bfloat16)
+    loss = step(x).float().square().mean()
+    loss.backward()
+    print("loss", loss.item())
+{more}
+optimizer.step()
+raise AssertionError("nothing behind the first step runs")
+"""
+H200 = {"profile": "h200-nvlink"}
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(more: str = "") -> object:
+        path = tmp_path / "train.py"
+        path.write_text(SCRIPT.replace("{more}", more))
+        return path
+
+    return write
+
+
+def test_a_script_is_planned_for_any_number_of_ranks_in_one_table(script, capsys, tmp_path):
+    path = script()
+    saved = tmp_path / "record.json"
+    arguments = ["plan", str(path), "--world-size", "16,512", "--network", "400Gb/s", "--save", str(saved), "--", "2"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "loss nan" in text
+    rows = [line.split() for line in text.splitlines() if re.match(r" +(16|512) ", line)]
+    assert [row[0] for row in rows] == ["16", "512"]
+    few, many = (float(row[3]) for row in rows)  # exposed: 8 ranks of a group lie on two hosts, 256 on 64
+    assert many > few
+    assert "50 GB/s a GPU between hosts (--network 400Gb/s)" in text
+    assert not dist.is_initialized()
+    assert torch.empty(1).to("cpu").item() is not None  # torch is as it was
+
+
+def test_a_step_calls_what_the_script_calls_until_it_steps(script):
+    (step,) = plan_script(script(), ["3"], 8, 8, Config.of(H200)).steps
+    assert [(graph.name.split("_")[0], times) for graph, times in step.called] == [("forward", 3), ("backward", 3)]
+    assert step.world_size == 8
+    assert {row.ranks for graph in step.graphs for row in graph.collectives} == {4}
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (
+            "if loss > 2: print('large')",
+            r"train.py:\d+: DataDependent.*\n   if loss > 2.*\nhint: the script runs",
+        ),
+        ("sys.exit(3)", "ended with 3 before its first optimizer stepped"),
+    ],
+)
+def test_what_stops_a_script_is_named_with_its_line(script, more, says):
+    with pytest.raises(ConfigError, match=says):
+        plan_script(script(more), ["0" if "exit" in more else "1"], 8, 8, Config.of(H200))
+    assert not dist.is_initialized()
+
+
+def test_a_script_that_compiles_nothing_says_so(script):
+    with pytest.raises(ConfigError, match=r"needs torch.compile\(model\)"):
+        plan_script(script(), ["0"], 8, 8, Config.of(H200))
+
+
+def test_hardware_is_stated_and_looked_at(tmp_path):
+    _, profile = hardware("h200-nvlink", 4, "50GB/s", tmp_path)
+    assert (profile.ranks_per_host, profile.network_link.bytes_per_s) == (4, 50e9)
+    with pytest.raises(ConfigError, match="write it like 400Gb/s"):
+        hardware("h200-nvlink", 0, "fast", tmp_path)
