@@ -2,7 +2,7 @@
 
 The script runs as rank 0 of the job, on fake tensors and torch's fake process group, up to where its first optimizer
 steps; what it compiles until then, with any backend, is planned. CUDA devices stand for the CPU meanwhile, as a machine
-without GPUs has none, and values of tensors are not known: what a script reads of them is NaN.
+without GPUs has none, and values of tensors are not known: what a script reads of them is NaN, or 0 for whole numbers.
 """
 
 from __future__ import annotations
@@ -47,10 +47,13 @@ class _Stepped(BaseException):
     """The first optimizer steps: what follows it is the same again. No `except Exception` of a script stops it."""
 
 
-def plan_script(path: Path, arguments: Sequence[str], world_size: int, per_host: int, options: Config) -> Report:
-    """The report of rank 0's first step. ConfigError for a script that fails, or compiles nothing before it steps.
+def plan_script(
+    path: Path, arguments: Sequence[str], world_size: int, per_host: int, options: Config
+) -> tuple[Report, list[str]]:
+    """The report of rank 0's first step, and the lines whose whole numbers, read from tensors, were taken for 0.
 
-    per_host: ranks of one host, as the script is told.
+    per_host: ranks of one host, as the script is told. ConfigError for a script that fails, or compiles nothing before
+    it steps.
     """
     if dist.is_initialized():
         raise ConfigError("planning needs a process of its own: this one has a process group")
@@ -63,9 +66,10 @@ def plan_script(path: Path, arguments: Sequence[str], world_size: int, per_host:
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local),
         "MASTER_ADDR": "localhost", "MASTER_PORT": "0",
     }  # fmt: skip
+    zeros: dict[str, None] = {}
     stepped = register_optimizer_step_pre_hook(_stop)
     try:
-        with _patched(world_size, options), _as_main(path, arguments), _environment(variables):
+        with _patched(world_size, options, zeros), _as_main(path, arguments), _environment(variables):
             _run(path)
         (step,) = record.report_of_process().steps
         calls = {graph.name: STEPS.counts[graph.name][0] for graph in step.graphs}
@@ -75,7 +79,7 @@ def plan_script(path: Path, arguments: Sequence[str], world_size: int, per_host:
             dist.destroy_process_group()
     if not step.graphs:
         raise ConfigError(f"{path} compiles nothing before its first optimizer steps: it needs torch.compile(model)")
-    return Report((replace(step, world_size=world_size, calls=calls),))
+    return Report((replace(step, world_size=world_size, calls=calls),)), list(zeros)
 
 
 def _run(path: Path) -> None:
@@ -92,16 +96,21 @@ def _run(path: Path) -> None:
 
 
 def _failed(path: Path, error: Exception) -> str:
-    """What a script died of, at the innermost of its own lines."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename) == path] or frames
+    """What a script died of, at the innermost line that is neither torch's nor ours."""
+    own = _others(traceback.extract_tb(error.__traceback__))
     inner = getattr(error, "inner_exception", error)
     first = next(iter(str(inner).strip().splitlines()), "")
     return (
-        f"{path}:{own[-1].lineno}: {type(inner).__name__}: {first}\n   {own[-1].line}\n"
+        f"{path}: {own[-1].filename}:{own[-1].lineno}: {type(inner).__name__}: {first}\n   {own[-1].line}\n"
         "hint: the script runs up to its first optimizer step on tensors that hold no values, without other ranks;"
         " what needs either (evaluation, checkpoints, object collectives) must come after it"
     )
+
+
+def _others(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """The frames that are neither torch's nor ours, the innermost last."""
+    ours = (str(Path(torch.__file__).parent), __file__, "<")
+    return [frame for frame in frames if not frame.filename.startswith(ours)] or list(frames)
 
 
 def _stop(*_: Any) -> None:
@@ -134,7 +143,7 @@ def _as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _patched(world_size: int, options: Config) -> Iterator[None]:
+def _patched(world_size: int, options: Config, zeros: dict[str, None]) -> Iterator[None]:
     """torch as a machine with `world_size` GPUs looks to a script, as far as scripts ask before their first step."""
     with contextlib.ExitStack() as stack:
 
@@ -167,8 +176,8 @@ def _patched(world_size: int, options: Config) -> Iterator[None]:
         put(nn.Module, "_apply", _converted)
         put(nn.Module, "cuda", lambda module, *_args, **_kwargs: module)
         put(Tensor, "pin_memory", lambda tensor, *_args, **_kwargs: tensor)
-        put(FakeTensor, "item", _unknown(Tensor.item))
-        put(FakeTensor, "__float__", _unknown(Tensor.__float__))
+        for name in ("item", "__float__", "__int__", "__index__"):
+            put(FakeTensor, name, _unknown(getattr(Tensor, name), zeros))
         for name in _NOTHING:
             put(torch.cuda, name, lambda *_args, **_kwargs: None)
         put(torch.cuda, "current_device", lambda: 0)
@@ -233,10 +242,19 @@ def _plain(value: Any) -> Any:
     return "cpu" if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
 
 
-def _unknown(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """NaN for a number that nobody computes; torch's own error for anything that is no number."""
+def _unknown(read: Callable[[Tensor], Any], zeros: dict[str, None]) -> Callable[[Tensor], Any]:
+    """NaN for a number that nobody computes, 0 for a whole one, mostly an index of data; which line asked, in `zeros`.
+
+    torch's own error for truth values, by which a script would go another way.
+    """
 
     def value(tensor: Tensor) -> Any:
-        return float("nan") if tensor.is_floating_point() and not torch.compiler.is_compiling() else read(tensor)
+        if torch.compiler.is_compiling() or tensor.dtype == torch.bool:
+            return read(tensor)
+        if tensor.is_floating_point():
+            return float("nan")
+        frame = _others(traceback.extract_stack())[-1]
+        zeros[f"{frame.filename}:{frame.lineno}"] = None
+        return 0
 
     return value
