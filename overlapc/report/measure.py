@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,12 +25,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from overlapc.errors import ConfigError
 from overlapc.report import record
-from overlapc.report.model import GraphRecord, Measured
+from overlapc.report.build import shown_origin
+from overlapc.report.model import GraphRecord, Measured, Span
 from overlapc.report.record import NothingCompiled, Report
-from overlapc.report.trace_reading import Trace, read_trace, run_times, typical
+from overlapc.report.trace_reading import Marked, Trace, merged, read_trace, run_times, typical
 from overlapc.runtime.copies.pool import pools_bytes
 from overlapc.runtime.marks import marked
-from overlapc.schedule.model import COMMUNICATION
+from overlapc.schedule.model import COMMUNICATION, Schedule
 from overlapc.schedule.text import parse
 
 
@@ -92,13 +94,28 @@ def with_trace(graph: GraphRecord, trace: Trace, last: int = 0) -> GraphRecord:
     runs = trace.runs.get(graph.name, ())[-last:]
     if not runs:
         return graph
-    collectives = {node.name for node in parse(graph.schedule).nodes if node.kind in COMMUNICATION}
-    times = typical([run_times(run, collectives.__contains__, trace.on_device) for run in runs])
+    schedule = parse(graph.schedule)
+    collectives = {node.name for node in schedule.nodes if node.kind in COMMUNICATION}
+    each = [run_times(run, collectives.__contains__, trace.on_device) for run in runs]
+    times = typical(each)
+    nearest = min(range(len(runs)), key=lambda at: abs(each[at].step_ns - times.step_ns))
     measured = Measured(
         len(runs), times.step_ns, times.compute_ns, times.comm_ns, times.exposed_ns, times.idle_ns, times.nodes,
-        times.beside, times.late_ns,
+        times.beside, times.late_ns, tuple(_spans(runs[nearest], schedule)),
     )  # fmt: skip
     return replace(graph, measured=measured)
+
+
+def _spans(run: Sequence[Marked], schedule: Schedule) -> Iterator[Span]:
+    """What a run launched, on the lanes of the simulator, from the first thing on."""
+    begin_ns = min((start for each in run for start, _ in each.work), default=0.0)
+    for each in run:
+        name = each.label.node
+        if each.work and name in schedule.positions:
+            node = schedule.node(name)
+            lane = f"@{node.queue or 'unknown'}" if node.kind in COMMUNICATION else "compute"
+            for start, end in merged(each.work):
+                yield Span(name, lane, start - begin_ns, end - begin_ns, node.kind.value, shown_origin(node.origin))
 
 
 def report_with_trace(report: Report, path: str | os.PathLike[str]) -> Report:

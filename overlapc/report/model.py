@@ -86,6 +86,7 @@ class Measured:
     # node -> the share of its time in which communication (of a collective: compute) ran, too
     beside: Mapping[str, Share] = field(default_factory=dict)
     late_ns: Ns = 0.0  # of the idle time: in which the host had yet to launch the next kernel
+    spans: tuple[Span, ...] = ()  # of the run whose step is nearest to the median: what ran where, and when
 
 
 @dataclass(frozen=True, slots=True)

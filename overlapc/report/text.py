@@ -153,8 +153,8 @@ def totals_text(step: StepRecord) -> str:
     why = spent.bound()
     after = step.step_ns
     lines = [*_calls_lines(step), *captures_lines(step)]
-    lines += [f"step time    {ms(step.step_before_ns)} -> {ms(after)}; {bound_text(after, step.lower_bound_ns)}"]
     lines += _measured_lines(step)
+    lines += [f"step time    {ms(step.step_before_ns)} -> {ms(after)}; {bound_text(after, step.lower_bound_ns)}"]
     lines += [f"bound by     {why.why}", *([f"             try: {why.advice}"] if why.advice else [])]
     lines += [f"exposed      {ms(exposed_before)} -> {ms(spent.exposed_ns)} of communication"]
     worst = exposures(step)

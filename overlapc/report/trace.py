@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from overlapc.report.html import lanes_of
 from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
+from overlapc.report.page_data import lanes_of
 
 _PAUSE_NS = 10_000.0  # between two graphs drawn one after the other
 

@@ -89,11 +89,11 @@ def test_a_step_takes_as_long_as_the_slower_of_host_and_device():
 def test_what_was_measured_comes_beside_the_prediction():
     measured = Measured(3, 300e3, 170e3, 200e3, 100e3, 30e3)
     step = StepRecord(graphs=(replace(FORWARD, measured=measured), replace(FORWARD, measured=measured)))
-    assert totals_text(step).splitlines()[1] == (
+    assert totals_text(step).splitlines()[0] == (
         "measured     0.600 ms: compute 0.340 ms, exposed 0.200 ms, idle 0.060 ms"
     )
     late = replace(FORWARD, measured=replace(measured, late_ns=20e3))
-    shown = totals_text(replace(step, graphs=(step.graphs[0], late))).splitlines()[1]
+    shown = totals_text(replace(step, graphs=(step.graphs[0], late))).splitlines()[0]
     assert shown.endswith("idle 0.060 ms, of it 0.020 ms for the host")
     half = replace(step, graphs=(*step.graphs, FORWARD))
     assert not any(line.startswith("measured") for line in totals_text(half).splitlines())

@@ -1,0 +1,118 @@
+"""Where the time of a step goes, how short it could be, and what to change, by what that is estimated to bring."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from overlapc.estimators.profile_file import profile_from_json
+from overlapc.report.advice import exposures
+from overlapc.report.bound import Spent
+from overlapc.report.model import StepRecord
+from overlapc.report.times import ms
+from overlapc.schedule.text import parse
+
+_LEAST = 0.005  # of a step: what brings less is not listed
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A share of a step; `kind` is its color."""
+
+    name: str
+    ns: float
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """How long a step would take if something were perfect."""
+
+    name: str
+    ns: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Something to change, and at most how much shorter the step gets by it. Gains do not add up."""
+
+    ns: float
+    why: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """A step's time as predicted: what it consists of, what bounds it, what to change."""
+
+    step_ns: float
+    parts: tuple[Part, ...]
+    ceilings: tuple[Ceiling, ...]
+    gains: tuple[Gain, ...]  # the largest first
+    utilization: float | None  # of the peak rates of matrix products; None: no profile says them
+
+    @classmethod
+    def of(cls, step: StepRecord) -> Ledger:
+        """Of the graphs of one step."""
+        spent = Spent.of(step)
+        alone_ns = spent.compute_ns - spent.slowed_ns
+        idle_ns = max(0.0, spent.device_ns - spent.compute_ns - spent.exposed_ns)
+        host_ns = step.host_ns or 0.0
+        beyond_ns = max(0.0, host_ns - spent.device_ns)
+        busiest_ns = max(spent.queues_ns.values(), default=0.0)
+        parts = (
+            Part("compute", alone_ns, "extern"),
+            Part("compute slowed by communication beside it", spent.slowed_ns, "slowed"),
+            Part("exposed communication", spent.exposed_ns, "idle"),
+            Part("gaps between kernels", idle_ns, "gap"),
+            Part("the host, which the device waits for", beyond_ns, "host"),
+        )
+        hidden_ns = max(spent.compute_ns + idle_ns, busiest_ns, host_ns)
+        ceilings = [
+            Ceiling("as it is", step.step_ns),
+            Ceiling("no order of these nodes can beat", step.lower_bound_ns),
+            Ceiling("all communication hidden", hidden_ns),
+            Ceiling("hidden, and slowing nothing", max(alone_ns + idle_ns, busiest_ns, host_ns)),
+        ]
+        if beyond_ns:
+            ceilings.append(Ceiling("a host that is fast enough", spent.device_ns))
+        found = [
+            Gain(each.exposed_ns, f"{each.graph}: {each.cause.why}", each.cause.advice) for each in exposures(step)
+        ]
+        slowed = "communication beside compute slows it"
+        found.append(Gain(spent.slowed_ns, slowed, 'fewer bytes; options={"transport": "copy"} within a host'))
+        if beyond_ns:
+            why = spent.bound()
+            found = [Gain(beyond_ns, why.why, why.advice)]  # whatever the device saves, the host takes as long
+        least_ns = _LEAST * step.step_ns
+        gains = sorted((each for each in found if each.ns > least_ns), key=lambda each: -each.ns)
+        shown = tuple(part for part in parts if part.ns > 0)
+        return cls(step.step_ns, shown, tuple(ceilings), tuple(gains), utilization(step))
+
+
+def utilization(step: StepRecord) -> float | None:
+    """The share of a step that its products would take at the peak rate of their dtype; None where none is known."""
+    peak_s = 0.0
+    for graph, times in step.called:
+        profile = profile_from_json(json.loads(graph.profile)) if graph.profile else None
+        for node in parse(graph.schedule).nodes:
+            if node.work is None or not node.work.flops or not node.work.dtype:
+                continue
+            rate = None if profile is None else profile.rate(node.work.dtype)
+            if rate is None:
+                return None
+            peak_s += times * node.work.flops / rate
+    return peak_s * 1e9 / step.step_ns if peak_s and step.step_ns else None
+
+
+def tiles(step: StepRecord, ledger: Ledger) -> list[tuple[str, str, str]]:
+    """(what, how much, beside what) for the top of a page."""
+    found = [("step", ms(step.step_ns), f"as traced {ms(step.step_before_ns)}")]
+    exposed_ns = sum(part.ns for part in ledger.parts if part.kind == "idle")
+    share = exposed_ns / step.step_ns if step.step_ns else 0.0
+    found.append(("exposed communication", ms(exposed_ns), f"{share:.1%} of the step"))
+    best = ledger.ceilings[1].ns
+    found.append(("no order can beat", ms(best), f"gap {step.step_ns / best - 1:.1%}" if best else ""))
+    if ledger.utilization is not None:
+        found.append(("of peak arithmetic", f"{ledger.utilization:.1%}", "recomputation included"))
+    return found

@@ -1,0 +1,149 @@
+"""What a page's timeline draws, as plain data: whole steps of every rank, before, after and as measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
+from overlapc.schedule.memory import analyze
+from overlapc.schedule.model import Node, Schedule
+from overlapc.schedule.text import parse
+from overlapc.units import human_bytes
+
+KINDS = ("kernel", "extern", "start", "comm", "idle", "wait", "view", "noop")
+_POINTS = 2000  # of a curve of live memory in one graph
+_HELD = 12  # buffers that are named at the peak
+
+Data = dict[str, Any]
+
+
+def page_data(steps: Sequence[StepRecord]) -> Data:
+    """Of every rank; one that is as an earlier one refers to that."""
+    ranks: list[Data] = []
+    for step in steps:
+        data = {"orders": _orders(step), "nodes": _nodes(step), "peak": _peak(step)}
+        same = next((at for at, other in enumerate(ranks) if other["data"] == data), None)
+        ranks.append({"rank": step.rank, "same": same, "data": data if same is None else None})
+    return {"kinds": KINDS, "ranks": ranks}
+
+
+def sequence(step: StepRecord) -> list[GraphRecord]:
+    """The graphs of one step in the order of its calls: micro-batch by micro-batch, backwards in turn, optimizers."""
+    called = step.called
+    updates = [graph for graph, times in called for _ in range(times) if graph.infers and graph.changes_inputs]
+    found: list[GraphRecord] = []
+    for turn in range(max((times for _, times in called), default=0)):
+        due = [graph for graph, times in called if times > turn and graph not in updates]
+        found += [graph for graph in due if not graph.name.startswith("backward")]
+        found += [graph for graph in reversed(due) if graph.name.startswith("backward")]
+    return found + updates
+
+
+def lanes_of(spans: Iterable[Span]) -> list[str]:
+    """The resources in use: compute first, then each group's queue by name."""
+    return sorted({span.lane for span in spans}, key=lambda lane: (lane != "compute", lane))
+
+
+def _orders(step: StepRecord) -> Data:
+    graphs = sequence(step)
+    orders = {
+        "before": _order([(graph, graph.before) for graph in graphs]),
+        "after": _order([(graph, graph.after) for graph in graphs], memory=True),
+    }
+    measured = [(graph, Plan(graph.measured.step_ns, graph.measured.spans)) for graph in graphs if graph.measured]
+    if measured and len(measured) == len(graphs) and all(plan.spans for _, plan in measured):
+        orders["measured"] = _order(measured)
+    return orders
+
+
+def _order(plans: Sequence[tuple[GraphRecord, Plan]], memory: bool = False) -> Data:
+    """Graphs one behind the other; a span is lane, kind, begin and end in ns, node (of an idle one, the collective)."""
+    lanes = lanes_of(span for _, plan in plans for span in plan.spans)
+    spans: list[list[Any]] = []
+    points: list[tuple[int, int]] = []
+    borders: list[tuple[int, str]] = []
+    offset_ns = 0.0
+    for graph, plan in plans:
+        borders.append((round(offset_ns), graph.name))
+        for span in plan.spans:
+            if span.end_ns > span.start_ns:
+                begin, end = round(offset_ns + span.start_ns), round(offset_ns + span.end_ns)
+                spans.append([lanes.index(span.lane), KINDS.index(span.kind), begin, end, f"{graph.name}/{span.node}"])
+        if memory:
+            points += [(round(offset_ns + at_ns), size) for at_ns, size in thinned(graph.memory)]
+        offset_ns += plan.step_ns
+    data: Data = {"end": round(offset_ns), "lanes": lanes, "spans": spans, "borders": borders}
+    return {**data, "memory": points} if memory else data
+
+
+def thinned(memory: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
+    """Some `_POINTS`; of each stretch left out, the highest stays, so that the peak is drawn."""
+    stride = max(1, -(-len(memory) // _POINTS))
+    for start in range(0, len(memory), stride):
+        yield max(memory[start : start + stride], key=lambda point: point[1])
+
+
+def _nodes(step: StepRecord) -> Data:
+    """What a click on a node shows."""
+    found: Data = {}
+    for graph, _ in step.called:
+        facts = {
+            row.name: {
+                "what": f"{row.op} of {human_bytes(row.bytes)}",
+                "of": row.origin,
+                "group": f"@{row.group}, {row.ranks} ranks",
+                "limit": row.limit,
+                "by": row.source,
+            }
+            for row in graph.collectives
+        }
+        for node in parse(graph.schedule).nodes:
+            known = {"what": _what(node), "of": node.origin.module, "line": node.origin.source}
+            by = {} if node.estimate is None else {"by": node.estimate.source}
+            facts[node.name] = {**known, **by, **facts.get(node.name, {})}
+        for name, said in facts.items():
+            found[f"{graph.name}/{name}"] = {key: value for key, value in said.items() if value}
+    return found
+
+
+def _live(schedule: Schedule, at: int) -> dict[str, int]:
+    """Storages that exist while the node at that position runs, and their bytes."""
+    made: dict[str, int] = {}
+    for position, node in enumerate(schedule.nodes):
+        for name in node.writes:
+            made.setdefault(schedule.root(name), position)
+    last = analyze(schedule).last_touch
+    roots = {schedule.root(name): None for name in schedule.buffers}
+    return {
+        root: schedule.buffers[root].bytes
+        for root in roots
+        if schedule.buffers[root].bytes and made.get(root, -1) <= at <= last.get(root, len(schedule.nodes))
+    }
+
+
+def _what(node: Node) -> str:
+    if node.work is None:
+        return node.op
+    moved = human_bytes(node.work.read_bytes + node.work.write_bytes)
+    return f"{node.op}, {node.work.flops / 1e9:.3g} GFLOP, {moved}" if node.work.flops else f"{node.op}, {moved}"
+
+
+def _peak(step: StepRecord) -> Data:
+    """The graph with the highest peak: where, against which budget, and what lives there."""
+    graphs = [graph for graph, _ in step.called]
+    if not graphs:
+        return {}
+    graph = max(graphs, key=lambda each: each.peak_bytes)
+    schedule = parse(graph.schedule)
+    memory = analyze(schedule)
+    at = memory.peak_at
+    live = [] if at is None else sorted(_live(schedule, at).items(), key=lambda item: -item[1])
+    return {
+        "graph": graph.name,
+        "bytes": graph.peak_bytes,
+        "budget": graph.budget_bytes,
+        "node": "" if at is None else schedule.nodes[at].name,
+        "held": [[name, human_bytes(size)] for name, size in live[:_HELD]],
+        "more": max(0, len(live) - _HELD),
+    }

@@ -1,0 +1,153 @@
+"""The page in Chromium: figures, zoom, clicks on bars and rows, sorting, filtering, narrow screens, many layers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
+from overlapc.report.record import Report
+from tests.report.sample import FORWARD, REPORT
+
+CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+sync_api = pytest.importorskip("playwright.sync_api")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine; CHROMIUM=FILE names one")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as play:
+        # In a container it may have neither a sandbox nor shared memory; it opens files of ours only.
+        found = play.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        )
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    """Opens a report's page; an error of its script, or a request that leaves the file, fails the test."""
+    wrong: list[str] = []
+    pages = []
+
+    def open_page(report: Report, width: int = 1280, dark: bool = False) -> Any:
+        page = browser.new_page(
+            viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light", service_workers="block"
+        )
+        pages.append(page)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda request: request.url.startswith("file:") or wrong.append(request.url))
+        page.goto(f"file://{report.save(tmp_path / 'report.html')}")
+        return page
+
+    yield open_page
+    for page in pages:
+        page.close()
+    assert not wrong
+
+
+def bar(page: Any, share: float, y: float) -> tuple[float, float]:
+    box = page.locator("#timeline .u-over").bounding_box()
+    return box["x"] + box["width"] * share, box["y"] + y
+
+
+def shown_ms(page: Any) -> list[float]:
+    """The ends of the time axis, as uPlot says them."""
+    return page.evaluate("overlapcTimeline.range()")
+
+
+# Of rank 0 the step is 0.56 ms after the passes and 0.72 before; bands: a head of 18, then lanes of 22, and 6 between.
+COMPUTE, QUEUE = 18 + 22 / 2, 18 + 22 + 22 / 2
+AFTER_QUEUE = 18 + 2 * 22 + 6 + QUEUE
+
+
+def test_a_click_on_a_bar_shows_its_node_and_its_row_and_a_row_leads_to_the_bar(opened):
+    page = opened(REPORT)
+    page.mouse.click(*bar(page, 150 / 720, AFTER_QUEUE))  # ag1 flies from 100 to 200 us
+    panel = page.locator("#node").inner_text()
+    assert panel.startswith("ag1 in forward")
+    assert "100.0 µs, from 100.0 µs on @dp" in panel
+    assert "peak memory" in panel
+    assert "mm0" in panel.split("beside it")[1]
+    assert page.locator("#collectives tr.chosen").get_attribute("data-node") == "forward/ag1"
+    before = shown_ms(page)
+    page.locator("#collectives tbody tr").nth(0).click()
+    assert page.locator("#node").inner_text().startswith("ag0 in forward")
+    low, high = shown_ms(page)
+    assert low <= 0.0 < 0.1 <= high < before[1]
+
+
+def test_dragging_and_the_wheel_zoom_and_a_double_click_shows_the_whole_step(opened):
+    page = opened(REPORT)
+    whole = shown_ms(page)
+    assert whole == pytest.approx([0.0, 0.72])
+    x, y = bar(page, 0.25, COMPUTE)
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(bar(page, 0.5, COMPUTE)[0], y, steps=4)
+    page.mouse.up()
+    assert shown_ms(page) == pytest.approx([0.18, 0.36], abs=0.01)
+    page.mouse.wheel(0, -100)
+    low, high = shown_ms(page)
+    assert high - low == pytest.approx(0.18 * 0.8, abs=0.02)
+    page.mouse.dblclick(x, y)
+    assert shown_ms(page) == pytest.approx(whole)
+
+
+def test_tables_sort_and_filter(opened):
+    page = opened(REPORT)
+    rows = page.locator("#collectives tbody tr")
+    exposed = page.locator("#collectives th", has_text="exposed")
+    exposed.click()
+    names = [rows.nth(at).get_attribute("data-node") for at in range(rows.count())]
+    assert names == ["forward/ag1", "forward/ag0"]  # 20 us, then 100
+    exposed.click()
+    assert rows.nth(0).get_attribute("data-node") == "forward/ag0"
+    page.locator("#filter").fill("layers.1 memory")
+    assert [rows.nth(at).is_visible() for at in range(2)] == [False, True]
+    assert page.locator("#count").inner_text() == "1 of 2"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_phone_scrolls_down_only(opened, dark):
+    page = opened(REPORT, width=390, dark=dark)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert page.locator(".tile").count() >= 3
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert background == ("rgb(21, 24, 29)" if dark else "rgb(251, 251, 250)")
+
+
+def large(layers: int, rank: int) -> StepRecord:
+    """A step of so many layers, of 60 nodes each, none like that of another rank."""
+    spans, rows, at_ns = [], [], 0.0
+    for layer in range(layers):
+        spans.append(Span(f"ag{layer}", "@dp", at_ns, at_ns + 400e3, "start"))
+        rows.append(replace(FORWARD.collectives[0], name=f"ag{layer}", origin=f"layers.{layer}"))
+        for node in range(60):
+            spans.append(Span(f"k{layer}_{node}", "compute", at_ns, at_ns + 8e3 + rank, "kernel"))
+            at_ns += 10e3
+    plan = Plan(at_ns, tuple(spans))
+    graph: GraphRecord = replace(FORWARD, before=plan, after=plan, collectives=tuple(rows), lower_bound_ns=at_ns)
+    return StepRecord(rank, 8, (graph,))
+
+
+def test_eighty_layers_on_eight_ranks_open_and_redraw_at_once(opened):
+    page = opened(Report(tuple(large(80, rank) for rank in range(8))))
+    page.locator("#all-ranks").check()
+    drawn = page.evaluate("overlapcTimeline.drawn()")  # what was painted, and in how many ms
+    assert drawn["bands"] == 8 * 2 * (1 + 2)
+    assert 1000 < drawn["spans"] < 200_000
+    x, y = bar(page, 0.5, COMPUTE)
+    page.mouse.move(x, y)
+    for _ in range(8):
+        page.mouse.wheel(0, -300)
+    assert page.evaluate("overlapcTimeline.drawn()")["spans"] < drawn["spans"]
+    page.mouse.click(x, y)
+    assert " in forward" in page.locator("#node").inner_text()
