@@ -67,8 +67,8 @@ def launcher(form: Form, size_bytes: int, device: torch.device) -> Callable[[], 
     ranks = dist.get_world_size()
     whole = max(1, size_bytes // ranks) * ranks
     given = torch.zeros(whole // ranks if form is Form.GATHERED else whole, dtype=torch.uint8, device=device)
-    slots, size = place([Event(0, aligned(whole)), Event(0)])
-    run = GraphCopies(_opened(size, device), slots, [form], 1)
+    layout = place([Event(0, aligned(whole)), Event(0)])
+    run = GraphCopies(_opened(layout.bytes, device), layout.slots, [form])
 
     def launch() -> InFlight:
         run.start(0, [given])

@@ -25,6 +25,7 @@ from overlapc.schedule.collectives import KINDS
 from overlapc.schedule.dependencies import Why
 from overlapc.schedule.model import COMMUNICATION, Comm, Node, Schedule
 from overlapc.schedule.verify import verify
+from overlapc.transports import AgreedCopies
 from overlapc.warm.printed import order_hash
 
 Key = tuple[object, ...]
@@ -41,6 +42,7 @@ class Agreed:
     collectives: tuple[tuple[str, Comm], ...]  # as passes were given them
     launches: tuple[_Launch, ...]  # in the final order
     lines: tuple[str, ...]  # the same as ranks compare it
+    copies: AgreedCopies | None = None  # None: the groups' libraries carry all of them
 
     @property
     def order(self) -> str:

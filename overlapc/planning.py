@@ -107,7 +107,7 @@ def plan_graph(
     members = _members(communication, config)
     collectives = [(node.name, found.comm) for node, found in communication.items()]
     key = key_of(name, collectives, config) if members else None
-    follows = members is not None and config.transport != "copy" and compiles_again()
+    follows = members is not None and compiles_again()
     agreed = members.agreed.get(key) if follows and members is not None else None
     planned = None
     if agreed is not None:
@@ -166,7 +166,10 @@ def _stages(
         dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
     transports = Transports()
     if communication:
-        transports = Transports.of(gm, config, talks, within, profile, runs)
+        if agreed is None:
+            transports = Transports.of(gm, config, talks, within, profile, runs)
+        elif agreed.copies is not None:
+            transports = Transports.following(agreed.copies)
     stages = partial(
         _scheduled,
         gm,
@@ -178,7 +181,8 @@ def _stages(
         agreed=agreed,
         passes=passes,
     )
-    before = _copied(gm.graph) if config.transport == AUTO and transports.wanted else None
+    decides = config.transport == AUTO and transports.wanted and agreed is None
+    before = _copied(gm.graph) if decides else None
     planned = stages(transports=transports, dumps=dumps if before is None else dumps.under(COPY))
     if planned is not None and before is not None and transports.groups:
         after, gm.graph = gm.graph, before
@@ -192,7 +196,10 @@ def _stages(
         gm.graph = after
     if planned is None:
         return None
-    return replace(planned, copies=transports.opened(planned.result.schedule), not_copied=transports.reasons)
+    copies = transports.opened(planned.result.schedule)
+    if planned.agreed is not None and copies:
+        planned = replace(planned, agreed=replace(planned.agreed, copies=transports.agreed))
+    return replace(planned, copies=copies, not_copied=transports.reasons)
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:
@@ -246,7 +253,7 @@ def _scheduled(
             result = passes(schedule, context)
     else:
         followed = (each for each in follow(schedule, agreed, context) if _lines_of(each) == agreed.lines)
-        found = next(followed, None)
+        found = next((each for each in followed if transports.fits(each.schedule)), None)
         if found is None:
             return None
         result = found

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
-from overlapc.codegen.copies import Copied, copied
+from overlapc.codegen.copies import Copied, copying
 from overlapc.config import Config
 from overlapc.estimators.agreement import Compilation
 from overlapc.estimators.device import IDEAL, DeviceProfile
@@ -27,14 +27,28 @@ from overlapc.fx.collectives import Collective, find_collectives
 from overlapc.fx.communication import group_of, is_asynchronous
 from overlapc.fx.exchange import exchange_reductions, refusal
 from overlapc.runtime.copies.commands import MOST_RANKS
+from overlapc.runtime.copies.layout import Layout
 from overlapc.runtime.copies.memory import FOLDER
-from overlapc.runtime.copies.pool import open_pools
+from overlapc.runtime.copies.pool import kept_pools, open_pools
 from overlapc.runtime.copies.queues import unsupported
 from overlapc.schedule.collectives import COPY, KINDS
 from overlapc.schedule.model import Comm, Kind, Schedule
 from overlapc.schedule.model import Node as ScheduleNode
 
 AUTO, NCCL = "auto", "nccl"
+
+
+Unit = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class AgreedCopies:
+    """What ranks agreed on about a graph's copies."""
+
+    device: torch.device
+    places: Mapping[int, Mapping[str, object]]
+    library: frozenset[Unit]
+    layouts: Mapping[str, Layout]
 
 
 @dataclass
@@ -49,6 +63,7 @@ class Transports:
     exchanges: Collection[Node] = ()  # made of reductions here
     profile: DeviceProfile = IDEAL
     library: frozenset[Unit] = frozenset()  # what is moved faster by the group's library
+    agreed: AgreedCopies | None = None  # once memory is laid out
     groups: dict[str, str] = field(default_factory=dict)  # `Comm.group` -> torch's name
     reasons: dict[str, str] = field(default_factory=dict)  # FX node of a collective that does not -> why
 
@@ -88,11 +103,17 @@ class Transports:
         reason = next((each["reason"] for each in told if each["reason"]), "")
         return cls(device, talks, dict(zip(talks.ranks, told, strict=True)), reason, wanted=True, profile=profile)
 
+    @classmethod
+    def following(cls, agreed: AgreedCopies) -> Transports:
+        """What a graph may use that goes by what ranks agreed on about one with the same collectives."""
+        return cls(agreed.device, None, agreed.places, wanted=True, library=agreed.library, agreed=agreed)
+
     def exchange(self, gm: GraphModule, found: Sequence[Collective]) -> None:
         """Makes an exchange and a sum of each reduction that can be one and that copies can carry."""
         if not self.wanted or self.none:
             return
-        self.library = by_library([each.comm for each in found], self.profile)
+        if self.agreed is None:
+            self.library = by_library([each.comm for each in found], self.profile)
         takes = {
             each.start
             for each in found
@@ -156,17 +177,31 @@ class Transports:
 
     def opened(self, schedule: Schedule) -> Mapping[str, Copied]:
         """By start, how generated code runs what goes by copies: memory is laid out, agreed, and mapped into all."""
-        if not self.wanted or self.none or self.device is None or self.talks is None:
+        if not self.wanted or self.none or self.device is None:
             return {}
-        graphs, wanted = copied(schedule, self.groups)
-        if not wanted:  # the same on all ranks, as the order of collectives is
+        graph = copying(schedule)
+        if not graph.starts:  # the same on all ranks, as the order of collectives is
             return {}
+        groups = {name: self.groups[name] for name in graph.starts}
+        if self.talks is None:
+            assert self.agreed is not None
+            pools = kept_pools(groups, self.device)
+            assert pools is not None, "`fits` said so"
+            return graph.on(self.agreed.layouts, pools)
+        layouts = graph.laid_out()
         with unset_fake_temporarily():  # or what is done to the memory would be traced, and not done
-            pools = open_pools(wanted, self.device, self.talks.ranks, self.talks.tell)
-        return graphs(pools)
+            pools = open_pools(graph.wanted(layouts, groups), self.device, self.talks.ranks, self.talks.tell)
+        self.agreed = AgreedCopies(self.device, self.places, self.library, layouts)
+        return graph.on(layouts, pools)
 
-
-Unit = tuple[str, str, str]
+    def fits(self, schedule: Schedule) -> bool:
+        """Whether the schedule can go by what ranks agreed on before, without meeting them."""
+        graph = copying(schedule)
+        if not graph.starts:
+            return self.agreed is None
+        if self.agreed is None or graph.broken(self.agreed.layouts) is not None:
+            return False
+        return kept_pools({name: self.groups[name] for name in graph.starts}, self.agreed.device) is not None
 
 
 def unit_of(comm: Comm) -> Unit:

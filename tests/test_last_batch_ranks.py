@@ -56,7 +56,7 @@ def starts(cache: str) -> list[dict[str, Any]]:
     return [cold, train(cache, 2)]
 
 
-def train(cache: str, steps: int) -> dict[str, Any]:
+def train(cache: str, steps: int, **more: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch._dynamo.utils.counters.clear()
     sharded = model()
@@ -64,7 +64,7 @@ def train(cache: str, steps: int) -> dict[str, Any]:
         overlapc.fully_shard(each)
     overlapc.fully_shard(sharded)
     options = {"rank_timeout": 20.0, "native": False, "warm_start": True, "cache_dir": f"{cache}/{dist.get_rank()}"}
-    step = torch.compile(sharded, backend="overlapc", options=options)
+    step = torch.compile(sharded, backend="overlapc", options={**options, **more})
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     losses, alone = [], []
     for batch in batches()[:steps]:
@@ -90,6 +90,18 @@ def test_batches_of_other_sizes_on_one_rank_train_as_in_one_process(tmp_path: Pa
     first, second = (cold["alone"] for cold, _ in ranks)
     assert (first[1], second[1]) == (0, 2)  # forward and backward, on the rank whose batch is smaller
     assert (first[2], second[3]) == (2, 4)
+
+
+def by_copies(cache: str) -> dict[str, Any]:
+    found = train(cache, len(ROWS), transport="copy", warm_start=False)
+    return {**found, "copied": counted("collectives_by_copies")}
+
+
+def test_a_rank_with_a_batch_of_another_size_goes_by_the_layout_of_copies_that_ranks_agreed_on(tmp_path: Path) -> None:
+    first, second = values_on_ranks(by_copies, 2, str(tmp_path), timeout_s=240)
+    assert first["losses"] == second["losses"] == pytest.approx(losses_of_one_process(), rel=1e-5)
+    assert (first["alone"], second["alone"]) == ([0, 0, 2, 2], [0, 2, 2, 4])
+    assert first["copied"] > 0
 
 
 def communicates_activations(x: Tensor) -> Tensor:

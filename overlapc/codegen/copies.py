@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from overlapc.errors import ScheduleError
 from overlapc.runtime.copies.commands import ALIGNMENT_BYTES
-from overlapc.runtime.copies.layout import Event, check, place
+from overlapc.runtime.copies.layout import Event, Layout, check, place
 from overlapc.runtime.copies.pool import Form, GraphCopies, Pool, Wanted
 from overlapc.schedule.collectives import COPY
 from overlapc.schedule.memory import analyze
@@ -25,16 +25,54 @@ class Copied:
     held: frozenset[str]  # buffers in the pool: when the last has been read, the collective is released
 
 
-def copied(
-    schedule: Schedule, groups_by_name: Mapping[str, str]
-) -> tuple[Callable[[Mapping[str, Pool]], dict[str, Copied]], list[Wanted]]:
-    """(from each group's pool, how generated code runs each start that goes by copies; what these pools have to hold)
+@dataclass(frozen=True)
+class Copying:
+    """What a schedule's copies do, by group: starts with their forms, and starts and releases in order."""
 
-    groups_by_name: `Comm.group` -> torch's name of it. The same on all ranks, because the order of collectives and
-    sizes of buffers are.
-    """
-    groups: dict[str, list[Event]] = {}
+    starts: Mapping[str, Sequence[tuple[Node, Form]]]
+    events: Mapping[str, Sequence[Event]]
+    roots: Mapping[str, Sequence[str]]  # buffers that a start brings
+
+    def laid_out(self) -> dict[str, Layout]:
+        """A layout for each group. The same on all ranks, because the order of collectives and sizes of buffers are."""
+        found = {group: place(events) for group, events in self.events.items()}
+        broken = self.broken(found)
+        if broken is not None:
+            raise ScheduleError(f"copies {broken}")
+        return found
+
+    def broken(self, layouts: Mapping[str, Layout]) -> str | None:
+        """Why the schedule cannot go by these layouts; None if it can."""
+        if layouts.keys() != self.events.keys():
+            return "are of other groups"
+        reasons = {group: check(events, layouts[group]) for group, events in self.events.items()}
+        return next((f"@{group}: {reason}" for group, reason in reasons.items() if reason is not None), None)
+
+    def wanted(self, layouts: Mapping[str, Layout], groups_by_name: Mapping[str, str]) -> list[Wanted]:
+        """What these need of each group's pool. groups_by_name: `Comm.group` -> torch's name of it."""
+        found = []
+        for group in sorted(layouts):
+            comm, layout = self.starts[group][0][0].comm, layouts[group]
+            assert comm is not None
+            found.append(Wanted(groups_by_name[group], group, comm.ranks, layout.bytes, str(layout)))
+        return found
+
+    def on(self, layouts: Mapping[str, Layout], pools: Mapping[str, Pool]) -> dict[str, Copied]:
+        """By start, how generated code runs it."""
+        found: dict[str, Copied] = {}
+        for group, nodes in self.starts.items():
+            copies = GraphCopies(pools[group], layouts[group].slots, [form for _, form in nodes])
+            for index, (node, form) in enumerate(nodes):
+                held = frozenset() if form is Form.PULLED else frozenset(self.roots[node.name])
+                found[node.name] = Copied(copies, index, held)
+        return found
+
+
+def copying(schedule: Schedule) -> Copying:
+    """What goes by copies. ScheduleError where an exchange's result leaves the graph."""
+    events: dict[str, list[Event]] = {}
     starts: dict[str, list[tuple[Node, Form]]] = {}
+    roots: dict[str, tuple[str, ...]] = {}
     forms = forms_of(schedule)
     open_: dict[str, tuple[str, int]] = {}  # buffer in a pool -> its group and collective
     left: dict[tuple[str, int], int] = {}  # how many such buffers have yet to die
@@ -42,44 +80,25 @@ def copied(
         form = forms.get(node.name)
         if form is not None:
             group = node.group
-            events, nodes = groups.setdefault(group, []), starts.setdefault(group, [])
+            of_group, nodes = events.setdefault(group, []), starts.setdefault(group, [])
             index = len(nodes)
             nodes.append((node, form))
-            events.append(Event(index, slot_bytes(node, form)))
+            of_group.append(Event(index, slot_bytes(node, form)))
+            roots[node.name] = tuple(map(schedule.root, node.writes))
             if form is Form.PULLED:
-                events.append(Event(index))  # the queue itself is done with it before the next start
+                of_group.append(Event(index))  # the queue itself is done with it before the next start
             else:
-                open_.update((schedule.root(name), (group, index)) for name in node.writes)
-                left[group, index] = len(node.writes)
+                open_.update((root, (group, index)) for root in roots[node.name])
+                left[group, index] = len(roots[node.name])
         for root in frees:
             if root in open_:
                 group, index = open_.pop(root)
                 left[group, index] -= 1
                 if not left[group, index]:
-                    groups[group].append(Event(index))
+                    events[group].append(Event(index))
     if open_:
         raise ScheduleError(f"{schedule.name}: {next(iter(open_))} leaves the graph in memory that ranks share")
-    slots = {group: place(events) for group, events in groups.items()}
-    for group, events in groups.items():
-        broken = check(events, slots[group][0])
-        if broken is not None:
-            raise ScheduleError(f"{schedule.name}: copies @{group}: {broken}")
-
-    def on(pools: Mapping[str, Pool]) -> dict[str, Copied]:
-        found: dict[str, Copied] = {}
-        for group, nodes in starts.items():
-            releases = sum(not event.is_start for event in groups[group])
-            copies = GraphCopies(pools[group], slots[group][0], [form for _, form in nodes], releases)
-            for index, (node, form) in enumerate(nodes):
-                held = frozenset() if form is Form.PULLED else frozenset(map(schedule.root, node.writes))
-                found[node.name] = Copied(copies, index, held)
-        return found
-
-    ranks = {group: nodes[0][0].comm.ranks for group, nodes in starts.items() if nodes[0][0].comm is not None}
-    return on, [
-        Wanted(groups_by_name[group], group, ranks[group], slots[group][1], str(slots[group][0]))
-        for group in sorted(groups)
-    ]
+    return Copying(starts, events, roots)
 
 
 def forms_of(schedule: Schedule) -> dict[str, Form]:

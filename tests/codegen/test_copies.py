@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from overlapc.codegen.copies import copied, forms_of, outside_pools
+from overlapc.codegen.copies import copying, forms_of, outside_pools
 from overlapc.errors import ScheduleError
 from overlapc.runtime.copies.commands import ALIGNMENT_BYTES, HEAD_BYTES
 from overlapc.runtime.copies.pool import Form
@@ -23,8 +23,9 @@ STEP = """
 
 
 def test_slots_follow_the_lives_of_what_lies_in_them():
-    on, wanted = copied(parse(STEP), {"dp": "17"})
-    found = on({"dp": SimpleNamespace(name="dp")})
+    graph = copying(parse(STEP))
+    layouts = graph.laid_out()
+    found = graph.on(layouts, {"dp": SimpleNamespace(name="dp")})
     assert {name: each.index for name, each in found.items()} == {"a": 0, "b": 1, "c": 2, "d": 3}
     assert {name: sorted(each.held) for name, each in found.items()} == {"a": ["a"], "b": ["b"], "c": ["c"], "d": ["d"]}
     slots = found["a"].copies.slots
@@ -33,7 +34,7 @@ def test_slots_follow_the_lives_of_what_lies_in_them():
     assert [slot.offset - HEAD_BYTES for slot in slots] == [0, 0, room, 0]
     assert [slot.needed for slot in slots] == [-1, 0, -1, 1]
     assert [slot.settled for slot in slots] == [-1, 0, 0, 2]
-    (each,) = wanted
+    (each,) = graph.wanted(layouts, {"dp": "17"})
     assert (each.group, each.name, each.ranks, each.bytes) == ("17", "dp", (0, 1, 2, 3), HEAD_BYTES + 2 * room)
 
 
@@ -46,9 +47,9 @@ def test_the_peak_counts_a_pool_once():
 
 
 def test_a_schedule_without_copies_wants_no_pool():
-    on, wanted = copied(parse(STEP.replace(" via copy", "")), {})
-    assert wanted == []
-    assert on({}) == {}
+    graph = copying(parse(STEP.replace(" via copy", "")))
+    assert graph.wanted(graph.laid_out(), {}) == []
+    assert graph.on({}, {}) == {}
 
 
 @pytest.mark.parametrize(("keeps", "form", "size"), [("y", Form.GATHERED, 4096), ("y, w", Form.PULLED, 1024)])
@@ -56,11 +57,13 @@ def test_a_gather_that_outlives_the_graph_is_pulled(keeps: str, form: Form, size
     gather = "a = all_gather(p) @dp(4) via copy ranks=0-3 : 4KiB; w = wait(a)"
     schedule = parse(f"p = input : 1KiB; {gather}; y = kernel(w) : 8KiB; return {keeps}")
     assert forms_of(schedule) == {"a": form}
-    on, (wanted,) = copied(schedule, {"dp": "17"})
-    assert bool(on({"dp": SimpleNamespace(name="dp")})["a"].held) == (form is Form.GATHERED)
+    graph = copying(schedule)
+    layouts = graph.laid_out()
+    (wanted,) = graph.wanted(layouts, {"dp": "17"})
+    assert bool(graph.on(layouts, {"dp": SimpleNamespace(name="dp")})["a"].held) == (form is Form.GATHERED)
     assert wanted.bytes == HEAD_BYTES + size + ALIGNMENT_BYTES
 
 
 def test_what_ranks_share_does_not_leave_the_graph():
     with pytest.raises(ScheduleError, match="b leaves the graph in memory that ranks share"):
-        copied(parse("b = all_to_all(x) @dp(2) via copy : 8KiB; v = wait(b); return v"), {"dp": "17"})
+        copying(parse("b = all_to_all(x) @dp(2) via copy : 8KiB; v = wait(b); return v"))

@@ -39,8 +39,17 @@ class Event:
         return self.bytes is not None
 
 
-def place(events: Sequence[Event]) -> tuple[tuple[Slot, ...], int]:
-    """(the slot of each collective, the bytes of the whole memory with its head)."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The slots of a graph's collectives, the same on all ranks. released: collectives in order of their release."""
+
+    slots: tuple[Slot, ...]
+    released: tuple[int, ...]
+    bytes: int  # of the whole memory with its head
+
+
+def place(events: Sequence[Event]) -> Layout:
+    """A layout for these starts and releases."""
     slots: list[Slot] = []
     released: dict[int, int] = {}  # collective -> the number of its release
     end = HEAD_BYTES
@@ -55,7 +64,7 @@ def place(events: Sequence[Event]) -> tuple[tuple[Slot, ...], int]:
         needed = max((released[at] for at, slot in enumerate(slots) if _overlap(slot, offset, size)), default=-1)
         slots.append(Slot(offset, size, len(released) - 1, needed))
         end = max(end, offset + size)
-    return tuple(slots), end
+    return Layout(tuple(slots), tuple(released), end)
 
 
 def _first_gap(held: Sequence[tuple[int, int]], size: int) -> int:
@@ -72,25 +81,28 @@ def _overlap(slot: Slot, offset: int, size: int) -> bool:
     return slot.offset < offset + size and offset < slot.offset + slot.bytes
 
 
-def check(events: Sequence[Event], slots: Sequence[Slot]) -> str | None:
-    """The first rule that a layout breaks, in words; None if it breaks none. Written without looking at `place`."""
-    open_slots: dict[int, Slot] = {}
-    closed: list[int] = []
+def check(events: Sequence[Event], layout: Layout) -> str | None:
+    """The first rule that a program breaks in a layout, in words; None if it breaks none. Written without looking at
+    `place`, which may have made it for another program of the same collectives: that of ranks with other batches."""
+    slots, open_slots, closed = layout.slots, dict[int, Slot](), set[int]()
+    if sorted(layout.released) != list(range(len(slots))) or sum(event.is_start for event in events) != len(slots):
+        return "it is of other collectives"
     for event in events:
-        if not event.is_start:
+        if event.bytes is None:
             open_slots.pop(event.index, None)
-            closed.append(event.index)
+            closed.add(event.index)
             continue
         slot = slots[event.index]
-        if slot.offset < HEAD_BYTES:
-            return f"collective {event.index} lies on the flags"
+        if slot.offset < HEAD_BYTES or slot.offset + event.bytes > layout.bytes or event.bytes > slot.bytes:
+            return f"collective {event.index} has no room"
         for index, other in open_slots.items():
             if _overlap(other, slot.offset, slot.bytes):
                 return f"collective {event.index} lies on {index}, which is still read"
-        if slot.settled >= len(closed):
-            return f"collective {event.index} says that release {slot.settled} is done, which comes later"
-        for index in closed[slot.needed + 1 :]:
-            if _overlap(slots[index], slot.offset, slot.bytes):
+        for index in layout.released[: slot.settled + 1]:
+            if index not in closed:
+                return f"collective {event.index} says that {index} is released, which comes later"
+        for index in layout.released[slot.needed + 1 :]:
+            if index < event.index and _overlap(slots[index], slot.offset, slot.bytes):
                 return f"collective {event.index} does not wait until all ranks are done with {index}, where it lies"
         if slot.needed > slot.settled:
             return f"collective {event.index} waits for release {slot.needed}, which ranks have not done by then"

@@ -10,7 +10,7 @@ import json
 import math
 import secrets
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -124,6 +124,12 @@ def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequen
     return found
 
 
+def kept_pools(groups: Mapping[str, str], device: torch.device) -> dict[str, Pool] | None:
+    """Of groups by name (-> torch's name), the pools that are open; None where one is not, or failed."""
+    found = {name: pool for name, group in groups.items() if (pool := _pools.get((group, device))) and not pool.failed}
+    return found if len(found) == len(groups) else None
+
+
 def _pool(wanted: Wanted, device: torch.device) -> Pool:
     key = (wanted.group, device)
     pool = _pools.get(key)
@@ -152,12 +158,10 @@ class Form(Enum):
 class GraphCopies:
     """A graph's collectives on one pool, as its generated code starts, waits for and releases them by their index."""
 
-    def __init__(self, pool: Pool, slots: Sequence[Slot], forms: Sequence[Form], releases: int) -> None:
-        """releases: how many there are in a run of the graph."""
+    def __init__(self, pool: Pool, slots: Sequence[Slot], forms: Sequence[Form]) -> None:
         self.pool = pool
         self.slots = tuple(slots)
         self.forms = tuple(forms)
-        self.releases = releases
         self._base = 0  # the number of the first collective of the present run
         self._released = 0  # and of its first release
         self._flying: dict[int, tuple[Any, Sequence[Tensor]]] = {}
@@ -201,7 +205,7 @@ class GraphCopies:
             )
         self._base, self._released = pool.number + 1, pool.released + 1
         pool.number += len(self.slots)
-        pool.released += self.releases
+        pool.released += len(self.slots)  # each is released once
 
     def wait(self, index: int) -> None:
         """Blocks compute until the results are there."""

@@ -57,8 +57,8 @@ def made(pool: Pool | None, cases: Sequence[Case], ahead: int, timeout_s: float 
             events.append(Event(index - ahead))
     open_ = {event.index for event in events} - {event.index for event in events if not event.is_start}
     events += [Event(index) for index in sorted(open_)]
-    slots, size = place(events)
-    return GraphCopies(pool or pool_of(size, timeout_s), slots, [form for form, _ in cases], len(cases))
+    layout = place(events)
+    return GraphCopies(pool or pool_of(layout.bytes, timeout_s), layout.slots, [form for form, _ in cases])
 
 
 def ran(copies: GraphCopies, cases: Sequence[Case], ahead: int) -> list[list[torch.Tensor]]:
