@@ -7,6 +7,7 @@ reduces, goes by copies where these take less, by the profile's times of copies;
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from overlapc.estimators.from_profile import from_profile
 from overlapc.fx.arguments import argument
 from overlapc.fx.collectives import Collective, find_collectives
 from overlapc.fx.communication import group_of, is_asynchronous
-from overlapc.fx.exchange import exchange_reductions, refusal
+from overlapc.fx.exchange import exchange_reductions, refusal, travelling_bytes
 from overlapc.runtime.copies.commands import MOST_RANKS
 from overlapc.runtime.copies.layout import Layout
 from overlapc.runtime.copies.memory import FOLDER
@@ -36,6 +37,7 @@ from overlapc.schedule.model import Comm, Kind, Schedule
 from overlapc.schedule.model import Node as ScheduleNode
 
 AUTO, NCCL = "auto", "nccl"
+REDUCTIONS = ("reduce_scatter", "all_reduce")  # that an exchange and a sum can take the place of
 
 
 Unit = tuple[str, str, str]
@@ -113,17 +115,28 @@ class Transports:
         if not self.wanted or self.none:
             return
         if self.agreed is None:
-            self.library = by_library([each.comm for each in found], self.profile)
+            self.library = by_library([(each.comm, self._by_copies(each)) for each in found], self.profile)
         takes = {
-            each.start
+            each.start: each.comm.size
             for each in found
-            if each.comm.collective == "reduce_scatter"
+            if each.comm.collective in REDUCTIONS
             and unit_of(each.comm) not in self.library
             and self._refused(each.start, each.comm.ranks) is None
         }
         before = set(gm.graph.nodes)
-        exchange_reductions(gm, takes.__contains__)
+        exchange_reductions(gm, lambda start: takes.get(start, 0))
         self.exchanges = {node for node in gm.graph.nodes if node not in before and is_asynchronous(node)}
+
+    def _by_copies(self, each: Collective) -> Sequence[Comm]:
+        """What copies would carry in its place."""
+        comm = each.comm
+        if comm.collective == "all_gather":
+            return [replace(comm, via=COPY)]
+        if comm.collective not in REDUCTIONS or self._refused(each.start, comm.ranks) is not None:
+            return []
+        exchange = replace(comm, collective="all_to_all", via=COPY, bytes=travelling_bytes(each.start))
+        gathers = [replace(comm, collective="all_gather", via=COPY)] if comm.collective == "all_reduce" else []
+        return [exchange, *gathers]
 
     def chosen(self, found: Sequence[Collective]) -> list[Collective]:
         """The collectives, each with what carries it."""
@@ -145,7 +158,7 @@ class Transports:
             return "so little is moved faster by the group's library"
         if each.synchronous or kind is None:
             return "not a collective that is started and waited for"
-        if each.start not in self.exchanges and kind.name == "reduce_scatter":
+        if each.start not in self.exchanges and kind.name in REDUCTIONS:
             return refusal(each.start) or self._refused(each.start, each.comm.ranks) or "its op takes a list of tensors"
         if not kind.by_copies:
             return f"{kind.name} is not done by copies yet"
@@ -160,6 +173,8 @@ class Transports:
         value = argument(start, 0).meta.get("val") if isinstance(argument(start, 0), Node) else None
         if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
             return "its size is symbolic"
+        if value.numel() < len(ranks):
+            return "it has fewer elements than ranks"
         if not 1 < len(ranks) <= MOST_RANKS or any(rank not in self.places for rank in ranks):
             return f"its group has {len(ranks)} ranks"
         places = [self.places[rank] for rank in ranks]
@@ -214,35 +229,32 @@ def considers_copies(config: Config, profile: DeviceProfile) -> bool:
     return config.transport == COPY or (config.transport == AUTO and profile.copy_link is not None)
 
 
-def by_library(comms: Sequence[Comm], profile: DeviceProfile) -> frozenset[Unit]:
-    """Gathers and reductions that take the group's library less time than copies, and matmuls beside them less.
+def by_library(collectives: Sequence[tuple[Comm, Sequence[Comm]]], profile: DeviceProfile) -> frozenset[Unit]:
+    """Of collectives, each with what copies would carry in its place, the units that cost less by the group's library.
 
-    A reduction counts as what carries it moves: by the library in the dtype that it adds in, by copies as an exchange
-    in half of that, where that is float32. Nothing without a profile that knows both.
+    A unit is moved in one launch, and costs its time, as many times as long as it makes large matmuls beside it.
+    Nothing without a profile that knows copies.
     """
     if profile.copy_link is None:
         return frozenset()
-    units: dict[Unit, list[Comm]] = {}
-    for comm in comms:
-        if comm.collective in ("all_gather", "reduce_scatter"):
-            units.setdefault(unit_of(comm), []).append(comm)
-    return frozenset(unit for unit, members in units.items() if _library_is_faster(members, profile))
+    units: dict[Unit, list[tuple[Comm, Sequence[Comm]]]] = {}
+    for comm, by_copies in collectives:
+        if by_copies:
+            units.setdefault(unit_of(comm), []).append((comm, by_copies))
+    found = set()
+    for unit, members in units.items():
+        library_ns = _cost_ns([comm for comm, _ in members], profile)
+        copies_ns = [_cost_ns(launch, profile) for launch in zip(*(by_copies for _, by_copies in members), strict=True)]
+        if library_ns < sum(copies_ns):
+            found.add(unit)
+    return frozenset(found)
 
 
-def _library_is_faster(comms: Sequence[Comm], profile: DeviceProfile) -> bool:
-    by_copies = comm = replace(comms[0], bytes=sum(each.bytes for each in comms))
-    if comm.collective == "reduce_scatter":
-        narrower = 2 if comm.dtype.removeprefix("torch.") in ("float32", "fp32") else 1
-        by_copies = replace(comm, collective="all_to_all", bytes=comm.bytes // narrower)
-    by_copies = replace(by_copies, via=COPY)
-    library_ns, copies_ns = _costs_ns(comm, profile), _costs_ns(by_copies, profile)
-    return library_ns is not None and copies_ns is not None and library_ns < copies_ns
-
-
-def _costs_ns(comm: Comm, profile: DeviceProfile) -> float | None:
-    """Its time, as many times as long as it makes large matmuls beside it."""
+def _cost_ns(comms: Sequence[Comm], profile: DeviceProfile) -> float:
+    """Of one launch; infinite where nobody knows."""
+    comm = replace(comms[0], bytes=sum(each.bytes for each in comms))
     estimate = from_profile(profile).estimate(ScheduleNode("", Kind.START, comm.collective, comm=comm))
-    return None if estimate is None else estimate.ns * profile.slowdown(comm.carried).matmul
+    return math.inf if estimate is None else estimate.ns * profile.slowdown(comm.carried).matmul
 
 
 def _no_copies(config: Config, talks: Compilation | None, within: bool, devices: Collection[torch.device]) -> str:

@@ -154,6 +154,10 @@ def summed(grad: Tensor, ranks: int, group: str) -> Tensor:
     return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(wide, "avg", ranks, group))
 
 
+def summed_on_all(grad: Tensor, group: str) -> Tensor:
+    return _c10d.wait_tensor(_c10d.all_reduce(grad.to(torch.float32), "sum", group))
+
+
 def sums(device: str = "cpu") -> list[dict[str, float]]:
     """Largest errors of a rank's part of the mean of bf16 gradients, against float64."""
     torch.set_num_threads(1)
@@ -170,6 +174,10 @@ def sums(device: str = "cpu") -> list[dict[str, float]]:
             total = total + each.float()
         in_order = total.div(ranks).chunk(ranks)[rank]
         errors: dict[str, float] = {}
+        torch._dynamo.reset()
+        compiled = torch.compile(summed_on_all, backend="overlapc", options={"transport": "copy", "warm_start": False})
+        whole = compiled(grad[:-1], dist.group.WORLD.group_name)
+        errors["all-reduce"] = float((whole - total[:-1]).abs().max())
         for transport in ("copy", "nccl"):
             torch._dynamo.reset()
             compiled = torch.compile(summed, backend="overlapc", options={"transport": transport, "warm_start": False})
@@ -189,7 +197,7 @@ def check_sums(outcomes: list[list[dict[str, float]]]) -> None:
     """In order of ranks, and no further from float64 than the group's library in float32."""
     for found in outcomes:
         for errors in found:
-            assert errors["order"] == 0.0
+            assert errors["order"] == errors["all-reduce"] == 0.0
             assert errors["copy"] <= errors["nccl"] * 1.01
 
 

@@ -5,7 +5,10 @@
 
 A ring adds on the way, so it has to carry the dtype that it adds in. Here gradients travel as they were computed (half
 the bytes for bfloat16), are added in float32 in the order of ranks, and rounded once. The sum is plain ops: one
-generated kernel, with whatever reads it.
+generated kernel, with whatever reads it. An all-reduce is the same and a gather of the sums:
+
+    r = wait(all_reduce(cast(g), "sum"))
+ -> p = wait(all_to_all(flat(g))); s = cast(p[0]) + cast(p[1]) + ...; r = wait(all_gather(s))
 """
 
 from __future__ import annotations
@@ -31,13 +34,16 @@ _MOVES = frozenset(
 )  # fmt: skip
 
 
-def exchange_reductions(graph_module: fx.GraphModule, takes: Callable[[fx.Node], bool]) -> int:
-    """Rewrites the reduce-scatters that `takes` wants, of a canonical graph; how many."""
+REDUCTIONS = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
+
+
+def exchange_reductions(graph_module: fx.GraphModule, ranks_of: Callable[[fx.Node], int]) -> int:
+    """Rewrites reductions of a canonical graph; how many. `ranks_of`: how many ranks reduce, 0 to leave one alone."""
     graph = graph_module.graph
     count = 0
-    for start in graph.find_nodes(op="call_function", target=_c10d.reduce_scatter_tensor.default, sort=True):
-        if takes(start) and refusal(start) is None:
-            _exchange(start)
+    for start in list(graph.nodes):
+        if start.op == "call_function" and start.target in REDUCTIONS and ranks_of(start) and refusal(start) is None:
+            _exchange(start, ranks_of(start))
             count += 1
     if count:
         graph.eliminate_dead_code(_is_impure)
@@ -46,8 +52,15 @@ def exchange_reductions(graph_module: fx.GraphModule, takes: Callable[[fx.Node],
     return count
 
 
+def travelling_bytes(start: fx.Node) -> int:
+    """What the exchange of a reduction moves: its input, as it was before casts that lost nothing."""
+    given: fx.Node = argument(start, 0)
+    value: Tensor = given.meta["val"]
+    return value.numel() * (_narrowest(given) or value.dtype).itemsize
+
+
 def refusal(start: fx.Node) -> str | None:
-    """Reason why a reduce-scatter cannot be an exchange and a sum; None if it can."""
+    """Reason why a reduction cannot be an exchange and a sum; None if it can."""
     given = argument(start, 0).meta["val"]
     if argument(start, 1) not in ("sum", "avg"):
         return f"its reduction is {argument(start, 1)!r}"
@@ -55,6 +68,8 @@ def refusal(start: fx.Node) -> str | None:
         return f"it adds up {given.dtype}"
     if not all(isinstance(size, int) for size in given.shape):
         return "its size is symbolic"
+    if start.target is _c10d.all_reduce.default and not given.is_contiguous():
+        return "its result is not contiguous"
     if len(start.users) != 1 or next(iter(start.users)).target is not _c10d.wait_tensor.default:
         return "its wait is in another graph"
     return None
@@ -65,17 +80,21 @@ def _is_impure(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or (node.target not in _MOVES and node.target not in _CASTS)
 
 
-def _exchange(start: fx.Node) -> None:
+def _exchange(start: fx.Node, ranks: int) -> None:
     (wait,) = start.users
-    ranks = argument(start, 2)
-    dtype = argument(start, 0).meta["val"].dtype
+    how, whole = argument(start, 1), start.target is _c10d.all_reduce.default
+    group = argument(start, 2 if whole else 3)
+    reduced: Tensor = argument(start, 0).meta["val"]
+    dtype = reduced.dtype
     write = Writer(start, start)
     given = _as_computed(argument(start, 0), dtype, write)
-    value: Tensor = given.meta["val"]
-    if not value.is_contiguous():
+    if whole:
+        given = _in_parts(write, given, ranks)
+    elif not given.meta["val"].is_contiguous():
         given = write.call(aten.clone.default, given, memory_format=torch.contiguous_format)
+    value: Tensor = given.meta["val"]
     rows = value.shape[0] // ranks
-    sent = write.call(_c10d.all_to_all_single.default, given, [rows] * ranks, [rows] * ranks, argument(start, 3))
+    sent = write.call(_c10d.all_to_all_single.default, given, [rows] * ranks, [rows] * ranks, group)
     write = Writer(wait, start)
     arrived = write.call(_c10d.wait_tensor.default, sent)
     parts = write.call(aten.view.default, arrived, [ranks, rows, *value.shape[1:]])
@@ -84,12 +103,29 @@ def _exchange(start: fx.Node) -> None:
     for rank in range(ranks):
         part = _cast(write, write.call(aten.select.int, parts, 0, rank), adds_in)
         total = part if total is None else write.call(aten.add.Tensor, total, part)
-    if argument(start, 1) == "avg":
+    if how == "avg":
         total = write.call(aten.div.Tensor, total, ranks)
     assert total is not None
-    wait.replace_all_uses_with(_cast(write, total, dtype))
+    result = _cast(write, total, dtype)
+    if whole:
+        gathered = write.call(_c10d.all_gather_into_tensor.default, result, ranks, group)
+        result = write.call(_c10d.wait_tensor.default, gathered)
+        if rows * ranks > reduced.numel():
+            result = write.call(aten.slice.Tensor, result, 0, 0, reduced.numel())
+        result = write.call(aten.view.default, result, list(reduced.shape))
+    wait.replace_all_uses_with(result)
     wait.graph.erase_node(wait)
     start.graph.erase_node(start)
+
+
+def _in_parts(write: Writer, node: fx.Node, ranks: int) -> fx.Node:
+    """`node` as one row of numbers that divides by the ranks, zeros behind it."""
+    value: Tensor = node.meta["val"]
+    if not value.is_contiguous():
+        node = write.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+    flat = write.call(aten.view.default, node, [value.numel()])
+    missing = -value.numel() % ranks
+    return write.call(aten.constant_pad_nd.default, flat, [0, missing]) if missing else flat
 
 
 def _cast(write: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from overlapc.fx.exchange import exchange_reductions, refusal
+from overlapc.fx.exchange import exchange_reductions, refusal, travelling_bytes
 from tests.worlds import fake_world
 
 _c10d = torch.ops._c10d_functional
@@ -22,7 +22,7 @@ def exchanged(function, *inputs: Tensor) -> tuple[fx.GraphModule, fx.Node]:
     """The rewritten graph, and its exchange."""
     with fake_world(RANKS) as group:
         gm = make_fx(lambda *given: function(*given, group), tracing_mode="fake")(*inputs)
-        assert exchange_reductions(gm, lambda start: True) == 1
+        assert exchange_reductions(gm, lambda start: RANKS) == 1
         (start,) = gm.graph.find_nodes(op="call_function", target=_c10d.all_to_all_single.default)
     return gm, start
 
@@ -93,4 +93,28 @@ def test_what_cannot_be_a_sum_of_parts_stays_with_its_reason(function, x, reason
         gm = make_fx(lambda x: function(x, group), tracing_mode="fake")(x)
         (start,) = gm.graph.find_nodes(op="call_function", target=_c10d.reduce_scatter_tensor.default)
         assert reason in (refusal(start) or "")
-        assert exchange_reductions(gm, lambda start: True) == 0
+        assert exchange_reductions(gm, lambda start: RANKS) == 0
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (5, 3), (7,)])
+def test_an_all_reduce_is_an_exchange_a_sum_and_a_gather(shape):
+    def summed(x: Tensor, group: str) -> Tensor:
+        return _c10d.wait_tensor(_c10d.all_reduce(x.to(torch.float32), "sum", group))
+
+    x = torch.randn(shape, dtype=torch.bfloat16)
+    gm, start = exchanged(summed, x)
+    assert travelling_bytes(start) == start.args[0].meta["val"].nbytes == -(-x.numel() // RANKS) * RANKS * 2
+    (gather,) = gm.graph.find_nodes(op="call_function", target=_c10d.all_gather_into_tensor.default)
+    assert gather.args[0].meta["val"].dtype == torch.float32
+    result = gm.graph.output_node().args[0].meta["val"]
+    assert (result.shape, result.dtype) == (x.shape, torch.float32)
+    assert ops(gm)["add"] == RANKS - 1
+
+
+def test_what_is_not_contiguous_is_reduced_by_the_library():
+    with fake_world(RANKS) as group:
+        gm = make_fx(lambda x: _c10d.wait_tensor(_c10d.all_reduce(x.t(), "sum", group)), tracing_mode="fake")(
+            torch.ones(3, 4)
+        )
+        (start,) = gm.graph.find_nodes(op="call_function", target=_c10d.all_reduce.default)
+        assert refusal(start) == "its result is not contiguous"
