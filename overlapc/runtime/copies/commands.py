@@ -11,7 +11,7 @@ What a collective brings lies in its slot, the same on all ranks, and is read th
 lies to the slot of whoever needs it, which for a gather is everybody and for an exchange (all-to-all) its owner. A
 gather whose result outlives the graph is *pulled* instead: the shard goes to this rank's slot, and peers copy it from
 there to memory of theirs. Peers are served in turn from rank + 1: no two ranks copy to (or from) the same one at a
-time, and what a rank sends itself comes last, while parts of others arrive.
+time. What a rank sends itself may be on its way beside that.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Copy(NamedTuple):
     target: int
     source: int
     bytes: int
+    own: bool = False  # within this rank's memory: nothing but the end of the collective waits for it
 
 
 class Post(NamedTuple):
@@ -124,9 +125,9 @@ def exchange(at: Places, turn: Turn, tensors: Sequence[Piece]) -> Iterator[Comma
 def _pushed(at: Places, turn: Turn, sources: Sequence[tuple[int, int, int, int]]) -> Iterator[Command]:
     """sources: (address, bytes from one rank's part to the next one's, bytes of a part, offset of the slot)."""
     yield from _begin(at, turn)
-    for peer in (*at.peers, at.rank):
+    for peer in (at.rank, *at.peers):
         for address, step, part, slot in sources:
-            yield Copy(at.bases[peer] + slot + at.rank * part, address + peer * step, part)
+            yield Copy(at.bases[peer] + slot + at.rank * part, address + peer * step, part, peer == at.rank)
         if peer != at.rank:
             yield Post(at.sent(peer, at.rank), turn.number)
     for peer in at.peers:
@@ -137,12 +138,12 @@ def pulled_gather(at: Places, turn: Turn, shards: Sequence[Piece], results: Sequ
     """`results` are the addresses, outside of the slot, that the shards of all ranks go to, in order of rank."""
     yield from _begin(at, turn)
     slots = offsets_in(turn.offset, [shard.bytes for shard in shards])
+    for shard, result in zip(shards, results, strict=True):
+        yield Copy(result + at.rank * shard.bytes, shard.address, shard.bytes, own=True)
     for shard, slot in zip(shards, slots, strict=True):
         yield Copy(at.bases[at.rank] + slot, shard.address, shard.bytes)
     for peer in at.peers:
         yield Post(at.sent(peer, at.rank), turn.number)
-    for shard, result in zip(shards, results, strict=True):
-        yield Copy(result + at.rank * shard.bytes, shard.address, shard.bytes)
     for peer in at.peers:
         yield Until(at.sent(at.rank, peer), turn.number, peer, "sent its shard")
         for shard, slot, result in zip(shards, slots, results, strict=True):

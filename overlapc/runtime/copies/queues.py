@@ -108,11 +108,15 @@ class ThreadQueue:
 
 
 class StreamQueue:
-    """Enqueues commands on a stream of its own, for the copy engines of a GPU and for its front end, which waits."""
+    """Enqueues commands on a stream of its own, for the copy engines of a GPU and for its front end, which waits.
+
+    Copies within the GPU run on a second stream: on one they would take time in which the links do nothing.
+    """
 
     def __init__(self, name: str, name_of: NameOf, timeout_s: float, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._beside = torch.cuda.Stream(device, priority=-1)
         self._driver = _Driver()
         self._watch = _Watch(name, name_of, timeout_s, self._driver, device)
 
@@ -123,18 +127,24 @@ class StreamQueue:
         driver = self._driver
         flags: list[Post | Until] = []
         untils: list[Until] = []
+        forked = False
         for command in commands:
             if isinstance(command, Copy):
                 if flags:
                     driver.flags(at, flags)
                     flags = []
-                driver.copy(at, command)
+                if command.own and not forked:
+                    self._beside.wait_stream(self._stream)
+                    forked = True
+                driver.copy(self._beside.cuda_stream if command.own else at, command)
             else:
                 flags.append(command)
                 if isinstance(command, Until):
                     untils.append(command)
         if flags:
             driver.flags(at, flags)
+        if forked:
+            self._stream.wait_stream(self._beside)
         event = torch.cuda.Event()
         event.record(self._stream)
         self._watch.add(event, untils)
