@@ -166,7 +166,7 @@ def _with_shared_memory(report: GraphRecord, planned: Planned) -> GraphRecord:
     """What ranks share for copies is part of the peak."""
     pools = {each.copies.pool.name: each.copies.pool.bytes for each in planned.copies.values()}
     shared = sum(pools.values())
-    peak = analyze(outside_pools(planned.result.schedule)).peak_bytes + shared
+    peak = analyze(outside_pools(planned.result.schedule)).peak_bytes + shared  # pools of other graphs may be larger
     budget = planned.result.schedule.budget_bytes
     if budget is not None and peak > budget:
         count("copies_over_budget")

@@ -19,7 +19,7 @@ from overlapc.autotune.products import ProductTimes, choice
 from overlapc.chain import chain_of
 from overlapc.codegen import kernel as codegen
 from overlapc.codegen.bucket import merge_starts
-from overlapc.codegen.copies import Copied
+from overlapc.codegen.copies import Copied, peak_with_pools
 from overlapc.config import Config
 from overlapc.context import context_of
 from overlapc.estimators.agreement import Compilation, Party, party
@@ -54,8 +54,10 @@ from overlapc.report.walk import walk_through
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
 from overlapc.schedule.collectives import COPY
+from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
 from overlapc.transports import AUTO, NCCL, Transports, carried
+from overlapc.units import human_bytes
 from overlapc.warm.graph import CompiledGraph
 
 Passes = Callable[[Schedule, Context], Result]
@@ -191,8 +193,9 @@ def _stages(
         times = {COPY: planned.result.after.step_ns, NCCL: alternative.result.after.step_ns}
         if talks is not None:
             times = talks.agree_on_medians(times)
-        if times[NCCL] <= times[COPY]:
-            return replace(alternative, not_copied=transports.not_worth(times))
+        reason = _why_library(planned, alternative, times)
+        if reason is not None:
+            return replace(alternative, not_copied={", ".join(sorted(transports.groups)): reason})
         gm.graph = after
     if planned is None:
         return None
@@ -200,6 +203,17 @@ def _stages(
     if planned.agreed is not None and copies:
         planned = replace(planned, agreed=replace(planned.agreed, copies=transports.agreed))
     return replace(planned, copies=copies, not_copied=transports.reasons)
+
+
+def _why_library(by_copies: Planned, alternative: Planned, times_ns: Mapping[str, float]) -> str | None:
+    """Why the groups' libraries carry all collectives of a graph; None for copies. The same on all ranks."""
+    if times_ns[NCCL] <= times_ns[COPY]:
+        copies_ms, library_ms = (f"{times_ns[name] / 1e6:.3g} ms" for name in (COPY, NCCL))
+        return f"the graph is predicted to take {copies_ms} by copies and {library_ms} by the group's library"
+    budget, peak = by_copies.result.schedule.budget_bytes, peak_with_pools(by_copies.result.schedule)
+    if budget is not None and peak > max(budget, analyze(alternative.result.schedule).peak_bytes):
+        return f"what ranks share for copies would raise the peak to {human_bytes(peak)}, over memory_budget"
+    return None
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:

@@ -184,12 +184,6 @@ class Transports:
             return "ranks of its group share a GPU"
         return None
 
-    def not_worth(self, times_ns: Mapping[str, float]) -> dict[str, str]:
-        """Why what copies could carry does not go by them: times of the graph by transport."""
-        by_copies, library = (f"{times_ns[name] / 1e6:.3g} ms" for name in (COPY, NCCL))
-        said = f"the graph is predicted to take {by_copies} by copies and {library} by the group's library"
-        return {", ".join(sorted(self.groups)): said}
-
     def opened(self, schedule: Schedule) -> Mapping[str, Copied]:
         """By start, how generated code runs what goes by copies: memory is laid out, agreed, and mapped into all."""
         if not self.wanted or self.none or self.device is None:

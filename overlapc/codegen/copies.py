@@ -128,6 +128,12 @@ def outside_pools(schedule: Schedule) -> Schedule:
     return replace(schedule, buffers=buffers, moved_from=None)
 
 
+def peak_with_pools(schedule: Schedule) -> int:
+    """Peak bytes with what ranks share for copies, which is there all the time."""
+    layouts = copying(schedule).laid_out()
+    return analyze(outside_pools(schedule)).peak_bytes + sum(layout.bytes for layout in layouts.values())
+
+
 def slot_bytes(node: Node, form: Form) -> int:
     """Room for what a start has in the pool: its results, or the shards that are pulled from there."""
     assert node.comm is not None

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from overlapc.codegen.copies import copying, forms_of, outside_pools
+from overlapc.codegen.copies import copying, forms_of, outside_pools, peak_with_pools
 from overlapc.errors import ScheduleError
 from overlapc.runtime.copies.commands import ALIGNMENT_BYTES, HEAD_BYTES
 from overlapc.runtime.copies.pool import Form
@@ -44,6 +44,7 @@ def test_the_peak_counts_a_pool_once():
     )
     assert analyze(one).peak_bytes == (8 + 8 + 2) * 1024
     assert analyze(outside_pools(one)).peak_bytes == (8 + 2) * 1024
+    assert peak_with_pools(one) == (8 + 2 + 8) * 1024 + HEAD_BYTES + ALIGNMENT_BYTES
 
 
 def test_a_schedule_without_copies_wants_no_pool():
