@@ -130,9 +130,11 @@ class Transports:
     def _by_copies(self, each: Collective) -> Sequence[Comm]:
         """What copies would carry in its place."""
         comm = each.comm
-        if comm.collective == "all_gather":
+        if self._refused(each.start, comm.ranks) is not None:
+            return []
+        if comm.collective == "all_gather" or (comm.collective == "all_to_all" and _even(each)):
             return [replace(comm, via=COPY)]
-        if comm.collective not in REDUCTIONS or self._refused(each.start, comm.ranks) is not None:
+        if comm.collective not in REDUCTIONS:
             return []
         exchange = replace(comm, collective="all_to_all", via=COPY, bytes=travelling_bytes(each.start))
         gathers = [replace(comm, collective="all_gather", via=COPY)] if comm.collective == "all_reduce" else []
@@ -162,8 +164,8 @@ class Transports:
             return refusal(each.start) or self._refused(each.start, each.comm.ranks) or "its op takes a list of tensors"
         if not kind.by_copies:
             return f"{kind.name} is not done by copies yet"
-        if kind.name == "all_to_all" and each.start not in self.exchanges:
-            return "only reductions are exchanged by copies yet"
+        if kind.name == "all_to_all" and not _even(each):
+            return "its parts are not of one size that is known"
         if len(each.waits) != 1 or isinstance(argument(each.start, 0), list | tuple):
             return "its op takes a list of tensors, or its wait is in another graph"
         return self._refused(each.start, each.comm.ranks)
@@ -221,6 +223,16 @@ def unit_of(comm: Comm) -> Unit:
 def considers_copies(config: Config, profile: DeviceProfile) -> bool:
     """Whether copies may carry anything: they were asked for, or the profile knows what they take."""
     return config.transport == COPY or (config.transport == AUTO and profile.copy_link is not None)
+
+
+def _even(each: Collective) -> bool:
+    """Whether an all-to-all gives every rank a part of the same size."""
+    if each.start.target is not torch.ops._c10d_functional.all_to_all_single.default:
+        return False
+    result = each.start.meta.get("val")
+    splits = (*argument(each.start, 1), *argument(each.start, 2))
+    static = isinstance(result, torch.Tensor) and all(isinstance(size, int) for size in (*result.shape, *splits))
+    return static and len(set(splits)) == 1
 
 
 def by_library(collectives: Sequence[tuple[Comm, Sequence[Comm]]], profile: DeviceProfile) -> frozenset[Unit]:

@@ -163,11 +163,24 @@ def summed_on_all(grad: Tensor, group: str) -> Tensor:
     return _c10d.wait_tensor(_c10d.all_reduce(grad.to(torch.float32), "sum", group))
 
 
+def swapped(x: Tensor, ranks: int, group: str) -> tuple[Tensor, Tensor]:
+    parts = [x.shape[0] // ranks] * ranks
+    once = _c10d.wait_tensor(_c10d.all_to_all_single(x, parts, parts, group))
+    return once, _c10d.wait_tensor(_c10d.all_to_all_single(once * 2, parts, parts, group)).sum()
+
+
 def sums(device: str = "cpu") -> list[dict[str, float]]:
     """Largest errors of a rank's part of the mean of bf16 gradients, against float64."""
     torch.set_num_threads(1)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     found = []
+    x = torch.arange(6.0 * ranks, device=device).view(-1, 3) + 100 * rank
+    expected = torch.empty_like(x)
+    dist.all_to_all_single(expected, x)
+    options = {"transport": "copy", "warm_start": False}
+    once, total = torch.compile(swapped, backend="overlapc", options=options)(x, ranks, dist.group.WORLD.group_name)
+    assert overlapc.report().steps[-1].graphs[-1].not_copied == {}
+    found.append({"all-to-all": float((once - expected).abs().max() + (total - 2 * x.sum()).abs())})
     for seed in range(3):
         generator = torch.Generator().manual_seed(10 * seed + rank)
         grad = torch.randn(ranks * 700, 3, generator=generator).mul_(10.0 ** (seed - 1)).bfloat16().to(device)
@@ -200,7 +213,8 @@ def test_sums_are_in_order_of_ranks_and_as_exact_as_a_float32_reduce_scatter():
 
 def check_sums(outcomes: list[list[dict[str, float]]]) -> None:
     """In order of ranks, and no further from float64 than the group's library in float32."""
-    for found in outcomes:
+    for exchanged, *found in outcomes:
+        assert exchanged == {"all-to-all": 0.0}
         for errors in found:
             assert errors["order"] == errors["all-reduce"] == 0.0
             assert errors["copy"] <= errors["nccl"] * 1.01

@@ -63,13 +63,13 @@ class Copying:
         for group, nodes in self.starts.items():
             copies = GraphCopies(pools[group], layouts[group].slots, [form for _, form in nodes])
             for index, (node, form) in enumerate(nodes):
-                held = frozenset() if form is Form.PULLED else frozenset(self.roots[node.name])
+                held = frozenset(self.roots[node.name]) if form.in_pool else frozenset()
                 found[node.name] = Copied(copies, index, held)
         return found
 
 
 def copying(schedule: Schedule) -> Copying:
-    """What goes by copies. ScheduleError where an exchange's result leaves the graph."""
+    """What goes by copies."""
     events: dict[str, list[Event]] = {}
     starts: dict[str, list[tuple[Node, Form]]] = {}
     roots: dict[str, tuple[str, ...]] = {}
@@ -85,19 +85,18 @@ def copying(schedule: Schedule) -> Copying:
             nodes.append((node, form))
             of_group.append(Event(index, slot_bytes(node, form)))
             roots[node.name] = tuple(map(schedule.root, node.writes))
-            if form is Form.PULLED:
-                of_group.append(Event(index))  # the queue itself is done with it before the next start
-            else:
+            if form.in_pool:
                 open_.update((root, (group, index)) for root in roots[node.name])
                 left[group, index] = len(roots[node.name])
+            else:
+                of_group.append(Event(index))  # the queue itself is done with it before the next start
         for root in frees:
             if root in open_:
                 group, index = open_.pop(root)
                 left[group, index] -= 1
                 if not left[group, index]:
                     events[group].append(Event(index))
-    if open_:
-        raise ScheduleError(f"{schedule.name}: {next(iter(open_))} leaves the graph in memory that ranks share")
+    assert not open_, "what lies in a pool dies in the graph"
     return Copying(starts, events, roots)
 
 
@@ -107,10 +106,10 @@ def forms_of(schedule: Schedule) -> dict[str, Form]:
     found: dict[str, Form] = {}
     for node in schedule.starts():
         if node.comm is not None and node.comm.via == COPY:
+            inside = all(schedule.root(name) in dying for name in node.writes)
             if node.comm.collective == EXCHANGE:
-                found[node.name] = Form.EXCHANGED
+                found[node.name] = Form.EXCHANGED if inside else Form.TAKEN_OUT
             else:
-                inside = all(schedule.root(name) in dying for name in node.writes)
                 found[node.name] = Form.GATHERED if inside else Form.PULLED
     return found
 
@@ -119,10 +118,7 @@ def outside_pools(schedule: Schedule) -> Schedule:
     """`schedule` with nothing in what lies in pools, which are there all the time."""
     forms = forms_of(schedule)
     held = {
-        name
-        for node in schedule.starts()
-        if forms.get(node.name, Form.PULLED) is not Form.PULLED
-        for name in node.writes
+        name for node in schedule.starts() if node.name in forms and forms[node.name].in_pool for name in node.writes
     }
     buffers = {name: replace(each, bytes=0) if name in held else each for name, each in schedule.buffers.items()}
     return replace(schedule, buffers=buffers, moved_from=None)

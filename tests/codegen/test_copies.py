@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from overlapc.codegen.copies import copying, forms_of, outside_pools, peak_with_pools
-from overlapc.errors import ScheduleError
 from overlapc.runtime.copies.commands import ALIGNMENT_BYTES, HEAD_BYTES
 from overlapc.runtime.copies.pool import Form
 from overlapc.schedule.memory import analyze
@@ -65,6 +64,9 @@ def test_a_gather_that_outlives_the_graph_is_pulled(keeps: str, form: Form, size
     assert wanted.bytes == HEAD_BYTES + size + ALIGNMENT_BYTES
 
 
-def test_what_ranks_share_does_not_leave_the_graph():
-    with pytest.raises(ScheduleError, match="b leaves the graph in memory that ranks share"):
-        copying(parse("b = all_to_all(x) @dp(2) via copy : 8KiB; v = wait(b); return v"))
+def test_an_exchange_that_outlives_the_graph_is_taken_out():
+    schedule = parse("b = all_to_all(x) @dp(2) via copy ranks=0-1 : 8KiB; v = wait(b); return v")
+    graph = copying(schedule)
+    assert forms_of(schedule) == {"b": Form.TAKEN_OUT}
+    assert graph.on(graph.laid_out(), {"dp": SimpleNamespace(name="dp")})["b"].held == set()
+    assert analyze(outside_pools(schedule)).peak_bytes == analyze(schedule).peak_bytes

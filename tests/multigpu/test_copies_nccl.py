@@ -12,7 +12,7 @@ from tests.parallel.parity import TWO, check, seen_by
 from tests.ranks import values_on_ranks
 from tests.test_copies_ranks import check_parity, check_sums, parity, sums
 
-CASES = tuple(case for case in TWO if case.name in ("reshard", "mixed precision", "accumulate", "uneven"))
+CASES = tuple(case for case in TWO if case.name in ("reshard", "mixed precision", "accumulate", "uneven", "experts"))
 pytestmark = [pytest.mark.gpu(2), pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
 
 

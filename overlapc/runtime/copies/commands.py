@@ -8,10 +8,11 @@ starts them: 1, 2, ... the same on all ranks. At its head lie two flags for ever
 
 Both only grow, and collectives run in order on one queue, so a wait for `flag >= number` needs no reset and no lock.
 What a collective brings lies in its slot, the same on all ranks, and is read there: each part is *pushed* from where it
-lies to the slot of whoever needs it, which for a gather is everybody and for an exchange (all-to-all) its owner. A
-gather whose result outlives the graph is *pulled* instead: the shard goes to this rank's slot, and peers copy it from
-there to memory of theirs. Peers are served in turn from rank + 1: no two ranks copy to (or from) the same one at a
-time. What a rank sends itself may be on its way beside that.
+lies to the slot of whoever needs it, which for a gather is everybody and for an exchange (all-to-all) its owner. Where
+a result outlives the graph, a gather is *pulled* instead (the shard goes to this rank's slot, and peers copy it from
+there to memory of theirs), and what an exchange pushed is *taken out* of the slot when it is there. Peers are served in
+turn from rank + 1: no two ranks copy to (or from) the same one at a time. What a rank sends itself may be on its way
+beside that.
 """
 
 from __future__ import annotations
@@ -132,6 +133,23 @@ def _pushed(at: Places, turn: Turn, sources: Sequence[tuple[int, int, int, int]]
             yield Post(at.sent(peer, at.rank), turn.number)
     for peer in at.peers:
         yield Until(at.sent(at.rank, peer), turn.number, peer, "sent its part")
+
+
+def exchange_taken_out(at: Places, turn: Turn, tensors: Sequence[Piece], results: Sequence[int]) -> Iterator[Command]:
+    """As `exchange`, and the parts for this rank end at `results`, outside of the slot."""
+    yield from _begin(at, turn)
+    parts = [tensor.bytes // len(at.bases) for tensor in tensors]
+    given = list(zip(tensors, parts, offsets_in(turn.offset, [each.bytes for each in tensors]), results, strict=True))
+    for tensor, part, _, result in given:
+        yield Copy(result + at.rank * part, tensor.address + at.rank * part, part, own=True)
+    for peer in at.peers:
+        for tensor, part, slot, _ in given:
+            yield Copy(at.bases[peer] + slot + at.rank * part, tensor.address + peer * part, part)
+        yield Post(at.sent(peer, at.rank), turn.number)
+    for peer in at.peers:
+        yield Until(at.sent(at.rank, peer), turn.number, peer, "sent its part")
+        for _, part, slot, result in given:
+            yield Copy(result + peer * part, at.bases[at.rank] + slot + peer * part, part)
 
 
 def pulled_gather(at: Places, turn: Turn, shards: Sequence[Piece], results: Sequence[int]) -> Iterator[Command]:

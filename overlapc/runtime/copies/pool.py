@@ -153,6 +153,12 @@ class Form(Enum):
     GATHERED = "gathered"  # shards of all, pushed into the pool
     EXCHANGED = "exchanged"  # each rank's parts, pushed into the pool
     PULLED = "pulled"  # shards of all, in memory that may outlive the graph
+    TAKEN_OUT = "taken out"  # each rank's parts, in memory that may outlive the graph
+
+    @property
+    def in_pool(self) -> bool:
+        """Whether results lie in the pool until they are released."""
+        return self in (Form.GATHERED, Form.EXCHANGED)
 
 
 class GraphCopies:
@@ -181,6 +187,9 @@ class GraphCopies:
         if form is Form.PULLED:
             results = [tensor.new_empty(_gathered(tensor, len(at.bases))) for tensor in given]
             todo = commands.pulled_gather(at, turn, pieces, [result.data_ptr() for result in results])
+        elif form is Form.TAKEN_OUT:
+            results = [torch.empty_like(tensor) for tensor in given]
+            todo = commands.exchange_taken_out(at, turn, pieces, [result.data_ptr() for result in results])
         else:
             shapes = [_gathered(each, len(at.bases)) if form is Form.GATHERED else each.shape for each in given]
             sizes = [math.prod(shape) * each.element_size() for shape, each in zip(shapes, given, strict=True)]
@@ -212,7 +221,7 @@ class GraphCopies:
         done, _ = self._flying[index]
         self.pool.queue.wait(done)
         del self._flying[index]
-        if self.forms[index] is Form.PULLED:
+        if not self.forms[index].in_pool:
             self.pool.held -= 1
 
     def finish(self, index: int) -> Any:
