@@ -95,6 +95,12 @@ class Config:
         " ranks of one host, gradients in the dtype they were computed in and added up in float32 (copy); auto"
         " takes copies where the profile holds times of them and the step is predicted to gain",
     )
+    ranks_per_host: int | None = _knob(
+        None,
+        read.optional_count,
+        "how many ranks in a row share a host, between whose memories copies go (default: those that are on one); of"
+        " meshes with an axis within hosts, that axis goes by copies and the others by the library",
+    )
     rank_timeout: float = _knob(300.0, read.seconds, "seconds to wait for other ranks while compiling")
     rank_check: bool = _knob(True, read.a_bool, "compare graphs and collective orders between ranks")
     fusion: bool = _knob(True, read.a_bool, "fuse generated kernels")

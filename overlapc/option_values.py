@@ -59,6 +59,16 @@ def optional_bytes(text: Any) -> int | None:
     return size
 
 
+def optional_count(text: Any) -> int | None:
+    """A positive whole number; None for nothing given."""
+    if text is None or text == "":
+        return None
+    value = number(text, 1, 2**31, "a whole number")
+    if isinstance(text, bool) or not value.is_integer():
+        raise ConfigError(f"{shown(text)} is not a whole number")
+    return int(value)
+
+
 def fraction(text: Any) -> float:
     """A number that is not negative."""
     return number(text, 0, 1e6)

@@ -86,9 +86,8 @@ class Transports:
         if not considers_copies(config, profile):
             return cls()
         if not runs:
-            places = {
-                rank: {"host": rank // profile.ranks_per_host, "device": rank} for rank in range(dist.get_world_size())
-            }
+            per_host = config.ranks_per_host or profile.ranks_per_host
+            places = {rank: {"host": rank // per_host, "device": rank} for rank in range(dist.get_world_size())}
             return cls(places=places, wanted=True, profile=profile)
         devices = {
             value.device
@@ -101,6 +100,8 @@ class Transports:
         if talks is None:
             return cls(none=reason, wanted=True, profile=profile)
         mine = {"reason": reason, **({} if device is None else _place(device))}
+        if config.ranks_per_host is not None:
+            mine["host"] = f"{mine.get('host')}, {dist.get_rank() // config.ranks_per_host}"
         told = [json.loads(text) for text in talks.tell("what can carry collectives", json.dumps(mine))]
         reason = next((each["reason"] for each in told if each["reason"]), "")
         return cls(device, talks, dict(zip(talks.ranks, told, strict=True)), reason, wanted=True, profile=profile)

@@ -30,6 +30,7 @@ class Case:
     reshard: bool = True
     passes: str | None = None
     transport: str = "auto"
+    per_host: int | None = None  # as if so many ranks in a row were on a host of their own
     layers: int = 2
 
 
@@ -43,7 +44,7 @@ TWO = (
 FOUR = (
     Case("hsdp", dp=2, replicas=2, layers=1),
     Case("tp-fsdp", dp=2, tp=2, layers=1),
-    Case("hsdp-copies", dp=2, replicas=2, transport="copy", layers=1),
+    Case("hsdp-copies", dp=2, replicas=2, transport="copy", per_host=2, layers=1),
     Case("tp-fsdp-copies", dp=2, tp=2, transport="copy", layers=1),
 )
 
@@ -89,7 +90,12 @@ def one(case: Case, device: str, expected: float, grads: dict[str, Tensor]) -> d
         for layer in spread.layers:
             overlapc.fully_shard(layer, mesh=axes, reshard_after_forward=case.reshard)
         overlapc.fully_shard(spread, mesh=axes, reshard_after_forward=case.reshard)
-    options = {"rank_timeout": 60, "transport": case.transport, **({"passes": case.passes} if case.passes else {})}
+    options = {
+        "rank_timeout": 60,
+        "transport": case.transport,
+        "ranks_per_host": case.per_host,
+        **({"passes": case.passes} if case.passes else {}),
+    }
     step = torch.compile(spread, backend="overlapc", fullgraph=True, options=options)
     parts = case.replicas * case.dp
     part = mesh.get_local_rank("replicate") * case.dp + mesh.get_local_rank("dp")
@@ -131,3 +137,5 @@ def check(outcomes: list[Any], cases: tuple[Case, ...]) -> None:
             assert seen["counters"]["kernels"] > 0
             assert seen["counters"]["collectives"] > 0
             assert (seen["counters"].get("collectives_by_copies", 0) > 0) == (case.transport == "copy")
+            by_library = seen["counters"].get("collectives_not_by_copies", 0)
+            assert by_library > 0 or case.per_host is None, "replicas are on different hosts"
