@@ -56,6 +56,7 @@ class Party:
         """`run` tells apart jobs over one store, such as elastic restarts; equal on all ranks."""
         self.meetings = Meetings(store, rank, tuple(ranks), run)
         self.agreed: dict[Any, Any] = {}  # graph -> what was agreed on, for who compiles it again for other sizes
+        self.newest_frame = -1  # Dynamo's number of the function that was compiled first for the last time
         self._compilations = itertools.count(1)
 
     def compilation(self, label: str, timeout_s: float, notes: Notes = MappingProxyType({})) -> Compilation:

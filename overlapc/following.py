@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch._guards import CompileContext
 
+from overlapc.estimators.agreement import Party
 from overlapc.passes.base import Context
 from overlapc.passes.bucket_cost import BucketCost, Sum, comm_of
 from overlapc.passes.merging import after_renamed, merged_node
@@ -65,6 +66,17 @@ def compiles_again() -> bool:
     """Whether Dynamo has compiled this frame before: after `torch._dynamo.reset()` its numbers begin anew."""
     compile_id = CompileContext.current_compile_id()
     return compile_id is not None and bool(compile_id.frame_compile_id)
+
+
+def forget_before_reset(party: Party) -> None:
+    """After `torch._dynamo.reset()`, nothing of what was agreed on before is followed: its memory for copies may be
+    gone on one rank and not yet on another. To be called for every graph."""
+    compile_id = CompileContext.current_compile_id()
+    if compile_id is None or compile_id.frame_id is None or compile_id.frame_compile_id:
+        return
+    if compile_id.frame_id < party.newest_frame:  # a new function; their numbers only grow
+        party.agreed.clear()
+    party.newest_frame = compile_id.frame_id
 
 
 def agreed_on(schedule: Schedule, result: Result, lines: Sequence[str]) -> Agreed:

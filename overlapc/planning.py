@@ -27,7 +27,7 @@ from overlapc.estimators.base import Estimator, estimate_schedule
 from overlapc.estimators.canonical import canonical_lines
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.roofline import Roofline
-from overlapc.following import Agreed, agreed_on, compiles_again, follow, key_of
+from overlapc.following import Agreed, agreed_on, compiles_again, follow, forget_before_reset, key_of
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.build import to_schedule
 from overlapc.fusion.combo import kind_of, one_launch
@@ -107,6 +107,8 @@ def plan_graph(
     communication = _described(find_collectives(gm.graph, config.safe_communication))
     stages = partial(_stages, gm, name=name, dumps=dumps, inner=inner, within=within, runs=runs)
     members = _members(communication, config)
+    if members is not None:
+        forget_before_reset(members)
     collectives = [(node.name, found.comm) for node, found in communication.items()]
     key = key_of(name, collectives, config) if members else None
     follows = members is not None and compiles_again()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
-from overlapc.codegen.copies import Copied, copying
+from overlapc.codegen.copies import Copied, Copying, copying
 from overlapc.config import Config
 from overlapc.estimators.agreement import Compilation
 from overlapc.estimators.device import IDEAL, DeviceProfile
@@ -30,7 +30,7 @@ from overlapc.fx.exchange import exchange_reductions, refusal, travelling_bytes
 from overlapc.runtime.copies.commands import MOST_RANKS
 from overlapc.runtime.copies.layout import Layout
 from overlapc.runtime.copies.memory import FOLDER
-from overlapc.runtime.copies.pool import kept_pools, open_pools
+from overlapc.runtime.copies.pool import Pool, kept_pools, open_pools
 from overlapc.runtime.copies.queues import unsupported
 from overlapc.schedule.collectives import COPY, KINDS
 from overlapc.schedule.model import Comm, Kind, Schedule
@@ -176,7 +176,7 @@ class Transports:
         value = argument(start, 0).meta.get("val") if isinstance(argument(start, 0), Node) else None
         if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
             return "its size is symbolic"
-        if value.numel() < len(ranks):
+        if start.target is torch.ops._c10d_functional.all_reduce.default and value.numel() < len(ranks):
             return "it has fewer elements than ranks"
         if not 1 < len(ranks) <= MOST_RANKS or any(rank not in self.places for rank in ranks):
             return f"its group has {len(ranks)} ranks"
@@ -194,26 +194,29 @@ class Transports:
         graph = copying(schedule)
         if not graph.starts:  # the same on all ranks, as the order of collectives is
             return {}
-        groups = {name: self.groups[name] for name in graph.starts}
         if self.talks is None:
-            assert self.agreed is not None
-            pools = kept_pools(groups, self.device)
+            pools = self._kept(graph)
             assert pools is not None, "`fits` said so"
+            assert self.agreed is not None
             return graph.on(self.agreed.layouts, pools)
         layouts = graph.laid_out()
         with unset_fake_temporarily():  # or what is done to the memory would be traced, and not done
-            pools = open_pools(graph.wanted(layouts, groups), self.device, self.talks.ranks, self.talks.tell)
+            opened = open_pools(graph.wanted(layouts, self.groups), self.device, self.talks.ranks, self.talks.tell)
         self.agreed = AgreedCopies(self.device, self.places, self.library, layouts)
-        return graph.on(layouts, pools)
+        return graph.on(layouts, opened)
 
     def fits(self, schedule: Schedule) -> bool:
         """Whether the schedule can go by what ranks agreed on before, without meeting them."""
         graph = copying(schedule)
         if not graph.starts:
             return self.agreed is None
+        return self._kept(graph) is not None
+
+    def _kept(self, graph: Copying) -> Mapping[str, Pool] | None:
+        """The pools that ranks agreed on, if the graph can go by their layouts."""
         if self.agreed is None or graph.broken(self.agreed.layouts) is not None:
-            return False
-        return kept_pools({name: self.groups[name] for name in graph.starts}, self.agreed.device) is not None
+            return None
+        return kept_pools(graph.wanted(self.agreed.layouts, self.groups), self.agreed.device)
 
 
 def unit_of(comm: Comm) -> Unit:

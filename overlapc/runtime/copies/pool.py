@@ -10,7 +10,7 @@ import json
 import math
 import secrets
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -124,10 +124,15 @@ def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequen
     return found
 
 
-def kept_pools(groups: Mapping[str, str], device: torch.device) -> dict[str, Pool] | None:
-    """Of groups by name (-> torch's name), the pools that are open; None where one is not, or failed."""
-    found = {name: pool for name, group in groups.items() if (pool := _pools.get((group, device))) and not pool.failed}
-    return found if len(found) == len(groups) else None
+def kept_pools(wanted: Sequence[Wanted], device: torch.device) -> dict[str, Pool] | None:
+    """By name, the pools that are open and hold as much; None where one does not, or failed."""
+    found = {}
+    for each in wanted:
+        pool = _pools.get((each.group, device))
+        if pool is None or pool.ranks != each.ranks or pool.bytes < each.bytes or pool.failed:
+            return None
+        found[each.name] = pool
+    return found
 
 
 def _pool(wanted: Wanted, device: torch.device) -> Pool:

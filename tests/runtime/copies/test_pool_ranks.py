@@ -20,7 +20,7 @@ import torch.distributed as dist
 from overlapc.errors import PeerLost
 from overlapc.runtime.copies import commands, queues
 from overlapc.runtime.copies.layout import Event, place
-from overlapc.runtime.copies.pool import Form, GraphCopies, Pool, Wanted, open_pools
+from overlapc.runtime.copies.pool import Form, GraphCopies, Pool, Wanted, kept_pools, open_pools
 from tests.ranks import values_on_ranks
 
 CPU = torch.device("cpu")
@@ -239,6 +239,11 @@ def test_ranks_that_kept_different_pools_make_a_new_one_together():
     assert values_on_ranks(kept_by_one, 3) == [True, True, True]
 
 
+def kept_for(pool: Pool, more_bytes: int) -> bool:
+    wanted = Wanted(pool.group, "dp", pool.ranks, pool.bytes + more_bytes, "")
+    return kept_pools([wanted], CPU) == {"dp": pool}
+
+
 def kept_by_one() -> bool:
     """Whether results are right where rank 0 alone still holds the pool of an earlier graph."""
     cases = cases_of(0)
@@ -248,6 +253,7 @@ def kept_by_one() -> bool:
         del copies
         gc.collect()
     again = made(None, cases, 2)
+    assert (kept_for(again.pool, 0), kept_for(again.pool, 1)) == (True, False), "it is too small"
     pairs = zip(cases, ran(again, cases, 2), strict=True)
     return all(torch.equal(a, b) for case, results in pairs for a, b in zip(by_gloo(case), results, strict=True))
 
