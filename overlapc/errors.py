@@ -20,6 +20,10 @@ class CompileError(OverlapcError):
     """A graph that could not be compiled; names the FX node and the user's source line."""
 
 
+class NoSharedMemory(CompileError):
+    """Some rank has no memory that others can reach: raised on all of them, with the same text."""
+
+
 class ToolchainError(OverlapcError):
     """A compiler (g++, triton) is missing or refused generated code."""
 

@@ -22,6 +22,7 @@ from overlapc.codegen.bucket import merge_starts
 from overlapc.codegen.copies import Copied, peak_with_pools
 from overlapc.config import Config
 from overlapc.context import context_of
+from overlapc.errors import NoSharedMemory
 from overlapc.estimators.agreement import Compilation, Party, party
 from overlapc.estimators.base import Estimator, estimate_schedule
 from overlapc.estimators.canonical import canonical_lines
@@ -188,8 +189,10 @@ def _stages(
     decides = config.transport == AUTO and transports.wanted and agreed is None
     before = _copied(gm.graph) if decides else None
     planned = stages(transports=transports, dumps=dumps if before is None else dumps.under(COPY))
+    alternative: Planned | None = None
+    library = gm.graph
     if planned is not None and before is not None and transports.groups:
-        after, gm.graph = gm.graph, before
+        after, library, gm.graph = gm.graph, before, before
         alternative = stages(transports=Transports(), dumps=dumps.under(NCCL))
         assert alternative is not None
         times = {COPY: planned.result.after.step_ns, NCCL: alternative.result.after.step_ns}
@@ -201,7 +204,13 @@ def _stages(
         gm.graph = after
     if planned is None:
         return None
-    copies = transports.opened(planned.result.schedule)
+    try:
+        copies = transports.opened(planned.result.schedule)
+    except NoSharedMemory as error:
+        if alternative is None:
+            raise
+        gm.graph = library
+        return replace(alternative, not_copied={", ".join(sorted(transports.groups)): str(error).splitlines()[0]})
     if planned.agreed is not None and copies:
         planned = replace(planned, agreed=replace(planned.agreed, copies=transports.agreed))
     return replace(planned, copies=copies, not_copied=transports.reasons)

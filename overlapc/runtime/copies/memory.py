@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlapc.errors import CompileError
+from overlapc.errors import NoSharedMemory
 from overlapc.runtime.copies.commands import HEAD_BYTES, Places
 
 FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
@@ -106,12 +106,12 @@ Offer = SharedOffer | SymmetricOffer
 
 
 def offer(size_bytes: int, device: torch.device) -> Offer:
-    """New memory of this rank, its flags at 0. CompileError where there is none."""
+    """New memory of this rank, its flags at 0. NoSharedMemory where there is none."""
     try:
         return SharedOffer(size_bytes) if device.type == "cpu" else SymmetricOffer(size_bytes, device)
     except (OSError, RuntimeError) as error:
         where = f"in {FOLDER}" if device.type == "cpu" else f"on {device}"
-        raise CompileError(
+        raise NoSharedMemory(
             f"no {size_bytes} bytes {where} to share with other ranks: {error}"
             '\nhint: options={"transport": "nccl"} needs none; smaller units of fully_shard need less'
         ) from error

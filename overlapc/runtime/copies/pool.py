@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from overlapc.errors import CompileError, PeerLost
+from overlapc.errors import CompileError, NoSharedMemory, PeerLost
 from overlapc.runtime.copies import commands
 from overlapc.runtime.copies.commands import Piece, Turn
 from overlapc.runtime.copies.layout import Slot
@@ -84,7 +84,8 @@ def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequen
     """By name, pools of at least these bytes. `all_ranks` compile this graph; all call this, in the same order.
 
     New memory is made by all ranks of a group or by none, whatever each of them still has of earlier graphs.
-    CompileError where ranks of a group would lay it out differently.
+    NoSharedMemory if some rank has none, on all of them: pools stay as they were. CompileError where ranks of a group
+    would lay it out differently.
     """
     found = {each.name: _pool(each, device) for each in wanted}
     for pool in found.values():
@@ -96,32 +97,53 @@ def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequen
         for each, pool in zip(wanted, found.values(), strict=True)
     }
     told = dict(zip(all_ranks, map(json.loads, tell("pools for copies", json.dumps(mine))), strict=True))
-    offers: dict[str, Offer] = {}
-    try:
-        for each in wanted:
-            other = next(
-                (rank for rank in each.ranks if told[rank][each.name]["layout"] != mine[each.name]["layout"]), None
+    for each in wanted:
+        other = next(
+            (rank for rank in each.ranks if told[rank][each.name]["layout"] != mine[each.name]["layout"]), None
+        )
+        if other is not None:
+            raise CompileError(
+                f"@{each.name}: rank {other} lays out memory for copies in another way than this rank"
+                '\nhint: options={"transport": "nccl"} shares none; please report this'
             )
-            if other is not None:
-                raise CompileError(
-                    f"@{each.name}: rank {other} lays out memory for copies in another way than this rank"
-                    '\nhint: options={"transport": "nccl"} shares none; please report this'
-                )
-            has = [told[rank][each.name]["has"] for rank in each.ranks]
-            if any(state != has[0] for state in has) or has[0][1] < each.bytes or found[each.name].failed:
-                offers[each.name] = offer(each.bytes, device)
+    offers: dict[str, Offer] = {}
+    memories: dict[str, tuple[Memory, str]] = {}
+    failure = ""
+    try:
+        try:
+            for each in wanted:
+                has = [told[rank][each.name]["has"] for rank in each.ranks]
+                if any(state != has[0] for state in has) or has[0][1] < each.bytes or found[each.name].failed:
+                    offers[each.name] = offer(each.bytes, device)
+        except NoSharedMemory as error:
+            failure = str(error)
         # Nothing is in flight on any rank, and all have their new memory, or none goes on.
         texts = {name: [made.text, secrets.token_hex(8)] for name, made in offers.items()}
-        told = dict(zip(all_ranks, map(json.loads, tell("memory for copies", json.dumps(texts))), strict=True))
-        for name, made in offers.items():
-            pool = found[name]
-            of_group = [told[rank][name] for rank in pool.ranks]
-            pool.replaced(made.joined(pool.rank, [text for text, _ in of_group], pool.group), str(of_group))
-        tell("copies can start", "")  # all have mapped all memory: no name is needed any more
+        given = dict(zip(all_ranks, _told_well("memory for copies", failure, texts, all_ranks, tell), strict=True))
+        try:
+            for name, made in offers.items():
+                pool = found[name]
+                of_group = [given[rank][name] for rank in pool.ranks]
+                memory = made.joined(pool.rank, [text for text, _ in of_group], pool.group)
+                memories[name] = memory, str(of_group)
+        except (OSError, RuntimeError) as error:
+            failure = f"the memory of other ranks cannot be reached: {error}"
+        _told_well("copies can start", failure, {}, all_ranks, tell)  # all have mapped all: no name is needed any more
     finally:
         for made in offers.values():
             made.withdraw()
+    for name, (memory, token) in memories.items():
+        found[name].replaced(memory, token)
     return found
+
+
+def _told_well(stage: str, failure: str, what: Any, ranks: Sequence[int], tell: Tell) -> list[Any]:
+    """What each rank tells, by rank. NoSharedMemory where one tells of a failure ("": none)."""
+    told = [json.loads(text) for text in tell(stage, json.dumps([failure, what]))]
+    for rank, (failed, _) in zip(ranks, told, strict=True):
+        if failed:
+            raise NoSharedMemory(f"rank {rank}: {failed}")
+    return [each for _, each in told]
 
 
 def kept_pools(wanted: Sequence[Wanted], device: torch.device) -> dict[str, Pool] | None:
