@@ -115,6 +115,14 @@ def run(
     ] = False,
     passes: Passes = None,
     option: Options = None,
+    watchdog: Annotated[
+        float,
+        typer.Option(
+            metavar="S",
+            help="print all ranks' stacks and end when no optimizer steps for so long (the first: ten times); 0: never",
+            min=0,
+        ),
+    ] = 0.0,
     report: Annotated[
         Path | None,
         typer.Option(
@@ -136,7 +144,7 @@ def run(
     run_dir = _writable(report.parent / f".{report.name}.ranks")
     try:
         command = ("-m", script) if module else (script,)
-        run_ranks((*command, *(arguments or ())), nproc, run_dir, variables)
+        run_ranks((*command, *(arguments or ())), nproc, run_dir, variables, watchdog_s=watchdog)
         collected = record.gather(run_dir)
     finally:
         shutil.rmtree(run_dir, ignore_errors=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from overlapc.errors import ConfigError, OverlapcError
 from overlapc.estimators.departures import RUN_DIR, Departure, rank_dir
+from overlapc.launch.stall import SECONDS, StallWatch
 from overlapc.launch.watch import Watch, forget
 
 
@@ -49,12 +50,21 @@ class RankError:
         return cls(**json.loads(path.read_text()))
 
 
-def run_ranks(command: Sequence[str], nproc: int, run_dir: Path, variables: Mapping[str, str] | None = None) -> None:
+def run_ranks(
+    command: Sequence[str],
+    nproc: int,
+    run_dir: Path,
+    variables: Mapping[str, str] | None = None,
+    *,
+    watchdog_s: float = 0.0,
+) -> None:
     """Runs `command` (a script and its arguments, or `-m module ...`) on `nproc` ranks and waits for them.
 
     Every rank inherits this process's output. JobFailed names the rank that failed first, with its
     message, and its traceback when the error was not one of ours; after Ctrl-C it says that, and every
     rank has ended.
+
+    watchdog_s: how long a step may take until all ranks say where they stand, and end; 0: as long as it wants.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -63,6 +73,8 @@ def run_ranks(command: Sequence[str], nproc: int, run_dir: Path, variables: Mapp
 
     threads = str(max(1, cpus() // nproc))
     settings = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), RUN_DIR: str(run_dir)}
+    if watchdog_s:
+        settings[SECONDS] = str(watchdog_s)
     forget(run_dir)
     # torchrun leaves a folder of its own behind for each run, which holds nothing that is not in `run_dir`.
     with (
@@ -70,6 +82,7 @@ def run_ranks(command: Sequence[str], nproc: int, run_dir: Path, variables: Mapp
         _quiet_launcher(),
         tempfile.TemporaryDirectory(prefix="overlapc-run-") as logs,
         Watch(run_dir, nproc) as watch,
+        StallWatch(run_dir, nproc, watchdog_s) as stall,
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -86,6 +99,8 @@ def run_ranks(command: Sequence[str], nproc: int, run_dir: Path, variables: Mapp
         try:
             elastic_launch(config, sys.executable)("-u", "-m", "overlapc.launch.worker", *command)
         except ChildFailedError as failed:
+            if stall.said:
+                raise JobFailed(stall.said) from None
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             raise _first_error(run_dir, codes, watch.departed(codes)) from None
         except SignalException as stopped:

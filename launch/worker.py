@@ -19,6 +19,7 @@ from types import TracebackType
 
 from overlapc.errors import ConfigError, OverlapcError, ToolchainError
 from overlapc.estimators.departures import RUN_DIR, rank_dir
+from overlapc.launch.stall import SECONDS, tell_of_steps
 from overlapc.launch.torchrun import RankError
 from overlapc.launch.watch import finished, started
 
@@ -42,6 +43,8 @@ def main() -> None:
     started(run_dir, rank)
     _die_with_parent()
     sys.excepthook = _recorder(run_dir, rank)
+    if os.environ.get(SECONDS):
+        tell_of_steps(run_dir, rank)
     command = sys.argv[1:]
     try:
         if command[0] == "-m":

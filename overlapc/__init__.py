@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ToolchainError,
     )
     from overlapc.parallel import adopt_fsdp2, fully_shard, no_sync, trust_modules
+    from overlapc.step_metrics import metrics
 
 __version__ = "0.1.0"
 
@@ -57,6 +58,7 @@ __all__ = [
     "__version__",
     "adopt_fsdp2",
     "fully_shard",
+    "metrics",
     "no_sync",
     "report",
     "trust_modules",
@@ -66,6 +68,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "report":
         return importlib.import_module("overlapc.report")
+    if name == "metrics":
+        return importlib.import_module("overlapc.step_metrics").metrics
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'overlapc' has no attribute {name!r}")

@@ -6,10 +6,14 @@ the next one begins behind the last of them. A compiled optimizer runs no hook, 
 
 from __future__ import annotations
 
+import itertools
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,10 +29,13 @@ class Steps:
     """What was called since this process began, and in each of the last steps."""
 
     seen: int = 0  # steps that have ended and called something
+    stepped: int = 0  # times that an optimizer stepped
+    ends_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))  # when the last steps ended, by the host
     counts: dict[str, list[int]] = field(default_factory=dict)  # graph -> one number: calls in all
     recent: deque[Calls] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _stepped: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # optimizers, since the last step ended
     _ended: dict[str, int] = field(default_factory=dict)  # calls in all when the last step ended
+    _latest_s: float = 0.0  # when that was
     _latest: dict[str, int] = field(default_factory=dict)  # calls in all when an optimizer stepped last
 
     def counter(self, graph: str) -> list[int]:
@@ -37,9 +44,11 @@ class Steps:
 
     def optimizer_stepped(self, optimizer: Any) -> None:
         """Ends the step before this one, if `optimizer` has stepped since it began."""
+        self.stepped += 1
         if optimizer in self._stepped:
             self._end()
         self._stepped.add(optimizer)
+        self._latest_s = time.perf_counter()
         self._latest = {graph: number for graph, (number,) in self.counts.items()}
 
     def typical(self) -> Mapping[str, int]:
@@ -51,10 +60,15 @@ class Steps:
         most = max(kinds.values())
         return dict([kind for kind, times in kinds.items() if times == most][-1])
 
+    def step_s(self) -> float | None:
+        """The median time between the ends of the last steps; None before two have ended."""
+        ends = list(self.ends_s)
+        return median(b - a for a, b in itertools.pairwise(ends)) if len(ends) > 1 else None
+
     def clear(self) -> None:
         """Forgets steps and calls; graphs that are compiled already are counted no more."""
-        self.seen = 0
-        for each in (self.counts, self.recent, self._stepped, self._ended, self._latest):
+        self.seen = self.stepped = 0
+        for each in (self.counts, self.recent, self.ends_s, self._stepped, self._ended, self._latest):
             each.clear()
 
     def _end(self) -> None:
@@ -62,6 +76,7 @@ class Steps:
         if calls:
             self.seen += 1
             self.recent.append(calls)
+            self.ends_s.append(self._latest_s)
         self._ended = self._latest
         self._stepped.clear()
 
@@ -74,6 +89,7 @@ class Steps:
 STEPS = Steps()
 
 
+@cache
 def watch_optimizers() -> None:
     """Lets every optimizer of this process tell `STEPS` of its steps."""
     register_optimizer_step_post_hook(_stepped)

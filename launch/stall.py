@@ -1,0 +1,141 @@
+"""`overlapc run --watchdog S`: a job in which no step ends any more says where each rank stands, and ends.
+
+A thread of each rank tells of optimizer steps through a file of the run's folder. When none comes in time the launching
+process asks all ranks for their stacks, which one that is stopped cannot give, and ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from overlapc.estimators.departures import rank_dir
+
+SECONDS = "OVERLAPC_WATCHDOG_S"  # how the launching process tells its ranks
+_BEAT, _ASKED, _STACKS, _PID = "beat", "stacks.wanted", "stacks.txt", "pid"
+_LOOK_S = 0.2
+_ANSWER_S = 5.0  # for ranks to write their stacks
+_FRAMES = 12  # of a stack, the innermost
+_FIRST = 10  # times as long may the first step take, which compiles
+_STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "ended", "D": "in the kernel", "R": "runs", "S": "waits"}
+
+
+def tell_of_steps(run_dir: Path, rank: int) -> None:
+    """Called by a rank before its script: begins its thread."""
+    from overlapc.runtime.steps import STEPS, watch_optimizers
+
+    watch_optimizers()
+    folder = rank_dir(run_dir, rank)
+
+    def tell() -> None:
+        told = 0
+        while not (run_dir / _ASKED).exists():
+            if STEPS.stepped != told:
+                told = STEPS.stepped
+                (folder / _BEAT).write_text(str(told))
+            time.sleep(_LOOK_S)
+        text = "\n".join(_stacks())
+        partial = folder / f".{_STACKS}"
+        partial.write_text(text)
+        partial.replace(folder / _STACKS)
+
+    threading.Thread(target=tell, name="overlapc tells of steps", daemon=True).start()
+
+
+def _stacks() -> Iterator[str]:
+    """Of every thread that is in Python but this one, the main thread first."""
+    main, own = threading.main_thread().ident, threading.get_ident()
+    frames = sys._current_frames()
+    for ident in sorted(frames, key=lambda each: each != main):
+        if ident == own:
+            continue
+        name = next((thread.name for thread in threading.enumerate() if thread.ident == ident), "of torch")
+        yield f"  thread {name}{_graph(frames[ident])}"
+        for line in traceback.format_stack(frames[ident])[-_FRAMES:]:
+            yield "    " + line.rstrip().replace("\n", "\n    ")
+
+
+def _graph(frame: FrameType | None) -> str:
+    """The compiled graph that a stack is in, and its node: where it waits, the collective."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith("<overlapc "):
+            line = traceback.extract_stack(frame, limit=1)[0].line
+            return f", in {name[1:-1].removeprefix('overlapc ')}: {line}"
+        frame = frame.f_back
+    return ""
+
+
+class StallWatch:
+    """Looks for steps while its `with` block runs; `said` is what it found when it ended the ranks."""
+
+    def __init__(self, run_dir: Path, nproc: int, seconds: float) -> None:
+        self._run_dir, self._nproc, self._seconds = run_dir, nproc, seconds
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="overlapc watchdog", daemon=True)
+        self.said = ""
+
+    def __enter__(self) -> StallWatch:
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        for pattern in (_ASKED, f"rank*/{_BEAT}", f"rank*/{_STACKS}"):
+            for stale in self._run_dir.glob(pattern):
+                stale.unlink()
+        if self._seconds:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _look(self) -> None:
+        latest, steps, since = 0.0, 0, time.monotonic()
+        while not self._over.wait(_LOOK_S):
+            beats = [path for rank in range(self._nproc) if (path := self._of(rank, _BEAT)).exists()]
+            newest = max((path.stat().st_mtime for path in beats), default=0.0)
+            if newest > latest:
+                latest, since = newest, time.monotonic()
+                steps = max((int(path.read_text() or 0) for path in beats), default=0)
+            limit_s = self._seconds * (1 if steps else _FIRST)
+            if time.monotonic() - since > limit_s:
+                self._end(steps, limit_s)
+                return
+
+    def _end(self, steps: int, limit_s: float) -> None:
+        (self._run_dir / _ASKED).touch()
+        until = time.monotonic() + _ANSWER_S
+        while time.monotonic() < until and any(
+            not self._of(rank, _STACKS).exists() and self._state(rank) != _STATES["T"] for rank in range(self._nproc)
+        ):
+            time.sleep(_LOOK_S)
+        lines = [f"no step ended in {limit_s:g} s, after {steps} that did; every rank was ended"]
+        for rank in range(self._nproc):
+            stacks = self._of(rank, _STACKS)
+            lines.append(f"rank {rank}, {self._state(rank)}")
+            lines.append(stacks.read_text() if stacks.exists() else "  it gave no stack: its process does not run")
+        self.said = "\n".join(lines)
+        for rank in range(self._nproc):
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):
+                os.kill(int(self._of(rank, _PID).read_text()), signal.SIGKILL)
+
+    def _state(self, rank: int) -> str:
+        try:
+            pid = int(self._of(rank, _PID).read_text())
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, ValueError):
+            return "ended"
+        return _STATES.get(state, state)
+
+    def _of(self, rank: int, name: str) -> Path:
+        return self._run_dir / f"rank{rank}" / name
