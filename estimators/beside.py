@@ -129,7 +129,9 @@ def company(
 
     for call in calls.values():
         call()
-    return companies(list(calls), kernels_of(run), collective_ns if piece_ns is None else piece_ns)
+    if piece_ns is None:
+        return companies(list(calls), kernels_of(run), collective_ns)
+    return companies(list(calls), kernels_of(run), piece_ns, statistics.mean)
 
 
 def _phase(call: Call, calls: int) -> None:
@@ -138,10 +140,16 @@ def _phase(call: Call, calls: int) -> None:
         call()
 
 
-def companies(names: Sequence[str], spans: Sequence[Span], collective_ns: float) -> dict[str, Company]:
+def companies(
+    names: Sequence[str],
+    spans: Sequence[Span],
+    collective_ns: float,
+    of: Callable[[Sequence[float]], float] = statistics.median,
+) -> dict[str, Company]:
     """From the kernels of `company`: each call has a phase alone, one beside collectives and one alone, in this order.
 
-    A mark stands before each phase. collective_ns: of one kernel or copy of a collective, alone.
+    A mark stands before each phase. collective_ns: of one kernel or copy of a collective, alone. of: what stands for
+    all calls beside them; the mean for copies, as those within a GPU stop kernels that need its memory, others hardly.
     """
     moving = [span for span in spans if span.moves and span.ns <= _WAITED * collective_ns]
     phases: list[list[Span]] = []
@@ -162,7 +170,7 @@ def companies(names: Sequence[str], spans: Sequence[Span], collective_ns: float)
         stretched = [span.ns for span in met if _share(span, beside) >= 0.9]
         found[name] = Company(
             alone_ns,
-            statistics.median(slowed) / alone_ns if slowed else None,
+            of(slowed) / alone_ns if slowed else None,
             statistics.median(stretched) / collective_ns if stretched else None,
             clocks[3 * at + 1],
             clocks[3 * at + 2],
