@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from overlapc.errors import CompileError, NoSharedMemory, PeerLost
+from overlapc.errors import CompileError, NoSharedMemory, OverlapcError, PeerLost
 from overlapc.runtime.copies import commands
 from overlapc.runtime.copies.commands import Piece, Turn
 from overlapc.runtime.copies.layout import Slot
@@ -93,11 +93,18 @@ def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequen
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     mine = {
-        each.name: {"has": [pool.token, pool.bytes, pool.failed], "layout": [each.bytes, each.layout]}
+        each.name: {
+            "has": [pool.token, pool.bytes, pool.failed],
+            "layout": [each.bytes, each.layout],
+            "held": pool.held > 0,
+        }
         for each, pool in zip(wanted, found.values(), strict=True)
     }
     told = dict(zip(all_ranks, map(json.loads, tell("pools for copies", json.dumps(mine))), strict=True))
     for each in wanted:
+        busy = next((rank for rank in each.ranks if told[rank][each.name]["held"]), None)
+        if busy is not None:
+            raise NoSharedMemory(f"rank {busy}: @{each.name}: a graph runs whose copies are in flight")
         other = next(
             (rank for rank in each.ranks if told[rank][each.name]["layout"] != mine[each.name]["layout"]), None
         )
@@ -162,8 +169,6 @@ def _pool(wanted: Wanted, device: torch.device) -> Pool:
     pool = _pools.get(key)
     if pool is None or pool.ranks != wanted.ranks:
         pool = _pools[key] = Pool(wanted.group, wanted.name, wanted.ranks, device, _timeout_s(wanted.group))
-    if pool.held:
-        raise CompileError(f"@{wanted.name}: a graph is compiled while another one's copies are in flight")
     return pool
 
 
@@ -201,7 +206,7 @@ class GraphCopies:
 
     def start(self, index: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Puts one in flight; its results may be read after `wait` and, in the pool, until `release`. PeerLost if a run
-        of a graph on this pool failed since it was opened."""
+        of a graph on this pool failed since it was opened, OverlapcError while another graph runs on it."""
         pool = self.pool
         assert pool.memory is not None
         if index == 0:
@@ -227,7 +232,8 @@ class GraphCopies:
                 )
             ]
             todo = (commands.gather if form is Form.GATHERED else commands.exchange)(at, turn, pieces)
-        self._flying[index] = pool.queue.run(todo), given  # which must not be given back before they are read
+        # What is read and written must not be given back before.
+        self._flying[index] = pool.queue.run(todo), (*given, *results)
         pool.held += 1
         return results
 
@@ -238,6 +244,11 @@ class GraphCopies:
             raise PeerLost(
                 f"@{pool.name}: a step failed on this rank with copies in flight, so that ranks may be out of step"
                 "\nhint: call torch._dynamo.reset() on all ranks, and the next step is compiled with new memory"
+            )
+        if pool.held:
+            raise OverlapcError(
+                f"@{pool.name}: two compiled graphs run at once whose collectives of one process group go by copies"
+                '\nhint: give one of them a process group of its own, or options={"transport": "nccl"}'
             )
         self._base, self._released = pool.number + 1, pool.released + 1
         pool.number += len(self.slots)
