@@ -93,7 +93,7 @@ class Config:
         read.one_of("auto", "nccl", "copy"),
         "what carries parameters and gradients: the process group's library (nccl; on CPUs gloo), or copies between"
         " ranks of one host, gradients in the dtype they were computed in and added up in float32 (copy); auto"
-        " takes copies where the profile holds times of them and the step is predicted to gain",
+        " takes copies for what they carry at less cost, by the times of them that the profile holds",
     )
     ranks_per_host: int | None = _knob(
         None,

@@ -19,12 +19,6 @@ class Dumps:
         self.config = config
         self.folder = config.dump_dir / f"rank{rank}" / graph
 
-    def under(self, folder: str) -> Dumps:
-        """For one of several plans of the graph, in a folder of its own."""
-        found = Dumps(self.config, self.folder.name)
-        found.folder = self.folder / folder
-        return found
-
     def write(self, stage: str, what: str, text: Callable[[], str], suffix: str = "txt") -> None:
         """The text is made only if `stage` is wanted."""
         to_file, printed = self.config.wants_dump(stage), self.config.wants_debug(stage)

@@ -54,10 +54,8 @@ from overlapc.report.drawing import to_dot
 from overlapc.report.walk import walk_through
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
-from overlapc.schedule.collectives import COPY
-from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
-from overlapc.transports import AUTO, NCCL, Transports, carried
+from overlapc.transports import AUTO, Transports, carried
 from overlapc.units import human_bytes
 from overlapc.warm.graph import CompiledGraph
 
@@ -185,46 +183,35 @@ def _stages(
         talks=talks,
         agreed=agreed,
         passes=passes,
+        dumps=dumps,
     )
-    decides = config.transport == AUTO and transports.wanted and agreed is None
-    before = _copied(gm.graph) if decides else None
-    planned = stages(transports=transports, dumps=dumps if before is None else dumps.under(COPY))
-    alternative: Planned | None = None
-    library = gm.graph
-    if planned is not None and before is not None and transports.groups:
-        after, library, gm.graph = gm.graph, before, before
-        alternative = stages(transports=Transports(), dumps=dumps.under(NCCL))
-        assert alternative is not None
-        times = {COPY: planned.result.after.step_ns, NCCL: alternative.result.after.step_ns}
-        if talks is not None:
-            times = talks.agree_on_medians(times)
-        reason = _why_library(planned, alternative, times)
-        if reason is not None:
-            return replace(alternative, not_copied={", ".join(sorted(transports.groups)): reason})
-        gm.graph = after
+    before = _copied(gm.graph) if config.transport == AUTO and transports.wanted and agreed is None else None
+    planned = stages(transports=transports)
     if planned is None:
         return None
     try:
+        if before is not None and transports.groups:
+            _check_budget(planned.result.schedule)
         copies = transports.opened(planned.result.schedule)
-    except NoSharedMemory as error:
-        if alternative is None:
+    except NoSharedMemory as error:  # raised on all ranks, or on none
+        if before is None:
             raise
-        gm.graph = library
-        return replace(alternative, not_copied={", ".join(sorted(transports.groups)): str(error).splitlines()[0]})
+        gm.graph = before
+        planned = stages(transports=Transports())
+        assert planned is not None
+        return replace(planned, not_copied={", ".join(sorted(transports.groups)): str(error).splitlines()[0]})
     if planned.agreed is not None and copies:
         planned = replace(planned, agreed=replace(planned.agreed, copies=transports.agreed))
     return replace(planned, copies=copies, not_copied=transports.reasons)
 
 
-def _why_library(by_copies: Planned, alternative: Planned, times_ns: Mapping[str, float]) -> str | None:
-    """Why the groups' libraries carry all collectives of a graph; None for copies. The same on all ranks."""
-    if times_ns[NCCL] <= times_ns[COPY]:
-        copies_ms, library_ms = (f"{times_ns[name] / 1e6:.3g} ms" for name in (COPY, NCCL))
-        return f"the graph is predicted to take {copies_ms} by copies and {library_ms} by the group's library"
-    budget, peak = by_copies.result.schedule.budget_bytes, peak_with_pools(by_copies.result.schedule)
-    if budget is not None and peak > max(budget, analyze(alternative.result.schedule).peak_bytes):
-        return f"what ranks share for copies would raise the peak to {human_bytes(peak)}, over memory_budget"
-    return None
+def _check_budget(schedule: Schedule) -> None:
+    """NoSharedMemory if what ranks share for copies does not fit the memory budget; the same on all ranks."""
+    peak = peak_with_pools(schedule)
+    if schedule.budget_bytes is not None and peak > schedule.budget_bytes:
+        raise NoSharedMemory(
+            f"what ranks share for copies would raise the peak to {human_bytes(peak)}, over memory_budget"
+        )
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:

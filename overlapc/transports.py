@@ -36,7 +36,7 @@ from overlapc.schedule.collectives import COPY, KINDS
 from overlapc.schedule.model import Comm, Kind, Schedule
 from overlapc.schedule.model import Node as ScheduleNode
 
-AUTO, NCCL = "auto", "nccl"
+AUTO = "auto"
 REDUCTIONS = ("reduce_scatter", "all_reduce")  # that an exchange and a sum can take the place of
 
 
