@@ -416,6 +416,53 @@ def report(
             print(f"\n{compare.graph_text(graph)}")
 
 
+@app.command(
+    short_help="Compare two runs or plans, by cause.",
+    epilog="example: overlapc diff runs/MONDAY/overlap.json runs/TODAY/overlap.json --save diff.html",
+)
+def diff(
+    first: Annotated[Path, typer.Argument(help="a record (*.json), or schedules in text form (schedule.txt)")],
+    second: Annotated[Path, typer.Argument(help="the one to compare with it")],
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write it as a page: diff.html", show_default=False)
+    ] = None,
+) -> None:
+    """Say what became longer and why: a step's parts, compute by kind, communication, causes of exposure, memory."""
+    from overlapc.report import difference
+
+    steps = [_loaded(path).steps for path in (first, second)]
+    for path, found in zip((first, second), steps, strict=True):
+        if not found or not found[0].graphs:
+            raise ConfigError(f"{path} holds no compiled graph")
+    rows = difference.differences(steps[0][0], steps[1][0])
+    names = _apart(first, second)
+    if save is not None:
+        if save.suffix != ".html":
+            raise ConfigError(f"{save.name}: a comparison saves as .html")
+        _writable(save.parent)
+        save.write_text(difference.page(rows, names), encoding="utf-8")
+        print(f"written to {save}")
+        return
+    print(difference.text(rows, names))
+
+
+def _loaded(path: Path) -> Any:
+    if path.suffix == ".txt":
+        from overlapc.launch.plan import plan_text
+
+        return plan_text(read_text(path), Config.of({"passes": "none"}))
+    from overlapc.report import record
+
+    return record.load(path)
+
+
+def _apart(first: Path, second: Path) -> tuple[str, str]:
+    """What tells two files apart: their names, or as much of their paths as differs."""
+    if first.name != second.name:
+        return first.name, second.name
+    return str(first), str(second)
+
+
 @app.command()
 def options(
     markdown: Annotated[bool, typer.Option("--markdown", help="as the rows of docs/OPTIONS.md")] = False,
