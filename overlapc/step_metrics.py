@@ -18,7 +18,7 @@ def metrics(compiled: Any = None, *, tokens: int = 0) -> dict[str, float]:
     """Name -> value, of what is known by now; for `SummaryWriter.add_scalar`, `wandb.log` and the like.
 
     step_ms is the median of the last steps from optimizer to optimizer, by the host's clock, from the third on; with it
-    tokens_per_s, and mfu (of the peak rates that the profile says, recomputation included). The rest is predicted:
+    tokens_per_s, and utilization (of the rates of products in the profile, recomputation included). Predicted are
     predicted_ms, exposed_ms, host_ms, bound_ms, peak_gib; allocated_gib is what torch's allocator held at most.
 
     tokens: of one step on all ranks. With `compiled`, NothingCompiled unless a graph exists by now.
@@ -42,7 +42,7 @@ def metrics(compiled: Any = None, *, tokens: int = 0) -> dict[str, float]:
             found["tokens_per_s"] = tokens / step_s
         share = utilization(step)
         if share is not None:
-            found["mfu"] = share * step.step_ns / 1e9 / step_s
+            found["utilization"] = share * step.step_ns / 1e9 / step_s
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return found

@@ -11,6 +11,7 @@ from overlapc.report.bound import Spent
 from overlapc.report.model import StepRecord
 from overlapc.report.times import ms
 from overlapc.schedule.text import parse
+from overlapc.units import human_bytes
 
 _LEAST = 0.005  # of a step: what brings less is not listed
 
@@ -49,7 +50,7 @@ class Ledger:
     parts: tuple[Part, ...]
     ceilings: tuple[Ceiling, ...]
     gains: tuple[Gain, ...]  # the largest first
-    utilization: float | None  # of the peak rates of matrix products; None: no profile says them
+    utilization: float | None  # of the profile's rates of matrix products; None: it says none
 
     @classmethod
     def of(cls, step: StepRecord) -> Ledger:
@@ -91,7 +92,10 @@ class Ledger:
 
 
 def utilization(step: StepRecord) -> float | None:
-    """The share of a step that its products would take at the peak rate of their dtype; None where none is known."""
+    """The share of a step that its products take at the profile's rate of their dtype, which large ones reach.
+
+    None where a rate is not known.
+    """
     peak_s = 0.0
     for graph, times in step.called:
         profile = profile_from_json(json.loads(graph.profile)) if graph.profile else None
@@ -114,5 +118,9 @@ def tiles(step: StepRecord, ledger: Ledger) -> list[tuple[str, str, str]]:
     best = ledger.ceilings[1].ns
     found.append(("no order can beat", ms(best), f"gap {step.step_ns / best - 1:.1%}" if best else ""))
     if ledger.utilization is not None:
-        found.append(("of peak arithmetic", f"{ledger.utilization:.1%}", "recomputation included"))
+        found.append(("arithmetic", f"{ledger.utilization:.1%}", "of the profile's rate, recomputation included"))
+    graphs = [graph for graph, _ in step.called]
+    peak = max(graphs, key=lambda graph: graph.peak_bytes)
+    budget = "no budget" if peak.budget_bytes is None else f"of {human_bytes(peak.budget_bytes)}"
+    found.append(("peak memory", human_bytes(peak.peak_bytes), budget))
     return found

@@ -25,7 +25,7 @@ def test_metrics_of_a_job_are_of_its_typical_step(monkeypatch):
     assert (later["step_ms"], later["tokens_per_s"]) == (2000.0, 32.0)
     (step,) = overlapc.report().steps
     assert later["predicted_ms"] == step.step_ns / 1e6
-    assert 0 < later["mfu"] < 1e-3
+    assert 0 < later["utilization"] < 1e-3
 
 
 def test_the_time_of_a_step_is_from_optimizer_to_optimizer(monkeypatch):
