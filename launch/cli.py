@@ -463,6 +463,23 @@ def _apart(first: Path, second: Path) -> tuple[str, str]:
     return str(first), str(second)
 
 
+@app.command(epilog="example: overlapc doctor -o profile=my.json")
+def doctor(option: Options = None) -> None:
+    """Look at this machine: compiler, GPUs, links, cache, profile, and say what would be slow. Takes some seconds."""
+    _check_torch()
+    from overlapc.launch.doctor import examine
+
+    show_version()
+    found = []
+    for each in examine(Config.of(_values(None, option))):
+        found.append(each)
+        print(f"{each.what:<17} {each.found}", flush=True)
+    slow = [each for each in found if each.hint]
+    print(f"\n{len(slow)} of {len(found)} to look at" if slow else "\nnothing here would be slow")
+    for each in slow:
+        print(f"  {each.what}: {each.hint}")
+
+
 @app.command()
 def options(
     markdown: Annotated[bool, typer.Option("--markdown", help="as the rows of docs/OPTIONS.md")] = False,

@@ -1,0 +1,47 @@
+"""What the doctor finds of a machine, and what it says where something is wrong."""
+
+from __future__ import annotations
+
+import torch
+
+from overlapc.config import Config
+from overlapc.estimators.device import DeviceProfile
+from overlapc.launch import doctor
+from overlapc.launch.cli import main
+
+
+def test_the_command_looks_at_all_of_it(capsys):
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    for what in ("torch", "C++ compiler", "devices" if not torch.cuda.is_available() else "GPU 0", "cache", "profile"):
+        assert any(line.startswith(what) for line in shown.splitlines()), what
+    assert "cpu-gloo, named by an option" in shown or torch.cuda.is_available()
+    assert "TFLOP/s" in shown
+    assert "from the profile's" in shown
+
+
+def test_a_machine_that_is_far_from_its_profile_should_be_calibrated():
+    near, far = (doctor.compared("copies", rate, 100e9, 1e9, "GB/s") for rate in (90e9, 50e9))
+    assert (near.found, near.hint) == ("90 GB/s, -10% from the profile's 100", "")
+    assert far.found == "50 GB/s, -50% from the profile's 100"
+    assert "overlapc calibrate" in far.hint
+    (product, copy) = doctor.measured(torch.device("cpu"), DeviceProfile("empty"))
+    assert "the profile does not know it" in product.found
+    assert "the profile does not know it" in copy.found
+
+
+def test_a_cache_that_would_not_be_used_says_why(tmp_path):
+    config = Config.of({"cache_dir": str(tmp_path / "kernels")})
+    assert doctor.cache(config).found.endswith("not made yet")
+    (tmp_path / "kernels").mkdir(mode=0o700)
+    (tmp_path / "kernels" / "a").write_bytes(b"x" * 2048)
+    assert "2KiB" in doctor.cache(config).found
+    (tmp_path / "kernels").chmod(0o777)
+    assert "everyone may write to it" in doctor.cache(config).hint
+
+
+def test_a_compiler_that_is_missing_is_said(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    finding = doctor.compiler(torch.device("cpu"))
+    assert finding.found == "none"
+    assert finding.hint.endswith("install g++")
