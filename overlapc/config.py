@@ -117,6 +117,12 @@ class Config:
         "cache_dir; sums may be added up in another order; for Triton kernels, and never with deterministic algorithms",
     )
     autotune_seconds: float = _knob(60.0, read.seconds, "most seconds to spend on autotune, a graph and rank")
+    trace_once: bool = _knob(
+        True,
+        read.a_bool,
+        "trace equal members of a list of modules (the layers of a model) once; off traces each by itself, for the same"
+        " graph",
+    )
     native: bool = _knob(True, read.a_bool, "generate kernels; off runs every op as an extern call (for bisection)")
     matmul: str = _knob(
         "library",

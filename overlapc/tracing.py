@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,14 +12,17 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from overlapc.blocks import Folded
 from overlapc.config import Config
 from overlapc.fx.aliased_outputs import views_outside
 from overlapc.fx.attention import drop_masks
+from overlapc.fx.blocks import Unfit
 from overlapc.fx.decompositions import decompositions
 from overlapc.fx.partition import partition
-from overlapc.fx.versions import check_torch_version
+from overlapc.fx.versions import check_torch_version, compiled_autograd
 from overlapc.garbage import no_collections
 from overlapc.passes.runner import select
+from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministic
 from overlapc.runtime.phases import phase
 
@@ -49,20 +52,52 @@ def _traced(
     if isinstance(gm, GraphModule):  # compiled autograd wraps its graph, in which no attention is whole
         drop_masks(gm, eager_dropout=config.fallback_random)
     as_they_were = views_outside(gm) if any(map(is_traceable_wrapper_subclass, inputs)) else None
+    trace: Callable[..., Any] = partial(
+        aot_module_simplified,
+        decompositions=decompositions(native_random=not config.fallback_random),
+        keep_inference_input_mutations=True,
+    )
+    compilers: dict[str, Any] = {
+        "fw_compiler": partial(each, config=config, name=f"forward_{number}"),
+        "bw_compiler": _hidden(partial(each, config=config, name=f"backward_{number}")),
+        "inference_compiler": partial(each, config=config, name=f"inference_{number}"),
+    }
     # No collections: a traced graph is objects that all stay.
     with phase("AOTAutograd"), deterministic(config.deterministic), no_collections():
-        step = aot_module_simplified(
-            gm,
-            inputs,
-            fw_compiler=partial(each, config=config, name=f"forward_{number}"),
-            bw_compiler=_hidden(partial(each, config=config, name=f"backward_{number}")),
-            inference_compiler=partial(each, config=config, name=f"inference_{number}"),
-            decompositions=decompositions(native_random=not config.fallback_random),
-            partition_fn=partition,
-            keep_inference_input_mutations=True,
-        )
+        step = _folded(trace, gm, inputs, compilers) if config.trace_once and not compiled_autograd(gm) else None
+        if step is None:
+            step = trace(gm, inputs, partition_fn=partition, **compilers)
     call = step if as_they_were is None else lambda *given: as_they_were(step(*given))
     return disable(call, reason="it is compiled")
+
+
+def _folded(
+    trace: Callable[..., Any], gm: GraphModule, inputs: Sequence[Any], compilers: Mapping[str, Any]
+) -> Callable[..., Any] | None:
+    """What AOTAutograd makes of `gm` when equal blocks are traced once; None where they cannot be."""
+    try:
+        folded = Folded(gm, inputs, trace)
+    except Unfit as reason:
+        count(f"blocks traced one by one: {reason}")
+        return None
+
+    def partition_unfolded(joint: GraphModule, joint_inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+        folded.unfold(joint)
+        return partition(joint, joint_inputs, **options)
+
+    def infer(graph: GraphModule, *args: Any) -> Any:
+        folded.unfold(graph)
+        return compilers["inference_compiler"](graph, *args)
+
+    try:
+        return trace(
+            folded.module, inputs, partition_fn=partition_unfolded, **{**compilers, "inference_compiler": infer}
+        )
+    except Unfit as reason:
+        count(f"blocks traced one by one: {reason}")
+        return None
+    finally:
+        folded.close()
 
 
 def _hidden(compiler: GraphCompiler) -> GraphCompiler:

@@ -17,7 +17,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTOutput,
     TangentAOTInput,
 )
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -360,6 +360,38 @@ def float8_saturates() -> bool:
     """Whether a conversion to float8_e4m3fn makes the largest number of what lies beyond (torch 2.13), not NaN."""
     with _disable_current_modes():
         return not torch.tensor(1e3).to(torch.float8_e4m3fn).float().isnan().item()
+
+
+def copied_capture(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph that Dynamo captured, with what AOTAutograd reads off it beside metadata.
+
+    That is where inputs come from, by which it knows parameters: the partitioner saves these at no cost.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    for ours, theirs in zip(graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True):
+        if hasattr(theirs, "_dynamo_source"):
+            ours._dynamo_source = theirs._dynamo_source
+    copied = fx.GraphModule(gm, graph)
+    copied.meta = dict(gm.meta)
+    for name in ("_param_name_to_source", "_backend_id"):
+        if hasattr(gm, name):
+            setattr(copied, name, getattr(gm, name))
+    return copied
+
+
+def fake_like(value: FakeTensor, base: torch.Tensor | None, shift: int) -> FakeTensor:
+    """A fake tensor of the form of `value`: in memory of its own, or in that of `base`, `shift` elements behind.
+
+    As torch makes fake tensors of meta tensors; through its dispatcher it takes ten times as long.
+    """
+    memory = value.untyped_storage().nbytes() if base is None else base.untyped_storage()
+    with _disable_current_modes():
+        storage = torch.UntypedStorage(memory, device="meta") if isinstance(memory, int) else memory
+        form = torch.empty(0, dtype=value.dtype, device="meta")
+        form.set_(storage, value.storage_offset() + shift, value.shape, value.stride())
+        return FakeTensor(value.fake_mode, form, value.device)
 
 
 def size_hint(size: int | torch.SymInt) -> int:

@@ -7,6 +7,7 @@ besides casts there is no copy.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from dataclasses import dataclass, field
@@ -109,6 +110,14 @@ class ShardedParam:
         return self.length != self.chunk * self.group.axis.size
 
     @property
+    def way(self) -> tuple[Any, ...]:
+        """How it is gathered and its gradient reduced, in plain values: equal parameters of two modules have one."""
+        group = self.group
+        fields = dataclasses.fields(self)
+        mine = [getattr(self, each.name) for each in fields if each.name not in ("name", "group", "part", "key")]
+        return (*mine, group.axis, group.replicate, group.post, group.reshard)
+
+    @property
     def label(self) -> ParamLabel:
         """What nodes that gather it, or reduce its gradient, are marked with."""
         group = self.group
@@ -157,6 +166,12 @@ def unshard(param: DTensor, key: str, unsynced: Tensor | None = None) -> Tensor:
     if tp is None:
         return full
     return DTensor.from_local(full, tp.mesh, tp.placements, run_check=False, shape=tp.shape, stride=tp.stride)
+
+
+def unshard_local(shard: Tensor, key: str) -> Tensor:
+    """`unshard` of a parameter whose local shard is at hand, and that no axis but the data-parallel ones divides."""
+    full: Tensor = _Unshard.apply(shard, key, None)
+    return full
 
 
 def unsynced_leaf(param: Tensor, key: str) -> Tensor:

@@ -1,0 +1,231 @@
+"""Equal blocks of a model traced once: one block's joint graph stands for all that are like it.
+
+    Dynamo's graph:    x = layers.0(x, w0); x = layers.1(x, w1); …
+    what is traced:    x = run_block(0, 0, x, w0); x = run_block(0, 1, x, w1); …      and layers.0 by itself
+    joint graph:       forward of layers.0, of layers.1, …, backward of layers.1, of layers.0, each with its own names
+
+`Folded` puts calls in the place of equal stretches of the graph (fx/blocks.py). AOTAutograd traces such a call as one
+op of forward and one of backward. Before the joint graph is divided, `Folded.unfold` writes the block's own nodes in
+their place (fx/stamps.py), so that every later stage sees the graph that tracing each block gives.
+
+What is not told apart by forms is traced block by block: see `Unfit` for the reasons.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
+
+from overlapc.fx.blocks import Stretch, Unfit, as_module, equal_blocks, replace_by_calls
+from overlapc.fx.labels import KEY
+from overlapc.fx.stamps import Names, Stamp, TracedBlock, append_copy
+from overlapc.fx.versions import copied_capture
+from overlapc.parallel.gather import param_of, unshard, unshard_local
+from overlapc.runtime.counters import count
+
+Trace = Callable[..., Any]  # aot_module_simplified, with all options but compilers and partitioner
+
+_library = torch.library.Library("overlapc", "FRAGMENT")
+_library.define("block_forward(Tensor[] operands, int block, int call) -> Tensor[]")
+_library.define("block_backward(Tensor[] tangents, int block, int call) -> Tensor[]")
+_forward, _backward = torch.ops.overlapc.block_forward.default, torch.ops.overlapc.block_backward.default
+# Backward's nodes read values of forward's that only `unfold` writes.
+fx.node.has_side_effect(_forward)
+
+_blocks: dict[int, TracedBlock] = {}  # of the steps that are being traced
+_without_gradient: set[int] = set()  # blocks of which a call has fewer gradients than it was traced with
+_numbers = itertools.count()
+
+
+class Folded:
+    """A graph that Dynamo captured in which equal blocks are calls, while AOTAutograd traces it."""
+
+    def __init__(self, gm: GraphModule, inputs: Sequence[Any], trace: Trace) -> None:
+        """Unfit where no blocks are equal, or the graph is none to fold. `gm` stays as it is."""
+        if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise Unfit("no gradients, or hooks on what is saved")
+        self.module = copied_capture(gm)
+        graph = self.module.graph
+        modules = _take_shards_outside(graph)
+        mode = detect_fake_mode(inputs)
+        if mode is None:
+            raise Unfit("it is not traced with fake tensors")
+        self._names: dict[tuple[int, int], Names] = {}
+        self._numbers: list[int] = []
+        calls: list[Any] = []
+        for blocks in equal_blocks(graph, _described):
+            try:
+                traced = _traced(blocks[0], mode, trace)
+            except Unfit as reason:
+                count(f"{blocks[0].block} and {len(blocks) - 1} like it traced one by one: {reason}")
+                continue
+            number = next(_numbers)
+            self._numbers.append(number)
+            _blocks[number] = traced
+            for call, block in enumerate(blocks):
+                self._names[number, call] = Names.of(blocks[0], block, _label)
+            calls += [(block, run_block, (number, call)) for call, block in enumerate(blocks)]
+        if not calls:
+            raise Unfit("no blocks are equal")
+        replace_by_calls(graph, calls)
+        for shard, stack in modules.items():
+            shard.meta["nn_module_stack"] = stack
+        graph.lint()
+        self.module.recompile()
+
+    def unfold(self, graph_module: GraphModule) -> None:
+        """Writes the nodes of each block in the place of its calls. Unfit where these do not fit there."""
+        if not _without_gradient.isdisjoint(self._numbers):
+            raise Unfit("a result of a block has no gradient")
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        stamps: dict[tuple[int, int], Stamp] = {}  # by block and call
+        for node in graph_module.graph.nodes:
+            if node.target not in (_forward, _backward):
+                if node not in copies:
+                    append_copy(graph, node, copies)
+                continue
+            given, number, call = node.args
+            operands = [copies[each] for each in given]
+            if node.target is _forward:
+                stamps[number, call] = Stamp(_blocks[number], self._names[number, call])
+                values = stamps[number, call].forward(graph, operands)
+            else:
+                values = stamps[number, call].backward(graph, operands)
+            for item in node.users:
+                copies[item] = values[item.args[1]]
+        graph.lint()
+        graph_module.graph = graph
+        count("blocks_traced_once", len(stamps))
+
+    def close(self) -> None:
+        """Forgets the traced blocks."""
+        for number in self._numbers:
+            del _blocks[number]
+        _without_gradient.difference_update(self._numbers)
+
+
+def run_block(number: int, call: int, *operands: Tensor) -> tuple[Tensor, ...]:
+    """What stands for a block while the step is traced."""
+    results: tuple[Tensor, ...] = _Run.apply(number, call, *operands)
+    return results
+
+
+class _Run(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, number: int, call: int, *operands: Tensor) -> tuple[Tensor, ...]:
+        ctx.number, ctx.call = number, call
+        ctx.set_materialize_grads(False)  # a gradient of zeros may give NaN where none gives none
+        results = _forward(list(operands), number, call)
+        flags = _blocks[number].differentiable
+        ctx.mark_non_differentiable(*(each for each, has in zip(results, flags, strict=True) if not has))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        block = _blocks[ctx.number]
+        given = []
+        for tangent, result, has in zip(tangents, block.results, block.differentiable, strict=True):
+            if has and tangent is None:  # what is traced on is thrown away: an error here would be shown to users
+                _without_gradient.add(ctx.number)
+                like = result.meta["val"]
+                tangent = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+            given += [tangent] if has else []
+        found = iter(_backward(given, ctx.number, ctx.call))
+        return None, None, *(None if each is None else next(found) for each in block.gradients)
+
+
+def _implement(op: torch._ops.OpOverload, nodes: Callable[[TracedBlock], Sequence[fx.Node | None]]) -> None:
+    def like(_: list[Tensor], block: int, call: int) -> list[Tensor]:
+        values = [each.meta["val"] for each in nodes(_blocks[block]) if each is not None]
+        return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+
+    torch.library.register_fake(op._name, like, lib=_library)
+
+
+_implement(_forward, lambda block: block.results)
+_implement(_backward, lambda block: block.gradients)
+
+
+# --- one block, traced
+
+
+class _Captured(Exception):
+    """A joint graph on its way out of AOTAutograd."""
+
+    def __init__(self, joint: GraphModule, forward_results: int) -> None:
+        self.joint, self.forward_results = joint, forward_results
+
+
+def _traced(block: Stretch, mode: Any, trace: Trace) -> TracedBlock:
+    """Unfit for a block whose graphs do more than map its operands to results and gradients."""
+
+    def capture(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        raise _Captured(joint, num_fwd_outputs)
+
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise Unfit("AOTAutograd finds nothing that needs a gradient")
+
+    with mode:
+        operands = [_operand(node) for node in block.operands]
+    differentiable = [bool(node.meta["example_value"].requires_grad) for node in block.results]
+    module = as_module(block)
+    try:
+        with tracing(TracingContext(mode)):
+            trace(
+                module, operands, fw_compiler=never, bw_compiler=never, inference_compiler=never, partition_fn=capture
+            )
+    except _Captured as captured:
+        return TracedBlock.of(captured.joint.graph, captured.forward_results, differentiable)
+    raise Unfit("AOTAutograd divides no joint graph")
+
+
+def _operand(node: fx.Node) -> Tensor:
+    value = node.meta["example_value"]
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return made.requires_grad_(value.requires_grad)
+
+
+# --- parameters that fully_shard manages
+
+
+def _take_shards_outside(graph: fx.Graph) -> dict[fx.Node, Any]:
+    """Lets blocks gather plain shards: a DTensor is taken apart in front of all blocks.
+
+        unshard(%weight, key) -> unshard_local(to_local(%weight), key)
+
+    Returns the modules of the new nodes, which have none as long as blocks are looked for: they are part of no block.
+    """
+    modules: dict[fx.Node, Any] = {}
+    inputs = graph.find_nodes(op="placeholder")
+    for node in graph.find_nodes(op="call_function", target=unshard):
+        param, key = node.args[:2]
+        value = param.meta.get("example_value")
+        unsynced = node.args[2] if len(node.args) > 2 else node.kwargs.get("unsynced")
+        plain = isinstance(value, DTensor) and param.op == "placeholder" and unsynced is None
+        if not plain or param_of(key).tensor_parallel is not None:
+            continue
+        with graph.inserting_after(inputs[-1]):
+            shard = graph.call_method("to_local", (param,))
+        shard.meta["stack_trace"] = node.meta.get("stack_trace")
+        modules[shard] = node.meta.get("nn_module_stack")
+        shard.meta["example_value"] = value._local_tensor.detach().requires_grad_(value.requires_grad)
+        node.target, node.args, node.kwargs = unshard_local, (shard, key), {}
+    return modules
+
+
+def _described(node: fx.Node) -> Any:
+    return param_of(str(node.args[1])).way if node.target is unshard_local else None
+
+
+def _label(node: fx.Node) -> Any:
+    if node.target is not unshard_local:
+        return None
+    return param_of(str(node.args[1])).label.as_annotation()[KEY]

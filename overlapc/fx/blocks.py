@@ -1,0 +1,227 @@
+"""Equal blocks of a model in the graph that Dynamo captured: stretches of nodes that compute the same.
+
+    a = f(x, w0); b = g(a, m); c = f(b, w1); d = g(c, m)
+ -> two stretches of one form: f(operand 0, operand 1), g(%0, operand 2); its last value is used elsewhere
+
+A block is a member of a list of modules (`layers.0`); its stretch is all nodes of its modules, which must follow each
+other. Two stretches of one form differ in nothing that tracing looks at: operations, constants, which value goes where,
+and what their operands are (sizes, strides, dtype, device, whether they need gradients).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from overlapc.fx.source import block_of, module_path
+
+Describe = Callable[[fx.Node], Any]
+"""What stands for the constants of a node where these are names of something; None for nodes that hold no names."""
+
+_LEAST_SAVED = 6  # nodes that need not be traced: tracing a block by itself costs as much as a few of them
+_HARMLESS = frozenset({torch._C._log_api_usage_once})
+
+
+class Unfit(Exception):
+    """Why a stretch, or a whole graph, is traced as it stands."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The nodes of one block, all that they take from elsewhere, and those whose values are used elsewhere."""
+
+    block: str  # path of its module
+    nodes: tuple[fx.Node, ...]
+    operands: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+    form: Any  # equal for stretches that are traced alike
+
+
+def equal_blocks(graph: fx.Graph, describe: Describe) -> list[list[Stretch]]:
+    """Stretches of one form, where these are enough to gain something.
+
+    Unfit where the graph changes modes in a way that is not known here.
+    """
+    forms: dict[Any, list[Stretch]] = {}
+    for block, nodes in _stretches(graph):
+        try:
+            found = _stretch(block, nodes, describe)
+        except Unfit:
+            continue
+        forms.setdefault(found.form, []).append(found)
+    return [found for found in forms.values() if (len(found) - 1) * len(found[0].nodes) >= _LEAST_SAVED]
+
+
+def as_module(stretch: Stretch) -> fx.GraphModule:
+    """The stretch as a graph of its own, from its operands to a tuple of its results."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for at, operand in enumerate(stretch.operands):
+        copies[operand] = graph.placeholder(f"operand_{at}")
+    for node in stretch.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[result] for result in stretch.results))
+    return fx.GraphModule({}, graph)
+
+
+def replace_by_calls(graph: fx.Graph, calls: Sequence[tuple[Stretch, Callable[..., Any], tuple[Any, ...]]]) -> None:
+    """Puts `target(*constants, *operands)`, which returns all results, in the place of each stretch."""
+    now: dict[fx.Node, fx.Node] = {}  # result of a stretch -> what stands for it
+    for stretch, target, constants in calls:
+        last = stretch.nodes[-1]
+        with graph.inserting_before(stretch.nodes[0]):
+            call = graph.call_function(target, constants)
+            for at, result in enumerate(stretch.results):
+                now[result] = graph.call_function(operator.getitem, (call, at))
+                now[result].meta = dict(result.meta)
+        call.meta = {key: last.meta[key] for key in ("stack_trace", "nn_module_stack") if key in last.meta}
+    for stretch, _, constants in calls:
+        made = now[stretch.results[0]].all_input_nodes[0]
+        made.args = (*constants, *(now.get(operand, operand) for operand in stretch.operands))
+    for stretch, _, _ in calls:
+        for result in stretch.results:
+            result.replace_all_uses_with(now[result])
+    for node in reversed([node for stretch, _, _ in calls for node in stretch.nodes]):
+        graph.erase_node(node)
+
+
+# --- which nodes belong together
+
+
+def _stretches(graph: fx.Graph) -> Iterator[tuple[str, tuple[fx.Node, ...]]]:
+    """Every block whose nodes follow each other, with them; none where tracing does not begin in the usual modes."""
+    runs: list[tuple[str, list[fx.Node]]] = [("", [])]
+    unusual: set[int] = set()  # runs that begin or end in other modes
+    modes = _Modes()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        block = _block(node)
+        if block is None and _changes_modes(node):  # Dynamo notes no module there
+            block = _next_block(node) if modes.usual else runs[-1][0]
+        if (block or "") != runs[-1][0]:
+            if not modes.usual:
+                unusual |= {len(runs) - 1, len(runs)}
+            runs.append((block or "", []))
+        runs[-1][1].append(node)
+        modes.after(node)
+    times = Counter(block for block, _ in runs)
+    for at, (block, nodes) in enumerate(runs):
+        if block and times[block] == 1 and at not in unusual:
+            yield block, tuple(nodes)
+
+
+def _block(node: fx.Node) -> str | None:
+    """The member of a list that the node's module lies in; empty for none, None where no module is known."""
+    path = module_path(node)
+    if not path:
+        return None
+    block = block_of(path)
+    return block if block.rsplit(".", 1)[-1].isdigit() else ""
+
+
+def _next_block(node: fx.Node) -> str:
+    """The block of the next node whose module is known."""
+    while node.op != "output":
+        block = _block(node)
+        if block is not None:
+            return block
+        node = node.next
+    return ""
+
+
+class _Modes:
+    """What a graph changes for the nodes behind: whether gradients are recorded, autocast."""
+
+    def __init__(self) -> None:
+        self._gradients = True
+        self._open = 0
+
+    @property
+    def usual(self) -> bool:
+        """Whether all is as where the graph begins."""
+        return self._gradients and not self._open
+
+    def after(self, node: fx.Node) -> None:
+        """Takes the change of one node. Unfit for one of unknown effect."""
+        if not _changes_modes(node):
+            return
+        name = getattr(node.target, "__name__", "")
+        if name == "_set_grad_enabled" and isinstance(node.args[0], bool):
+            self._gradients = node.args[0]
+        elif name == "_enter_autocast":
+            self._open += 1
+        elif name == "_exit_autocast":
+            self._open -= 1
+        elif node.target not in _HARMLESS:
+            raise Unfit(f"{node.name} = {name or node.target} may change how what follows is traced")
+
+
+def _changes_modes(node: fx.Node) -> bool:
+    """Whether a node is called for what it does, as it gives nothing to compute with."""
+    return node.op in ("call_function", "call_method") and not isinstance(
+        node.meta.get("example_value"), Tensor | tuple | list | int | float
+    )
+
+
+# --- what they compute
+
+
+def _stretch(block: str, nodes: Sequence[fx.Node], describe: Describe) -> Stretch:
+    numbers = {node: at for at, node in enumerate(nodes)}
+    operands: dict[fx.Node, int] = {}
+    lines: list[Any] = []
+
+    def form(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            if value in numbers:
+                return ("node", numbers[value])
+            return ("operand", operands.setdefault(value, len(operands)))
+        if isinstance(value, list | tuple):
+            return (type(value).__name__, *map(form, value))
+        if isinstance(value, Mapping):
+            return ("dict", *((name, form(item)) for name, item in value.items()))
+        if isinstance(value, slice):
+            return ("slice", form(value.start), form(value.stop), form(value.step))
+        if isinstance(value, float):
+            return ("float", value.hex())
+        return (type(value), value)
+
+    for node in nodes:
+        if node.op not in ("call_function", "call_method"):
+            raise Unfit(f"{node.name} is a {node.op}")
+        names = describe(node)
+        args = form(node.args) if names is None else (names, *map(form, node.all_input_nodes))
+        lines.append((node.op, node.target, args, form(node.kwargs)))
+    results = tuple(node for node in nodes if any(user not in numbers for user in node.users))
+    taken = tuple(map(_described, operands))
+    given = tuple((numbers[node], _described(node)) for node in results)
+    whole = (tuple(lines), taken, given)
+    try:
+        hash(whole)
+    except TypeError as error:
+        raise Unfit(f"{block} holds a constant that cannot be compared") from error
+    if not any(needs_gradient for *_, needs_gradient in map(_described, results)):
+        raise Unfit(f"nothing that {block} computes has a gradient")
+    return Stretch(block, tuple(nodes), tuple(operands), results, whole)
+
+
+def _described(node: fx.Node) -> tuple[Any, ...]:
+    """What tracing asks of a tensor. Unfit for what is none, holds others, or is of symbolic size."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, Tensor) or type(value) not in (FakeTensor, Tensor, torch.nn.Parameter):
+        raise Unfit(f"{node.name} is a {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise Unfit(f"{node.name} is {value.layout}")
+    form = (*value.shape, *value.stride())
+    if not all(isinstance(each, int) for each in form):
+        raise Unfit(f"{node.name} has symbolic sizes")
+    flags = (value.is_conj(), value.is_neg())
+    return tuple(value.shape), value.stride(), value.dtype, value.device, flags, value.requires_grad

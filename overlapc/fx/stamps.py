@@ -1,0 +1,210 @@
+"""The traced graph of one block, copied into the joint graph of the step for every block like it.
+
+The joint graph of a block holds its forward, then its backward. Both parts of a copy lie in one graph, so backward
+simply reads the values of forward; what is saved and what is computed again is decided later, for the whole step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_arg
+
+from overlapc.fx.arguments import declared_arguments, is_written
+from overlapc.fx.blocks import Stretch, Unfit
+from overlapc.fx.labels import KEY
+from overlapc.fx.versions import belongs_to_backward, fake_like
+from overlapc.fx.writer import described_like, fake_result
+
+_NUMBER = re.compile(r"_\d+$")
+_STACKS = ("nn_module_stack", "fwd_nn_module_stack")
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class TracedBlock:
+    """Forward and backward of a block as AOTAutograd traced them."""
+
+    operands: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+    gradients: tuple[fx.Node | None, ...]  # by operand
+    differentiable: tuple[bool, ...]  # by result
+
+    @classmethod
+    def of(cls, joint: fx.Graph, forward_results: int, differentiable: Sequence[bool]) -> TracedBlock:
+        """Unfit where the graph does more than to compute results from operands, and gradients from tangents."""
+        placeholders = joint.find_nodes(op="placeholder")
+        tangents = tuple(node for node in placeholders if "tangents" in node.name)
+        operands = tuple(node for node in placeholders if "tangents" not in node.name)
+        nodes = [node for node in joint.nodes if node.op not in ("placeholder", "output")]
+        returned: Any = joint.output_node().args[0]
+        results, gradients = tuple(returned[:forward_results]), tuple(returned[forward_results:])
+        if len(results) != len(differentiable) or len(tangents) != sum(differentiable):
+            raise Unfit("it returns views, or changes what it is given")
+        if len(gradients) != len(operands):
+            raise Unfit("AOTAutograd returns more than its gradients")
+        for node in nodes:
+            if node.op != "call_function":
+                raise Unfit(f"its graph holds a {node.op}")
+            if any(is_written(declared) for declared, _ in declared_arguments(node.target, node.args, node.kwargs)):
+                raise Unfit(f"{node.target} changes memory")
+            if not _is_plain(node.meta.get("val")):
+                raise Unfit(f"{node.target} gives a {type(node.meta.get('val')).__name__}")
+        for node in results:
+            if not isinstance(node, fx.Node) or any(_shares(node, operand) for operand in operands):
+                raise Unfit("it returns what it was given, or a view of that")
+        within = set(tangents)
+        first = len(nodes)
+        for at, node in enumerate(nodes):
+            if belongs_to_backward(node) or not within.isdisjoint(node.all_input_nodes):
+                first = at
+                break
+        forward, backward = tuple(nodes[:first]), tuple(nodes[first:])
+        if not set(results) <= set(forward):
+            raise Unfit("its results are computed in backward")
+        return cls(operands, tangents, forward, backward, results, gradients, tuple(differentiable))
+
+
+@dataclass(frozen=True)
+class Names:
+    """What one block calls the modules and parameters that the traced one calls otherwise."""
+
+    stacks: Mapping[tuple[str, ...], Any]  # paths of the traced block's modules -> modules of this one
+    notes: Mapping[str, Mapping[str, Any]]  # `custom` entries, by their text
+    labels: Mapping[str, Any]  # parameter -> label
+
+    @classmethod
+    def of(cls, traced: Stretch, this: Stretch, label: Callable[[fx.Node], Mapping[str, Any] | None]) -> Names:
+        """Of `this`, a stretch of the form of `traced`. label: of the parameter that a node names, if it names one."""
+        stacks: dict[tuple[str, ...], Any] = {}
+        notes: dict[str, Mapping[str, Any]] = {}
+        labels: dict[str, Any] = {}
+        for theirs, ours in zip(traced.nodes, this.nodes, strict=True):
+            stack = theirs.meta.get("nn_module_stack")
+            if stack:
+                stacks[_paths(stack)] = ours.meta.get("nn_module_stack")
+            note = theirs.meta.get("custom")
+            if note:
+                notes[_text(note)] = ours.meta.get("custom") or {}
+            known = label(theirs)
+            if known is not None:
+                labels[known["param"]] = label(ours)
+        return cls(stacks, notes, labels)
+
+    def rename(self, meta: dict[str, Any]) -> None:
+        """Puts this block's names into the metadata of a copied node."""
+        for key in _STACKS:
+            if meta.get(key):
+                meta[key] = self.stacks.get(_paths(meta[key]), meta[key])
+        custom = meta.get("custom")
+        if isinstance(custom, Mapping) and custom:
+            rest = {key: value for key, value in custom.items() if key != KEY}
+            renamed = dict(self.notes.get(_text(rest), rest))
+            if KEY in custom:
+                renamed[KEY] = self.labels.get(custom[KEY]["param"], custom[KEY])
+            meta["custom"] = renamed
+
+
+class Stamp:
+    """One copy of a traced block: its forward, and then its backward, each appended to a graph."""
+
+    def __init__(self, block: TracedBlock, names: Names) -> None:
+        self._block, self._names = block, names
+        self._copies: dict[fx.Node, fx.Node] = {}
+        # Of the traced block -> a tensor over that of the copy, and how much farther in its memory elements lie.
+        self._memory: dict[int, tuple[Tensor, int]] = {}
+
+    def forward(self, graph: fx.Graph, operands: Sequence[fx.Node]) -> list[fx.Node]:
+        """Appends forward; its results."""
+        for traced, operand in zip(self._block.operands, operands, strict=True):
+            self._take(traced, operand)
+        self._append(graph, self._block.forward)
+        return [self._copies[node] for node in self._block.results]
+
+    def backward(self, graph: fx.Graph, tangents: Sequence[fx.Node]) -> list[fx.Node]:
+        """Appends backward; the gradients that there are, by operand."""
+        for traced, tangent in zip(self._block.tangents, tangents, strict=True):
+            self._take(traced, _laid_out_like(traced, tangent, graph))
+        self._append(graph, self._block.backward)
+        return [self._copies[node] for node in self._block.gradients if node is not None]
+
+    def _take(self, traced: fx.Node, given: fx.Node) -> None:
+        self._copies[traced] = given
+        theirs, ours = traced.meta["val"], given.meta["val"]
+        self._memory[theirs.untyped_storage()._cdata] = ours, ours.storage_offset() - theirs.storage_offset()
+
+    def _append(self, graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+        for node in nodes:
+            copied = append_copy(graph, node, self._copies)
+            self._names.rename(copied.meta)
+            copied.meta["val"] = self._value(node.meta.get("val"))
+
+    def _value(self, value: Any) -> Any:
+        """A value like the traced one, in memory of the copy: what shared memory there does so here, and no more."""
+        if isinstance(value, list | tuple):
+            return type(value)(map(self._value, value))
+        if not isinstance(value, FakeTensor):
+            return value
+        memory = value.untyped_storage()._cdata
+        made = fake_like(value, *self._memory.get(memory, (None, 0)))
+        self._memory.setdefault(memory, (made, 0))
+        return made
+
+
+def append_copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """`node` at the end of `graph`, reading `copies`, which it joins.
+
+    It gets the name that tracing would give it there: names count up in order, as they do while torch traces. Graphs of
+    one function that are traced in other ways (of symbolic sizes) so call their collectives the same.
+    """
+    name = node.name if node.op == "placeholder" else _NUMBER.sub("", node.name)
+    args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
+    copied = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+    copied.meta = dict(node.meta)
+    copies[node] = copied
+    return copied
+
+
+def _laid_out_like(traced: fx.Node, given: fx.Node, graph: fx.Graph) -> fx.Node:
+    """`given` as backward was traced for it, copied where it is laid out otherwise. Unfit where no copy makes it so."""
+    expected, value = traced.meta["val"], given.meta["val"]
+    if expected.stride() == value.stride():
+        return given
+    if not expected.is_contiguous():
+        raise Unfit("a gradient comes in another layout than it was traced for")
+    copied = graph.call_function(aten.clone.default, (given,), {"memory_format": torch.contiguous_format})
+    copied.meta = described_like(given)
+    copied.meta["val"] = fake_result(copied)
+    return copied
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if type(value) is FakeTensor:
+        sizes = (*value.shape, *value.stride(), value.storage_offset())
+        odd = value.layout != torch.strided or value.is_conj() or value.is_neg()
+        return not odd and all(isinstance(each, int) for each in sizes)
+    return value is None
+
+
+def _shares(node: fx.Node, other: fx.Node) -> bool:
+    memory = [each.meta["val"].untyped_storage()._cdata for each in (node, other)]
+    return memory[0] == memory[1]
+
+
+def _paths(stack: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(path for path, _ in stack.values())
+
+
+def _text(note: Mapping[str, Any]) -> str:
+    return repr(sorted((key, repr(value)) for key, value in note.items() if key != KEY))
