@@ -25,7 +25,8 @@ from torch.fx import GraphModule
 
 from overlapc.fx.blocks import Stretch, Unfit, as_module, equal_blocks, replace_by_calls
 from overlapc.fx.labels import KEY
-from overlapc.fx.stamps import Names, Stamp, TracedBlock, append_copy
+from overlapc.fx.stamps import Names, Stamp, TracedBlock, append_copy, number_checkpoints
+from overlapc.fx.subgraphs import carried
 from overlapc.fx.versions import copied_capture
 from overlapc.parallel.gather import param_of, unshard, unshard_local
 from overlapc.runtime.counters import count
@@ -53,7 +54,7 @@ class Folded:
             raise Unfit("no gradients, or hooks on what is saved")
         self.module = copied_capture(gm)
         graph = self.module.graph
-        modules = _take_shards_outside(graph)
+        modules = _take_shards_outside(self.module)
         mode = detect_fake_mode(inputs)
         if mode is None:
             raise Unfit("it is not traced with fake tensors")
@@ -95,12 +96,13 @@ class Folded:
             given, number, call = node.args
             operands = [copies[each] for each in given]
             if node.target is _forward:
-                stamps[number, call] = Stamp(_blocks[number], self._names[number, call])
+                stamps[number, call] = Stamp(_blocks[number], self._names[number, call], (number, call))
                 values = stamps[number, call].forward(graph, operands)
             else:
                 values = stamps[number, call].backward(graph, operands)
             for item in node.users:
                 copies[item] = values[item.args[1]]
+        number_checkpoints(graph)
         graph.lint()
         graph_module.graph = graph
         count("blocks_traced_once", len(stamps))
@@ -196,29 +198,62 @@ def _operand(node: fx.Node) -> Tensor:
 # --- parameters that fully_shard manages
 
 
-def _take_shards_outside(graph: fx.Graph) -> dict[fx.Node, Any]:
-    """Lets blocks gather plain shards: a DTensor is taken apart in front of all blocks.
+def _take_shards_outside(gm: GraphModule) -> dict[fx.Node, Any]:
+    """Lets blocks gather plain shards: a DTensor is taken apart in front of all blocks, also for checkpoints.
 
         unshard(%weight, key) -> unshard_local(to_local(%weight), key)
 
     Returns the modules of the new nodes, which have none as long as blocks are looked for: they are part of no block.
     """
     modules: dict[fx.Node, Any] = {}
-    inputs = graph.find_nodes(op="placeholder")
-    for node in graph.find_nodes(op="call_function", target=unshard):
-        param, key = node.args[:2]
-        value = param.meta.get("example_value")
-        unsynced = node.args[2] if len(node.args) > 2 else node.kwargs.get("unsynced")
-        plain = isinstance(value, DTensor) and param.op == "placeholder" and unsynced is None
-        if not plain or param_of(key).tensor_parallel is not None:
-            continue
-        with graph.inserting_after(inputs[-1]):
-            shard = graph.call_method("to_local", (param,))
-        shard.meta["stack_trace"] = node.meta.get("stack_trace")
-        modules[shard] = node.meta.get("nn_module_stack")
+    last = gm.graph.find_nodes(op="placeholder")[-1:]
+
+    def shard_of(param: fx.Node, reader: fx.Node) -> fx.Node:
+        value = param.meta["example_value"]
+        with gm.graph.inserting_after(last[0]):
+            shard = gm.graph.call_method("to_local", (param,))
+        shard.meta["stack_trace"] = reader.meta.get("stack_trace")
         shard.meta["example_value"] = value._local_tensor.detach().requires_grad_(value.requires_grad)
-        node.target, node.args, node.kwargs = unshard_local, (shard, key), {}
+        modules[shard] = reader.meta.get("nn_module_stack")
+        return shard
+
+    for node in list(gm.graph.nodes):
+        if node.target is unshard and _is_sharded_input(node.args[0]) and _takes_a_shard(node):
+            _take_shard(node, shard_of(node.args[0], node))
+        elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            body = carried(node.args[0])
+            assert body is not None
+            body = copied_capture(body)
+            setattr(gm, str(node.args[0].target), body)  # of this copy only
+            for at, inner in enumerate(body.graph.find_nodes(op="placeholder"), 1):
+                readers = list(inner.users)
+                whole = all(reader.target is unshard and _takes_a_shard(reader) for reader in readers)
+                if readers and whole and _is_sharded_input(node.args[at]):
+                    shard = shard_of(node.args[at], readers[0])
+                    node.update_arg(at, shard)
+                    inner.meta["example_value"] = shard.meta["example_value"]
+                    for reader in readers:
+                        _take_shard(reader, inner)
+            body.recompile()
     return modules
+
+
+def _is_sharded_input(value: Any) -> bool:
+    return (
+        isinstance(value, fx.Node)
+        and value.op == "placeholder"
+        and isinstance(value.meta.get("example_value"), DTensor)
+    )
+
+
+def _takes_a_shard(node: fx.Node) -> bool:
+    """Whether an `unshard` needs no more than the local shard."""
+    unsynced = node.args[2] if len(node.args) > 2 else node.kwargs.get("unsynced")
+    return unsynced is None and param_of(str(node.args[1])).tensor_parallel is None
+
+
+def _take_shard(node: fx.Node, shard: fx.Node) -> None:
+    node.target, node.args, node.kwargs = unshard_local, (shard, node.args[1]), {}
 
 
 def _described(node: fx.Node) -> Any:

@@ -132,7 +132,7 @@ MODELS: dict[str, tuple[Callable[[], Model], int]] = {
         for kind in ("", "dropout", "reads a buffer", "no gradients", "autocast", "custom op", "expanded gradient")
     },
     "changes a buffer": (partial(Model, "changes a buffer"), 0),
-    "checkpoint": (partial(Model, "checkpoint"), 0),
+    "checkpoint": (partial(Model, "checkpoint"), LAYERS),
     "two results": (partial(Model, "two results"), 0),  # one of them has no gradient
     "a flag differs": (a_flag_differs, 3),
     "a shape differs": (a_shape_differs, 3),
@@ -226,13 +226,15 @@ def test_values_of_different_blocks_do_not_share_memory() -> None:
     assert memory(once) == memory(each)
 
 
-@pytest.mark.parametrize("reshard", [True, False, 2])
-def test_sharded_blocks_have_their_own_parameters_and_collectives(reshard: bool | int) -> None:
+@pytest.mark.parametrize(
+    ("reshard", "ac"), [(True, ""), (False, "around"), (2, ""), (True, "around"), (True, "inside")]
+)
+def test_sharded_blocks_have_their_own_parameters_and_collectives(reshard: bool | int, ac: str) -> None:
     with fake_world(4, rank=1):
         graphs = []
         for once in (False, True):
             torch._dynamo.reset()
-            model = shard(Tiny(layers=4), reshard_after_forward=reshard, param_dtype=torch.bfloat16)
+            model = shard(Tiny(layers=4, ac=ac), reshard_after_forward=reshard, param_dtype=torch.bfloat16)
             traced = Traced(once)
             torch.compile(model, backend=traced, fullgraph=True)(*batch(2)).backward()
             assert counted("blocks_traced_once") == (4 if once else 0)

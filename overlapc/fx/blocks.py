@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from overlapc.fx.source import block_of, module_path
+from overlapc.fx.subgraphs import carried, nodes_within
 
 Describe = Callable[[fx.Node], Any]
 """What stands for the constants of a node where these are names of something; None for nodes that hold no names."""
@@ -43,6 +44,12 @@ class Stretch:
     results: tuple[fx.Node, ...]
     form: Any  # equal for stretches that are traced alike
 
+    def all_nodes(self) -> Iterator[fx.Node]:
+        """Those of the graphs that its nodes carry, too; in the same order for stretches of one form."""
+        for node in self.nodes:
+            yield node
+            yield from nodes_within(node)
+
 
 def equal_blocks(graph: fx.Graph, describe: Describe) -> list[list[Stretch]]:
     """Stretches of one form, where these are enough to gain something.
@@ -56,7 +63,9 @@ def equal_blocks(graph: fx.Graph, describe: Describe) -> list[list[Stretch]]:
         except Unfit:
             continue
         forms.setdefault(found.form, []).append(found)
-    return [found for found in forms.values() if (len(found) - 1) * len(found[0].nodes) >= _LEAST_SAVED]
+    return [
+        found for found in forms.values() if (len(found) - 1) * sum(1 for _ in found[0].all_nodes()) >= _LEAST_SAVED
+    ]
 
 
 def as_module(stretch: Stretch) -> fx.GraphModule:
@@ -68,7 +77,8 @@ def as_module(stretch: Stretch) -> fx.GraphModule:
     for node in stretch.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[result] for result in stretch.results))
-    return fx.GraphModule({}, graph)
+    carried_graphs = {str(node.target): carried(node) for node in stretch.nodes if node.op == "get_attr"}
+    return fx.GraphModule(carried_graphs, graph)
 
 
 def replace_by_calls(graph: fx.Graph, calls: Sequence[tuple[Stretch, Callable[..., Any], tuple[Any, ...]]]) -> None:
@@ -119,7 +129,19 @@ def _stretches(graph: fx.Graph) -> Iterator[tuple[str, tuple[fx.Node, ...]]]:
 
 
 def _block(node: fx.Node) -> str | None:
-    """The member of a list that the node's module lies in; empty for none, None where no module is known."""
+    """The member of a list that the node's module lies in; empty for none, None where no module is known.
+
+    A call that carries graphs (a checkpoint), and what is taken from its results, belong where these graphs do.
+    """
+    source = node.args[0] if node.target is operator.getitem else next(iter(node.users), None)
+    caller = source if isinstance(source, fx.Node) and (node.target is operator.getitem or carried(node)) else node
+    within = {found for inner in nodes_within(caller) if (found := _block_of_module(inner)) is not None}
+    if within:
+        return within.pop() if len(within) == 1 else ""
+    return _block_of_module(node)
+
+
+def _block_of_module(node: fx.Node) -> str | None:
     path = module_path(node)
     if not path:
         return None
@@ -174,43 +196,73 @@ def _changes_modes(node: fx.Node) -> bool:
 # --- what they compute
 
 
-def _stretch(block: str, nodes: Sequence[fx.Node], describe: Describe) -> Stretch:
-    numbers = {node: at for at, node in enumerate(nodes)}
-    operands: dict[fx.Node, int] = {}
-    lines: list[Any] = []
+class _Lines:
+    """Nodes as values that are equal for nodes which compute the same."""
 
-    def form(value: Any) -> Any:
+    def __init__(self, nodes: Iterable[fx.Node], describe: Describe) -> None:
+        self._numbers = {node: at for at, node in enumerate(nodes)}
+        self._describe = describe
+        self.operands: dict[fx.Node, int] = {}  # what comes from elsewhere
+
+    def number(self, node: fx.Node) -> int | None:
+        """Which of the nodes it is; None for one from elsewhere."""
+        return self._numbers.get(node)
+
+    def line(self, node: fx.Node) -> Any:
+        """Unfit for a node that is neither a call nor a graph."""
+        if node.op == "get_attr":
+            module = carried(node)
+            if module is None:
+                raise Unfit(f"{node.name} is a tensor of the graph")
+            return ("graph", _graph_lines(module, self._describe))
+        if node.op not in ("call_function", "call_method"):
+            raise Unfit(f"{node.name} is a {node.op}")
+        names = self._describe(node)
+        args = self.form(node.args) if names is None else (names, *map(self.form, node.all_input_nodes))
+        return (node.op, node.target, args, self.form(node.kwargs))
+
+    def form(self, value: Any) -> Any:
+        """An argument."""
         if isinstance(value, fx.Node):
-            if value in numbers:
-                return ("node", numbers[value])
-            return ("operand", operands.setdefault(value, len(operands)))
+            if value in self._numbers:
+                return ("node", self._numbers[value])
+            return ("operand", self.operands.setdefault(value, len(self.operands)))
         if isinstance(value, list | tuple):
-            return (type(value).__name__, *map(form, value))
+            return (type(value).__name__, *map(self.form, value))
         if isinstance(value, Mapping):
-            return ("dict", *((name, form(item)) for name, item in value.items()))
+            return ("dict", *((name, self.form(item)) for name, item in value.items()))
         if isinstance(value, slice):
-            return ("slice", form(value.start), form(value.stop), form(value.step))
+            return ("slice", self.form(value.start), self.form(value.stop), self.form(value.step))
         if isinstance(value, float):
             return ("float", value.hex())
         return (type(value), value)
 
-    for node in nodes:
-        if node.op not in ("call_function", "call_method"):
-            raise Unfit(f"{node.name} is a {node.op}")
-        names = describe(node)
-        args = form(node.args) if names is None else (names, *map(form, node.all_input_nodes))
-        lines.append((node.op, node.target, args, form(node.kwargs)))
-    results = tuple(node for node in nodes if any(user not in numbers for user in node.users))
-    taken = tuple(map(_described, operands))
-    given = tuple((numbers[node], _described(node)) for node in results)
-    whole = (tuple(lines), taken, given)
+
+def _graph_lines(module: fx.GraphModule, describe: Describe) -> Any:
+    """A graph that is carried. What else its caller is to know (a policy of checkpoints) is compared by identity."""
+    lines = _Lines(module.graph.nodes, describe)
+    noted = tuple(sorted((str(key), id(value)) for key, value in module.meta.items()))
+    body = [
+        (node.op, lines.form(node.args)) if node.op in ("placeholder", "output") else lines.line(node)
+        for node in module.graph.nodes
+    ]
+    return (noted, *body)
+
+
+def _stretch(block: str, nodes: Sequence[fx.Node], describe: Describe) -> Stretch:
+    lines = _Lines(nodes, describe)
+    body = tuple(map(lines.line, nodes))
+    results = tuple(node for node in nodes if any(lines.number(user) is None for user in node.users))
+    taken = tuple(map(_described, lines.operands))
+    given = tuple((lines.number(node), _described(node)) for node in results)
+    whole = (body, taken, given)
     try:
         hash(whole)
     except TypeError as error:
         raise Unfit(f"{block} holds a constant that cannot be compared") from error
     if not any(needs_gradient for *_, needs_gradient in map(_described, results)):
         raise Unfit(f"nothing that {block} computes has a gradient")
-    return Stretch(block, tuple(nodes), tuple(operands), results, whole)
+    return Stretch(block, tuple(nodes), tuple(lines.operands), results, whole)
 
 
 def _described(node: fx.Node) -> tuple[Any, ...]:

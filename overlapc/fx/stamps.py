@@ -23,6 +23,7 @@ from overlapc.fx.versions import belongs_to_backward, fake_like
 from overlapc.fx.writer import described_like, fake_result
 
 _NUMBER = re.compile(r"_\d+$")
+_CHECKPOINT = "ac_graph_id"  # where torch notes which call of a checkpoint a node belongs to
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 aten = torch.ops.aten
 
@@ -88,7 +89,7 @@ class Names:
         stacks: dict[tuple[str, ...], Any] = {}
         notes: dict[str, Mapping[str, Any]] = {}
         labels: dict[str, Any] = {}
-        for theirs, ours in zip(traced.nodes, this.nodes, strict=True):
+        for theirs, ours in zip(traced.all_nodes(), this.all_nodes(), strict=True):
             stack = theirs.meta.get("nn_module_stack")
             if stack:
                 stacks[_paths(stack)] = ours.meta.get("nn_module_stack")
@@ -117,8 +118,9 @@ class Names:
 class Stamp:
     """One copy of a traced block: its forward, and then its backward, each appended to a graph."""
 
-    def __init__(self, block: TracedBlock, names: Names) -> None:
-        self._block, self._names = block, names
+    def __init__(self, block: TracedBlock, names: Names, number: Any) -> None:
+        """number: which tells it from all other copies."""
+        self._block, self._names, self._number = block, names, number
         self._copies: dict[fx.Node, fx.Node] = {}
         # Of the traced block -> a tensor over that of the copy, and how much farther in its memory elements lie.
         self._memory: dict[int, tuple[Tensor, int]] = {}
@@ -147,6 +149,8 @@ class Stamp:
             copied = append_copy(graph, node, self._copies)
             self._names.rename(copied.meta)
             copied.meta["val"] = self._value(node.meta.get("val"))
+            if _CHECKPOINT in copied.meta:
+                copied.meta[_CHECKPOINT] = (self._number, copied.meta[_CHECKPOINT])
 
     def _value(self, value: Any) -> Any:
         """A value like the traced one, in memory of the copy: what shared memory there does so here, and no more."""
@@ -158,6 +162,14 @@ class Stamp:
         made = fake_like(value, *self._memory.get(memory, (None, 0)))
         self._memory.setdefault(memory, (made, 0))
         return made
+
+
+def number_checkpoints(graph: fx.Graph) -> None:
+    """Numbers checkpoints in the order in which forward comes to them, as torch's partitioner expects."""
+    numbers: dict[Any, int] = {}
+    for node in graph.nodes:
+        if _CHECKPOINT in node.meta:
+            node.meta[_CHECKPOINT] = numbers.setdefault(node.meta[_CHECKPOINT], len(numbers))
 
 
 def append_copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
