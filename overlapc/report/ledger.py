@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from overlapc.estimators.profile_file import profile_from_json
 from overlapc.report.advice import exposures
 from overlapc.report.bound import Spent
-from overlapc.report.model import StepRecord
+from overlapc.report.model import StepRecord, measured_step
 from overlapc.report.times import ms
 from overlapc.schedule.text import parse
 from overlapc.units import human_bytes
@@ -112,6 +112,10 @@ def utilization(step: StepRecord) -> float | None:
 def tiles(step: StepRecord, ledger: Ledger) -> list[tuple[str, str, str]]:
     """(what, how much, beside what) for the top of a page."""
     found = [("step", ms(step.step_ns), f"as traced {ms(step.step_before_ns)}")]
+    seen = measured_step(step)
+    if seen is not None:
+        beside = f"of it exposed {ms(seen.exposed_ns)}, idle {ms(seen.idle_ns)}"
+        found = [("step, measured", ms(seen.step_ns), beside), ("step, predicted", *found[0][1:])]
     exposed_ns = sum(part.ns for part in ledger.parts if part.kind == "idle")
     share = exposed_ns / step.step_ns if step.step_ns else 0.0
     found.append(("exposed communication", ms(exposed_ns), f"{share:.1%} of the step"))

@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 import pytest
 
 from overlapc.report import html
-from overlapc.report.ledger import Ledger, utilization
-from overlapc.report.model import Plan, Span, StepRecord
+from overlapc.report.ledger import Ledger, tiles, utilization
+from overlapc.report.model import Measured, Plan, Span, StepRecord
 from overlapc.report.page_data import page_data, sequence, thinned
 from tests.report.sample import AFTER, FORWARD, REPORT
 
@@ -106,6 +106,16 @@ def test_the_parts_of_a_step_add_up_and_gains_are_no_longer_than_it():
         assert [gain.ns for gain in ledger.gains] == sorted((gain.ns for gain in ledger.gains), reverse=True)
         assert ledger.ceilings[0].ns == ledger.step_ns == max(each.ns for each in ledger.ceilings)
     assert len(ledger.gains) == 1, "what the device saves brings nothing while the host takes longer"
+
+
+def test_a_step_that_was_measured_is_headed_by_its_measurement():
+    seen = replace(FORWARD, measured=Measured(3, 300e3, 170e3, 200e3, 100e3, 30e3))
+    (first, second, *_), (only, *_) = (
+        tiles(step, Ledger.of(step)) for step in (StepRecord(graphs=(each,)) for each in (seen, FORWARD))
+    )
+    assert first == ("step, measured", "0.300 ms", "of it exposed 0.100 ms, idle 0.030 ms")
+    assert second[:2] == ("step, predicted", "0.280 ms")
+    assert only[:2] == ("step", "0.280 ms")
 
 
 def test_utilization_is_of_the_rates_that_the_profile_says():
