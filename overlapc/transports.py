@@ -64,6 +64,7 @@ class Transports:
     wanted: bool = False
     exchanges: Collection[Node] = ()  # made of reductions here
     profile: DeviceProfile = IDEAL
+    chooses: bool = False  # transport=auto: what costs less by the group's library stays there
     library: frozenset[Unit] = frozenset()  # what is moved faster by the group's library
     agreed: AgreedCopies | None = None  # once memory is laid out
     groups: dict[str, str] = field(default_factory=dict)  # `Comm.group` -> torch's name
@@ -88,7 +89,7 @@ class Transports:
         if not runs:
             per_host = config.ranks_per_host or profile.ranks_per_host
             places = {rank: {"host": rank // per_host, "device": rank} for rank in range(dist.get_world_size())}
-            return cls(places=places, wanted=True, profile=profile)
+            return cls(places=places, wanted=True, profile=profile, chooses=config.transport == AUTO)
         devices = {
             value.device
             for node in gm.graph.nodes
@@ -98,13 +99,21 @@ class Transports:
         reason = _no_copies(config, talks, within, devices)
         device = None if reason else next(iter(devices))
         if talks is None:
-            return cls(none=reason, wanted=True, profile=profile)
+            return cls(none=reason, wanted=True, profile=profile, chooses=config.transport == AUTO)
         mine = {"reason": reason, **({} if device is None else _place(device))}
         if config.ranks_per_host is not None:
             mine["host"] = f"{mine.get('host')}, {dist.get_rank() // config.ranks_per_host}"
         told = [json.loads(text) for text in talks.tell("what can carry collectives", json.dumps(mine))]
         reason = next((each["reason"] for each in told if each["reason"]), "")
-        return cls(device, talks, dict(zip(talks.ranks, told, strict=True)), reason, wanted=True, profile=profile)
+        return cls(
+            device,
+            talks,
+            dict(zip(talks.ranks, told, strict=True)),
+            reason,
+            wanted=True,
+            profile=profile,
+            chooses=config.transport == AUTO,
+        )
 
     @classmethod
     def following(cls, agreed: AgreedCopies) -> Transports:
@@ -115,7 +124,7 @@ class Transports:
         """Makes an exchange and a sum of each reduction that can be one and that copies can carry."""
         if not self.wanted or self.none:
             return
-        if self.agreed is None:
+        if self.chooses and self.agreed is None:
             self.library = by_library([(each.comm, self._by_copies(each)) for each in found], self.profile)
         takes = {
             each.start: each.comm.size

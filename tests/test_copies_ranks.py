@@ -251,13 +251,13 @@ def chosen(folder: str) -> list[tuple[list[tuple[str, str]], list[str], float]]:
     quick, slow = Link(1e14, 10.0), Link(1e6, 10.0)
     x = torch.full((ranks * 4096,), dist.get_rank() + 1.0).bfloat16()
     found = []
-    for function, link, budget in (
-        *((summed, quick, None), (summed, slow, None), (summed, None, None)),
-        *((gathered, quick, 1 << 20), (gathered, quick, 52 << 10)),
+    for function, link, budget, transport in (
+        *((summed, quick, None, "auto"), (summed, slow, None, "auto"), (summed, None, None, "auto")),
+        *((gathered, quick, 1 << 20, "auto"), (gathered, quick, 52 << 10, "auto"), (summed, slow, None, "copy")),
     ):
         path = profile_knowing(link, Path(folder, f"{len(found)}_{dist.get_rank()}.json"))
         torch._dynamo.reset()
-        options = {"transport": "auto", "profile": path, "warm_start": False, "memory_budget": budget}
+        options = {"transport": transport, "profile": path, "warm_start": False, "memory_budget": budget}
         result = torch.compile(function, backend="overlapc", options=options)(x, ranks, group)
         (graph,) = overlapc.report().steps[-1].graphs[-1:]
         via = [(row.op, row.via) for row in graph.collectives]
@@ -266,8 +266,8 @@ def chosen(folder: str) -> list[tuple[list[tuple[str, str]], list[str], float]]:
 
 
 def test_copies_carry_what_they_are_predicted_to_carry_faster(tmp_path):
-    for quick, slow, unknown, fits, over in values_on_ranks(chosen, 2, str(tmp_path)):
-        assert quick == ([("all_to_all", "copy")], [], 1.5)
+    for quick, slow, unknown, fits, over, told in values_on_ranks(chosen, 2, str(tmp_path)):
+        assert quick == told == ([("all_to_all", "copy")], [], 1.5)
         assert slow == ([("reduce_scatter", "")], ["so little is moved faster by the group's library"], 1.5)
         assert unknown == ([("reduce_scatter", "")], [], 1.5)
         assert fits == ([("all_gather", "copy")], [], 3 * 8192)
