@@ -18,9 +18,10 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 # Names without a public spelling in any supported version; imported here only, so that a move is one edit.
@@ -97,6 +98,12 @@ def release_fsdp2(state: Any) -> None:
         for inner in module.modules():
             for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
                 inner.__dict__.pop(mark, None)
+
+
+def set_fsdp2_state(module: nn.Module, state: Any) -> None:
+    """Let torch's callers of `torch.distributed.fsdp.fully_shard.state(module)` find `state`."""
+    states = module.__dict__.setdefault(STATE_KEY, {})
+    states[fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
 
 
 def runs_under_fsdp2() -> bool:

@@ -15,36 +15,71 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed import fsdp as fsdp2
+from torch.distributed.fsdp import UnshardHandle
 from torch.utils import _pytree as pytree
 
 from overlapc.errors import ConfigError
-from overlapc.fx.versions import in_backward
-from overlapc.parallel.controls import Controls
-from overlapc.parallel.gather import ShardedParam, ShardGroup, reduce_with, unshard, unsynced_leaf
+from overlapc.fx.versions import in_backward, set_fsdp2_state
+from overlapc.parallel import gathered
+from overlapc.parallel.controls import Controls, modules_of, refusal
+from overlapc.parallel.gather import ShardedParam, ShardGroup, unshard
+from overlapc.parallel.state import ModuleState
+from overlapc.parallel.unreduced import (
+    Pending,
+    discard_unsynced,
+    keep_unsynced,
+    managed,
+    reduce_behind,
+    take_unsynced,
+)
 
-# By the key of a ShardedParam: the sharded parameter, and its full gradient that is not reduced yet.
-Pending = dict[str, tuple[DTensor, Tensor]]
 
+class FSDPModule(Controls, fsdp2.FSDPModule):
+    """Mixed into the class of every module given to `fully_shard`, and one of FSDP2's to whoever asks.
 
-class FSDPModule(Controls):
-    """Mixed into the class of every module given to `fully_shard`: casts around forward, and marks by its frame that
-    one runs."""
+    Casts around forward, marks by its frames that one runs, and reduces gradients of former micro-batches.
+    """
 
+    _overlapc_base: type[nn.Module]
     _overlapc_groups: tuple[ShardGroup, ...]
     _overlapc_input_dtype: torch.dtype | None
     _overlapc_output_dtype: torch.dtype | None
     _overlapc_pending: Pending  # gradients that the next forward's backward has to reduce
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A module of the class that was sharded where one is made with arguments, as slices of containers are."""
+        if args or kwargs:
+            return cls._overlapc_base(*args, **kwargs)
+        return object.__new__(cls)  # what copying does
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._overlapc_input_dtype is not None:
-            args, kwargs = _cast((args, kwargs), self._overlapc_input_dtype)
-        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        # With a method of its own here, Dynamo traces `_call_impl`; otherwise it would go to `forward` at once.
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        # Not in __call__: this is what `model.compile()` compiles.
+        args, kwargs = self._cast_inputs(args, kwargs)
+        output = super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         if self._overlapc_pending and torch.is_grad_enabled():
-            output = self._reduce_pending(output)
+            output = reduce_behind(output, self)
         if self._overlapc_output_dtype is not None:
             output = _cast(output, self._overlapc_output_dtype)
+        if not torch.compiler.is_dynamo_compiling():
+            gathered.reshard_after_forward(self)
         return output
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self._overlapc_input_dtype is None:
+            return args, kwargs
+        return _cast((args, kwargs), self._overlapc_input_dtype)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.reshard()
+        return super(fsdp2.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_fsdp_state(self) -> Any:
+        return ModuleState(self)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether forwards from now on reduce their gradients in backward; FSDP2's method of this name.
@@ -53,25 +88,60 @@ class FSDPModule(Controls):
             model.set_requires_gradient_sync(True)    # before the last one's forward
 
         Without, gradients add up unsharded, in the reduce dtype and in memory of their own. The next forward of
-        this module that runs with it on takes them along: its backward reduces the sum.
+        this module that runs with it on takes them along: its backward reduces the sum. The gradient of a forward
+        without that arrives when it is on again is reduced at once. recurse: of sharded modules below, too.
         """
-        assert isinstance(self, nn.Module)
-        modules = list(self.modules()) if recurse else [self]
+        modules = modules_of(self, recurse)
         if requires_gradient_sync:
-            self._overlapc_pending = {**self._overlapc_pending, **_take_unsynced(modules)}
-        else:
-            _keep_unsynced(modules)
+            self._overlapc_pending = {**self._overlapc_pending, **take_unsynced(modules)}
+            return
+        pending: Pending = {}
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                pending.update(module._overlapc_pending)
+                module._overlapc_pending.clear()  # hooks of forwards whose backward has not run refer to it
+                module._overlapc_pending = {}
+        keep_unsynced(modules, pending)
 
-    def _reduce_pending(self, output: Any) -> Any:
-        """`output` with the reduction of pending gradients behind the first tensor in it that backward starts from."""
-        leaves, tree = pytree.tree_flatten(output)
-        for at, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                keys, pending = list(self._overlapc_pending), list(self._overlapc_pending.values())
-                leaves[at] = reduce_with(leaf, [shard for shard, _ in pending], keys, [grad for _, grad in pending])
-                self._overlapc_pending = {}
-                break
-        return pytree.tree_unflatten(leaves, tree)
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters of this module, not of sharded ones below, and keep them until `reshard`.
+
+        For calls that run eagerly; compiled code gathers within its graph. On all ranks. As with FSDP2, a forward
+        reshards where its group does so after forward, and so does a backward, but for
+        `set_reshard_after_backward(False)`. `parameters()` and `state_dict()` keep the shards throughout. async_op:
+        a handle is returned, with nothing left to wait for.
+        """
+        if not torch.compiler.is_dynamo_compiling():
+            gathered.unshard(self)
+        return UnshardHandle() if async_op else None
+
+    def reshard(self) -> None:
+        """Free what `unshard` has gathered."""
+        if not torch.compiler.is_dynamo_compiling():
+            gathered.reshard(self)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether a backward ends what `unshard` began; in compiled graphs nothing stays gathered after backward."""
+        for module in modules_of(self, recurse):
+            if isinstance(module, FSDPModule):
+                module.__dict__["_overlapc_reshard_after_backward"] = reshard_after_backward
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: frees what is gathered, and forgets gradients not reduced yet.
+
+        Call it on the outermost module, on all ranks.
+        """
+        modules = modules_of(self, recurse=True)
+        discard_unsynced(modules)
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                module.reshard()
+                module._overlapc_pending = {}
+
+
+for _name, _theirs in vars(fsdp2.FSDPModule).items():
+    if not _name.startswith("_") and getattr(FSDPModule, _name) is _theirs:  # of a torch newer than this file
+        setattr(FSDPModule, _name, refusal(_name, "this version of overlapc does not know the method"))
 
 
 @contextmanager
@@ -100,11 +170,6 @@ def groups_of(module: nn.Module) -> tuple[ShardGroup, ...] | None:
     return module.__dict__.get("_overlapc_groups")
 
 
-def managed(module: nn.Module) -> dict[str, ShardedParam]:
-    """`module`'s own managed parameters by name."""
-    return module.__dict__.get("_overlapc_params", {})
-
-
 def manage(module: nn.Module, params: dict[str, ShardedParam]) -> None:
     """Let `module`'s parameters named in `params` be gathered on access."""
     if not params:
@@ -113,6 +178,7 @@ def manage(module: nn.Module, params: dict[str, ShardedParam]) -> None:
     keys = {name: param.key for name, param in params.items()}
     module.__dict__["_overlapc_keys"] = {**module.__dict__.get("_overlapc_keys", {}), **keys}
     module.__dict__.setdefault("_overlapc_unsynced", {})
+    module.__dict__.setdefault("_overlapc_gathered", {})
     _set_class(module, params, group=False)
 
 
@@ -134,6 +200,7 @@ def make_group(
     module.__dict__["_overlapc_output_dtype"] = output_dtype
     module.__dict__["_overlapc_pending"] = {}
     _set_class(module, (), group=True)
+    set_fsdp2_state(module, ModuleState(module))
 
 
 def name_groups(root: nn.Module) -> None:
@@ -141,39 +208,6 @@ def name_groups(root: nn.Module) -> None:
     for path, module in root.named_modules():
         for group in groups_of(module) or ():
             group.paths[module.__dict__["_overlapc_part"]] = path
-
-
-def _keep_unsynced(modules: Iterable[nn.Module]) -> None:
-    """Let gradients of the modules' parameters add up in leaves, with those that wait to be reduced."""
-    modules = list(modules)
-    pending: Pending = {}
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            pending.update(module._overlapc_pending)
-            module._overlapc_pending = {}
-    leaves: dict[str, Tensor] = {}  # tied parameters share one
-    for module in modules:
-        for name, sharded in managed(module).items():
-            param = module._parameters[name]
-            unsynced = module.__dict__["_overlapc_unsynced"]
-            if param is None or not param.requires_grad or name in unsynced:
-                continue
-            if sharded.key not in leaves:
-                leaves[sharded.key] = unsynced_leaf(param, sharded.key)
-                leaves[sharded.key].grad = pending[sharded.key][1] if sharded.key in pending else None
-            unsynced[name] = leaves[sharded.key]
-
-
-def _take_unsynced(modules: Iterable[nn.Module]) -> Pending:
-    """Stop that; what has added up."""
-    taken: Pending = {}
-    for module in modules:
-        unsynced = module.__dict__.get("_overlapc_unsynced", {})
-        for name, leaf in unsynced.items():
-            if leaf.grad is not None:
-                taken[managed(module)[name].key] = (module._parameters[name], leaf.grad)  # type: ignore[assignment]
-        unsynced.clear()
-    return taken
 
 
 def _set_class(module: nn.Module, names: Iterable[str], group: bool) -> None:
@@ -195,8 +229,11 @@ def _subclass(base: type[nn.Module], names: frozenset[str], group: bool) -> type
 def _property(name: str) -> property:
     def get(self: Any) -> Tensor | None:
         param = self._parameters[name]
-        if torch.compiler.is_dynamo_compiling() or _in_forward() or in_backward():
+        if torch.compiler.is_dynamo_compiling():
             return unshard(param, self._overlapc_keys[name], self._overlapc_unsynced.get(name))
+        kept = gathered.gathered_of(self, name)
+        if kept is not None or _in_forward() or in_backward():
+            return unshard(param, self._overlapc_keys[name], self._overlapc_unsynced.get(name), kept)
         return param
 
     return property(get)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from overlapc.errors import ConfigError
@@ -22,23 +23,19 @@ _log = logging.getLogger("overlapc")
 HINTS = (
     "set_modules_to_forward_prefetch",
     "set_modules_to_backward_prefetch",
-    "set_reshard_after_backward",
     "set_unshard_in_backward",
     "set_is_last_backward",
     "set_separate_reduce_scatter_group",
     "set_reduce_scatter_max_input_buffers",
     "set_allocate_memory_from_process_group_for_comm",
     "set_symm_mem_for_comm",
+    "set_requires_all_reduce",  # each micro-batch's gradients are added up over replicas: the same sum in the end
 )
 # What they ask for cannot be a node of a graph, and what to do instead.
 REFUSED = {
-    "unshard": "outside of forward read a parameter with .full_tensor(); inside, reading it gathers it",
-    "set_requires_all_reduce": "to add up gradients over micro-batches use set_requires_gradient_sync(False), which "
-    "leaves out the reduce-scatter too",
     "set_custom_all_gather": "collectives have to be functional ones that the scheduler can move",
     "set_custom_reduce_scatter": "collectives have to be functional ones that the scheduler can move",
     "set_all_reduce_hook": "change gradients between backward and the optimizer's step",
-    "set_post_optim_event": "let the current stream wait for the event before the forward",
     "set_force_sum_reduction_for_comms": "set_gradient_divide_factor(number of ranks) reduces by sums",
     "set_reduce_scatter_unused_params": "parameters without a gradient are not reduced",
 }
@@ -52,11 +49,13 @@ class Controls:
 
         Raises ConfigError while gradients wait to be reduced.
         """
-        changed = _modules(self, recurse)
+        changed = modules_of(self, recurse)
+        groups = [group for module in changed for group in module.__dict__.get("_overlapc_groups", ())]
+        if all(group.reshard_after_forward is reshard_after_forward for group in groups):
+            return
         _refuse_unreduced("set_reshard_after_forward", changed)
-        for module in changed:
-            for group in module.__dict__.get("_overlapc_groups", ()):
-                group.reshard_after_forward, group.post = reshard_after_forward, None
+        for group in groups:
+            group.reshard_after_forward, group.post = reshard_after_forward, None
         _describe_anew(changed, lambda param: param)
 
     def set_gradient_divide_factor(self, factor: float, recurse: bool = False) -> None:
@@ -67,7 +66,7 @@ class Controls:
         """
         if not factor > 0:
             raise ConfigError(f"set_gradient_divide_factor: {factor} is not a positive number")
-        changed = _modules(self, recurse)
+        changed = modules_of(self, recurse)
         _refuse_unreduced("set_gradient_divide_factor", changed)
         _describe_anew(changed, lambda param: divided_by(param, factor))
 
@@ -75,8 +74,9 @@ class Controls:
         """FSDP2's former name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
-    def reshard(self) -> None:
-        """Nothing: between calls parameters are sharded anyway."""
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let what the current stream runs from now on wait for `event`, and with it the next forward's gathers."""
+        event.wait()
 
 
 def divided_by(param: ShardedParam, factor: float) -> ShardedParam:
@@ -85,7 +85,7 @@ def divided_by(param: ShardedParam, factor: float) -> ShardedParam:
     return dataclasses.replace(param, reduce_op="sum", divide_before=before, divide_after=after)
 
 
-def _modules(control: Any, recurse: bool) -> list[nn.Module]:
+def modules_of(control: Any, recurse: bool) -> list[nn.Module]:
     """The modules whose parameters a control is about: those of one group, or of all groups below."""
     assert isinstance(control, nn.Module)
     if recurse:
@@ -114,12 +114,22 @@ def _describe_anew(modules: Iterable[nn.Module], change: Callable[[ShardedParam]
     for module in modules:
         params: dict[str, ShardedParam] = module.__dict__.get("_overlapc_params", {})
         for name, param in params.items():
-            new = changed.setdefault(id(param), dataclasses.replace(change(param)))
-            params[name] = new
+            if id(param) not in changed:
+                changed[id(param)] = _variant(change(param))
+            params[name] = new = changed[id(param)]
             module.__dict__["_overlapc_keys"][name] = new.key
             parameter = module._parameters[name]
             if parameter is not None:
                 parameter._overlapc_sharded = parameter, new  # type: ignore[attr-defined]
+
+
+def _variant(param: ShardedParam) -> ShardedParam:
+    """`param` under a key of its own for how it is handled now; the former one, where it was handled so before."""
+    group = param.group
+    how = (group.reshard_after_forward, group.post, param.reduce_op, param.divide_before, param.divide_after)
+    if how not in param.variants:
+        param.variants[how] = dataclasses.replace(param)
+    return param.variants[how]
 
 
 def _hint(name: str) -> Callable[..., None]:
@@ -130,9 +140,12 @@ def _hint(name: str) -> Callable[..., None]:
     return method
 
 
-def _refusal(name: str, instead: str) -> Callable[..., None]:
+def refusal(name: str, instead: str) -> Callable[..., None]:
+    """A method that says what to do instead."""
+
     def method(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(f"{name}: not possible in a compiled graph; {instead}")
+        if args[:1] not in ((None,), (False,)):  # those ask for what is anyway
+            raise ConfigError(f"{name}: not possible in a compiled graph; {instead}")
 
     method.__name__, method.__doc__ = name, f"Not possible in a compiled graph; {instead}."
     return method
@@ -141,4 +154,4 @@ def _refusal(name: str, instead: str) -> Callable[..., None]:
 for _name in HINTS:
     setattr(Controls, _name, _hint(_name))
 for _name, _instead in REFUSED.items():
-    setattr(Controls, _name, _refusal(_name, _instead))
+    setattr(Controls, _name, refusal(_name, _instead))

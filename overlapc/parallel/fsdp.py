@@ -23,10 +23,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from overlapc.errors import ConfigError
-from overlapc.parallel.access import groups_of, make_group, manage, managed, name_groups
+from overlapc.parallel.access import groups_of, make_group, manage, name_groups
 from overlapc.parallel.gather import ShardedParam
 from overlapc.parallel.replaced import replace_by, replaced_by
 from overlapc.parallel.sharding import Sharding, group_on
+from overlapc.parallel.unreduced import managed
 
 _Modules = TypeVar("_Modules", bound="nn.Module | Sequence[nn.Module]")
 

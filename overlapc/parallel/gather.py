@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +77,9 @@ class ShardGroup:
 _params: weakref.WeakValueDictionary[str, ShardedParam] = weakref.WeakValueDictionary()
 _count = itertools.count()
 
+# By key, within an eager backward: full gradients of former micro-batches, to be reduced with this one's.
+due: dict[str, Tensor] = {}
+
 
 @dataclass(frozen=True, eq=False)
 class ShardedParam:
@@ -95,6 +99,8 @@ class ShardedParam:
     divide_after: float  # and by this after
     tensor_parallel: TensorParallel | None
     part: int = 0  # which of the group's modules it belongs to
+    # Descriptions of the same parameter, by what the controls changed: turned back, it has its former key.
+    variants: dict[object, ShardedParam] = field(default_factory=dict, repr=False)
     key: str = field(init=False)  # for `unshard`; valid as long as this object lives
 
     def __post_init__(self) -> None:
@@ -149,19 +155,19 @@ def param_of(key: str) -> ShardedParam:
 
 
 @torch.compiler.allow_in_graph
-def unshard(param: DTensor, key: str, unsynced: Tensor | None = None) -> Tensor:
+def unshard(param: DTensor, key: str, unsynced: Tensor | None = None, gathered: GatheredParam | None = None) -> Tensor:
     """The gathered parameter: a plain tensor, or a DTensor on the tensor-parallel mesh.
 
     `param` is the sharded parameter that the ShardedParam with this key describes. Gradients flow back reduced
     and sharded, or, given `unsynced` (an `unsynced_leaf`), to that one as they are. One node in Dynamo's graph,
-    traced through by AOTAutograd.
+    traced through by AOTAutograd. gathered: eager code's, which takes the place of the collective.
     """
     sharded = _params[key]
     if not isinstance(param, DTensor):
         raise ConfigError(
             f"parameter {sharded.label.param} was replaced by a plain tensor; load DTensors, or copy into it"
         )
-    full: Tensor = _Unshard.apply(param.to_local(), key, unsynced)
+    full: Tensor = _Unshard.apply(param.to_local(), key, unsynced, gathered)
     tp = sharded.tensor_parallel
     if tp is None:
         return full
@@ -185,22 +191,55 @@ def unsynced_leaf(param: Tensor, key: str) -> Tensor:
     return shard.new_empty(1, dtype=dtype).expand(shape).requires_grad_()
 
 
+class GatheredParam:
+    """A parameter that eager code keeps gathered until `drop`: its memory, and what of its shard that was made of."""
+
+    def __init__(self, param: DTensor, key: str, after_backward: Callable[[], None]) -> None:
+        """Gathers `param`, on all ranks alike. after_backward: called when a backward that used it has ended."""
+        shard = param.to_local().detach()
+        self.after_backward = after_backward
+        self.full = _gather(shard, _params[key])
+        self._of = (shard.data_ptr(), shard._version)
+
+    def is_of(self, param: DTensor) -> bool:
+        """Whether the shard has not been changed since, as far as torch knows."""
+        shard = param.to_local()
+        return self._of == (shard.data_ptr(), shard._version)
+
+
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, key: str, unsynced: Tensor | None) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, key: str, unsynced: Tensor | None, gathered: GatheredParam | None) -> Tensor:
         ctx.key = key
+        ctx.gathered = gathered
         ctx.unsynced_dtype = None if unsynced is None else unsynced.dtype
+        if gathered is not None:
+            return gathered.full.detach()
         sharded = _params[key]
         with annotate(sharded.label):
             return _gather(shard, sharded)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        if ctx.gathered is not None:
+            torch.autograd.Variable._execution_engine.queue_callback(ctx.gathered.after_backward)
         if ctx.unsynced_dtype is not None:
-            return None, None, grad.to(ctx.unsynced_dtype)
+            return None, None, grad.to(ctx.unsynced_dtype), None
         sharded = _params[ctx.key]
+        if ctx.key in due and type(grad) is Tensor:  # not while a graph is traced, whose tensors are others
+            former = due.pop(ctx.key)
+            grad = former + grad.to(former.dtype)
         with annotate(sharded.label):
-            return _reduce(grad, sharded), None, None
+            return _reduce(grad, sharded), None, None, None
+
+
+@torch.no_grad()
+def accumulate_reduced(param: DTensor, key: str, grad: Tensor) -> None:
+    """Reduce the full gradient `grad` of `param` and add this rank's part to `param.grad`; on all ranks alike."""
+    local = _reduce(grad, _params[key])
+    mesh, placements = param.device_mesh, param.placements
+    reduced = DTensor.from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+    param.grad = reduced if param.grad is None else param.grad + reduced
 
 
 @torch.compiler.allow_in_graph

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlapc.errors import ConfigError
 from overlapc.fx.labels import label_of
 from overlapc.parallel import FSDPModule, adopt_fsdp2, fully_shard
-from overlapc.parallel.access import managed
 from overlapc.parallel.controls import HINTS, REFUSED
 from overlapc.parallel.gather import ShardedParam
+from overlapc.parallel.unreduced import managed
 from tests.parallel.sharded import shard
 from tests.parallel.tiny import Recorder, Tiny, batch
 

@@ -1,0 +1,71 @@
+"""Parameters that a caller wants gathered across several calls: `unshard()` until `reshard()`, as FSDP2 has them.
+
+For code that runs eagerly, such as a head that is called once for each part of a sequence. What compiled code reads it
+gathers within its graph, where the compiler hides the collective. As with FSDP2, a forward ends it where its group
+reshards after forward, and a backward does unless `set_reshard_after_backward(False)` was called; besides, a shard that
+has changed is gathered anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from overlapc.parallel.controls import modules_of
+from overlapc.parallel.gather import GatheredParam
+from overlapc.parallel.unreduced import managed
+
+
+def unshard(module: Any) -> None:
+    """Gather the parameters of `module`'s groups and keep them. A collective for each: call it on all ranks."""
+    kept: dict[str, GatheredParam] = {}  # by key: tied parameters share one
+    after_backward = _Resharding(module)
+    for owner in modules_of(module, recurse=False):
+        for name, sharded in managed(owner).items():
+            param = owner._parameters[name]
+            if not isinstance(param, DTensor):
+                continue
+            now = kept.get(sharded.key) or owner.__dict__["_overlapc_gathered"].get(name)
+            if now is None or not now.is_of(param):
+                now = GatheredParam(param, sharded.key, after_backward)
+            kept[sharded.key] = owner.__dict__["_overlapc_gathered"][name] = now
+
+
+def reshard(module: Any) -> None:
+    """Free what `unshard` has gathered."""
+    for owner in modules_of(module, recurse=False):
+        owner.__dict__.get("_overlapc_gathered", {}).clear()
+
+
+def reshard_after_forward(module: Any) -> None:
+    """`reshard` at the end of a forward of `module`, if its groups are resharded then."""
+    if any(group.reshard for group in module._overlapc_groups):
+        reshard(module)
+
+
+def gathered_of(owner: Any, name: str) -> GatheredParam | None:
+    """What is kept gathered of `owner`'s parameter, gathered anew if the shard has changed; None without `unshard`."""
+    kept: GatheredParam | None = owner._overlapc_gathered.get(name)
+    if kept is None:
+        return None
+    param = owner._parameters[name]
+    if not kept.is_of(param):
+        kept = owner._overlapc_gathered[name] = GatheredParam(param, owner._overlapc_keys[name], kept.after_backward)
+    return kept
+
+
+class _Resharding:
+    """Called at the end of a backward that used gathered parameters of `module`."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = weakref.ref(module)
+
+    def __call__(self) -> None:
+        module = self.module()
+        if module is not None and module.__dict__.get("_overlapc_reshard_after_backward", True):
+            reshard(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Resharding:
+        return _Resharding(memo.get(id(self.module()), self.module()))

@@ -1,0 +1,55 @@
+"""What torch's own callers ask FSDP2's state of a module for, where `fully_shard` of ours, or adoption, took its place.
+
+`torch.distributed.pipelining` reduces gradients after the last micro-batch through it, and methods that
+`register_fsdp_forward_method` registered count as forwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+
+from overlapc.parallel import gathered
+from overlapc.parallel.unreduced import reduce_now
+
+
+class ModuleState:
+    """The state of one sharded module: its only parameter group, and the context that all modules share, itself."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    @property
+    def _state_ctx(self) -> ModuleState:
+        return self
+
+    @property
+    def all_states(self) -> list[ModuleState]:
+        return [ModuleState(each) for each in self._module.modules() if isinstance(each, FSDPModule)]
+
+    @property
+    def _fsdp_param_groups(self) -> list[ModuleState]:
+        return [self]
+
+    def post_backward(self) -> None:
+        """Reduce, now, the gradients of micro-batches whose backward left them."""
+        pending = dict(self._module._overlapc_pending)
+        self._module._overlapc_pending.clear()
+        reduce_now(pending)
+        if self._module.__dict__.get("_overlapc_reshard_after_backward", True):
+            gathered.reshard(self._module)
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Nothing: reductions are waited for where they are made."""
+
+    def _lazy_init(self) -> None:
+        """Nothing: modules are complete when they have been sharded."""
+
+    def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        gathered.unshard(module)
+        return module._cast_inputs(args, kwargs)
+
+    def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
+        gathered.reshard(module)
+        return output

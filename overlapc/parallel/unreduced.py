@@ -1,0 +1,108 @@
+"""Gradients that add up over micro-batches before they are reduced, as `set_requires_gradient_sync(False)` asks.
+
+While it is off, gradients flow to leaf tensors without memory and add up in their `.grad`, outside of every graph.
+Turned on again, what has added up is *pending*: the next forward of that module takes it along, and its backward
+reduces it. In a compiled graph that is one reduction with the step's own gradient. In eager code the hook below gives
+pending gradients to the backward of the parameter's gather, and reduces by itself what no gather asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from overlapc.parallel.gather import ShardedParam, accumulate_reduced, due, reduce_with, unsynced_leaf
+
+# By the key of a ShardedParam: the sharded parameter, and its full gradient that is not reduced yet.
+Pending = dict[str, tuple[DTensor, Tensor]]
+
+
+def managed(module: nn.Module) -> dict[str, ShardedParam]:
+    """`module`'s own managed parameters by name."""
+    return module.__dict__.get("_overlapc_params", {})
+
+
+def keep_unsynced(modules: Iterable[nn.Module], pending: Pending) -> None:
+    """Let gradients of the modules' parameters add up in leaves, to those of them that are `pending`."""
+    leaves: dict[str, Tensor] = {}  # tied parameters share one
+    for module in modules:
+        for name, sharded in managed(module).items():
+            param = module._parameters[name]
+            unsynced = module.__dict__["_overlapc_unsynced"]
+            if param is None or not param.requires_grad or name in unsynced:
+                continue
+            assert isinstance(param, DTensor)
+            if sharded.key not in leaves:
+                leaves[sharded.key] = unsynced_leaf(param, sharded.key)
+                leaves[sharded.key].grad = pending[sharded.key][1] if sharded.key in pending else None
+            unsynced[name] = leaves[sharded.key]
+
+
+def take_unsynced(modules: Iterable[nn.Module]) -> Pending:
+    """Stop that; what has added up. A gradient that arrives later, of a forward before, is reduced on arrival."""
+    taken: Pending = {}
+    for module in modules:
+        unsynced = module.__dict__.get("_overlapc_unsynced", {})
+        for name, leaf in unsynced.items():
+            param, key = module._parameters[name], managed(module)[name].key
+            assert isinstance(param, DTensor)
+            if leaf.grad is not None:
+                taken[key] = (param, leaf.grad)
+            leaf.register_post_accumulate_grad_hook(functools.partial(_arrived_late, param, key))
+        unsynced.clear()
+    return taken
+
+
+def discard_unsynced(modules: Iterable[nn.Module]) -> None:
+    """Forget what has added up; gradients from now on add up anew."""
+    for module in modules:
+        for leaf in module.__dict__.get("_overlapc_unsynced", {}).values():
+            leaf.grad = None
+
+
+def reduce_behind(output: Any, module: Any) -> Any:
+    """`output` of `module`, whose backward will reduce what is pending there, if any tensor in it has a backward."""
+    leaves, tree = pytree.tree_flatten(output)
+    pending: Pending = module._overlapc_pending
+    for at, leaf in enumerate(leaves):
+        if not (isinstance(leaf, Tensor) and leaf.requires_grad):
+            continue
+        if torch.compiler.is_dynamo_compiling():
+            keys, waiting = list(pending), list(pending.values())
+            leaves[at] = reduce_with(leaf, [shard for shard, _ in waiting], keys, [grad for _, grad in waiting])
+            module._overlapc_pending = {}
+            return pytree.tree_unflatten(leaves, tree)
+        # A hook, not a function of autograd: callers may change the result in place, as `loss *= scale` does.
+        leaf.register_hook(functools.partial(_begin, pending))
+        break
+    return output
+
+
+def reduce_now(pending: Pending) -> None:
+    """Reduce pending gradients and add them to their parameters' `.grad`. On all ranks alike."""
+    for key, (param, grad) in pending.items():
+        accumulate_reduced(param, key, grad)
+
+
+def _begin(pending: Pending, _grad: Tensor) -> None:
+    """At the begin of the backward that has to reduce `pending`: gathers' backwards add these to their gradients."""
+    waiting = dict(pending)
+    pending.clear()  # the first backward reduces them, of however many forwards
+    due.update({key: grad for key, (_, grad) in waiting.items()})
+
+    def finish() -> None:
+        reduce_now({key: each for key, each in waiting.items() if due.pop(key, None) is not None})
+
+    torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+
+def _arrived_late(param: DTensor, key: str, leaf: Tensor) -> None:
+    if leaf.grad is not None:
+        grad, leaf.grad = leaf.grad, None
+        accumulate_reduced(param, key, grad)

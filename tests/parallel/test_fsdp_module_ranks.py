@@ -1,0 +1,272 @@
+"""What trainers call on a module that FSDP2 shards, on an adopted one: the same losses, gradients and collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp as fsdp2
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import overlapc
+import overlapc.parallel
+from tests.parallel.sharded import shard
+from tests.parallel.tiny import Tiny
+from tests.ranks import values_on_ranks
+
+MICRO = 3
+Program = Callable[[Any, DeviceMesh], list[Tensor]]
+
+
+def micro_batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return [tuple(torch.randint(24, (2, 5), generator=generator) for _ in range(2)) for _ in range(MICRO)]  # type: ignore
+
+
+def in_place(model: Any, mesh: DeviceMesh) -> list[Tensor]:
+    """Hugging Face's Trainer: accumulation, and a loss that is scaled where it lies, which FSDP2's own cannot be."""
+    ours = isinstance(getattr(model, "_orig_mod", model), overlapc.parallel.FSDPModule)
+    losses = []
+    for number, batch in enumerate(micro_batches()):
+        model.set_requires_gradient_sync(number == MICRO - 1)
+        loss = model(*batch)
+        if ours:
+            loss *= 0.5
+        else:
+            loss = loss * 0.5
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def each_module(model: Any, mesh: DeviceMesh) -> list[Tensor]:
+    """Lightning Fabric: every module by itself."""
+    losses = []
+    for number, batch in enumerate(micro_batches()):
+        for module in model.modules():
+            if isinstance(module, fsdp2.FSDPModule):
+                module.set_requires_gradient_sync(number == MICRO - 1, recurse=False)
+        losses.append(model(*batch))
+        losses[-1].backward()
+    return losses
+
+
+def late(model: Any, mesh: DeviceMesh) -> list[Tensor]:
+    """Reduction is off during forward, and on during backward."""
+    model.set_requires_gradient_sync(False)
+    loss = model(*micro_batches()[0])
+    model.set_requires_gradient_sync(True)
+    loss.backward()
+    return [loss]
+
+
+def chunked_head(model: Any, mesh: DeviceMesh) -> list[Tensor]:
+    """torchtitan's chunked loss: the head is called for each part, gathered once, reduced once."""
+    head, hidden = model.head, torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(2):  # the second time after a change of the parameters
+        head.set_reshard_after_forward(False)
+        head.set_reshard_after_backward(False)
+        head.set_requires_gradient_sync(False, recurse=False)
+        head.unshard()
+        for number, part in enumerate(hidden.chunk(MICRO)):
+            if number == MICRO - 1:
+                head.set_requires_gradient_sync(True, recurse=False)
+            losses.append(head(part).float().square().mean())
+            losses[-1].backward()
+        head.set_reshard_after_forward(True)
+        head.set_reshard_after_backward(True)
+        head.set_requires_gradient_sync(True, recurse=False)
+        head.reshard()
+        with torch.no_grad():
+            head.weight.mul_(0.5)
+    return losses
+
+
+def prefetched(model: Any, mesh: DeviceMesh) -> list[Tensor]:
+    """`unshard` without `reshard`: forward and backward free what it gathered, so that no step sees an old one."""
+    losses = []
+    for step in range(3):
+        handle = model.unshard(async_op=True)
+        handle.wait()
+        losses.append(model(*micro_batches()[step]))
+        losses[-1].backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param -= 0.1 * param.grad
+    return losses
+
+
+def pipelined(model: Any, mesh: DeviceMesh) -> list[Tensor]:
+    """torch's pipeline schedule turns reduction off before each backward, and reduces at the end by itself."""
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=mesh["pp"].get_group())
+    losses: list[Tensor] = []
+    hidden = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    Schedule1F1B(stage, 2, loss_fn=F.mse_loss).step(hidden, target=hidden.flip(0), losses=losses)
+    return losses
+
+
+def recovered(model: Any, mesh: DeviceMesh) -> list[Tensor]:
+    """A step that failed in accumulation, then one that does not, of which alone the gradients are."""
+    if isinstance(model, overlapc.parallel.FSDPModule):
+        model.set_requires_gradient_sync(False)
+        model(*micro_batches()[0]).backward()
+        with pytest.raises(IndexError):
+            model(torch.full((2, 5), 999), micro_batches()[0][1])
+        model.reset_iter_state()
+        model.set_requires_gradient_sync(True)
+    loss = model(*micro_batches()[1])
+    loss.backward()
+    return [loss]
+
+
+def method(model: Any, mesh: DeviceMesh) -> list[Tensor]:
+    """A method that was registered as a forward reads parameters itself."""
+    loss = model.encode(micro_batches()[0][0]).square().mean()
+    loss.backward()
+    return [loss]
+
+
+class Encoding(Tiny):
+    def encode(self, tokens: Tensor) -> Tensor:
+        return self.embed(tokens) @ self.head.weight.T
+
+
+def eager(model: Any) -> Any:
+    return model
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="overlapc", options={"rank_timeout": 60})
+
+
+def compiled_in_place(model: Any) -> Any:
+    model.compile(backend="overlapc", options={"rank_timeout": 60})
+    return model
+
+
+def tiny(mesh: DeviceMesh, **how: Any) -> Any:
+    torch.manual_seed(0)
+    return shard(Tiny(**how), mesh["dp"], apply=fsdp2.fully_shard)
+
+
+def with_head(mesh: DeviceMesh) -> Any:
+    torch.manual_seed(0)
+    model = Tiny()
+    fsdp2.fully_shard(model.head, mesh=mesh["dp"])
+    return shard(model, mesh["dp"], apply=fsdp2.fully_shard)
+
+
+def with_method(mesh: DeviceMesh) -> Any:
+    torch.manual_seed(0)
+    model = fsdp2.fully_shard(Encoding(), mesh=mesh["dp"])
+    fsdp2.register_fsdp_forward_method(model, "encode")
+    return model
+
+
+def stage(mesh: DeviceMesh) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    for module in (model[0], model):
+        fsdp2.fully_shard(module, mesh=mesh["dp"])
+    return model
+
+
+CASES: dict[str, tuple[Callable[[DeviceMesh], Any], Program, Callable[[Any], Any]]] = {
+    "in place, eager": (tiny, in_place, eager),
+    "in place, compiled": (tiny, in_place, compiled),
+    "in place, model.compile": (tiny, in_place, compiled_in_place),
+    "each module, eager": (tiny, each_module, eager),
+    "each module, compiled": (tiny, each_module, compiled),
+    "late, eager": (tiny, late, eager),
+    "late, compiled": (tiny, late, compiled),
+    "chunked head": (with_head, chunked_head, eager),
+    "prefetched, eager": (tiny, prefetched, eager),
+    "prefetched, compiled": (tiny, prefetched, compiled),
+    "recovered, eager": (tiny, recovered, eager),
+    "pipelined, eager": (stage, pipelined, eager),
+    "pipelined, model.compile": (stage, pipelined, compiled_in_place),
+    "method": (with_method, method, eager),
+}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts gathers and reductions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathers = self.reductions = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._opname
+        self.gathers += name in ("_allgather_base_", "all_gather_into_tensor_out")
+        self.reductions += name in ("_reduce_scatter_base_", "reduce_scatter_tensor")
+        return func(*args, **(kwargs or {}))
+
+
+def seen(model: Any, program: Program, mesh: DeviceMesh) -> tuple[list[float], dict[str, Tensor], tuple[int, int]]:
+    counted = Collectives()
+    with counted if program is chunked_head else contextlib.nullcontext():  # Dynamo compiles nothing under a mode
+        losses = program(model, mesh)
+    grads = {
+        name.removeprefix("_orig_mod."): param.grad.full_tensor()
+        for name, param in model.named_parameters()
+        if isinstance(param.grad, DTensor)
+    }
+    return [float(loss) for loss in losses], grads, (counted.gathers, counted.reductions)
+
+
+def run(case: str, mesh: DeviceMesh) -> dict[str, Any]:
+    make, program, how = CASES[case]
+    torch._dynamo.reset()
+    want, want_grads, want_counts = seen(make(mesh), program, mesh)
+    got, grads, counts = seen(how(overlapc.adopt_fsdp2(make(mesh))), program, mesh)
+    assert list(grads) == list(want_grads)
+    return {
+        "losses": max(abs(a - b) for a, b in zip(got, want, strict=True)),
+        "grads": max(float((grads[name] - want_grads[name]).abs().max()) for name in grads),
+        "counts": (counts, want_counts),
+    }
+
+
+def work(cases: list[str]) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    model = overlapc.adopt_fsdp2(tiny(mesh))
+    copied = copy.deepcopy(model)
+    found: dict[str, Any] = {case: run(case, mesh) for case in cases}
+    found["slice"] = type(overlapc.adopt_fsdp2(stage(mesh))[:1])
+    found["is one"] = [isinstance(module, fsdp2.FSDPModule) for module in (model, model.layers[0], copied, model.norm)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, Any]]:
+    return values_on_ranks(work, 2, list(CASES))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_trainers_calls_do_what_they_do_with_fsdp2(outcomes: list[dict[str, Any]], case: str):
+    for outcome in outcomes:
+        assert outcome[case]["losses"] < 1e-5
+        assert outcome[case]["grads"] < 1e-5
+
+
+def test_an_adopted_module_is_one_of_fsdp2s(outcomes: list[dict[str, Any]]):
+    for outcome in outcomes:
+        assert outcome["slice"] is nn.Sequential
+        assert outcome["is one"] == [True, True, True, False]
+
+
+def test_a_head_is_gathered_once_for_its_parts_and_its_gradients_reduced_once(outcomes: list[dict[str, Any]]):
+    for outcome in outcomes:
+        assert outcome["chunked head"]["counts"] == ((2, 2), (2, 2))
