@@ -31,12 +31,15 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def adopt_fsdp2(model: _Module) -> _Module:
     """Manage every module of `model` that FSDP2 manages, in place, with the same groups and options; returns it.
 
-    Call it after all `fully_shard` calls, before `torch.compile`. Nothing is copied or communicated.
+    Call it after all `fully_shard` calls, before `torch.compile`. Nothing is copied or communicated. A model that
+    overlapc manages already is left as it is.
 
     Raises ConfigError when FSDP2 manages no module here, and for what has no counterpart: CPU offload, all-gather
     extensions, replicated (DDP) parameters.
     """
     states = {id(state): state for module in model.modules() if (state := fsdp2_state(module)) is not None}
+    if not states and any(isinstance(module, FSDPModule) for module in model.modules()):
+        return model
     if not states:
         raise ConfigError(f"adopt_fsdp2: FSDP2 manages no module of this {type(model).__name__}: {_why_none(model)}")
     paths = {module: path for path, module in model.named_modules()}
@@ -49,8 +52,6 @@ def adopt_fsdp2(model: _Module) -> _Module:
 
 
 def _why_none(model: nn.Module) -> str:
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return "overlapc manages it already"
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         return (
             "it is wrapped in DistributedDataParallel, which shards nothing and reduces in hooks of autograd. In place"

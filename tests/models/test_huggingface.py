@@ -1,8 +1,8 @@
 """Models as people train them: random weights of Hugging Face configurations, one step against eager.
 
-    pip install transformers && pytest tests/models
+    pytest tests/models
 
-Skipped where transformers is not installed; it is no dependency of ours, and CI does without it.
+They take minutes, and run only when they are named so. Skipped where transformers is not installed.
 """
 
 from __future__ import annotations
