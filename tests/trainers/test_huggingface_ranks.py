@@ -93,13 +93,13 @@ def with_trainer(ours: bool, folder: Path, resume: bool, precision: str = "no") 
     """Hugging Face's Trainer, which changes the loss in place; `resume` as above."""
     from transformers import Trainer, TrainingArguments
 
-    shard_on_cpus()
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=ROWS, gradient_accumulation_steps=MICRO,
         learning_rate=1e-3, logging_steps=1, save_steps=STEPS // 2, use_cpu=True, report_to=[], disable_tqdm=True,
         bf16=precision == "bf16", fsdp=True, dataloader_pin_memory=False,
         fsdp_config={"version": 2, **HOW},
     )  # fmt: skip
+    shard_on_cpus()  # now: the arguments begin anew themselves
     callbacks = [recipe("Hugging Face Trainer")["Overlapc"]()] if ours else []
     trainer = Trainer(llama(), arguments, train_dataset=samples(STEPS * MICRO * ROWS * 2), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}") if resume else None)
