@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     )
     from overlapc.parallel import adopt_fsdp2, fully_shard, no_sync, trust_modules
     from overlapc.step_metrics import metrics
+    from overlapc.traced_graph import compile_graph
 
 __version__ = "0.1.0"
 
 # Imported when first used: `import overlapc` costs nothing, and the command line answers before torch is there.
 _HOMES = {
     "Config": "overlapc.config",
+    "compile_graph": "overlapc.traced_graph",
     **dict.fromkeys(("adopt_fsdp2", "fully_shard", "no_sync", "trust_modules"), "overlapc.parallel"),
     **dict.fromkeys(
         (
@@ -57,6 +59,7 @@ __all__ = [
     "ToolchainError",
     "__version__",
     "adopt_fsdp2",
+    "compile_graph",
     "fully_shard",
     "metrics",
     "no_sync",

@@ -77,19 +77,27 @@ def _refuse(state: Any, paths: dict[nn.Module, str]) -> None:
         if group.mesh_info.shard_mesh_dim is None:
             raise ConfigError(
                 f"adopt_fsdp2: parameters of {where} are replicated, not sharded; fully_shard with"
-                " reshard_after_forward=False communicates as much, and keeps less memory"
+                " reshard_after_forward=False communicates as much, and keeps less memory (torchtitan:"
+                " parallelism.data_parallel_shard_degree)"
             )
         if getattr(group.mesh_info, "is_spmd_mesh", False):
-            raise ConfigError(f"adopt_fsdp2: {where} was sharded with dp_mesh_dims; pass the data-parallel mesh axes")
+            raise ConfigError(
+                f"adopt_fsdp2: {where} was sharded with dp_mesh_dims, on a mesh of all parallelisms; shard it on the"
+                " data-parallel axes alone (torchtitan: parallelism.spmd_backend=partial_dtensor)"
+            )
         for param in group.fsdp_params:
             name = f"parameter {param._module_info.param_name} of {where}"
             if param.offload_to_cpu:
                 raise ConfigError(
                     f"adopt_fsdp2: {name} is offloaded to the CPU, which overlapc does not do; leave out"
-                    " offload_policy, and save memory by memory_budget or activation checkpointing"
+                    " offload_policy (accelerate: cpu_offload; torchtitan: training.enable_cpu_offload), and save"
+                    " memory by memory_budget or activation checkpointing"
                 )
             if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
-                raise ConfigError(f"adopt_fsdp2: {name} has an all-gather extension")
+                raise ConfigError(
+                    f"adopt_fsdp2: {name} is a {type(param._sharded_local_tensor).__name__}, which changes what FSDP2"
+                    " gathers; turn that off (float8 training: enable_fsdp_float8_all_gather=False)"
+                )
 
 
 def _adopt(state: Any) -> None:
