@@ -155,14 +155,14 @@ def compiled_in_place(model: Any) -> Any:
     return model
 
 
-def tiny(mesh: DeviceMesh, **how: Any) -> Any:
+def tiny(mesh: DeviceMesh) -> Any:
     torch.manual_seed(0)
-    return shard(Tiny(**how), mesh["dp"], apply=fsdp2.fully_shard)
+    return shard(Tiny(layers=1), mesh["dp"], apply=fsdp2.fully_shard)
 
 
 def with_head(mesh: DeviceMesh) -> Any:
     torch.manual_seed(0)
-    model = Tiny()
+    model = Tiny(layers=1)
     fsdp2.fully_shard(model.head, mesh=mesh["dp"])
     return shard(model, mesh["dp"], apply=fsdp2.fully_shard)
 
@@ -223,7 +223,7 @@ def seen(model: Any, program: Program, mesh: DeviceMesh) -> tuple[list[float], d
         for name, param in model.named_parameters()
         if isinstance(param.grad, DTensor)
     }
-    return [float(loss) for loss in losses], grads, (counted.gathers, counted.reductions)
+    return [float(loss.detach()) for loss in losses], grads, (counted.gathers, counted.reductions)
 
 
 def run(case: str, mesh: DeviceMesh) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def work(cases: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, Any]]:
-    return values_on_ranks(work, 2, list(CASES))
+    return values_on_ranks(work, 2, list(CASES), timeout_s=280)
 
 
 @pytest.mark.parametrize("case", CASES)

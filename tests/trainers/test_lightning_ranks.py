@@ -80,7 +80,7 @@ def work(folder: str) -> dict[str, Any]:
 
 
 def test_ten_steps_are_those_of_fabric_without_us(tmp_path: Path):
-    for outcome in values_on_ranks(work, 2, str(tmp_path)):
+    for outcome in values_on_ranks(work, 2, str(tmp_path), timeout_s=280):
         theirs, ours, resumed = outcome["False, False"], outcome["True, False"], outcome["True, True"]
         assert ours["collectives"] > 0
         assert furthest(ours["losses"], theirs["losses"]) < 1e-4
