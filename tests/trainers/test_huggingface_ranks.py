@@ -18,6 +18,8 @@ from tests.trainers.recipes import furthest, recipe
 pytest.importorskip("accelerate", reason="needs accelerate")
 pytest.importorskip("transformers", reason="needs transformers")
 
+pytestmark = pytest.mark.timeout(600)  # six trainings in one launch, on a machine that may be busy
+
 STEPS, MICRO, ROWS, LENGTH, VOCABULARY = 10, 2, 2, 8, 64
 
 
@@ -126,7 +128,7 @@ def work(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return values_on_ranks(work, 2, str(tmp_path_factory.mktemp("runs")), timeout_s=280)
+    return values_on_ranks(work, 2, str(tmp_path_factory.mktemp("runs")), timeout_s=580)
 
 
 @pytest.mark.parametrize("trainer", CASES)

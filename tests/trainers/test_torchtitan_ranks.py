@@ -16,7 +16,10 @@ from tests.trainers import titan
 from tests.trainers.recipes import furthest, recipe
 
 pytest.importorskip("torchtitan", reason="needs torchtitan")
-pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="torchtitan 0.3 needs torch 2.13")
+pytestmark = [
+    pytest.mark.skipif(torch.__version__ < "2.13", reason="torchtitan 0.3 needs torch 2.13"),
+    pytest.mark.timeout(600),  # seven trainings in one launch, on a machine that may be busy
+]
 
 STEPS = 10
 SHARDED, PARALLEL, TRACED = "FSDP", "tensor parallel", "graph_trainer"
@@ -51,7 +54,7 @@ def work(folder: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], dict[str, Any]]]:
-    return values_on_ranks(work, 2, str(tmp_path_factory.mktemp("titan")), timeout_s=280)
+    return values_on_ranks(work, 2, str(tmp_path_factory.mktemp("titan")), timeout_s=580)
 
 
 @pytest.mark.parametrize("case", CASES)
