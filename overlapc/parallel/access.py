@@ -93,7 +93,7 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
         """
         modules = modules_of(self, recurse)
         if requires_gradient_sync:
-            self._overlapc_pending = {**self._overlapc_pending, **take_unsynced(modules)}
+            self._overlapc_pending = {**self._overlapc_pending, **take_unsynced(modules, self)}
             return
         pending: Pending = {}
         for module in modules:

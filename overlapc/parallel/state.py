@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 
 from overlapc.parallel import gathered
-from overlapc.parallel.unreduced import reduce_now
+from overlapc.parallel.unreduced import reduce_all
 
 
 class ModuleState:
@@ -34,9 +34,7 @@ class ModuleState:
 
     def post_backward(self) -> None:
         """Reduce, now, the gradients of micro-batches whose backward left them."""
-        pending = dict(self._module._overlapc_pending)
-        self._module._overlapc_pending.clear()
-        reduce_now(pending)
+        reduce_all(self._module._overlapc_pending)
         if self._module.__dict__.get("_overlapc_reshard_after_backward", True):
             gathered.reshard(self._module)
 

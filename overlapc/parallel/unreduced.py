@@ -9,6 +9,7 @@ pending gradients to the backward of the parameter's gather, and reduces by itse
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,8 +45,12 @@ def keep_unsynced(modules: Iterable[nn.Module], pending: Pending) -> None:
             unsynced[name] = leaves[sharded.key]
 
 
-def take_unsynced(modules: Iterable[nn.Module]) -> Pending:
-    """Stop that; what has added up. A gradient that arrives later, of a forward before, is reduced on arrival."""
+def take_unsynced(modules: Iterable[nn.Module], holder: Any) -> Pending:
+    """Stop that; what has added up, which will be pending on `holder`.
+
+    A gradient of a forward before that arrives later is reduced on arrival, and with it what is pending.
+    """
+    held = weakref.ref(holder)
     taken: Pending = {}
     for module in modules:
         unsynced = module.__dict__.get("_overlapc_unsynced", {})
@@ -54,7 +59,8 @@ def take_unsynced(modules: Iterable[nn.Module]) -> Pending:
             assert isinstance(param, DTensor)
             if leaf.grad is not None:
                 taken[key] = (param, leaf.grad)
-            leaf.register_post_accumulate_grad_hook(functools.partial(_arrived_late, param, key))
+            leaf.grad = None
+            leaf.register_post_accumulate_grad_hook(functools.partial(_arrived_late, held, param, key))
         unsynced.clear()
     return taken
 
@@ -84,9 +90,11 @@ def reduce_behind(output: Any, module: Any) -> Any:
     return output
 
 
-def reduce_now(pending: Pending) -> None:
-    """Reduce pending gradients and add them to their parameters' `.grad`. On all ranks alike."""
-    for key, (param, grad) in pending.items():
+def reduce_all(pending: Pending) -> None:
+    """Reduce what is pending, now, and add it to the parameters' `.grad`. On all ranks alike."""
+    waiting = dict(pending)
+    pending.clear()
+    for key, (param, grad) in waiting.items():
         accumulate_reduced(param, key, grad)
 
 
@@ -97,12 +105,18 @@ def _begin(pending: Pending, _grad: Tensor) -> None:
     due.update({key: grad for key, (_, grad) in waiting.items()})
 
     def finish() -> None:
-        reduce_now({key: each for key, each in waiting.items() if due.pop(key, None) is not None})
+        reduce_all({key: each for key, each in waiting.items() if due.pop(key, None) is not None})
 
     torch.autograd.Variable._execution_engine.queue_callback(finish)
 
 
-def _arrived_late(param: DTensor, key: str, leaf: Tensor) -> None:
-    if leaf.grad is not None:
-        grad, leaf.grad = leaf.grad, None
-        accumulate_reduced(param, key, grad)
+def _arrived_late(holder: weakref.ref[Any], param: DTensor, key: str, leaf: Tensor) -> None:
+    grad, leaf.grad = leaf.grad, None
+    assert grad is not None
+    module = holder()
+    pending: Pending = {} if module is None else module._overlapc_pending
+    if key in pending:
+        grad = pending.pop(key)[1] + grad
+    accumulate_reduced(param, key, grad)
+    if pending:  # of parameters that this backward may have no gradients for
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(reduce_all, pending))

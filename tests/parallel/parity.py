@@ -231,12 +231,12 @@ def seen_by(cases: tuple[Case, ...], device: str, overlap: bool = False, **optio
 
 def check(outcomes: list[dict[str, Any]], case: Case) -> None:
     """outcomes: what each rank saw of `case`."""
-    for seen in outcomes:
+    for rank, seen in enumerate(outcomes):
         assert seen["losses"] <= case.tolerance, (case.name, seen["losses"])
         worst = max(seen["grads"], key=seen["grads"].__getitem__)
         assert seen["grads"][worst] <= 10 * case.tolerance, (case.name, worst, seen["grads"][worst])
         assert (seen["collectives"] > 0) == (case.fsdp2 != "hooks")
-        assert (seen["advised"] > 0) == (case.fsdp2 == "hooks")
+        assert (seen["advised"] > 0) == (case.fsdp2 == "hooks" and rank == 0), "advice comes from one rank"
 
 
 def check_overlap(outcomes: list[dict[str, Any]]) -> None:

@@ -67,6 +67,13 @@ def test_what_cannot_be_taken_over_says_what_to_do_instead():
         adopt_fsdp2(fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=offload))
 
 
+@pytest.fixture
+def _first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is the one that advises."""
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: 0)
+
+
+@pytest.mark.usefixtures("_first_rank")
 def test_a_module_compiled_by_itself_is_advised_of():
     model = shard(Tiny())
     with pytest.warns(UserWarning, match=r"compiles a module of a sharded model by itself.*\n.*outermost module"):
@@ -104,6 +111,7 @@ def test_a_write_into_a_copy_of_one_is_not():
     assert torch.compile(model, backend="overlapc")(torch.ones(2, 8)).shape == (2, 8)
 
 
+@pytest.mark.usefixtures("_first_rank")
 def test_a_module_under_ddp_is_advised_of():
     model = nn.parallel.DistributedDataParallel(Tiny())
     with pytest.warns(UserWarning, match=r"in the forward of DistributedDataParallel.*\n.*on a mesh of \(ranks, 1\)"):
