@@ -5,8 +5,7 @@
 The schedule is an FSDP-like step: layers of kernels with a gather and its wait in front, then the same
 backwards with a reduce-scatter and its wait behind.
 
-The default passes also run on a step whose collectives take three times as long as anything can cover: that is the most
-they cost, because then every way of `pipeline.WAYS` is tried.
+The default passes also run on a step whose collectives take three times as long as anything can cover.
 
 A local move puts a start or a wait up to 16 places earlier or later; what it costs is wall time of the incremental
 replay. It is long where a queue has a backlog, because then all that follows on it begins sooner or later.

@@ -3,7 +3,8 @@
 `stop_after="plan_overlap"` runs the passes up to that one. `stop_after="plan_overlap:40"` also takes its first 40
 moves only: the first 40 nodes stand where the pass put them, all others follow in the order they had before. Both parts
 of such an order are legal, so all of it is. Some passes count for themselves (`PassReport.counted`): moves are then the
-buckets that `bucket` made, and the starts or waits that `raise_under_memory` or `sink_under_memory` moved.
+buckets that `bucket` made, the starts or waits that `raise_under_memory` or `sink_under_memory` moved, and the moves of
+`refine`, of a node and what comes along.
 """
 
 from __future__ import annotations

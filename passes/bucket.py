@@ -14,8 +14,6 @@ result before the last one has arrived, none sent before the last one is compute
   the last did, with what reads them behind. A collective that cannot move there begins a bucket of its own;
 - a bucket that no compute can cover (the first gathers of a step, the last reductions) is cut into pieces, each
   long enough that latency does not matter: so the first is there sooner, and the last is shorter;
-- `bucket_finely` is the same, but at the end where nothing else runs pieces begin with one that is little more than
-  latency, and each next one may take twice as long: less is exposed, for a few latencies more;
 - if whole buckets exceed the memory limit or simulate slower, all are cut into pieces; if those do too, none is made.
 
 Keeps: data dependences, mutations and barriers. Collectives of a group are passed only where
@@ -23,8 +21,6 @@ Keeps: data dependences, mutations and barriers. Collectives of a group are pass
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.bucket_round import Alike, Cut, Round
@@ -39,27 +35,17 @@ ROUNDS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 @register_pass("bucket")
 def bucket(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
     """Whole units first, then pieces; see the module."""
-    return _bucketed(schedule, ctx, Cut("bucket"))
-
-
-@register_pass("bucket_finely")
-def bucket_finely(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
-    """The same, cut more finely where nothing covers a bucket."""
-    return _bucketed(schedule, ctx, Cut("bucket_finely", finely=True))
-
-
-def _bucketed(schedule: Schedule, ctx: Context, cut: Cut) -> tuple[Schedule, PassReport]:
-    across, report, joined = _merged(schedule, ctx, replace(cut, across=True))
+    across, report, joined = _merged(schedule, ctx, Cut(across=True))
     kept, said = keep_if_better(schedule, across, ctx, report)
     if joined:
-        within, report, _ = _merged(schedule, ctx, cut)
+        within, report, _ = _merged(schedule, ctx, Cut())
         kept, said = _better((kept, said), keep_if_better(schedule, within, ctx, report), ctx)
     if kept is schedule and across is not schedule:
-        in_pieces, report, _ = _merged(schedule, ctx, replace(cut, everything=True))
+        in_pieces, report, _ = _merged(schedule, ctx, Cut(everything=True))
         kept, said = keep_if_better(schedule, in_pieces, ctx, report)
     if kept is not schedule or not report.merged:
         return kept, said
-    undone = PassReport(cut.name, counted=True)
+    undone = PassReport("bucket", counted=True)
     for name, members in report.merged.items():
         for member in members:
             undone.because(member, said.limits[name])
@@ -74,7 +60,7 @@ def _better(
 
 def _merged(schedule: Schedule, ctx: Context, cut: Cut) -> tuple[Schedule, PassReport, bool]:
     """All rounds, one for collectives that are alike, each on what the one before left; whether units were joined."""
-    report, joined = PassReport(cut.name, counted=True), False
+    report, joined = PassReport("bucket", counted=True), False
     comms = [node.comm for node in schedule.starts() if node.comm and not node.mutates]
     alike = dict.fromkeys(Alike.of(comm) for comm in comms if comm.unit and several_in_one(comm.collective, comm.via))
     for each in sorted(alike, key=lambda each: ROUNDS.index(each.collective)):

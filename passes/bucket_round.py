@@ -16,22 +16,18 @@ from overlapc.schedule.model import COMPUTE, Comm, Kind, Node, Schedule
 
 # A piece takes at least this many times the latency of one collective, so that latency is at most a tenth of it.
 PIECE_FLOORS = 10.0
-# Of fine pieces the first takes at least so many, and each next one twice as many, up to the above.
-FINE_FLOORS = 1.0
 # A bucket that takes at most this many latencies would hardly take longer with more in it.
 LATENCY_BOUND = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How buckets are made, by the pass of this name.
+    """How buckets are made.
 
-    finely: in pieces that grow. across: units that nothing covers and that are mostly latency may share a bucket.
+    across: units that nothing covers and that are mostly latency may share a bucket.
     everything: every bucket is cut.
     """
 
-    name: str
-    finely: bool = False
     across: bool = False
     everything: bool = False
 
@@ -159,14 +155,12 @@ class Round:
         return self.cost.ns(Sum.of(self.nodes[at] for at in members))
 
     def _pieces(self, members: list[int]) -> list[list[int]]:
-        """Pieces in order, the ones at the end that nothing else runs beside the shortest; see `Cut`."""
-        most_ns = PIECE_FLOORS * self.cost.latency_ns
-        least_ns = FINE_FLOORS * self.cost.latency_ns if self.cut.finely else most_ns
+        """Pieces in order; what is left over goes along with the one that is furthest from where nothing else runs."""
+        least_ns = PIECE_FLOORS * self.cost.latency_ns
         parts: list[list[int]] = [[]]
         total = Sum()
         for at in members if self.forward else reversed(members):
             if parts[-1] and self.cost.ns(total) >= least_ns:
-                least_ns = min(2 * least_ns, most_ns)
                 parts.append([])
                 total = Sum()
             parts[-1].append(at)

@@ -3,8 +3,9 @@
     a = kernel(x) : 50us; rs = reduce_scatter(a) @dp : 40us; s = wait(rs); y = kernel(s) : 9us; b = kernel(x) : 50us
  -> a = kernel(x) : 50us; rs = reduce_scatter(a) @dp : 40us; b = kernel(x) : 50us; s = wait(rs); y = kernel(s) : 9us
 
-List scheduling by (first collective that a node blocks, original position) on the simulator's own clock, and the only
-pass that moves compute. Where what is most urgent stands at a wait, ready compute that is needed later may run:
+List scheduling by (first collective that a node blocks, original position) on the simulator's own clock. Not one of the
+default passes: `refine` finds shorter steps without it. Where what is most urgent stands at a wait, ready compute that
+is needed later may run:
 
 - a collective that has not begun when a kernel comes begins behind that kernel (where the profile says so), so what
   fills its time begins with the shortest that is ready;
@@ -42,26 +43,28 @@ LOOKED_AT = 64
 @register_pass("fill_collectives")
 def fill_collectives(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
     """The best of one pass over a ready list for each of `WAYS`; see the module."""
-    return _best_of(WAYS, schedule, ctx)
+    return _best_of("fill_collectives", WAYS, schedule, ctx)
 
 
 @register_pass("fill_any_waits")
 def fill_any_waits(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
     """The same, whether the whole of a wait can be covered or not."""
-    return _best_of(WAYS[:1], schedule, ctx)
+    return _best_of("fill_any_waits", WAYS[:1], schedule, ctx)
 
 
 @register_pass("fill_whole_waits")
 def fill_whole_waits(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
     """The same, but only waits that can be covered to their end."""
-    return _best_of(WAYS[2:], schedule, ctx)
+    return _best_of("fill_whole_waits", WAYS[2:], schedule, ctx)
 
 
-def _best_of(ways: Sequence[tuple[bool, bool]], schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
-    best, best_report, best_cost = schedule, PassReport("fill_collectives"), cost(schedule, ctx)
+def _best_of(
+    name: str, ways: Sequence[tuple[bool, bool]], schedule: Schedule, ctx: Context
+) -> tuple[Schedule, PassReport]:
+    best, best_report, best_cost = schedule, PassReport(name), cost(schedule, ctx)
     undone = best_report
     for whole, late in ways:
-        report = PassReport("fill_collectives")
+        report = PassReport(name)
         placed = Fill(schedule, ctx.late(schedule) if late else schedule, ctx, whole=whole).run()
         moved = schedule.replace_order(schedule.nodes[at].name for at in placed)
         for new, at in enumerate(placed):

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from overlapc.passes.base import Context, PassReport
 from overlapc.passes.reasons import Reason
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 
-# Of two orders whose steps are this much apart (a share) the one that exposes less is taken: predicted steps are off by
-# 1% to 6% (docs/BENCHMARKS.md), and an exposed ns is the less certain one, since it waits for other ranks and links.
-TIE = 0.005
 _ROUNDING = 1e-9  # relative: sums of the same times in another order differ by this much
 
 
@@ -21,12 +16,6 @@ def cost(schedule: Schedule, ctx: Context) -> tuple[float, float]:
     timeline = ctx.timeline(schedule)
     late_ns = ctx.timeline(ctx.late(schedule)).step_ns if ctx.overlap_margin != 1 else timeline.step_ns
     return timeline.step_ns + late_ns, timeline.exposed_ns
-
-
-def best(costs: Sequence[tuple[float, float]]) -> int:
-    """Which of several (`cost`) it is: of all that are as short as the shortest, within `TIE`, what exposes least."""
-    most_ns = min(costs)[0] * (1 + TIE)
-    return min((exposed_ns, step_ns, at) for at, (step_ns, exposed_ns) in enumerate(costs) if step_ns <= most_ns)[2]
 
 
 def keep_if_better(

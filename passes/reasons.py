@@ -18,7 +18,8 @@ class Reason(Enum):
     COLLECTIVE_ORDER = "collective order: {} is first"
     BARRIER = "{} is a barrier"
     QUEUE = "queue busy with {}"  # its process group could not begin it any sooner
-    NEXT_ON_QUEUE = "no use: {} is next on its queue"  # and cannot be there sooner whatever becomes of this wait
+    # The next collective cannot begin any sooner, whatever becomes of this wait.
+    NEXT_ON_QUEUE = "waiting later gains nothing: {} is next on this queue"
     SCHEDULE_START = "start of schedule"
     SCHEDULE_END = "end of schedule"
     WOULD_EXPOSE = "would expose {}"
@@ -27,8 +28,7 @@ class Reason(Enum):
     NO_BUCKET = "cannot be merged: {}"
     MERGED = "bucket of {}"
     FILLED = "compute that was ready fills its time"
-    POLISHED = "so that {} is less exposed"
-    POLISHED_ITSELF = "where less of it is exposed"  # of the collective, or the wait, that the move was for
+    REFINED = "the step is shortest with it here"  # of all places that were tried
     SLOWER = "simulates slower"  # the pass as a whole did not pay and was undone
 
     def about(self, node: str = "") -> str:

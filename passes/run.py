@@ -13,7 +13,6 @@ from overlapc.passes.base import Context, PassReport
 from overlapc.passes.bisect import parse_stop
 from overlapc.passes.records import CollectiveRecord, records_of
 from overlapc.passes.runner import run_passes, select
-from overlapc.passes.ways import default_names, run_ways
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 from overlapc.units import human_bytes
@@ -33,14 +32,14 @@ class Result:
 
 @no_collections()
 def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
-    """The passes of `Context.passes`, or the best of the default ways, and what became of every collective.
+    """The passes of `Context.passes`, or the default ones, and what became of every collective.
 
     MemoryBudgetError when a budget was set and the order that came in exceeds it already: it holds each
     buffer for the shortest time of all orders that the passes can reach, so none of them fits.
     """
     passes = select(ctx.passes)
     last, _ = parse_stop(ctx.stop_after) if ctx.stop_after is not None else (None, None)
-    names = {name for name, _ in passes} if ctx.passes is not None else default_names()
+    names = {name for name, _ in passes}
     if last is not None and last not in names:
         raise ConfigError("stop_after: " + unknown_name("pass", last, names))
     incoming = analyze(schedule)
@@ -53,7 +52,7 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
             f"hint: raise memory_budget, shard more, or checkpoint activations"
         )
     ctx = dataclasses.replace(ctx, incoming_peak_bytes=incoming.peak_bytes)
-    final, reports = run_ways(schedule, ctx) if ctx.passes is None else run_passes(schedule, ctx, passes)
+    final, reports = run_passes(schedule, ctx, passes)
     # Passes compare orders at one clock; what is reported is at the clock that each order leads to.
     before = settled(ctx.timeline(schedule))
     after = before if final is schedule else settled(ctx.timeline(final))

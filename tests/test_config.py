@@ -20,7 +20,7 @@ from overlapc.errors import ConfigError
     [
         ("memory_budget", "70GiB", 70 * 2**30),
         ("memory_budget", "", None),
-        ("passes", "sink_waits, polish", ("sink_waits", "polish")),
+        ("passes", "sink_waits, refine", ("sink_waits", "refine")),
         ("passes", "none", ()),
         ("passes", max, (max,)),
         ("warm_start", "off", False),

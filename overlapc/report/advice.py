@@ -71,8 +71,7 @@ _BY_REASON: tuple[tuple[Cause, frozenset[Reason]], ...] = (
                 Reason.NEXT_ON_QUEUE,
                 Reason.WOULD_EXPOSE,
                 Reason.FILLED,
-                Reason.POLISHED,
-                Reason.POLISHED_ITSELF,
+                Reason.REFINED,
                 Reason.PIECES,
             }
         ),

@@ -9,6 +9,7 @@ from overlapc.config import Config
 from overlapc.errors import ConfigError
 from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.passes.base import Context
+from overlapc.passes.pipeline import ORDER
 from overlapc.passes.run import run_pipeline
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
@@ -29,6 +30,18 @@ def stopped(text: str, stop_after: str) -> list[str]:
 def test_passes_behind_it_do_not_run():
     result = run_pipeline(parse(STEP), Context(stop_after="plan_overlap"))
     assert [report.name for report in result.reports] == ["bucket", "plan_overlap"]
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_stopping_after_a_default_pass_runs_it_and_those_before_it_once_each(name):
+    """What comes out is what these passes make when they are asked for by name."""
+    names, dumped = ORDER[: ORDER.index(name) + 1], {}
+    result = run_pipeline(parse(STEP), Context(stop_after=name, dump=dumped.__setitem__))
+    assert [report.name for report in result.reports] == list(names)
+    assert list(dumped) == [
+        f"{at:02}_{each}.{when}" for at, each in enumerate(names, 1) for when in ("before", "after")
+    ]
+    assert order_of(result.schedule) == order_of(run_pipeline(parse(STEP), Context(passes=names)).schedule)
 
 
 def test_moves_are_taken_one_by_one():
@@ -86,7 +99,7 @@ def test_a_margin_below_the_estimate_is_refused():
 
 @given(
     schedules(),
-    st.sampled_from(["plan_overlap", "raise_under_memory", "sink_under_memory", "sink_waits"]),
+    st.sampled_from(["plan_overlap", "raise_under_memory", "sink_under_memory", "sink_waits", "refine"]),
     st.integers(0, 15),
 )
 @settings(max_examples=200, deadline=None)

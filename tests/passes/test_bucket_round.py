@@ -1,6 +1,5 @@
 import pytest
 
-from overlapc.passes.bucket import bucket_finely
 from overlapc.schedule.model import Estimate
 from overlapc.schedule.text import parse
 from tests.graphs import peak
@@ -94,29 +93,6 @@ def test_pieces_end_where_nothing_else_runs_with_one_that_is_long_enough():
     reductions = [f"k{at} = kernel(x) : 8B 5us; r{at} = reduce_scatter(k{at}) @dp unit=m : 0B 60us" for at in range(5)]
     moved, _ = bucketed("; ".join([*reductions, *(f"w{at} = wait(r{at})" for at in range(5))]))
     assert [node.name for node in moved.starts()] == ["r0+2", "r3+1"]
-
-
-def test_fine_pieces_grow_from_the_end_where_nothing_else_runs():
-    """10us are latency. Gathers: 30, 30, 50, 90us; reductions: 30 for the last, 30, 50 and 90."""
-    gathers = [f"a{at} = all_gather(p{at}) @dp unit=m : 8B 30us" for at in range(8)]
-    uses = [f"w{at} = wait(a{at}); k{at} = kernel(w{at}) : 0B 10us" for at in range(8)]
-    moved, reasons = bucketed("; ".join([*gathers, *uses]), bucket_finely)
-    assert [node.name for node in moved.starts()] == ["a0", "a1", "a2+1", "a4+3"]
-    assert reasons["a0"] == reasons["a1"] == "nothing covers all of it: in pieces"
-    reductions = [f"k{at} = kernel(x) : 8B 10us; r{at} = reduce_scatter(k{at}) @dp unit=m : 0B 30us" for at in range(8)]
-    moved, _ = bucketed("; ".join([*reductions, *(f"w{at} = wait(r{at})" for at in range(8))]), bucket_finely)
-    assert [node.name for node in moved.starts()] == ["r0+3", "r4+1", "r6", "r7"]
-
-
-def test_fine_pieces_grow_no_longer_than_others_and_what_is_covered_is_not_cut():
-    gathers = [f"a{at} = all_gather(p{at}) @dp unit=m : 8B 35us" for at in range(24)]
-    uses = [f"w{at} = wait(a{at}); k{at} = kernel(w{at}) : 0B 10us" for at in range(24)]
-    text = "; ".join([*gathers, *uses])
-    starts = [node.name for node in bucketed(text, bucket_finely)[0].starts()]
-    assert starts == ["a0", "a1", "a2+1", "a4+2", "a7+3", "a11+3", "a15+3", "a19+4"]
-    assert [node.name for node in bucketed(f"warm = kernel(x) : 0B 9ms; {text}", bucket_finely)[0].starts()] == [
-        "a0+23"
-    ]
 
 
 def test_what_is_covered_counts_all_that_is_on_the_queue():

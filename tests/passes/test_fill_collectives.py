@@ -116,6 +116,11 @@ def test_scarce_compute_is_kept_for_waits_that_it_covers_whole():
     assert order_of(fill_any_waits(parse(SCARCE.replace("10us", "20us")), ctx)[0])[2:6] == ["c", "d", "e", "s"]
 
 
+def test_reports_bear_the_name_of_the_pass():
+    for each in (fill_collectives, fill_any_waits, fill_whole_waits):
+        assert each(parse(SCARCE), Context())[1].name == each.__name__
+
+
 def test_the_best_way_of_filling_is_taken():
     for text in (SCARCE, SCARCE.replace("10us", "20us"), SCARCE.replace("10us", "6us")):
         schedule, ctx = parse(text), Context(profile=HELD)

@@ -81,7 +81,12 @@ def test_no_use_in_waiting_later_where_the_queue_is_what_takes_the_time():
         r0 = reduce_scatter(g) @dp : 0B 50us; s0 = wait(r0); r1 = reduce_scatter(h) @dp : 0B 50us
         a = kernel(x) : 0B 20us; s1 = wait(r1); y = kernel(s1, a) : 0B 50us; return s0
     """
-    check_pass(sink_under_memory, text, text, {"s0": "no use: r1 is next on its queue", "s1": "y reads it"})
+    check_pass(
+        sink_under_memory,
+        text,
+        text,
+        {"s0": "waiting later gains nothing: r1 is next on this queue", "s1": "y reads it"},
+    )
 
 
 def test_a_wait_does_not_pass_that_of_the_next_on_its_queue():
@@ -90,7 +95,7 @@ def test_a_wait_does_not_pass_that_of_the_next_on_its_queue():
         r0 = reduce_scatter(g) @dp : 0B 100us; r1 = reduce_scatter(h) @dp : 0B 5us
         s0 = wait(r0); o = kernel(s0) : 0B 20us; s1 = wait(r1); y = kernel(s1) : 0B 50us; return o
     """
-    check_pass(sink_under_memory, text, text, {"s0": "no use: s1 is next on its queue"})
+    check_pass(sink_under_memory, text, text, {"s0": "waiting later gains nothing: s1 is next on this queue"})
 
 
 def test_cheap_work_on_the_result_moves_with_its_wait():

@@ -1,0 +1,54 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlapc.estimators.timeline import simulate
+from overlapc.passes.base import Context
+from overlapc.passes.order import Order
+from overlapc.schedule.text import parse
+from overlapc.schedule.verify import verify
+from tests.graphs import peak, schedules
+
+GATHER = parse("""
+    k = kernel(x) : 8B 9us; c = kernel(p) : 8B 1us; ag = all_gather(c) @dp : 8B 9us; w = wait(ag); v = view(w)
+    y = kernel(k, v) : 8B 9us; u = kernel(x) : 8B
+""")
+
+
+def moved(node: str, distance: int, most: int = 9, ctx: Context = Context()) -> list[str] | None:  # noqa: B008
+    order = Order(GATHER, ctx)
+    move = order.shift(GATHER.position(node), distance, most)
+    if move is None:
+        return None
+    order.make(move)
+    return order.names()
+
+
+def test_what_a_node_needs_comes_along_and_what_needs_it():
+    assert moved("ag", -2) == ["c", "ag", "k", "w", "v", "y", "u"]
+    assert moved("w", -3) == ["c", "ag", "w", "k", "v", "y", "u"]
+    assert moved("k", 3) == ["c", "ag", "w", "k", "v", "y", "u"]
+    assert moved("c", 4) is None  # all that stands there needs it
+
+
+def test_no_move_leads_past_an_end_or_takes_along_too_many_or_what_takes_nobody_knows_how_long():
+    assert moved("k", -1) is None
+    assert moved("ag", -2, most=1) is None
+    assert moved("u", -1) is None
+
+
+@given(schedules(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_moves_are_legal_and_cost_what_is_said(schedule, data):
+    ctx = Context(reorder_collectives=data.draw(st.booleans()), check_memory=True)
+    order = Order(schedule, ctx, [schedule])
+    for _ in range(8):
+        node = data.draw(st.integers(0, len(schedule.nodes) - 1))
+        move = order.shift(node, data.draw(st.integers(-9, 9)), most=6)
+        if move is None:
+            continue
+        (timing,), within = order.timings_with(move), order.peak_with(move)
+        order.make(move)
+        now = schedule.replace_order(order.names(), reorder_collectives=ctx.reorder_collectives)
+        verify(now, "test", reference=schedule, may_reorder_collectives=ctx.reorder_collectives)
+        assert timing.step_ns == simulate(now).step_ns
+        assert within <= peak(now)
