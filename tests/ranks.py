@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -187,6 +188,7 @@ def _work(job: _Job) -> None:
         signal.signal(number, signal.SIG_DFL)  # the launcher's handlers raise
     pid, rank = os.getpid(), int(os.environ["RANK"])
     (job.out / f"pid.{pid}").touch()
+    gc.freeze()  # what the server had imported: collections would look at all of it, and copy it
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     faulthandler.dump_traceback_later(max(0.9 * (job.ends - time.monotonic()), 0.1))  # where it hangs, if it does
     dist.init_process_group(job.backend, timeout=timedelta(seconds=job.timeout_s))

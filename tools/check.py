@@ -23,9 +23,10 @@ CHECKS = (
 def main(pytest_arguments: Sequence[str]) -> int:
     """Runs everything; 0 only if all of it passed."""
     failed = [name for name, command in CHECKS if run(name, command) != 0]
-    # By files: what a module's tests share (a launch of ranks, compiled kernels) is made once, not on every worker.
+    # By files: what a module's tests share (a launch of ranks, compiled kernels) is made once, not on every worker. In
+    # the order of tests/conftest.py, the longest first; xdist's own begins with the files of many tests.
     given = any(argument.startswith("-n") for argument in pytest_arguments)
-    workers = () if given else ("-n", "2", "--dist", "loadfile")
+    workers = () if given else ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
     if run("pytest", ("-m", "pytest", *workers, *pytest_arguments)) != 0:
         failed.append("pytest")
     if failed:

@@ -74,14 +74,20 @@ TWO = (
     Case("adopt", dp=2, fsdp2="adopt", micro=2, divide=3.0, ends=True),
     Case("hooks", dp=2, fsdp2="hooks"),
     Case("tp", tp=2),
-    Case("experts", dp=2, experts="even"),
     Case("experts uneven", dp=2, experts="uneven"),
 )
 FOUR = (
     Case("to fewer ranks", dp=4, how={"reshard_after_forward": 2}),
     Case("hsdp accumulate", dp=2, replicas=2, micro=2),
-    Case("tp + fsdp", dp=2, tp=2, how={"mp_policy": HALF}, root={"mp_policy": HALF_ROOT}, tolerance=2e-2),
-    Case("tp + fsdp, unflattened", dp=2, tp=2, unflattened=True),
+    Case(
+        "tp + fsdp, unflattened",
+        dp=2,
+        tp=2,
+        how={"mp_policy": HALF},
+        root={"mp_policy": HALF_ROOT},
+        tolerance=2e-2,
+        unflattened=True,
+    ),
     Case("adopt tp + fsdp", dp=2, tp=2, fsdp2="adopt", sizes={"ac": "around"}, unflattened=True),
     Case("experts", dp=4, experts="even"),
     Case("experts on groups of their own", dp=2, replicas=2, experts="even"),
