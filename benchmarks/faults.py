@@ -467,15 +467,15 @@ def setting_of(pool: ThreadPoolExecutor, at_once: int) -> Setting:
     return Setting({WIDTHS[0]: beside[0][0], WIDTHS[1]: other}, alone, took)
 
 
-def run_row(row: Row, setting: Setting, pool: ThreadPoolExecutor, times: int, seed: int, until: float) -> bool:
-    """Runs and prints a row; whether every job did what it should."""
+def trial(row: Row, number: int, setting: Setting, seed: int, until: float) -> Outcome | None:
+    """One job of a row; None when the time is over."""
+    if time.monotonic() > until:
+        return None
+    return row.trial(setting, random.Random(f"{seed} {row.name} {number}"))
 
-    def trial(number: int) -> Outcome | None:
-        if time.monotonic() > until:
-            return None
-        return row.trial(setting, random.Random(f"{seed} {row.name} {number}"))
 
-    outcomes = [outcome for outcome in pool.map(trial, range(times)) if outcome is not None]
+def show(row: Row, outcomes: Sequence[Outcome]) -> bool:
+    """Prints a row; whether every job did what it should."""
     counted = [outcome for outcome in outcomes if not outcome.early]
     for outcome in outcomes:
         if outcome.wrong:
@@ -518,10 +518,17 @@ def main() -> int:
         with ThreadPoolExecutor(args.at_once) as pool:
             setting = setting_of(pool, args.at_once)
             print(f"a cold job takes {setting.cold_s:.1f} s, {args.at_once} at once", flush=True)
-            for kind in ROWS:
-                if kind in asked:
-                    times = args.times or ROWS[kind].times
-                    right &= run_row(ROWS[kind], setting, pool, times, args.seed, until)
+            coming = {
+                kind: [
+                    pool.submit(trial, row, number, setting, args.seed, until)
+                    for number in range(args.times or row.times)
+                ]
+                for kind, row in ROWS.items()
+                if kind in asked
+            }
+            for kind, futures in coming.items():
+                outcomes = [future.result() for future in futures]
+                right &= show(ROWS[kind], [outcome for outcome in outcomes if outcome is not None])
     if "compilations" in asked:
         for at, held in compile_many(args.times or COMPILATIONS):
             print(f"after {at} compilations: " + ", ".join(f"{value} {what}" for what, value in held.items()))

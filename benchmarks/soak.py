@@ -37,6 +37,7 @@ COMMAND = [sys.executable, "-u", os.path.abspath(__file__)]  # of a rank
 _POLL_S = 0.1
 _GDB_S = 60.0
 _LAST_LINES = 60  # of a log, that a report quotes
+_GRACE_S = 15.0  # for the round, or compilation, that is under way when the time is over
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Plan:
 
 
 def train(soak: Soak, plan: Plan, rank: int, ranks: int, folder: Path) -> None:
-    """What each rank does; writes `done<rank>` at the end."""
+    """What each rank does; writes what it has seen to `done<rank>` after every round."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -113,28 +114,27 @@ def train(soak: Soak, plan: Plan, rank: int, ranks: int, folder: Path) -> None:
     reference = run.round(plan.steps)
     _meet(folder, "referenced", rank, "go")
     differ: list[tuple[int, int, str, str]] = []
-    began, rounds = time.perf_counter(), 0
+    began = time.perf_counter()
     for number in range(plan.rounds):
         if number and number % plan.renew == 0:
             run.renew()
         losses = run.round(plan.steps)
-        rounds += 1
         wrong = [at for at, (have, want) in enumerate(zip(losses, reference, strict=True)) if have != want]
         if wrong:
             at = wrong[0]
             differ.append((number, at, losses[at].hex(), reference[at].hex()))
+        outcome = {
+            "steps": (number + 1) * plan.steps,
+            "differ": differ,
+            "seconds": time.perf_counter() - began,
+            "finite": all(math.isfinite(loss) for loss in reference),
+        }
+        _publish(folder / f"done{rank}", json.dumps(outcome))
         stops = torch.tensor([int((folder / "stop").exists())], device=device)
         dist.all_reduce(stops, dist.ReduceOp.MAX)
         if stops.item():
             break
-    outcome = {
-        "steps": rounds * plan.steps,
-        "differ": differ,
-        "seconds": time.perf_counter() - began,
-        "finite": all(math.isfinite(loss) for loss in reference),
-    }
     dist.barrier()
-    _publish(folder / f"done{rank}", json.dumps(outcome))
     dist.destroy_process_group()
 
 
@@ -235,6 +235,7 @@ class Job:
     def __init__(self, soak: Soak, plan: Plan, ranks: int, folder: Path) -> None:
         self.soak, self.plan, self.count, self.folder = soak, plan, ranks, folder
         self.dead = self.still = ""  # what happened, with the end of a log
+        self.late = False  # it was ended because the time was over
         self._seen: list[bytes] = []
         self._moved = time.monotonic()
         folder.mkdir(parents=True)
@@ -264,7 +265,7 @@ class Job:
     @property
     def over(self) -> bool:
         """Whether nothing more will come of it."""
-        return bool(self.dead or self.still) or all(rank.poll() is not None for rank in self.ranks)
+        return bool(self.dead or self.still or self.late) or all(rank.poll() is not None for rank in self.ranks)
 
     def tell(self, mark: str) -> None:
         """Let its ranks go on."""
@@ -297,6 +298,12 @@ class Job:
         """The parent has it wait: that is no standing still."""
         self._moved = time.monotonic()
 
+    def cut(self) -> None:
+        """Ends it because the time is over."""
+        if not self.over:
+            self.late = True
+            self.end()
+
     def end(self) -> None:
         """Ends its processes."""
         for rank in self.ranks:
@@ -305,7 +312,7 @@ class Job:
             rank.wait()
 
     def outcomes(self) -> list[dict[str, Any]]:
-        """What each rank that came to the end says."""
+        """What each rank has seen in the rounds that it brought to their end."""
         paths = [self.folder / f"done{rank}" for rank in range(self.count)]
         return [json.loads(path.read_text()) for path in paths if path.exists()]
 
@@ -341,7 +348,9 @@ class Job:
             ]
             found += [] if outcome["finite"] else [f"{self.soak.name}: rank {rank} has losses that are no numbers"]
         if not found and len(self.outcomes()) < self.count:
-            found.append(f"{self.soak.name} ended without a result\n{self._tail(0)}")
+            why = "the time was over" if self.late else "it ended"
+            found.append(f"{self.soak.name}: {why} before a round was compared, after {self.steps()} steps")
+            found[-1] += f"\n{self._tail(0)}"
         return found
 
     def _stacks(self) -> None:
@@ -386,21 +395,24 @@ def soak_together(
     busy: list[subprocess.Popen[bytes]] = []
     try:
         jobs += [Job(soak, plan, soak.ranks(most), folder / soak.name.replace(" ", "-")) for soak in soaks]
-        _until(jobs, "ready", still_s)
+        _until(jobs, "ready", still_s, ends)
         for job in jobs:
             if job.over:
                 continue
             for other in jobs:
                 other.waiting()
             job.tell("reference")
-            _until([job], "referenced", still_s)
+            _until([job], "referenced", still_s, ends)
         busy += [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(load)]
         for job in jobs:
             job.tell("go")
         while not all(job.over for job in jobs):
+            over = time.monotonic() > ends
             for job in jobs:
-                if time.monotonic() > ends and not (job.folder / "stop").exists():
+                if over and not (job.folder / "stop").exists():
                     (job.folder / "stop").touch()
+                if time.monotonic() > ends + _GRACE_S:
+                    job.cut()
                 job.watch(still_s)
             time.sleep(_POLL_S)
     finally:
@@ -412,9 +424,11 @@ def soak_together(
     return jobs
 
 
-def _until(jobs: Sequence[Job], mark: str, still_s: float) -> None:
+def _until(jobs: Sequence[Job], mark: str, still_s: float, ends: float) -> None:
     while not all(job.over or job.at(mark) for job in jobs):
         for job in jobs:
+            if time.monotonic() > ends:
+                job.cut()
             if job.at(mark):
                 job.waiting()
             job.watch(still_s)
@@ -425,8 +439,9 @@ def table(jobs: Sequence[Job]) -> str:
     """A row for each configuration and one for all."""
     rows = [job.row() for job in jobs]
     dead, still = (sum(row[at] for row in rows) for at in (3, 4))
-    same = all(row[5] == "yes" for row in rows)
-    rows.append(("all", "", sum(row[2] for row in rows), dead, still, "yes" if same else "NO", ""))
+    compared = {row[5] for row in rows}
+    same = next(each for each in ("NO", "not known", "yes") if each in compared)
+    rows.append(("all", "", sum(row[2] for row in rows), dead, still, same, ""))
     head = ("configuration", "ranks", "steps", "dead", "still", "losses as alone", "ms a step")
     return tabulate(rows, head, disable_numparse=True)
 
@@ -445,7 +460,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--at-once", type=int, default=len(SOAKS), help="configurations together (default: all)")
     parser.add_argument("--load", type=int, default=0, help="busy processes beside all that (default: 0)")
     parser.add_argument("--still", type=float, default=300, help="seconds without a step, or to compile (default: 300)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after which rounds end (default: none)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no round begins (default: none)")
     parser.add_argument("--option", action="append", default=[], help="of torch.compile, as name=JSON")
     parser.add_argument("--keep", type=Path, help="folder for logs (default: a temporary one, kept after trouble)")
     given = parser.parse_args(arguments)

@@ -20,6 +20,8 @@ def mark(name, text=""):
 def until(name):
     while not os.path.exists(f"{folder}/{name}"): time.sleep(0.01)
 open(f"{folder}/progress{rank}", "wb").write(struct.pack("q", 7))
+if how == "compiles":
+    while True: time.sleep(1)
 mark("ready"); until("reference"); mark("referenced"); until("go")
 if how == "dies" and rank == "1":
     os.abort()
@@ -38,8 +40,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(soak.shutil, "which", lambda name: None)  # no gdb: it takes seconds
 
 
-def _soaked(how: str, folder: Path, still_s: float = 60) -> soak.Job:
-    (job,) = soak.soak_together([soak.Soak(how, "fp32")], soak.Plan(), 2, folder, still_s, 10, 0)
+def _soaked(how: str, folder: Path, still_s: float = 60, minutes: float = 10) -> soak.Job:
+    (job,) = soak.soak_together([soak.Soak(how, "fp32")], soak.Plan(), 2, folder, still_s, minutes, 0)
     assert all(rank.returncode is not None for rank in job.ranks), "every process has ended"
     return job
 
@@ -62,6 +64,17 @@ def test_ranks_that_stand_still_are_ended_with_their_stacks(ranks: None, tmp_pat
     (told,) = job.trouble()
     assert "stands still after 7 steps" in told
     assert told.count("in where_it_stands") == 2
+
+
+@pytest.mark.parametrize("how", ["stands", "compiles"])
+def test_what_still_runs_when_the_time_is_over_is_ended_and_shown(
+    ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+):
+    monkeypatch.setattr(soak, "_GRACE_S", 0.0)
+    job = _soaked(how, tmp_path, minutes=0.02)
+    assert job.row()[3:6] == (0, 0, "not known")
+    assert "the time was over before a round was compared, after " in job.trouble()[0]
+    assert "not known" in soak.table([job]).splitlines()[-1]
 
 
 def test_other_losses_than_alone_are_told_by_round_and_step(ranks: None, tmp_path: Path):
