@@ -36,7 +36,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -518,14 +518,12 @@ def main() -> int:
         with ThreadPoolExecutor(args.at_once) as pool:
             setting = setting_of(pool, args.at_once)
             print(f"a cold job takes {setting.cold_s:.1f} s, {args.at_once} at once", flush=True)
-            coming = {
-                kind: [
-                    pool.submit(trial, row, number, setting, args.seed, until)
-                    for number in range(args.times or row.times)
-                ]
-                for kind, row in ROWS.items()
-                if kind in asked
-            }
+            times = {kind: args.times or ROWS[kind].times for kind in ROWS if kind in asked}
+            jobs = [(kind, number) for kind, count in times.items() for number in range(count)]
+            jobs.sort(key=lambda job: (job[1] + 0.5) / times[job[0]])  # a share of each row, should the time be over
+            coming: dict[str, list[Future[Outcome | None]]] = {kind: [] for kind in times}
+            for kind, number in jobs:
+                coming[kind].append(pool.submit(trial, ROWS[kind], number, setting, args.seed, until))
             for kind, futures in coming.items():
                 outcomes = [future.result() for future in futures]
                 right &= show(ROWS[kind], [outcome for outcome in outcomes if outcome is not None])
