@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from overlapc.errors import RanksDisagree
+from overlapc.estimators.bounded import connected
 from overlapc.estimators.canonical import canonical_lines
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.meeting import Meetings, Notes, differences, name_ranks
@@ -298,7 +299,7 @@ class _Process:
     """This process's parties, so that its counts go on from one compilation to the next."""
 
     def __init__(self) -> None:
-        self._default_store: object = None
+        self._default_store: dist.Store | None = None
         self._generation = 0
         self._parties: dict[tuple[int, ...], Party] = {}
 
@@ -317,8 +318,8 @@ class _Process:
 
     def _clone(self) -> dist.Store:
         """A connection of our own: a store answers one request at a time, and others must not wait while we wait."""
-        made: dist.Store = self._default_store.clone()  # type: ignore[attr-defined]
-        return made
+        assert self._default_store is not None
+        return connected(self._default_store)
 
     def _run(self) -> str:
         run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")

@@ -7,10 +7,12 @@ made in a thread of its own, and its caller waits for that thread no longer than
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -19,6 +21,30 @@ Result = TypeVar("Result")
 
 _GRACE_S = 5.0  # how much longer than until its deadline a request may take
 _LOOK_S = 0.1  # how often a caller looks whether it still wants to wait
+_CONNECT_S = 1.0  # for a host that neither takes nor refuses a connection
+
+
+def connected(store: dist.Store) -> dist.Store:
+    """A connection of its own to what `store` is connected to.
+
+    DistNetworkError at once where the process that hosts it has ended: torch's client tries again until its timeout.
+    """
+    host = _over_tcp(store)
+    if host is not None:
+        try:
+            socket.create_connection((host.host, host.port), _CONNECT_S).close()
+        except ConnectionRefusedError as error:
+            raise dist.DistNetworkError(str(error)) from None
+        except OSError:  # out of reach, which may pass
+            pass
+    made: dist.Store = store.clone()  # type: ignore[attr-defined]
+    return made
+
+
+def _over_tcp(store: dist.Store | None) -> dist.TCPStore | None:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, dist.TCPStore) else None
 
 
 class NoAnswer(Exception):
@@ -37,10 +63,8 @@ class BoundedStore:
 
     def __str__(self) -> str:
         """` (host:port)` of a store over TCP; empty for others."""
-        store = self._store
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
-        return f" ({store.host}:{store.port})" if isinstance(store, dist.TCPStore) else ""
+        store = _over_tcp(self._store)
+        return f" ({store.host}:{store.port})" if store is not None else ""
 
     def set(self, key: str, value: bytes) -> None:
         """What this rank brings."""
@@ -90,7 +114,7 @@ class BoundedStore:
         if self._pending is not None and self._pending.is_alive():
             # A caller gave that request up, which still holds the connection.
             assert self._store is not None
-            self._store = self._made("to take another connection", self._store.clone, None)  # type: ignore[attr-defined]
+            self._store = self._made("to take another connection", partial(connected, self._store), None)
         if self._store is None:
             self._store = self._made("to take a connection", self._connect, None)
         store = self._store

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from overlapc.errors import RanksDisagree
 from overlapc.estimators import bounded
 from overlapc.estimators.agreement import Party, party
-from overlapc.estimators.bounded import BoundedStore
+from overlapc.estimators.bounded import BoundedStore, connected
 from tests.ranks import run_on_ranks
 
 TIMEOUT_S = 0.2
@@ -133,6 +133,14 @@ def test_every_request_of_every_meeting_ends_when_the_store_is_out_of_reach(stor
         assert "hint: " in error
     assert error == "told to the others"
     assert at > 10
+
+
+def test_a_rank_that_comes_when_the_host_of_the_store_has_ended_is_told_at_once(store) -> None:
+    network = Network(store.port)
+    own = network.connect()
+    network.cut()
+    with pytest.raises(RanksDisagree, match=r"rank 1 lost the rendezvous store at compilation 1 \(forward\), graph"):
+        meet(Party(lambda: connected(own), 1, (0, 1), "ended before"))
 
 
 def one_stops(folder: str) -> float:
