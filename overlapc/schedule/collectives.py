@@ -52,4 +52,5 @@ def several_in_one(collective: str, via: str) -> bool:
 
 def one_dtype(collective: str, via: str) -> bool:
     """Whether that launch takes tensors of one dtype alone. Copies move bytes, whatever these mean."""
-    return via != COPY and not KINDS[collective].mixed_dtypes
+    kind = KINDS.get(collective)
+    return via != COPY and (kind is None or not kind.mixed_dtypes)

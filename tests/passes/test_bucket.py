@@ -81,6 +81,15 @@ def test_what_writes_in_place_is_not_merged():
     assert [node.name for node in bucketed(plain)[0].starts()] == ["a+1"]
 
 
+def test_a_collective_of_a_kind_without_a_row_is_not_merged():
+    text = """
+        a = all_gather(p) @dp unit=m : 8B 30us; b = all_gather(q) @dp unit=m : 8B 30us
+        c = all_gather(r) @dp unit=m collective=permute : 8B 30us
+        u = wait(a); v = wait(b); w = wait(c); y = kernel(u, v, w) : 0B 500us
+    """
+    assert [node.name for node in bucketed(text)[0].starts()] == ["a+1", "c"]
+
+
 @pytest.mark.parametrize(
     "other", ["comm:gather(d) @dp(2) safe=yes collective=all_gather unit=m", "all_gather(d)"], ids=["waits", "nowhere"]
 )
