@@ -58,6 +58,11 @@ def shown(value: object, longest: int = 100) -> str:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python prints
         text = f"a {type(value).__name__} of very many digits"
+    return clipped(text, longest)
+
+
+def clipped(text: str, longest: int = 100) -> str:
+    """A text that a user gave, no longer than that and a few words."""
     return text if len(text) <= longest else f"{text[: longest - 20]}...{text[-10:]} ({len(text)} characters)"
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from overlapc.errors import unknown_name
+from overlapc.errors import clipped, unknown_name
 from overlapc.garbage import no_collections
 from overlapc.schedule.collectives import TRANSPORTS
 from overlapc.schedule.model import Buffer, Comm, Estimate, Kind, Node, Origin, Schedule, Work
@@ -117,7 +117,7 @@ class _Draft:
         self._add_buffers(statement, defined)
         name = keys.words.get("node", names[0])
         if name in self.node_names:
-            statement.fail(f"a second node named {name}")
+            statement.fail(f"a second node named {clipped(name)}")
         self.node_names.add(name)
         if group is not None and "moves" not in keys.given:
             self.unsized.append(len(self.nodes))
@@ -141,7 +141,7 @@ class _Draft:
     def _add_buffers(self, statement: Statement, buffers: Sequence[Buffer]) -> None:
         for buffer in buffers:
             if buffer.name in self.buffers:
-                statement.fail(f"{buffer.name} is defined a second time")
+                statement.fail(f"{clipped(buffer.name)} is defined a second time")
             self.buffers[buffer.name] = buffer
 
 
@@ -215,7 +215,8 @@ def _kind(statement: Statement, op: str) -> tuple[Kind, str]:
         return KINDS[op], statement.take("word", "an op")
     kind = default_kind(op)
     if kind is None:
-        statement.fail(f"{op!r} is not a collective or a kind of node; write kernel:{op} or extern:{op}", back=1)
+        name = clipped(op)
+        statement.fail(f"'{name}' is not a collective or a kind of node; write kernel:{name} or extern:{name}", back=1)
     return kind, op
 
 

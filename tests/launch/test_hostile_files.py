@@ -53,6 +53,9 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
         ('"\\q" = kernel(b)', "not quoted as in JSON"),
         ('"\\ud800" = kernel(b)', "not quoted as in JSON"),
         ("a = kernel(b) " + "x" * 500_000, "no key named 'xxx"),
+        ("a = " + "x" * 5000, "' is not a collective or a kind of node"),
+        (f"{'x' * 5000} = kernel(b); {'x' * 5000} = kernel(b)", "is defined a second time"),
+        (f"{'x' * 5000} = kernel(b); a = kernel(b) node={'x' * 5000}", "a second node named xxx"),
     ],
 )
 def test_a_schedule_is_refused(said: Said, statement: str | bytes, message: str) -> None:
