@@ -13,7 +13,6 @@ alternate between the systems, each in processes of its own.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -33,10 +32,9 @@ from tabulate import tabulate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from turns import Turns, answer, store_at
+from turns import Turns, answer_on_rank, step_times
 
 import overlapc
-from overlapc.runtime.copies.pool import pools_bytes
 
 SYSTEMS = ("overlapc", "compile", "eager")
 LOSSES = 4  # of the first steps, shown for comparison
@@ -88,24 +86,7 @@ class System:
 
     def time(self) -> dict[str, Any]:
         """Milliseconds of each step, and the peak of memory on this GPU."""
-        cuda = self.args.device == "cuda"
-        for _ in range(2):  # the allocator's cache is empty when a turn begins
-            self.once()
-        if not cuda:
-            clock = [time.perf_counter()]
-            for _ in range(self.args.steps):
-                self.once()
-                clock.append(time.perf_counter())
-            return {"times_ms": [(after - before) * 1e3 for before, after in itertools.pairwise(clock)]}
-        torch.cuda.reset_peak_memory_stats()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(self.args.steps + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            self.once()
-            mark.record()
-        torch.cuda.synchronize()
-        times = [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
-        return {"times_ms": times, "peak_gib": (torch.cuda.max_memory_allocated() + pools_bytes()) / 2**30}
+        return step_times(self.once, self.args.steps, self.args.device)
 
     def profile(self) -> dict[str, Any]:
         """Where the time of a step goes, by class of kernel; the kernels that take longest go to `args.out`."""
@@ -128,26 +109,7 @@ class System:
 
 def serve(args: argparse.Namespace, name: str, rank: int, ranks: int, port: int) -> None:
     """A rank of a system: takes turns until there are no more."""
-    torch._dynamo.config.recompile_limit = 64
-    store = store_at(port)
-    meeting = dist.PrefixStore(f"{name}/group", store)
-    if args.device == "cuda":
-        torch.cuda.set_device(rank)
-        device = torch.device("cuda", rank)
-        dist.init_process_group("nccl", store=meeting, rank=rank, world_size=ranks, device_id=device)
-    else:
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
-    system = System(name, args)
-
-    def do(turn: str) -> dict[str, Any]:
-        result: dict[str, Any] = getattr(system, turn)()
-        if args.device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # the others need it
-        return result
-
-    answer(store, name, rank, do)
-    dist.destroy_process_group()
+    answer_on_rank(lambda: System(name, args), args.device, name, rank, ranks, port)
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ Started by train_step.py through turns.py. What a system is:
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import time
 from collections.abc import Callable
@@ -28,11 +27,10 @@ from torch import Tensor
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from turns import answer, store_at
+from turns import answer_on_rank, step_times
 
 import overlapc
 from overlapc.launch.llama import Llama, LlamaConfig
-from overlapc.runtime.copies.pool import pools_bytes
 
 SYSTEMS = (
     *(
@@ -106,15 +104,7 @@ class System:
 
     def time(self) -> dict[str, Any]:
         """Milliseconds of each step, by CUDA events or the host's clock, and the peak of memory on this GPU."""
-        if self.args.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        for _ in range(2):  # the allocator's cache is empty when a turn begins
-            self.once()
-        times = self._clocked() if self.args.device == "cpu" else self._by_events()
-        peak = {}
-        if self.args.device == "cuda":  # of which torch's allocator does not know what ranks share
-            peak["peak_gib"] = (torch.cuda.max_memory_allocated() + pools_bytes()) / 2**30
-        return {"times_ms": times, **peak}
+        return step_times(self.once, self.args.steps, self.args.device)
 
     def profile(self) -> dict[str, Any]:
         """Kernel times a step; ours also saves its record, with every node's time beside its prediction."""
@@ -137,22 +127,6 @@ class System:
         """One step without the optimizer."""
         self.step(self.tokens, self.targets).backward()
         self.model.zero_grad(set_to_none=True)
-
-    def _clocked(self) -> list[float]:
-        clock = [time.perf_counter()]
-        for _ in range(self.args.steps):
-            self.once()
-            clock.append(time.perf_counter())
-        return [(after - before) * 1e3 for before, after in itertools.pairwise(clock)]
-
-    def _by_events(self) -> list[float]:
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(self.args.steps + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            self.once()
-            mark.record()
-        torch.cuda.synchronize()
-        return [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
 
 
 def build(system: str, shape: LlamaConfig, mesh: DeviceMesh) -> Llama:
@@ -209,23 +183,4 @@ def errors(grads: list[Tensor], reference: list[Tensor]) -> dict[str, float]:
 
 def serve(args: argparse.Namespace, folder: Path, name: str, rank: int, ranks: int, port: int) -> None:
     """A rank of a system: takes turns until there are no more. What goes wrong ends it."""
-    torch._dynamo.config.recompile_limit = 64
-    store = store_at(port)
-    meeting = dist.PrefixStore(f"{name}/group", store)
-    if args.device == "cuda":
-        torch.cuda.set_device(rank)
-        device = torch.device("cuda", rank)
-        dist.init_process_group("nccl", store=meeting, rank=rank, world_size=ranks, device_id=device)
-    else:
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
-    system = System(name, args, folder)
-
-    def do(turn: str) -> dict[str, Any]:
-        result: dict[str, Any] = getattr(system, turn)()
-        if args.device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # the others need it
-        return result
-
-    answer(store, name, rank, do)
-    dist.destroy_process_group()
+    answer_on_rank(lambda: System(name, args, folder), args.device, name, rank, ranks, port)

@@ -22,7 +22,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from overlapc.runtime.copies.pool import pools_bytes
 
 Serve = Callable[[str, int, int, int], None]  # subject, rank, ranks, port of the store
 _ERROR = re.compile(r"^[\w.]*(Error|Exception|Failed)\b.*")
@@ -117,6 +120,56 @@ def answer(store: dist.TCPStore, subject: str, rank: int, do: Callable[[str], di
         if not turn:
             return
         store.set(f"{subject}/result/{number}/{rank}", json.dumps(do(turn)))
+
+
+def answer_on_rank(make: Callable[[], object], device: str, subject: str, rank: int, ranks: int, port: int) -> None:
+    """A rank of a subject, from its process group to its end: each turn is a method of what `make` gives.
+
+    device: "cuda", with NCCL, one GPU a rank, whose cached memory is given back after each turn; or "cpu", with gloo.
+    """
+    torch._dynamo.config.recompile_limit = 64
+    store = store_at(port)
+    meeting = dist.PrefixStore(f"{subject}/group", store)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        gpu = torch.device("cuda", rank)
+        dist.init_process_group("nccl", store=meeting, rank=rank, world_size=ranks, device_id=gpu)
+    else:
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
+    made = make()
+
+    def do(turn: str) -> dict[str, Any]:
+        result: dict[str, Any] = getattr(made, turn)()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # the others need it
+        return result
+
+    answer(store, subject, rank, do)
+    dist.destroy_process_group()
+
+
+def step_times(step: Callable[[], object], steps: int, device: str) -> dict[str, Any]:
+    """`times_ms` of each of `steps` steps, by CUDA events or the host's clock; `peak_gib` of memory on this GPU."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):  # the allocator's cache is empty when a turn begins
+        step()
+    if device == "cpu":
+        clock = [time.perf_counter()]
+        for _ in range(steps):
+            step()
+            clock.append(time.perf_counter())
+        return {"times_ms": [(after - before) * 1e3 for before, after in itertools.pairwise(clock)]}
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    times = [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
+    peak = torch.cuda.max_memory_allocated() + pools_bytes()  # torch's allocator does not know what ranks share
+    return {"times_ms": times, "peak_gib": peak / 2**30}
 
 
 def _run(
