@@ -317,7 +317,8 @@ class Machine:
         span = until - self.now
         done = False
         for queue, stretch in zip(self.active, stretches, strict=True):
-            if on_grid(self.left[queue] * stretch) <= span:
+            # As `_next_change` adds it up, so that one is done then, also where times are too long to lie on the grid.
+            if self.now + on_grid(self.left[queue] * stretch) <= until:
                 at = self.running[queue]
                 assert at is not None
                 self.end[at], self.running[queue], done = until, None, True

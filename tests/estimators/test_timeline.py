@@ -50,6 +50,16 @@ def test_a_collective_begins_after_the_compute_launched_before_it():
     assert timeline.span("g") == (10, 15)
 
 
+def test_times_too_long_for_the_grid_end_all_the_same():
+    """Of 22 days: a replay adds multiples of 2^-10 ns exactly up to 2^43 ns, two hours."""
+    days = parse("""
+        a = all_gather(p) @dp : 8B 1922056000239us; b = all_gather(q) @tp : 8B 1922056000239us
+        k = kernel(x) : 0B 333.3us; w = wait(a); y = kernel(w) : 0B 1us; v = wait(b); z = kernel(v) : 0B 1us
+    """)
+    profile = DeviceProfile("slow", launch_ns=2117.3798828125, collective_slowdown=1.3)
+    assert simulate(days, profile).step_ns >= 1922056000239e3
+
+
 def test_synchronous_communication_is_exposed():
     timeline = simulate(
         parse("g = all_gather(p) @dp : 0B 30ns; c = comm:send(x) @dp : 0B 7ns; a = kernel(x) : 0B 5ns; w = wait(g)")
