@@ -108,9 +108,9 @@ class Groups:
         if (starts[0] and waits[1]) or (starts[1] and waits[0]):
             return Refusal("one leads to a collective's start, the other comes after a wait")
         stays, moves = self._stays_and_moves(a, b)
-        more = self._held(stays, moves, local)
-        start, end = sorted((stays.runs_at, moves.runs_at))
-        if not self.memory.fits(start, end, more):
+        changes = self.memory.moved(moves.reads, moves.writes, moves.runs_at, stays.runs_at, local)
+        if not self.memory.fits(changes):
+            more = sum(change.bytes for change in changes if change.bytes > 0)
             return Refusal(f"it would keep {more} bytes alive past the peak of memory")
         return None
 
@@ -121,12 +121,6 @@ class Groups:
             return self._groups[first], self._groups[second]
         moves, stays = sorted((a, b), key=lambda group: group.runs_at)
         return stays, moves
-
-    def _held(self, stays: Group, moves: Group, local: set[str]) -> int:
-        """Bytes more that live between the places of two groups when both run where the first one does."""
-        if moves.runs_at < stays.runs_at:
-            return self.memory.held(moves.reads, moves.runs_at, stays.runs_at, local)
-        return self.memory.advanced(moves.writes, local)
 
     # --- making one of two
 
@@ -143,11 +137,7 @@ class Groups:
         """Puts `op` in the place of both groups, where `make_room` made it; `local` buffers no longer touch memory."""
         kept, gone = min(a.number, b.number), max(a.number, b.number)
         stays, moves = place
-        more = self._held(stays, moves, local)
-        if moves.runs_at < stays.runs_at:
-            self.memory.delay(moves.reads, moves.runs_at, stays.runs_at, more)
-        else:
-            self.memory.advance(stays.runs_at, moves.runs_at, more)
+        self.memory.move(moves.reads, moves.writes, moves.runs_at, stays.runs_at, local)
         for name in a.reads | b.reads:
             self.readers[name] -= {kept, gone}
         for name in a.writes | b.writes:

@@ -45,7 +45,7 @@ def verdict(groups: Groups, a: Group, b: Group, ways: Ways, refuse: Refuse) -> B
     if isinstance(merged, Refusal) and ways.across and crosses(a.kernel.body, b.kernel.body):
         across = merge_across(a.kernel.body, b.kernel.body, groups.graph.hint, groups.bytes_of)
         if isinstance(across, Refusal):
-            return Refusal(f"{merged.reason}; crosswise: {across.reason}")
+            across = Refusal(f"{merged.reason}; crosswise: {across.reason}")
         merged = across
     if isinstance(merged, Refusal) and ways.reorders:
         merged = _reordered(groups, a, b) or merged

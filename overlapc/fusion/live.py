@@ -6,13 +6,25 @@ where memory is not scarce; what becomes local to the kernel does not live at al
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 from overlapc.fusion.deps import output_buffers, reads_of
 from overlapc.ir.ops import IROp, LoweredGraph, buffers_written
 
 # More than the peak by this is no more: an allocator hands out small buffers from segments of 2 MiB.
 SLACK_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Bytes more, or fewer, that are live while the ops from `start` to before `end` run."""
+
+    start: int
+    end: int
+    bytes: int
 
 
 class LiveBytes:
@@ -26,6 +38,7 @@ class LiveBytes:
         self.bytes_of = bytes_of
         self.last: dict[str, int] = {}  # memory that ends inside the graph -> number of its last user
         first: dict[str, int] = dict.fromkeys(freeable, 0)
+        self.first = first
         for number, op in enumerate(ops):
             for name in buffers_written(op):
                 first.setdefault(graph.root(name), number)
@@ -45,33 +58,38 @@ class LiveBytes:
             self.live.append(total)
         self.peak = max(self.live, default=0)
 
-    def held(self, reads: Collection[str], start: int, end: int, local: Collection[str]) -> int:
-        """Bytes more that live from after op `start` to op `end` when `start` runs at `end` instead."""
-        roots = {self.graph.root(name) for name in reads}
-        longer = sum(self.bytes_of(root) for root in roots if start <= self.last.get(root, end) < end)
-        return longer - sum(self.bytes_of(name) for name in local)
+    def moved(
+        self, reads: Collection[str], writes: Collection[str], at: int, to: int, local: AbstractSet[str]
+    ) -> list[Change]:
+        """What changes when an op that ran at `at` runs at `to`, and `local` buffers no longer touch memory."""
+        changes = [
+            Change(self.first[name], self.last[name] + 1, -self.bytes_of(name)) for name in local & self.last.keys()
+        ]
+        made = [name for name in writes if name not in local and name in self.first]  # others: memory there is
+        if to < at:
+            return [*changes, *(Change(to, at, self.bytes_of(name)) for name in made)]
+        roots = {self.graph.root(name) for name in reads} - local
+        lives = {root: self.last[root] for root in roots if at <= self.last.get(root, to) < to}
+        changes += [Change(last + 1, to + 1, self.bytes_of(root)) for root, last in lives.items()]
+        return [*changes, *(Change(at, to, -self.bytes_of(name)) for name in made)]
 
-    def advanced(self, writes: Collection[str], local: Collection[str]) -> int:
-        """Bytes more that live from where an op runs that writes `writes`, when it runs earlier than it did."""
-        made = (
-            name for name in writes if name not in local and self.graph.root(name) == name
-        )  # others: memory there is
-        return sum(map(self.bytes_of, made)) - sum(map(self.bytes_of, local))
+    def fits(self, changes: Sequence[Change]) -> bool:
+        """Whether these leave the peak as it is, but for `SLACK_BYTES`."""
+        borders = sorted({border for change in changes for border in (change.start, change.end)})
+        for start, end in itertools.pairwise(borders):
+            here = [change.bytes for change in changes if change.start <= start < change.end]
+            more = sum(here)
+            if more > 0 and max(self.live[start:end], default=0) + more > self.peak + SLACK_BYTES:
+                return False
+        return True
 
-    def advance(self, start: int, end: int, more: int) -> None:
-        """What ran at op `end` now runs at `start`."""
-        for number in range(start, end):
-            self.live[number] += more
-
-    def fits(self, start: int, end: int, more: int) -> bool:
-        """Whether `more` bytes while the ops between the two run leave the peak as it is, but for `SLACK_BYTES`."""
-        return more <= 0 or max(self.live[start + 1 : end], default=0) + more <= self.peak + SLACK_BYTES
-
-    def delay(self, reads: Collection[str], start: int, end: int, more: int) -> None:
-        """Op `start` now runs at `end`."""
-        for number in range(start + 1, end + 1):
-            self.live[number] += more
-        for name in reads:
-            root = self.graph.root(name)
-            if root in self.last:
-                self.last[root] = max(self.last[root], end)
+    def move(self, reads: Collection[str], writes: Collection[str], at: int, to: int, local: AbstractSet[str]) -> None:
+        """What ran at op `at` now runs at `to`."""
+        for change in self.moved(reads, writes, at, to, local):
+            for number in range(change.start, min(change.end, len(self.live))):
+                self.live[number] += change.bytes
+        for root in {self.graph.root(name) for name in reads} & self.last.keys():
+            self.last[root] = max(self.last[root], to)
+        for name in writes:
+            if name in self.first:
+                self.first[name] = to

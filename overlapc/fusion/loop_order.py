@@ -22,14 +22,14 @@ Bytes = Callable[[str], int]  # of a buffer at the traced sizes
 
 
 def in_order_of(body: Body, buffer: str, hint: Callable[[sympy.Expr], int]) -> Body | None:
-    """`body` with its loops in the order of memory in which it accesses `buffer`, outermost first.
+    """`body` with its parallel loops in the order of memory in which it accesses `buffer`, outermost first.
 
-    None when that is not one order: reductions, accesses at several indices, or through indices from memory.
+    None when that is not one order: accesses at several indices, or through indices from memory.
     `hint` gives strides at the traced sizes.
     """
     body = split_at_divisions(body)
     accesses = [access for access in _accesses(body) if access.buffer == buffer]
-    if body.reduction or not accesses or any(access.indirect for access in accesses):
+    if not accesses or any(access.indirect for access in accesses):
         return None
     (index, *others) = {access.index for access in accesses}
     if others:
@@ -38,7 +38,7 @@ def in_order_of(body: Body, buffer: str, hint: Callable[[sympy.Expr], int]) -> B
     if any(stride is None for stride in strides.values()):
         return None
     loops = sorted(body.loops, key=lambda loop: -hint(strides[loop] or sympy.S.Zero))
-    return canonical(Body(tuple(loops), (), body.stores))
+    return canonical(Body(tuple(loops), body.reduction, body.stores))
 
 
 def split_at_divisions(body: Body) -> Body:

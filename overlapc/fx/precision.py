@@ -1,4 +1,4 @@
-"""Which float32 nodes of a graph end in low precision, however they get there.
+"""Which float32 nodes of a graph end in a format of 16 bits, however they get there.
 
     wide = x.float(); y = (exp(wide - top) / total).to(bfloat16)        exp, total and the quotient are coarse
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 aten = torch.ops.aten
-_LOW = frozenset((torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2))
+_LOW = frozenset((torch.float16, torch.bfloat16))
 _NOTE = "overlapc_coarse"
 
 # What hands an error on about as large as it takes it (see lowering/precision.py).

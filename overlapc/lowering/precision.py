@@ -1,8 +1,9 @@
 """Which values may be computed with a few units in the last place of error.
 
-A float32 value that reaches memory in a low-precision format only, through element-wise operations, is rounded to 11
-bits or fewer there: an error in its 22nd bit is not seen. For these, division, exponential, tanh and erf may take the
-device's approximations; anything that a float32 result, a comparison or an index depends on stays exact.
+A float32 value that reaches memory in a 16-bit format only, through element-wise operations, is rounded to 11 bits or
+fewer there: an error in its 22nd bit is not seen. (In float8 it is: what is scaled into its range lies half way between
+two of its numbers, a tenth apart, once in a few hundred times.) For these, division, exponential, tanh and erf may take
+the device's approximations; anything that a float32 result, a comparison or an index depends on stays exact.
 
 Decided once, where an op is lowered: what fusion later puts beside it changes no bits. A float32 result of a node may
 be coarse as well, where `fx/precision.py` found that in the whole step it ends in low precision.
@@ -14,11 +15,12 @@ import dataclasses
 
 import torch
 
-from overlapc.ir.body import LOW_PRECISION, Body, Cast, Op, Reduce, Store, Value
+from overlapc.ir.body import Body, Cast, Op, Reduce, Store, Value
 from overlapc.ir.rewriting import rewrite
 
 # What hands an error on about as large as it takes it. Differences may enlarge it, as they do eager's own rounding.
 _PASSES_ON = frozenset("add sub mul div neg maximum minimum relu abs sigmoid tanh erf where".split())
+FORGIVING = (torch.float16, torch.bfloat16)
 APPROXIMATED = frozenset(("div", "exp", "sigmoid", "tanh", "erf"))
 
 
@@ -52,7 +54,7 @@ def coarse_values(body: Body, results_are_coarse: bool = False) -> frozenset[Val
             if value in exact or value.kind not in ("sum", "max", "min"):
                 exact.add(value.arg)
         elif isinstance(value, Cast):
-            if value.to not in LOW_PRECISION:
+            if value.to not in FORGIVING:
                 exact.update(value.operands())
         elif not isinstance(value, Op) or value.name not in _PASSES_ON or value in exact:
             exact.update(value.operands())
@@ -62,4 +64,4 @@ def coarse_values(body: Body, results_are_coarse: bool = False) -> frozenset[Val
 def _forgives(store: Store, results_are_coarse: bool) -> bool:
     if store.mode != "set":
         return False
-    return store.memory_dtype in LOW_PRECISION or (results_are_coarse and store.memory_dtype is torch.float32)
+    return store.memory_dtype in FORGIVING or (results_are_coarse and store.memory_dtype is torch.float32)
