@@ -173,7 +173,8 @@ class Fuser:
         """The two groups as they are, and which ways to merge them this round would try."""
         a, b = self.groups[first], self.groups[second]
         across = self.ways.across and crosses(a.kernel.body, b.kernel.body)
-        return first, second, a.grown, b.grown, across + self.ways.reorders
+        reorders = self.ways.reorders and not (a.kernel.body.reduction and b.kernel.body.reduction)
+        return first, second, a.grown, b.grown, across + reorders
 
     def try_merge(self, first: int, second: int) -> bool:
         """Fuses two groups, `first` standing earlier, or notes why not."""

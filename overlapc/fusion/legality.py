@@ -47,7 +47,7 @@ def verdict(groups: Groups, a: Group, b: Group, ways: Ways, refuse: Refuse) -> B
         if isinstance(across, Refusal):
             across = Refusal(f"{merged.reason}; crosswise: {across.reason}")
         merged = across
-    if isinstance(merged, Refusal) and ways.reorders:
+    if isinstance(merged, Refusal) and ways.reorders and not (a.kernel.body.reduction and b.kernel.body.reduction):
         merged = _reordered(groups, a, b) or merged
     if isinstance(merged, Refusal):
         return merged
@@ -103,7 +103,7 @@ def _reordered(groups: Groups, a: Group, b: Group) -> Body | None:
     if first is None or second is None:
         return None
     merged = merge(first, second)
-    if isinstance(merged, Refusal):
+    if isinstance(merged, Refusal) or _goes_crosswise(groups, a, b, merged):
         return None
     before = sum(scattered_bytes(group.kernel.body, groups.bytes_of) for group in (a, b))
     after = scattered_bytes(without_stores(merged, groups.local(a, b)), groups.bytes_of)

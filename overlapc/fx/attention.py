@@ -7,14 +7,16 @@ masks. On the graph that Dynamo captured, before autograd:
  -> scaled_dot_product_attention(q, k, v, is_causal=True)
 
 A mask that lets everything through goes, too. So do the copies of keys and values for grouped-query attention, where
-the kernel without a mask reads each key for several heads by itself. Windows, offsets and masks that depend on data
-stay. What was found out about the mask travels to the ATen graph as `node.meta["custom"]["overlapc_attention"]`.
+the kernel without a mask reads each key for several heads by itself. A window goes a piece of the sequence at a time
+(windows.py); offsets and masks that depend on data stay. What was found out about the mask travels to the ATen graph
+as `node.meta["custom"]["overlapc_attention"]`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import sympy
@@ -26,9 +28,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.fx.conditions import Box, Condition, NotNegative
 from overlapc.fx.positions import Cases, Grid, Positions, UnknownValue, condition_of
+from overlapc.fx.windows import Window, window_of, windowed_attention
 
 KEY = "overlapc_attention"  # under node.meta["custom"]
-CAUSAL, FULL = "its mask is causal", "its mask lets everything through"
+CAUSAL, FULL, WINDOW = "its mask is causal", "its mask lets everything through", "its mask is a window"
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _MASKED = -1e30  # what is added to a score to leave it out: no score in bfloat16 or float32 comes near
 _LARGEST_FLASH_HEAD = 256  # elements
@@ -50,11 +53,20 @@ def drop_masks(gm: GraphModule, *, eager_dropout: bool) -> None:
     _Rewriter(eager_dropout).graph(gm, {})
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known of an attention's mask."""
+
+    why: str  # as the report says it
+    outcome: str  # what that comes to: CAUSAL, FULL, WINDOW, or something else
+    window: Window | None = None  # what it is, whether or not that can be made use of
+
+
 class _Rewriter:
     def __init__(self, eager_dropout: bool) -> None:
         self._eager_dropout = eager_dropout
         self._count = 0
-        self._verdicts: dict[tuple[Grid, tuple[sympy.Expr, ...]], tuple[str, str]] = {}  # layers share a mask
+        self._verdicts: dict[tuple[Grid, tuple[sympy.Expr, ...]], Verdict] = {}  # layers share a mask
 
     def graph(self, gm: GraphModule, given: Mapping[int, Grid]) -> set[int]:
         """given: what is known of inputs, by place. Returns the places of which that is true at the end, too."""
@@ -97,34 +109,41 @@ class _Rewriter:
         """Whether `node` was rewritten; notes why or why not. share: keys may be given as they were before repeats."""
         arguments = dict(zip(_PARAMETERS, node.args, strict=False)) | node.kwargs
         mask = arguments.get("attn_mask")
-        why, outcome = self._verdict(arguments, positions)
-        if outcome in (CAUSAL, FULL) and self._eager_dropout and arguments.get("dropout_p", 0.0) != 0.0:
-            why = outcome = "masked, to draw eager's random numbers"
-        rewrite = mask is not None and outcome in (CAUSAL, FULL)
+        verdict = self._verdict(arguments, positions)
+        dropout = arguments.get("dropout_p", 0.0) != 0.0
+        if verdict.outcome in (CAUSAL, FULL) and self._eager_dropout and dropout:
+            verdict = Verdict("masked, to draw eager's random numbers", "dropout")
+        piece = None if dropout else _piece(verdict, arguments)
+        if piece is not None:
+            verdict = replace(verdict, why=f"{WINDOW}, in pieces of {piece}", outcome=WINDOW)
+        rewrite = mask is not None and verdict.outcome in (CAUSAL, FULL)
         if rewrite:
-            arguments |= {"attn_mask": None, "is_causal": outcome == CAUSAL}
+            arguments |= {"attn_mask": None, "is_causal": verdict.outcome == CAUSAL}
         if share and arguments.get("attn_mask") is None:
             rewrite |= _share_keys(arguments)
         self._count += 1
         custom = dict(node.meta.get("custom") or {})
-        node.meta["custom"] = {**custom, KEY: {"at": self._count, "why": why, "outcome": outcome}}
-        if rewrite:
+        node.meta["custom"] = {**custom, KEY: {"at": self._count, "why": verdict.why, "outcome": verdict.outcome}}
+        if piece is not None and verdict.window is not None:
+            node.target = windowed_attention
+            node.args = (*(arguments[name] for name in ("query", "key", "value")), *astuple(verdict.window))
+            node.kwargs = {"piece": piece, "scale": arguments.get("scale")}
+        elif rewrite:
             node.args = tuple(arguments.pop(name) for name in ("query", "key", "value"))
             node.kwargs = arguments
-        return rewrite
+        return rewrite or piece is not None
 
-    def _verdict(self, arguments: Mapping[str, Any], positions: Positions) -> tuple[str, str]:
-        """(what the report says of an attention's mask, what that comes to: CAUSAL, FULL, or something else)."""
+    def _verdict(self, arguments: Mapping[str, Any], positions: Positions) -> Verdict:
         mask = arguments.get("attn_mask")
         if mask is None:
             text = "causal" if arguments.get("is_causal") is True else "no mask"
-            return text, text
+            return Verdict(text, text)
         grid = positions.grid(mask)
         if grid is None:
-            return "masked: its mask depends on data, or in a way on positions that is not known", "data"
+            return Verdict("masked: its mask depends on data, or in a way on positions that is not known", "data")
         query, keys = (_fake(arguments[name]) for name in ("query", "key"))
         if query is None or keys is None:
-            return "masked: its queries are no plain tensors", "data"
+            return Verdict("masked: its queries are no plain tensors", "data")
         rows, columns = positions.extent(query.shape[-2]), positions.extent(keys.shape[-2])
         scores = (*map(positions.extent, query.shape[:-2]), rows, columns)
         key = grid, scores
@@ -136,24 +155,37 @@ class _Rewriter:
 # --- what a mask is
 
 
-def _what_it_is(grid: Grid, scores: tuple[sympy.Expr, ...], shape_env: ShapeEnv | None) -> tuple[str, str]:
+def _what_it_is(grid: Grid, scores: tuple[sympy.Expr, ...], shape_env: ShapeEnv | None) -> Verdict:
     """The verdict on a mask that follows from positions, on scores of these sizes."""
     rows, columns = scores[-2:]
     padded = (*[sympy.S.One] * (len(scores) - len(grid.size)), *grid.size)
     if len(padded) > len(scores) or any(n not in (1, extent) for n, extent in zip(padded, scores, strict=True)):
-        return "masked: its mask has other sizes than its scores", "shape"
+        return Verdict("masked: its mask has other sizes than its scores", "shape")
     index = tuple(sympy.Symbol(f"i{at}", integer=True, nonnegative=True) for at in range(len(scores)))
     box = Box(dict(zip(index, scores, strict=True)), shape_env)
     try:
         allowed = _allowed(grid.read(index, box), box)
     except UnknownValue:
-        return "masked: its mask depends on positions in a way that is not known", "positions"
+        return Verdict("masked: its mask depends on positions in a way that is not known", "positions")
     if allowed is True:
-        return FULL, FULL
+        return Verdict(FULL, FULL)
     if allowed == NotNegative(sympy.expand(index[-2] - index[-1])) and rows == columns:
-        return CAUSAL, CAUSAL
+        return Verdict(CAUSAL, CAUSAL)
+    window = window_of(allowed, index[-2], index[-1]) if rows == columns else None
     shown = str(allowed).replace(str(index[-2]), "query").replace(str(index[-1]), "key")
-    return f"masked: its mask is neither causal nor all true ({shown})", "positions"
+    return Verdict(f"masked: its mask is neither causal nor all true ({shown})", "positions", window)
+
+
+def _piece(verdict: Verdict, arguments: Mapping[str, Any]) -> int | None:
+    """Positions of a piece in which attention within a window goes; None where it does not."""
+    fakes = [_fake(arguments[name]) for name in ("query", "key", "value")]
+    if verdict.window is None or arguments.get("is_causal") or arguments.get("enable_gqa"):
+        return None
+    if any(fake is None or fake.ndim != 4 or not isinstance(fake.shape[-2], int) for fake in fakes):
+        return None
+    (batch, heads, length, _), *others = (fake.shape for fake in fakes if fake is not None)
+    same = all(tuple(other[:3]) == (batch, heads, length) for other in others)
+    return verdict.window.piece(length) if same else None
 
 
 def _allowed(value: Any, box: Box) -> Condition:
@@ -282,9 +314,11 @@ def attention_kernels(graph: fx.Graph) -> Counter[str]:
 
 
 def attention_counts(graph: fx.Graph) -> dict[str, int]:
-    """How many attentions of a forward graph lost a mask as causal or full, and how many have one still."""
+    """How many attentions of a forward graph lost a mask as causal or full, go by window, or have a mask still."""
     outcomes = {note["at"]: note["outcome"] for note in _notes(graph)}
-    names = {CAUSAL: "attention_masks_causal", FULL: "attention_masks_full"}
+    names = {
+        CAUSAL: "attention_masks_causal", FULL: "attention_masks_full", WINDOW: "attention_masks_windows",
+    }  # fmt: skip
     kept = ("causal", "no mask")
     return dict(Counter(names.get(each, "attention_masks_kept") for each in outcomes.values() if each not in kept))
 
