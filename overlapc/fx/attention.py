@@ -27,7 +27,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.fx.conditions import Box, Condition, NotNegative
-from overlapc.fx.positions import Cases, Grid, Positions, UnknownValue, condition_of
+from overlapc.fx.position_values import Cases, Grid, UnknownValue, condition_of
+from overlapc.fx.positions import Positions
 from overlapc.fx.windows import Window, window_of, windowed_attention
 
 KEY = "overlapc_attention"  # under node.meta["custom"]

@@ -77,14 +77,9 @@ class Box:
 
     def all_of(self, conditions: Iterable[Condition]) -> Condition:
         """All of `conditions`, without those that others imply; False where two exclude each other."""
-        found: set[NotNegative | AnyOf] = set()
-        for each in conditions:
-            if each is False:
-                return False
-            if isinstance(each, AllOf):
-                found |= each.of
-            elif not isinstance(each, bool):
-                found.add(each)
+        found = _flattened(conditions, AllOf, False)
+        if found is None:
+            return False
         compared = [each for each in found if isinstance(each, NotNegative)]
         for at, one in enumerate(compared):
             for other in compared[at + 1 :]:
@@ -94,9 +89,7 @@ class Box:
                     found.discard(other)
                 elif self._is_certain(sympy.expand(one.value - other.value)):
                     found.discard(one)
-        if len(found) < 2:
-            return next(iter(found), True)
-        return AllOf(frozenset(found))
+        return AllOf(frozenset(found)) if len(found) > 1 else next(iter(found), True)
 
     def any_of(self, conditions: Iterable[Condition]) -> Condition:
         """At least one of `conditions`."""
@@ -134,15 +127,20 @@ def negated(condition: Condition, box: Box) -> Condition:
         return box.not_negative(-condition.value - 1)
     if isinstance(condition, AnyOf):
         return box.all_of([negated(each, box) for each in condition.of])
-    opposites = [negated(each, box) for each in condition.of]
-    flat: set[NotNegative | AllOf] = set()
-    for each in opposites:
-        if each is True:
-            return True
-        if isinstance(each, AnyOf):
-            flat |= each.of
+    found = _flattened([negated(each, box) for each in condition.of], AnyOf, True)
+    if found is None:
+        return True
+    return AnyOf(frozenset(found)) if len(found) > 1 else next(iter(found), False)
+
+
+def _flattened(conditions: Iterable[Condition], kind: type[AllOf | AnyOf], decides: bool) -> set[Any] | None:
+    """The parts of `conditions`, of which those of one `kind` are joined alike; None where one is `decides`."""
+    found: set[Any] = set()
+    for each in conditions:
+        if each is decides:
+            return None
+        if isinstance(each, kind):
+            found |= each.of
         elif not isinstance(each, bool):
-            flat.add(each)
-    if len(flat) < 2:
-        return next(iter(flat), False)
-    return AnyOf(frozenset(flat))
+            found.add(each)
+    return found
