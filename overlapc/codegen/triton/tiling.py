@@ -323,11 +323,14 @@ def _pieces_of_rows(given: _Reduction) -> Tiling:
     rblock = _clamp(64, power_of_two(given.length), 4096 if given.streams <= 2 else 2048)
     tiling = Tiling("looped", given.x, 1, _warps(rblock), r=given.r, rblock=rblock)
     tiling = _divided(given, tiling, 4 * MULTIPROCESSORS)
-    if tiling.form == "looped" and given.passes > 1 and given.length >= _LONG_ROW:
-        # The rows that are in work together should still lie in the L2 cache when they are read again: one program a
-        # multiprocessor, as many registers as that has.
-        rblock = _LONG_ROW // power_of_two(max(1, given.streams))
-        return replace(tiling, rblock=rblock, num_warps=32)
+    if tiling.form != "looped" or given.passes == 1:
+        return tiling
+    # The rows that are in work together should still lie in the L2 cache when they are read again: of long ones one
+    # program a multiprocessor, as many registers as that has, of others half as many programs as else.
+    if given.length >= _LONG_ROW:
+        return replace(tiling, rblock=_LONG_ROW // power_of_two(max(1, given.streams)), num_warps=32)
+    if given.length * given.streams >= _LONG_ROW // 2:
+        return replace(tiling, rblock=2 * rblock, num_warps=2 * tiling.num_warps)
     return tiling
 
 
