@@ -80,6 +80,12 @@ class PythonWrapper:
         self.devices: dict[torch.device, torch.device] = {}
         self.header: list[str] = []
         self.leaving = partition.leaving if partition is not None else ()
+        self.called = {
+            name
+            for item in program.instructions
+            if isinstance(item, Call) and getattr(item.op.target, "namespace", None) == "aten" and not item.op.out
+            for name, _ in item.results
+        }
         self.waited = {item.variable for item in program.instructions if isinstance(item, WaitFor)}
         self.source = self._module(partition.steps if partition is not None else program.instructions, marked)
 
@@ -266,10 +272,15 @@ class PythonWrapper:
             size, stride = self._shape(item.layout.size), self._shape(item.layout.stride)
             return [f"{item.variable} = rt.as_expected({item.variable!r}, {item.variable}, {size}, {stride})"]
         assert isinstance(item, Return)
-        values = [self.value(value) for value in item.values]
+        values = [self._returned(value) for value in item.values]
         left = _tuple(self.leaving)
         copies = [f"{left} = parts.copied{left}"] if self.leaving else []
         return [*copies, f"return ({', '.join(values)}{',' if len(values) == 1 else ''})"]
+
+    def _returned(self, value: Any) -> str:
+        """`value`; some of torch's own ops (`slice_scatter`) give a view of what they copied."""
+        text = self.value(value)
+        return f"rt.standing_alone({text})" if text in self.called else text
 
     def _in_mark(self, item: Instruction) -> list[str]:
         if not isinstance(item, Launch | Call | WaitFor):

@@ -43,6 +43,24 @@ def test_the_same_as_under_torchs_wrapper(run: Callable[[Compile], Any], lean: l
     torch.testing.assert_close(ours, expected)
 
 
+# --- results
+
+
+@scenario
+def what_a_call_gives_may_be_changed_in_place(compile: Compile) -> Any:
+    """torch's own `as_strided_scatter` gives a view of its copy."""
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin(), torch.as_strided_scatter(x, x[:2] * 2, (2,), (1,), 1)
+
+    step, x, seen = compile(function), leaf(4), []
+    for _ in range(3):
+        _, result = step(x)
+        result.mul_(3)
+        seen += [result.detach(), *torch.autograd.grad(result.sum(), x)]
+    return seen
+
+
 # --- inputs that change
 
 
