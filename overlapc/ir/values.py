@@ -68,6 +68,12 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
     return Cast(value, target)
 
 
+def converted(value: Value, source: torch.dtype, dtype: torch.dtype) -> Value:
+    """An element of a `source` tensor as conversion to `dtype` leaves it, rounded if that is a low precision."""
+    wide = cast(value, dtype)
+    return wide if source is dtype or dtype not in LOW_PRECISION else Cast(wide, dtype)
+
+
 # Operations that yield one of the numbers they are given, or its opposite, or a whole number no longer than it.
 _KEEPS = frozenset("neg abs relu maximum minimum where copysign sign floor ceil trunc round".split())
 _FRACTION_BITS = {torch.bfloat16: 7, torch.float16: 10}

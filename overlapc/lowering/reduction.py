@@ -11,7 +11,7 @@ import torch
 from overlapc.ir.body import Body, Loop, Reduce, Value, compute_dtype, op
 from overlapc.ir.indexing import loop_symbol, numel
 from overlapc.ir.ops import View
-from overlapc.ir.values import cast, constant
+from overlapc.ir.values import cast, constant, converted
 from overlapc.lowering.context import Context
 from overlapc.lowering.pointwise import settled, truth
 from overlapc.lowering.table import Impossible, lowers
@@ -77,16 +77,21 @@ def nonempty(x: View, dims: Any, what: str) -> None:
 @lowers(aten.sum.dim_IntList, aten.sum.default)
 def sum_(context: Context, x: View, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> View:
     out = context.value_of().dtype
-    return reduce(context, x, dim, lambda value: Reduce("sum", cast(value, out), compute_dtype(out)), keepdim)
+    return reduce(
+        context, x, dim, lambda value: Reduce("sum", converted(value, x.dtype, out), compute_dtype(out)), keepdim
+    )
 
 
 @lowers(aten.mean.dim, aten.mean.default)
 def mean(context: Context, x: View, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> View:
-    out = compute_dtype(context.value_of().dtype)
+    result = context.value_of().dtype
+    out = compute_dtype(result)
     count = numel(x.size[at] for at in normalized(dim, len(x.size)))
 
     def finish(value: Value) -> Value:
-        return op("div", Reduce("sum", cast(value, out), out), cast(context.scalar(count), out))
+        on_cpu = x.layout.device.type == "cpu"  # where eager converts to float32, whatever the result is rounded to
+        given = cast(value, out) if on_cpu else converted(value, x.dtype, result)
+        return op("div", Reduce("sum", given, out), cast(context.scalar(count), out))
 
     return reduce(context, x, dim, finish, keepdim)
 
@@ -94,7 +99,9 @@ def mean(context: Context, x: View, dim: Any = None, keepdim: bool = False, *, d
 @lowers(aten.prod.dim_int, aten.prod.default)
 def prod(context: Context, x: View, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> View:
     out = context.value_of().dtype
-    return reduce(context, x, dim, lambda value: Reduce("prod", cast(value, out), compute_dtype(out)), keepdim)
+    return reduce(
+        context, x, dim, lambda value: Reduce("prod", converted(value, x.dtype, out), compute_dtype(out)), keepdim
+    )
 
 
 @lowers(aten.amax.default, aten.max.default)

@@ -10,7 +10,7 @@ import torch
 
 from overlapc.ir.body import Body, Scan, Value, compute_dtype
 from overlapc.ir.ops import View
-from overlapc.ir.values import cast
+from overlapc.ir.values import converted
 from overlapc.lowering.context import Context
 from overlapc.lowering.reduction import normalized, reduction_loops
 from overlapc.lowering.table import lowers
@@ -41,7 +41,9 @@ def cumprod(context: Context, x: View, dim: int, *, dtype: Any = None) -> View:
 
 def _arithmetic(context: Context, kind: str, x: View, dim: int) -> View:
     out = context.value_of().dtype
-    return scanned(context, x, dim, lambda value, at: Scan(kind, cast(value, out), compute_dtype(out), at))
+    return scanned(
+        context, x, dim, lambda value, at: Scan(kind, converted(value, x.dtype, out), compute_dtype(out), at)
+    )
 
 
 @lowers(aten.logcumsumexp.default)

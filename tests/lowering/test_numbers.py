@@ -133,3 +133,14 @@ def test_float8_is_converted_in_kernels(dtype):
 def test_zeros_without_memory_are_zeros():
     """What forward-mode derivatives give where nothing depends on the input: kernels would read address 0."""
     same(lambda x: (torch._efficientzerotensor(5) + x, torch._efficientzerotensor(5) * x.sum()), torch.arange(5.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_added_up_in_low_precision_is_rounded_first(dtype, generator):
+    x = torch.randn(40, 9, generator=torch.Generator().manual_seed(0))
+
+    def function(x):
+        return x.cumsum(0, dtype=dtype), x[:4].cumprod(0, dtype=dtype), x.sum(0, dtype=dtype), x.mean(1, dtype=dtype)
+
+    for given in (x, x.double(), torch.arange(1000, 1300)[:, None]):  # integers above 256 are no numbers of bfloat16
+        same(function, given, rtol=0, atol=0)
