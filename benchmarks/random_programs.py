@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="the first of consecutive seeds")
+    parser.add_argument("--short", action="store_true", help="2 to 6 statements, as those in the tests")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one program (shrinking has --shrink)")
@@ -67,7 +68,7 @@ def show(options: argparse.Namespace) -> int:
     """Prints a program as a file that stands alone."""
     from tests.programs.draw import draw
 
-    program = reported(options.source).get(options.seed) or draw(options.seed, options.device)
+    program = reported(options.source).get(options.seed) or draw(options.seed, options.device, short=options.short)
     print(program.script(f"seed {options.seed}", options.device))
     return 0
 
@@ -136,6 +137,7 @@ class Worker:
 
     def __init__(self, job: int, options: argparse.Namespace) -> None:
         given = ["--device", options.device, "--shrink", str(options.shrink), "--jobs", str(options.jobs)]
+        given += ["--short"] if options.short else []
         given += ["--from", str(options.source)] if options.source else []
         given += ["--beside-inductor"] if options.beside_inductor else []
         environment = {
@@ -217,10 +219,10 @@ def work(options: argparse.Namespace) -> int:
 
 def verdict_on(seed: int, options: argparse.Namespace, out: Any) -> dict[str, Any]:
     from tests.programs.draw import draw
-    from tests.programs.judge import Verdict, judge
+    from tests.programs.judge import Verdict, by_aot_eager, by_inductor, judge
     from tests.programs.shrink import shrink
 
-    program = reported(options.source).get(seed) or draw(seed, options.device)
+    program = reported(options.source).get(seed) or draw(seed, options.device, short=options.short)
     verdict = judge(program, options.device)
     result = {"seed": seed, "kind": verdict.kind, "message": verdict.message, "statements": len(program.body)}
     result |= {"dynamic": program.dynamic, "backward": bool(program.leaves)}
@@ -228,19 +230,18 @@ def verdict_on(seed: int, options: argparse.Namespace, out: Any) -> dict[str, An
         return result
     first = result | {"unfinished": True, "program": asdict(program), "code": program.code(), "seconds": 0}
     print(json.dumps(first), file=out, flush=True)
-    by_inductor = partial(judge, compiler=inductor)
-    traced = judge(program, options.device, aot_eager)
+    traced = judge(program, options.device, by_aot_eager)
     result["tracing"] = "wrong" if traced.wrong else "right"
     if verdict.kind == "error" and traced.what == verdict.what:  # it is raised before any backend sees a graph
         return result | {"program": asdict(program), "code": program.code(), "inductor": "as aot_eager"}
     if options.beside_inductor:
-        beside = by_inductor(program, options.device)
+        beside = judge(program, options.device, by_inductor)
         result |= {"inductor": beside.kind, "inductor_message": beside.message}
 
     def judged(candidate: Any, device: str) -> Verdict:
         ours = judge(candidate, device)
         ask = ours.what == verdict.what and options.beside_inductor and not beside.wrong
-        if ask and by_inductor(candidate, device).wrong:
+        if ask and judge(candidate, device, by_inductor).wrong:
             return Verdict("right")  # another failure than the one looked for
         return ours
 
@@ -249,20 +250,6 @@ def verdict_on(seed: int, options: argparse.Namespace, out: Any) -> dict[str, An
     else:
         small = shrink(program, verdict, options.device, options.shrink, judged)
     return result | {"program": asdict(small), "code": small.code(), "small": judge(small, options.device).message}
-
-
-def aot_eager(function: Any, program: Any) -> Any:
-    """Traced by Dynamo and AOTAutograd, then run as it stands: what is wrong here is torch's own."""
-    import torch
-
-    return torch.compile(function, backend="aot_eager", dynamic=program.dynamic)
-
-
-def inductor(function: Any, program: Any) -> Any:
-    import torch
-
-    torch._inductor.config.fallback_random = True  # draws eager's numbers
-    return torch.compile(function, backend="inductor", dynamic=program.dynamic)
 
 
 def tell(results: list[dict[str, Any]], options: argparse.Namespace) -> None:

@@ -45,11 +45,11 @@ RUNTIME = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError,
 class Author:
     """Holds what is written so far and every variable's value, for each of the sizes."""
 
-    def __init__(self, seed: int, dynamic: bool | None = None) -> None:
+    def __init__(self, seed: int, dynamic: bool | None = None, short: bool = False) -> None:
         self.random = random.Random(seed)
         self.dynamic = self.random.random() < 0.3 if dynamic is None else dynamic
         self.special = self.random.random() < 0.12
-        self.length = self.random.randrange(20, 46)
+        self.length = self.random.randrange(20, 46) if not short else self.random.randrange(2, 7)
         self.setup: list[str] = []
         self.body: list[str] = []
         self.used: set[str] = set()
@@ -331,11 +331,14 @@ def backward_runs(program: Program, device: str) -> bool:
     return True
 
 
-def draw(seed: int, device: str = "cpu", dynamic: bool | None = None) -> Program:
-    """The program of this seed; written on a CPU, where an index out of bounds is an exception, for any device."""
+def draw(seed: int, device: str = "cpu", dynamic: bool | None = None, short: bool = False) -> Program:
+    """The program of this seed; written on a CPU, where an index out of bounds is an exception, for any device.
+
+    It has 20 to 45 statements, or if `short` 2 to 6: another program.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        author = Author(seed, dynamic)
+        author = Author(seed, dynamic, short)
         author.draw_inputs()
         while not author.prepare():
             author.setup = []
@@ -349,7 +352,7 @@ def draw(seed: int, device: str = "cpu", dynamic: bool | None = None) -> Program
         while not backward_runs(program, "cpu"):
             program = less_changed(program)
         if device != "cpu" and not backward_runs(program, device):
-            return draw(seed + 2**32, device, dynamic)  # an op that this device has no kernel for
+            return draw(seed + 2**32, device, dynamic, short)  # an op that this device has no kernel for
         return program
 
 
