@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch._dynamo import disable
 from torch._dynamo.utils import flatten_graph_inputs
 from torch._functorch.aot_autograd import aot_module_simplified
@@ -63,7 +66,7 @@ def _traced(
         "inference_compiler": partial(each, config=config, name=f"inference_{number}"),
     }
     # No collections: a traced graph is objects that all stay.
-    with phase("AOTAutograd"), deterministic(config.deterministic), no_collections():
+    with phase("AOTAutograd"), deterministic(config.deterministic), no_collections(), _tangents_of(gm):
         step = _folded(trace, gm, inputs, compilers) if config.trace_once and not compiled_autograd(gm) else None
         if step is None:
             step = trace(gm, inputs, partition_fn=partition, **compilers)
@@ -98,6 +101,23 @@ def _folded(
         return None
     finally:
         folded.close()
+
+
+def _tangents_of(gm: GraphModule) -> AbstractContextManager[None]:
+    """Where a result may lie twice in the same memory (`unfold`), tangents are contiguous while `gm` is traced.
+
+    AOTAutograd guesses that they lie as the results do, and would copy what differs from element to element there.
+    """
+    results = (
+        [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
+        if isinstance(gm, GraphModule)
+        else []
+    )
+    plain = [x for x in results if isinstance(x, Tensor) and not is_traceable_wrapper_subclass(x)]
+    if any(x.layout == torch.strided and torch._debug_has_internal_overlap(x) for x in plain if x.requires_grad):
+        guessing: Any = torch._functorch.config.patch(guess_tangent_strides_as_outputs=False)
+        return guessing
+    return nullcontext()
 
 
 def _hidden(compiler: GraphCompiler) -> GraphCompiler:

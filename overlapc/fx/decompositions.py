@@ -39,7 +39,6 @@ KEPT = (
     aten.addmm,
     aten.baddbmm,
     aten.masked_fill,
-    aten.select_scatter,  # its decomposition has the dtype that both tensors promote to, not the first one's
     aten.var,
     aten.var_mean,
     aten.index_put,
@@ -109,9 +108,24 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
     table[aten.nll_loss_backward.default] = nll_loss_backward
     table[aten._foreach_norm.Scalar] = norms
     table[aten.topk.default] = topk_of_groups
+    for scatter in (aten.select_scatter, aten.slice_scatter, aten.diagonal_scatter):
+        table[scatter.default] = of_dense(scatter.default)
     table[aten.index_fill.int_Scalar] = table[aten.index_fill.int_Tensor] = index_fill
     table = {target: rule for target, rule in table.items() if target not in kept and not draws(target)}
     return table | (random_decompositions() if native_random else drawn_decompositions())
+
+
+def of_dense(op: Any) -> Callable[..., Any]:
+    """`op` as it is, and not as torch's rule, whose result has the dtype that both tensors promote to.
+
+    Where elements of `x` share memory, `op` of a copy: torch 2.11 traces a result whose elements share memory, too.
+    """
+
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        shared = any(extent != 1 and step == 0 for extent, step in zip(x.shape, x.stride(), strict=True))
+        return op(x.clone(memory_format=torch.contiguous_format), *args, **kwargs) if shared else NotImplemented
+
+    return call
 
 
 def index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor | float) -> Tensor:

@@ -107,6 +107,9 @@ def test_scatters_agree_with_eager(function, dynamic):
         lambda x, v: torch.diagonal_scatter(x, v[0, :1], 1),
         lambda x, v: torch.diagonal_scatter(x.t(), v[0, :2], 3),
         lambda x, v: torch.select_scatter(x, v[0, :2], 0, -2),
+        lambda x, v: torch.select_scatter(x[0].expand(3, 2), v[:, 0], 1, 0),  # each element in its own memory then
+        lambda x, v: torch.slice_scatter(x[0].expand(3, 2), v[:, :1], 1, 0, 1),
+        lambda x, v: torch.diagonal_scatter(x[0].expand(3, 2), v[0, :2]),
     ],
 )
 def test_parts_written_over_agree_with_eager(function):

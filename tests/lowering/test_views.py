@@ -126,3 +126,21 @@ def test_a_gradients_view_counts_from_where_the_gradients_memory_begins():
     torch._dynamo.reset()
     (got,) = torch.autograd.grad(torch.compile(function, backend="overlapc")(x), x, gradient)
     assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x * 2).unfold(1, 2, 1),
+        lambda x: (x * 2).as_strided((2, 3), (1, 1)),
+        lambda x: (x * 2).expand(3, 4),
+        lambda x: x.unfold(1, 2, 1),
+    ],
+)
+def test_gradients_of_results_whose_elements_share_memory(function):
+    def gradient(call):
+        x = torch.arange(4.0).reshape(1, 4).requires_grad_()
+        y = call(x)
+        return torch.autograd.grad(y, x, torch.arange(float(y.numel())).reshape(y.shape))[0]
+
+    torch.testing.assert_close(gradient(compiled(function)), gradient(function))

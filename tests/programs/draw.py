@@ -360,7 +360,7 @@ def less_changed(program: Program) -> Program:
     """Without the last statement that changes a tensor in place; if there is none, without gradients."""
     for at in reversed(range(len(program.body))):
         text = program.body[at]
-        if re.search(r"\w_\(|\] [-+*]?= ", text) and not re.match(r"v\d+ =", text):
+        if re.search(r"\w_\(|\] [-+*]?= ", text) and not re.search(r"^\s*v\d+ =", text, re.MULTILINE):
             return replace(program, body=program.body[:at] + program.body[at + 1 :])
     for at in reversed(range(len(program.body))):
         made = re.match(r"(v\d+) = ", program.body[at])
