@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo import trace_rules
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -146,6 +147,7 @@ def _as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
 def _patched(world_size: int, options: Config, zeros: dict[str, None]) -> Iterator[None]:
     """torch as a machine with `world_size` GPUs looks to a script, as far as scripts ask before their first step."""
     with contextlib.ExitStack() as stack:
+        stack.callback(trace_rules.clear_lru_cache)  # Dynamo lists torch's functions when first asked: the patched ones
 
         def put(owner: Any, name: str, value: Any) -> None:
             before = getattr(owner, name)

@@ -149,7 +149,8 @@ def out_of_memory(folder: str) -> tuple[str, str, Any]:
         with pytest.raises(OverlapcError) as caught:
             compiled(*given)
         torch._dynamo.reset()
-        result = torch.compile(summed, backend="overlapc", options={"profile": profile, "warm_start": False})(*given)
+        options = {"transport": "auto", "profile": profile, "warm_start": False}
+        result = torch.compile(summed, backend="overlapc", options=options)(*given)
     (why,) = overlapc.report().steps[-1].graphs[-1].not_copied.values()
     return str(caught.value), why, result.tolist() == [1.5] * 4096
 

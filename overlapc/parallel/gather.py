@@ -120,7 +120,8 @@ class ShardedParam:
         """How it is gathered and its gradient reduced, in plain values: equal parameters of two modules have one."""
         group = self.group
         fields = dataclasses.fields(self)
-        mine = [getattr(self, each.name) for each in fields if each.name not in ("name", "group", "part", "key")]
+        others = ("name", "group", "part", "variants", "key")
+        mine = [getattr(self, each.name) for each in fields if each.name not in others]
         return (*mine, group.axis, group.replicate, group.post, group.reshard)
 
     @property
@@ -176,7 +177,7 @@ def unshard(param: DTensor, key: str, unsynced: Tensor | None = None, gathered: 
 
 def unshard_local(shard: Tensor, key: str) -> Tensor:
     """`unshard` of a parameter whose local shard is at hand, and that no axis but the data-parallel ones divides."""
-    full: Tensor = _Unshard.apply(shard, key, None)
+    full: Tensor = _Unshard.apply(shard, key, None, None)
     return full
 
 

@@ -199,7 +199,7 @@ def test_plan_names_the_line_that_it_cannot_read(command, tmp_path):
 
 
 def test_a_run_keeps_its_report_beside_those_of_earlier_runs(command, monkeypatch, tmp_path):
-    def ranks(arguments, nproc, run_dir, variables):
+    def ranks(arguments, nproc, run_dir, variables, watchdog_s):
         (run_dir / "rank0").mkdir()
         REPORT.save(run_dir / "rank0" / "record.json")
 

@@ -47,7 +47,7 @@ def test_a_batch_whose_factor_is_broadcast_is_not_copied():
 
 def test_transposed_factors_and_results():
     a, b = torch.randn(24, 20), torch.randn(30, 24)
-    check(lambda a, b: (a.T @ b.T).T.contiguous(), a, b, kernels=2)
+    check(lambda a, b: (a.T @ b.T).T.contiguous(), a, b, kernels=1)
 
 
 def test_scaled_addition_leaves_what_counts_for_nothing_out():
