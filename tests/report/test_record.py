@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -71,6 +72,7 @@ def test_the_package_is_callable_and_gives_what_was_added(monkeypatch):
     with pytest.raises(overlapc.report.NothingCompiled, match="run one step before the report"):
         overlapc.report(object())
     record.add(FORWARD)
-    assert overlapc.report(object()) == Report((StepRecord(3, 4, (FORWARD,)),))
+    (step,) = overlapc.report(object()).steps
+    assert replace(step, seconds={}) == StepRecord(3, 4, (FORWARD,))  # seconds: of all that this process compiled
     record.clear()
     assert overlapc.report().steps[0].graphs == ()
