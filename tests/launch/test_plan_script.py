@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo import trace_rules
 
 from overlapc.config import Config
 from overlapc.errors import ConfigError
@@ -61,6 +62,7 @@ def script(tmp_path):
 
 
 def test_a_script_is_planned_for_any_number_of_ranks_in_one_table(script, capsys, tmp_path):
+    trace_rules.clear_lru_cache()  # as in a process that has compiled nothing
     path = script()
     saved = tmp_path / "record.json"
     arguments = ["plan", str(path), "--world-size", "16,512", "--network", "400Gb/s", "--save", str(saved), "--", "2"]
@@ -74,6 +76,8 @@ def test_a_script_is_planned_for_any_number_of_ranks_in_one_table(script, capsys
     assert "50 GB/s a GPU between hosts (--network 400Gb/s)" in text
     assert not dist.is_initialized()
     assert torch.empty(1).to("cpu").item() is not None  # torch is as it was
+    add = torch.compile(lambda x: x + torch.tensor(2.0), backend="eager", fullgraph=True)
+    assert add(torch.ones(1)).item() == 3  # and Dynamo knows it
 
 
 def test_a_step_calls_what_the_script_calls_until_it_steps(script):
