@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import itertools
 import json
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from tabulate import tabulate
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
+from turns import each_step_ms
 
 import overlapc
 from overlapc.estimators.clock import clock_for, collective_ns, launch_ns
@@ -222,14 +222,13 @@ def step(case: Case, device: torch.device, args: argparse.Namespace) -> tuple[di
     step_s = seconds_of(once, device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    times = list(
-        timed(once, device, steps_in(_SETTLE_S, step_s, device), max(_STEPS, steps_in(_TIMED_S, step_s, device)))
-    )
+    settling, steps = steps_in(_SETTLE_S, step_s, device), max(_STEPS, steps_in(_TIMED_S, step_s, device))
+    times = timed(once, device, settling, steps)
     peak_bytes = torch.cuda.max_memory_allocated() - before_bytes if cuda else 0
     host_ms = host_times_ms(lambda: run(tokens, tokens), backward, device)
     trace = args.out / "trace.json" if args.out and dist.get_rank() == 0 else None
     with overlapc.report.measure(trace, last=_STEPS) as measured:
-        profiled_times = list(timed(once, device, steps_in(_PROFILED_SETTLE_S, step_s, device), _STEPS))
+        profiled_times = timed(once, device, steps_in(_PROFILED_SETTLE_S, step_s, device), _STEPS)
     assert measured.report is not None
     (seen,) = measured.report.steps
     if args.out:
@@ -370,25 +369,12 @@ class Recomputed(torch.nn.Module):
         return checkpoint(self.inner, *args, use_reentrant=False)
 
 
-def timed(once: Callable[[], None], device: torch.device, settling: int, steps: int) -> Iterator[float]:
+def timed(once: Callable[[], None], device: torch.device, settling: int, steps: int) -> list[float]:
     """Milliseconds of each of `steps` steps, after so many others."""
     dist.barrier()
     for _ in range(settling):
         once()
-    if device.type != "cuda":
-        for _ in range(steps):
-            began = time.perf_counter()
-            once()
-            yield (time.perf_counter() - began) * 1e3
-        return
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        once()
-        mark.record()
-    torch.cuda.synchronize()
-    for first, second in itertools.pairwise(marks):
-        yield first.elapsed_time(second)
+    return each_step_ms(once, steps, device.type)
 
 
 if __name__ == "__main__":

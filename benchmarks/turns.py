@@ -149,25 +149,32 @@ def answer_on_rank(make: Callable[[], object], device: str, subject: str, rank: 
     dist.destroy_process_group()
 
 
-def step_times(step: Callable[[], object], steps: int, device: str) -> dict[str, Any]:
-    """`times_ms` of each of `steps` steps, by CUDA events or the host's clock; `peak_gib` of memory on this GPU."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):  # the allocator's cache is empty when a turn begins
-        step()
-    if device == "cpu":
+def each_step_ms(step: Callable[[], object], steps: int, device: str) -> list[float]:
+    """Milliseconds of each of `steps` steps: between CUDA events (device "cuda"), or by the host's clock."""
+    if device != "cuda":
         clock = [time.perf_counter()]
         for _ in range(steps):
             step()
             clock.append(time.perf_counter())
-        return {"times_ms": [(after - before) * 1e3 for before, after in itertools.pairwise(clock)]}
+        return [(after - before) * 1e3 for before, after in itertools.pairwise(clock)]
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     marks[0].record()
     for mark in marks[1:]:
         step()
         mark.record()
     torch.cuda.synchronize()
-    times = [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
+    return [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
+
+
+def step_times(step: Callable[[], object], steps: int, device: str) -> dict[str, Any]:
+    """`times_ms` of each of `steps` steps, by CUDA events or the host's clock; `peak_gib` of memory on this GPU."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):  # the allocator's cache is empty when a turn begins
+        step()
+    times = each_step_ms(step, steps, device)
+    if device == "cpu":
+        return {"times_ms": times}
     peak = torch.cuda.max_memory_allocated() + pools_bytes()  # torch's allocator does not know what ranks share
     return {"times_ms": times, "peak_gib": peak / 2**30}
 

@@ -111,7 +111,7 @@ def profile_document(
 
 
 def with_copies(document: dict[str, Any], origin: str, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A profile file's content with what `ranks` measured of copies, in place of what it said of them."""
+    """A profile file's content with its entries about copies replaced by what `ranks` measured."""
     measured = median_of(list(ranks))
     slowdowns = dict(document["quantities"].get("slowdowns", {"value": {}, "origin": ""}))
     slowdowns["value"] = {**slowdowns["value"], **measured["quantities"].get("slowdowns", {})}

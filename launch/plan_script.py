@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from torch.utils import _device
 from overlapc.backend import plan_only
 from overlapc.config import Config
 from overlapc.errors import ConfigError
+from overlapc.launch.environment import environment
 from overlapc.report import record
 from overlapc.report.record import Report
 from overlapc.runtime.steps import STEPS
@@ -70,7 +70,7 @@ def plan_script(
     zeros: dict[str, None] = {}
     stepped = register_optimizer_step_pre_hook(_stop)
     try:
-        with _patched(world_size, options, zeros), _as_main(path, arguments), _environment(variables):
+        with _patched(world_size, options, zeros), _as_main(path, arguments), environment(variables):
             _run(path)
         (step,) = record.report_of_process().steps
         calls = {graph.name: STEPS.counts[graph.name][0] for graph in step.graphs}
@@ -116,20 +116,6 @@ def _others(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
 
 def _stop(*_: Any) -> None:
     raise _Stepped
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -245,7 +231,7 @@ def _plain(value: Any) -> Any:
 
 
 def _unknown(read: Callable[[Tensor], Any], zeros: dict[str, None]) -> Callable[[Tensor], Any]:
-    """NaN for a number that nobody computes, 0 for a whole one, mostly an index of data; which line asked, in `zeros`.
+    """Reads a fake tensor as NaN, or as 0 if it is integral (mostly an index of data); `zeros` gets the script's line.
 
     torch's own error for truth values, by which a script would go another way.
     """

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from overlapc.errors import ConfigError, OverlapcError
 from overlapc.estimators.departures import RUN_DIR, Departure, rank_dir
+from overlapc.launch.environment import environment
 from overlapc.launch.stall import SECONDS, StallWatch
 from overlapc.launch.watch import Watch, forget
 
@@ -78,7 +79,7 @@ def run_ranks(
     forget(run_dir)
     # torchrun leaves a folder of its own behind for each run, which holds nothing that is not in `run_dir`.
     with (
-        _variables({**settings, **(variables or {})}),
+        environment({**settings, **(variables or {})}),
         _quiet_launcher(),
         tempfile.TemporaryDirectory(prefix="overlapc-run-") as logs,
         Watch(run_dir, nproc) as watch,
@@ -153,20 +154,6 @@ def _spans(ranks: Sequence[int]) -> str:
         else:
             spans.append([rank, rank])
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
-
-
-@contextlib.contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -138,7 +138,7 @@ class Transports:
         self.exchanges = {node for node in gm.graph.nodes if node not in before and is_asynchronous(node)}
 
     def _by_copies(self, each: Collective) -> Sequence[Comm]:
-        """What copies would carry in its place."""
+        """The collectives by copies that would replace `each`; none if it cannot go by copies."""
         comm = each.comm
         if self._refused(each.start, comm.ranks) is not None:
             return []
@@ -270,7 +270,7 @@ def by_library(collectives: Sequence[tuple[Comm, Sequence[Comm]]], profile: Devi
 
 
 def _cost_ns(comms: Sequence[Comm], profile: DeviceProfile) -> float:
-    """Of one launch; infinite where nobody knows."""
+    """Time of one launch of `comms` and what it costs matmuls beside it; infinite if `profile` has no estimate."""
     comm = replace(comms[0], bytes=sum(each.bytes for each in comms))
     estimate = from_profile(profile).estimate(ScheduleNode("", Kind.START, comm.collective, comm=comm))
     return math.inf if estimate is None else estimate.ns * profile.slowdown(comm.carried).matmul

@@ -469,7 +469,7 @@ def traced() -> list[Traced]:
 
 
 def graph_breaks() -> list[Broken]:
-    """All of this process, in the order in which Dynamo met them."""
+    """Every graph break of this process, in the order in which Dynamo met them."""
     from torch._dynamo.output_graph import graph_break_reasons
 
     found = []

@@ -263,7 +263,7 @@ class GraphCopies:
             self.pool.held -= 1
 
     def finish(self, index: int) -> Any:
-        """What the queue's `wait` takes, of one whose results nobody reads."""
+        """Ends collective `index` without reading its results; gives what the queue's `wait` takes."""
         done, _ = self._flying.pop(index)
         self.pool.held -= 1
         return done
