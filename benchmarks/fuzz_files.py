@@ -328,7 +328,7 @@ class Seeds:
         """A command that reads the file."""
         at = str(file)
         schedule, record = str(self.folder / "whole.schedule"), str(self.folder / "whole.record")
-        names = ("report.html", "trace.json", "schedule.txt", "record.json", "table.txt")
+        names = ("report.html", "trace.pftrace", "schedule.txt", "record.json", "table.txt")
         save = [part for name in names for part in ("--save", str(self.folder / "out" / name))]
         out = ["--out", str(self.folder / "out" / "fitted.json")]
         ways = {

@@ -81,7 +81,7 @@ def demo(
 ) -> None:
     """Train a small Llama on real text with overlapc, then with eager FSDP2, and compare.
 
-    Prints both losses, step times and the overlap table; writes report.html, trace.json and schedule.txt
+    Prints both losses, step times and the overlap table; writes report.html, schedule.txt and record.json
     of every rank. Exit code 1 when fp32 losses differ by more than 1e-5.
     """
     variables = _variables(passes, option)
@@ -218,7 +218,7 @@ def plan(
     save: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="schedule.txt, report.html, trace.json, record.json; may repeat", show_default=False
+            metavar="FILE", help="schedule.txt, report.html, trace.pftrace, record.json; may repeat", show_default=False
         ),
     ] = None,
 ) -> None:
@@ -380,7 +380,7 @@ def report(
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="write this form: report.html, trace.json, schedule.txt; may repeat",
+            help="write this form: report.html, trace.pftrace, schedule.txt; may repeat",
             show_default=False,
         ),
     ] = None,

@@ -134,7 +134,7 @@ def work(cfg: DemoConfig, run_dir: Path) -> None:
     try:
         ours = train("overlapc", cfg, mesh, device, rank_dir(run_dir, rank) / "profile.json" if cfg.profile else None)
         report = report_of_process()
-        for name in ("report.html", "trace.json", "schedule.txt", "record.json"):
+        for name in ("report.html", "schedule.txt", "record.json"):
             report.save(rank_dir(run_dir, rank) / name)
         gc.collect()  # sharded modules refer to themselves; the second run should have the memory to itself
         eager = train(cfg.reference, cfg, mesh, device)

@@ -16,7 +16,7 @@ FOLDERS = ("overlapc", "passes", "estimators", "launch", "benchmarks", "tests", 
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
 SYSTEMS = [*(f"S{number}" for number in range(1, 37)), *(f"B{number}" for number in range(1, 14))]
 _PATH = re.compile(r"(?:[\w*.-]+/)*[\w*-]+\.(?:py|md|sh|c|h|json|toml|jinja)|(?:[\w-]+/)+")
-_MADE_BY_RUNS = {"record.json", "trace.json", "examples/NAME.py"}
+_MADE_BY_RUNS = {"record.json", "examples/NAME.py"}
 _OWNED = re.compile(r"(?:(?!(?:tests|torch)\b)\w+\.)*(\w+)\.(?!txt\b|py\b)(\w+)")  # module.function, Class.method
 
 

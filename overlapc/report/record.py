@@ -35,32 +35,34 @@ class Report:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the form that the name asks for; ConfigError for a name of no form.
 
-        `*.html` a page, `trace*.json` a Perfetto trace, any other `*.json` this record (it loads again),
-        `*schedule*.txt` the final schedules, any other `*.txt` the table.
+        `*.html` a page, `*.pftrace` a trace for Perfetto, `*.json` this record (it loads again), `*schedule*.txt` the
+        final schedules, any other `*.txt` the table.
         """
         target = Path(path)
-        text = self._as(target)
+        content = self._as(target)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             partial = target.with_name(f".{target.name}.{os.getpid()}")
-            partial.write_text(text, encoding="utf-8")
+            partial.write_bytes(content if isinstance(content, bytes) else content.encode())
             partial.replace(target)
         except OSError as error:
             raise ConfigError(f"cannot write {target}: {error.strerror}") from None
         return target
 
-    def _as(self, target: Path) -> str:
+    def _as(self, target: Path) -> str | bytes:
         from overlapc.report import html, saved_schedules, text, trace
 
         if target.suffix == ".html":
             return html.render(self.steps)
+        if target.suffix == ".pftrace":
+            return trace.render(self.steps)
         if target.suffix == ".json":
-            return trace.render(self.steps) if target.stem.startswith("trace") else self.to_json()
+            return self.to_json()
         if target.suffix == ".txt" and "schedule" in target.stem:
             return saved_schedules.render(self.steps)
         if target.suffix == ".txt":
             return text.render(self.steps, all_rows=True) + "\n"
-        raise ConfigError(f"{target.name}: a report saves as .html, trace.json, .json, schedule.txt or .txt")
+        raise ConfigError(f"{target.name}: a report saves as .html, .pftrace, .json, schedule.txt or .txt")
 
     def to_json(self) -> str:
         """Text that `load` reads back to an equal report."""

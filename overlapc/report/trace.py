@@ -1,97 +1,159 @@
-"""The predicted step as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""The timeline of a report as a Perfetto trace (https://ui.perfetto.dev opens it), in Perfetto's own protobuf format.
 
-One process a rank, one thread a resource and order, an arrow from each collective to the moment compute
-stops waiting for it, and a counter of live memory.
+Under each rank stand its orders: as traced, after the passes, as measured. Each has the graphs of a step, compute,
+every queue, and live memory as a counter. An arrow leads from each collective to the moment compute goes on behind it.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from types import MappingProxyType
 from typing import Any
 
-from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
-from overlapc.report.page_data import lanes_of
+from overlapc.errors import ConfigError
+from overlapc.report.model import StepRecord
+from overlapc.report.page_data import KINDS, Data, page_data
 
-_PAUSE_NS = 10_000.0  # between two graphs drawn one after the other
+Bar = list[Any]  # lane, kind, begin and end in ns, graph/node
 
-Event = dict[str, Any]
-
-
-def render(steps: Sequence[StepRecord]) -> str:
-    """The text of a trace.json: graphs of a step follow one another, in the order of compilation."""
-    events = [event for step in steps for event in _step(step)]
-    return json.dumps({"displayTimeUnit": "ns", "traceEvents": events}) + "\n"
+_SEQUENCE = 1  # all packets are of one writer
+_TITLES = {"before": "before the passes", "after": "after the passes", "measured": "measured"}
 
 
-def _step(step: StepRecord) -> Iterator[Event]:
-    yield _meta(step.rank, 0, "process_name", f"rank {step.rank}")
-    threads: dict[str, int] = {}
-    start_ns = 0.0
-    for number, graph in enumerate(step.graphs):
-        for label, plan in (("after", graph.after), ("before", graph.before)):
-            yield from _tracks(step.rank, threads, label, plan, start_ns, graph)
-            yield from _arrows(step.rank, threads, label, plan, start_ns, f"{step.rank}.{number}.{label}")
-        for time_ns, size_bytes in graph.memory:
-            yield {
-                "ph": "C",
-                "pid": step.rank,
-                "name": "live memory",
-                "ts": (start_ns + time_ns) / 1e3,
-                "args": {"bytes": size_bytes},
-            }
-        start_ns += max(graph.before.step_ns, graph.after.step_ns) + _PAUSE_NS
+def render(steps: Sequence[StepRecord]) -> bytes:
+    """The bytes of a trace: one step of every rank, its orders below each other from time 0.
+
+    ConfigError where the package perfetto is missing.
+    """
+    try:
+        from perfetto.trace_builder.proto_builder import TraceProtoBuilder
+    except ImportError:
+        raise ConfigError("a .pftrace is written by the package perfetto: pip install perfetto") from None
+    writer = _Writer(TraceProtoBuilder())
+    ranks = page_data(steps)["ranks"]
+    for rank in ranks:
+        data = rank["data"] if rank["same"] is None else ranks[rank["same"]]["data"]
+        top = writer.track(f"rank {rank['rank']}")
+        for name in sorted(data["orders"], key=list(_TITLES).index):
+            _order(writer, writer.track(_TITLES[name], top), data["orders"][name], data["nodes"])
+    return writer.serialize()
 
 
-def _tracks(
-    rank: int, threads: dict[str, int], label: str, plan: Plan, start_ns: float, graph: GraphRecord
-) -> Iterator[Event]:
-    """What ran on each resource; one that is met for the first time gets a number in `threads`."""
-    for lane in lanes_of(plan.spans):
-        track = lane if label == "after" else f"{lane} (before the passes)"
-        if track not in threads:
-            threads[track] = len(threads) + 1
-            yield _meta(rank, threads[track], "thread_name", track)
-            yield _meta(rank, threads[track], "thread_sort_index", threads[track])
-        on_lane = (span for span in plan.spans if span.lane == lane)
-        yield from (_slice(rank, threads[track], span, start_ns, graph) for span in on_lane)
+def _order(writer: _Writer, parent: int, order: Data, nodes: Data) -> None:
+    ends = [begin for begin, _ in order["borders"][1:]] + [order["end"]]
+    graphs = writer.track("graphs", parent)
+    for (begin, name), end in zip(order["borders"], ends, strict=True):
+        writer.slice(graphs, begin, end, name)
+    rows = []  # Perfetto draws tracks of one name as one, each in a row of its own
+    for lane, title in enumerate(order["lanes"]):
+        on_lane = [span for span in order["spans"] if span[0] == lane]
+        rows += [(writer.track(title, parent), spans) for spans in levels(on_lane)]
+    arrows = [(writer.flow(), *arrow) for arrow in waits(order["spans"])]
+    leaving = {tuple(flight): flow for flow, flight, _ in arrows}
+    arriving = {tuple(idle): flow for flow, _, idle in arrows}
+    for track, spans in reversed(rows):  # queues first: of what begins at once, an arrow's begin has to come first
+        for span in spans:
+            _, kind, begin, end, node = span
+            name = node.partition("/")[2]
+            if KINDS[kind] == "idle":
+                writer.slice(track, begin, end, f"waits for {name}", arrives=arriving.get(tuple(span)))
+            else:
+                writer.slice(track, begin, end, name, nodes.get(node, {}), leaves=leaving.get(tuple(span)))
+    if "memory" in order:
+        writer.counter("live memory", parent, order["memory"])
 
 
-def _meta(pid: int, tid: int, name: str, value: str | int) -> Event:
-    key = "sort_index" if name.endswith("sort_index") else "name"
-    return {"ph": "M", "pid": pid, "tid": tid, "name": name, "args": {key: value}}
+def waits(spans: Iterable[Bar]) -> Iterator[tuple[Bar, Bar]]:
+    """(flight, idle stretch of compute that ends with it) for each collective that compute waits for."""
+    flying: dict[str, Bar] = {}
+    for span in sorted(spans, key=lambda span: (span[2], KINDS[span[1]] == "idle")):
+        if KINDS[span[1]] != "idle":
+            flying[span[4]] = span
+        elif span[4] in flying:
+            yield flying[span[4]], span
 
 
-def _slice(pid: int, tid: int, span: Span, offset_ns: float, graph: GraphRecord) -> Event:
-    return {
-        "ph": "X",
-        "pid": pid,
-        "tid": tid,
-        "name": f"waits for {span.node}" if span.kind == "idle" else span.node,
-        "cat": span.kind,
-        "ts": (offset_ns + span.start_ns) / 1e3,  # the format counts microseconds
-        "dur": (span.end_ns - span.start_ns) / 1e3,
-        "args": {"graph": graph.name, "origin": span.origin},
-    }
+def levels(spans: Iterable[Bar]) -> list[list[Bar]]:
+    """Spans in as few rows as keep those that overlap apart: on one track, slices must nest."""
+    rows: list[list[Bar]] = []
+    free: list[tuple[int, int]] = []  # when a row ends, and which
+    for span in sorted(spans, key=lambda span: span[2:4]):
+        if free and free[0][0] <= span[2]:
+            _, row = heapq.heappop(free)
+        else:
+            row = len(rows)
+            rows.append([])
+        rows[row].append(span)
+        heapq.heappush(free, (span[3], row))
+    return rows
 
 
-def _arrows(
-    pid: int, threads: dict[str, int], label: str, plan: Plan, offset_ns: float, prefix: str
-) -> Iterator[Event]:
-    """From the start of each collective to the moment compute goes on behind its wait."""
-    flying = {span.node: span for span in plan.spans if span.lane != "compute"}
-    for span in plan.spans:
-        source = flying.get(span.node)
-        if span.kind != "idle" or source is None:
-            continue
-        suffix = "" if label == "after" else " (before the passes)"
-        common = {"pid": pid, "cat": "wait", "name": f"{span.node} done", "id": f"{prefix}.{span.node}"}
-        lane = threads[source.lane + suffix]
-        yield {**common, "ph": "s", "tid": lane, "ts": (offset_ns + source.start_ns) / 1e3}
-        yield {
-            **common,
-            "ph": "f",
-            "bp": "e",
-            "tid": threads["compute" + suffix],
-            "ts": (offset_ns + span.end_ns) / 1e3,
-        }
+class _Writer:
+    """Tracks, slices and counters as packets of a trace."""
+
+    def __init__(self, builder: Any) -> None:
+        from perfetto.protos.perfetto.trace import perfetto_trace_pb2
+
+        self._builder = builder
+        self._event = perfetto_trace_pb2.TrackEvent
+        self._descriptor = perfetto_trace_pb2.TrackDescriptor
+        self._unit_size_bytes = perfetto_trace_pb2.CounterDescriptor.UNIT_SIZE_BYTES
+        self._tracks, self._flows = count(1), count(1)
+
+    def serialize(self) -> bytes:
+        """The whole trace."""
+        return self._builder.serialize()
+
+    def track(self, name: str, parent: int = 0) -> int:
+        """A new track below its siblings of before; its number."""
+        descriptor = self._builder.add_packet().track_descriptor
+        descriptor.uuid = next(self._tracks)
+        descriptor.name = name
+        descriptor.child_ordering = self._descriptor.EXPLICIT
+        descriptor.sibling_order_rank = descriptor.uuid
+        if parent:
+            descriptor.parent_uuid = parent
+        return descriptor.uuid
+
+    def flow(self) -> int:
+        """The number of a new arrow."""
+        return next(self._flows)
+
+    def slice(
+        self,
+        track: int,
+        begin_ns: int,
+        end_ns: int,
+        name: str,
+        facts: Mapping[str, str] = MappingProxyType({}),
+        *,
+        leaves: int | None = None,
+        arrives: int | None = None,
+    ) -> None:
+        """A bar with what a click on it shows. An arrow leads from the bar that it leaves to where it arrives."""
+        begin = self._track_event(track, begin_ns, self._event.TYPE_SLICE_BEGIN)
+        begin.name = name
+        for key, value in facts.items():
+            begin.debug_annotations.add(name=key, string_value=value)
+        if leaves is not None:
+            begin.flow_ids.append(leaves)
+        if arrives is not None:
+            begin.terminating_flow_ids.append(arrives)
+        self._track_event(track, end_ns, self._event.TYPE_SLICE_END)
+
+    def counter(self, name: str, parent: int, points: Iterable[tuple[int, int]]) -> None:
+        """Bytes over time."""
+        track = self.track(name, parent)
+        self._builder.trace.packet[-1].track_descriptor.counter.unit = self._unit_size_bytes
+        for at_ns, value in points:
+            self._track_event(track, at_ns, self._event.TYPE_COUNTER).counter_value = value
+
+    def _track_event(self, track: int, at_ns: int, kind: int) -> Any:
+        packet = self._builder.add_packet()
+        packet.timestamp = at_ns
+        packet.trusted_packet_sequence_id = _SEQUENCE
+        packet.track_event.type = kind
+        packet.track_event.track_uuid = track
+        return packet.track_event

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -41,7 +40,6 @@ def test_two_ranks_train_alike_compiled_and_eager(tmp_path):
         for row in (*forward.collectives, *backward.collectives):
             assert row.name in page
             assert row.name in done.stdout or rank == 1
-        assert json.loads((folder / "trace.json").read_text())["traceEvents"]
         assert (folder / "schedule.txt").read_text().count("schedule ") >= 2
 
 

@@ -22,7 +22,6 @@ def test_json_round_trip(tmp_path):
 def test_the_suffix_picks_the_form(tmp_path):
     page = REPORT.save(tmp_path / "deep" / "report.html").read_text()
     assert page.startswith("<!doctype html>")
-    assert "traceEvents" in json.loads(REPORT.save(tmp_path / "trace.json").read_text())
     assert "steps" in json.loads(REPORT.save(tmp_path / "overlap.json").read_text())
     assert REPORT.save(tmp_path / "schedule.txt").read_text().startswith("schedule forward")
     assert REPORT.save(tmp_path / "table.txt").read_text() == f"{REPORT}\n"
@@ -30,7 +29,7 @@ def test_the_suffix_picks_the_form(tmp_path):
 
 
 def test_an_unknown_suffix_names_the_forms(tmp_path):
-    with pytest.raises(ConfigError, match=r"report.pdf: a report saves as .html, trace.json"):
+    with pytest.raises(ConfigError, match=r"report.pdf: a report saves as .html, .pftrace"):
         REPORT.save(tmp_path / "report.pdf")
 
 
