@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
-from overlapc.estimators.beside import Span, kernels_of
-from overlapc.estimators.clock import clock_for, compute_ns
+from overlapc.estimators.calibration.clock import clock_for, compute_ns
+from overlapc.estimators.calibration.profiled_contention import Span, kernels_of
 
 _PROBE_CYCLES = 20_000  # about ten microseconds
 _MOMENTS_S = (0.005, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)

@@ -28,13 +28,13 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
-from overlapc.estimators.beside import company
-from overlapc.estimators.clock import Launch, cache_bytes, clock_for, collective_ns, compute_ns
-from overlapc.estimators.collectives import MeasuredCollectives
+from overlapc.estimators.calibration.clock import Launch, cache_bytes, clock_for, collective_ns, compute_ns
+from overlapc.estimators.calibration.profiled_contention import company
+from overlapc.estimators.calibration.workloads import DTYPES, agreed, calls_for, launcher, world_on
 from overlapc.estimators.contention import collective_stretches, compute_stretch, load_of, traffic_of
 from overlapc.estimators.device import DeviceProfile
-from overlapc.estimators.profile_file import load_profile
-from overlapc.estimators.workloads import DTYPES, agreed, calls_for, launcher, world_on
+from overlapc.estimators.nccl import MeasuredCollectives
+from overlapc.estimators.profiles.profile_file import load_profile
 from overlapc.schedule.model import Comm, Kind, Node, Work
 
 MIB = 2**20

@@ -512,7 +512,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ.setdefault("PYTHONPATH", str(ROOT))
     os.environ["OMP_NUM_THREADS"] = "1"
-    SERVER.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "overlapc.compilation"])
+    SERVER.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "overlapc.compilation.stages"])
     right = True
     if set(asked) & set(ROWS):
         with ThreadPoolExecutor(args.at_once) as pool:

@@ -360,9 +360,9 @@ PROGRAMS: tuple[Callable[..., torch.Tensor], ...] = (lambda x: x.sin() + 1, lamb
 def run_programs(cache: Path) -> int:
     """Exit code 0 if compiled programs that find what is in the cache compute what eager does."""
     from overlapc.runtime import cpp_launch
-    from overlapc.warm import graph, step
+    from overlapc.warm import cached_graph, cached_step
 
-    for each in (graph._cache, step._cache, cpp_launch._cache, cpp_launch._files):
+    for each in (cached_graph._cache, cached_step._cache, cpp_launch._cache, cpp_launch._files):
         each.cache_clear()
     torch._dynamo.reset()
     x = torch.linspace(0, 1, 64)

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
-from overlapc.estimators.beside import Span, kernels_of
-from overlapc.estimators.clock import CudaClock, wait_all
-from overlapc.estimators.workloads import DTYPES, launcher
+from overlapc.estimators.calibration.clock import CudaClock, wait_all
+from overlapc.estimators.calibration.profiled_contention import Span, kernels_of
+from overlapc.estimators.calibration.workloads import DTYPES, launcher
 from overlapc.launch.calibrate_kernels import UNLIKE, compile_alone, unlike
 
 _CALLS = 50  # of the chain, in a sample

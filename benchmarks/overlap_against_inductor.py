@@ -29,14 +29,14 @@ from inductor_orders import NoStandIn, orders  # beside this file
 from tabulate import tabulate
 
 from overlapc.config import Config
-from overlapc.context import context_of
 from overlapc.estimators.from_profile import from_profile
-from overlapc.estimators.load import settled
-from overlapc.estimators.profile_file import load_profile
+from overlapc.estimators.profiles.profile_file import load_profile
+from overlapc.estimators.simulator.clock_under_load import settled
 from overlapc.estimators.timeline import Timeline, simulate
 from overlapc.passes.base import Context
 from overlapc.passes.run import run_pipeline
 from overlapc.passes.runner import run_passes, select
+from overlapc.planning.pass_context import context_of
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 from overlapc.schedule.text import parse

@@ -17,13 +17,13 @@ from pathlib import Path
 from tabulate import tabulate
 
 from overlapc.config import Config
-from overlapc.context import context_of
 from overlapc.estimators.from_profile import from_profile
-from overlapc.estimators.load import settled
-from overlapc.estimators.profile_file import load_profile
+from overlapc.estimators.profiles.profile_file import load_profile
+from overlapc.estimators.simulator.clock_under_load import settled
 from overlapc.passes.base import Context
 from overlapc.passes.refine import Search
 from overlapc.passes.run import run_pipeline
+from overlapc.planning.pass_context import context_of
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 from overlapc.schedule.text import parse

@@ -33,12 +33,12 @@ from torch.utils.checkpoint import checkpoint
 from turns import each_step_ms
 
 import overlapc
-from overlapc.estimators.clock import clock_for, collective_ns, launch_ns
-from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
+from overlapc.estimators.calibration.clock import clock_for, collective_ns, launch_ns
+from overlapc.estimators.calibration.workloads import DTYPES, calls_for, launcher
 from overlapc.estimators.device import DeviceProfile
-from overlapc.estimators.library import LibraryCollectives
-from overlapc.estimators.profile_file import load_profile
-from overlapc.estimators.workloads import DTYPES, calls_for, launcher
+from overlapc.estimators.nccl import AnalyticCollectives, MeasuredCollectives
+from overlapc.estimators.nccl_own import LibraryCollectives
+from overlapc.estimators.profiles.profile_file import load_profile
 from overlapc.launch.demo import DemoConfig, shard
 from overlapc.launch.llama import Llama, LlamaConfig, tensor_parallel
 from overlapc.report import record

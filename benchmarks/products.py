@@ -24,7 +24,7 @@ from tabulate import tabulate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the bodies are shared with the tests
 
 from overlapc.codegen.triton import TritonGenerator, products
-from overlapc.estimators.clock import clock_for, compute_ns
+from overlapc.estimators.calibration.clock import clock_for, compute_ns
 from overlapc.ir.body import Body, Load, Store, op
 from tests.codegen import product_cases as cases
 from tests.codegen.case import Case

@@ -22,8 +22,8 @@ from dataclasses import replace
 from typing import Any
 
 from overlapc.estimators.device import DeviceProfile
-from overlapc.estimators.incremental import Replay
-from overlapc.estimators.profile_file import load_profile
+from overlapc.estimators.profiles.profile_file import load_profile
+from overlapc.estimators.simulator.incremental import Replay
 from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline

@@ -1,6 +1,6 @@
 """`DeviceProfile`: what a machine can do, as data with the origin of every number.
 
-Rates are per second, times in nanoseconds, sizes in bytes. profile_file.py reads and writes profiles.
+Rates are per second, times in nanoseconds, sizes in bytes. profiles/profile_file.py reads and writes profiles.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from overlapc.units import MOST_NS
 
-# What a profile that comes from elsewhere may say (profile_file.py).
+# What a profile that comes from elsewhere may say (profiles/profile_file.py).
 Ns = Annotated[float, Meta(ge=0, le=MOST_NS)]
 Rate = Annotated[float, Meta(ge=1, le=1e24)]  # per second
 Factor = Annotated[float, Meta(ge=1, le=1e6)]
@@ -133,7 +133,7 @@ class DeviceProfile:
     # By collective, "other" for the rest; "all_gather@16" on that many channels.
     slowdowns: Mapping[str, Slowdown] = field(default_factory=dict)
     # By "matmul" or "attention": how many times as long work of so many FLOPs takes at the clock of full load as at the
-    # highest. The curves of rates above are of full load. See load.py.
+    # highest. The curves of rates above are of full load. See simulator/clock_under_load.py.
     throttle: Mapping[str, Points] = field(default_factory=dict)
     # By thousandths of the time that the device computes: the clock of full load, as a part of the clock then. What
     # takes `throttle` times as long at full load as in a burst takes that part of it, but no less than in a burst.

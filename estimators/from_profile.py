@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from overlapc.estimators.base import FirstKnown
-from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives
 from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.nccl import AnalyticCollectives, MeasuredCollectives
 from overlapc.estimators.roofline import Roofline
 
 

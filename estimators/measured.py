@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from overlapc.errors import ConfigError, ToolchainError
-from overlapc.estimators.clock import burst_ns, clock_for, compute_ns
+from overlapc.estimators.calibration.clock import burst_ns, clock_for, compute_ns
 from overlapc.estimators.contention import load_of
 from overlapc.estimators.device import IDEAL, DeviceProfile
-from overlapc.estimators.processor import cpu_name
+from overlapc.estimators.profiles.processor import cpu_name
 from overlapc.runtime.cache import KernelCache, content_key
 from overlapc.schedule.model import Estimate, Kind, Node
 

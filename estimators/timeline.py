@@ -13,7 +13,7 @@ exposed time is part of its duration, hidden = duration - exposed is never negat
 
     step = compute (with slowdown) + exposed + launch-bound idle time.
 
-replay.py is the machine that does so; incremental.py replays no more than what a move changes.
+simulator/machine.py is the machine that does so; simulator/incremental.py replays no more than what a move changes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from overlapc.estimators.bound import lower_bound_ns
 from overlapc.estimators.device import IDEAL, DeviceProfile
-from overlapc.estimators.replay import Machine, costs_of
+from overlapc.estimators.simulator.lower_bound import lower_bound_ns
+from overlapc.estimators.simulator.machine import Machine, costs_of
 from overlapc.schedule.model import COMMUNICATION, COMPUTE, Schedule
 
 _TIMED = (*COMPUTE, *COMMUNICATION)
@@ -82,7 +82,7 @@ class Timeline:
 
     @cached_property
     def lower_bound_ns(self) -> float:
-        """No order of these nodes takes less; see bound.py."""
+        """No order of these nodes takes less; see simulator/lower_bound.py."""
         return lower_bound_ns(self.schedule, self.profile)
 
     def span(self, name: str) -> tuple[float, float]:

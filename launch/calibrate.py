@@ -22,10 +22,16 @@ import torch
 import torch.distributed as dist
 
 from overlapc.errors import ConfigError
-from overlapc.estimators.calibrate import Derived, cpu_derived, cpu_origin, profile_document, with_copies
-from overlapc.estimators.effort import Effort
-from overlapc.estimators.measure import Measurement
-from overlapc.estimators.profile_file import load_profile, profile_path
+from overlapc.estimators.calibration.effort import Effort
+from overlapc.estimators.calibration.measure import Measurement
+from overlapc.estimators.calibration.quick_profile import (
+    Derived,
+    cpu_derived,
+    cpu_origin,
+    profile_document,
+    with_copies,
+)
+from overlapc.estimators.profiles.profile_file import load_profile, profile_path
 from overlapc.launch.calibrate_copies import copies
 from overlapc.launch.calibrate_host import host_costs, kernel_launch_ns
 from overlapc.launch.calibrate_kernels import gap_ns, generated

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlapc.estimators.clock import collective_ns
-from overlapc.estimators.measure import Measurement
-from overlapc.estimators.measure_contention import Contention
-from overlapc.estimators.workloads import agreed, calls_for
+from overlapc.estimators.calibration.clock import collective_ns
+from overlapc.estimators.calibration.measure import Measurement
+from overlapc.estimators.calibration.measure_contention import Contention
+from overlapc.estimators.calibration.workloads import agreed, calls_for
 from overlapc.runtime.copies.commands import aligned
 from overlapc.runtime.copies.layout import Event, place
 from overlapc.runtime.copies.pool import Form, GraphCopies, Pool, Wanted, open_pools

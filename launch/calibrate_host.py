@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from overlapc.estimators.clock import Clock, launch_ns
+from overlapc.estimators.calibration.clock import Clock, launch_ns
 from overlapc.estimators.device import DeviceProfile, HostCosts
 from overlapc.estimators.host import crossing, host_ns
 from overlapc.launch.calibrate_kernels import compile_alone

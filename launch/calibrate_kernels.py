@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.backend import overlapc
-from overlapc.estimators.beside import kernels_of
-from overlapc.estimators.calibrate import median_of
-from overlapc.estimators.clock import compute_ns
-from overlapc.estimators.measure import Measurement
+from overlapc.estimators.calibration.clock import compute_ns
+from overlapc.estimators.calibration.measure import Measurement
+from overlapc.estimators.calibration.profiled_contention import kernels_of
+from overlapc.estimators.calibration.quick_profile import median_of
 from overlapc.report import record
 from overlapc.schedule.model import COMPUTE
 from overlapc.schedule.text import parse

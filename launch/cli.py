@@ -18,11 +18,11 @@ from typing import Annotated, Any
 import typer
 from tabulate import tabulate
 
-from overlapc.checked_options import checked_options
 from overlapc.config import Config, describe, variable_of
 from overlapc.documents import read_text
 from overlapc.errors import ConfigError, MemoryBudgetError, OverlapcError, ScheduleError, ToolchainError
 from overlapc.launch.torchrun import JobFailed, check_world, run_ranks
+from overlapc.options.checked_options import checked_options
 
 # typer carries its own click in new versions and needs click's in old ones; both put this class here.
 _UsageProblem: Any = typer.BadParameter.__mro__[2]

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from overlapc.config import Config
 from overlapc.errors import ToolchainError
-from overlapc.estimators.clock import clock_for, compute_ns
+from overlapc.estimators.calibration.clock import clock_for, compute_ns
 from overlapc.estimators.device import DeviceProfile
 from overlapc.launch.torchrun import cpus
-from overlapc.profile import profile_of
+from overlapc.planning.chosen_profile import profile_of
 from overlapc.runtime.cache import refusal
 from overlapc.runtime.toolchain import find_compiler
 from overlapc.units import human_bytes

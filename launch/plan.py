@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from overlapc.config import Config
-from overlapc.context import context_of
 from overlapc.errors import ConfigError
 from overlapc.estimators.base import estimate_schedule
 from overlapc.estimators.device import IDEAL
 from overlapc.estimators.from_profile import from_profile
-from overlapc.estimators.profile_file import load_profile
+from overlapc.estimators.profiles.profile_file import load_profile
 from overlapc.passes.run import run_pipeline
+from overlapc.planning.pass_context import context_of
 from overlapc.report.build import graph_record
 from overlapc.report.earlier import users_estimator
 from overlapc.report.model import StepRecord

@@ -22,15 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from overlapc.backend import plan_only, schedule_only
+from overlapc.compilation.plan_only import plan_schedule
 from overlapc.config import Config
 from overlapc.errors import ConfigError, unknown_name
-from overlapc.garbage import no_collections
+from overlapc.gc_paused import gc_paused
 from overlapc.launch.demo import DemoConfig, shard
 from overlapc.launch.llama import Llama, LlamaConfig, check_tensor_parallel, tensor_parallel
 from overlapc.parallel import FSDPModule
 from overlapc.passes.base import Context
-from overlapc.plan_only import plan_schedule
-from overlapc.profile import profile_of
+from overlapc.planning.chosen_profile import profile_of
 from overlapc.report import record
 from overlapc.report.model import StepRecord
 from overlapc.report.record import Report
@@ -175,7 +175,7 @@ def _schedules(cfg: PlanConfig, layers: int, options: Config, mesh: DeviceMesh) 
 def _trace(cfg: PlanConfig, options: Config, mesh: DeviceMesh, backend: Callable[..., Any]) -> None:
     """Forward and backward of the model through `backend`, on fake tensors."""
     torch._dynamo.reset()
-    with FakeTensorMode(allow_non_fake_inputs=True), no_collections():
+    with FakeTensorMode(allow_non_fake_inputs=True), gc_paused():
         model = Llama(cfg.shape)
         if cfg.tp > 1:
             tensor_parallel(model, mesh["tp"])

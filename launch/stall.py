@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from overlapc.estimators.departures import rank_dir
+from overlapc.estimators.agreement.departures import rank_dir
 
 SECONDS = "OVERLAPC_WATCHDOG_S"  # how the launching process tells its ranks
 _BEAT, _ASKED, _STACKS, _PID = "beat", "stacks.wanted", "stacks.txt", "pid"

@@ -13,8 +13,8 @@ from tabulate import tabulate
 
 from overlapc.errors import ConfigError, MemoryBudgetError
 from overlapc.estimators.device import DeviceProfile, Link
-from overlapc.estimators.profile_file import load_profile, profile_to_json
-from overlapc.report.bound import Spent
+from overlapc.estimators.profiles.profile_file import load_profile, profile_to_json
+from overlapc.report.limiting_factor import Spent
 from overlapc.report.record import Report
 from overlapc.report.times import ms
 from overlapc.units import human_bytes, parse_count

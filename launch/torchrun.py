@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from overlapc.errors import ConfigError, OverlapcError
-from overlapc.estimators.departures import RUN_DIR, Departure, rank_dir
+from overlapc.estimators.agreement.departures import RUN_DIR, Departure, rank_dir
 from overlapc.launch.environment import environment
 from overlapc.launch.stall import SECONDS, StallWatch
 from overlapc.launch.watch import Watch, forget

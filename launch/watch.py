@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from overlapc.estimators.departures import ENDED, Departure, departures, rank_dir
+from overlapc.estimators.agreement.departures import ENDED, Departure, departures, rank_dir
 
 _PID, _FINISHED = "pid", "finished"  # files of a rank
 _LOOK_S = 0.05  # how often to look for ranks that have started

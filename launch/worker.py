@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from overlapc.errors import ConfigError, OverlapcError, ToolchainError
-from overlapc.estimators.departures import RUN_DIR, rank_dir
+from overlapc.estimators.agreement.departures import RUN_DIR, rank_dir
 from overlapc.launch.stall import SECONDS, tell_of_steps
 from overlapc.launch.torchrun import RankError
 from overlapc.launch.watch import finished, started

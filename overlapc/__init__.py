@@ -14,6 +14,7 @@ from overlapc.registration import register_with_torch
 
 if TYPE_CHECKING:
     from overlapc import report
+    from overlapc.compilation.traced_graph import compile_graph
     from overlapc.config import Config
     from overlapc.errors import (
         CompileError,
@@ -25,15 +26,14 @@ if TYPE_CHECKING:
         ToolchainError,
     )
     from overlapc.parallel import adopt_fsdp2, fully_shard, no_sync, trust_modules
-    from overlapc.step_metrics import metrics
-    from overlapc.traced_graph import compile_graph
+    from overlapc.report.step_metrics import metrics
 
 __version__ = "0.1.0"
 
 # Imported when first used: `import overlapc` costs nothing, and the command line answers before torch is there.
 _HOMES = {
     "Config": "overlapc.config",
-    "compile_graph": "overlapc.traced_graph",
+    "compile_graph": "overlapc.compilation.traced_graph",
     **dict.fromkeys(("adopt_fsdp2", "fully_shard", "no_sync", "trust_modules"), "overlapc.parallel"),
     **dict.fromkeys(
         (
@@ -72,7 +72,7 @@ def __getattr__(name: str) -> Any:
     if name == "report":
         return importlib.import_module("overlapc.report")
     if name == "metrics":
-        return importlib.import_module("overlapc.step_metrics").metrics
+        return importlib.import_module("overlapc.report.step_metrics").metrics
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'overlapc' has no attribute {name!r}")

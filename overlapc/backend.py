@@ -1,4 +1,5 @@
-"""The `torch.compile` backend. A step that an earlier process compiled is found here; all else is `compilation`'s.
+"""The `torch.compile` backend. A step that an earlier process compiled is found here; all else is the work of
+`compilation/`.
 
 What a warm start does not need is not imported: the compiler is ten times as large as what runs its results.
 """
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from torch._dynamo.exc import ShortenTraceback
 from torch.fx import GraphModule
 
-from overlapc.binding import environment_of, keeps, kept_step, next_number
 from overlapc.config import Config
 from overlapc.errors import OverlapcError
 from overlapc.fx.versions import compiled_autograd, runs_under_ddp, runs_under_fsdp2
@@ -24,6 +24,7 @@ from overlapc.runtime.async_inputs import arrived, not_waited_for, plain_example
 from overlapc.runtime.steps import watch_optimizers
 from overlapc.runtime.triton_launch import get_ready
 from overlapc.warm.fingerprint import NotCacheable, user_graph_key
+from overlapc.warm.loading import environment_of, keeps, kept_step, next_number
 
 if TYPE_CHECKING:  # parts of the compiler
     from overlapc.passes.base import Context
@@ -67,15 +68,15 @@ def overlapc(
         if late or within:
             if "cuda" in devices:
                 get_ready(config.cache_dir)
-            from overlapc import compilation
+            from overlapc.compilation import stages
 
             examples = plain_examples(example_inputs, late)
             with arrived(examples, within):
-                step = compilation.compile_step(gm, examples, config, number, None)
+                step = stages.compile_step(gm, examples, config, number, None)
             return waits_first(step, late, within)
         key = _step_key(gm, example_inputs, config, devices)
         if key is not None and torch._dynamo.config.caching_precompile:
-            from overlapc import precompile
+            from overlapc.warm import precompile
 
             environment = environment_of(config, devices)
             precompile.record(gm, precompile.Kept(key, environment, options, mode, tuple(sorted(devices))))
@@ -84,9 +85,9 @@ def overlapc(
             return kept
         if "cuda" in devices:
             get_ready(config.cache_dir)  # while this process imports the compiler and traces
-        from overlapc import compilation
+        from overlapc.compilation import stages
 
-        return compilation.compile_step(gm, example_inputs, config, number, key)
+        return stages.compile_step(gm, example_inputs, config, number, key)
     except OverlapcError as error:
         raise _direct(error) from error.__cause__
 
@@ -96,7 +97,7 @@ def plan_only(
 ) -> Callable[..., Any]:
     """A backend that plans and records a graph on fake tensors, for `overlapc plan`; no kernel is generated."""
     try:
-        from overlapc.plan_only import plan_step
+        from overlapc.compilation.plan_only import plan_step
 
         return plan_step(gm, example_inputs, Config.of(options), next_number())
     except OverlapcError as error:
@@ -112,7 +113,7 @@ def schedule_only(
 ) -> Callable[..., Any]:
     """A backend that goes as far as where passes begin, and hands `found` what they would be given for each graph."""
     try:
-        from overlapc.plan_only import schedule_step
+        from overlapc.compilation.plan_only import schedule_step
 
         return schedule_step(gm, example_inputs, Config.of(options), next_number(), found)
     except OverlapcError as error:

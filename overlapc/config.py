@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from overlapc import option_values as read
 from overlapc.errors import ConfigError, shown, unknown_name
+from overlapc.options import option_values as read
 
 STAGES = ("fx", "ir", "fusion", "passes", "program", "kernels", "all")  # of a compilation, as `dump` names them
+# Options that say where files lie and how ranks meet, not what is generated: a compiled graph is found without them.
+NOT_IN_KEY = frozenset({"rank_timeout", "rank_check", "dump_dir", "cache_dir", "dump", "debug", "warm_start"})
 
 
 def _knob(default: Any, reader: Callable[[Any], Any], meaning: str) -> Any:

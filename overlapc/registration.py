@@ -70,7 +70,7 @@ def _check_options_early() -> None:
     def init_and_check(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if getattr(self, "compiler_fn", None) is overlapc:
-            from overlapc.checked_options import checked_options
+            from overlapc.options.checked_options import checked_options
 
             checked_options(**getattr(self, "kwargs", {}))
 

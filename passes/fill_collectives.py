@@ -24,7 +24,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 
-from overlapc.estimators.replay import Machine, costs_of
+from overlapc.estimators.simulator.machine import Machine, costs_of
 from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.judge import cost, keep_if_better
 from overlapc.passes.reasons import Reason

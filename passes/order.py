@@ -2,7 +2,7 @@
 
 It knows where every node stands, what has to come along when a node moves, what is live and how long the step takes. A
 move puts the nodes of a stretch into another order; its memory and its timing are asked for before it is made, and cost
-the stretch, not the schedule (`schedule/memory.py`, `estimators/incremental.py`).
+the stretch, not the schedule (`schedule/memory.py`, `estimators/simulator/incremental.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from overlapc.estimators.incremental import Replay, Timing
+from overlapc.estimators.simulator.incremental import Replay, Timing
 from overlapc.passes.base import Context
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why

@@ -10,7 +10,7 @@ longer and memory has room; one that changes no time is made too, unless it take
 in: the next move may then lead where this one could not. What made the step shorter is tried next on all nodes that are
 like the one that moved: layers repeat, and so does what helps them.
 
-The search goes by times at the clock that the incoming order leaves the device (`estimators/load.py`). Its effort is a
+The search goes by times at the clock that the incoming order leaves the device (`clock_under_load.py`). Its effort is a
 number of replays, never time, so that ranks agree; more of it begins with the same moves, and so is never worse.
 
 Keeps: data dependences, the memory limit, and the order of collectives on each process group unless it may change.
@@ -23,8 +23,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from overlapc.estimators.incremental import Timing
-from overlapc.estimators.load import estimates_at_load
+from overlapc.estimators.simulator.clock_under_load import estimates_at_load
+from overlapc.estimators.simulator.incremental import Timing
 from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.order import Move, Order
 from overlapc.passes.reasons import Reason, reason_of

@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 
 from overlapc.errors import ConfigError, MemoryBudgetError, unknown_name
-from overlapc.estimators.load import settled
+from overlapc.estimators.simulator.clock_under_load import settled
 from overlapc.estimators.timeline import Timeline
-from overlapc.garbage import no_collections
+from overlapc.gc_paused import gc_paused
 from overlapc.passes.base import Context, PassReport
 from overlapc.passes.bisect import parse_stop
 from overlapc.passes.records import CollectiveRecord, records_of
@@ -30,7 +30,7 @@ class Result:
     ordered: Schedule  # the same order with the estimates that came in, from which its clock follows
 
 
-@no_collections()
+@gc_paused()
 def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
     """The passes of `Context.passes`, or the default ones, and what became of every collective.
 

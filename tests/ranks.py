@@ -122,7 +122,7 @@ class _Job:
 def _server() -> ForkServerContext:
     """The server of this process, which ends with it. Returns when it has imported what launches need."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["pytest", "torch.distributed.run", "torch._dynamo", "overlapc.compilation"])
+    server.set_forkserver_preload(["pytest", "torch.distributed.run", "torch._dynamo", "overlapc.compilation.stages"])
     with mock.patch.dict(os.environ, _ENVIRONMENT):  # some of it is read by what is imported
         first = server.Process(target=int)
         first.start()

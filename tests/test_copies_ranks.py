@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import overlapc
 from overlapc.errors import OverlapcError, PeerLost
 from overlapc.estimators.device import Link
-from overlapc.estimators.profile_file import link_to_json, load_profile, profile_to_json
+from overlapc.estimators.profiles.profile_file import link_to_json, load_profile, profile_to_json
 from overlapc.runtime.copies import queues
 from tests.ranks import values_on_ranks
 

@@ -20,7 +20,7 @@ from overlapc.autotune.search import NEVER, Trial, explore
 from overlapc.codegen.kernel import Generator, KernelSource, Launcher, generator_for
 from overlapc.codegen.trial import memory_sets
 from overlapc.errors import ToolchainError
-from overlapc.estimators.clock import cache_bytes, clock_for, compute_ns
+from overlapc.estimators.calibration.clock import cache_bytes, clock_for, compute_ns
 from overlapc.ir.ops import LoweredGraph
 from overlapc.runtime.counters import count
 

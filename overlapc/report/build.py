@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.host import host_ns
-from overlapc.estimators.profile_file import profile_to_json
+from overlapc.estimators.profiles.profile_file import profile_to_json
 from overlapc.estimators.timeline import Timeline
 from overlapc.passes.records import CollectiveRecord
 from overlapc.passes.run import Result

@@ -11,8 +11,8 @@ from pathlib import Path
 from tabulate import tabulate
 
 from overlapc.report.advice import exposures
-from overlapc.report.bound import Spent
 from overlapc.report.ledger import Ledger
+from overlapc.report.limiting_factor import Spent
 from overlapc.report.memory import peaks
 from overlapc.report.model import StepRecord, measured_step
 from overlapc.report.times import ms

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from overlapc.errors import ConfigError
-from overlapc.estimators.profile_trace import EarlierRun, Hook, UserHook, signature_of
+from overlapc.estimators.user_times import EarlierRun, Hook, UserHook, signature_of
 from overlapc.report.model import GraphRecord
 from overlapc.report.record import load
 from overlapc.report.trace_reading import read_trace, run_times

@@ -14,10 +14,10 @@ from tabulate import tabulate
 
 from overlapc.documents import read_text
 from overlapc.errors import ConfigError
+from overlapc.estimators.calibration.feedback import Change, Feedback, feed_back, provenance
+from overlapc.estimators.calibration.observed import Run
 from overlapc.estimators.device import DeviceProfile
-from overlapc.estimators.feedback import Change, Feedback, feed_back, provenance
-from overlapc.estimators.observed import Run
-from overlapc.estimators.profile_file import PROFILES, load_profile, profile_to_json
+from overlapc.estimators.profiles.profile_file import PROFILES, load_profile, profile_to_json
 from overlapc.report.model import GraphRecord
 from overlapc.report.record import gather, load
 from overlapc.schedule.text import parse

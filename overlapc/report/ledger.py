@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from overlapc.estimators.profile_file import profile_from_json
+from overlapc.estimators.profiles.profile_file import profile_from_json
 from overlapc.report.advice import exposures
-from overlapc.report.bound import Spent
+from overlapc.report.limiting_factor import Spent
 from overlapc.report.model import StepRecord, measured_step
 from overlapc.report.times import ms
 from overlapc.schedule.text import parse

@@ -21,7 +21,7 @@ import msgspec
 
 from overlapc import documents
 from overlapc.estimators.device import DeviceProfile
-from overlapc.estimators.profile_file import profile_from_json
+from overlapc.estimators.profiles.profile_file import profile_from_json
 from overlapc.report.model import Count, GraphRecord, StepRecord
 from overlapc.schedule.text import parse
 

@@ -8,8 +8,8 @@ from tabulate import tabulate
 
 from overlapc.report import compare
 from overlapc.report.advice import Exposure, exposures
-from overlapc.report.bound import Spent, sources
 from overlapc.report.captures import captures_lines
+from overlapc.report.limiting_factor import Spent, sources
 from overlapc.report.model import CollectiveRow, GraphRecord, StepRecord, measured_step
 from overlapc.report.times import change, ms, us
 from overlapc.units import human_bytes

@@ -1,6 +1,7 @@
 """Warm start: what an earlier process compiled, found again by what it was compiled from.
 
 `fingerprint` and `environment` say what a graph is compiled from, `stored` turns plain values into JSON and back,
-`graph` keeps one compiled graph (wrapper, kernels, record), `step` keeps a whole step, so that AOTAutograd is not asked
-either. `watch` finds out how a step is called without AOTAutograd's wrapper, in the process that compiles it too.
+`cached_graph` keeps one compiled graph on disk, `cached_step` a whole step, so that AOTAutograd is not asked either.
+`loading` makes callable what was found, `precompile` does so behind a trace that torch kept. `watch` finds out how a
+step is called without AOTAutograd's wrapper, in the process that compiles it too.
 """

@@ -11,13 +11,11 @@ from pathlib import Path
 import torch
 
 from overlapc.codegen.kernel import foreign
-from overlapc.config import Config
+from overlapc.config import NOT_IN_KEY, Config
 from overlapc.runtime.cache import content_key
 from overlapc.runtime.toolchain import triton_version
 from overlapc.warm.fingerprint import NotCacheable
 
-# Options that say where things lie or how to talk, not what is generated.
-NOT_IN_KEY = frozenset({"rank_timeout", "rank_check", "dump_dir", "cache_dir", "dump", "debug", "warm_start"})
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE = ("*.py", "*.h", "*.json")
 

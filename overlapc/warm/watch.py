@@ -21,8 +21,8 @@ from overlapc.runtime.counters import count
 from overlapc.runtime.dtensors import KnownDTensors, Remade, giving_dtensors, taking_dtensors
 from overlapc.runtime.step import Call, StepPlan, step_function
 from overlapc.runtime.tangents import SizedTangent, Tangent
+from overlapc.warm.cached_step import keep
 from overlapc.warm.fingerprint import shared_memory
-from overlapc.warm.step import keep
 
 
 def of_plain_tensors(gm: GraphModule, inputs: Sequence[Any]) -> bool:

@@ -27,8 +27,8 @@ from overlapc.codegen.sources import generate_kernels, source_of
 from overlapc.codegen.triton import candidates
 from overlapc.config import Config
 from overlapc.errors import ConfigError, ToolchainError
-from overlapc.estimators import clock
-from overlapc.estimators.agreement import Party
+from overlapc.estimators.agreement.rank_agreement import Party
+from overlapc.estimators.calibration import clock
 from overlapc.fusion.build import to_schedule
 from overlapc.ir.body import Body
 from overlapc.ir.ops import Loops, LoweredGraph

@@ -239,7 +239,7 @@ def test_without_a_gpu_the_option_changes_nothing_and_the_report_says_so():
 
 def test_training_steps_in_parts_equal_those_without_from_the_cache_too(tmp_path: Path, monkeypatch: Any):
     """Through torch.compile, forward and backward, with the CPU as the device that records."""
-    monkeypatch.setattr("overlapc.compilation.split", functools.partial(split, device_type="cpu"))
+    monkeypatch.setattr("overlapc.compilation.stages.split", functools.partial(split, device_type="cpu"))
     monkeypatch.setattr("overlapc.runtime.cuda_graphs.CudaGraphs", Repeated)
 
     def steps(graphs: bool) -> list[list[Tensor]]:

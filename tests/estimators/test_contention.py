@@ -2,7 +2,7 @@ import pytest
 
 from overlapc.estimators.contention import Beside, Load, collective_stretches, compute_stretch, load_of, traffic_of
 from overlapc.estimators.device import DeviceProfile, Link, Slowdown
-from overlapc.estimators.profile_file import load_profile, profile_from_json, profile_to_json
+from overlapc.estimators.profiles.profile_file import load_profile, profile_from_json, profile_to_json
 from overlapc.estimators.timeline import simulate
 from overlapc.schedule.text import parse
 

@@ -4,11 +4,12 @@ from dataclasses import replace
 import pytest
 
 from overlapc.errors import ConfigError
-from overlapc.estimators import calibrate, here
 from overlapc.estimators.base import FREE, FirstKnown, estimate_schedule
-from overlapc.estimators.collectives import AnalyticCollectives, MeasuredCollectives, interpolate
+from overlapc.estimators.calibration import quick_profile
 from overlapc.estimators.device import DeviceProfile, Link, Table
-from overlapc.estimators.profile_file import PROFILES, load_profile, profile_from_json, profile_to_json
+from overlapc.estimators.nccl import AnalyticCollectives, MeasuredCollectives, interpolate
+from overlapc.estimators.profiles import this_machine
+from overlapc.estimators.profiles.profile_file import PROFILES, load_profile, profile_from_json, profile_to_json
 from overlapc.estimators.roofline import Roofline
 from overlapc.schedule.model import Comm, Estimate, Kind, Node, Work
 from overlapc.schedule.text import parse
@@ -201,28 +202,28 @@ def test_profiles_that_cannot_be_used(tmp_path):
 
 
 def test_this_machine_is_measured_once_and_kept(tmp_path):
-    profile = here.profile_for("cpu", tmp_path)
+    profile = this_machine.profile_for("cpu", tmp_path)
     assert profile.memory_bytes_per_s > 1e8
     assert profile.rate("torch.float32") > 1e8
     assert profile.origins[""].startswith("measured: 2 processes")
     (kept,) = (tmp_path / "profiles").rglob("*.json")
     stamp = kept.stat().st_mtime_ns
-    assert here.profile_for("cpu", tmp_path) == profile
+    assert this_machine.profile_for("cpu", tmp_path) == profile
     assert kept.stat().st_mtime_ns == stamp
-    assert here.profile_for("cuda", tmp_path) == H200
+    assert this_machine.profile_for("cuda", tmp_path) == H200
 
 
 @pytest.mark.parametrize("left", ["", '{"name": "x", "quantit', "\x00\x01", "{}"])
 def test_what_a_crash_left_of_it_is_measured_again(tmp_path, monkeypatch, left):
     whole = json.loads((PROFILES / "cpu-gloo.json").read_text())
-    monkeypatch.setattr(calibrate, "measure", lambda: whole)
-    assert here.profile_for("cpu", tmp_path) == load_profile("cpu-gloo")
+    monkeypatch.setattr(quick_profile, "measure", lambda: whole)
+    assert this_machine.profile_for("cpu", tmp_path) == load_profile("cpu-gloo")
     (kept,) = (tmp_path / "profiles").rglob("*.json")
     kept.write_text(left)
-    assert here.profile_for("cpu", tmp_path) == load_profile("cpu-gloo")
+    assert this_machine.profile_for("cpu", tmp_path) == load_profile("cpu-gloo")
     assert json.loads(kept.read_text()) == whole
 
 
 def test_without_a_place_to_keep_it_the_default_is_used(tmp_path):
     (tmp_path / "file").write_text("")
-    assert here.profile_for("cpu", tmp_path / "file" / "cache") == load_profile("cpu-gloo")
+    assert this_machine.profile_for("cpu", tmp_path / "file" / "cache") == load_profile("cpu-gloo")

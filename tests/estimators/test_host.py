@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from overlapc.errors import ConfigError
 from overlapc.estimators.device import DeviceProfile, HostCosts
 from overlapc.estimators.host import host_ns
-from overlapc.estimators.profile_file import load_profile, profile_from_json, profile_to_json
+from overlapc.estimators.profiles.profile_file import load_profile, profile_from_json, profile_to_json
 from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context
 from overlapc.passes.run import run_pipeline

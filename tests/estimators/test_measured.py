@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import overlapc
-from overlapc.chain import measures
-from overlapc.estimators.library import LibraryCollectives
 from overlapc.estimators.measured import Call, MeasuredCalls, Times
+from overlapc.estimators.nccl_own import LibraryCollectives
+from overlapc.planning.estimator_chain import measures
 from overlapc.report import record
 from overlapc.schedule.model import Comm, Kind, Node
 from overlapc.schedule.text import parse

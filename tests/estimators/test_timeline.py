@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlapc.estimators.device import IDEAL, DeviceProfile, Slowdown
-from overlapc.estimators.profile_file import load_profile
+from overlapc.estimators.profiles.profile_file import load_profile
 from overlapc.estimators.timeline import simulate
 from overlapc.schedule.model import Estimate
 from overlapc.schedule.text import parse

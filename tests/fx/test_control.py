@@ -11,12 +11,12 @@ from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.config import Config
-from overlapc.dump import Dumps
-from overlapc.estimators.profile_trace import EarlierRun
+from overlapc.estimators.user_times import EarlierRun
 from overlapc.fx.canonical import canonicalize
 from overlapc.fx.collectives import find_collectives
 from overlapc.fx.control import done, inline_control_deps, order_of
-from overlapc.planning import plan_graph
+from overlapc.planning.dumps import Dumps
+from overlapc.planning.plan_graph import plan_graph
 from overlapc.schedule.model import Node
 
 c10d = torch.ops._c10d_functional

@@ -10,7 +10,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from overlapc.compilation import compile_graph
+from overlapc.compilation.stages import compile_graph
 from overlapc.config import Config
 from overlapc.fx.sizes import guessed_size
 from overlapc.runtime.counters import counted

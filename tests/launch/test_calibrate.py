@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from overlapc.errors import ConfigError
-from overlapc.estimators.clock import clock_for
-from overlapc.estimators.profile_file import load_profile
+from overlapc.estimators.calibration.clock import clock_for
+from overlapc.estimators.profiles.profile_file import load_profile
 from overlapc.launch import calibrate_host, calibrate_kernels
 from overlapc.launch.calibrate import CalibrateConfig, derived, summary
 from overlapc.launch.calibrate_host import host_costs, kernel_launch_ns

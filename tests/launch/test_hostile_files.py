@@ -10,7 +10,7 @@ import pytest
 
 from overlapc.documents import read_text
 from overlapc.errors import ConfigError
-from overlapc.estimators.profile_file import PROFILES
+from overlapc.estimators.profiles.profile_file import PROFILES
 from overlapc.launch import cli
 from tests.report.sample import REPORT
 

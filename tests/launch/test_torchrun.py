@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from overlapc.errors import CompileError, ConfigError
-from overlapc.estimators.departures import departures
+from overlapc.estimators.agreement.departures import departures
 from overlapc.launch import torchrun, worker
 from overlapc.launch.torchrun import check_world
 from overlapc.launch.watch import Watch
@@ -59,7 +59,7 @@ if what == "vanish":  # in the middle of a step, which the other rank notices at
     dist.barrier()
 if what == "vanish_early":  # before its first compilation, in which the other rank waits for it
     import torch.distributed as dist
-    from overlapc.estimators.agreement import party
+    from overlapc.estimators.agreement.rank_agreement import party
     dist.init_process_group("gloo")
     dist.barrier()
     if rank == 1:

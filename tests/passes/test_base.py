@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 
 from overlapc.errors import ConfigError, MemoryBudgetError, ScheduleError
-from overlapc.estimators.profile_file import load_profile
+from overlapc.estimators.profiles.profile_file import load_profile
 from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.pipeline import ORDER
 from overlapc.passes.run import run_pipeline

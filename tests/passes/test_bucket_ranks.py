@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import overlapc
-from overlapc.estimators.profile_file import load_profile, profile_to_json
+from overlapc.estimators.profiles.profile_file import load_profile, profile_to_json
 from overlapc.launch.llama import Llama, LlamaConfig
 from tests.ranks import values_on_ranks
 

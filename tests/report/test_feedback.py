@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from overlapc.errors import ConfigError
-from overlapc.estimators.observed import estimated
-from overlapc.estimators.profile_file import load_profile, profile_to_json
+from overlapc.estimators.calibration.observed import estimated
+from overlapc.estimators.profiles.profile_file import load_profile, profile_to_json
 from overlapc.launch.cli import main
 from overlapc.report.feedback import refine, runs_of
 from overlapc.report.model import Measured, StepRecord

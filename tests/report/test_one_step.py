@@ -11,7 +11,7 @@ from torch import nn
 
 import overlapc
 from overlapc.report import record
-from overlapc.report.bound import Spent, sources
+from overlapc.report.limiting_factor import Spent, sources
 from overlapc.report.model import StepRecord
 from overlapc.report.text import totals_text
 from tests.report.sample import BACKWARD, FORWARD

@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from overlapc.config import Config
-from overlapc.context import context_of
 from overlapc.estimators.from_profile import from_profile
-from overlapc.estimators.profile_file import load_profile
+from overlapc.estimators.profiles.profile_file import load_profile
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
+from overlapc.planning.pass_context import context_of
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import COMPUTE, Schedule
 from overlapc.schedule.text import parse

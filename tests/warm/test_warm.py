@@ -18,9 +18,7 @@ from overlapc.report import record
 from overlapc.runtime import cpp_launch
 from overlapc.runtime.cache import KernelCache
 from overlapc.runtime.counters import counted
-from overlapc.warm import graph as warm_graph
-from overlapc.warm import step as warm_step
-from overlapc.warm import stored
+from overlapc.warm import cached_graph, cached_step, stored
 from overlapc.warm.environment import environment_key
 from overlapc.warm.fingerprint import NotCacheable
 from tests import ROOT
@@ -244,7 +242,7 @@ def test_entries_that_changed_places_do_not_run(tmp_path: Path, kind: str):
             aside = first.rename(first.with_name("aside"))
             second.rename(first)
             aside.rename(second)
-    for cache in (warm_graph._cache, warm_step._cache, cpp_launch._cache):
+    for cache in (cached_graph._cache, cached_step._cache, cpp_launch._cache):
         cache.cache_clear()  # as in another process
     assert len(entries) >= 2
     for found, right in zip(run(), expected, strict=True):

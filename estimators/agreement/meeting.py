@@ -1,0 +1,291 @@
+"""Meetings of ranks through the rendezvous store: everyone brings something, everyone leaves with one verdict.
+
+Ranks meet here and not in a collective: a collective with a missing rank hangs, a store has a timeout.
+
+    rank 0   set arrival/0, add arrived (1) ............................ wait verdict, get, add read (1)
+    rank 1   set arrival/1, add arrived (2 = all): decide, set verdict . wait verdict, get, add read (2 = all): delete
+
+Whoever arrives last decides, so that nobody waits for two things. The verdict is set once, by
+compare_set: a rank that gives up, one that fails and one that decides may race, and still all of them leave
+with the same verdict. The last to read it deletes the meeting's keys. That is 5 requests per rank, plus one
+read and one delete per rank for the two that do the common work, whatever the number of ranks.
+
+Meetings of the same ranks are numbered; the number is part of the key. A rank never comes to meeting n + 1
+before it left meeting n.
+
+No request to the store outlives the meeting's timeout by more than a few seconds (`timed_store`): the store's host may
+be stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeAlias
+
+import torch.distributed as dist
+
+from overlapc.errors import RanksDisagree
+from overlapc.estimators.agreement.departures import departed, is_watched
+from overlapc.estimators.agreement.timed_store import BoundedStore, NoAnswer
+
+Decide: TypeAlias = Callable[[Mapping[int, bytes]], bytes]
+"""What the ranks brought, by rank -> the verdict. Must not depend on which rank calls it. May raise RanksDisagree,
+which then is the verdict of all."""
+
+Notes: TypeAlias = Mapping[str, str]
+"""What a compilation depends on beside its graph, as text by name: options, variables, versions."""
+
+_SHOWN_DIFFERENCES, _SHOWN_CHARS = 8, 80
+_AGREED, _FAILED = b"+", b"!"
+_GRACE_S = 5.0  # how much longer a rank that gave up waits for another that gave up first to say why
+_LINGER_S = 1.0  # rank 0 often hosts the store: how long its failure stays readable before it may exit
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """`[0, 1, 2, 5]` -> `0-2,5`; what comes after the eighth run is counted only."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:8]]
+    rest = sum(last - first + 1 for first, last in runs[8:])
+    return ",".join(shown) + (f" and {rest} more" if rest else "")
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3` or `ranks 0-2,5`."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
+
+
+class _Keys:
+    """The keys of one meeting."""
+
+    def __init__(self, meeting: str) -> None:
+        self.meeting = meeting
+        self.arrived = f"{meeting}/arrived"  # how many contributors have come
+        self.verdict = f"{meeting}/verdict"  # set once
+        self.read = f"{meeting}/read"  # how many ranks are done with it
+        self.gave_up = f"{meeting}/gave_up"  # how many ranks ran out of time
+
+    def arrival(self, rank: int) -> str:
+        return f"{self.meeting}/arrival/{rank}"
+
+
+class Meetings:
+    """The meetings of `ranks` one after the other, as `rank` (one of them) sees them.
+
+    Every rank must make its own from the same `ranks` and `run` over the same store. `run` keeps apart
+    jobs that use one store one after the other (elastic restarts). Not for use by two threads at once.
+    """
+
+    def __init__(
+        self, store: dist.Store | Callable[[], dist.Store], rank: int, ranks: Sequence[int], run: str = ""
+    ) -> None:
+        """store: or what connects to it, called at the first meeting."""
+        self.ranks = tuple(sorted(set(ranks)))
+        if rank not in self.ranks:
+            raise ValueError(f"rank {rank} is not one of the ranks that meet: {format_ranks(self.ranks)}")
+        self.rank = rank
+        self._store = BoundedStore(store)
+        members = hashlib.sha256(repr((run, self.ranks)).encode()).hexdigest()[:16]
+        self._prefix = f"overlapc/{members}"
+        self._held = 0
+        self._open: _Keys | None = None  # entered and not left: where a failure is to be told
+        self._last_full = ""
+
+    def meet(
+        self,
+        at: str,
+        brought: bytes,
+        decide: Decide,
+        timeout_s: float,
+        contributors: Sequence[int] | None = None,
+        notes: Notes = MappingProxyType({}),
+    ) -> bytes:
+        """Bring `brought` to the next meeting and return what was decided there, the same on every rank.
+
+        at: what this meeting is about ("compilation 2 (forward), graph"); must be equal on all ranks.
+        contributors: the ranks that bring something (default: all); the others only wait for the verdict.
+        notes: what may be why ranks come for different things.
+        RanksDisagree, with the same text on every rank: ranks came for different things, a rank did not
+        come within `timeout_s`, a rank failed, or `decide` said so.
+        """
+        awaited = self.ranks if contributors is None else tuple(contributors)
+        if len(self.ranks) == 1:
+            return decide({self.rank: brought})
+        keys = self._open = self._next()
+        self._store.deadline_s = time.monotonic() + timeout_s
+        try:
+            if self.rank in awaited:
+                head = f"{at}\n{json.dumps(dict(notes))}\n".encode()
+                self._store.set(keys.arrival(self.rank), head + brought)
+                if self._store.add(keys.arrived, 1) == len(awaited):
+                    self._close(keys, awaited, decide)
+            verdict = self._wait(keys, awaited, self._store.deadline_s)
+            if verdict is None:
+                verdict = self._give_up(keys, at, awaited, decide, timeout_s)
+            self._leave(keys, awaited, verdict)
+            self._open = None
+        except dist.DistNetworkError as error:
+            raise RanksDisagree(
+                f"rank {self.rank} lost the rendezvous store{self._store} at {at}: the process that hosts it ended, or"
+                f" the network is down\n   {str(error).splitlines()[0]}"
+                "\nhint: the cause is in the output of the rank that ended first (often rank 0 or the launcher)"
+            ) from error
+        except NoAnswer as asked:
+            raise RanksDisagree(
+                f"the rendezvous store{self._store} does not answer rank {self.rank} at {at} (rank_timeout:"
+                f" {timeout_s:g} s)\n   it was asked {asked}"
+                "\nhint: the process that hosts the store (often rank 0 or the launcher) has ended, is stopped or is"
+                " overloaded, or the network is down; if that process is only slow, raise"
+                ' options={"rank_timeout": seconds}'
+            ) from None
+        if verdict.startswith(_FAILED):
+            raise RanksDisagree(verdict[1:].decode())
+        if contributors is None:
+            self._last_full = at
+        return verdict[1:]
+
+    def fail(self, reason: str) -> None:
+        """Tell the ranks to stop, and why: at the meeting this rank is in, otherwise at the next.
+
+        Never raises for a store that is gone: the caller has an error of its own to report.
+        """
+        if len(self.ranks) == 1:
+            return
+        keys = self._open or self._next()
+        self._open = None
+        self._store.deadline_s = 0.0
+        try:
+            verdict = self._publish(keys, _FAILED + reason.encode())
+            self._leave(keys, self.ranks, verdict)
+        except (dist.DistError, NoAnswer):
+            return
+
+    def _next(self) -> _Keys:
+        self._held += 1
+        return _Keys(f"{self._prefix}/{self._held}")
+
+    def _publish(self, keys: _Keys, verdict: bytes) -> bytes:
+        """Set the verdict unless there is one; whichever stands now."""
+        return self._store.compare_set(keys.verdict, verdict)
+
+    def _close(self, keys: _Keys, awaited: Sequence[int], decide: Decide) -> None:
+        """All have arrived: decide and publish."""
+        try:
+            values = self._store.multi_get([keys.arrival(rank) for rank in awaited])
+            verdict = _AGREED + decide(_same_place(dict(zip(awaited, values, strict=True))))
+        except RanksDisagree as error:
+            verdict = _FAILED + str(error).encode()
+        except BaseException as error:
+            self._publish(keys, _FAILED + f"rank {self.rank} failed: {type(error).__name__}: {error}".encode())
+            raise
+        self._publish(keys, verdict)
+
+    def _wait(self, keys: _Keys, awaited: Sequence[int], deadline_s: float) -> bytes | None:
+        """The verdict, or None when there is none by `deadline_s` (time.monotonic), or will be none."""
+        came: set[int] = set()  # before they ended
+        stop = (lambda: not departed(awaited).keys() <= came) if is_watched() else None
+        while True:
+            left_s = deadline_s - time.monotonic()
+            if left_s > 0 and self._store.wait(keys.verdict, left_s, stop):
+                return self._store.get(keys.verdict)
+            ended = departed(awaited).keys()
+            if left_s <= 0 or self._ended(keys, awaited):
+                return self._store.get(keys.verdict) if self._store.check(keys.verdict) else None
+            came |= ended
+
+    def _ended(self, keys: _Keys, awaited: Sequence[int]) -> dict[int, str]:
+        """The ranks that will not come to this meeting, as they have ended, and how."""
+        ended = departed(awaited)
+        return {rank: how for rank, how in ended.items() if not self._store.check(keys.arrival(rank))}
+
+    def _give_up(self, keys: _Keys, at: str, awaited: Sequence[int], decide: Decide, timeout_s: float) -> bytes:
+        """Out of time: the first rank here finds out who is missing, the others wait for what it says."""
+        if self._store.add(keys.gave_up, 1) > 1:
+            verdict = self._wait(keys, (), time.monotonic() + _GRACE_S)
+            if verdict is not None:
+                return verdict
+        missing = [rank for rank in awaited if not self._store.check(keys.arrival(rank))]
+        ended = self._ended(keys, awaited)
+        if not missing:  # the last to arrive died before it could decide, or has not yet
+            self._close(keys, awaited, decide)
+        else:
+            here = [rank for rank in awaited if rank not in set(missing)]
+            reason = _missing(at, missing, here, self._last_full, timeout_s, ended)
+            self._publish(keys, _FAILED + reason.encode())
+        return self._store.get(keys.verdict)
+
+    def _leave(self, keys: _Keys, awaited: Sequence[int], verdict: bytes) -> None:
+        if verdict.startswith(_FAILED) and self.rank == 0:
+            until_s = time.monotonic() + _LINGER_S
+            while time.monotonic() < until_s:
+                if self._store.add(keys.read, 0) >= self._store.add(keys.arrived, 0) - 1:
+                    break
+                time.sleep(0.01)
+        if self._store.add(keys.read, 1) == len(self.ranks):
+            for rank in awaited:
+                self._store.delete_key(keys.arrival(rank))
+            for key in (keys.arrived, keys.gave_up, keys.verdict, keys.read):
+                self._store.delete_key(key)
+
+
+def _same_place(arrivals: Mapping[int, bytes]) -> dict[int, bytes]:
+    """What each rank brought; RanksDisagree when they came for different things."""
+    brought: dict[int, bytes] = {}
+    notes: dict[int, Notes] = {}
+    places: dict[str, list[int]] = {}
+    for rank, value in arrivals.items():
+        place, noted, brought[rank] = value.split(b"\n", 2)
+        notes[rank] = json.loads(noted)
+        places.setdefault(place.decode(), []).append(rank)
+    if len(places) > 1:
+        raise RanksDisagree(
+            "ranks compile different things at the same time"
+            + "".join(f"\n   {name_ranks(ranks)}: {place}" for place, ranks in places.items())
+            + "".join(f"\n{line}" for line in differences(notes))
+            + "\nhint: a rank compiled or recompiled a graph that others did not; TORCH_LOGS=recompiles says why"
+        )
+    return brought
+
+
+def differences(notes: Mapping[int, Notes]) -> list[str]:
+    """What ranks note that others do not, a line each below one that says so; empty if all note the same."""
+    lines = []
+    for name in sorted({name for noted in notes.values() for name in noted}):
+        by_value: dict[str, list[int]] = {}
+        for rank in sorted(notes):
+            by_value.setdefault(notes[rank].get(name, "not set"), []).append(rank)
+        if len(by_value) > 1:
+            shown = (f"{value[:_SHOWN_CHARS]} on {name_ranks(ranks)}" for value, ranks in by_value.items())
+            lines.append(f"   {name}: {', '.join(shown)}")
+    rest = len(lines) - _SHOWN_DIFFERENCES
+    if rest > 0:
+        lines[_SHOWN_DIFFERENCES:] = [f"   and {rest} more"]
+    return ["these differ between ranks, too:", *lines] if lines else []
+
+
+def _missing(
+    at: str, missing: Sequence[int], here: Sequence[int], last_full: str, timeout_s: float, ended: Mapping[int, str]
+) -> str:
+    last = f"last met by all: {last_full}" if last_full else "these ranks have not met before in this job"
+    where = f"\n   waiting there: {name_ranks(here)}\n   {last}\nhint: "
+    if ended:
+        first = min(ended)
+        return (
+            f"rank {first} {ended[first]} and will not reach {at}{where}the cause is in the output of rank {first};"
+            " all ranks must take the same steps"
+        )
+    return (
+        f"{name_ranks(missing)} did not reach {at} within {timeout_s:g} s{where}"
+        "a rank that died, is stuck, or skips a compilation keeps the others waiting: see its output; "
+        'if it is only slow, raise options={"rank_timeout": seconds}; if sizes of inputs change on some ranks alone, '
+        "these compile again alone, which they may only where no collective depends on these sizes: drop or pad such"
+        " batches (drop_last=True), or torch.compile(..., dynamic=True) on all ranks makes one graph for all sizes"
+    )

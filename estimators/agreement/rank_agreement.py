@@ -1,0 +1,340 @@
+"""Ranks agree on the graph, on estimates and on the order of collectives, or all stop with the same error.
+
+    with agreement.party().compilation("forward", timeout_s=300) as ranks:
+        ranks.agree_on_graph(canonical_lines(graph, label=...))
+        times_ns = ranks.agree_on_medians(measured_ns)
+        ...
+        ranks.agree_on_order(collectives_in_order)
+
+Ranks compare hashes; the texts travel only when hashes differ, one of each kind, to name the first
+difference. An exception that leaves the `with` block stops the other ranks at once and tells them why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from overlapc.errors import RanksDisagree
+from overlapc.estimators.agreement.graph_text import canonical_lines
+from overlapc.estimators.agreement.meeting import Meetings, Notes, differences, name_ranks
+from overlapc.estimators.agreement.timed_store import connected
+from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.profiles.profile_file import profile_from_json, profile_to_json
+
+__all__ = ["Compilation", "Party", "canonical_lines", "party"]
+
+_SHOWN_VARIANTS = 4  # of texts that differ; more are counted
+_SHOWN_CHARS = 200  # of a line
+_SAME_CODE = (
+    "every rank must run the same model code on inputs of the same kinds; look for branches on the rank, and for a"
+    " batch of 0 or 1 on some ranks alone, which torch traces by itself (drop_last, or pad it)"
+)
+_SAME_OPTIONS = (
+    "the graphs are equal, so what plans them is not: give all ranks the same options (and OVERLAPC_ variables), the"
+    " same versions of overlapc and torch, and the same kind of device"
+)
+
+
+class Party:
+    """The ranks that compile together, as one of them sees it. Counts their compilations."""
+
+    def __init__(
+        self, store: dist.Store | Callable[[], dist.Store], rank: int, ranks: Iterable[int], run: str = ""
+    ) -> None:
+        """`run` tells apart jobs over one store, such as elastic restarts; equal on all ranks."""
+        self.meetings = Meetings(store, rank, tuple(ranks), run)
+        self.agreed: dict[Any, Any] = {}  # graph -> what was agreed on, for who compiles it again for other sizes
+        self.newest_frame = -1  # Dynamo's number of the function that was compiled first for the last time
+        self._compilations = itertools.count(1)
+
+    def compilation(self, label: str, timeout_s: float, notes: Notes = MappingProxyType({})) -> Compilation:
+        """The talks about the next graph. `label` ("forward") must be the same on all ranks, as must be how many
+        compilations there are. `timeout_s` is how long a rank waits for others at each point. `notes` is what an error
+        says of this rank, if ranks differ in it."""
+        return Compilation(self.meetings, f"compilation {next(self._compilations)} ({label})", timeout_s, notes)
+
+
+class Compilation:
+    """What ranks settle while they compile one graph; all of them must ask for the same things in the same order.
+
+    Every method is answered at the same point on all ranks, or raises RanksDisagree with the same text on
+    all of them: different contents, different points, a missing rank, or a rank that failed.
+    """
+
+    def __init__(self, meetings: Meetings, name: str, timeout_s: float, notes: Notes = MappingProxyType({})) -> None:
+        self.name = name
+        self._meetings = meetings
+        self._timeout_s = timeout_s
+        self._notes = notes
+
+    def __enter__(self) -> Compilation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, RanksDisagree):
+            self.fail(f"{type(error).__name__}: {error}")
+
+    def fail(self, reason: str) -> None:
+        """Stop the other ranks at their next or present meeting: this rank cannot go on."""
+        first_line = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
+        self._meetings.fail(
+            f"rank {self._meetings.rank} failed in {self.name}: {first_line}"
+            f"\nhint: the whole error is in the output of rank {self._meetings.rank}"
+        )
+
+    def agree_on_graph(self, lines: Sequence[str], kept: str = "") -> bool:
+        """All ranks compile the graph that `lines` (see canonical_lines) describe.
+
+        kept: what this rank has of it from an earlier compilation, as a hash, "" for nothing. True if all have the
+        same: then they may all use that, and must agree on nothing more.
+        """
+        same = self._agree("graph", "ranks compile different graphs", lines, kept.encode(), _common, _SAME_CODE)
+        return bool(same)
+
+    def agree_on_order(self, lines: Sequence[str]) -> None:
+        """All ranks will issue the collectives that `lines` describe, one a line, in this order."""
+        self._agree("order of collectives", "ranks would issue collectives in different orders", lines)
+
+    def agree_on_medians(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The median over ranks of each value, bit for bit the same on every rank; names must be equal on all.
+
+        ValueError for a value that is not finite.
+        """
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise ValueError(f"{name} was estimated as {value}; only finite values have a median")
+        return self._agree_on_numbers("estimates", "ranks estimated different things", values, np.median)
+
+    def agree_on_largest(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """The largest over ranks of each size, which is less than 2^53; names must be equal on all."""
+        largest = self._agree_on_numbers("sizes", "ranks have different buffers", sizes, np.max)
+        return {name: int(size) for name, size in largest.items()}
+
+    def _agree_on_numbers(
+        self, stage: str, what: str, values: Mapping[str, float], reduce: Callable[..., Any]
+    ) -> dict[str, float]:
+        """`reduce` over ranks of each value; np.median or its like, which takes an axis."""
+        names = sorted(values)
+        own = np.array([values[name] for name in names], dtype="<f8").tobytes()
+        agreed = self._agree(stage, what, names, own, partial(_each_value, reduce))
+        return dict(zip(names, np.frombuffer(agreed, dtype="<f8").tolist(), strict=True))
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(this rank's number among those that compile together, how many they are)."""
+        ranks = self._meetings.ranks
+        return ranks.index(self._meetings.rank), len(ranks)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that compile together, in order."""
+        return self._meetings.ranks
+
+    def tell(self, stage: str, text: str) -> list[str]:
+        """What every rank says at this point, in order of rank."""
+        return list(json.loads(self._agree(stage, "ranks say different things", (), text.encode(), _listed)))
+
+    def agree_on_tables(self, tables: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+        """For every name that some rank brings, the longest table that was brought; the same on every rank.
+
+        A table is taken as a whole, as what one rank measured belongs together; of equally long ones the first rank's.
+        """
+        text = zlib.compress(json.dumps(tables).encode(), 1)
+        return dict(json.loads(self._agree("tables", "ranks bring tables", (), text, _longest)))
+
+    def agree_on_profile(self, profile: DeviceProfile) -> DeviceProfile:
+        """One profile for all ranks: the median of each of its numbers, as hosts measure different ones."""
+        data = profile_to_json(profile)
+        agreed = self.agree_on_medians(dict(_numbers(data)))
+        return profile_from_json(_replaced(data, agreed))
+
+    def _agree(
+        self,
+        stage: str,
+        what: str,
+        lines: Sequence[str],
+        extra: bytes = b"",
+        combine: Callable[[Sequence[bytes]], bytes] = b"".join,
+        hint: str = _SAME_OPTIONS,
+    ) -> bytes:
+        """`combine` of every rank's `extra`, in order of rank, given that `lines` are equal on all ranks."""
+        at = f"{self.name}, {stage}"
+        digest = _digest(lines)
+        answer = self._meetings.meet(at, digest + extra, partial(_compare, combine), self._timeout_s, notes=self._notes)
+        head, _, combined = answer.partition(b"\n")
+        found = json.loads(head)
+        if found["digest"] == digest.decode():
+            return combined
+        if found["digest"]:
+            raise RanksDisagree(
+                f"{at}: the store holds the answer of another job\n"
+                "hint: start each job with a store of its own (another port or file)"
+            )
+        variants: list[list[int]] = found["variants"]
+        speakers = [ranks[0] for ranks in variants[:_SHOWN_VARIANTS]]
+        said = json.dumps([dict(self._notes), list(lines)]).encode()
+        text = zlib.compress(said, 1) if self._meetings.rank in speakers else b""
+        split = " against ".join(name_ranks(ranks) for ranks in variants[:_SHOWN_VARIANTS])
+        explain = partial(_explain, f"{at}: {what}", hint, variants)
+        self._meetings.meet(f"{at} ({what}: {split})", text, explain, self._timeout_s, contributors=speakers)
+        raise AssertionError("a meeting about a difference cannot agree")
+
+
+def _digest(lines: Sequence[str]) -> bytes:
+    """64 hexadecimal digits; equal exactly for equal lines."""
+    running = hashlib.sha256()
+    for line in lines:
+        running.update(line.encode())
+        running.update(b"\0")
+    return running.hexdigest().encode()
+
+
+def _compare(combine: Callable[[Sequence[bytes]], bytes], brought: Mapping[int, bytes]) -> bytes:
+    """The common digest and the combined values, or the ranks of each digest, commonest first."""
+    by_digest: dict[bytes, list[int]] = {}
+    for rank in sorted(brought):
+        by_digest.setdefault(brought[rank][:64], []).append(rank)
+    if len(by_digest) == 1:
+        (digest,) = by_digest
+        return (
+            json.dumps({"digest": digest.decode()}).encode()
+            + b"\n"
+            + combine([brought[rank][64:] for rank in sorted(brought)])
+        )
+    variants = sorted(by_digest.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+    return json.dumps({"digest": "", "variants": variants}).encode()
+
+
+def _common(brought: Sequence[bytes]) -> bytes:
+    """What all brought, if it is the same; else nothing."""
+    return brought[0] if len(set(brought)) == 1 else b""
+
+
+def _each_value(reduce: Callable[..., Any], columns: Sequence[bytes]) -> bytes:
+    """Every rank's values, in order of rank, to one row of them."""
+    table = np.frombuffer(b"".join(columns), dtype="<f8").reshape(len(columns), -1)
+    return bytes(reduce(table, axis=0).astype("<f8").tobytes())
+
+
+def _listed(brought: Sequence[bytes]) -> bytes:
+    return json.dumps([text.decode() for text in brought]).encode()
+
+
+def _longest(brought: Sequence[bytes]) -> bytes:
+    found: dict[str, dict[str, float]] = {}
+    for text in brought:
+        for name, table in json.loads(zlib.decompress(text)).items():
+            if len(table) > len(found.get(name, ())):
+                found[name] = table
+    return json.dumps(found, sort_keys=True).encode()
+
+
+def _explain(title: str, hint: str, variants: Sequence[Sequence[int]], brought: Mapping[int, bytes]) -> bytes:
+    """RanksDisagree that shows where the others leave the commonest text."""
+    said = {rank: json.loads(zlib.decompress(text)) for rank, text in brought.items()}
+    texts = {rank: lines for rank, (_, lines) in said.items()}
+    common, *others = [(ranks, texts[ranks[0]]) for ranks in variants[:_SHOWN_VARIANTS]]
+    parts = [title]
+    for ranks, lines in others:
+        first = next(
+            (i for i, (ours, theirs) in enumerate(zip(common[1], lines)) if ours != theirs),  # noqa: B905  # by length below
+            min(len(common[1]), len(lines)),
+        )
+        parts.append(f"first difference at line {first + 1}:")
+        parts.extend(_one_side(side, text, first) for side, text in (common, (ranks, lines)))
+    unshown = [rank for ranks in variants[_SHOWN_VARIANTS:] for rank in ranks]
+    if unshown:
+        parts.append(f"{len(variants) - _SHOWN_VARIANTS} more versions on {name_ranks(unshown)}")
+    parts.extend(differences({rank: notes for rank, (notes, _) in said.items()}))
+    parts.append(f"hint: {hint}")
+    raise RanksDisagree("\n".join(parts))
+
+
+def _one_side(ranks: Sequence[int], lines: Sequence[str], index: int) -> str:
+    line = lines[index] if index < len(lines) else f"(ends after {len(lines)} lines)"
+    if len(line) > _SHOWN_CHARS:
+        line = line[: _SHOWN_CHARS - 4] + " ..."
+    return f"   {name_ranks(ranks)} ({len(ranks)}): {line}"
+
+
+def _numbers(data: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """(path, value) of every measured number in a profile's JSON; counts and sizes are not measured."""
+    if isinstance(data, float):
+        yield path, data
+    elif isinstance(data, dict):
+        for key in sorted(data):
+            yield from _numbers(data[key], f"{path}/{key}")
+    elif isinstance(data, list):
+        for at, item in enumerate(data):
+            yield from _numbers(item, f"{path}/{at}")
+
+
+def _replaced(data: Any, numbers: Mapping[str, float], path: str = "") -> Any:
+    """`data` with the numbers at their paths."""
+    if isinstance(data, float):
+        return numbers[path]
+    if isinstance(data, dict):
+        return {key: _replaced(value, numbers, f"{path}/{key}") for key, value in data.items()}
+    if isinstance(data, list):
+        return [_replaced(item, numbers, f"{path}/{at}") for at, item in enumerate(data)]
+    return data
+
+
+class _Process:
+    """This process's parties, so that its counts go on from one compilation to the next."""
+
+    def __init__(self) -> None:
+        self._default_store: dist.Store | None = None
+        self._generation = 0
+        self._parties: dict[tuple[int, ...], Party] = {}
+
+    def party(self, ranks: Iterable[int] | None) -> Party:
+        if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
+            return Party(dist.HashStore(), 0, (0,))  # nobody to agree with
+        default = distributed_c10d._get_default_store()
+        if default is not self._default_store:
+            self._default_store = default
+            self._generation += 1
+            self._parties = {}
+        members = tuple(sorted(set(range(dist.get_world_size()) if ranks is None else ranks)))
+        if members not in self._parties:
+            self._parties[members] = Party(self._clone, dist.get_rank(), members, self._run())
+        return self._parties[members]
+
+    def _clone(self) -> dist.Store:
+        """A connection of our own: a store answers one request at a time, and others must not wait while we wait."""
+        assert self._default_store is not None
+        return connected(self._default_store)
+
+    def _run(self) -> str:
+        run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return f"{run_id}/{restarts}/{self._generation}"
+
+
+_process = _Process()
+
+
+def party(ranks: Iterable[int] | None = None) -> Party:
+    """This process and those it compiles with: the global `ranks` (default: all of the job).
+
+    The same object for the same ranks until the default process group is made anew, so that compilations are
+    counted through the job. Without a process group, or with torch's fake one, the process is alone and
+    agrees with itself.
+    """
+    return _process.party(ranks)

@@ -1,0 +1,244 @@
+"""What one rank measures of its device and of its connection to other ranks; the same code on a GPU and a CPU.
+
+All ranks must call these functions in the same order with the same sizes: how many collectives run never depends on
+what a single rank measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from overlapc.estimators.calibration.clock import Clock, clock_for, collective_ns, compute_ns, launch_ns
+from overlapc.estimators.calibration.effort import Attention, Effort
+from overlapc.estimators.calibration.measure_contention import Contention
+from overlapc.estimators.calibration.measure_load import Load
+from overlapc.estimators.calibration.profiled_contention import kernel_ns
+from overlapc.estimators.calibration.workloads import (
+    DTYPES,
+    agreed,
+    attend,
+    attention_inputs,
+    calls_for,
+    gathers_together,
+    launcher,
+    operands,
+    random,
+)
+
+_SMALL_TENSORS = 33  # of a coalesced collective
+_GAP_CHAIN, _GAP_ROUNDS = 50, 5  # kernels with a collective behind each
+
+
+class Measurement:
+    """Everything that one rank measures. Results are plain data: quantities, curves, tables and facts."""
+
+    def __init__(self, device: torch.device, effort: Effort, say: Callable[[str], None] = lambda _: None) -> None:
+        self.device, self.effort, self.say = device, effort, say
+        self.clock: Clock = clock_for(device)
+        self.quantities: dict[str, Any] = {}
+        self.curves: dict[str, list[list[float]]] = {}
+        self.tables: list[dict[str, Any]] = []
+        self.facts: dict[str, float] = {}
+        self.load: Callable[[], None] | None = None  # what runs before compute that is measured
+
+    def compute(self) -> None:
+        """Copies, matmuls, attention, the shortest kernel and the host's time for a launch. No communication."""
+        effort, values = self.effort, self.quantities
+        self.say("copies")
+        values["memory_bytes_per_s"] = self._copy_rate(effort.copy_bytes)
+        self.heat()
+        if self.load is not None:
+            values.update(Load(effort, self.device, self.clock, self.load, self.say).measured())
+        for dtype, shapes in effort.matmuls.items():
+            self.say(f"matmuls, {dtype}")
+            points = [self._matmul(shape, DTYPES[dtype]) for shape in shapes]
+            self._curve(f"matmul.{dtype}", points)
+            values[f"flops_per_s.{dtype}"] = max(rate for _, rate in points)
+        for dtype, cases in effort.attention.items():
+            self.say(f"attention, {dtype}")
+            times = [(case.flops, *self._attention(case, DTYPES[dtype])) for case in cases]
+            self._curve(f"attention.{dtype}", [(flops, flops / ns * 1e9) for flops, ns, _ in times])
+            self._curve(
+                f"attention_backward.{dtype}", [(flops * 5 // 2, 2.5 * flops / ns * 1e9) for flops, _, ns in times]
+            )
+        small = random(self.device, 16, dtype=torch.float32)
+        if self.device.type != "cpu":
+            values["kernel_floor_ns"] = kernel_ns(lambda: small.add_(1.0), calls=100)
+        values["launch_ns"] = launch_ns(self.clock, lambda: small.add_(1.0))
+
+    def heat(self) -> None:
+        """Finds the load that compute is measured behind."""
+        self.load = self._load()
+
+    def communication(self) -> None:
+        """Collectives of the whole world, and of pairs of neighbours when there are more ranks than two."""
+        world = dist.get_world_size()
+        assert dist.group.WORLD is not None
+        self._collectives(dist.group.WORLD)
+        if world > 2 and world % 2 == 0:
+            pairs = [dist.new_group([first, first + 1]) for first in range(0, world, 2)]
+            self._collectives(pairs[dist.get_rank() // 2])
+        self.say("coalesced collectives")
+        self._coalesced(dist.group.WORLD)
+        if self.clock.queued:
+            self._gap(dist.group.WORLD)
+
+    def contention(self) -> None:
+        """How much compute and collectives of the whole world slow each other, also by the power that they draw."""
+        found = Contention(self.effort, self.device, self.clock, self.load, self.say)
+        found.measure()
+        self.quantities.update(found.quantities)
+        self.facts.update(found.facts)
+        if self.load is not None:
+            self.say("a layer with collectives in its pauses")
+            assert dist.group.WORLD is not None
+            launches = [
+                launcher(collective, dist.group.WORLD, self.effort.heat_bytes, DTYPES[dtype], self.device)
+                for collective, dtype in (("all_gather", "bf16"), ("reduce_scatter", "fp32"))
+            ]
+            values, load = self.quantities, Load(self.effort, self.device, self.clock, self.load, self.say)
+            values["collective_load"] = load.collective_load(values["throttle"], values["heat"], launches)
+
+    def result(self) -> dict[str, Any]:
+        """Everything measured, as JSON has it; the same structure on every rank."""
+        return {
+            "quantities": self.quantities,
+            "curves": self.curves,
+            "tables": self.tables,
+            "facts": self.facts,
+        }
+
+    # --- compute
+
+    def _matmul(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[int, float]:
+        a, b = operands(self.device, shape, dtype)
+        flops = 2 * math.prod(shape)
+        return flops, flops / compute_ns(self.clock, lambda: torch.mm(a, b), self._rounds, ahead=self.load) * 1e9
+
+    @property
+    def _rounds(self) -> int:
+        """Samples of a measurement: under load, which takes long, each is long enough to stand alone."""
+        return 3 if self.load is None else 1
+
+    def _copy_rate(self, size_bytes: int) -> float:
+        """Bytes read and written a second."""
+        source = random(self.device, size_bytes // 4, dtype=torch.float32)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / compute_ns(self.clock, lambda: target.copy_(source)) * 1e9
+
+    def _load(self) -> Callable[[], None] | None:
+        """Launches matmuls that take `load_s`; None on a device that does not slow down under load."""
+        if self.effort.load_s <= 0:
+            return None
+        a, b = operands(self.device, self.effort.beside_matmul, torch.bfloat16)
+        product = torch.mm(a, b)
+        calls = max(1, round(self.effort.load_s * 1e9 / compute_ns(self.clock, lambda: torch.mm(a, b, out=product))))
+
+        def launch() -> None:
+            for _ in range(calls):
+                torch.mm(a, b, out=product)
+
+        return launch
+
+    def _attention(self, case: Attention, dtype: torch.dtype) -> tuple[float, float]:
+        """ns of forward and of backward."""
+        query, key, value = (each.requires_grad_() for each in attention_inputs(self.device, case, dtype))
+        with torch.no_grad():
+            forward_ns = compute_ns(self.clock, lambda: attend(query, key, value), self._rounds, ahead=self.load)
+        out = attend(query, key, value)
+        grad = torch.randn_like(out)
+        backward_ns = compute_ns(
+            self.clock,
+            lambda: torch.autograd.grad(out, (query, key, value), grad, retain_graph=True),
+            self._rounds,
+            ahead=self.load,
+        )
+        return forward_ns, backward_ns
+
+    def _curve(self, name: str, points: Sequence[tuple[int, float]]) -> None:
+        """One point a size: the median where several shapes have that size. A single size makes no curve."""
+        rates: dict[int, list[float]] = {}
+        for size, rate in points:
+            rates.setdefault(size, []).append(rate)
+        if len(rates) > 1:
+            self.curves[name] = [[size, _median(rates[size])] for size in sorted(rates)]
+
+    # --- communication
+
+    def _collectives(self, group: dist.ProcessGroup) -> None:
+        for collective in self.effort.collectives:
+            self.say(f"{collective} on {group.size()} ranks")
+            for dtype in self.effort.collective_dtypes:
+                points = []
+                for size in self.effort.collective_bytes:
+                    launch = launcher(collective, group, size, DTYPES[dtype], self.device)
+                    points.append([size, collective_ns(self.clock, launch, calls_for(size, self.clock))])
+                launch = launcher(collective, group, self.effort.collective_bytes[0], DTYPES[dtype], self.device)
+                isolated_ns = collective_ns(self.clock, launch, 1, rounds=9)
+                self.facts[f"{collective} {dtype} alone, {points[0][0]} B on {group.size()} ranks, ns"] = isolated_ns
+                self.tables.append({"collective": collective, "ranks": group.size(), "dtype": dtype, "points": points})
+
+    def _gap(self, group: dist.ProcessGroup) -> None:
+        """What passes between a kernel and a collective behind it, and back: a chain of both, less what they take."""
+        size = self.effort.collective_bytes[0]
+        launch = launcher("all_gather", group, size, DTYPES[self.effort.collective_dtypes[0]], self.device)
+        small = random(self.device, 16, dtype=torch.float32)
+
+        def chain() -> None:
+            small.add_(1.0)
+            launch().wait()
+
+        alone_ns = agreed(collective_ns(self.clock, launch, calls_for(size, self.clock)), self.device)
+        kernel_ns = compute_ns(self.clock, lambda: small.add_(1.0))
+        chain()
+        self.clock.sync()
+        samples = []
+        for _ in range(_GAP_ROUNDS):
+            self.clock.hold(_GAP_CHAIN * 2e-4)
+            begin = self.clock.mark()
+            for _ in range(_GAP_CHAIN):
+                chain()
+            end = self.clock.mark()
+            self.clock.sync()
+            samples.append(self.clock.between_ns(begin, end) / _GAP_CHAIN)
+        self.quantities["collective_gap_ns"] = max(0.0, agreed(_median(samples), self.device) - alone_ns - kernel_ns)
+
+    def _coalesced(self, group: dist.ProcessGroup) -> None:
+        """What one more tensor adds to a coalesced gather: small tensors, as what is large hides it.
+
+        On 4 H200s the nine tensors of a Llama-8B layer took as long side by side as one tensor of their size.
+        """
+        if not self.effort.layer:
+            return
+        dtype = DTYPES[self.effort.collective_dtypes[0]]
+        small = [self.effort.layer[0]] * _SMALL_TENSORS
+        together_ns, flat_ns = self._side_by_side(group, small, dtype)
+        self.quantities["coalesced_tensor_ns"] = max(0.0, (together_ns - flat_ns) / (len(small) - 1))
+        self._side_by_side(group, self.effort.layer, dtype)
+
+    def _side_by_side(
+        self, group: dist.ProcessGroup, elements: Sequence[int], dtype: torch.dtype
+    ) -> tuple[float, float]:
+        """ns of one coalesced gather of tensors with so many elements, and of one flat gather of as many bytes."""
+        ranks = group.size()
+        shards = [torch.zeros(math.ceil(count / ranks), dtype=dtype, device=self.device) for count in elements]
+        wholes = [torch.zeros(shard.numel() * ranks, dtype=dtype, device=self.device) for shard in shards]
+        size = sum(whole.nbytes for whole in wholes)
+        calls = calls_for(size, self.clock)
+        together = gathers_together(group, wholes, shards, self.device)
+        flat = launcher("all_gather", group, size, dtype, self.device)
+        together_ns = agreed(collective_ns(self.clock, together, calls), self.device)
+        flat_ns = agreed(collective_ns(self.clock, flat, calls), self.device)
+        self.facts[f"all_gather of {len(shards)} tensors, {size} B, coalesced, ns"] = together_ns
+        self.facts[f"all_gather of one tensor, {size} B, ns"] = flat_ns
+        return together_ns, flat_ns
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2

@@ -1,0 +1,196 @@
+"""What load does to a device's clock: how much slower work becomes, and how much of that at which share of busy time.
+
+A GPU that draws more power than it may lowers its clock. `throttle` says how many times as long matmuls and attention
+take under nothing but matmuls. A training step leaves a higher clock. By how much (`heat`) depends on how much of the
+time the device computes: measured with the work of a transformer's layer, and pauses between. On H200s one clock
+explains all that runs at it: matmul or attention take as many times longer as the clock is below one of their own.
+Collectives draw power, too: in the pauses of such a layer they lower the clock as so much more compute would
+(`collective_load`).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+
+from overlapc.estimators.calibration.clock import Clock, Launch, burst_ns, collective_ns, compute_ns
+from overlapc.estimators.calibration.effort import Attention, Effort
+from overlapc.estimators.calibration.workloads import (
+    agreed,
+    all_agreed,
+    attend,
+    attention_inputs,
+    calls_for,
+    operands,
+    random,
+)
+from overlapc.estimators.device import rate_at
+
+_SAMPLED = 100  # rounds of a layer: half a second of an H200
+_SETTLING = 4  # times `Effort.load_s`: an H200's clock swings for about a second
+
+Call = Callable[[], object]
+Curve = list[list[float]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call, of so many FLOPs. kind: "matmul", "attention" or, of what no clock slows, "memory"."""
+
+    kind: str
+    flops: int
+    call: Call
+
+
+@dataclass(frozen=True)
+class Load:
+    """Measures what load does. full: launches the work that makes the device as hot as it gets."""
+
+    effort: Effort
+    device: torch.device
+    clock: Clock
+    full: Callable[[], None]
+    say: Callable[[str], None]
+
+    def measured(self) -> dict[str, dict[str, Curve] | Curve]:
+        """`throttle` and `heat` of a profile."""
+        with torch.no_grad():
+            self.say("matmuls and attention in bursts and under load")
+            throttle = self._throttle()
+            self.say("a layer with pauses")
+            return {"throttle": throttle, "heat": self._heat(throttle)}
+
+    def _throttle(self) -> dict[str, Curve]:
+        """By kind: FLOPs, and how many times as long they take under load as in a short burst."""
+        works = [self._matmul(shape) for shape in self.effort.burst_matmuls]
+        for case in self.effort.attention.get("bf16", ()):
+            works.append(Work("attention", case.flops, self._attend(case)))
+        cool_ns = [burst_ns(self.clock, work.call) for work in works]
+        for _ in range(_SETTLING):
+            self.full()
+        hot_ns = [compute_ns(self.clock, work.call, rounds=1, ahead=self.full) for work in works]
+        throttle: dict[str, Curve] = {}
+        for work, cool, hot in zip(works, cool_ns, hot_ns, strict=True):
+            throttle.setdefault(work.kind, []).append([work.flops, max(1.0, hot / cool)])
+        return {kind: sorted(points) for kind, points in throttle.items()}
+
+    def _heat(self, throttle: Mapping[str, Curve]) -> Curve:
+        """Thousandths of the time that the device computes, and the clock of full load as a part of the clock then."""
+        works = self._layer()
+        bursts = self._bursts(works, throttle)
+        alone_ns = sum(ns for ns, _ in bursts)
+        found = []
+        for idle in self.effort.heat_idle:
+            busy_ns, period_ns = self._settled(works, alone_ns, idle * alone_ns)
+            found.append([1000.0 * busy_ns / period_ns, heat_of(bursts, busy_ns)])
+        return sorted(found)
+
+    def collective_load(self, throttle: Mapping[str, Curve], heat: Curve, launches: Sequence[Launch]) -> float:
+        """What collectives draw while they run, as a part of what compute draws. All ranks must ask for it at once.
+
+        throttle, heat: as `measured` found them on this rank. launches: collectives for the pauses of a layer.
+        """
+        with torch.no_grad():
+            works = self._layer()
+            bursts = self._bursts(works, throttle)
+            work_ns = agreed(sum(ns for ns, _ in bursts), self.device)  # how many rounds depends on it
+            alone = [
+                collective_ns(self.clock, launch, calls_for(self.effort.heat_bytes, self.clock)) for launch in launches
+            ]
+            pause_ns = sum(all_agreed(alone, self.device))
+
+            def communicate() -> None:
+                for launch in launches:
+                    launch().wait()
+
+            drawn = []  # as parts of the time: so much more than was computed
+            for pause in (None, communicate):  # what the device is off the curve by now is no collective's
+                busy_ns, period_ns = self._settled(works, work_ns, pause_ns, pause)
+                drawn.append(share_at(heat, heat_of(bursts, busy_ns)) - busy_ns / period_ns)
+            return min(1.0, max(0.0, (drawn[1] - drawn[0]) * period_ns / pause_ns))
+
+    def _bursts(self, works: Sequence[Work], throttle: Mapping[str, Curve]) -> list[tuple[float, float]]:
+        """Of each work: its ns in a short burst, and how many times as long it takes at full load."""
+        bursts = []
+        for work in works:
+            points = [(int(flops), times) for flops, times in throttle.get(work.kind, ())]
+            bursts.append((burst_ns(self.clock, work.call), rate_at(points, work.flops) if points else 1.0))
+        return bursts
+
+    def _settled(
+        self, works: Sequence[Work], work_ns: float, pause_ns: float, pause: Callable[[], None] | None = None
+    ) -> tuple[float, float]:
+        """ns of one round of `works`, and of a round and the pause behind it, once the clock has settled.
+
+        pause: launches what takes `pause_ns`; without it the device is idle for so long.
+        """
+        rounds = math.ceil(_SETTLING * self.effort.load_s * 1e9 / (work_ns + pause_ns)) + _SAMPLED
+        begins, ends = [], []
+        for at in range(rounds):
+            sampled = at >= rounds - _SAMPLED
+            if sampled:
+                begins.append(self.clock.mark())
+            _run(works)
+            if sampled:
+                ends.append(self.clock.mark())
+            if pause is not None:
+                pause()
+            elif pause_ns > 0:
+                self.clock.idle(pause_ns / 1e9)
+        last = self.clock.mark()
+        self.clock.sync()
+        between = self.clock.between_ns
+        busy_ns = median(between(begin, end) for begin, end in zip(begins, ends, strict=True))
+        return busy_ns, median(between(begin, after) for begin, after in zip(begins, [*begins[1:], last], strict=True))
+
+    def _layer(self) -> list[Work]:
+        """The forward of a transformer's layer: matmuls, attention, and a copy for all that is bound by memory."""
+        works = [self._matmul(shape) for shape in self.effort.heat_matmuls]
+        if self.effort.beside_attention is not None:
+            case = self.effort.beside_attention
+            works.insert(len(works) // 2, Work("attention", case.flops, self._attend(case)))
+        source = random(self.device, self.effort.copy_bytes // 8, dtype=torch.float32)
+        return [*works, Work("memory", 0, partial(torch.empty_like(source).copy_, source))]
+
+    def _matmul(self, shape: tuple[int, int, int]) -> Work:
+        return Work("matmul", 2 * math.prod(shape), partial(torch.mm, *operands(self.device, shape, torch.bfloat16)))
+
+    def _attend(self, case: Attention) -> Call:
+        return partial(attend, *attention_inputs(self.device, case, torch.bfloat16))
+
+
+def heat_of(bursts: Sequence[tuple[float, float]], taken_ns: float) -> float:
+    """The clock of full load as a part of the clock at which calls take `taken_ns` together.
+
+    bursts: each call's ns at the highest clock, and how many times as long it takes at full load. Between the highest
+    clock and that of full load.
+    """
+    low, high = 1.0 / max(times for _, times in bursts), 1.0
+    while high - low > 1e-4:  # ever longer with the clock's period
+        middle = (low + high) / 2
+        if sum(ns * max(1.0, times * middle) for ns, times in bursts) < taken_ns:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def share_at(heat: Curve, value: float) -> float:
+    """The share of the time (of 1) at which `heat` has that value: within what was measured, by a line between two."""
+    shares, values = zip(*heat, strict=True)
+    at = bisect_left(values, value)
+    if at == 0 or at == len(values):
+        return float(shares[min(at, len(values) - 1)]) / 1000
+    part = (value - values[at - 1]) / (values[at] - values[at - 1])
+    return float(shares[at - 1] + part * (shares[at] - shares[at - 1])) / 1000
+
+
+def _run(works: Sequence[Work]) -> None:
+    for work in works:
+        work.call()

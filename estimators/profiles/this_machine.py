@@ -1,0 +1,52 @@
+"""Which profile stands for the machine that this process runs on."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from overlapc.errors import CalibrationError, ConfigError, ToolchainError
+from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.profiles.processor import cpu_name
+from overlapc.estimators.profiles.profile_file import load_profile
+from overlapc.runtime.cache import KernelCache, content_key
+
+_SUFFIX = ".json"
+
+
+def profile_for(device_type: str, cache_dir: Path) -> DeviceProfile:
+    """The profile to use on this machine when the user named none.
+
+    CUDA devices use the one that was measured on H200s. CPUs are measured on first use and the numbers kept
+    under `cache_dir`; the processes of one host wait for the first of them, so that all use the same. Where
+    measuring or keeping it is impossible the stored `cpu-gloo` default is used.
+    """
+    if device_type != "cpu":
+        return load_profile("h200-nvlink")
+    cache, key = KernelCache(cache_dir, "profiles"), _machine_key()
+    try:
+        path = cache.get_or_build(key, _SUFFIX, _measure, private=False)
+        try:
+            return load_profile(path)
+        except ConfigError:  # of another version
+            cache.drop(key, _SUFFIX)
+            return load_profile(cache.get_or_build(key, _SUFFIX, _measure, private=False))
+    except (CalibrationError, ConfigError, ToolchainError):
+        return load_profile("cpu-gloo")
+
+
+def _measure(path: Path) -> None:
+    """Writes what this machine is like."""
+    from overlapc.estimators.calibration.quick_profile import measure  # once a machine
+
+    path.write_text(" " * 2**16)  # so that a full disk is noticed before ten seconds are spent
+    path.write_text(json.dumps(measure(), indent=1))
+
+
+def _machine_key() -> str:
+    """Changes with anything that makes old numbers wrong."""
+    version = "3"  # of what is measured
+    return content_key("cpu-gloo", cpu_name(), str(os.cpu_count()), torch.__version__, version)

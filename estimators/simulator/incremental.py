@@ -1,0 +1,285 @@
+"""The simulator under moves: replays no more of a step than what a move changes.
+
+A `Replay` keeps the state of the machine before every block of an order: what is in flight, and how far the host is
+ahead. Another order of a stretch is replayed from the last block that begins before it. Behind the stretch, as soon as
+the state before a block is what it was in the order that stands, everything from there on happens as before, only
+sooner or later: times lie on a grid (machine.py), so this is exact, and what `try_window` says is what `simulate` says
+of the whole order, to the last bit.
+
+How far the host is behind the stream is no part of that state: it does not matter as long as it is behind. Where it was
+ahead, or would be now that the stream is sooner, replaying goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from overlapc.estimators.device import IDEAL, DeviceProfile
+from overlapc.estimators.simulator.machine import Machine, costs_of
+from overlapc.schedule.model import Schedule
+
+_BLOCK = 24  # nodes: states before short blocks are compared sooner, those before long ones are fewer to keep
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What `Timeline` says of an order in sum."""
+
+    step_ns: float
+    exposed_ns: float
+    launch_idle_ns: float
+
+    @property
+    def compute_ns(self) -> float:
+        """Time the compute stream is busy, slowdown by collectives included."""
+        return self.step_ns - self.exposed_ns - self.launch_idle_ns
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A machine between two nodes, by queue; times count from the stream's clock."""
+
+    issued: tuple[int, ...]  # collectives so far
+    begun: tuple[int, ...]  # how many of them ran or run
+    left_ns: tuple[float, ...]  # of what runs; -1: nothing does
+    late_ns: tuple[
+        tuple[float, ...], ...
+    ]  # of the last ones issued: until the host lets them begin, where that is ahead
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What happens in nodes that follow each other."""
+
+    state: _State  # before the first
+    took_ns: float
+    idle_ns: float
+    exposed_ns: float
+    exposed: dict[int, float]  # the same by collective
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Another order of a stretch: by number, the blocks that it changes, and how far the host is ahead in them."""
+
+    low: int
+    nodes: tuple[int, ...]
+    blocks: dict[int, _Block] = field(default_factory=dict)
+    ahead_ns: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+
+class Replay:
+    """The timing of an order that changes.
+
+    Nodes are positions in `schedule.nodes` as it was given, and windows are as in `MemoryTimeline`, so that one move is
+    tried on both by the same arguments. Nobody checks here that an order is legal.
+    """
+
+    def __init__(self, schedule: Schedule, profile: DeviceProfile = IDEAL, *, block: int = _BLOCK) -> None:
+        """block: nodes between two states that are kept."""
+        self._block = block
+        count = len(schedule.nodes)
+        self.order: list[int] = list(range(count))
+        self.position: list[int] = list(self.order)
+        self._costs = costs_of(schedule, profile)
+        self._synchronous = profile.synchronous
+        self._times = [0.0] * count  # where machines note when nodes begin and end; nobody reads it
+        self._issued: list[list[int]] = [[] for _ in range(self._costs.queues)]  # every queue's collectives in order
+        self._slot: dict[int, int] = {}  # a collective's place there
+        for at in self.order:
+            if self._costs.is_collective(at):
+                queue = self._issued[self._costs.queue[at]]
+                self._slot[at] = len(queue)
+                queue.append(at)
+        self._trial: _Trial | None = None
+        self._blocks: list[_Block] = []
+        # How far the host is ahead of the stream before each block, and at most in it where that matters. Negative
+        # where it is behind. A step that begins later shifts them all, so they are no part of the blocks.
+        self._ahead_ns: list[float] = []
+        self._most_ahead_ns: list[float] = []
+        self.exposed: dict[int, float] = {}  # collective -> its exposed ns; none that is hidden
+        machine = Machine(self._costs, self._times, self._times)
+        whole = _Trial(0, ())
+        for number in range(max(1, math.ceil(count / self._block))):
+            self._run_block(machine, number, whole, last=(number + 1) * self._block >= count)
+            self._blocks.append(whole.blocks[number])
+            for collective, ns in whole.blocks[number].exposed.items():
+                self.exposed[collective] = self.exposed.get(collective, 0.0) + ns
+        self._ahead_ns = [ahead for ahead, _ in whole.ahead_ns.values()]
+        self._most_ahead_ns = [most for _, most in whole.ahead_ns.values()]
+        self.timing = Timing(
+            sum(block.took_ns for block in self._blocks),
+            sum(block.exposed_ns for block in self._blocks),
+            sum(block.idle_ns for block in self._blocks),
+        )
+
+    def try_window(self, low: int, nodes: Sequence[int]) -> Timing:
+        """The timing if `nodes`, which stand at positions low.. now, stood in this order there."""
+        changes = self._try(low, nodes).blocks.items()
+        pairs = [(new, self._blocks[number]) for number, new in changes]
+        return Timing(
+            self.timing.step_ns + sum(new.took_ns - old.took_ns for new, old in pairs),
+            self.timing.exposed_ns + sum(new.exposed_ns - old.exposed_ns for new, old in pairs),
+            self.timing.launch_idle_ns + sum(new.idle_ns - old.idle_ns for new, old in pairs),
+        )
+
+    def apply(self, low: int, nodes: Sequence[int]) -> None:
+        """Put `nodes`, which stand at positions low.. now, in this order there. Free of charge if it was tried last."""
+        trial, self.timing = self._try(low, nodes), self.try_window(low, nodes)
+        self._trial = None
+        self.order[low : low + len(nodes)] = nodes
+        for at, node in enumerate(nodes, low):
+            self.position[node] = at
+        self._reissue([node for node in nodes if node in self._slot])
+        shift_ns, shifted_to = 0.0, 0
+        for number, new in trial.blocks.items():
+            self._shift(shifted_to, number, shift_ns)
+            old, self._blocks[number] = self._blocks[number], new
+            self._ahead_ns[number], self._most_ahead_ns[number] = trial.ahead_ns[number]
+            self._count_exposed(old, new)
+            shift_ns, shifted_to = shift_ns + new.took_ns - old.took_ns, number + 1
+        self._shift(shifted_to, len(self._blocks), shift_ns)
+
+    def try_move(self, low: int, high: int, to: int) -> Timing:
+        """The timing if the nodes at positions low..high-1 began at position `to` (counted without them)."""
+        return self.try_window(*self._window(low, high, to))
+
+    def move(self, low: int, high: int, to: int) -> None:
+        """Move the nodes at positions low..high-1 so that they begin at `to` (counted without them)."""
+        self.apply(*self._window(low, high, to))
+
+    def _window(self, low: int, high: int, to: int) -> tuple[int, list[int]]:
+        block = self.order[low:high]
+        if to < low:
+            return to, block + self.order[to:low]
+        return low, self.order[high : high + to - low] + block
+
+    # Replaying
+
+    def _try(self, low: int, nodes: Sequence[int]) -> _Trial:
+        if self._trial is not None and self._trial.low == low and self._trial.nodes == tuple(nodes):
+            return self._trial
+        trial = self._trial = _Trial(low, tuple(nodes))
+        count, number, shift_ns = len(self._blocks), low // self._block, 0.0
+        machine = self._resumed(number, 0.0)
+        while number < count and nodes:
+            self._run_block(machine, number, trial, last=number == count - 1)
+            shift_ns += trial.blocks[number].took_ns - self._blocks[number].took_ns
+            number += 1
+            if number < count and number * self._block >= low + len(nodes) and self._is_as_before(machine, number):
+                following = self._host_matters(number, shift_ns)
+                if following != number:
+                    number = following
+                    if number < count:
+                        machine = self._resumed(number, shift_ns)
+        return trial
+
+    def _run_block(self, machine: Machine, number: int, trial: _Trial, *, last: bool) -> None:
+        """Replay a block as it is in a trial."""
+        state, began_ns, ahead_ns = _state(machine), machine.now, machine.host - machine.now
+        machine.idle, machine.exposed, machine.most_ahead = 0.0, {}, -math.inf
+        machine.run(self._nodes(number, trial))
+        if last:
+            machine.finish()
+        trial.ahead_ns[number] = ahead_ns, machine.most_ahead
+        trial.blocks[number] = _Block(
+            state, machine.now - began_ns, machine.idle, sum(machine.exposed.values()), machine.exposed
+        )
+
+    def _nodes(self, number: int, trial: _Trial) -> Iterator[int] | Sequence[int]:
+        """The nodes of a block, in the order of a trial."""
+        begin, end = number * self._block, (number + 1) * self._block
+        low, high = trial.low, trial.low + len(trial.nodes)
+        if high <= begin or end <= low:
+            return self.order[begin:end]
+        window = trial.nodes[max(0, begin - low) : max(0, end - low)]
+        return [*self.order[begin : max(begin, low)], *window, *self.order[min(end, high) : end]]
+
+    def _resumed(self, number: int, shift_ns: float) -> Machine:
+        """A machine in the state before a block, which begins so much later than in the order that stands."""
+        machine, state = Machine(self._costs, self._times, self._times), self._blocks[number].state
+        machine.host = self._ahead_ns[number] - (0.0 if self._synchronous else shift_ns)
+        for queue, collectives in enumerate(self._issued):
+            begun, issued, left_ns = state.begun[queue], state.issued[queue], state.left_ns[queue]
+            if left_ns >= 0:
+                machine.running[queue], machine.left[queue] = collectives[begun - 1], left_ns
+                machine.in_flight.add(collectives[begun - 1])
+            if issued > begun:
+                late_ns = state.late_ns[queue]
+                not_before = [0.0] * (issued - begun - len(late_ns)) + list(late_ns)
+                machine.waiting[queue].extend(zip(collectives[begun:issued], not_before, strict=True))
+                machine.in_flight.update(collectives[begun:issued])
+                machine.queued += issued - begun
+        machine.issued = list(state.issued)
+        machine.set_active()
+        return machine
+
+    def _is_as_before(self, machine: Machine, number: int) -> bool:
+        """Whether a machine is before a block what it was in the order that stands, but for a host that is behind."""
+        if self._synchronous and machine.host - machine.now != self._ahead_ns[number]:
+            return False
+        state = _state(machine)
+        if state != self._blocks[number].state:
+            return False
+        for queue, collectives in enumerate(self._issued):
+            begun, issued = state.begun[queue], state.issued[queue]
+            if state.left_ns[queue] >= 0 and machine.running[queue] != collectives[begun - 1]:
+                return False
+            if issued > begun and [at for at, _ in machine.waiting[queue]] != collectives[begun:issued]:
+                return False
+        return True
+
+    def _host_matters(self, number: int, shift_ns: float) -> int:
+        """The first block from `number` on in which the host was ahead, or is if all begins so much later."""
+        if self._synchronous or not shift_ns:  # its lead is part of the state, or the very same
+            return len(self._blocks)
+        enough_ns = min(0.0, shift_ns)
+        if max(self._most_ahead_ns[number:]) <= enough_ns:
+            return len(self._blocks)
+        return next(at for at in range(number, len(self._blocks)) if self._most_ahead_ns[at] > enough_ns)
+
+    # Keeping
+
+    def _reissue(self, collectives: Sequence[int]) -> None:
+        """Note the order of collectives that stood in a stretch and now stand so."""
+        free: dict[int, int] = {}  # queue -> its first place in the stretch
+        for at in collectives:
+            queue = self._costs.queue[at]
+            free[queue] = min(free.get(queue, self._slot[at]), self._slot[at])
+        for at in collectives:
+            queue = self._costs.queue[at]
+            self._slot[at] = free[queue]
+            self._issued[queue][free[queue]] = at
+            free[queue] += 1
+
+    def _shift(self, low: int, high: int, later_ns: float) -> None:
+        """Blocks low..high-1 begin so much later, which a host that runs ahead of the stream does not."""
+        if later_ns and not self._synchronous and low < high:
+            self._ahead_ns[low:high] = [ns - later_ns for ns in self._ahead_ns[low:high]]
+            self._most_ahead_ns[low:high] = [ns - later_ns for ns in self._most_ahead_ns[low:high]]
+
+    def _count_exposed(self, old: _Block, new: _Block) -> None:
+        for block, sign in ((old, -1), (new, 1)):
+            for collective, ns in block.exposed.items():
+                total_ns = self.exposed.get(collective, 0.0) + sign * ns
+                if total_ns:
+                    self.exposed[collective] = total_ns
+                else:
+                    self.exposed.pop(collective, None)
+
+
+def _state(machine: Machine) -> _State:
+    now = machine.now
+    return _State(
+        issued=tuple(machine.issued),
+        begun=tuple(issued - len(waiting) for issued, waiting in zip(machine.issued, machine.waiting, strict=True)),
+        left_ns=tuple(
+            -1.0 if at is None else left_ns for at, left_ns in zip(machine.running, machine.left, strict=True)
+        ),
+        late_ns=tuple(
+            tuple(ns - now for _, ns in waiting if ns > now) if waiting and waiting[-1][1] > now else ()
+            for waiting in machine.waiting
+        ),
+    )

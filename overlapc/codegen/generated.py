@@ -1,0 +1,55 @@
+"""A program printed: as what can be kept of it, the wrapper's text, its kernels' sources and its record."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule
+
+from overlapc.codegen.compiled_graph import NAME, CompiledGraph, order_hash
+from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.parts import Partition
+from overlapc.codegen.program import Program
+from overlapc.codegen.python import PythonWrapper
+from overlapc.report.model import GraphRecord
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A graph's code before it is printed, and what is said of it."""
+
+    program: Program
+    kernels: Sequence[tuple[str, KernelSource]]  # device type and source
+    parts: Partition | None  # for CUDA graphs
+    report: GraphRecord
+    counts: Mapping[str, int]  # what `counters["overlapc"]` says about it
+    order: Sequence[str]  # its collectives, one a line
+    agreed: object = None  # see CompiledGraph
+
+    def printed(
+        self, gm: GraphModule, *, tracked: bool, checks: frozenset[str]
+    ) -> tuple[CompiledGraph, dict[str, Any]]:
+        """(what can be kept, the objects that its wrapper calls). `gm` holds constants; for the rest see PythonWrapper.
+
+        A profiler's marks would not be in parts for CUDA graphs, so the marked version has none.
+        """
+        anonymous = dataclasses.replace(self.program, name=NAME)
+        wrapper = PythonWrapper(anonymous, tracked=tracked, checks=checks, partition=self.parts)
+        marked = PythonWrapper(anonymous, marked=True, tracked=tracked, checks=checks)
+        attributes = {f"constant_{node.name}": str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
+        kept = CompiledGraph(
+            name=self.program.name,
+            wrapper=wrapper.source,
+            marked=marked.source,
+            objects=marked.texts,
+            constants={name: attributes[name] for name in self.program.constants},
+            kernels=tuple(self.kernels),
+            counts=dict(self.counts),
+            order=order_hash(self.order),
+            agreed=self.agreed,
+            record=self.report,
+        )
+        return kept, {**wrapper.objects, **marked.objects}

@@ -1,0 +1,44 @@
+"""Graphs that another graph carries: branches of conditionals, loop bodies, nested compile regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule
+
+from overlapc.config import Config
+from overlapc.estimators.user_times import EarlierRun
+from overlapc.fx.subgraphs import is_loop, return_tuple, subgraphs
+from overlapc.runtime.support import unboxed
+
+
+@dataclass(frozen=True)
+class Built:
+    """A compiled graph, and what a run of it takes by the simulator; None for one that runs as it stands."""
+
+    call: Callable[[list[Any]], Any]
+    step_ns: float | None
+    kept: bool = False  # a later process can have it from the cache
+    module: GraphModule | None = None  # the same as a graph, with wrapper="fx"
+
+
+def inner_graphs(gm: GraphModule, config: Config, name: str, build: Callable[..., Built]) -> dict[GraphModule, Built]:
+    """The branches and loop bodies that `gm` carries, each compiled once and called with its arguments one by one."""
+    found: dict[GraphModule, Built] = {}
+    for each in subgraphs(gm):
+        if each.module not in found:
+            single = return_tuple(each.module)
+            built = build(each.module, config, f"{each.name}_of_{name}", within=True, single=single)
+            found[each.module] = Built(unboxed(built.call, single), built.step_ns, module=built.module)
+    return found
+
+
+def times_of_inner(gm: GraphModule, inner: Mapping[GraphModule, Built]) -> EarlierRun:
+    """What calls of inner graphs take: a conditional its longer branch; how often a loop runs nobody knows."""
+    times: dict[str, list[float | None]] = {}
+    for each in subgraphs(gm):
+        times.setdefault(each.reader.name, []).append(None if is_loop(each.reader) else inner[each.module].step_ns)
+    known = {node: [ns for ns in all_ns if ns is not None] for node, all_ns in times.items() if None not in all_ns}
+    return EarlierRun({node: ("", max(all_ns)) for node, all_ns in known.items()}, name="simulated branches")

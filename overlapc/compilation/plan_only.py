@@ -1,0 +1,101 @@
+"""Steps that are planned and recorded but not compiled: for `overlapc plan`, where no such machine is at hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.fx import GraphModule
+
+from overlapc.compilation.counts import counts_of, fallbacks_of
+from overlapc.compilation.inner_graphs import Built, inner_graphs, times_of_inner
+from overlapc.compilation.tracing import step_of
+from overlapc.config import Config
+from overlapc.passes.base import Context
+from overlapc.passes.run import Result, run_pipeline
+from overlapc.planning.dumps import Dumps
+from overlapc.planning.plan_graph import Passes, plan_graph
+from overlapc.report import record
+from overlapc.report.build import graph_record
+from overlapc.runtime.counters import count
+from overlapc.runtime.phases import phase
+from overlapc.runtime.steps import STEPS
+from overlapc.schedule.model import Schedule
+
+Found = Callable[[Schedule, Context], None]
+
+
+def plan_step(gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int) -> Callable[..., Any]:
+    """Forward and backward of `gm`, planned only: they run as they stand."""
+    return step_of(_plan_only, gm, example_inputs, config, number)
+
+
+def schedule_step(
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int, found: Found
+) -> Callable[..., Any]:
+    """Forward and backward of `gm` up to where passes begin: `found` is handed what these would be given."""
+    return step_of(partial(_schedule_only, found=found), gm, example_inputs, config, number)
+
+
+def plan_schedule(schedule: Schedule, ctx: Context) -> None:
+    """The passes on what `schedule_step` found, or on one like it, recorded as a graph of this process."""
+    began = time.perf_counter()
+    _remember(run_pipeline(schedule, ctx), began)
+
+
+def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str) -> Callable[..., Any]:
+    """Like compile_graph, but for fake tensors: the graph itself runs, as nothing is generated."""
+    began = time.perf_counter()
+    with phase("lowering and fusion"):
+        _remember(_plan(gm, config, name), began)
+    calls = STEPS.counter(name)
+
+    def run(*args: Any) -> Any:
+        calls[0] += 1
+        return gm.forward(*args)
+
+    return make_boxed_func(run)
+
+
+def _schedule_only(
+    gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str, found: Found
+) -> Callable[..., Any]:
+    """Like _plan_only, up to where passes begin."""
+
+    def hand_over(schedule: Schedule, ctx: Context) -> Result:
+        found(schedule, ctx)
+        return run_pipeline(schedule, replace(ctx, passes=(), stop_after=None, dump=None))
+
+    _plan(gm, config, name, hand_over)
+    return make_boxed_func(gm.forward)
+
+
+def _plan(gm: GraphModule, config: Config, name: str, passes: Passes = run_pipeline) -> Result:
+    # This machine is not the one that is planned for.
+    config = replace(config, measure_matmuls=False, autotune=False)
+    of_inner = times_of_inner(gm, inner_graphs(gm, config, name, _planned_within))
+    dumps = Dumps(config, name)
+    planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, passes=passes, runs=False)
+    assert planned is not None, "there was no cache to take it from"
+    return planned.result
+
+
+def _planned_within(gm: GraphModule, config: Config, name: str, *, within: bool, single: bool) -> Built:
+    result = _plan(gm, config, name)
+    _count(result)
+    return Built(make_boxed_func(gm.forward), result.after.step_ns)
+
+
+def _remember(result: Result, began: float) -> None:
+    _count(result)
+    seconds = time.perf_counter() - began
+    record.add(graph_record(result, fallbacks=fallbacks_of(result), compile_seconds=seconds))
+
+
+def _count(result: Result) -> None:
+    for counter, times in counts_of(result).items():
+        count(counter, times)

@@ -1,0 +1,222 @@
+"""From an FX graph to a scheduled callable, stage by stage; `backend` is what torch calls."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.fx import GraphModule, Node
+
+from overlapc.codegen.build import build_program
+from overlapc.codegen.copies import outside_pools
+from overlapc.codegen.generated import Generated
+from overlapc.codegen.parts import split
+from overlapc.codegen.pool import peak_bytes, pooled
+from overlapc.codegen.program import Program
+from overlapc.codegen.sources import generate_kernels, kernels_of
+from overlapc.compilation.counts import counts_of, fallbacks_of
+from overlapc.compilation.inner_graphs import Built, inner_graphs, times_of_inner
+from overlapc.compilation.tracing import step_of
+from overlapc.config import Config
+from overlapc.fx.sizes import guessed_size
+from overlapc.fx.versions import compiled_autograd
+from overlapc.ir.ops import LoweredGraph
+from overlapc.lowering import provenance
+from overlapc.planning.chosen_profile import profile_text
+from overlapc.planning.dumps import Dumps
+from overlapc.planning.plan_graph import Planned, collective_lines, device_types, plan_graph
+from overlapc.report.build import graph_record
+from overlapc.report.model import GraphRecord
+from overlapc.runtime.counters import count
+from overlapc.runtime.deterministic import deterministic
+from overlapc.runtime.phases import phase
+from overlapc.schedule.memory import analyze
+from overlapc.schedule.model import Schedule
+from overlapc.units import human_bytes
+from overlapc.warm import cached_graph
+from overlapc.warm.environment import environment_key
+from overlapc.warm.fingerprint import NotCacheable, graph_key
+from overlapc.warm.loading import bind, keeps
+from overlapc.warm.watch import StepWatch
+
+_log = logging.getLogger("overlapc")
+
+
+def compile_step(
+    gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int, key: str | None
+) -> Callable[..., Any]:
+    """Forward and backward of `gm`, compiled; kept under `key` if there is one and the step is of plain tensors."""
+    if compiled_autograd(gm):
+        return step_of(compile_graph, gm, example_inputs, config, number)
+    watch = StepWatch(gm, example_inputs, key, config.cache_dir)
+    return watch.watched(step_of(partial(compile_graph, watch=watch), gm, example_inputs, config, number))
+
+
+def compile_graph(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    config: Config,
+    name: str,
+    watch: StepWatch | None = None,
+) -> Callable[..., Any]:
+    """One graph of ATen ops and functional collectives: the whole way. `watch` sees the graphs of the step."""
+    with phase("lowering and fusion"), deterministic(config.deterministic):  # backward is compiled when it first runs
+        key = _graph_key(gm, config, name)
+        built = _build(gm, config, name, key=key)
+    if watch is not None:
+        watch.compiled(name.split("_")[0], gm, built.call, key if built.kept else None)
+    return built.call
+
+
+def _build(
+    gm: GraphModule, config: Config, name: str, *, key: str | None = None, within: bool = False, single: bool = False
+) -> Built:
+    """`compile_graph` as the list of its stages.
+
+    within: another graph carries this one, and is reported. single: it returns one value, and no tuple, to that one.
+    key: under which the result is looked for, and kept; None for neither.
+    """
+    began = time.perf_counter()
+    guessed = guessed_size(gm.graph)
+    if guessed is not None:
+        return Built(_as_it_stands(gm, guessed), None)
+    dumps = Dumps(config, name)
+    inner = inner_graphs(gm, config, name, _build)
+    key = None if inner else key
+    kept = cached_graph.find(key, config.cache_dir) if key is not None else None
+    of_inner = times_of_inner(gm, inner)
+    planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, kept=kept, within=within)
+    if planned is None:
+        assert kept is not None
+        with phase("kernels"):
+            call = bind(kept, config, name, began, gm=gm)
+        return Built(call, kept.record.after.step_ns, kept=True)
+    with phase("kernels"):
+        generated = _generate(planned, inner, config, within)
+    _dump(generated, dumps)
+    compiled, objects = generated.printed(gm, tracked=config.check_lifecycle, checks=config.checks)
+    graph = None
+    if config.wrapper == "fx":
+        from overlapc.codegen.fx import FxWrapper  # which registers an operator: not for those who do not need it
+
+        graph = FxWrapper(generated.program, single=single)
+    with phase("kernels"):
+        call = bind(compiled, config, name, began, objects=objects, within=within, graph=graph)
+    dumps.write("program", "wrapper", lambda: graph.text() if graph else compiled.text(name), suffix="py")
+    kept_now = key is not None and _keep(key, compiled, config)
+    return Built(call, planned.result.after.step_ns, kept_now, graph.module if graph else None)
+
+
+def _dump(generated: Generated, dumps: Dumps) -> None:
+    dumps.write("program", "program", lambda: str(generated.program))
+    if generated.parts is not None:
+        dumps.write("program", "parts", lambda: str(generated.parts))
+    dumps.write("kernels", "kernels", lambda: "\n\n".join(source.text for source in generated.program.kernels()))
+
+
+def _generate(planned: Planned, inner: Mapping[GraphModule, Built], config: Config, within: bool) -> Generated:
+    """Kernels, and the program that launches them."""
+    result, lowered, tuning = planned.result, planned.lowered, planned.tuning
+    schedule = result.schedule
+    for constant, module in lowered.constants.items():
+        if isinstance(module, GraphModule) and module in inner:
+            lowered.constants[constant] = inner[module].module or inner[module].call
+    sources = generate_kernels(schedule, lowered, tuning.sources if tuning is not None else None)
+    program = build_program(schedule, lowered, sources, donated=_donated(schedule, config), copies=planned.copies)
+    report = graph_record(result, fallbacks=fallbacks_of(result), attention=planned.attention)
+    report = replace(report, not_copied=planned.not_copied)
+    if planned.copies:
+        report = _with_shared_memory(report, planned)
+    if config.memory == "pool":
+        program, report = _with_pool(program, report, schedule, lowered)
+    # What is within another graph runs as a part of that one's call.
+    parts = split(program) if config.cuda_graphs and not within else None
+    counts = {**counts_of(result), **planned.attention_counts}
+    if planned.copies:
+        counts["collectives_by_copies"] = len(planned.copies)
+    if planned.not_copied:
+        counts["collectives_not_by_copies"] = len(planned.not_copied)
+    if tuning is not None:
+        report = replace(report, tuned=tuning.summary())
+        counts["kernels_tuned"] = len(tuning.changed)
+        _log.info("%s: %s", schedule.name, report.tuned)
+    if parts is not None:
+        report = replace(report, captured=parts.summary(), host_ns=None)  # which is of nodes launched one by one
+        counts["cuda_graph_parts"] = len(parts.parts)
+        _log.info("%s: %s", schedule.name, report.captured)
+    kernels, order = kernels_of(sources, schedule), collective_lines(schedule)
+    return Generated(program, kernels, parts, report, counts, order, planned.agreed)
+
+
+def _donated(schedule: Schedule, config: Config) -> set[str]:
+    """Saved activations whose memory backward may go on with, unless what runs it holds its arguments."""
+    if config.cuda_graphs or config.wrapper == "fx":
+        return set()
+    return {buffer.name for buffer in schedule.buffers.values() if buffer.freeable}
+
+
+def _with_shared_memory(report: GraphRecord, planned: Planned) -> GraphRecord:
+    """What ranks share for copies is part of the peak."""
+    pools = {each.copies.pool.name: each.copies.pool.bytes for each in planned.copies.values()}
+    shared = sum(pools.values())
+    peak = analyze(outside_pools(planned.result.schedule)).peak_bytes + shared  # pools of other graphs may be larger
+    budget = planned.result.schedule.budget_bytes
+    if budget is not None and peak > budget:
+        count("copies_over_budget")
+        warnings.warn(
+            f"{report.name}: {human_bytes(shared)} that ranks share for copies raise the peak to {human_bytes(peak)},"
+            ' over memory_budget\nhint: options={"transport": "nccl"} shares none; smaller units of fully_shard, less',
+            stacklevel=2,
+        )
+    return replace(report, pool_bytes=shared, peak_bytes=peak)
+
+
+def _with_pool(
+    program: Program, report: GraphRecord, schedule: Schedule, lowered: LoweredGraph
+) -> tuple[Program, GraphRecord]:
+    """`program` on a pool, and what its peak is then; as it was if the pool would not fit the memory budget."""
+    on_pool = pooled(program)
+    peak = peak_bytes(on_pool, schedule, lowered.hint)
+    if schedule.budget_bytes is not None and peak > schedule.budget_bytes:
+        count("pools_over_budget")
+        return program, report
+    return on_pool, replace(report, peak_bytes=peak + report.pool_bytes)
+
+
+def _as_it_stands(gm: GraphModule, node: Node) -> Callable[..., Any]:
+    """The graph run op by op, counted and said: the sizes it was traced with cannot be relied on."""
+    count("graphs_as_they_stand")
+    warnings.warn(
+        f"overlapc runs a graph op by op: {node.name} = {node.target} gives a size that depends on data and was traced"
+        f" as a constant ({provenance(node).source or 'unknown line'})",
+        stacklevel=2,
+    )
+    return make_boxed_func(gm.forward)
+
+
+def _graph_key(gm: GraphModule, config: Config, name: str) -> str | None:
+    """Under which a graph of ATen ops is kept; None when it must be compiled each time."""
+    if not keeps(config):
+        return None
+    try:
+        profile = profile_text(config, device_types(gm))
+        return graph_key(gm, name.split("_")[0], environment_key(config), profile)
+    except NotCacheable as reason:
+        count(f"not kept: {reason}")
+        return None
+
+
+def _keep(key: str, compiled: cached_graph.CompiledGraph, config: Config) -> bool:
+    try:
+        cached_graph.keep(key, compiled, config.cache_dir)
+    except NotCacheable as reason:
+        count(f"not kept: {reason}")
+        return False
+    return True

@@ -1,0 +1,52 @@
+"""A graph that its owner traced, whole: forward, loss and backward together, as torchtitan's graph_trainer has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from overlapc.compilation import stages
+from overlapc.compilation.tracing import step_of
+from overlapc.config import Config
+from overlapc.warm.loading import next_number
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | Config | None = None,
+    mode: str | None = None,
+) -> fx.GraphModule:
+    """`gm` compiled: a module that takes and returns what `gm` does.
+
+    gm: a function of plain tensors that make_fx traced, with its backward in it, and functional collectives; nothing
+        is differentiated. Nodes whose `meta["custom"]["module_fqn"]` names a module give collectives their names and
+        buckets; gathers of inputs and reductions of results count as those of sharded parameters.
+    example_inputs: one for each placeholder, real or fake. options, mode: as for `torch.compile`.
+
+    Raises ConfigError for options it cannot use, CompileError with the FX node for a graph it cannot compile,
+    RanksDisagree when ranks compile different graphs.
+    """
+    config = Config.of(options, mode)
+    with torch.no_grad():
+        step = step_of(stages.compile_graph, gm, list(example_inputs), config, next_number())
+    root = nn.Module()
+    root.compiled = _Compiled(step)
+    graph = fx.Graph()
+    inputs = tuple(graph.placeholder(str(node.target)) for node in gm.graph.find_nodes(op="placeholder"))
+    graph.output(graph.call_module("compiled", inputs))
+    return fx.GraphModule(root, graph)
+
+
+class _Compiled(nn.Module):
+    def __init__(self, step: Any) -> None:
+        super().__init__()
+        self.step = step
+
+    @torch.no_grad()
+    def forward(self, *inputs: Any) -> Any:
+        return self.step(*inputs)

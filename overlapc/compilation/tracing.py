@@ -1,0 +1,129 @@
+"""What Dynamo captured, handed to AOTAutograd, and what comes of it to a compiler of single graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import disable
+from torch._dynamo.utils import flatten_graph_inputs
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from overlapc.compilation.folded_blocks import Folded
+from overlapc.config import Config
+from overlapc.fx.aliased_outputs import views_outside
+from overlapc.fx.attention import drop_masks
+from overlapc.fx.blocks import Unfit
+from overlapc.fx.decompositions import decompositions
+from overlapc.fx.partition import partition
+from overlapc.fx.versions import check_torch_version, compiled_autograd
+from overlapc.gc_paused import gc_paused
+from overlapc.passes.runner import select
+from overlapc.runtime.counters import count
+from overlapc.runtime.deterministic import deterministic
+from overlapc.runtime.phases import phase
+
+GraphCompiler = Callable[..., Callable[..., Any]]  # of (gm, inputs, *, config, name)
+
+
+def step_of(
+    each: GraphCompiler, gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int
+) -> Callable[..., Any]:
+    """What runs forward and backward of `gm` as `each` compiles them. ConfigError for passes that there are not."""
+    check_torch_version()
+    select(config.passes)  # an unknown pass is an error now, not after the first graph was lowered
+    if any(isinstance(value, list | tuple | dict) for value in example_inputs):  # compiled autograd's graphs
+        flat = partial(_traced, each, config=config, number=number)
+        return flatten_graph_inputs(gm, example_inputs, flat)
+    return _traced(each, gm, example_inputs, config=config, number=number)
+
+
+def _traced(
+    each: GraphCompiler, gm: GraphModule, inputs: Sequence[Any], *, config: Config, number: int
+) -> Callable[..., Any]:
+    """What AOTAutograd makes of `gm`, called directly.
+
+    Not through `torch._dynamo.backends.common.aot_autograd`, which imports Inductor's scheduler and IR to ask whether
+    they log: on a machine that keeps no bytecode a tenth of a cold start.
+    """
+    if isinstance(gm, GraphModule):  # compiled autograd wraps its graph, in which no attention is whole
+        drop_masks(gm, eager_dropout=config.fallback_random)
+    as_they_were = views_outside(gm) if any(map(is_traceable_wrapper_subclass, inputs)) else None
+    trace: Callable[..., Any] = partial(
+        aot_module_simplified,
+        decompositions=decompositions(native_random=not config.fallback_random),
+        keep_inference_input_mutations=True,
+    )
+    compilers: dict[str, Any] = {
+        "fw_compiler": partial(each, config=config, name=f"forward_{number}"),
+        "bw_compiler": _hidden(partial(each, config=config, name=f"backward_{number}")),
+        "inference_compiler": partial(each, config=config, name=f"inference_{number}"),
+    }
+    # No collections: a traced graph is objects that all stay.
+    with phase("AOTAutograd"), deterministic(config.deterministic), gc_paused(), _tangents_of(gm):
+        step = _folded(trace, gm, inputs, compilers) if config.trace_once and not compiled_autograd(gm) else None
+        if step is None:
+            step = trace(gm, inputs, partition_fn=partition, **compilers)
+    call = step if as_they_were is None else lambda *given: as_they_were(step(*given))
+    return disable(call, reason="it is compiled")
+
+
+def _folded(
+    trace: Callable[..., Any], gm: GraphModule, inputs: Sequence[Any], compilers: Mapping[str, Any]
+) -> Callable[..., Any] | None:
+    """What AOTAutograd makes of `gm` when equal blocks are traced once; None where they cannot be."""
+    try:
+        folded = Folded(gm, inputs, trace)
+    except Unfit as reason:
+        count(f"blocks traced one by one: {reason}")
+        return None
+
+    def partition_unfolded(joint: GraphModule, joint_inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+        folded.unfold(joint)
+        return partition(joint, joint_inputs, **options)
+
+    def infer(graph: GraphModule, *args: Any) -> Any:
+        folded.unfold(graph)
+        return compilers["inference_compiler"](graph, *args)
+
+    try:
+        return trace(
+            folded.module, inputs, partition_fn=partition_unfolded, **{**compilers, "inference_compiler": infer}
+        )
+    except Unfit as reason:
+        count(f"blocks traced one by one: {reason}")
+        return None
+    finally:
+        folded.close()
+
+
+def _tangents_of(gm: GraphModule) -> AbstractContextManager[None]:
+    """Where a result may lie twice in the same memory (`unfold`), tangents are contiguous while `gm` is traced.
+
+    AOTAutograd guesses that they lie as the results do, and would copy what differs from element to element there.
+    """
+    results = (
+        [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
+        if isinstance(gm, GraphModule)
+        else []
+    )
+    plain = [x for x in results if isinstance(x, Tensor) and not is_traceable_wrapper_subclass(x)]
+    if any(x.layout == torch.strided and torch._debug_has_internal_overlap(x) for x in plain if x.requires_grad):
+        guessing: Any = torch._functorch.config.patch(guess_tangent_strides_as_outputs=False)
+        return guessing
+    return nullcontext()
+
+
+def _hidden(compiler: GraphCompiler) -> GraphCompiler:
+    """`compiler` and what it makes, kept from Dynamo: backward may be compiled and run within what that traces."""
+
+    def compile_backward(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return disable(disable(compiler)(*args, **kwargs), reason="it is compiled")
+
+    return compile_backward

@@ -1,0 +1,29 @@
+"""The device profile that a compilation goes by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+
+import torch
+
+from overlapc.config import Config
+from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.profiles.profile_file import load_profile, profile_to_json
+from overlapc.estimators.profiles.this_machine import profile_for
+from overlapc.runtime.deterministic import deterministic
+
+
+def profile_of(config: Config, device_types: Collection[str]) -> DeviceProfile:
+    """The profile that `config` names, else this machine's for the devices of a graph."""
+    if config.profile is not None:
+        return load_profile(config.profile)
+    if torch.are_deterministic_algorithms_enabled():  # what is measured here differs from run to run
+        return load_profile("h200-nvlink" if "cuda" in device_types else "cpu-gloo")
+    return profile_for("cuda" if "cuda" in device_types else "cpu", config.cache_dir)
+
+
+def profile_text(config: Config, device_types: Collection[str]) -> str:
+    """All of it as text: part of a fingerprint."""
+    with deterministic(config.deterministic):  # so that it is not measured, if nothing is to be
+        return json.dumps(profile_to_json(profile_of(config, device_types)))

@@ -1,0 +1,66 @@
+"""Who is asked how long a node takes, in order; every estimate names its source.
+
+1. the user: a function, or a measured run of this job       (`estimates=`)
+2. conditionals and other graphs within this one             (simulated already)
+3. this device: matmuls, attention, convolutions             (`measure_matmuls=`; once a shape, kept on disk)
+   and generated kernels                                     (`autotune=`)
+4. the profile's tables of collectives                       (measured by `overlapc calibrate`)
+5. the library: NCCL's own estimate
+6. models: rings and trees, roofline at achieved rates
+"""
+
+from __future__ import annotations
+
+import torch
+
+from overlapc.codegen.alone import calls_of
+from overlapc.config import Config
+from overlapc.estimators.base import Estimator, FirstKnown
+from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.measured import MeasuredCalls, Times
+from overlapc.estimators.nccl import AnalyticCollectives, MeasuredCollectives
+from overlapc.estimators.nccl_own import LibraryCollectives
+from overlapc.estimators.roofline import Roofline
+from overlapc.ir.ops import LoweredGraph, Start
+from overlapc.report.earlier import users_estimator
+
+
+def chain_of(
+    profile: DeviceProfile, config: Config, graph: LoweredGraph, inner: Estimator, tuned: Estimator | None = None
+) -> FirstKnown:
+    """The estimators for `graph`. `inner` knows the calls of graphs within it, `tuned` kernels that were measured."""
+    chain: list[Estimator] = []
+    user = users_estimator(config.estimates, graph.name)
+    if user is not None:
+        chain.append(user)
+    chain.append(inner)
+    device = _device_of(graph)
+    here = device is not None and config.profile is None  # a profile that the user named may stand for another machine
+    communicates = any(isinstance(op, Start) for op in graph.ops)
+    if device is not None and measures(config, device, communicates=communicates):
+        chain.append(MeasuredCalls(calls_of(graph), Times(config.cache_dir, device), profile))
+    if tuned is not None and here:
+        chain.append(tuned)
+    chain.append(MeasuredCollectives(profile))
+    if here and device is not None and device.type == "cuda":
+        chain.append(LibraryCollectives())
+    return FirstKnown((*chain, AnalyticCollectives(profile), Roofline(profile)))
+
+
+def measures(config: Config, device: torch.device, *, communicates: bool) -> bool:
+    """Whether estimates may depend on a measurement taken now.
+
+    Unasked only on GPUs (on CPUs others disturb it), and for graphs that communicate: in others no time changes what
+    is generated, and measuring takes a tenth of a second a shape.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    if config.measure_matmuls is None:
+        return device.type == "cuda" and config.profile is None and communicates
+    return config.measure_matmuls
+
+
+def _device_of(graph: LoweredGraph) -> torch.device | None:
+    """The GPU that the graph runs on, else whatever it runs on."""
+    devices = {view.layout.device for view in graph.views.values()}
+    return next((each for each in devices if each.type == "cuda"), next(iter(devices), None))

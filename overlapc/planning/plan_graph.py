@@ -1,0 +1,451 @@
+"""From an FX graph to its final schedule: the stages before any code is generated, agreed between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.fx import GraphModule, Node
+
+from overlapc.autotune import Tuning, tune
+from overlapc.autotune.fusions import KernelTimes
+from overlapc.autotune.products import ProductTimes, choice
+from overlapc.codegen import kernel as codegen
+from overlapc.codegen.bucket import merge_starts
+from overlapc.codegen.compiled_graph import CompiledGraph
+from overlapc.codegen.copies import Copied, peak_with_pools
+from overlapc.config import Config
+from overlapc.errors import NoSharedMemory
+from overlapc.estimators.agreement.graph_text import canonical_lines
+from overlapc.estimators.agreement.rank_agreement import Compilation, Party, party
+from overlapc.estimators.base import Estimator, estimate_schedule
+from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.roofline import Roofline
+from overlapc.fusion import fuse_ops
+from overlapc.fusion.build import to_schedule
+from overlapc.fusion.combo import kind_of, one_launch
+from overlapc.fx.attention import attention_counts, attention_kernels
+from overlapc.fx.canonical import canonicalize
+from overlapc.fx.collectives import Collective, find_collectives
+from overlapc.fx.control import inline_control_deps
+from overlapc.fx.fsdp2 import clean_up
+from overlapc.fx.groups import GroupNames
+from overlapc.fx.inferred_labels import infer_labels
+from overlapc.fx.pack import CopyCosts, pack
+from overlapc.fx.random import draw_once
+from overlapc.fx.versions import donated_inputs
+from overlapc.ir.body import Body
+from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start, tree_leaves
+from overlapc.lowering import Communication, lower
+from overlapc.lowering.product import Product
+from overlapc.passes.base import Context
+from overlapc.passes.run import Result, run_pipeline
+from overlapc.planning.agreed_order import Agreed, agreed_on, compiles_again, follow, forget_before_reset, key_of
+from overlapc.planning.chosen_profile import profile_of
+from overlapc.planning.dumps import Dumps
+from overlapc.planning.estimator_chain import chain_of
+from overlapc.planning.pass_context import context_of
+from overlapc.planning.rank_notes import notes_of
+from overlapc.planning.transports import AUTO, Transports, carried
+from overlapc.report.drawing import to_dot
+from overlapc.report.walk import walk_through
+from overlapc.runtime.counters import count
+from overlapc.runtime.phases import phase
+from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
+from overlapc.units import human_bytes
+
+Passes = Callable[[Schedule, Context], Result]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What planning gives: the passes' result, the graph in loop IR, and what was measured of its kernels."""
+
+    result: Result
+    lowered: LoweredGraph
+    tuning: Tuning | None = None
+    copies: Mapping[str, Copied] = field(default_factory=dict)  # starts that go by copies
+    not_copied: Mapping[str, str] = field(default_factory=dict)  # collectives that were to go by copies -> why not
+    attention: Mapping[str, int] = field(default_factory=dict)  # what the report says of it, and of how many calls
+    attention_counts: Mapping[str, int] = field(default_factory=dict)
+    agreed: Agreed | None = None  # what ranks agreed on, of a graph that communicates
+
+
+def plan_graph(
+    gm: GraphModule,
+    *,
+    config: Config,
+    name: str,
+    dumps: Dumps,
+    inner: Estimator,
+    kept: CompiledGraph | None = None,
+    passes: Passes = run_pipeline,
+    within: bool = False,
+    runs: bool = True,
+) -> Planned | None:
+    """The stages up to the final schedule, before any code is generated. `inner` knows what calls of inner graphs take.
+
+    within: another graph carries this one. runs: False for one that is only planned, on torch's fake process group.
+    kept: this graph, as an earlier process compiled it. If every rank has it with the same order of collectives there
+    is nothing to plan, and None is returned.
+    """
+    inline_control_deps(gm)
+    clean_up(gm)
+    canonicalize(gm)
+    infer_labels(gm.graph)
+    draw_once(gm.graph)
+    dumps.write("fx", "graph", lambda: gm.print_readable(print_output=False))
+    attention = attention_kernels(gm.graph)
+    if attention:
+        dumps.write("fx", "attention", lambda: "\n".join(f"{calls} {what}" for what, calls in attention.items()))
+    communication = _described(find_collectives(gm.graph, config.safe_communication))
+    stages = partial(_stages, gm, name=name, dumps=dumps, inner=inner, within=within, runs=runs)
+    members = _members(communication, config)
+    if members is not None:
+        forget_before_reset(members)
+    collectives = [(node.name, found.comm) for node, found in communication.items()]
+    key = key_of(name, collectives, config) if members else None
+    follows = members is not None and compiles_again()
+    agreed = members.agreed.get(key) if follows and members is not None else None
+    planned = None
+    if agreed is not None:
+        if kept is not None and kept.order == agreed.order:
+            return None
+        before = _copied(gm.graph)
+        alone = replace(config, autotune=False, benchmark_fusion=False, matmul=_unmeasured(config.matmul))
+        planned = stages(config=alone, communication=communication, talks=None, agreed=agreed, passes=passes)
+        if planned is not None:
+            count("graphs_in_an_agreed_order")
+        else:
+            gm.graph = before
+            communication = _described(find_collectives(gm.graph, config.safe_communication))
+    if planned is None:
+        with _talks(members, config, name, gm) as talks:
+            if talks is not None:
+                lines = canonical_lines(gm.graph, GroupNames(gm.graph).__getitem__)
+                if not talks.agree_on_graph(lines, "" if kept is None else kept.order):
+                    kept = None
+            if kept is not None:
+                if members is not None and key is not None and kept.agreed is not None:
+                    members.agreed[key] = kept.agreed
+                return None
+            planned = stages(config=config, communication=communication, talks=talks, agreed=None, passes=passes)
+        assert planned is not None
+        if members is not None and key is not None and planned.agreed is not None:
+            members.agreed[key] = planned.agreed
+    counts = {} if name.startswith("backward") else attention_counts(gm.graph)
+    return replace(planned, attention=attention, attention_counts=counts)
+
+
+def _unmeasured(matmul: str) -> str:
+    """What a rank does that measures nothing, as others might find otherwise."""
+    return "library" if matmul == "autotune" else matmul
+
+
+def _stages(
+    gm: GraphModule,
+    *,
+    config: Config,
+    name: str,
+    dumps: Dumps,
+    inner: Estimator,
+    within: bool,
+    runs: bool,
+    communication: dict[Node, Communication],
+    talks: Compilation | None,
+    agreed: Agreed | None,
+    passes: Passes,
+) -> Planned | None:
+    """The stages behind the first meeting. agreed: whose order is to be followed; None where that cannot be."""
+    profile = profile_of(config, device_types(gm))
+    if talks is not None:
+        profile = talks.agree_on_profile(profile)
+    if pack(gm, _copy_costs(profile)):
+        dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
+    transports = Transports()
+    if communication:
+        if agreed is None:
+            transports = Transports.of(gm, config, talks, within, profile, runs)
+        elif agreed.copies is not None:
+            transports = Transports.following(agreed.copies)
+    stages = partial(
+        _scheduled,
+        gm,
+        config=config,
+        name=name,
+        inner=inner,
+        profile=profile,
+        talks=talks,
+        agreed=agreed,
+        passes=passes,
+        dumps=dumps,
+    )
+    before = _copied(gm.graph) if config.transport == AUTO and transports.wanted and agreed is None else None
+    planned = stages(transports=transports)
+    if planned is None:
+        return None
+    try:
+        if before is not None and transports.groups:
+            _check_budget(planned.result.schedule)
+        copies = transports.opened(planned.result.schedule)
+    except NoSharedMemory as error:  # raised on all ranks, or on none
+        if before is None:
+            raise
+        gm.graph = before
+        planned = stages(transports=Transports())
+        assert planned is not None
+        return replace(planned, not_copied={", ".join(sorted(transports.groups)): str(error).splitlines()[0]})
+    if planned.agreed is not None and copies:
+        planned = replace(planned, agreed=replace(planned.agreed, copies=transports.agreed))
+    return replace(planned, copies=copies, not_copied=transports.reasons)
+
+
+def _check_budget(schedule: Schedule) -> None:
+    """NoSharedMemory if what ranks share for copies does not fit the memory budget; the same on all ranks."""
+    peak = peak_with_pools(schedule)
+    if schedule.budget_bytes is not None and peak > schedule.budget_bytes:
+        raise NoSharedMemory(
+            f"what ranks share for copies would raise the peak to {human_bytes(peak)}, over memory_budget"
+        )
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    """The same nodes once more."""
+    found = fx.Graph()
+    found.output(found.graph_copy(graph, {}))
+    return found
+
+
+def _scheduled(
+    gm: GraphModule,
+    *,
+    config: Config,
+    name: str,
+    inner: Estimator,
+    profile: DeviceProfile,
+    talks: Compilation | None,
+    agreed: Agreed | None,
+    passes: Passes,
+    transports: Transports,
+    dumps: Dumps,
+) -> Planned | None:
+    """The stages once it is known what may carry collectives, up to the agreement on their order."""
+    communication = _described(carried(gm, config.safe_communication, transports))
+    if transports.exchanges:
+        dumps.write("fx", "exchanged", lambda: gm.print_readable(print_output=False))
+    lowered = _lowered(gm, name, config, communication, talks)
+    _share_hints(lowered, talks)
+    dumps.write("ir", "lowered", lambda: str(lowered))
+    freeable = _freeable(gm, name)
+    measure = _kernel_times(lowered, config, alone=talks is None)
+    ops, fusion = fuse_ops(lowered, config.fusion, freeable, measure=measure, refuse=_refuse_fused)
+    dumps.write("fusion", "decisions", lambda: str(fusion))
+    schedule = to_schedule(ops, lowered, freeable, config.memory_budget, fusion.kernel_of)
+    with phase("measuring"):
+        tuning = _tuned(schedule, lowered, profile, config, talks)
+    if tuning is not None:
+        dumps.write("kernels", "tuning", lambda: str(tuning))
+    chain = chain_of(profile, config, lowered, inner, tuning)
+    schedule = _estimated(schedule, chain, talks)
+    if talks is not None:
+        schedule = _with_common_sizes(schedule, talks)
+    context = replace(
+        context_of(config, profile, chain),
+        merge_payloads=_merged,
+        kernel_kind=kind_of if config.fusion else None,
+        dump=dumps.writer("passes"),
+    )
+    if agreed is None:
+        with phase("passes"):
+            result = passes(schedule, context)
+    else:
+        followed = (each for each in follow(schedule, agreed, context) if _lines_of(each) == agreed.lines)
+        found = next((each for each in followed if transports.fits(each.schedule)), None)
+        if found is None:
+            return None
+        result = found
+    dumps.write("passes", "walk", lambda: walk_through(result.after))
+    dumps.write("passes", "schedule", lambda: to_dot(result.schedule), suffix="dot")
+    if talks is not None:
+        talks.agree_on_order(collective_lines(result.schedule))
+        agreed = agreed_on(schedule, result, collective_lines(result.schedule))
+    return Planned(result, lowered, tuning, agreed=agreed)
+
+
+def _lines_of(result: Result) -> tuple[str, ...]:
+    return tuple(collective_lines(result.schedule))
+
+
+# --- communication and agreement
+
+
+def _described(collectives: Sequence[Collective]) -> dict[Node, Communication]:
+    return {found.start: Communication(found.comm, asynchronous=not found.synchronous) for found in collectives}
+
+
+def _talks(
+    members: Party | None, config: Config, name: str, gm: GraphModule
+) -> AbstractContextManager[Compilation | None]:
+    if members is None:
+        return nullcontext()
+    return members.compilation(name.split("_")[0], config.rank_timeout, notes_of(gm, config))
+
+
+def _members(communication: Mapping[Node, Communication], config: Config) -> Party | None:
+    """The ranks that compile this graph too; None when it does not communicate."""
+    if not (config.rank_check and communication and dist.is_initialized()):
+        return None
+    groups = {found.comm.ranks for found in communication.values() if found.comm.ranks}
+    ranks = spanned_ranks(dist.get_rank(), groups, dist.get_world_size())
+    return party(ranks)
+
+
+def spanned_ranks(rank: int, groups: set[tuple[int, ...]], world_size: int) -> tuple[int, ...]:
+    """The ranks that compile a graph which communicates over `groups`, the same on all of them.
+
+    On a device mesh every rank sees its own row and its own column; together they span the same grid. Where they
+    do not (groups that lie on no grid), all ranks of the job.
+    """
+    span = {rank}
+    for group in groups:
+        span = {at + other - rank for at in span for other in group}
+    if min(span) < 0 or max(span) >= world_size:
+        return tuple(range(world_size))
+    return tuple(sorted(span))
+
+
+def collective_lines(schedule: Schedule) -> list[str]:
+    """One line per launch in execution order, equal on all ranks when the orders are."""
+    return [
+        f"{node.comm.carried} {node.name} @{node.comm.group}({node.comm.size}) {node.comm.bytes}B"
+        for node in schedule.nodes
+        if node.kind in COMMUNICATION and node.comm is not None
+    ]
+
+
+# --- lowering and estimates
+
+
+def _generates(config: Config, device: torch.device) -> bool:
+    return bool(config.native) and codegen.has_generator(device.type)
+
+
+def _refuse(device: torch.device, body: Body) -> str | None:
+    return codegen.generator_for(device.type).refuse(body)
+
+
+def _refuse_fused(device: torch.device, body: Body) -> str | None:
+    return codegen.generator_for(device.type).refuse_fused(body)
+
+
+def _lowered(
+    gm: GraphModule,
+    name: str,
+    config: Config,
+    communication: Mapping[Node, Communication],
+    talks: Compilation | None,
+) -> LoweredGraph:
+    """The graph in loop IR, matrix products as the configuration wants them."""
+
+    def walk(native: Callable[[Product], bool]) -> LoweredGraph:
+        rounds = config.numerics == "eager"
+        return lower(gm, name, partial(_generates, config), communication.get, native, _refuse, rounds)
+
+    measured = config.matmul == "autotune" and not torch.are_deterministic_algorithms_enabled()
+    if not measured or "cuda" not in device_types(gm):
+        return walk(lambda product: config.matmul == "native")
+    met: list[Product] = []
+
+    def note(product: Product) -> bool:
+        met.append(product)
+        return False
+
+    walk(note)  # once to see which there are
+    times = ProductTimes(torch.device("cuda", torch.cuda.current_device()), config.cache_dir)(met)
+    if talks is not None:
+        times = talks.agree_on_medians(times)
+    return walk(choice(times))
+
+
+def _kernel_times(lowered: LoweredGraph, config: Config, *, alone: bool) -> KernelTimes | None:
+    """What judges fusions, where these are to be measured; alone: no other rank compiles this graph.
+
+    Measured on one rank, fusions of other ranks would differ, and with them what ranks compare.
+    """
+    if not config.benchmark_fusion or not alone or torch.are_deterministic_algorithms_enabled():
+        return None
+    return KernelTimes(lowered, config.cache_dir)
+
+
+def _freeable(gm: GraphModule, name: str) -> set[str]:
+    """Inputs that nobody but the graph holds: what forward saved for backward, less parameters and inputs."""
+    if not name.startswith("backward"):
+        return set()
+    names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
+    donated = donated_inputs()
+    if donated is not None:
+        return {names[at] for at in donated}
+    return {each for each in names if not each.startswith(("primals_", "tangents_"))}
+
+
+def device_types(gm: GraphModule) -> set[str]:
+    """Types of the devices that tensors of the graph lie on."""
+    values = tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
+    return {value.device.type for value in values if isinstance(value, torch.Tensor)}
+
+
+def _share_hints(lowered: LoweredGraph, talks: Compilation | None) -> None:
+    """Every rank plans for the same sizes: medians of what the ranks' symbols stood for when the graph was traced."""
+    if talks is None or not lowered.size_hints:
+        return
+    agreed = talks.agree_on_medians({f"size {at}": hint for at, hint in enumerate(lowered.size_hints.values())})
+    for at, symbol in enumerate(lowered.size_hints):
+        lowered.size_hints[symbol] = round(agreed[f"size {at}"])
+
+
+def _estimated(schedule: Schedule, chain: Estimator, talks: Compilation | None) -> Schedule:
+    """`schedule` with estimates that are the same on every rank: the median of what each would say."""
+    schedule = estimate_schedule(schedule, chain)
+    if talks is not None:
+        known = {node.name: node.estimate for node in schedule.nodes if node.estimate is not None}
+        agreed = talks.agree_on_medians({name: estimate.ns for name, estimate in known.items()})
+        schedule = schedule.with_estimates({name: Estimate(agreed[name], known[name].source) for name in known})
+    return schedule
+
+
+def _with_common_sizes(schedule: Schedule, talks: Compilation) -> Schedule:
+    """`schedule` with every buffer as large as on the rank where it is largest.
+
+    Shards of a parameter that ranks cannot share evenly differ in size. Passes would otherwise stop at the memory
+    limit of one rank and go on at that of another; and a budget has to hold on all.
+    """
+    largest = talks.agree_on_largest({name: buffer.bytes for name, buffer in schedule.buffers.items()})
+    return replace(
+        schedule, buffers={name: replace(each, bytes=largest[name]) for name, each in schedule.buffers.items()}
+    )
+
+
+def _merged(payloads: Sequence[IROp]) -> IROp | str:
+    """What several nodes of one kind launch together, or why they cannot."""
+    starts = [op for op in payloads if isinstance(op, Start)]
+    return merge_starts(starts) if starts else one_launch([op for op in payloads if isinstance(op, Loops | Combo)])
+
+
+def _tuned(
+    schedule: Schedule, lowered: LoweredGraph, profile: DeviceProfile, config: Config, talks: Compilation | None
+) -> Tuning | None:
+    """Times of its kernels in several block sizes, if they are asked for."""
+    if not config.autotune or torch.are_deterministic_algorithms_enabled():
+        return None
+    seconds = config.autotune_seconds
+    return tune(schedule, lowered, Roofline(profile).estimate, config.cache_dir, seconds=seconds, talks=talks)
+
+
+def _copy_costs(profile: DeviceProfile) -> CopyCosts:
+    byte_ns = 1e9 / profile.memory_bytes_per_s if profile.memory_bytes_per_s else 0.0
+    return CopyCosts(profile.coalesced_tensor_ns, profile.kernel_floor_ns, byte_ns)

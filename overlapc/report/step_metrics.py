@@ -1,0 +1,48 @@
+"""`overlapc.metrics(step, tokens=...)`: numbers of a training step for a logger."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from overlapc.report import report_of_process
+from overlapc.report.ledger import utilization
+from overlapc.report.limiting_factor import Spent
+from overlapc.report.memory import peaks
+from overlapc.report.record import NothingCompiled
+from overlapc.runtime.steps import STEPS
+
+
+def metrics(compiled: Any = None, *, tokens: int = 0) -> dict[str, float]:
+    """Name -> value, of what is known by now; for `SummaryWriter.add_scalar`, `wandb.log` and the like.
+
+    step_ms is the median of the last steps from optimizer to optimizer, by the host's clock, from the third on; with it
+    tokens_per_s, and utilization (of the rates of products in the profile, recomputation included). Predicted are
+    predicted_ms, exposed_ms, host_ms, bound_ms, peak_gib; allocated_gib is what torch's allocator held at most.
+
+    tokens: of one step on all ranks. With `compiled`, NothingCompiled unless a graph exists by now.
+    """
+    (step,) = report_of_process().steps
+    if compiled is not None and not step.graphs:
+        raise NothingCompiled("nothing was compiled with backend='overlapc' in this process yet; run one step first")
+    found: dict[str, float] = {}
+    graphs = [graph for graph, _ in step.called]
+    if graphs:
+        found["predicted_ms"] = step.step_ns / 1e6
+        found["exposed_ms"] = Spent.of(step).exposed_ns / 1e6
+        found["bound_ms"] = step.lower_bound_ns / 1e6
+        found["peak_gib"] = max(peaks(graphs).values()) / 2**30
+        if step.host_ns is not None:
+            found["host_ms"] = step.host_ns / 1e6
+    step_s = STEPS.step_s()
+    if step_s:
+        found["step_ms"] = step_s * 1e3
+        if tokens:
+            found["tokens_per_s"] = tokens / step_s
+        share = utilization(step)
+        if share is not None:
+            found["utilization"] = share * step.step_ns / 1e9 / step_s
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return found

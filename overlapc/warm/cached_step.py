@@ -1,0 +1,65 @@
+"""A whole step, found by the graph that Dynamo captured: neither AOTAutograd nor the compiler is asked again.
+
+Kept are steps of plain tensors with nothing special about them (`watch`), of static sizes, that do not communicate. All
+others still start warm graph by graph (`cached_graph`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from overlapc.codegen.compiled_graph import CompiledGraph
+from overlapc.runtime.cache import KernelCache
+from overlapc.runtime.counters import count
+from overlapc.runtime.step import Call, StepPlan, step_function
+from overlapc.warm import cached_graph
+from overlapc.warm.stored import UNREADABLE, decode, encode
+
+FORMAT = 2
+_SUFFIX = ".step.json"
+
+
+def keep(key: str, plan: StepPlan, keys: Sequence[str], cache_dir: Path) -> None:
+    """Keeps the step whose graphs (forward, then backward if it trains) are kept under `keys`."""
+    text = json.dumps({"format": FORMAT, "plan": encode(plan), "graphs": list(keys)})
+    _cache(cache_dir).put(key, _SUFFIX, text)
+
+
+def find(key: str, cache_dir: Path) -> tuple[StepPlan, list[CompiledGraph]] | None:
+    """The plan and the graphs (forward, then backward if it trains) of a kept step, if all of it is there."""
+    text = _cache(cache_dir).read(key, _SUFFIX)
+    if text is None:
+        return None
+    try:
+        data = json.loads(text)
+        if data["format"] != FORMAT:
+            raise ValueError("another format")
+        plan, keys = decode(data["plan"]), [str(each) for each in data["graphs"]]
+    except UNREADABLE:
+        _cache(cache_dir).drop(key, _SUFFIX)
+        return None
+    found = [cached_graph.find(each, cache_dir) for each in keys]
+    kept = [graph for graph in found if graph is not None]
+    return (plan, kept) if len(kept) == len(found) else None
+
+
+def bound(plan: StepPlan, kept: Sequence[CompiledGraph], run: Callable[[CompiledGraph], Call]) -> Callable[..., Any]:
+    """The step as a function. `run` makes a graph callable; for backward that happens when it is first needed."""
+    made: list[Call] = []
+
+    def backward(arguments: list[Any]) -> Any:
+        if not made:
+            made.append(run(kept[1]))
+        return made[0](arguments)
+
+    count("steps_from_cache")
+    return step_function(plan, run(kept[0]), backward)
+
+
+@lru_cache(None)
+def _cache(root: Path) -> KernelCache:
+    return KernelCache(root, "steps")

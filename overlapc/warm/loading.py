@@ -1,0 +1,80 @@
+"""Compiled graphs and kept steps made callable: bound to this process, counted and reported."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import GraphModule
+
+from overlapc.codegen.compiled_graph import CompiledGraph
+from overlapc.config import Config
+from overlapc.planning.chosen_profile import profile_text
+from overlapc.report import record
+from overlapc.runtime.counters import count
+from overlapc.runtime.deterministic import deterministically
+from overlapc.warm import cached_step
+from overlapc.warm.environment import environment_key
+
+if TYPE_CHECKING:
+    from overlapc.codegen.fx import FxWrapper
+
+
+_numbers = itertools.count()
+
+
+def next_number() -> int:
+    """What tells the graphs of one step from those of the steps before, in their names: `forward_0`, `backward_0`."""
+    return next(_numbers)
+
+
+def keeps(config: Config) -> bool:
+    """Whether compiled graphs go to disk: not where somebody wants to see the stages, or the graph itself."""
+    return bool(config.warm_start) and not (config.dump or config.debug) and config.wrapper == "python"
+
+
+def bind(
+    compiled: CompiledGraph,
+    config: Config,
+    name: str,
+    began: float,
+    *,
+    objects: Mapping[str, Any] | None = None,
+    gm: GraphModule | None = None,
+    within: bool = False,
+    graph: FxWrapper | None = None,
+) -> Callable[[list[Any]], Any]:
+    """A compiled graph made callable, counted and reported under the name it has in this process.
+
+    graph: what runs instead of the generated function.
+    """
+    named = compiled.named(name)
+    plain = graph.bind if graph else None
+    call = deterministically(named.bind(config.cache_dir, objects, gm, plain), config.deterministic)
+    for counter, times in named.counts.items():
+        count(counter, times)
+    if not within:
+        record.add(replace(named.record, compile_seconds=time.perf_counter() - began))
+    return call
+
+
+def _from_cache(compiled: CompiledGraph, *, config: Config, number: int) -> Callable[[list[Any]], Any]:
+    """A graph of a step that was found on disk."""
+    kind = compiled.name.split("_")[0]
+    return bind(compiled, config, f"{kind}_{number}", time.perf_counter())
+
+
+def kept_step(key: str, config: Config, number: int | None = None) -> Callable[..., Any] | None:
+    """The step that an earlier process kept under `key`, if it did."""
+    kept = cached_step.find(key, config.cache_dir)
+    number = next_number() if number is None else number
+    return None if kept is None else cached_step.bound(*kept, partial(_from_cache, config=config, number=number))
+
+
+def environment_of(config: Config, devices: Collection[str]) -> tuple[str, str]:
+    """What a step depends on beside its graph. NotCacheable for options that have no fingerprint."""
+    return environment_key(config), profile_text(config, devices)

@@ -1,0 +1,138 @@
+"""A kept step that Dynamo need not trace again, where the user asks torch to keep what it captured.
+
+    torch._dynamo.config.caching_precompile = True      # or TORCH_CACHING_PRECOMPILE=1
+    …; torch.compiler.save_cache_artifacts()            # once, after the first steps
+
+torch then keeps guards and bytecode by the compiled function's source, and checks them when it loads them; what the
+backend made is an artifact under the name of its graph. Ours holds no code: the key of the step in `cache_dir`, the
+fingerprint of the environment, and what stands for the guards that torch leaves out (`unguarded`). All of it is
+compared before the step is taken; if something differs, Dynamo traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch._dynamo.bytecode_transformation import unique_id
+from torch._dynamo.precompile_context import BackendCacheArtifact, PrecompileContext
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import Guard, TracingContext
+from torch.fx import GraphModule
+
+from overlapc.config import Config
+from overlapc.errors import OverlapcError
+from overlapc.runtime.counters import count
+from overlapc.warm.cached_step import find
+from overlapc.warm.loading import environment_of, kept_step
+from overlapc.warm.unguarded import Named, Unguarded, named
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where to find a step, and for what environment it was made."""
+
+    key: str
+    environment: tuple[str, str]
+    options: Mapping[str, Any] | Config | None  # as they were given: variables are read again
+    mode: str | None
+    devices: tuple[str, ...]
+    module: str = ""  # the home of the function that was traced
+    names: tuple[Named, ...] = ()
+    ids: int = 0  # how many names Dynamo had made up when the trace was kept
+
+    @property
+    def config(self) -> Config:
+        """What the options say in this process."""
+        return Config.of(self.options, self.mode)
+
+
+class StepIsGone(OverlapcError):
+    """A step that torch kept the guards of is not to be had."""
+
+
+class StepArtifact(BackendCacheArtifact[Callable[..., Any]]):
+    """What torch pickles beside its guards; `content` is a `Kept`.
+
+    A step that is not to be had is an error while the artifact is unpickled: torch 2.13 then says so and compiles, but
+    has no way back from an error in `after_deserialization`.
+    """
+
+    guards: tuple[Guard, ...] | None = None  # of the trace, where this process made it
+
+    def after_deserialization(self) -> Callable[..., Any]:
+        """The step."""
+        _pass_over_names(self.content.ids)
+        step = kept_step(self.content.key, self.content.config)
+        if step is None:
+            raise _gone(self.content)
+        return step
+
+    def __reduce__(self) -> tuple[Callable[..., StepArtifact], tuple[Any, ...]]:
+        if self.guards is None:
+            return _unpickled, (self.key, self.content)
+        try:  # once more: Dynamo has built the guards since, and some turned out to be on identity
+            names = named(self.guards, self.content.module)
+        except Unguarded as reason:
+            return _refused, (str(reason),)
+        return _unpickled, (self.key, replace(self.content, names=names, ids=_names_made()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepArtifact:
+        copied = StepArtifact(self.key, self.content)  # neither changes
+        copied.guards = self.guards
+        return copied
+
+
+def record(gm: GraphModule, kept: Kept) -> None:
+    """Tells torch how to find the step that `gm`, as Dynamo captured it, is going to be; in Dynamo's call of a backend.
+
+    Not where a later process could not tell whether the trace holds: torch then keeps nothing of it.
+    """
+    name = getattr(gm, "_backend_id", None)
+    if name is None:
+        return
+    guards = tuple(TracingContext.get().guards_context.dynamo_guards)
+    module = str(InstructionTranslator.current_tx().output.global_scope["__name__"])
+    try:
+        named(guards, module)
+    except Unguarded as reason:
+        count(f"trace not kept: {reason}")
+        return
+    artifact = StepArtifact(key=name, content=replace(kept, module=module))
+    artifact.guards = guards
+    PrecompileContext.record_artifact(artifact)
+
+
+def _unpickled(key: str, kept: Kept) -> StepArtifact:
+    if environment_of(kept.config, kept.devices) != kept.environment:
+        raise StepIsGone("the step was made by another version, or for another machine or state of torch")
+    for each in kept.names:
+        each.expect(kept.module)
+    if find(kept.key, kept.config.cache_dir) is None:
+        raise _gone(kept)
+    return StepArtifact(key, kept)
+
+
+def _refused(reason: str) -> StepArtifact:
+    raise Unguarded(f"this trace was not kept: {reason}")
+
+
+def _gone(kept: Kept) -> StepIsGone:
+    return StepIsGone(f"the step is no longer kept in {kept.config.cache_dir}")
+
+
+# --- names that Dynamo makes up
+
+
+def _names_made() -> int:
+    return int(unique_id("").rsplit("_", 1)[1])
+
+
+def _pass_over_names(made: int) -> None:
+    """Has Dynamo number what it traces from here on behind what a kept trace puts into the same modules.
+
+    torch 2.11 to 2.13 count from zero in every process, and fail when a guard of a kept trace does and they trace anew.
+    """
+    while _names_made() < made:
+        pass

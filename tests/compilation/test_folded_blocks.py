@@ -1,0 +1,244 @@
+"""Equal blocks are traced once, and the graph is the one that tracing each block gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.utils.checkpoint import checkpoint
+
+from overlapc.compilation.tracing import step_of
+from overlapc.config import Config
+from overlapc.fx.labels import label_of
+from overlapc.fx.source import module_path
+from overlapc.runtime.counters import counted
+from tests.parallel.sharded import shard
+from tests.parallel.tiny import Tiny, batch
+from tests.worlds import fake_world
+
+LAYERS = 4
+_library = torch.library.Library("overlapc_test_blocks", "DEF")
+_library.define("halve(Tensor x) -> Tensor")
+_library.impl("halve", lambda x: x / 2, "CompositeExplicitAutograd")
+torch.library.register_fake("overlapc_test_blocks::halve", torch.empty_like, lib=_library)
+backwards_traced = Counter[str]()
+
+
+def _halve_back(ctx: Any, grad: Tensor) -> Tensor:
+    backwards_traced["halve"] += 1
+    return grad / 2
+
+
+torch.library.register_autograd("overlapc_test_blocks::halve", _halve_back, lib=_library)
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int = 8, hidden: int = 16) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim, bias=False)
+        self.register_buffer("seen", torch.rand(dim))
+        self.kind = ""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        h = F.silu(self.up(self.norm(x)))
+        if self.kind == "dropout":
+            h = F.dropout(h, 0.3)
+        if self.kind == "reads a buffer":
+            x = x * self.seen
+        if self.kind == "changes a buffer":
+            self.seen.mul_(0.9).add_(x.detach().mean(0))
+        if self.kind == "no gradients":
+            with torch.no_grad():
+                x = x + h.mean(-1, keepdim=True)
+        if self.kind == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                return x + self.down(h) * mask
+        if self.kind == "custom op":
+            h = torch.ops.overlapc_test_blocks.halve(h)
+        if self.kind == "two results":
+            return x + self.down(h) * mask, h.pow(2).mean()
+        if self.kind == "other way":
+            h = h.tanh()
+        return x + self.down(h) * mask
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(8, 4)
+        self.kind = kind
+        for layer in self.layers:
+            layer.kind = kind
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        extra = torch.zeros(())
+        for layer in self.layers:
+            if self.kind == "checkpoint":
+                x = checkpoint(layer, x, mask, use_reentrant=False)
+            elif self.kind == "two results":
+                x, more = layer(x, mask)
+                extra = extra + (more if layer is not self.layers[2] else more.detach())
+            else:
+                x = layer(x, mask)
+        return x.sum() if self.kind == "expanded gradient" else self.head(x).pow(2).mean() + extra
+
+
+def a_flag_differs() -> Model:
+    model = Model()
+    model.layers[2].kind = "other way"
+    return model
+
+
+def a_shape_differs() -> Model:
+    model = Model()
+    model.layers[1] = Block(hidden=24)
+    return model
+
+
+def tied() -> Model:
+    model = Model()
+    model.layers[3].up.weight = model.layers[0].up.weight
+    return model
+
+
+def hooked() -> Model:
+    model = Model()
+    model.layers[1].register_forward_hook(lambda module, args, out: out * 2)
+    model.layers[2].up.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    return model
+
+
+def one_is_frozen() -> Model:
+    model = Model()
+    model.layers[1].requires_grad_(False)
+    return model
+
+
+# What the model is -> how many of its four layers are traced as another one's.
+MODELS: dict[str, tuple[Callable[[], Model], int]] = {
+    **{
+        kind: (partial(Model, kind), LAYERS)
+        for kind in ("", "dropout", "reads a buffer", "no gradients", "autocast", "custom op", "expanded gradient")
+    },
+    "changes a buffer": (partial(Model, "changes a buffer"), 0),
+    "checkpoint": (partial(Model, "checkpoint"), LAYERS),
+    "two results": (partial(Model, "two results"), 0),  # one of them has no gradient
+    "a flag differs": (a_flag_differs, 3),
+    "a shape differs": (a_shape_differs, 3),
+    "tied": (tied, LAYERS),
+    "hooks": (hooked, 2),
+    "one is frozen": (one_is_frozen, 3),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    backwards_traced.clear()
+
+
+class Traced:
+    """A backend that runs forward and backward as traced, and keeps them."""
+
+    def __init__(self, once: bool) -> None:
+        self.graphs: dict[str, fx.GraphModule] = {}
+        self._config = Config(trace_once=once)
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return step_of(self._keep, gm, inputs, self._config, 0)
+
+    def _keep(self, gm: fx.GraphModule, inputs: Any, *, config: Config, name: str) -> Callable[..., Any]:
+        self.graphs[name] = gm
+        return make_boxed_func(gm.forward)
+
+    def collectives(self, name: str) -> list[str]:
+        """Names of the nodes that communicate, in order."""
+        nodes = self.graphs[name].graph.nodes
+        return [node.name for node in nodes if "_c10d_functional" in str(node.target)]
+
+    def lines(self, name: str) -> Counter[str]:
+        """Op, module and parameter of every node."""
+        nodes = [node for node in self.graphs[name].graph.nodes if node.op == "call_function"]
+        labels = [label_of(node) for node in nodes]
+        nameless = [label and replace(label, post_group="") for label in labels]  # each model has groups of its own
+        return Counter(
+            f"{node.target} {module_path(node)} {label}" for node, label in zip(nodes, nameless, strict=True)
+        )
+
+
+def trained(make: Callable[[], Model], once: bool) -> tuple[Traced, list[Tensor]]:
+    """The graphs of a step; its loss, gradients and buffers."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, traced = make(), Traced(once)
+    x, mask = torch.randn(5, 8, requires_grad=True), torch.rand(5, 1)
+    torch.manual_seed(1)
+    loss = torch.compile(model, backend=traced, fullgraph=True)(x, mask)
+    loss.backward()
+    found = [loss.detach(), x.grad, *(each.grad for each in model.parameters()), *model.buffers()]
+    return traced, [each for each in found if each is not None]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_gradients_and_buffers_are_those_of_tracing_each(name: str) -> None:
+    make, folded = MODELS[name]
+    each, expected = trained(make, once=False)
+    assert not counted("blocks_traced_once")
+    once, found = trained(make, once=True)
+    assert counted("blocks_traced_once") == folded
+    assert len(found) == len(expected)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    if name != "expanded gradient":  # which is copied for the last layer
+        for graph in ("forward_0", "backward_0"):
+            assert once.lines(graph) == each.lines(graph)
+
+
+def test_one_of_four_layers_is_traced() -> None:
+    trained(partial(Model, "custom op"), once=False)
+    assert backwards_traced["halve"] == LAYERS
+    backwards_traced.clear()
+    trained(partial(Model, "custom op"), once=True)
+    assert backwards_traced["halve"] == 1
+
+
+def test_values_of_different_blocks_do_not_share_memory() -> None:
+    once, _ = trained(Model, once=True)
+    each, _ = trained(Model, once=False)
+
+    def memory(traced: Traced) -> list[int]:
+        """How many values of forward lie in each memory."""
+        values = [node.meta["val"] for node in traced.graphs["forward_0"].graph.nodes if node.op == "call_function"]
+        found = Counter(value.untyped_storage()._cdata for value in values if isinstance(value, Tensor))
+        return sorted(found.values())
+
+    assert memory(once) == memory(each)
+
+
+@pytest.mark.parametrize(
+    ("reshard", "ac"), [(True, ""), (False, "around"), (2, ""), (True, "around"), (True, "inside")]
+)
+def test_sharded_blocks_have_their_own_parameters_and_collectives(reshard: bool | int, ac: str) -> None:
+    with fake_world(4, rank=1):
+        graphs = []
+        for once in (False, True):
+            torch._dynamo.reset()
+            model = shard(Tiny(layers=4, ac=ac), reshard_after_forward=reshard, param_dtype=torch.bfloat16)
+            traced = Traced(once)
+            torch.compile(model, backend=traced, fullgraph=True)(*batch(2)).backward()
+            assert counted("blocks_traced_once") == (4 if once else 0)
+            graphs.append(traced)
+        for name in ("forward_0", "backward_0"):
+            assert graphs[1].lines(name) == graphs[0].lines(name)
+            assert graphs[1].collectives(name) == graphs[0].collectives(name)

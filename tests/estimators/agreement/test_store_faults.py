@@ -1,0 +1,172 @@
+"""The rendezvous store is out of reach, or its host stops: every request of every meeting ends, and says so."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from overlapc.errors import RanksDisagree
+from overlapc.estimators.agreement import timed_store
+from overlapc.estimators.agreement.rank_agreement import Party, party
+from overlapc.estimators.agreement.timed_store import BoundedStore, connected
+from tests.ranks import run_on_ranks
+
+TIMEOUT_S = 0.2
+GRACE_S = 0.3
+MARGIN_S = 30.0  # what a busy machine may add; without an end in time these tests would not end at all
+
+
+class Network:
+    """What lies between a store and its clients: can be stopped, so that nothing comes through, and cut."""
+
+    def __init__(self, port: int) -> None:
+        self._store_port = port
+        self._flows = threading.Event()
+        self._flows.set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets = [self._listener]
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def connect(self) -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", self.port, 1, False, timedelta(seconds=60), wait_for_workers=False)
+
+    def stop(self) -> None:
+        self._flows.clear()
+
+    def cut(self) -> None:
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                store = socket.create_connection(("127.0.0.1", self._store_port))
+                self._sockets += client, store
+                for ends in ((client, store), (store, client)):
+                    threading.Thread(target=self._pump, args=ends, daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self._flows.wait()
+                target.sendall(data)
+
+
+@pytest.fixture(scope="module")
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=60), wait_for_workers=False)
+
+
+def meet(party: Party) -> None:
+    """One compilation, from the first meeting to the last, and a failure after it."""
+    with party.compilation("forward", TIMEOUT_S) as ranks:
+        ranks.agree_on_graph(["v0 = placeholder"])
+        ranks.agree_on_medians({"mm": 1.0})
+        raise ValueError("told to the others")
+
+
+def met(network: Network, monkeypatch: pytest.MonkeyPatch, run: str, at: int, fault: str) -> tuple[int, str, float]:
+    """Two ranks meet; before request number `at` of rank 1 its network is stopped or cut, as `fault` says.
+
+    How many requests rank 1 made, the error it left with, and the seconds it took after the fault.
+    """
+    requests, began = 0, 0.0
+    rank1 = threading.get_ident()
+    inner = BoundedStore._made
+
+    def counted(store: BoundedStore, *what: Any) -> object:
+        nonlocal requests, began
+        if threading.get_ident() == rank1:
+            requests += 1
+            if requests == at:
+                getattr(network, fault)()
+                began = time.monotonic()
+        return inner(store, *what)
+
+    own, theirs = network.connect(), network.connect()
+
+    def other() -> None:
+        with pytest.raises((RanksDisagree, ValueError)):
+            meet(Party(theirs, 0, (0, 1), run))
+
+    monkeypatch.setattr(BoundedStore, "_made", counted)
+    thread = threading.Thread(target=other)
+    thread.start()
+    with pytest.raises((RanksDisagree, ValueError)) as caught:
+        meet(Party(own, 1, (0, 1), run))
+    seconds = time.monotonic() - began
+    thread.join()
+    monkeypatch.undo()
+    return requests, str(caught.value), seconds
+
+
+@pytest.mark.parametrize("fault", ["stop", "cut"])
+def test_every_request_of_every_meeting_ends_when_the_store_is_out_of_reach(store, monkeypatch, fault) -> None:
+    for at in itertools.count(1):
+        network = Network(store.port)
+        monkeypatch.setattr(timed_store, "_GRACE_S", GRACE_S)
+        requests, error, seconds = met(network, monkeypatch, f"{fault} {at}", at, fault)
+        network.cut()
+        if requests < at:
+            break
+        assert seconds < TIMEOUT_S + 2 * GRACE_S + MARGIN_S, f"request {at}"
+        if error == "told to the others":  # both meetings were over, and nobody is left to tell
+            continue
+        assert "rank 1" in error, error
+        assert f"(127.0.0.1:{network.port}) " in error, error
+        assert " compilation 1 (forward), " in error, error
+        assert "hint: " in error
+    assert error == "told to the others"
+    assert at > 10
+
+
+def test_a_rank_that_comes_when_the_host_of_the_store_has_ended_is_told_at_once(store) -> None:
+    network = Network(store.port)
+    own = network.connect()
+    network.cut()
+    with pytest.raises(RanksDisagree, match=r"rank 1 lost the rendezvous store at compilation 1 \(forward\), graph"):
+        meet(Party(lambda: connected(own), 1, (0, 1), "ended before"))
+
+
+def one_stops(folder: str) -> float:
+    """Rank 0, which hosts the store, stops before rank 1 has a connection of its own. Seconds it cost rank 1."""
+    mine, other = Path(folder) / str(dist.get_rank()), Path(folder) / str(1 - dist.get_rank())
+    mine.with_suffix(".new").write_text(str(os.getpid()))
+    mine.with_suffix(".new").rename(mine)
+    while not other.exists():
+        time.sleep(0.01)
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return 0.0
+    host = int(other.read_text())
+    while " T " not in Path(f"/proc/{host}/stat").read_text():
+        time.sleep(0.01)
+    timed_store._GRACE_S = GRACE_S
+    began = time.monotonic()
+    try:
+        with pytest.raises(RanksDisagree, match=r"does not answer rank 1 at compilation 1 \(forward\), graph"):
+            party().compilation("forward", TIMEOUT_S).agree_on_graph(["v0 = placeholder"])
+    finally:
+        os.kill(host, signal.SIGCONT)
+    return time.monotonic() - began
+
+
+def test_a_rank_does_not_wait_for_a_rank_that_hosts_the_store_and_is_stopped(tmp_path: Path) -> None:
+    outcomes = run_on_ranks(one_stops, 2, str(tmp_path))
+    assert [outcome.traceback for outcome in outcomes] == ["", ""]
+    assert outcomes[1].value < TIMEOUT_S + 2 * GRACE_S + MARGIN_S

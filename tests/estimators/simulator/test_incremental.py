@@ -1,0 +1,141 @@
+"""What an incremental replay says is what the simulator says of the whole order: to the last bit, after every move."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlapc.estimators.device import IDEAL, DeviceProfile, Slowdown
+from overlapc.estimators.profiles.profile_file import load_profile
+from overlapc.estimators.simulator.incremental import Replay
+from overlapc.estimators.simulator.machine import Machine
+from overlapc.estimators.timeline import Timeline, simulate
+from overlapc.schedule import dependencies
+from overlapc.schedule.model import Schedule
+from overlapc.schedule.text import parse
+from tests.graphs import schedules
+
+_SLOW = {"other": Slowdown(1.37, 1.7, own_matmul=1.11, own_memory=1.23)}
+PROFILES = (
+    IDEAL,
+    DeviceProfile("contention", slowdowns=_SLOW, collective_slowdown=1.25),
+    DeviceProfile("host", slowdowns=_SLOW, launch_ns=3.3, kernel_gap_ns=0.7),
+    DeviceProfile("slow host", slowdowns=_SLOW, launch_ns=13.7),
+    DeviceProfile("cpu", slowdowns=_SLOW, launch_ns=3.1, synchronous=True),
+    DeviceProfile("waits", slowdowns=_SLOW, launch_ns=2.9, collectives_wait_for_kernels=True),
+    load_profile("h200-nvlink"),
+)
+
+
+def check(replay: Replay, schedule: Schedule, profile: DeviceProfile) -> Timeline:
+    """The replay's order, and all it says of it, against the simulator's."""
+    names = [schedule.nodes[at].name for at in replay.order]
+    whole = simulate(schedule.replace_order(names, reorder_collectives=True), profile)
+    timing = replay.timing
+    assert timing.step_ns == whole.step_ns
+    assert timing.launch_idle_ns == whole.launch_idle_ns
+    exposed = {name: each.exposed_ns for name, each in whole.collectives.items() if each.exposed_ns}
+    assert {schedule.nodes[at].name: ns for at, ns in replay.exposed.items()} == exposed
+    assert timing.exposed_ns == pytest.approx(whole.exposed_ns, rel=1e-12)
+    assert timing.compute_ns == pytest.approx(whole.compute_ns, rel=1e-9)
+    return whole
+
+
+def legal_move(schedule: Schedule, replay: Replay, rng: random.Random) -> tuple[int, int, int]:
+    """(low, high, to) of some move that keeps every dependence but the order of collectives."""
+    deps = dependencies.of(schedule)
+    count = len(schedule.nodes)
+    low = rng.randrange(count)
+    high = min(count, low + rng.choice((1, 1, 1, 2, 3)))
+    block = set(replay.order[low:high])
+
+    def free(at: int, near: list[list[int]]) -> bool:
+        node = replay.order[at]
+        edges = [(other, node) if near is deps.preds else (node, other) for other in near[node] if other in block]
+        return all(deps.why[edge] is dependencies.Why.COLLECTIVE_ORDER for edge in edges)
+
+    first, last = low, high
+    while first > 0 and free(first - 1, deps.succs):
+        first -= 1
+    while last < count and free(last, deps.preds):
+        last += 1
+    return low, high, rng.randint(first, last - (high - low))
+
+
+@given(schedules(most_nodes=30), st.integers(0, 10**6), st.sampled_from(PROFILES), st.sampled_from((1, 2, 3, 24)))
+@settings(max_examples=400, deadline=None)
+def test_after_every_move_it_is_what_the_whole_order_takes(schedule, seed, profile, block):
+    rng = random.Random(seed)
+    replay = Replay(schedule, profile, block=block)
+    check(replay, schedule, profile)
+    for _ in range(12):
+        move = legal_move(schedule, replay, rng)
+        tried = replay.try_move(*move)
+        if rng.random() < 0.3:
+            replay.try_move(*legal_move(schedule, replay, rng))  # what was tried before leaves no trace
+        if rng.random() < 0.8:
+            replay.move(*move)
+            assert replay.timing == tried
+            check(replay, schedule, profile)
+
+
+def step_of_layers(layers: int) -> str:
+    """Gathers ahead of two matmuls a layer, scatters behind them on the same queue, tensor parallelism on another."""
+    lines = ["h = input : 0B"]
+    last = "h"
+    for n in range(layers):
+        lines += [
+            f"g{n} = all_gather(p{n}) @dp(4) : 64MiB {130 + 7 * (n % 3)}.3us; w{n} = wait(g{n})",
+            f"a{n} = extern:mm({last}, w{n}) flops=9 : 64MiB 101.7us; t{n} = all_reduce(a{n}) @tp(2) : 8MiB 31.9us",
+            f"b{n} = kernel(p{n}) : 0B 3.1us; u{n} = wait(t{n}); c{n} = extern:mm(u{n}, w{n}) flops=9 : 64MiB 88.9us",
+            f"r{n} = reduce_scatter(c{n}) @dp(4) : 16MiB 90.1us; s{n} = wait(r{n})",
+        ]
+        last = f"c{n}"
+    return "\n".join(lines)
+
+
+def test_a_move_far_from_the_end_replays_a_small_part_of_a_long_step():
+    schedule, profile = parse(step_of_layers(120)), load_profile("h200-nvlink")
+    replay, rng = Replay(schedule, profile), random.Random(3)
+    changed = 0
+    for number in range(300):
+        before, move = replay.timing, legal_move(schedule, replay, rng)
+        replay.move(*move)
+        changed += replay.timing != before
+        if number % 10 == 0:
+            check(replay, schedule, profile)
+    check(replay, schedule, profile)
+    assert changed > 10
+
+    stretch = [replay.order[at] for at in range(40, 44)]
+    ran: list[int] = []
+    run = Machine.run
+
+    def counted(machine: Machine, nodes: Sequence[int]) -> None:
+        ran.extend(nodes)
+        run(machine, nodes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Machine, "run", counted)
+        replay.try_window(40, stretch)
+    assert set(stretch) < set(ran)
+    assert len(ran) < len(schedule.nodes) / 4
+
+
+@pytest.mark.parametrize(("kernels", "gains"), [(200, 0.0), (80, 549.0), (20, 870.0)])
+def test_what_waits_for_a_slow_host_is_replayed_too(kernels, gains):
+    """A host that is far behind at first is ahead of the stream later: what was gained is lost there, or part of it."""
+    tail = "; ".join(f"k{n} = kernel(x) : 0B 1ns" for n in range(kernels))
+    schedule = parse(f"a = kernel(x) : 0B 2000ns; g = all_gather(p) @dp : 0B 900ns; w = wait(g); {tail}")
+    profile = DeviceProfile("slow host", launch_ns=30.0)
+    replay = Replay(schedule, profile)
+    before = replay.timing
+    replay.move(0, 1, 1)  # the gather first, beside the kernel
+    check(replay, schedule, profile)
+    assert before.step_ns - replay.timing.step_ns == gains
+    assert (before.exposed_ns, replay.timing.exposed_ns) == (900.0, 0.0)
+    replay.move(0, 1, 1)
+    check(replay, schedule, profile)
+    assert replay.timing == before

@@ -1,0 +1,83 @@
+"""What a step is said to be bound by, on spans made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from overlapc.report.limiting_factor import Spent, Work, sources
+from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
+from overlapc.report.text import totals_text
+from tests.report.sample import FORWARD
+
+
+def step(compute_us: float, queue_us: float, exposed_us: float, host_us: float | None = None) -> StepRecord:
+    """A step that computes and stands still for a collective."""
+    step_us = compute_us + exposed_us
+    spans = (
+        Span("ag", "@dp", 0.0, queue_us * 1e3, "start"),
+        Span("ag", "compute", 0.0, exposed_us * 1e3, "idle"),
+        Span("mm", "compute", exposed_us * 1e3, (exposed_us + compute_us) * 1e3, "extern"),
+    )
+    row = replace(FORWARD.collectives[0], exposed_after_ns=exposed_us * 1e3)
+    host_ns = None if host_us is None else host_us * 1e3
+    return StepRecord(graphs=(replace(FORWARD, collectives=(row,), after=Plan(step_us * 1e3, spans), host_ns=host_ns),))
+
+
+@pytest.mark.parametrize(
+    ("compute_us", "queue_us", "exposed_us", "host_us", "why", "advised"),
+    [
+        (90, 100, 40, 140, "the host: it needs 0.140 ms, the device 0.130 ms", True),
+        (90, 100, 40, 120, "communication: @dp takes 0.100 ms, all compute 0.090 ms, which cannot hide it", True),
+        (90, 80, 10, None, "communication that is exposed, 10.0% of the step: see below", False),
+        (98, 80, 2, 99, "compute, 98.0% of the step; communication is hidden but for what follows", False),
+    ],
+)
+def test_the_longest_is_named(compute_us, queue_us, exposed_us, host_us, why, advised):
+    cause = Spent.of(step(compute_us, queue_us, exposed_us, host_us)).bound()
+    assert cause.why == why
+    assert bool(cause.advice) == advised
+
+
+def test_compute_is_added_up_by_library_op_and_all_that_is_generated_together():
+    spans = (
+        Span("mm", "compute", 0.0, 10e3, "extern"),
+        Span("mm_12", "compute", 10e3, 30e3, "extern"),
+        Span("add_3", "compute", 30e3, 35e3, "kernel"),
+        Span("gelu", "compute", 35e3, 41e3, "kernel"),
+        Span("ag", "compute", 41e3, 99e3, "idle"),
+    )
+    spent = Spent.of(StepRecord(graphs=(replace(FORWARD, after=Plan(99e3, spans)),)))
+    assert spent.work == (Work("mm", 30e3, 2), Work("generated kernels", 11e3, 2))
+    assert spent.compute_ns == pytest.approx(41e3)
+
+
+def test_what_compute_loses_to_communication_beside_it_is_said_where_it_is_known_and_counts():
+    compute = (Span("mm", "compute", 0.0, 60e3, "extern"), Span("add", "compute", 60e3, 100e3, "kernel"))
+    slowed = replace(FORWARD, after=Plan(100e3, compute), alone_ns=80e3)
+    assert Spent.of(StepRecord(graphs=(slowed, slowed))).slowed_ns == pytest.approx(40e3)
+
+    def said(*graphs: GraphRecord) -> str:
+        (line,) = (each for each in totals_text(StepRecord(graphs=graphs)).splitlines() if each.startswith("compute "))
+        return line
+
+    assert said(slowed) == (
+        "compute      0.100 ms, 0.020 ms of it because communication runs beside it:"
+        " mm 60% (1), generated kernels 40% (1)"
+    )
+    for unsaid in (replace(slowed, alone_ns=99.5e3), replace(slowed, alone_ns=None)):
+        assert "beside" not in said(unsaid)
+    assert "beside" not in said(slowed, replace(slowed, alone_ns=None))
+
+
+def test_a_step_of_nothing_is_bound_by_nothing():
+    nothing = Spent.of(StepRecord(graphs=(replace(FORWARD, collectives=(), after=Plan(0.0)),)))
+    assert nothing.bound().why == "compute, 0% of the step; nothing in these graphs communicates"
+
+
+def test_who_says_how_long_nodes_take_counts_by_time():
+    text = "a = kernel(x) : 0B 30us [roofline r]; g = all_gather(a) @dp : 0B 50us [table t]; w = wait(g)"
+    graph = replace(FORWARD, schedule=f"{text}; b = extern:mm(w) : 0B 20us [roofline r]; c = kernel(b) : 0B")
+    assert sources(StepRecord(graphs=(graph, graph))) == {"roofline r": 0.5, "table t": 0.5}
+    assert sources(StepRecord(graphs=(replace(graph, schedule="c = kernel(x) : 0B"),))) == {}
