@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlapc.codegen.program import Allocate, Call, ExpectLayout, Instruction, Launch, Program, TakeOver
+from overlapc.codegen.program import Call, Launch, Program
 from overlapc.fx.rng_state import draws_nothing
 from overlapc.fx.versions import group_name_of
 from overlapc.ir.ops import Extern, Handle, Layout, given_to, sees_where_memory_begins, tree_leaves, views_in
@@ -60,24 +60,27 @@ class Rules:
     home: torch.device
     takes: Callable[[Extern], bool]
 
-    def refusal(self, item: Instruction) -> str | None:
-        """Why `item` must stay outside of a capture; None if it may be inside."""
-        if isinstance(item, Launch):
-            return self._launch(item)
-        if isinstance(item, Call):
-            return self._call(item)
-        if isinstance(item, Allocate | TakeOver | ExpectLayout):
-            return self._layout(item.variable, item.layout)
-        return None
-
-    def _launch(self, item: Launch) -> str | None:
+    def launch(self, item: Launch) -> str | None:
+        """Why a kernel must stay outside of a capture; None if it may be inside."""
         if item.kernel.sizes:
             return f"size {item.kernel.sizes[0]} is known only at run time"
-        return self._variables(item.variables)
+        layouts = ((name, self.program.layouts.get(name)) for name in item.variables)
+        refused = (self.layout(name, layout) for name, layout in layouts if layout is not None)
+        return next((reason for reason in refused if reason is not None), None)
 
-    def _call(self, item: Call) -> str | None:
+    def call(self, item: Call) -> str | None:
+        """The same of a call, or of a collective that it starts."""
         op = item.op
         return self._values(item) or (self._collective(op) if item.starts else self._target(op))
+
+    def layout(self, name: str, layout: Layout) -> str | None:
+        """The same of anything that makes a variable of this layout."""
+        if layout.device != self.home:
+            return f"{name} is on {layout.device}, not on {self.home}"
+        for size in (*layout.size, *layout.stride, layout.offset):
+            if size.free_symbols:
+                return f"size {size} of {name} is known only at run time"
+        return None
 
     def _collective(self, op: Extern) -> str | None:
         return None if self.takes(op) else "its process group does not run on NCCL"
@@ -105,24 +108,11 @@ class Rules:
             if isinstance(leaf, Handle):
                 return f"reads {leaf.buffer}, which is no tensor"
         for view in (*views_in(op.arguments), *op.mutates, *views_in(op.result)):
-            refused = self._layout(view.buffer, view.layout)
+            refused = self.layout(view.buffer, view.layout)
             if refused is not None:
                 return refused
         for leaf in tree_leaves((op.arguments, op.result)):
             expr = leaf.expr if isinstance(leaf, Handle) else leaf
             if getattr(expr, "free_symbols", None):
                 return f"size {expr} is known only at run time"
-        return None
-
-    def _variables(self, variables: tuple[str, ...]) -> str | None:
-        layouts = ((name, self.program.layouts.get(name)) for name in variables)
-        refused = (self._layout(name, layout) for name, layout in layouts if layout is not None)
-        return next((reason for reason in refused if reason is not None), None)
-
-    def _layout(self, name: str, layout: Layout) -> str | None:
-        if layout.device != self.home:
-            return f"{name} is on {layout.device}, not on {self.home}"
-        for size in (*layout.size, *layout.stride, layout.offset):
-            if size.free_symbols:
-                return f"size {size} of {name} is known only at run time"
         return None

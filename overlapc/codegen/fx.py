@@ -22,20 +22,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from overlapc.codegen.kernel import Launcher
-from overlapc.codegen.program import (
-    Allocate,
-    BindSize,
-    Call,
-    CheckInput,
-    ExpectLayout,
-    Free,
-    Instruction,
-    Launch,
-    Program,
-    Return,
-    TakeOver,
-    WaitFor,
-)
+from overlapc.codegen.program import Call, Launch, Program
 from overlapc.fx.versions import boxed
 from overlapc.ir.ops import Handle, Layout, Provenance, View
 from overlapc.runtime import kernel_op, support
@@ -70,7 +57,7 @@ class FxWrapper:
         for name in self.program.inputs:
             self.env[name] = self.graph.placeholder(name)
         for item in self.program.instructions:
-            self._add(item)
+            item.add_to(self)
         self.graph.lint()
         self.module = GraphModule(self.attributes, self.graph, class_name=self.program.name)
         run = boxed(self.module)
@@ -82,44 +69,27 @@ class FxWrapper:
 
     # --- instructions
 
-    def _add(self, item: Instruction) -> None:
-        if isinstance(item, BindSize):
-            self.sizes[item.symbol] = self._bound(item)
-        elif isinstance(item, CheckInput):
-            self._call_function(support.check, item.variable, self.env[item.variable], *self._shape(item.layout))
-        elif isinstance(item, Allocate):
-            layout = item.layout
-            options = {"dtype": layout.dtype, "device": layout.device}
-            self.env[item.variable] = self._named(item.variable, torch.empty_strided, self._shape(layout), options)
-        elif isinstance(item, TakeOver):
-            args = (self.env[item.source], *self._shape(item.layout), item.layout.dtype)
-            self.env[item.variable] = self._named(item.variable, support.strided_over, args)
-        elif isinstance(item, Launch):
-            self._launch(item)
-        elif isinstance(item, WaitFor):
-            wait = torch.ops._c10d_functional.wait_tensor.default
-            self.env[item.variable] = self._located(
-                self._named(f"{item.variable}_arrived", wait, (self.env[item.variable],)), item.op.origin
-            )
-        elif isinstance(item, Call):
-            self._call(item)
-        elif isinstance(item, ExpectLayout):
-            expected = (item.variable, self.env[item.variable], *self._shape(item.layout))
-            self.env[item.variable] = self._named(f"{item.variable}_laid_out", support.as_expected, expected)
-        elif isinstance(item, Return):
-            values = tuple(self.value(value) for value in item.values)
-            self.graph.output(values[0] if self.single else values)
-        else:
-            assert isinstance(item, Free)  # FX forgets a value after its last reader
+    def define(
+        self,
+        variable: str,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        name: str | None = None,
+        origin: Provenance | None = None,
+    ) -> None:
+        """`variable` is what the call returns from here on. name: of the node, where that is not the variable's."""
+        node = self._named(name or variable, target, args, kwargs)
+        self.env[variable] = node if origin is None else self._located(node, origin)
 
-    def _bound(self, item: BindSize) -> Any:
-        variable = self._variable(item.variable)
-        if item.dim is None:
-            return variable
-        read = torch.ops.aten.sym_stride.int if item.stride else torch.ops.aten.sym_size.int
-        return self._call_function(read, variable, item.dim)
+    def output(self, values: tuple[Any, ...]) -> None:
+        """What the graph returns."""
+        results = self.value(values)
+        self.graph.output(results[0] if self.single else results)
 
-    def _call(self, item: Call) -> None:
+    def call(self, item: Call) -> None:
+        """The node of a call, and those that take its result apart."""
         op = item.op
         args, kwargs = self.value(tuple(op.args)), self.value(dict(op.kwargs))
         if op.out and isinstance(op.result, View):
@@ -130,20 +100,21 @@ class FxWrapper:
         for variable, path in item.results:
             node = returned
             for at in path:
-                node = self._call_function(operator.getitem, node, at)
+                node = self.call_function(operator.getitem, node, at)
             self.env[variable] = node
 
     # --- kernels
 
-    def _launch(self, item: Launch) -> None:
-        tensors = [self._variable(variable) for variable in item.variables]
+    def launch(self, item: Launch) -> None:
+        """The nodes of a kernel."""
+        tensors = [self.variable(variable) for variable in item.variables]
         sizes = [self.sizes[symbol] for symbol in item.kernel.sizes]
         if isinstance(item.kernel.launch, TritonLaunch):
             self._launch_triton(item, tensors, sizes)
             return
         kernel_op.register(item.kernel.name, self.launchers[item.kernel.name])
         run = torch.ops.overlapc.run_kernel.default
-        self._located(self._call_function(run, item.kernel.name, tensors, sizes), item.op.origin)
+        self._located(self.call_function(run, item.kernel.name, tensors, sizes), item.op.origin)
 
     def _launch_triton(self, item: Launch, tensors: list[Node], sizes: list[Any]) -> None:
         """One node a stage; scratch memory between stages is allocated before them."""
@@ -156,17 +127,17 @@ class FxWrapper:
         views = [  # Triton goes by a tensor's dtype
             tensor
             if self.program.layouts[variable].dtype is ELEMENT[pointer]
-            else self._call_function(torch.ops.aten.view.dtype, tensor, ELEMENT[pointer])
+            else self.call_function(torch.ops.aten.view.dtype, tensor, ELEMENT[pointer])
             for variable, tensor, pointer in zip(item.variables, tensors, launch.pointers, strict=True)
         ]
         scratch = [
-            self._call_function(torch.empty, self._size(count), dtype=dtype, device=device)
+            self.call_function(torch.empty, self._size(count), dtype=dtype, device=device)
             for dtype, count in launch.scratch
         ]
         width = {} if launch.index_bounds is None else {"INDEX": tl.int64}  # how far indices reach only a run knows
         for function, stage in zip(launcher.functions, launch.stages, strict=True):
             given = dict(zip(function.arg_names, (*views, *scratch, *sizes), strict=False))
-            node = self._call_function(
+            node = self.call_function(
                 triton_kernel_wrapper_mutation,
                 kernel_idx=kernel_side_table.add_kernel(function),
                 constant_args_idx=kernel_side_table.add_constant_args({**width, **stage_options(item.kernel, stage)}),
@@ -185,14 +156,15 @@ class FxWrapper:
             if isinstance(item, View):
                 return self._view(item)
             if isinstance(item, Handle):
-                return self._variable(item.buffer)
+                return self.variable(item.buffer)
             if isinstance(item, sympy.Expr):
                 return self._size(item)
             return item if isinstance(item, _PLAIN) else self._attribute(type(item).__name__, item)
 
         return map_aggregate(value, leaf)
 
-    def _variable(self, name: str) -> Node:
+    def variable(self, name: str) -> Node:
+        """The node of a variable, or of a constant."""
         if name not in self.env:
             self.env[name] = self._attribute(name, self.program.constants[name])
         return self.env[name]
@@ -200,17 +172,18 @@ class FxWrapper:
     def _view(self, view: View) -> Node:
         variable = self.program.variables[view.buffer]
         own = self.program.layouts[variable]
-        node = self._variable(variable)
+        node = self.variable(variable)
         if (own.size, own.stride) == (view.layout.size, view.layout.stride) and view.layout.offset == 0:
             return node
-        return self._call_function(support.strided, node, *self._shape(view.layout), self._size(view.layout.offset))
+        return self.call_function(support.strided, node, *self.shape(view.layout), self._size(view.layout.offset))
 
     def _attribute(self, hint: str, value: Any) -> Node:
         name = self.attribute_of.setdefault(id(value), f"{hint}_{len(self.attributes)}")
         self.attributes[name] = value
         return self.graph.get_attr(name)
 
-    def _shape(self, layout: Layout) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def shape(self, layout: Layout) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Size and stride."""
         size = tuple(self._size(extent) for extent in layout.size)
         return size, tuple(self._size(step) for step in layout.stride)
 
@@ -229,7 +202,8 @@ class FxWrapper:
 
     # --- nodes
 
-    def _call_function(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    def call_function(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A node that FX names."""
         return self.graph.call_function(target, args, kwargs)
 
     def _named(

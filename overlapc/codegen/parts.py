@@ -18,22 +18,17 @@ import torch
 from overlapc.codegen.capturable import Rules, over_nccl
 from overlapc.codegen.program import (
     Allocate,
-    BindSize,
     Call,
-    Carve,
-    CheckInput,
     ExpectLayout,
     Free,
     Instruction,
-    Launch,
-    Pool,
+    NodeInstruction,
     Program,
-    Release,
     Return,
     TakeOver,
     WaitFor,
 )
-from overlapc.ir.ops import Extern, Handle, View, buffers_written, given_to, named_in
+from overlapc.ir.ops import Extern
 
 # A replay costs the host about what two launches do, more with inputs to copy.
 LEAST_NODES = 4
@@ -79,7 +74,7 @@ class Partition:
 
     def summary(self) -> str:
         """`2 captured parts of 14 nodes; outside: 1 x waits for the device to know its result (nonzero)`."""
-        held = sum(isinstance(item, _Node) for part in self.parts for item in part.instructions)
+        held = sum(isinstance(item, NodeInstruction) for part in self.parts for item in part.instructions)
         by_reason: dict[str, list[str]] = {}
         for cut in self.cuts:
             by_reason.setdefault(cut.reason, []).append(cut.node)
@@ -99,13 +94,13 @@ def split(program: Program, device_type: str = "cuda", takes: Callable[[Extern],
     if home is None:
         return Partition(items, (Cut(program.name, f"nothing runs on {device_type}"),), ())
     rules = Rules(program, home, takes)
-    refused = {at: reason for at, item in enumerate(items) if (reason := rules.refusal(item)) is not None}
-    edges = {at for at, item in enumerate(items) if isinstance(item, BindSize | CheckInput | Return | Pool | Carve)}
+    refused = {at: reason for at, item in enumerate(items) if (reason := item.refusal(rules)) is not None}
+    edges = {at for at, item in enumerate(items) if item.outside_captures}
     _cut_collectives(program, refused, edges)
-    cuts = [Cut(_name(items[at]), refused[at]) for at in sorted(refused) if isinstance(items[at], _Node)]
+    cuts = [Cut(_name(items[at]), refused[at]) for at in sorted(refused) if isinstance(items[at], NodeInstruction)]
     builder = _Builder(program)
     for begin, end in _runs(len(items), {*refused, *edges}):
-        nodes = [item for item in items[begin:end] if isinstance(item, _Node)]
+        nodes = [item for item in items[begin:end] if isinstance(item, NodeInstruction)]
         if len(nodes) >= LEAST_NODES:
             builder.add(begin, end)
         elif nodes:
@@ -113,11 +108,8 @@ def split(program: Program, device_type: str = "cuda", takes: Callable[[Extern],
     return builder.finish(cuts)
 
 
-_Node = Launch | Call | WaitFor
-
-
 def _name(item: Instruction) -> str:
-    assert isinstance(item, _Node)
+    assert isinstance(item, NodeInstruction)
     return item.op.name
 
 
@@ -148,7 +140,7 @@ def _cut_collectives(program: Program, refused: dict[int, str], edges: set[int])
     waits: dict[int, list[int]] = {}
     for at, item in enumerate(program.instructions):
         if isinstance(item, Call) and item.starts:
-            launched.update((name, at) for name in (*defines(item), *_overwrites(item, program)))
+            launched.update((name, at) for name in (*item.makes(), *item.overwrites(program)))
             waits[at] = []
         elif isinstance(item, WaitFor):
             start = launched.get(item.variable)
@@ -186,9 +178,9 @@ def _in_flight(spans: Mapping[int, int], points: list[int]) -> dict[int, list[in
 
 
 def _shown(item: Instruction) -> str:
-    return (
-        _name(item) if isinstance(item, _Node) else "the end" if isinstance(item, Return) else str(type(item).__name__)
-    )
+    if isinstance(item, Return):
+        return "the end"
+    return _name(item) if isinstance(item, NodeInstruction) else type(item).__name__
 
 
 # --- variables
@@ -205,7 +197,7 @@ class _Builder:
         self.captured: set[str] = set()  # variables in memory of parts
         self.last_use: dict[str, int] = {}
         for at, item in enumerate(program.instructions):
-            self.last_use.update(dict.fromkeys(uses(item, program), at))
+            self.last_use.update(dict.fromkeys(item.reads(program), at))
 
     def add(self, begin: int, end: int) -> None:
         """A part of the instructions [begin, end).
@@ -216,13 +208,15 @@ class _Builder:
         self._pass(self.next, begin)
         self.next = end
         program = self.program
-        last = max(at for at in range(begin, end) if isinstance(program.instructions[at], _Node))
+        last = max(at for at in range(begin, end) if isinstance(program.instructions[at], NodeInstruction))
         items = list(program.instructions[begin:end])
         behind = [item for item in items[last + 1 - begin :] if isinstance(item, Allocate | TakeOver)]
         inside = [item for item in items if not any(item is other for other in behind)]
         while isinstance(inside[0], ExpectLayout):  # of the call before
             self.steps.append(inside.pop(0))
-        touched = {name for item in inside if not isinstance(item, Free) for name in _touched(item, program)}
+        touched = {
+            name for item in inside if not isinstance(item, Free) for name in (*item.reads(program), *item.makes())
+        }
         idle = {name for item in inside if isinstance(item, Free) for name in item.variables} - touched
         if idle:
             self.steps.append(Free(tuple(sorted(idle))))
@@ -239,7 +233,7 @@ class _Builder:
             name
             for item in self.program.instructions
             if isinstance(item, Return)
-            for name in uses(item, self.program)
+            for name in item.reads(self.program)
             if name in self.program.layouts
         }
         return Partition(tuple(self.steps), tuple(cuts), tuple(sorted(returned & self.captured)))
@@ -257,14 +251,13 @@ class _Builder:
         program = self.program
         inputs: dict[str, None] = {}
         made: set[str] = set()
-        gone: set[str] = set()
+        freed: set[str] = set()
         written: set[str] = set()
         for item in items:
-            inputs.update((name, None) for name in uses(item, program) if name not in made)
-            made.update(defines(item))
-            written.update(_overwrites(item, program))
-            gone.update(item.variables if isinstance(item, Free) else ())
-            gone.update((item.source,) if isinstance(item, TakeOver) else ())
+            inputs.update((name, None) for name in item.reads(program) if name not in made)
+            made.update(item.makes())
+            written.update(item.overwrites(program))
+            freed.update(item.frees())
         given = [name for name in inputs if name not in program.constants]
         return Part(
             f"part_{self.parts}",
@@ -272,58 +265,9 @@ class _Builder:
             tuple(given),
             frozenset(given) & self.captured,
             frozenset(given) & written,
-            frozenset(given) & gone,
-            tuple(sorted(name for name in made - gone if self.last_use.get(name, -1) > last)),
+            frozenset(given) & freed,
+            tuple(sorted(name for name in made - freed if self.last_use.get(name, -1) > last)),
         )
-
-
-def uses(item: Instruction, program: Program) -> list[str]:
-    """Variables that must be there before `item`."""
-    if isinstance(item, Launch):
-        return list(item.variables)
-    if isinstance(item, Call):
-        op = item.op
-        out = [op.result] if op.out else []
-        return [_variable(leaf, program) for leaf in (*given_to(op), *op.mutates, *out)]
-    if isinstance(item, Return):
-        return [_variable(leaf, program) for leaf in named_in(item.values)]
-    if isinstance(item, TakeOver):
-        return [item.source]
-    if isinstance(item, Carve):
-        return [item.pool]
-    if isinstance(item, Free):
-        return list(item.variables)
-    if isinstance(item, Allocate | Pool | Release):
-        return []
-    return [item.variable]
-
-
-def defines(item: Instruction) -> list[str]:
-    """Variables that are there after `item`, and were not or were something else before."""
-    if isinstance(item, Call):
-        return [name for name, _ in item.results]
-    if isinstance(item, Allocate | Pool | Carve | TakeOver | ExpectLayout):
-        return [item.variable]
-    return []
-
-
-def _touched(item: Instruction, program: Program) -> list[str]:
-    return [*uses(item, program), *defines(item)]
-
-
-def _overwrites(item: Instruction, program: Program) -> list[str]:
-    if isinstance(item, Launch):
-        roots = [program.variables[name] for name in buffers_written(item.op)]
-        # A launch names the memory that an argument's output took over by the output's name.
-        return [name for name in item.variables if name in roots]
-    if isinstance(item, Call):
-        views = [*item.op.mutates, *([item.op.result] if item.op.out else [])]
-        return [_variable(view, program) for view in views]
-    return []
-
-
-def _variable(leaf: View | Handle, program: Program) -> str:
-    return program.variables[leaf.buffer] if isinstance(leaf, View) else leaf.buffer
 
 
 def _without(item: Instruction, names: set[str]) -> Instruction | None:

@@ -25,11 +25,10 @@ from overlapc.codegen.program import (
     Carve,
     Free,
     Instruction,
-    Launch,
+    NodeInstruction,
     Pool,
     Program,
     Return,
-    Reuse,
     TakeOver,
 )
 from overlapc.ir.ops import given_to, sees_where_memory_begins, views_in
@@ -121,21 +120,14 @@ def peak_bytes(program: Program, schedule: Schedule, hint: Callable[[sympy.Expr]
     sizes = {buffer.name: buffer.bytes for buffer in schedule.buffers.values() if buffer.freeable}
     scratch = {node.name: node.scratch_bytes for node in schedule.nodes}
     for item in program.instructions:
-        came: list[tuple[str, int]] = []
-        if isinstance(item, Pool):
-            came = [(item.variable, item.bytes)]
-        elif isinstance(item, Allocate | Reuse):
-            came = [(item.variable, hint(item.layout.storage_bytes()))]
-        elif isinstance(item, TakeOver):
+        came = [(name, hint(size)) for name, size in item.allocates(program)]
+        if isinstance(item, TakeOver):
             sizes[item.variable] = sizes.pop(item.source, 0)
-        elif isinstance(item, Call) and not item.op.out:
-            known = (name for name, _ in item.results if name in program.layouts)
-            came = [(name, hint(program.layouts[name].storage_bytes())) for name in known]
-        elif isinstance(item, Free):
-            live -= sum(sizes.pop(name, 0) for name in item.variables)
+        else:
+            live -= sum(sizes.pop(name, 0) for name in item.frees())
         sizes.update(came)
         live += sum(size for _, size in came)
-        if isinstance(item, Launch | Call):
+        if isinstance(item, NodeInstruction):
             peak = max(peak, live + scratch.get(item.op.name, 0))
     return peak
 

@@ -1,10 +1,15 @@
-"""A compiled graph as a flat list of instructions; wrappers are printers of it, `build` makes it."""
+"""A compiled graph as a flat list of instructions; wrappers are printers of it, `build` makes it.
+
+Each class of instruction says by itself what it reads and makes, how it prints and where it runs: a new kind of
+instruction is a class here, and the place in `build.py` that makes it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import sympy
 import torch
@@ -13,68 +18,254 @@ from overlapc.codegen.kernel import KernelSource
 from overlapc.ir.ops import (
     Combo,
     Extern,
+    Handle,
     Layout,
     Loops,
+    View,
     Wait,
+    buffers_written,
+    given_to,
+    named_in,
+    views_in,
 )
+from overlapc.runtime import support
+from overlapc.runtime.collectives import gathers_apart
+
+if TYPE_CHECKING:
+    from overlapc.codegen.capturable import Rules
+    from overlapc.codegen.fx import FxWrapper
+    from overlapc.codegen.python import PythonWrapper
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+class Instruction:
+    """One step of a program; `program` is the one that it is part of."""
+
+    __slots__ = ()
+
+    outside_captures: ClassVar[bool] = False  # no part for CUDA graphs holds it, and it is no cut worth a report
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that must be current; None where that does not matter."""
+        return None
+
+    def reads(self, program: Program) -> tuple[str, ...]:
+        """Variables that must be there before."""
+        return ()
+
+    def makes(self) -> tuple[str, ...]:
+        """Variables that are there afterwards, and were not there or were something else before."""
+        return ()
+
+    def overwrites(self, program: Program) -> tuple[str, ...]:
+        """Variables, there before, whose contents change."""
+        return ()
+
+    def frees(self) -> tuple[str, ...]:
+        """Variables that are not there afterwards."""
+        return ()
+
+    def allocates(self, program: Program) -> tuple[tuple[str, sympy.Expr], ...]:
+        """Variables of new memory, and its bytes."""
+        return ()
+
+    def refusal(self, rules: Rules) -> str | None:
+        """Why a CUDA graph may not hold it; None if it may."""
+        return None
+
+    def python(self, wrapper: PythonWrapper) -> list[str]:
+        """Lines of Python."""
+        raise NotImplementedError(type(self).__name__)
+
+    def tracked(self, wrapper: PythonWrapper, lines: list[str]) -> list[str]:
+        """`lines`, which are `python`'s, with what the lifecycle tracker is told before and after them."""
+        return lines
+
+    def add_to(self, wrapper: FxWrapper) -> None:
+        """Adds the nodes of the FX graph. What programs for the FX wrapper never hold has none."""
+        raise NotImplementedError(type(self).__name__)
+
+
+class NodeInstruction(Instruction):
+    """An instruction that does the work of a schedule's node: a profiler marks it, a check looks at what it wrote."""
+
+    __slots__ = ()
+
+    op: Loops | Combo | Extern | Wait
+
+    @property
+    def mark(self) -> tuple[str, int]:
+        """How a profiler's mark names it, and how many works of gloo it starts (see runtime/marks.py)."""
+        raise NotImplementedError(type(self).__name__)
+
+    def written(self, program: Program) -> list[str]:
+        """Variables that hold what it wrote as soon as it ran."""
+        raise NotImplementedError(type(self).__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class BindSize:
+class BindSize(Instruction):
     """`symbol` is the size (or stride) of an argument or result: `s0 = primals_2.size(0)`."""
 
+    outside_captures: ClassVar[bool] = True
     symbol: sympy.Symbol
     variable: str
     dim: int | None = None  # None: the variable itself is the number
     stride: bool = False
 
+    def reads(self, program: Program) -> tuple[str, ...]:
+        return (self.variable,)
+
+    def python(self, wrapper: PythonWrapper) -> list[str]:
+        read = "" if self.dim is None else f".{'stride' if self.stride else 'size'}({self.dim})"
+        return [f"{self.symbol} = {self.variable}{read}"]
+
+    def add_to(self, wrapper: FxWrapper) -> None:
+        size = wrapper.variable(self.variable)
+        if self.dim is not None:
+            read = torch.ops.aten.sym_stride.int if self.stride else torch.ops.aten.sym_size.int
+            size = wrapper.call_function(read, size, self.dim)
+        wrapper.sizes[self.symbol] = size
+
 
 @dataclass(frozen=True, slots=True)
-class CheckInput:
+class CheckInput(Instruction):
     """The argument has the traced layout; a wrong one is an error, never a wrong number."""
 
+    outside_captures: ClassVar[bool] = True
     variable: str
     layout: Layout
 
+    def reads(self, program: Program) -> tuple[str, ...]:
+        return (self.variable,)
+
+    def python(self, wrapper: PythonWrapper) -> list[str]:
+        name, size, stride = self.variable, *wrapper.shape(self.layout)
+        check = f"rt.check({name!r}, {name}, {size}, {stride})"
+        return [f"if {name}.shape != {size} or {name}.stride() != {stride}: {check}"]
+
+    def add_to(self, wrapper: FxWrapper) -> None:
+        wrapper.call_function(support.check, self.variable, wrapper.env[self.variable], *wrapper.shape(self.layout))
+
 
 @dataclass(frozen=True, slots=True)
-class Allocate:
+class Allocate(Instruction):
     """Fresh memory for a buffer."""
 
     variable: str
     layout: Layout
 
+    @property
+    def device(self) -> torch.device:
+        return self.layout.device
+
+    def makes(self) -> tuple[str, ...]:
+        return (self.variable,)
+
+    def allocates(self, program: Program) -> tuple[tuple[str, sympy.Expr], ...]:
+        return ((self.variable, self.layout.storage_bytes()),)
+
+    def refusal(self, rules: Rules) -> str | None:
+        return rules.layout(self.variable, self.layout)
+
+    def python(self, wrapper: PythonWrapper) -> list[str]:
+        return [f"{self.variable} = {wrapper.memory(self.device, wrapper.form(self.layout))}"]
+
+    def tracked(self, wrapper: PythonWrapper, lines: list[str]) -> list[str]:
+        form = f"{wrapper.form(self.layout)}, torch.device({str(self.device)!r})"
+        size = wrapper.size(self.layout.storage_bytes())
+        return [f"{self.variable} = life.allocate({self.variable!r}, {form}, {size})"]
+
+    def add_to(self, wrapper: FxWrapper) -> None:
+        options = {"dtype": self.layout.dtype, "device": self.device}
+        wrapper.define(self.variable, torch.empty_strided, wrapper.shape(self.layout), options)
+
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class Pool(Instruction):
     """Memory that several buffers are carved from."""
 
+    outside_captures: ClassVar[bool] = True
     variable: str
-    device: torch.device
+    pool_device: torch.device
     bytes: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool_device
+
+    def makes(self) -> tuple[str, ...]:
+        return (self.variable,)
+
+    def allocates(self, program: Program) -> tuple[tuple[str, sympy.Expr], ...]:
+        return ((self.variable, sympy.Integer(self.bytes)),)
+
+    def python(self, wrapper: PythonWrapper) -> list[str]:
+        return [f"{self.variable} = {wrapper.memory(self.device, f'({self.bytes},), (1,), torch.uint8')}"]
+
+    def tracked(self, wrapper: PythonWrapper, lines: list[str]) -> list[str]:
+        return [*lines, f"life.allocated({self.variable!r}, {self.variable}, {self.bytes})"]
 
 
 @dataclass(frozen=True, slots=True)
-class Carve:
+class Carve(Instruction):
     """A buffer in a pool, `offset` bytes from its start."""
 
+    outside_captures: ClassVar[bool] = True
     variable: str
     pool: str
     offset: int
     layout: Layout
 
+    def reads(self, program: Program) -> tuple[str, ...]:
+        return (self.pool,)
+
+    def makes(self) -> tuple[str, ...]:
+        return (self.variable,)
+
+    def python(self, wrapper: PythonWrapper) -> list[str]:
+        return [f"{self.variable} = rt.carve({self.pool}, {self.offset}, {wrapper.form(self.layout)})"]
+
+    def tracked(self, wrapper: PythonWrapper, lines: list[str]) -> list[str]:
+        return [*lines, f"life.carved({self.variable!r}, {self.variable})"]
+
 
 @dataclass(frozen=True, slots=True)
-class TakeOver:
+class TakeOver(Instruction):
     """A dying buffer's memory under a new name and layout of equal bytes."""
 
     variable: str
     source: str
     layout: Layout
 
+    def reads(self, program: Program) -> tuple[str, ...]:
+        return (self.source,)
+
+    def makes(self) -> tuple[str, ...]:
+        return (self.variable,)
+
+    def frees(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    def refusal(self, rules: Rules) -> str | None:
+        return rules.layout(self.variable, self.layout)
+
+    def python(self, wrapper: PythonWrapper) -> list[str]:
+        taken = f"rt.take_over({self.source}, {wrapper.form(self.layout)})"
+        return [f"{self.variable} = {taken}; del {self.source}"]
+
+    def tracked(self, wrapper: PythonWrapper, lines: list[str]) -> list[str]:
+        return [*lines, f"life.took_over({self.variable!r}, {self.source!r}, {self.variable})"]
+
+    def add_to(self, wrapper: FxWrapper) -> None:
+        taken = (wrapper.env[self.source], *wrapper.shape(self.layout), self.layout.dtype)
+        wrapper.define(self.variable, support.strided_over, taken)
+
 
 @dataclass(frozen=True, slots=True)
-class Reuse:
+class Reuse(Instruction):
     """An argument's memory under another name if nobody but this graph holds it by then, else new memory.
 
     The argument stays a variable until it is freed: the next launch reads it while it writes here.
@@ -84,27 +275,145 @@ class Reuse:
     source: str
     layout: Layout
 
+    def reads(self, program: Program) -> tuple[str, ...]:
+        return (self.source,)
+
+    def makes(self) -> tuple[str, ...]:
+        return (self.variable,)
+
+    def allocates(self, program: Program) -> tuple[tuple[str, sympy.Expr], ...]:
+        return ((self.variable, self.layout.storage_bytes()),)
+
+    def python(self, wrapper: PythonWrapper) -> list[str]:
+        return [f"{self.variable} = rt.reused({self.source}, {wrapper.form(self.layout)})"]
+
+    def tracked(self, wrapper: PythonWrapper, lines: list[str]) -> list[str]:
+        return [*lines, f"life.reused({self.variable!r}, {self.variable})"]
+
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NodeInstruction):
     """A generated kernel on its arguments."""
 
     kernel: KernelSource
     op: Loops | Combo
     variables: tuple[str, ...]  # one per `kernel.buffers`
 
+    @property
+    def device(self) -> torch.device:
+        return self.op.device
+
+    @property
+    def mark(self) -> tuple[str, int]:
+        return "launch", 1
+
+    def reads(self, program: Program) -> tuple[str, ...]:
+        return self.variables
+
+    def overwrites(self, program: Program) -> tuple[str, ...]:
+        # A launch names the memory that an argument's output took over by the output's name.
+        written = self.written(program)
+        return tuple(name for name in self.variables if name in written)
+
+    def written(self, program: Program) -> list[str]:
+        return [program.variables[name] for name in buffers_written(self.op)]
+
+    def refusal(self, rules: Rules) -> str | None:
+        return rules.launch(self)
+
+    def python(self, wrapper: PythonWrapper) -> list[str]:
+        sizes = [str(symbol) for symbol in self.kernel.sizes]
+        call = f"{self.kernel.name}({', '.join([*self.variables, *sizes])})"
+        return [f"# {wrapper.origin(self.op.origin)}", call]
+
+    def tracked(self, wrapper: PythonWrapper, lines: list[str]) -> list[str]:
+        return _tracked_use(self.op.name, lines, self.variables, self.written(wrapper.program))
+
+    def add_to(self, wrapper: FxWrapper) -> None:
+        wrapper.launch(self)
+
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(NodeInstruction):
     """An extern call, or the start of a collective. `results` assigns parts of what it returns to variables."""
 
     op: Extern
     results: tuple[tuple[str, tuple[int, ...]], ...]  # variable, path into the returned structure
     starts: bool = False
 
+    @property
+    def by_copies(self) -> bool:
+        """Whether copies carry the collective that it starts, and its results lie in the pool of a group."""
+        return isinstance(self.op.target, partial)
+
+    @property
+    def mark(self) -> tuple[str, int]:
+        if not self.starts:
+            return "call", 1
+        if self.by_copies:
+            return "start", 0
+        each_by_itself = "reduce_scatter" in str(self.op.target) or self.op.target is gathers_apart
+        return "start", len(self.results) if each_by_itself else 1
+
+    def reads(self, program: Program) -> tuple[str, ...]:
+        out = [self.op.result] if self.op.out else []
+        return tuple(_variable(leaf, program) for leaf in (*given_to(self.op), *self.op.mutates, *out))
+
+    def makes(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.results)
+
+    def overwrites(self, program: Program) -> tuple[str, ...]:
+        views = [*self.op.mutates, *([self.op.result] if self.op.out else [])]
+        return tuple(_variable(view, program) for view in views)
+
+    def allocates(self, program: Program) -> tuple[tuple[str, sympy.Expr], ...]:
+        if self.op.out:
+            return ()
+        known = (name for name in self.makes() if name in program.layouts)
+        return tuple((name, program.layouts[name].storage_bytes()) for name in known)
+
+    def written(self, program: Program) -> list[str]:
+        if self.starts:  # it arrives at the wait
+            return []
+        if not self.op.out:
+            return list(self.makes())
+        return [program.variables[name] for name in buffers_written(self.op)]
+
+    def refusal(self, rules: Rules) -> str | None:
+        return rules.call(self)
+
+    def python(self, wrapper: PythonWrapper) -> list[str]:
+        called = wrapper.called(self.op)
+        lines = [f"# {wrapper.origin(self.op.origin)}"]
+        if not self.results or (self.op.out and isinstance(self.op.result, View)):
+            return [*lines, called]
+        if len(self.results) == 1 and self.results[0][1] == ():
+            return [*lines, f"{self.results[0][0]} = {called}"]
+        lines.append(f"returned = {called}")
+        lines += [f"{name} = returned{''.join(f'[{at}]' for at in path)}" for name, path in self.results]
+        return [*lines, "del returned"]
+
+    def tracked(self, wrapper: PythonWrapper, lines: list[str]) -> list[str]:
+        program, results = wrapper.program, self.makes()
+        given = [program.variables[view.buffer] for view in views_in(self.op.arguments)]
+        written = [program.variables[view.buffer] for view in self.op.mutates]
+        if self.by_copies:
+            return [*lines, f"life.lent({_by_name(results)})"]
+        arrived = [] if self.op.out else [f"life.arrived({name!r}, {name})" for name in results]
+        if self.starts:
+            waited = [name for name in dict.fromkeys((*results, *written)) if name in wrapper.waited]
+            started = f"{self.op.name!r}, {_by_name(given)}, {_by_name(results)}, {waited!r}"
+            return [*lines, *arrived, f"life.started({started})"]
+        if self.op.out and isinstance(self.op.result, View):
+            written.append(program.variables[self.op.result.buffer])
+        return _tracked_use(self.op.name, lines, (*given, *written), written) + arrived
+
+    def add_to(self, wrapper: FxWrapper) -> None:
+        wrapper.call(self)
+
 
 @dataclass(frozen=True, slots=True)
-class ExpectLayout:
+class ExpectLayout(Instruction):
     """The result of a call has the traced strides, or is copied into them: what comes after relies on it.
 
     Another size than the traced one is an error.
@@ -113,40 +422,109 @@ class ExpectLayout:
     variable: str
     layout: Layout
 
+    def reads(self, program: Program) -> tuple[str, ...]:
+        return (self.variable,)
+
+    def makes(self) -> tuple[str, ...]:
+        return (self.variable,)
+
+    def refusal(self, rules: Rules) -> str | None:
+        return rules.layout(self.variable, self.layout)
+
+    def python(self, wrapper: PythonWrapper) -> list[str]:
+        size, stride = wrapper.shape(self.layout)
+        return [f"{self.variable} = rt.as_expected({self.variable!r}, {self.variable}, {size}, {stride})"]
+
+    def add_to(self, wrapper: FxWrapper) -> None:
+        expected = (self.variable, wrapper.env[self.variable], *wrapper.shape(self.layout))
+        wrapper.define(self.variable, support.as_expected, expected, name=f"{self.variable}_laid_out")
+
 
 @dataclass(frozen=True, slots=True)
-class WaitFor:
+class WaitFor(NodeInstruction):
     """Blocks the compute stream until the collective that fills `variable` is done."""
 
     variable: str
     op: Wait
     by: Callable[[], None] | None = None  # what blocks it; None: the library that started it
 
+    @property
+    def mark(self) -> tuple[str, int]:
+        return "wait", 1
+
+    def reads(self, program: Program) -> tuple[str, ...]:
+        return (self.variable,)
+
+    def written(self, program: Program) -> list[str]:
+        return [self.variable]
+
+    def python(self, wrapper: PythonWrapper) -> list[str]:
+        if self.by is not None:
+            return [f"{wrapper.name_of(self.by, 'wait')}()"]
+        return [f"{wrapper.target(_WAIT)}({self.variable})"]
+
+    def tracked(self, wrapper: PythonWrapper, lines: list[str]) -> list[str]:
+        return lines if self.by is not None else [*lines, f"life.waited({self.variable!r}, {self.variable})"]
+
+    def add_to(self, wrapper: FxWrapper) -> None:
+        arrived = f"{self.variable}_arrived"
+        wrapper.define(self.variable, _WAIT, (wrapper.env[self.variable],), name=arrived, origin=self.op.origin)
+
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class Release(Instruction):
     """Nothing launched from here on reads what copies brought into a pool: its memory may take what comes next."""
 
     by: Callable[[], None]
 
+    def python(self, wrapper: PythonWrapper) -> list[str]:
+        return [f"{wrapper.name_of(self.by, 'release')}()"]
+
 
 @dataclass(frozen=True, slots=True)
-class Free:
-    """Variables that nobody uses any more."""
+class Free(Instruction):
+    """Variables that nothing uses any more."""
 
     variables: tuple[str, ...]
 
+    def reads(self, program: Program) -> tuple[str, ...]:
+        return self.variables
+
+    def frees(self) -> tuple[str, ...]:
+        return self.variables
+
+    def python(self, wrapper: PythonWrapper) -> list[str]:
+        return [f"del {', '.join(self.variables)}"]
+
+    def tracked(self, wrapper: PythonWrapper, lines: list[str]) -> list[str]:
+        return [f"life.freeing({_by_name(self.variables)})", *lines, f"life.freed({list(self.variables)!r})"]
+
+    def add_to(self, wrapper: FxWrapper) -> None:
+        """FX forgets a value after its last reader."""
+
 
 @dataclass(frozen=True, slots=True)
-class Return:
+class Return(Instruction):
     """Views, sizes and plain values, as the graph returns them."""
 
+    outside_captures: ClassVar[bool] = True
     values: tuple[Any, ...]
+
+    def reads(self, program: Program) -> tuple[str, ...]:
+        return tuple(_variable(leaf, program) for leaf in named_in(self.values))
+
+    def python(self, wrapper: PythonWrapper) -> list[str]:
+        return wrapper.returning(self.values)
+
+    def tracked(self, wrapper: PythonWrapper, lines: list[str]) -> list[str]:
+        names = (wrapper.program.variables[view.buffer] for view in views_in(self.values))
+        return [f"life.returned({_by_name(names)})", *lines]
+
+    def add_to(self, wrapper: FxWrapper) -> None:
+        wrapper.output(self.values)
 
 
 Home = Allocate | TakeOver | Reuse
-Memory = Home | Pool | Carve | Free
-Instruction = BindSize | CheckInput | Memory | Launch | Call | ExpectLayout | WaitFor | Release | Return
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +546,19 @@ class Program:
 
     def __str__(self) -> str:
         return "\n".join(str(item) for item in self.instructions)
+
+
+def _variable(leaf: View | Handle, program: Program) -> str:
+    return program.variables[leaf.buffer] if isinstance(leaf, View) else leaf.buffer
+
+
+def _tracked_use(node: str, lines: list[str], touched: Iterable[str], written: Iterable[str]) -> list[str]:
+    """`lines` of a node that reads and writes memory; the tracker looks at both before, at what it wrote after."""
+    written = tuple(dict.fromkeys(written))
+    before = f"life.runs({node!r}, {_by_name(touched)}, {written!r})"
+    return [before, *lines, *([f"life.ran({node!r}, {_by_name(written)})"] if written else [])]
+
+
+def _by_name(names: Iterable[str]) -> str:
+    """`{'a': a, 'b': b}`."""
+    return "{" + ", ".join(f"{name!r}: {name}" for name in dict.fromkeys(names)) + "}"
