@@ -19,7 +19,7 @@ from overlapc.codegen.kernel import KernelSource
 from overlapc.codegen.objects import Boxed, function_of, rebuild
 from overlapc.report.model import GraphRecord
 from overlapc.runtime.marks import switching
-from overlapc.runtime.steps import STEPS
+from overlapc.runtime.steps import STEPS, as_optimizer
 
 NAME = "GRAPHNAME"  # stands in wrappers for the graph's name, which counts up in a process
 
@@ -76,6 +76,8 @@ class CompiledGraph:
             space.update(codegen.load(device_type, sources, cache_dir))
         plain = self._function(self.wrapper, "", space) if runs is None else runs(space)
         call = switching(plain, lambda: self._function(self.marked, " marked", space), STEPS.counter(self.name))
+        if self.record.infers and self.record.changes_inputs:
+            call = as_optimizer(call)
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 

@@ -1,7 +1,8 @@
 """Which compiled graphs a training step calls, and how often: counted while a job runs.
 
 Steps end where optimizers step. Of several optimizers (a generator's and a discriminator's) each steps once in a step:
-the next one begins behind the last of them. A compiled optimizer runs no hook, so that its steps are not seen.
+the next one begins behind the last of them. A compiled optimizer runs no hook: where no other steps, a graph without
+backward that changes its inputs is taken for one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import median
@@ -34,6 +35,7 @@ class Steps:
     counts: dict[str, list[int]] = field(default_factory=dict)  # graph -> one number: calls in all
     recent: deque[Calls] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _stepped: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # optimizers, since the last step ended
+    _hook_ran: bool = False  # of an optimizer that is not compiled
     _ended: dict[str, int] = field(default_factory=dict)  # calls in all when the last step ended
     _latest_s: float = 0.0  # when that was
     _latest: dict[str, int] = field(default_factory=dict)  # calls in all when an optimizer stepped last
@@ -43,6 +45,16 @@ class Steps:
         return self.counts.setdefault(graph, [0])
 
     def optimizer_stepped(self, optimizer: Any) -> None:
+        """An optimizer that is not compiled has stepped."""
+        self._hook_ran = True
+        self._step(optimizer)
+
+    def inputs_changed(self, graph: Any) -> None:
+        """A compiled graph has changed its inputs, and no backward follows: an optimizer, unless others run hooks."""
+        if not self._hook_ran:
+            self._step(graph)
+
+    def _step(self, optimizer: Any) -> None:
         """Ends the step before this one, if `optimizer` has stepped since it began."""
         self.stepped += 1
         if optimizer in self._stepped:
@@ -68,6 +80,7 @@ class Steps:
     def clear(self) -> None:
         """Forgets steps and calls; graphs that are compiled already are counted no more."""
         self.seen = self.stepped = 0
+        self._hook_ran = False
         for each in (self.counts, self.recent, self.ends_s, self._stepped, self._ended, self._latest):
             each.clear()
 
@@ -87,6 +100,17 @@ class Steps:
 
 
 STEPS = Steps()
+
+
+def as_optimizer(call: Callable[[list[Any]], tuple[Any, ...]]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """`call` of a graph that changes its inputs and that no backward follows, telling `STEPS` of it."""
+
+    def update(args: list[Any]) -> tuple[Any, ...]:
+        results = call(args)
+        STEPS.inputs_changed(update)
+        return results
+
+    return update
 
 
 @cache

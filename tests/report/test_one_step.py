@@ -14,6 +14,7 @@ from overlapc.report import record
 from overlapc.report.limiting_factor import Spent, sources
 from overlapc.report.model import StepRecord
 from overlapc.report.text import totals_text
+from overlapc.runtime.steps import STEPS
 from tests.report.sample import BACKWARD, FORWARD
 
 OPTIONS = {"profile": "h200-nvlink"}
@@ -99,13 +100,31 @@ def test_a_job_that_only_infers_is_reported_by_what_it_infers():
     assert called() == {"inference": 1}
 
 
-def test_a_compiled_optimizer_is_part_of_the_step():
+def test_a_compiled_optimizer_is_part_of_the_step_and_ends_it():
     job = Train(8)
     update = torch.compile(job.optimizer.step, backend="overlapc", options=OPTIONS)
-    for _ in range(2):
-        job.step(job.rows).sum().backward()
+    for _ in range(4):
+        for _ in range(2):
+            job.step(job.rows).sum().backward()
         update()
-    assert called() == {"forward": 1, "backward": 1, "inference": 1}
+        job.optimizer.zero_grad()
+    assert called() == {"forward": 2, "backward": 2, "inference": 1}
+    assert STEPS.stepped == 4
+    assert overlapc.metrics(job.step, tokens=64)["tokens_per_s"] > 0
+
+
+def test_what_changes_inputs_beside_an_optimizer_ends_no_step():
+    job = Train(8)
+    average = torch.zeros(4, 1)
+    follow = torch.compile(lambda value: average.lerp_(value, 0.1), backend="overlapc", options=OPTIONS)
+    for _ in range(4):
+        for _ in range(2):
+            loss = job.step(job.rows)
+            loss.sum().backward()
+            follow(loss.detach())
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    assert called() == {"forward": 2, "backward": 2, "inference": 2}
 
 
 def test_every_figure_of_a_step_counts_its_calls():
