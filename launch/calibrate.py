@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from overlapc.errors import ConfigError
+from overlapc.estimators.agreement.departures import RUN_DIR, rank_dir
 from overlapc.estimators.calibration.effort import Effort
 from overlapc.estimators.calibration.measure import Measurement
 from overlapc.estimators.calibration.quick_profile import (
@@ -35,7 +36,7 @@ from overlapc.estimators.profiles.profile_file import load_profile, profile_path
 from overlapc.launch.calibrate_copies import copies
 from overlapc.launch.calibrate_host import host_costs, kernel_launch_ns
 from overlapc.launch.calibrate_kernels import gap_ns, generated
-from overlapc.launch.torchrun import RUN_DIR, check_world, rank_dir
+from overlapc.launch.torchrun import check_world
 
 LIMIT_S = 420  # a rank that is not done by then prints where it stands and exits
 

@@ -7,7 +7,6 @@ import datetime
 import io
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from tabulate import tabulate
 from overlapc.config import Config, describe, variable_of
 from overlapc.documents import read_text
 from overlapc.errors import ConfigError, MemoryBudgetError, OverlapcError, ScheduleError, ToolchainError
-from overlapc.launch.torchrun import JobFailed, check_world, run_ranks
+from overlapc.launch.torchrun import JobFailed, Meeting, check_world, run_ranks
 from overlapc.options.checked_options import checked_options
 
 # typer carries its own click in new versions and needs click's in old ones; both put this class here.
@@ -123,11 +122,24 @@ def run(
             min=0,
         ),
     ] = 0.0,
+    nnodes: Annotated[
+        str, typer.Option(metavar="N", help="hosts of the job, or MIN:MAX; start this command on each of them")
+    ] = "1",
+    rdzv_endpoint: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="one of the hosts, where all meet", show_default=False)
+    ] = "",
+    rdzv_id: Annotated[
+        str, typer.Option(metavar="ID", help="tells jobs apart that meet at one endpoint", show_default=False)
+    ] = "",
+    max_restarts: Annotated[
+        int, typer.Option(metavar="N", help="how often all ranks start again after one has failed", min=0)
+    ] = 0,
     report: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="record of every rank's collectives, for `overlapc report` (default: runs/<date-time>/overlap.json)",
+            help="record of every rank's collectives, for `overlapc report` (default: runs/<date-time>/overlap.json);"
+            " of several hosts, those without rank 0 add their first rank to its name",
             show_default=False,
         ),
     ] = None,
@@ -140,17 +152,21 @@ def run(
         raise ConfigError(f"no script {script!r}")
     from overlapc.report import record
 
+    meeting = Meeting(nnodes, rdzv_endpoint, rdzv_id, max_restarts)
+    _ = meeting.nodes  # now: a mistake should start nothing
     report = report or _run_folder() / "overlap.json"
-    run_dir = _writable(report.parent / f".{report.name}.ranks")
-    try:
-        command = ("-m", script) if module else (script,)
-        run_ranks((*command, *(arguments or ())), nproc, run_dir, variables, watchdog_s=watchdog)
-        collected = record.gather(run_dir)
-    finally:
-        shutil.rmtree(run_dir, ignore_errors=True)
+    command = ("-m", script) if module else (script,)
+    # Launchers of other hosts may share this disk.
+    with tempfile.TemporaryDirectory(prefix=f".{report.name}.", dir=_writable(report.parent)) as folder:
+        last = run_ranks(
+            (*command, *(arguments or ())), nproc, Path(folder), variables, watchdog_s=watchdog, meeting=meeting
+        )
+        collected = record.gather(last)
     if not collected.steps:
         print(f"overlapc: {script} compiled nothing with backend='overlapc'; no report", file=sys.stderr)
         return
+    if first := collected.steps[0].rank:
+        report = report.with_name(f"{report.stem}.rank{first}{report.suffix}")
     collected.save(report)
     print(f"\n{collected}\n\nwritten to {report}; a page of it: overlapc report {report} --save report.html")
 

@@ -30,9 +30,10 @@ from tqdm import tqdm
 
 from overlapc import parallel
 from overlapc.errors import ConfigError, OverlapcError
+from overlapc.estimators.agreement.departures import RUN_DIR, rank_dir
 from overlapc.launch import corpus
 from overlapc.launch.llama import Llama, LlamaConfig, check_tensor_parallel, tensor_parallel
-from overlapc.launch.torchrun import RUN_DIR, check_world, rank_dir
+from overlapc.launch.torchrun import check_world
 from overlapc.report import measure, report_of_process
 
 FP32_TOLERANCE = 1e-5  # relative, between the two losses of a step

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -77,8 +77,8 @@ def _graph(frame: FrameType | None) -> str:
 class StallWatch:
     """Looks for steps while its `with` block runs; `said` is what it found when it ended the ranks."""
 
-    def __init__(self, run_dir: Path, nproc: int, seconds: float) -> None:
-        self._run_dir, self._nproc, self._seconds = run_dir, nproc, seconds
+    def __init__(self, run_dir: Path, ranks: Iterable[int], seconds: float) -> None:
+        self._run_dir, self._ranks, self._seconds = run_dir, sorted(ranks), seconds
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="overlapc watchdog", daemon=True)
         self.said = ""
@@ -102,7 +102,7 @@ class StallWatch:
     def _look(self) -> None:
         latest, steps, since = 0.0, 0, time.monotonic()
         while not self._over.wait(_LOOK_S):
-            beats = [path for rank in range(self._nproc) if (path := self._of(rank, _BEAT)).exists()]
+            beats = [path for rank in self._ranks if (path := self._of(rank, _BEAT)).exists()]
             newest = max((path.stat().st_mtime for path in beats), default=0.0)
             if newest > latest:
                 latest, since = newest, time.monotonic()
@@ -116,16 +116,16 @@ class StallWatch:
         (self._run_dir / _ASKED).touch()
         until = time.monotonic() + _ANSWER_S
         while time.monotonic() < until and any(
-            not self._of(rank, _STACKS).exists() and self._state(rank) != _STATES["T"] for rank in range(self._nproc)
+            not self._of(rank, _STACKS).exists() and self._state(rank) != _STATES["T"] for rank in self._ranks
         ):
             time.sleep(_LOOK_S)
-        lines = [f"no step ended in {limit_s:g} s, after {steps} that did; every rank was ended"]
-        for rank in range(self._nproc):
+        lines = [f"no step ended in {limit_s:g} s, after {steps} that did; every rank of this host was ended"]
+        for rank in self._ranks:
             stacks = self._of(rank, _STACKS)
             lines.append(f"rank {rank}, {self._state(rank)}")
             lines.append(stacks.read_text() if stacks.exists() else "  it gave no stack: its process does not run")
         self.said = "\n".join(lines)
-        for rank in range(self._nproc):
+        for rank in self._ranks:
             with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):
                 os.kill(int(self._of(rank, _PID).read_text()), signal.SIGKILL)
 

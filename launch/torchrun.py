@@ -13,12 +13,15 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from overlapc.errors import ConfigError, OverlapcError
-from overlapc.estimators.agreement.departures import RUN_DIR, Departure, rank_dir
+from overlapc.estimators.agreement.departures import Departure, rank_dir
 from overlapc.launch.environment import environment
-from overlapc.launch.stall import SECONDS, StallWatch
-from overlapc.launch.watch import Watch, forget
+from overlapc.launch.stall import SECONDS
+
+if TYPE_CHECKING:
+    from overlapc.launch.attempts import Attempts
 
 
 class JobFailed(OverlapcError):
@@ -51,6 +54,30 @@ class RankError:
         return cls(**json.loads(path.read_text()))
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Where the launchers of a job's hosts meet, in torchrun's words; by itself, a job of this host."""
+
+    nnodes: str = "1"  # hosts, or MIN:MAX
+    endpoint: str = ""  # HOST[:PORT] of one of them
+    run_id: str = ""  # the same on all hosts, another for each job that meets at this endpoint
+    max_restarts: int = 0  # of all ranks after one has failed
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """The fewest and the most hosts; ConfigError for what is no such range, or has nowhere to meet."""
+        low, _, high = self.nnodes.partition(":")
+        try:
+            fewest, most = int(low), int(high or low)
+        except ValueError:
+            fewest, most = 0, 0
+        if not 1 <= fewest <= most:
+            raise ConfigError(f"--nnodes {self.nnodes}: a number of hosts, or MIN:MAX")
+        if most > 1 and not self.endpoint:
+            raise ConfigError(f"--nnodes {self.nnodes} needs --rdzv-endpoint HOST:PORT, where the hosts meet")
+        return fewest, most
+
+
 def run_ranks(
     command: Sequence[str],
     nproc: int,
@@ -58,55 +85,64 @@ def run_ranks(
     variables: Mapping[str, str] | None = None,
     *,
     watchdog_s: float = 0.0,
-) -> None:
-    """Runs `command` (a script and its arguments, or `-m module ...`) on `nproc` ranks and waits for them.
+    meeting: Meeting | None = None,
+) -> Path:
+    """Runs `command` (a script and its arguments, or `-m module ...`) on `nproc` ranks of this host and waits for them.
 
-    Every rank inherits this process's output. JobFailed names the rank that failed first, with its
-    message, and its traceback when the error was not one of ours; after Ctrl-C it says that, and every
-    rank has ended.
+    Every rank inherits this process's output. JobFailed names the rank that failed first, with its message, and its
+    traceback when the error was not one of ours; after Ctrl-C it says that, and every rank has ended. Returns the
+    folder of what ranks left: `run_dir`, or one in it if they were started again.
 
     watchdog_s: how long a step may take until all ranks say where they stand, and end; 0: as long as it wants.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from overlapc.launch.attempts import Attempts  # which needs torch
+
+    meeting = meeting or Meeting()
+    fewest, most = meeting.nodes
+    endpoint = meeting.endpoint or "localhost:0"
     threads = str(max(1, cpus() // nproc))
-    settings = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), RUN_DIR: str(run_dir)}
+    settings = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+    if most > 1:
+        # Ranks of a launcher's own store look under the number of restarts, of which each host counts only those after
+        # failures of its own ranks: they would find addresses of an earlier attempt. Without it, each has its own.
+        settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if watchdog_s:
         settings[SECONDS] = str(watchdog_s)
-    forget(run_dir)
     # torchrun leaves a folder of its own behind for each run, which holds nothing that is not in `run_dir`.
     with (
         environment({**settings, **(variables or {})}),
         _quiet_launcher(),
         tempfile.TemporaryDirectory(prefix="overlapc-run-") as logs,
-        Watch(run_dir, nproc) as watch,
-        StallWatch(run_dir, nproc, watchdog_s) as stall,
+        Attempts(logs, run_dir, watchdog_s, lambda attempt: str(_failure(attempt, {}) or "")) as attempts,
     ):
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
+            min_nodes=fewest,
+            max_nodes=most,
             nproc_per_node=nproc,
-            run_id=uuid.uuid4().hex,
+            run_id=meeting.run_id or ("overlapc" if meeting.endpoint else uuid.uuid4().hex),
             rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
+            rdzv_endpoint=endpoint,
+            local_addr="localhost" if endpoint.partition(":")[0] == "localhost" else None,
+            max_restarts=meeting.max_restarts,
             monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
+            logs_specs=attempts,
         )
         try:
             elastic_launch(config, sys.executable)("-u", "-m", "overlapc.launch.worker", *command)
         except ChildFailedError as failed:
-            if stall.said:
-                raise JobFailed(stall.said) from None
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            raise _first_error(run_dir, codes, watch.departed(codes)) from None
+            raise _failure(attempts, codes) or JobFailed("ranks of another host failed") from None
+        except RendezvousError as error:
+            raise JobFailed(f"the hosts of this job did not meet at {endpoint}: {error}") from None
         except SignalException as stopped:
             how = "interrupted" if stopped.sigval == signal.SIGINT else f"stopped by {stopped.sigval.name}"
             raise JobFailed(f"{how}; every rank has ended", 128 + stopped.sigval) from None
+        return attempts.folder
 
 
 def cpus() -> int:
@@ -114,8 +150,17 @@ def cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _first_error(run_dir: Path, exit_codes: Mapping[int, int], departed: Sequence[Departure]) -> JobFailed:
-    """What ended the job: the first rank that failed by itself, and how.
+def _failure(attempt: Attempts, exit_codes: Mapping[int, int]) -> JobFailed | None:
+    """What ended an attempt on this host; None if the launcher did, for ranks of other hosts."""
+    assert attempt.watch is not None, "an attempt that is over has begun"
+    assert attempt.stall is not None, "an attempt that is over has begun"
+    if attempt.stall.said:
+        return JobFailed(attempt.stall.said)
+    return _first_error(attempt.folder, exit_codes, attempt.watch.departed(exit_codes))
+
+
+def _first_error(run_dir: Path, exit_codes: Mapping[int, int], departed: Sequence[Departure]) -> JobFailed | None:
+    """What ended the job: the first rank that failed by itself, and how; None if none did.
 
     departed: ranks that the launcher did not end, in order. A rank that lost its connection to another one failed
     because of that one, whenever it noticed.
@@ -137,8 +182,8 @@ def _first_error(run_dir: Path, exit_codes: Mapping[int, int], departed: Sequenc
         trace = f"\n{first.traceback.rstrip()}" if first.traceback else ""
         return JobFailed(f"{where}: {first.message}{trace}", first.exit_code)
     # Ranks that the launcher ended because of the first failure died of SIGTERM: look at them last.
-    rank, code = min(exit_codes.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[0]), default=(0, 1))
-    return _died(Departure(rank, 0, code, finished=True))
+    codes = sorted(exit_codes.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[0]))
+    return _died(Departure(codes[0][0], 0, codes[0][1], finished=True)) if codes else None
 
 
 def _died(departure: Departure) -> JobFailed:

@@ -12,7 +12,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -50,9 +50,9 @@ def _remove(run_dir: Path, name: str) -> None:
 class Watch:
     """Waits for the ranks' ends while its `with` block runs; Linux only (elsewhere nothing is seen)."""
 
-    def __init__(self, run_dir: Path, nproc: int) -> None:
+    def __init__(self, run_dir: Path, ranks: Iterable[int]) -> None:
         self._run_dir = run_dir
-        self._nproc = nproc
+        self._ranks = set(ranks)
         self._over = threading.Event()
         self._failed = False  # a rank has, so the launcher ends the others
         self._thread = threading.Thread(target=self._watch, name="overlapc watch of ranks", daemon=True)
@@ -85,7 +85,7 @@ class Watch:
         return sorted((each for each in known if not each.ended_by_launcher), key=lambda each: each.at_ns)
 
     def _watch(self) -> None:
-        unseen = set(range(self._nproc))
+        unseen = set(self._ranks)
         running: dict[int, tuple[int, int]] = {}  # by descriptor: rank and process
         while (unseen or running) and not self._over.is_set():
             for rank in [rank for rank in unseen if (self._run_dir / f"rank{rank}" / _PID).exists()]:

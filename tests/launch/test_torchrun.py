@@ -201,7 +201,7 @@ def test_a_rank_that_the_launcher_has_collected_before_anyone_looked_is_the_firs
         for rank, process in enumerate((alive, gone)):
             (tmp_path / f"rank{rank}").mkdir()
             (tmp_path / f"rank{rank}" / "pid").write_text(str(process.pid))
-        with Watch(tmp_path, 2) as watch:
+        with Watch(tmp_path, [0, 1]) as watch:
             while not departures(tmp_path):
                 time.sleep(0.01)
             alive.terminate()
