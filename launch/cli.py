@@ -485,7 +485,8 @@ def doctor(option: Options = None) -> None:
     _check_torch()
     from overlapc.launch.doctor import examine
 
-    show_version()
+    for what, version_of in _versions():
+        print(f"{what:<17} {version_of}")
     found = []
     for each in examine(Config.of(_values(None, option))):
         found.append(each)
@@ -527,9 +528,12 @@ def show_version() -> None:
         compiler = " ".join(find_compiler().command)
     except ToolchainError:
         compiler = "none"
-    rows = [(name, _version_of(name)) for name in ("overlapc", "torch", "triton", "sympy")]
-    rows += [("python", sys.version.split()[0]), ("C++ compiler", compiler)]
-    print(tabulate(rows, tablefmt="plain", disable_numparse=True))
+    print(tabulate([*_versions(), ("C++ compiler", compiler)], tablefmt="plain", disable_numparse=True))
+
+
+def _versions() -> list[tuple[str, str]]:
+    packages = ("overlapc", "torch", "triton", "sympy")
+    return [*((name, _version_of(name)) for name in packages), ("python", sys.version.split()[0])]
 
 
 def _version_of(package: str) -> str:

@@ -198,9 +198,10 @@ def test_plan_names_the_line_that_it_cannot_read(command, tmp_path):
 
 
 def test_a_run_keeps_its_report_beside_those_of_earlier_runs(command, monkeypatch, tmp_path):
-    def ranks(arguments, nproc, run_dir, variables, watchdog_s):
+    def ranks(arguments, nproc, run_dir, variables, **_):
         (run_dir / "rank0").mkdir()
         REPORT.save(run_dir / "rank0" / "record.json")
+        return run_dir
 
     monkeypatch.setattr(cli, "run_ranks", ranks)
     (tmp_path / "train.py").touch()
@@ -209,6 +210,6 @@ def test_a_run_keeps_its_report_beside_those_of_earlier_runs(command, monkeypatc
         kept = list((tmp_path / "runs").glob("*/overlap.json"))
         assert (code, len(kept)) == (0, number)
     assert re.search(r"written to (runs/\S+/overlap.json); a page of it: overlapc report \1 --save", out)
-    assert not list(tmp_path.rglob(".overlap.json.ranks"))
+    assert not list(tmp_path.rglob(".overlap.json.*"))
     assert command("run", "--report", "mine.json", "train.py")[0] == 0
     assert (tmp_path / "mine.json").is_file()

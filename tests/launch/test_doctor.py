@@ -14,7 +14,7 @@ def test_the_command_looks_at_all_of_it(capsys):
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     for what in ("torch", "C++ compiler", "devices" if not torch.cuda.is_available() else "GPU 0", "cache", "profile"):
-        assert any(line.startswith(what) for line in shown.splitlines()), what
+        assert sum(line.startswith(f"{what} ") for line in shown.splitlines()) == 1, what
     assert "cpu-gloo, named by an option" in shown or torch.cuda.is_available()
     assert "TFLOP/s" in shown
     assert "from the profile's" in shown
