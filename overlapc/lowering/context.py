@@ -15,6 +15,7 @@ from torch._higher_order_ops.effects import with_effects
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 from torch._prims_common import elementwise_dtypes
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.fx.precision import is_coarse
@@ -94,12 +95,21 @@ class Context:
             return size
         return sympy.Integer(int(size))
 
+    def extent(self, size: Any) -> sympy.Expr:
+        """A size as sympy; 1 where tracing has shown or guarded that a longer expression (`s0 // 4`) is 1.
+
+        Such a tensor was broadcast, and one element must then be read again and again.
+        """
+        expr = self.expr(size)
+        is_longer = isinstance(size, torch.SymInt) and not expr.is_Symbol
+        return sympy.S.One if is_longer and statically_known_true(size == 1) else expr
+
     def layout(self, tensor: torch.Tensor, offset: sympy.Expr | None = None) -> Layout:
         """Layout of a fake tensor; the offset is its own unless given."""
         return Layout(
             tensor.device,
             tensor.dtype,
-            tuple(self.expr(extent) for extent in tensor.shape),
+            tuple(self.extent(size) for size in tensor.shape),
             tuple(self.expr(step) for step in tensor.stride()),
             self.expr(tensor.storage_offset()) if offset is None else offset,
         )

@@ -88,3 +88,16 @@ def test_gradients_with_symbolic_sizes(dynamic):
     expected = torch.autograd.grad(function(x, weight), (x, weight))
     found = torch.autograd.grad(compiled(function, dynamic)(x, weight), (x, weight))
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + x[: x.size(0) // 4],
+        lambda x: x * x.diagonal(1, 0, -1)[:1],
+        lambda x: x[torch.arange(x.size(0) - 2)[:, None], torch.arange(x.size(0) // 4)],
+        lambda x: torch.where(x[: x.size(0) // 5] > 0, x, x[: x.size(0) // 4]).sum(0),
+    ],
+)
+def test_a_size_that_is_one_only_by_a_guard_is_broadcast(function):
+    same(function, torch.randn(6, 6), dynamic=True)

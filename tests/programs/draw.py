@@ -20,6 +20,7 @@ from tests.programs.noise import Noise
 from tests.programs.outcome import Outcome
 from tests.programs.program import NAME, SIZES, Program, namespace
 from tests.programs.statements import STATEMENTS, NotHere
+from tests.programs.writes import DefinedWrites
 
 SHAPES = ("(A, B)", "(B, A)", "(A,)", "(B,)", "(2, A, B)", "(A, 1)", "(1, B)", "()", "(A, A)")
 STATIC_SHAPES = ("(4, 8)", "(3, 17)", "(2, 3, 5)", "(33,)", "(1, 7)", "(16, 16)", "(2, 2, 4, 3)", "(0, 3)", "(40, 67)")
@@ -187,10 +188,7 @@ class Author:
     def run_in(self, space: dict[str, Any], noisy: bool, text: str) -> bool:
         torch.manual_seed(len(self.body))
         try:
-            if noisy:
-                with Noise(1):
-                    exec(text, space)
-            else:
+            with Noise(1) if noisy else DefinedWrites():
                 exec(text, space)
             for name in self.names():  # autograd forbids what reads some views whose base has changed
                 _ = name in space and (space[name].requires_grad, space[name].is_leaf)

@@ -52,7 +52,8 @@ class Outcome:
 
 
 def seen_of(named: Mapping[str, Any]) -> dict[str, str]:
-    """Dtype, layout, gradient, and with which earlier tensor memory is shared."""
+    """Dtype, layout, gradient, and with which earlier tensor memory is shared: how far into a result's memory it
+    begins is nobody's business, how far two results are apart is."""
     owners: dict[int, str] = {}
     traits: dict[str, str] = {}
     # Arguments first: a result is a view of an argument, not the other way round.
@@ -65,7 +66,9 @@ def seen_of(named: Mapping[str, Any]) -> dict[str, str]:
         strides = tuple(s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else ()
         traits[name] = f"{x.dtype} {tuple(x.shape)} strides {strides} requires_grad={x.requires_grad}"
         if owner != name:
-            traits[name] += f" shares {owner}"
-        if owner != name or name.startswith("argument"):
+            begins = named[owner].storage_offset() * named[owner].element_size()
+            offset_bytes = x.storage_offset() * x.element_size() - begins
+            traits[name] += f" shares {owner} {offset_bytes} bytes on"
+        elif name.startswith("argument"):
             traits[name] += f" offset {x.storage_offset()}"
     return traits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.programs.judge import Verdict, judge
 from tests.programs.noise import Noise, jolted
 from tests.programs.program import Program
 from tests.programs.shrink import shrink
+from tests.programs.writes import DefinedWrites, UndefinedWrite
 
 SETUP = (
     "p0 = leaf(numbers(1, (A, B), 'F32'))",
@@ -102,6 +104,13 @@ def test_a_term_that_a_huge_one_swallows_counts_as_rounded() -> None:
     assert not verdict.wrong, verdict.message
 
 
+def test_noise_puts_right_what_eager_computes_imprecisely() -> None:
+    x = torch.full((16,), 2.0**-30, dtype=torch.bfloat16)
+    with Noise(1):
+        noisy = x.erf()
+    torch.testing.assert_close(noisy.double(), x.double().erf(), rtol=1e-2, atol=0)
+
+
 def test_noise_keeps_what_is_equal_and_what_is_exact() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)).repeat(2)
     moved = jolted(x, 1, 1)
@@ -131,3 +140,19 @@ def test_the_smallest_failing_program_is_found() -> None:
     assert len(small.body) <= 5
     assert "cos" not in small.code()
     assert "exp" not in small.code()
+
+
+@pytest.mark.parametrize(
+    ("change", "defined"),
+    [
+        (lambda x: x.as_strided((3, 2), (1, 1)).add_(1), False),
+        (lambda x: x.unfold(0, 2, 1).zero_(), False),
+        (lambda x: x.as_strided((4,), (2,), 1).add_(x.as_strided((4,), (1,))), False),
+        (lambda x: x.unfold(0, 2, 2).zero_(), True),
+        (lambda x: x[::2].add_(x[1::2]), True),
+        (lambda x: x.add_(x[2] * 1).mul_(x), True),
+    ],
+)
+def test_a_write_that_torch_leaves_open_is_not_drawn(change: Callable[[Tensor], Tensor], defined: bool) -> None:
+    with contextlib.nullcontext() if defined else pytest.raises(UndefinedWrite), DefinedWrites():
+        change(torch.arange(8.0))
