@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -51,6 +52,8 @@ ON_BOOL = {
 # Where a number, rounded or not, makes all the difference: eager rounds it to the tensor's low precision first.
 SHARP = frozenset("eq ne lt le gt ge remainder fmod".split())
 STEPS = frozenset("sign floor ceil trunc round signbit".split())  # likewise, of what may not be rounded yet
+# Of these, eager's kernels for CPUs take a second tensor without dims as the number it holds.
+SCALED_BY_NUMBER = frozenset("mul div floor_div trunc_div".split())
 ROUND_ON_FLOAT_ONLY = frozenset(("floor", "ceil", "trunc", "round"))
 
 
@@ -61,21 +64,32 @@ def compute(name: str, kind: PROMOTION, context: Context, *args: Any) -> View:
         dtype = context.promoted(DEFAULT, *args)
     if dtype.is_complex:
         raise Impossible("complex numbers")
+    return context.pointwise(lambda *values: apply(name, dtype, *as_read(context, name, args, values)), *args)
+
+
+def as_read(context: Context, name: str, args: Sequence[Any], values: Sequence[Value]) -> list[Value]:
+    """The arguments' values as eager's kernel reads them: rounded to their common dtype, where that is a low precision.
+
+    Eager rounds tensors of another dtype, integers and those of float32 without dims, before it computes.
+    """
     common = context.common_dtype(*args)
-    rounded = [
-        common in LOW_PRECISION
-        and (
-            (name in SHARP and (getattr(arg, "dtype", None) != common or not context.rounds))
-            or (name in STEPS and not context.rounds)
-        )
-        for arg in args
+    if common not in LOW_PRECISION:
+        return list(values)
+
+    def is_rounded(at: int, arg: Any) -> bool:
+        if name in SHARP and (getattr(arg, "dtype", None) != common or not context.rounds):
+            return True
+        if not context.rounds:
+            return name in STEPS
+        if not isinstance(arg, View) or arg.dtype == common:
+            return False
+        is_number = at == 1 and not arg.size and arg.layout.device.type == "cpu"
+        return not (is_number and name in SCALED_BY_NUMBER)
+
+    return [
+        convert(value, common) if is_rounded(at, arg) else value
+        for at, (arg, value) in enumerate(zip(args, values, strict=True))
     ]
-
-    def value(*values: Value) -> Value:
-        given = (convert(value, common) if rounds else value for value, rounds in zip(values, rounded, strict=True))
-        return apply(name, dtype, *given)
-
-    return context.pointwise(value, *args)
 
 
 def apply(name: str, dtype: torch.dtype, *values: Value) -> Value:
@@ -171,7 +185,8 @@ def _scaled_sum(context: Context, name: str, x: Any, y: Any, alpha: Any) -> View
     if dtype.is_complex:
         raise Impossible("complex numbers")
 
-    def value(a: Value, b: Value) -> Value:
+    def value(*values: Value) -> Value:
+        a, b = as_read(context, name, (x, y), values)
         if alpha != 1:
             b = apply("mul", dtype, cast(b, dtype), context.scalar(alpha))
         return apply(name, dtype, a, b)
@@ -200,8 +215,8 @@ def floor_divide(context: Context, x: Any, y: Any) -> View:
 def power(context: Context, base: Any, exponent: Any) -> View:
     dtype = context.promoted(DEFAULT, base, exponent)
 
-    def value(x: Value, y: Value) -> Value:
-        x, y = cast(x, dtype), cast(y, dtype)
+    def value(*values: Value) -> Value:
+        x, y = (cast(each, dtype) for each in as_read(context, "pow", (base, exponent), values))
         number = y.number if isinstance(y, Constant) else None
         if number in (2, 3):  # what eager does for these exponents, bit by bit
             square = op("mul", x, x)

@@ -54,6 +54,17 @@ def test_a_number_that_a_tensor_is_compared_with_is_rounded_to_its_precision(gen
     same(lambda x, y: (x == y, x < y, x >= y.double()), numbers.bfloat16(), torch.tensor([0, 1, 2, 3, 4, 257]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_tensors_of_other_dtypes_are_rounded_to_low_precision_where_eager_does(dtype):
+    def function(x, number, counts):
+        sums = x + number, number - x, x - counts, torch.atan2(x, number), torch.hypot(counts, x), x.abs() ** number
+        return *sums, x * number, number * x, x / number, number / x, torch.div(x, number, rounding_mode="floor")
+
+    given = torch.randn(400).to(dtype), torch.tensor(-0.23717), torch.arange(400)
+    for ours, eagers in zip(compiled(function)(*given), function(*given), strict=True):
+        assert torch.equal(ours, eagers)
+
+
 def test_doubles_are_compared_with_doubles(generator):
     x = torch.tensor([0.1, 0.3, -0.1], dtype=torch.float32).double()
     x = torch.cat([x, torch.tensor([0.1, 0.3, -0.1], dtype=torch.float64)])
