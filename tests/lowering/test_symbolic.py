@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from overlapc.runtime.counters import counted
+from tests.codegen.interpreted import triton_on_cpu
 from tests.lowering.compare import compiled, same
 
 SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -101,3 +102,16 @@ def test_gradients_with_symbolic_sizes(dynamic):
 )
 def test_a_size_that_is_one_only_by_a_guard_is_broadcast(function):
     same(function, torch.randn(6, 6), dynamic=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.flatten().sin()[-1] * 2,
+        lambda x: x[:1].expand(3, -1)[torch.arange(4) * 5 % 3],
+        lambda x: x[:1, 0].expand(2).gather(0, torch.arange(3) * 5 % 2),
+    ],
+)
+def test_positions_without_a_loop_and_indices_of_one_element_in_triton(function):
+    with triton_on_cpu():
+        same(function, torch.randn(6, 6), dynamic=True)

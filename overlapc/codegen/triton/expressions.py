@@ -81,12 +81,16 @@ class IndexPrinter:
     def _floor_div(self, base: sympy.Expr, divisor: sympy.Expr) -> str:
         if self._nonnegative(base):
             return f"({self.factor(base)} // {self.factor(divisor)})"
-        return f"ops.floor_div({self(base)}, {self(divisor)})"
+        return f"ops.floor_div({self._tensor(base)}, {self(divisor)})"
 
     def _modulo(self, base: sympy.Expr, modulus: sympy.Expr) -> str:
         if self._nonnegative(base):
             return f"({self.factor(base)} % {self.factor(modulus)})"
-        return f"ops.remainder({self(base)}, {self(modulus)})"
+        return f"ops.remainder({self._tensor(base)}, {self(modulus)})"
+
+    def _tensor(self, expr: sympy.Expr) -> str:
+        """`expr` with a dtype, which a plain number has not."""
+        return f"tl.full([], {expr}, tl.int32)" if expr.is_Integer else self(expr)
 
     def _nonnegative(self, expr: sympy.Expr) -> bool:
         found = bounds(expr, self.ranges)

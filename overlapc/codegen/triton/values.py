@@ -151,8 +151,12 @@ class ValueWriter(AxisWriter):
 
     def address_axes(self, load: Load) -> frozenset[str]:
         """The axes that the address varies with, whatever the mask does."""
-        bound = (axis for _, value in load.indirect for axis in self.value_axes[value])
-        return frozenset(bound) | self.index_axes(load.index)
+        return frozenset(self._addressed(load.index, load.indirect))
+
+    def _addressed(self, index: sympy.Expr, indirect: Sequence[tuple[sympy.Symbol, Value]]) -> set[str]:
+        """The axes of an index; where a dim has one element, what would pick one of it is not part of the index."""
+        used = (value for symbol, value in indirect if symbol in index.free_symbols)
+        return self.index_axes(index).union(*(self.value_axes[value] for value in used))
 
     def index_axes(self, expr: sympy.Expr) -> set[str]:
         return {self.kernel.axis_of[symbol] for symbol in expr.free_symbols if symbol in self.kernel.axis_of}
@@ -239,14 +243,15 @@ class ValueWriter(AxisWriter):
     def raw(self, load: Load, names: Mapping[Value, str]) -> str:
         """The elements as they lie in memory."""
         index = self.index(load.index, load.indirect, names)
-        if load.mask is not None and not self.value_axes[load.mask] <= self.address_axes(load):
+        axes = self.axes_of(load)
+        if not axes <= self.address_axes(load):
             # One address for many elements: Triton wants it as wide as the mask.
-            index = f"{term(index)} + tl.where({names[load.mask]}, 0, 0)"
-        if self.kernel.tiling.form == "persistent" and self.kernel.block["x"] > 1 and self.axes_of(load) == {"r"}:
+            index = f"{term(index)} + tl.full({self.kernel.shape(axes)}, 0, tl.int32)"
+        if self.kernel.tiling.form == "persistent" and self.kernel.block["x"] > 1 and axes == {"r"}:
             # As wide as the tile: a narrow load has another layout, and changing it goes through shared memory.
             index = f"{index} + tl.full({self.kernel.shape(('x', 'r'))}, 0, tl.int32)"
         pointer = f"{self.kernel.arguments[load.buffer]} + {term(index)}"
-        arguments = self.mask_argument(self.axes_of(load), None if load.mask is None else names[load.mask])
+        arguments = self.mask_argument(axes, None if load.mask is None else names[load.mask])
         if self.kernel.is_one_a_lane(load):
             doublings = self.kernel.lane_width.bit_length() - 1
             return f"ops.load_by_lane{'_where' if arguments else ''}({pointer}{arguments}, {doublings})"
@@ -269,10 +274,7 @@ class ValueWriter(AxisWriter):
         self.compute_all(emit, names, stores)
         for store in stores:
             index = self.index(store.index, store.indirect, names)
-            covered = self.index_axes(store.index)
-            for _, value in store.indirect:
-                covered |= self.value_axes[value]
-            if covered != set(axes):
+            if self._addressed(store.index, store.indirect) != set(axes):
                 shape = self.kernel.shape(axes)
                 index = f"{index} + tl.full({shape}, 0, tl.int32)"
             pointer = f"{self.kernel.arguments[store.buffer]} + {term(index)}"
