@@ -7,7 +7,8 @@
 The models are those of huggingface_models.py; most need transformers. Each system: random weights from one seed,
 `fully_shard` on every block and on the model (weights in float32, computed in bfloat16, reduced in float32), AdamW
 (fused), gradients clipped to norm 1. One system compiles at a time, with empty caches; then rounds of timed steps
-alternate between the systems, each in processes of its own.
+alternate between the systems, each in processes of its own. Several runs that name one `--lock` file compile beside
+each other; only one of them at a time takes timed rounds.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 from huggingface_models import CASES  # beside this file
 from kernel_spans import kernel_times, longest, spans_of, times_by_class
 from tabulate import tabulate
@@ -137,13 +140,14 @@ def main() -> None:
             for turn in ("build", "first"):
                 for system in args.systems:
                     take(turn, system)
-            for number in range(args.rounds + 1):  # the first is a warm-up
-                for system in turns.alive(args.systems):
-                    take("time", system)
-                if number == 0:
-                    times_ms = {system: [] for system in args.systems}
-            for system in turns.alive(args.systems) if args.profile else ():
-                take("profile", system)
+            with FileLock(args.lock) if args.lock else nullcontext():
+                for number in range(args.rounds + 1):  # the first is a warm-up
+                    for system in turns.alive(args.systems):
+                        take("time", system)
+                    if number == 0:
+                        times_ms = {system: [] for system in args.systems}
+                for system in turns.alive(args.systems) if args.profile else ():
+                    take("profile", system)
         finally:
             turns.end()
         for system, why in turns.failed.items():
@@ -187,6 +191,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=330, help="for all of it (default: %(default)g)")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="of %(default)s")
     parser.add_argument("--profile", action="store_true", help="and where the time goes, by class of kernel")
+    parser.add_argument("--lock", type=Path, help="held during timed rounds; runs that share it take turns")
     parser.add_argument("--out", type=Path, help="folder for logs")
     args = parser.parse_args()
     args.systems = args.systems.split(",")
