@@ -274,9 +274,11 @@ class _ReduceWith(torch.autograd.Function):
 def _gather(shard: Tensor, param: ShardedParam) -> Tensor:
     """The local shard, cast first so that the gather moves few bytes, then gathered."""
     axis = param.group.axis
-    full = shard if param.param_dtype is None else shard.to(param.param_dtype)
-    if param.uneven:
-        full = _pad(full, param.chunk)
+    # Padded before the cast: the cast of a shard without rows would be a call that makes an empty tensor, on this rank
+    # alone, where other ranks fuse cast and padding into one kernel.
+    full = _pad(shard, param.chunk) if param.uneven else shard
+    if param.param_dtype is not None:
+        full = full.to(param.param_dtype)
     if axis.size > 1:
         # Not in a graph, where every tensor is a subclass of torch's: the gather that gloo's threads may share.
         gather = gather_apart if type(full) is Tensor and full.device.type == "cpu" else _ops.all_gather_into_tensor

@@ -43,10 +43,20 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Embedding, blocks, head; `forward` returns the mean cross-entropy."""
+    """Embedding, blocks, head; `forward` returns the mean cross-entropy.
+
+    one_row: a parameter of a single row is added to the embeddings, as a ViT's class token: only one rank has a shard.
+    """
 
     def __init__(
-        self, dim: int = 8, hidden: int = 16, layers: int = 2, tied: bool = False, ac: str = "", vocab: int = VOCAB
+        self,
+        dim: int = 8,
+        hidden: int = 16,
+        layers: int = 2,
+        tied: bool = False,
+        ac: str = "",
+        vocab: int = VOCAB,
+        one_row: bool = False,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, dim)
@@ -56,9 +66,12 @@ class Tiny(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
         self.ac = ac
+        self.start = nn.Parameter(torch.randn(1, 1, dim)) if one_row else None
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         h = self.embed(tokens)
+        if self.start is not None:
+            h = h + self.start
         for layer in self.layers:
             h = checkpoint(layer, h, use_reentrant=False) if self.ac == "around" else layer(h)
         logits = self.head(self.norm(h))
