@@ -14,7 +14,7 @@ from overlapc.estimators.calibration.measure import Measurement
 from overlapc.estimators.calibration.measure_contention import Contention
 from overlapc.estimators.calibration.workloads import agreed, calls_for
 from overlapc.runtime.copies.commands import aligned
-from overlapc.runtime.copies.layout import Event, place
+from overlapc.runtime.copies.layout import Release, Start, Take, place
 from overlapc.runtime.copies.pool import Form, GraphCopies, Pool, Wanted, open_pools
 from overlapc.runtime.copies.queues import unsupported
 from overlapc.schedule.collectives import COPY
@@ -67,8 +67,8 @@ def launcher(form: Form, size_bytes: int, device: torch.device) -> Callable[[], 
     ranks = dist.get_world_size()
     whole = max(1, size_bytes // ranks) * ranks
     given = torch.zeros(whole // ranks if form is Form.GATHERED else whole, dtype=torch.uint8, device=device)
-    layout = place([Event(0, aligned(whole)), Event(0)])
-    run = GraphCopies(_opened(layout.bytes, device), layout.slots, [form])
+    layout = place([Take(0, aligned(whole)), Start((0,)), Release(0)])
+    run = GraphCopies(_opened(layout.bytes, device), layout, [form])
 
     def launch() -> InFlight:
         run.start(0, [given])

@@ -98,6 +98,10 @@ class Order:
         """The peak in bytes within the stretch, were the move made."""
         return self._memory.try_window(move.low, move.nodes)
 
+    def pool_bytes_with(self, move: Move) -> int:
+        """The most that lies in pools at once within the stretch, were the move made."""
+        return self._memory.try_pools(move.low, move.nodes)
+
     def timings_with(self, move: Move) -> Iterator[Timing]:
         """What `timings` would be, were the move made; each is a replay when it is asked for."""
         return (replay.try_window(move.low, move.nodes) for replay in self._replays)

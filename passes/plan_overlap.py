@@ -100,6 +100,7 @@ class _Plan(Sink):
                     self._issue_due(queue, self.busy_now + self.queues.compute_ns[at], at)
             elif node.kind is Kind.START:
                 self._issue_before(at)
+            self._read_arrived()
             self._make_room(at)
             self._place(at)
         for at in self.lifted:

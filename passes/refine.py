@@ -87,7 +87,9 @@ class Search:
 
     def __init__(self, schedule: Schedule, ctx: Context, seed: int = SEED) -> None:
         self.limit = ctx.limit_bytes(schedule)
-        self.usual = min(self.limit, analyze(schedule).peak_bytes)
+        memory = analyze(schedule)
+        self.usual = min(self.limit, memory.peak_bytes)
+        self.pool_bytes = memory.pool_bytes  # pools stay as they are: nothing else can use what lies in them unused
         at_load = estimates_at_load(schedule, ctx.profile, ctx.timeline(schedule).step_ns)
         clock = schedule.with_estimates(at_load) if at_load else schedule
         self.order = Order(schedule, ctx, [clock] if ctx.overlap_margin == 1 else [clock, ctx.late(clock)])
@@ -120,6 +122,8 @@ class Search:
             if move is None or found is None:
                 continue
             if self.order.peak_with(move) > (self.limit if found.cost < self.now.cost else self.usual):
+                continue
+            if self.order.pool_bytes_with(move) > self.pool_bytes:
                 continue
             if not repeated and found.both_ns < self.now.both_ns * (1 - WORTH_REPEATING):
                 self.again = [(other, distance) for other in reversed(self.alike[node]) if other != node]

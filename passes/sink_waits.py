@@ -76,6 +76,7 @@ class Sink:
                 self._hold(at, needs)
             else:
                 self._release(needs, at)
+                self._read_arrived()
                 self._make_room(at)
                 self._place(at)
         for at in self.waits:
@@ -171,6 +172,16 @@ class Sink:
         at = bisect.bisect_left(self.hidden, wait)
         if wait not in self.waits and at < len(self.hidden) and self.hidden[at] == wait:
             del self.hidden[at]
+
+    def _read_arrived(self) -> None:
+        """Place what reads tensors that copies have brought by now: pools are memory that nothing else can use."""
+        self._note_hidden()
+        arrived = [wait for wait in self.hidden if any(map(self.life.in_pool.__getitem__, self.life.touches[wait]))]
+        if not arrived:
+            return
+        for at in tuple(self.held):
+            if at in self.held and all(wait in arrived or wait not in self.waits for wait in self.behind[at]):
+                self._place(at)
 
     def _make_room(self, at: int) -> None:
         """Place waits whose collectives hold memory that `at` needs: the hidden ones first, oldest first."""

@@ -40,6 +40,8 @@ def merge_starts(starts: Sequence[Start]) -> Start | str:
     if not all(isinstance(view, View) for view in (*inputs, *results)):
         return "not all are tensors"
     if first.comm.via == COPY:  # `codegen.build` puts what runs copies of any tensors in place of the op
+        if any(start.call.target is not first.call.target for start in starts):
+            return "ops differ"
         return _merged(starts, first.call.target, (inputs, *rest), results)
     names = {_NAME_OF.get(start.call.target, "") for start in starts}
     name = names.pop()

@@ -32,6 +32,7 @@ from overlapc.codegen.program import (
     Release,
     Return,
     Reuse,
+    Shared,
     TakeOver,
     WaitFor,
 )
@@ -88,6 +89,7 @@ class _Builder:
         copies: Mapping[str, Copied],
     ) -> None:
         self.copies = copies
+        self.shards = _shards(schedule, copies)
         self.unread = {start: set(each.held) for start, each in copies.items() if each.held}
         self.schedule = schedule
         self.graph = graph
@@ -237,9 +239,13 @@ class _Builder:
         self.instructions.append(Launch(kernel, op, tuple(self.taken.get(root, root) for root in roots)))
 
     def _home(self, view: View, op: Loops, dying: set[str], shared: set[str]) -> Home:
-        """Memory for a kernel's output: an argument's that dies here, what was freed just now, or new."""
-        self.planned.add(view.buffer)
+        """Memory for a kernel's output: its place in what ranks share, an argument's that dies here, what was freed
+        just now, or new."""
         self.layouts[view.buffer] = view.layout
+        if view in self.shards:
+            by, at = self.shards[view]
+            return Shared(view.buffer, view.layout, partial(by.copies.shard, by.index, at))
+        self.planned.add(view.buffer)
         for root in sorted((dying & self.planned) - shared):
             if self._may_become(root, view, op.body):
                 dying.discard(root)
@@ -328,6 +334,18 @@ class _Builder:
         if self.spare:
             self.instructions.append(Free(tuple(self.spare.values())))
             self.spare = {}
+
+
+def _shards(schedule: Schedule, copies: Mapping[str, Copied]) -> dict[View, tuple[Copied, int]]:
+    """What kernels may write to its place in a pool, where a start is given it as they make it -> whose and which."""
+    found: dict[View, tuple[Copied, int]] = {}
+    for node in schedule.nodes:
+        if node.name in copies:
+            by = copies[node.name]
+            given = named_in(node.payload.call.args[0])
+            views = (leaf for leaf in given if isinstance(leaf, View) and leaf.buffer in by.shards)
+            found.update((view, (by, by.shards[view.buffer])) for view in views)
+    return found
 
 
 def _as_started(call: Extern) -> Extern:

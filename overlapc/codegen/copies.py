@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from overlapc.errors import ScheduleError
-from overlapc.runtime.copies.commands import ALIGNMENT_BYTES
-from overlapc.runtime.copies.layout import Event, Layout, check, place
+from overlapc.fx.exchange import EXCHANGE
+from overlapc.ir.ops import Start as StartOp
+from overlapc.runtime.copies.layout import Event, Layout, Release, Start, Take, check, place
 from overlapc.runtime.copies.pool import Form, GraphCopies, Pool, Wanted
 from overlapc.schedule.collectives import COPY
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Node, Schedule
+from overlapc.schedule.pools import pooled
 
-EXCHANGE = "all_to_all"
+ALL_TO_ALL = "all_to_all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +25,33 @@ class Copied:
     copies: GraphCopies
     index: int
     held: frozenset[str]  # buffers in the pool: when the last has been read, the collective is released
+    shards: Mapping[str, int]  # buffers that kernels write to their place in the pool -> which of the tensors it is
+
+
+@dataclass
+class _OfGroup:
+    """What goes by copies over one group: starts with their forms, and all that their slots depend on, in order."""
+
+    starts: list[tuple[Node, Form]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    tensors: dict[str, int] = field(default_factory=dict)  # root -> its number
 
 
 @dataclass(frozen=True)
 class Copying:
-    """What a schedule's copies do, by group: starts with their forms, and starts and releases in order."""
+    """What a schedule's copies do, by group."""
 
-    starts: Mapping[str, Sequence[tuple[Node, Form]]]
-    events: Mapping[str, Sequence[Event]]
-    roots: Mapping[str, Sequence[str]]  # buffers that a start brings
+    schedule: Schedule
+    groups: Mapping[str, _OfGroup]
+
+    @property
+    def starts(self) -> int:
+        """How many collectives there are."""
+        return sum(len(each.starts) for each in self.groups.values())
 
     def laid_out(self) -> dict[str, Layout]:
         """A layout for each group. The same on all ranks, because the order of collectives and sizes of buffers are."""
-        found = {group: place(events) for group, events in self.events.items()}
+        found = {group: place(each.events) for group, each in self.groups.items()}
         broken = self.broken(found)
         if broken is not None:
             raise ScheduleError(f"copies {broken}")
@@ -43,96 +59,114 @@ class Copying:
 
     def broken(self, layouts: Mapping[str, Layout]) -> str | None:
         """Why the schedule cannot go by these layouts; None if it can."""
-        if layouts.keys() != self.events.keys():
+        if layouts.keys() != self.groups.keys():
             return "are of other groups"
-        reasons = {group: check(events, layouts[group]) for group, events in self.events.items()}
+        reasons = {group: check(each.events, layouts[group]) for group, each in self.groups.items()}
         return next((f"@{group}: {reason}" for group, reason in reasons.items() if reason is not None), None)
 
     def wanted(self, layouts: Mapping[str, Layout], groups_by_name: Mapping[str, str]) -> list[Wanted]:
         """What these need of each group's pool. groups_by_name: `Comm.group` -> torch's name of it."""
         found = []
         for group in sorted(layouts):
-            comm, layout = self.starts[group][0][0].comm, layouts[group]
+            comm, layout = self.groups[group].starts[0][0].comm, layouts[group]
             assert comm is not None
             found.append(Wanted(groups_by_name[group], group, comm.ranks, layout.bytes, str(layout)))
         return found
 
     def on(self, layouts: Mapping[str, Layout], pools: Mapping[str, Pool]) -> dict[str, Copied]:
         """By start, how generated code runs it."""
+        lying = pooled(self.schedule)
+        shard_of = {whole: shard for shard, whole in lying.shards.items()}
         found: dict[str, Copied] = {}
-        for group, nodes in self.starts.items():
-            copies = GraphCopies(pools[group], layouts[group].slots, [form for _, form in nodes])
-            for index, (node, form) in enumerate(nodes):
-                held = frozenset(self.roots[node.name]) if form.in_pool else frozenset()
-                found[node.name] = Copied(copies, index, held)
+        for group, of_group in self.groups.items():
+            copies = GraphCopies(pools[group], layouts[group], [form for _, form in of_group.starts])
+            for index, (node, form) in enumerate(of_group.starts):
+                roots = [self.schedule.root(name) for name in node.writes]
+                held = frozenset(roots) if form.in_pool else frozenset()
+                shards = {shard_of[root]: at for at, root in enumerate(roots) if root in shard_of}
+                found[node.name] = Copied(copies, index, held, shards)
         return found
 
 
 def copying(schedule: Schedule) -> Copying:
     """What goes by copies."""
-    events: dict[str, list[Event]] = {}
-    starts: dict[str, list[tuple[Node, Form]]] = {}
-    roots: dict[str, tuple[str, ...]] = {}
+    groups: dict[str, _OfGroup] = {}
+    group_of: dict[str, str] = {}  # what copies bring -> the group
     forms = forms_of(schedule)
-    open_: dict[str, tuple[str, int]] = {}  # buffer in a pool -> its group and collective
-    left: dict[tuple[str, int], int] = {}  # how many such buffers have yet to die
-    for node, frees in zip(schedule.nodes, analyze(schedule).frees, strict=True):
-        form = forms.get(node.name)
-        if form is not None:
-            group = node.group
-            of_group, nodes = events.setdefault(group, []), starts.setdefault(group, [])
-            index = len(nodes)
-            nodes.append((node, form))
-            of_group.append(Event(index, slot_bytes(node, form)))
-            roots[node.name] = tuple(map(schedule.root, node.writes))
-            if form.in_pool:
-                open_.update((root, (group, index)) for root in roots[node.name])
-                left[group, index] = len(roots[node.name])
-            else:
-                of_group.append(Event(index))  # the queue itself is done with it before the next start
+    for node in schedule.starts():
+        if node.name in forms:
+            of_group = groups.setdefault(node.group, _OfGroup())
+            of_group.starts.append((node, forms[node.name]))
+            for root in map(schedule.root, node.writes):
+                of_group.tensors[root] = len(of_group.tensors)
+                group_of[root] = node.group
+    lying = pooled(schedule)
+    taken: set[str] = set()
+
+    def take(root: str, size_bytes: int) -> None:
+        if root not in taken:
+            taken.add(root)
+            of_group = groups[group_of[root]]
+            of_group.events.append(Take(of_group.tensors[root], size_bytes))
+
+    def release(root: str) -> None:
+        of_group = groups[group_of[root]]
+        of_group.events.append(Release(of_group.tensors[root]))
+
+    for at, (node, frees) in enumerate(zip(schedule.nodes, analyze(schedule).frees, strict=True)):
+        for shard in node.writes:
+            if shard in lying.shards:
+                whole = lying.shards[shard]
+                take(whole, schedule.buffers[whole].bytes)
+        if node.name in forms:
+            roots = [schedule.root(name) for name in node.writes]
+            for root in roots:
+                take(root, slot_bytes(schedule, root, forms[node.name], node))
+            of_group = groups[node.group]
+            of_group.events.append(Start(tuple(of_group.tensors[root] for root in roots)))
+        # What lies elsewhere passes through the pool until it is waited for.
+        start = schedule.nodes[schedule.started[at]] if at in schedule.started else None
+        if start is not None and start.name in forms and not forms[start.name].in_pool:
+            waited = {schedule.root(name) for name in node.reads}
+            for root in map(schedule.root, start.writes):
+                if root in waited:
+                    release(root)
         for root in frees:
-            if root in open_:
-                group, index = open_.pop(root)
-                left[group, index] -= 1
-                if not left[group, index]:
-                    events[group].append(Event(index))
-    assert not open_, "what lies in a pool dies in the graph"
-    return Copying(starts, events, roots)
+            if root in lying.brought:
+                release(root)
+    return Copying(schedule, groups)
 
 
 def forms_of(schedule: Schedule) -> dict[str, Form]:
     """By start, how copies do it: in the pool, unless what it brings outlives the graph."""
-    dying = analyze(schedule).last_touch
+    brought = set(pooled(schedule).brought.values())
     found: dict[str, Form] = {}
     for node in schedule.starts():
         if node.comm is not None and node.comm.via == COPY:
-            inside = all(schedule.root(name) in dying for name in node.writes)
-            if node.comm.collective == EXCHANGE:
-                found[node.name] = Form.EXCHANGED if inside else Form.TAKEN_OUT
-            else:
-                found[node.name] = Form.GATHERED if inside else Form.PULLED
+            found[node.name] = _form(node, node.name in brought)
     return found
 
 
-def outside_pools(schedule: Schedule) -> Schedule:
-    """`schedule` with nothing in what lies in pools, which are there all the time."""
-    forms = forms_of(schedule)
-    held = {
-        name for node in schedule.starts() if node.name in forms and forms[node.name].in_pool for name in node.writes
-    }
-    buffers = {name: replace(each, bytes=0) if name in held else each for name, each in schedule.buffers.items()}
-    return replace(schedule, buffers=buffers, moved_from=None)
-
-
-def peak_with_pools(schedule: Schedule) -> int:
-    """Peak bytes with what ranks share for copies, which is there all the time."""
-    layouts = copying(schedule).laid_out()
-    return analyze(outside_pools(schedule)).peak_bytes + sum(layout.bytes for layout in layouts.values())
-
-
-def slot_bytes(node: Node, form: Form) -> int:
-    """Room for what a start has in the pool: its results, or the shards that are pulled from there."""
+def _form(node: Node, in_pool: bool) -> Form:
     assert node.comm is not None
-    moved = node.comm.bytes
-    share = -(-moved // node.comm.size) if form is Form.PULLED else moved
-    return share + len(node.writes) * ALIGNMENT_BYTES
+    if node.comm.collective != ALL_TO_ALL:
+        return Form.GATHERED if in_pool else Form.PULLED
+    if isinstance(node.payload, StartOp) and node.payload.call.target is EXCHANGE:
+        assert in_pool, "the sum that reads an exchange stands in its graph"
+        return Form.FROM_OTHERS
+    return Form.EXCHANGED if in_pool else Form.TAKEN_OUT
+
+
+def peak_with_pools(schedule: Schedule, shared_bytes: int | None = None) -> int:
+    """Peak bytes with what ranks share for copies, as it is laid out; `shared_bytes` if it is known to be so much."""
+    if shared_bytes is None:
+        shared_bytes = sum(layout.bytes for layout in copying(schedule).laid_out().values())
+    memory = analyze(schedule)
+    return memory.peak_bytes - memory.pool_bytes + shared_bytes
+
+
+def slot_bytes(schedule: Schedule, root: str, form: Form, start: Node) -> int:
+    """Room for what a start brings, or for the shard that is pulled from there."""
+    assert start.comm is not None
+    brought = schedule.buffers[root].bytes
+    return -(-brought // start.comm.size) if form is Form.PULLED else brought

@@ -292,6 +292,21 @@ class Reuse(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
+class Shared(Instruction):
+    """A buffer's place in memory that ranks share: `by(size, stride, dtype)` gives it."""
+
+    variable: str
+    layout: Layout
+    by: Callable[..., Any]
+
+    def makes(self) -> tuple[str, ...]:
+        return (self.variable,)
+
+    def python(self, wrapper: PythonWrapper) -> list[str]:
+        return [f"{self.variable} = {wrapper.name_of(self.by, 'shard')}({wrapper.form(self.layout)})"]
+
+
+@dataclass(frozen=True, slots=True)
 class Launch(NodeInstruction):
     """A generated kernel on its arguments."""
 
@@ -524,7 +539,7 @@ class Return(Instruction):
         wrapper.output(self.values)
 
 
-Home = Allocate | TakeOver | Reuse
+Home = Allocate | TakeOver | Reuse | Shared
 
 
 @dataclass(frozen=True, slots=True)

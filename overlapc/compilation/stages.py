@@ -14,7 +14,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule, Node
 
 from overlapc.codegen.build import build_program
-from overlapc.codegen.copies import outside_pools
+from overlapc.codegen.copies import peak_with_pools
 from overlapc.codegen.generated import Generated
 from overlapc.codegen.parts import split
 from overlapc.codegen.pool import peak_bytes, pooled
@@ -36,7 +36,6 @@ from overlapc.report.model import GraphRecord
 from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministic
 from overlapc.runtime.phases import phase
-from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 from overlapc.units import human_bytes
 from overlapc.warm import cached_graph
@@ -166,7 +165,7 @@ def _with_shared_memory(report: GraphRecord, planned: Planned) -> GraphRecord:
     """What ranks share for copies is part of the peak."""
     pools = {each.copies.pool.name: each.copies.pool.bytes for each in planned.copies.values()}
     shared = sum(pools.values())
-    peak = analyze(outside_pools(planned.result.schedule)).peak_bytes + shared  # pools of other graphs may be larger
+    peak = peak_with_pools(planned.result.schedule, shared)  # pools of other graphs may be larger
     budget = planned.result.schedule.budget_bytes
     if budget is not None and peak > budget:
         count("copies_over_budget")

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from overlapc.errors import CompileError
 from overlapc.fx.communication import group_of, is_asynchronous, is_collective, is_wait, kind_of, op_of
+from overlapc.fx.exchange import EXCHANGE
 from overlapc.fx.groups import GroupNames
 from overlapc.fx.labels import ParamLabel, label_of
 from overlapc.fx.versions import size_hint
@@ -49,7 +50,7 @@ def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset(
     """What `node` moves, by its collective's own definition: a gather its output, a scatter its input."""
     kind = kind_of(node)
     group = group_of(node)
-    if kind in KINDS and KINDS[kind].output_sized:
+    if kind in KINDS and KINDS[kind].output_sized and node.target is not EXCHANGE:  # whose output lacks a part
         moved = _tensors(node.meta.get("val"))
     else:
         moved = _tensors(node.args if kind == "unknown" else node.args[0])

@@ -12,6 +12,7 @@ from overlapc.schedule.collectives import KINDS
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _KINDS = {**{kind.op: kind.name for kind in KINDS.values()}, "shard_dim_alltoall": "all_to_all"}
+_OURS = {"exchange": "all_to_all"}  # in overlapc's own namespace
 # Of the last three we know no op; all of them communicate.
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
 _NOT_COMMUNICATION = ("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group")
@@ -38,13 +39,17 @@ def is_wait(node: fx.Node) -> bool:
 def is_asynchronous(node: fx.Node) -> bool:
     """Whether `node` launches a collective of known kind that somebody must wait for."""
     namespace, name = op_of(node)
-    in_place = name.endswith(("_", "_out"))
-    return namespace == "_c10d_functional" and _base(name) in _KINDS and not in_place
+    return name in _OURS if namespace == "overlapc" else _is_torchs(namespace, name)
+
+
+def _is_torchs(namespace: str, name: str) -> bool:
+    return namespace == "_c10d_functional" and _base(name) in _KINDS and not name.endswith(("_", "_out"))
 
 
 def kind_of(node: fx.Node) -> str:
     """What `schedule.model.Comm.collective` calls it; "unknown" for point-to-point and new ops."""
-    return _KINDS.get(_base(op_of(node)[1]), "unknown")
+    namespace, name = op_of(node)
+    return _OURS.get(name, "unknown") if namespace == "overlapc" else _KINDS.get(_base(name), "unknown")
 
 
 def group_of(node: fx.Node) -> str | None:

@@ -1,27 +1,55 @@
 """Reductions as an exchange and a sum: each rank gets all contributions to its part, and adds them up itself.
 
     r = wait(reduce_scatter(cast(g), "avg"))
- -> p = wait(all_to_all(g)); r = (cast(p[0]) + cast(p[1]) + ...) / ranks
+ -> p = wait(exchange(g)); r = (cast(p[0]) + cast(g[1]) + cast(p[1]) + ...) / ranks    (on rank 1)
 
 A ring adds on the way, so it has to carry the dtype that it adds in. Here gradients travel as they were computed (half
 the bytes for bfloat16), are added in float32 in the order of ranks, and rounded once. The sum is plain ops: one
-generated kernel, with whatever reads it. An all-reduce is the same and a gather of the sums:
+generated kernel, with whatever reads it. It reads a rank's own part where that was computed, and those of the others
+where they arrived; so graphs of ranks differ in a number, and in nothing else. An all-reduce is the same and a gather
+of the sums:
 
     r = wait(all_reduce(cast(g), "sum"))
- -> p = wait(all_to_all(flat(g))); s = cast(p[0]) + cast(p[1]) + ...; r = wait(all_gather(s))
+ -> p = wait(exchange(flat(g))); s = cast(p[0]) + cast(flat(g)[1]) + ...; r = wait(all_gather(s))
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
 from overlapc.fx.arguments import argument
+from overlapc.fx.versions import resolve_group
 from overlapc.fx.writer import Writer
 
 aten, prims, _c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
+
+_library = torch.library.Library("overlapc", "FRAGMENT")
+_library.define("exchange(Tensor given, int ranks, str group_name) -> Tensor")
+EXCHANGE = torch.ops.overlapc.exchange.default
+
+
+def _others(given: Tensor, ranks: int, group: str) -> Tensor:
+    return given.new_empty((given.shape[0] // ranks * (ranks - 1), *given.shape[1:]))
+
+
+@torch.library.impl(_library, "exchange", "CompositeExplicitAutograd")
+def exchanged(given: Tensor, ranks: int, group: str) -> Tensor:
+    """What the other ranks have for this one in an all-to-all of equal parts, in order of rank; to be waited for.
+
+    This is for a graph that runs as it stands: where copies run it, nothing is waited for here.
+    """
+    rows = given.shape[0] // ranks
+    parts = _c10d.wait_tensor(_c10d.all_to_all_single(given, [rows] * ranks, [rows] * ranks, group))
+    own = dist.get_rank(resolve_group(group)) * rows
+    return torch.cat([parts[:own], parts[own + rows :]])
+
+
+torch.library.register_fake("overlapc::exchange", _others, lib=_library)
 
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 # Ops that move elements and compute nothing, so that a cast may come after them as well as before.
@@ -37,14 +65,24 @@ _MOVES = frozenset(
 REDUCTIONS = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
 
 
-def exchange_reductions(graph_module: fx.GraphModule, ranks_of: Callable[[fx.Node], int]) -> int:
-    """Rewrites reductions of a canonical graph; how many. `ranks_of`: how many ranks reduce, 0 to leave one alone."""
+class Place(NamedTuple):
+    """Which of how many ranks this one is."""
+
+    rank: int
+    ranks: int
+
+
+def exchange_reductions(graph_module: fx.GraphModule, place_of: Callable[[fx.Node], Place | None]) -> int:
+    """Rewrites reductions of a canonical graph; how many. `place_of`: this rank's among those that reduce, None to
+    leave a reduction alone."""
     graph = graph_module.graph
     count = 0
     for start in list(graph.nodes):
-        if start.op == "call_function" and start.target in REDUCTIONS and ranks_of(start) and refusal(start) is None:
-            _exchange(start, ranks_of(start))
-            count += 1
+        if start.op == "call_function" and start.target in REDUCTIONS and refusal(start) is None:
+            place = place_of(start)
+            if place is not None:
+                _exchange(start, place)
+                count += 1
     if count:
         graph.eliminate_dead_code(_is_impure)
         graph.lint()
@@ -80,8 +118,9 @@ def _is_impure(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or (node.target not in _MOVES and node.target not in _CASTS)
 
 
-def _exchange(start: fx.Node, ranks: int) -> None:
+def _exchange(start: fx.Node, place: Place) -> None:
     (wait,) = start.users
+    rank, ranks = place
     how, whole = argument(start, 1), start.target is _c10d.all_reduce.default
     group = argument(start, 2 if whole else 3)
     reduced: Tensor = argument(start, 0).meta["val"]
@@ -94,14 +133,17 @@ def _exchange(start: fx.Node, ranks: int) -> None:
         given = write.call(aten.clone.default, given, memory_format=torch.contiguous_format)
     value: Tensor = given.meta["val"]
     rows = value.shape[0] // ranks
-    sent = write.call(_c10d.all_to_all_single.default, given, [rows] * ranks, [rows] * ranks, group)
+    sent = write.call(EXCHANGE, given, ranks, group)
     write = Writer(wait, start)
     arrived = write.call(_c10d.wait_tensor.default, sent)
-    parts = write.call(aten.view.default, arrived, [ranks, rows, *value.shape[1:]])
+    parts = write.call(aten.view.default, arrived, [ranks - 1, rows, *value.shape[1:]])
+    here = write.call(aten.view.default, given, [ranks, rows, *value.shape[1:]])
+    own = write.call(aten.select.int, here, 0, rank)
     adds_in = torch.float64 if dtype == torch.float64 else torch.float32
     total: fx.Node | None = None
-    for rank in range(ranks):
-        part = _cast(write, write.call(aten.select.int, parts, 0, rank), adds_in)
+    for at in range(ranks):
+        part = own if at == rank else write.call(aten.select.int, parts, 0, at - (at > rank))
+        part = _cast(write, part, adds_in)
         total = part if total is None else write.call(aten.add.Tensor, total, part)
     if how == "avg":
         total = write.call(aten.div.Tensor, total, ranks)

@@ -26,7 +26,7 @@ from overlapc.estimators.from_profile import from_profile
 from overlapc.fx.arguments import argument
 from overlapc.fx.collectives import Collective, find_collectives
 from overlapc.fx.communication import group_of, is_asynchronous
-from overlapc.fx.exchange import exchange_reductions, refusal, travelling_bytes
+from overlapc.fx.exchange import EXCHANGE, Place, exchange_reductions, refusal, travelling_bytes
 from overlapc.runtime.copies.commands import MOST_RANKS
 from overlapc.runtime.copies.layout import Layout
 from overlapc.runtime.copies.memory import FOLDER
@@ -127,14 +127,14 @@ class Transports:
         if self.chooses and self.agreed is None:
             self.library = by_library([(each.comm, self._by_copies(each)) for each in found], self.profile)
         takes = {
-            each.start: each.comm.size
+            each.start: Place(each.comm.ranks.index(dist.get_rank()), each.comm.size)
             for each in found
             if each.comm.collective in REDUCTIONS
             and unit_of(each.comm) not in self.library
             and self._refused(each.start, each.comm.ranks) is None
         }
         before = set(gm.graph.nodes)
-        exchange_reductions(gm, lambda start: takes.get(start, 0))
+        exchange_reductions(gm, takes.get)
         self.exchanges = {node for node in gm.graph.nodes if node not in before and is_asynchronous(node)}
 
     def _by_copies(self, each: Collective) -> Sequence[Comm]:
@@ -240,6 +240,8 @@ def considers_copies(config: Config, profile: DeviceProfile) -> bool:
 
 def _even(each: Collective) -> bool:
     """Whether an all-to-all gives every rank a part of the same size."""
+    if each.start.target is EXCHANGE:
+        return True
     if each.start.target is not torch.ops._c10d_functional.all_to_all_single.default:
         return False
     result = each.start.meta.get("val")

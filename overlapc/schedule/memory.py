@@ -3,7 +3,8 @@
 A storage (a root buffer with all its aliases) is allocated at the node that defines it and freed after the
 last node that touches any of its names. A start touches what it reads and writes until its last wait is done;
 one without a wait, until the end. Inputs are there from the beginning and die only if freeable and used; outputs
-never die. Aliases (views, waits, in-place results) take nothing. A node's scratch lives while it runs.
+never die. Aliases (views, waits, in-place results) take nothing. A node's scratch lives while it runs. What lies in a
+pool (`schedule/pools.py`) takes memory that is there all the time: as much as lies in pools at any moment.
 
 `analyze` computes all of it; `MemoryTimeline` keeps it up to date while nodes move.
 """
@@ -13,22 +14,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from overlapc.errors import ScheduleError
 from overlapc.schedule.model import Kind, Schedule
+from overlapc.schedule.pools import pooled
 
 
 @dataclass(frozen=True)
 class Lifetimes:
     """What does not depend on the order, with nodes as indices into `schedule.nodes`.
 
-    touches: storages (ids) that a node keeps alive and that may die; allocates: bytes that come to be at it.
+    touches: storages (ids) that a node keeps alive and that may die; allocates: bytes that come to be at it, and
+    pool_allocates those of them that do in pools.
     """
 
     roots: tuple[str, ...]  # storage id -> name, for storages that may die
     bytes: tuple[int, ...]  # storage id -> size
+    in_pool: tuple[bool, ...]  # storage id -> whether it lies in one
     touches: tuple[tuple[int, ...], ...]
     allocates: tuple[int, ...]
+    pool_allocates: tuple[int, ...]
     scratch: tuple[int, ...]
     base_bytes: int  # inputs: what is there before the first node
 
@@ -37,8 +43,9 @@ class Lifetimes:
 class MemoryProfile:
     """Live bytes of one order of a schedule."""
 
-    during_bytes: tuple[int, ...]  # while each node runs, scratch included
+    during_bytes: tuple[int, ...]  # while each node runs, scratch and pools included
     base_bytes: int  # inputs: what is there before the first node
+    pool_bytes: int  # the most that lies in pools at once
     last_touch: Mapping[str, int]  # root -> position of the last node that touches it, of those that may die
 
     @cached_property
@@ -76,6 +83,7 @@ def _reordered(life: Lifetimes, old: Schedule, new: Schedule) -> Lifetimes:
         life,
         touches=tuple(life.touches[at] for at in was),
         allocates=tuple(life.allocates[at] for at in was),
+        pool_allocates=tuple(life.pool_allocates[at] for at in was),
         scratch=tuple(life.scratch[at] for at in was),
     )
 
@@ -91,7 +99,8 @@ def _lifetimes(schedule: Schedule) -> Lifetimes:
     immortal = outputs | {buffer.name for buffer in inputs if not buffer.freeable}
     ids: dict[str, int] = {}
     touches: list[dict[int, None]] = [{} for _ in schedule.nodes]
-    allocates = [0] * len(schedule.nodes)
+    lying = pooled(schedule)
+    allocates, pool_allocates = [0] * len(schedule.nodes), [0] * len(schedule.nodes)
     seen = {buffer.name for buffer in inputs}
     waits: dict[int, list[int]] = {}
     for wait, start in schedule.started.items():
@@ -102,24 +111,29 @@ def _lifetimes(schedule: Schedule) -> Lifetimes:
         if node.kind is Kind.START:
             users += [touches[wait] for wait in waits.get(at, ())]
             endless = at not in waits
-        for name in (*node.reads, *node.writes):
+        # A kernel that writes this rank's part of what is gathered begins to use the memory of the whole.
+        gathered = [lying.shards[name] for name in node.writes if name in lying.shards]
+        for name in (*node.reads, *node.writes, *gathered):
             root = schedule.root(name)
             if endless:
                 immortal.add(root)
             storage = ids.setdefault(root, len(ids))
             for user in users:
                 user[storage] = None
-        for name in node.writes:
+        for name in (*node.writes, *gathered):
             root = schedule.root(name)
-            if root not in seen:
+            if root not in seen and root not in lying.shards:
                 seen.add(root)
                 allocates[at] += schedule.buffers[root].bytes
+                pool_allocates[at] += schedule.buffers[root].bytes if root in lying.brought else 0
     mortal = {storage for root, storage in ids.items() if root not in immortal}
     return Lifetimes(
         roots=tuple(ids),
-        bytes=tuple(schedule.buffers[root].bytes for root in ids),
+        bytes=tuple(0 if root in lying.shards else schedule.buffers[root].bytes for root in ids),
+        in_pool=tuple(root in lying.brought for root in ids),
         touches=tuple(tuple(storage for storage in node if storage in mortal) for node in touches),
         allocates=tuple(allocates),
+        pool_allocates=tuple(pool_allocates),
         scratch=tuple(node.scratch_bytes for node in schedule.nodes),
         base_bytes=sum(buffer.bytes for buffer in inputs),
     )
@@ -135,16 +149,56 @@ def _profile(life: Lifetimes, order: Sequence[int]) -> MemoryProfile:
     for at, node in enumerate(order):
         for storage in life.touches[node]:
             last[storage] = at
-    freed = [0] * len(order)
+    freed, pool_freed = [0] * len(order), [0] * len(order)
     for storage, at in last.items():
         freed[at] += life.bytes[storage]
-    live = life.base_bytes
-    during: list[int] = []
+        pool_freed[at] += life.bytes[storage] if life.in_pool[storage] else 0
+    live, in_pools = life.base_bytes, 0
+    outside: list[int] = []
+    pool_bytes = 0
     for at, node in enumerate(order):
         live += life.allocates[node]
-        during.append(live + life.scratch[node])
+        in_pools += life.pool_allocates[node]
+        outside.append(live + life.scratch[node] - in_pools)
+        pool_bytes = max(pool_bytes, in_pools)
         live -= freed[at]
-    return MemoryProfile(tuple(during), life.base_bytes, {life.roots[storage]: at for storage, at in last.items()})
+        in_pools -= pool_freed[at]
+    during = tuple(size + pool_bytes for size in outside)
+    last_touch = {life.roots[storage]: at for storage, at in last.items()}
+    return MemoryProfile(during, life.base_bytes, pool_bytes, last_touch)
+
+
+class _Row:
+    """A number for each position, and the largest, which is found again only when it may have become smaller."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self.values = list(values)
+        self._most: int | None = None
+
+    @property
+    def most(self) -> int:
+        if self._most is None:
+            self._most = max(self.values, default=0)
+        return self._most
+
+    def put(self, low: int, values: Sequence[int]) -> None:
+        """Other values from position `low` on."""
+        high = low + len(values)
+        if self._most is not None:
+            most = max(values)
+            if most >= self._most:
+                self._most = most
+            elif max(self.values[low:high]) == self._most:
+                self._most = None
+        self.values[low:high] = values
+
+
+class _Window(NamedTuple):
+    """What a stretch of an order comes to."""
+
+    outside: list[int]  # bytes while each node runs that do not lie in pools
+    in_pools: list[int]
+    deaths: dict[int, int]  # storages that die here -> their new last node
 
 
 class MemoryTimeline:
@@ -165,51 +219,53 @@ class MemoryTimeline:
         for node in self.order:
             for storage in self._life.touches[node]:
                 self._death[storage] = node
-        self._freed = [0] * len(self.order)  # node -> bytes freed after it
+        # node -> bytes freed after it, and those of them in pools
+        self._freed, self._pool_freed = [0] * len(self.order), [0] * len(self.order)
         for storage, node in self._death.items():
-            self._freed[node] += self._life.bytes[storage]
-        self.during_bytes: list[int] = list(_profile(self._life, self.order).during_bytes)
-        self._peak: int | None = None
-        self._tried: tuple[int, list[int], tuple[list[int], dict[int, int]]] | None = None  # a window and what is in it
+            self._free(node, storage, 1)
+        whole = self._window(0, self.order)
+        self.outside, self.in_pools = _Row(whole.outside), _Row(whole.in_pools)
+        self._tried: tuple[int, list[int], _Window] | None = None
+
+    @property
+    def during_bytes(self) -> list[int]:
+        """What is live while each node runs."""
+        return [size + self.in_pools.most for size in self.outside.values]
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of the present order; found again only when a move may have lowered it."""
-        if self._peak is None:
-            self._peak = max(self.during_bytes, default=self._life.base_bytes)
-        return self._peak
+        """The peak of the present order."""
+        return (self.outside.most if self.order else self._life.base_bytes) + self.in_pools.most
 
     def try_window(self, low: int, nodes: Sequence[int]) -> int:
-        """The peak within positions low.. if `nodes` (those already there) stood in this order instead."""
-        found = self._window(low, nodes)
-        self._tried = low, list(nodes), found
-        return max(found[0])
+        """The peak within positions low.. if `nodes` (those already there) stood in this order instead.
+
+        It is that of all positions where pools would have to be larger. That they may be smaller then is not seen.
+        """
+        found = self._try(low, nodes)
+        in_pools = max(found.in_pools)
+        if in_pools > self.in_pools.most:
+            return max(self.outside.most, *found.outside) + in_pools
+        return max(found.outside) + self.in_pools.most
+
+    def try_pools(self, low: int, nodes: Sequence[int]) -> int:
+        """The most that lies in pools within positions low.. if `nodes` (those already there) stood in this order."""
+        return max(self._try(low, nodes).in_pools)
 
     def apply(self, low: int, nodes: Sequence[int]) -> None:
         """Put `nodes`, which stand at positions low.. now, in this order there. Costs less if it was tried last."""
-        tried, self._tried = self._tried, None
-        if tried is not None and tried[0] == low and tried[1] == list(nodes):
-            during, deaths = tried[2]
-        else:
-            during, deaths = self._window(low, nodes)
-        for storage, node in deaths.items():
-            size = self._life.bytes[storage]
-            self._freed[self._death[storage]] -= size
-            self._freed[node] += size
+        found, self._tried = self._try(low, nodes), None
+        for storage, node in found.deaths.items():
+            self._free(self._death[storage], storage, -1)
+            self._free(node, storage, 1)
             self._death[storage] = node
-        high = low + len(nodes)
-        if self._peak is not None:
-            most = max(during)
-            if most >= self._peak:
-                self._peak = most
-            elif max(self.during_bytes[low:high]) == self._peak:
-                self._peak = None
-        self.order[low:high] = nodes
-        self.during_bytes[low:high] = during
+        self.order[low : low + len(nodes)] = nodes
+        self.outside.put(low, found.outside)
+        self.in_pools.put(low, found.in_pools)
         for at, node in enumerate(nodes, low):
             self.position[node] = at
         if self._check:
-            self._compare(low, high)
+            self._compare(low, low + len(nodes))
 
     def move(self, low: int, high: int, to: int) -> None:
         """Move the block at positions low..high-1 so that it begins at `to` (counted without the block)."""
@@ -219,10 +275,28 @@ class MemoryTimeline:
         elif to > low:
             self.apply(low, self.order[high : high + to - low] + block)
 
-    def live_before(self, at: int) -> int:
-        """Bytes that are live just before the node at a position begins."""
-        node = self.order[at]
-        return self.during_bytes[at] - self._life.scratch[node] - self._life.allocates[node]
+    def _try(self, low: int, nodes: Sequence[int]) -> _Window:
+        """What `_window` finds, which is found once for what is tried several times."""
+        tried = self._tried
+        if tried is None or tried[0] != low or tried[1] != list(nodes):
+            tried = self._tried = low, list(nodes), self._window(low, nodes)
+        return tried[2]
+
+    def _free(self, node: int, storage: int, times: int) -> None:
+        """Counts a storage among those freed after `node`; times: -1 to count it no more."""
+        size = times * self._life.bytes[storage]
+        self._freed[node] += size
+        if self._life.in_pool[storage]:
+            self._pool_freed[node] += size
+
+    def _live_before(self, at: int) -> tuple[int, int]:
+        """Bytes that are live outside of pools and in them just before the node at a position begins."""
+        if not at:
+            return self._life.base_bytes, 0
+        node = self.order[at - 1]
+        outside = self.outside.values[at - 1] - self._life.scratch[node]
+        outside -= self._freed[node] - self._pool_freed[node]
+        return outside, self.in_pools.values[at - 1] - self._pool_freed[node]
 
     def _compare(self, low: int, high: int) -> None:
         """ScheduleError unless what is kept equals what recomputing gives."""
@@ -239,25 +313,32 @@ class MemoryTimeline:
                 f"{self._schedule.name}: the peak is said to be {self.peak_bytes} B, not {max(whole)} B"
             )
 
-    def _window(self, low: int, nodes: Sequence[int]) -> tuple[list[int], dict[int, int]]:
-        """(live bytes while each node runs, storages that die here -> their new last node)."""
+    def _window(self, low: int, nodes: Sequence[int]) -> _Window:
         life, death, position = self._life, self._death, self.position
         high = low + len(nodes)
-        live = self.live_before(low)
+        outside, in_pools = self._live_before(low)
         deaths: dict[int, int] = {}
         for node in nodes:
             for storage in life.touches[node]:
                 if low <= position[death[storage]] < high:
                     deaths[storage] = node
         freed = {node: self._freed[node] for node in nodes}
+        pool_freed = {node: self._pool_freed[node] for node in nodes}
         for storage, node in deaths.items():
-            old = death[storage]
+            old, size = death[storage], life.bytes[storage]
             if old != node:
-                freed[old] -= life.bytes[storage]
-                freed[node] += life.bytes[storage]
+                freed[old] -= size
+                freed[node] += size
+                if life.in_pool[storage]:
+                    pool_freed[old] -= size
+                    pool_freed[node] += size
         during: list[int] = []
+        during_in_pools: list[int] = []
         for node in nodes:
-            live += life.allocates[node]
-            during.append(live + life.scratch[node])
-            live -= freed[node]
-        return during, deaths
+            outside += life.allocates[node] - life.pool_allocates[node]
+            in_pools += life.pool_allocates[node]
+            during.append(outside + life.scratch[node])
+            during_in_pools.append(in_pools)
+            outside -= freed[node] - pool_freed[node]
+            in_pools -= pool_freed[node]
+        return _Window(during, during_in_pools, deaths)

@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from overlapc.codegen.copies import copying, forms_of, outside_pools, peak_with_pools
-from overlapc.runtime.copies.commands import ALIGNMENT_BYTES, HEAD_BYTES
+from overlapc.codegen.copies import copying, forms_of, peak_with_pools
+from overlapc.runtime.copies.commands import HEAD_BYTES
 from overlapc.runtime.copies.pool import Form
 from overlapc.schedule.memory import analyze
+from overlapc.schedule.pools import pooled
 from overlapc.schedule.text import parse
 
 STEP = """
@@ -27,12 +28,12 @@ def test_slots_follow_the_lives_of_what_lies_in_them():
     found = graph.on(layouts, {"dp": SimpleNamespace(name="dp")})
     assert {name: each.index for name, each in found.items()} == {"a": 0, "b": 1, "c": 2, "d": 3}
     assert {name: sorted(each.held) for name, each in found.items()} == {"a": ["a"], "b": ["b"], "c": ["c"], "d": ["d"]}
-    slots = found["a"].copies.slots
-    room = 8192 + ALIGNMENT_BYTES
+    layout = found["a"].copies.layout
+    room = 8192
     # a is read before b starts, which so lies there, c behind it as b is read later, and d where b lay
-    assert [slot.offset - HEAD_BYTES for slot in slots] == [0, 0, room, 0]
-    assert [slot.needed for slot in slots] == [-1, 0, -1, 1]
-    assert [slot.settled for slot in slots] == [-1, 0, 0, 2]
+    assert [slot.offset - HEAD_BYTES for slot in layout.slots] == [0, 0, room, 0]
+    assert [begin.needed for begin in layout.begins] == [-1, 0, -1, 1]
+    assert [begin.settled for begin in layout.begins] == [-1, 0, 0, 2]
     (each,) = graph.wanted(layouts, {"dp": "17"})
     assert (each.group, each.name, each.ranks, each.bytes) == ("17", "dp", (0, 1, 2, 3), HEAD_BYTES + 2 * room)
 
@@ -41,9 +42,38 @@ def test_the_peak_counts_a_pool_once():
     one = parse(
         "g = input : 8KiB; b = all_to_all(g) @dp(4) via copy : 8KiB; w = wait(b); s = kernel(w) : 2KiB; return s"
     )
-    assert analyze(one).peak_bytes == (8 + 8 + 2) * 1024
-    assert analyze(outside_pools(one)).peak_bytes == (8 + 2) * 1024
-    assert peak_with_pools(one) == (8 + 2 + 8) * 1024 + HEAD_BYTES + ALIGNMENT_BYTES
+    assert (analyze(one).peak_bytes, analyze(one).pool_bytes) == ((8 + 2 + 8) * 1024, 8 * 1024)
+    assert peak_with_pools(one) == (8 + 2 + 8) * 1024 + HEAD_BYTES
+
+
+def test_a_kernel_writes_a_shard_to_its_place_which_is_taken_from_then_on():
+    schedule = parse("""
+        p = input : 2KiB; c = kernel(p) : 1KiB; b = all_to_all(p) @dp(4) via copy ranks=0-3 : 2KiB; v = wait(b)
+        s = kernel(v) : 1KiB; a = all_gather(c) @dp(4) via copy ranks=0-3 : 4KiB; w = wait(a); y = kernel(w, s) : 1KiB
+        return y
+    """)
+    graph = copying(schedule)
+    layouts = graph.laid_out()
+    assert [slot.offset - HEAD_BYTES for slot in layouts["dp"].slots] == [4096, 0], "by start: b, a"
+    assert graph.on(layouts, {"dp": SimpleNamespace(name="dp")})["a"].shards == {"c": 0}
+    memory = analyze(schedule)
+    assert (memory.pool_bytes, memory.peak_bytes) == (6 * 1024, (2 + 6 + 2) * 1024), "the shard itself takes nothing"
+
+
+@pytest.mark.parametrize(
+    ("shard", "reads", "returns"),
+    [
+        ("c = input : 1KiB", "w", "y"),
+        ("c = extern:mm(p) : 1KiB", "w", "y"),
+        ("c = kernel(p) : 1KiB", "w, c", "y"),
+        ("c = kernel(p) : 1KiB", "w", "y, c"),
+        ("c = kernel(p) : 1KiB", "w", "y, w"),
+    ],
+)
+def test_what_no_kernel_makes_or_others_read_is_copied_to_its_place(shard: str, reads: str, returns: str):
+    gather = "a = all_gather(c) @dp(4) via copy ranks=0-3 : 4KiB; w = wait(a)"
+    schedule = parse(f"p = input : 1KiB; {shard}; {gather}; y = kernel({reads}) : 1KiB; return {returns}")
+    assert pooled(schedule).shards == {}
 
 
 def test_a_schedule_without_copies_wants_no_pool():
@@ -61,7 +91,7 @@ def test_a_gather_that_outlives_the_graph_is_pulled(keeps: str, form: Form, size
     layouts = graph.laid_out()
     (wanted,) = graph.wanted(layouts, {"dp": "17"})
     assert bool(graph.on(layouts, {"dp": SimpleNamespace(name="dp")})["a"].held) == (form is Form.GATHERED)
-    assert wanted.bytes == HEAD_BYTES + size + ALIGNMENT_BYTES
+    assert wanted.bytes == HEAD_BYTES + size
 
 
 def test_an_exchange_that_outlives_the_graph_is_taken_out():
@@ -69,4 +99,4 @@ def test_an_exchange_that_outlives_the_graph_is_taken_out():
     graph = copying(schedule)
     assert forms_of(schedule) == {"b": Form.TAKEN_OUT}
     assert graph.on(graph.laid_out(), {"dp": SimpleNamespace(name="dp")})["b"].held == set()
-    assert analyze(outside_pools(schedule)).peak_bytes == analyze(schedule).peak_bytes
+    assert analyze(schedule).pool_bytes == 0

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from overlapc.fx.exchange import exchange_reductions, refusal, travelling_bytes
+from overlapc.fx.exchange import EXCHANGE, Place, exchange_reductions, refusal, travelling_bytes
 from tests.worlds import fake_world
 
 _c10d = torch.ops._c10d_functional
@@ -22,8 +22,8 @@ def exchanged(function, *inputs: Tensor) -> tuple[fx.GraphModule, fx.Node]:
     """The rewritten graph, and its exchange."""
     with fake_world(RANKS) as group:
         gm = make_fx(lambda *given: function(*given, group), tracing_mode="fake")(*inputs)
-        assert exchange_reductions(gm, lambda start: RANKS) == 1
-        (start,) = gm.graph.find_nodes(op="call_function", target=_c10d.all_to_all_single.default)
+        assert exchange_reductions(gm, lambda start: Place(1, RANKS)) == 1
+        (start,) = gm.graph.find_nodes(op="call_function", target=EXCHANGE)
     return gm, start
 
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_a_sum_of_parts_stays_with_its_reason(function, x, reason
         gm = make_fx(lambda x: function(x, group), tracing_mode="fake")(x)
         (start,) = gm.graph.find_nodes(op="call_function", target=_c10d.reduce_scatter_tensor.default)
         assert reason in (refusal(start) or "")
-        assert exchange_reductions(gm, lambda start: RANKS) == 0
+        assert exchange_reductions(gm, lambda start: Place(1, RANKS)) == 0
 
 
 @pytest.mark.parametrize("shape", [(8, 12), (5, 3), (7,)])

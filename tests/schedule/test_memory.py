@@ -97,6 +97,6 @@ def test_the_debug_mode_names_the_node_where_bytes_went_missing():
     schedule = parse("a = kernel() : 5B; b = kernel() : 3B; c = kernel(a) : 1B; return c")
     timeline = MemoryTimeline(schedule, check=True)
     timeline.move(1, 2, 2)
-    timeline.during_bytes[0] += 1
+    timeline.outside.values[0] += 1
     with pytest.raises(ScheduleError, match="6 B are said to be live at a, and 5 B are"):
         timeline.apply(1, [1, 2])

@@ -1,30 +1,32 @@
 """What one rank does for a collective by copies: a list of copies, flags posted to peers, waits for flags of theirs.
 
 Every rank has one allocation of the same size, mapped into the others, and numbers the collectives of the group as it
-starts them: 1, 2, ... the same on all ranks. At its head lie two flags for every peer, which that peer alone writes:
+starts them: 1, 2, ... the same on all ranks. At its head lie three flags for every peer, which that peer alone writes:
 
 - `sent`: what this peer sends for collectives up to this number is there (in this rank's memory, or in the peer's own);
+- `fetched`: the peer has copied from this rank's memory what it was to copy for collectives up to this number;
 - `done`: the peer is done with memory, its own and others', that it was to let go of up to this release.
 
-Both only grow, and collectives run in order on one queue, so a wait for `flag >= number` needs no reset and no lock.
-What a collective brings lies in its slot, the same on all ranks, and is read there: each part is *pushed* from where it
-lies to the slot of whoever needs it, which for a gather is everybody and for an exchange (all-to-all) its owner. Where
-a result outlives the graph, a gather is *pulled* instead (the shard goes to this rank's slot, and peers copy it from
-there to memory of theirs), and what an exchange pushed is *taken out* of the slot when it is there. Peers are served in
-turn from rank + 1: no two ranks copy to (or from) the same one at a time. What a rank sends itself may be on its way
-beside that.
+All only grow, and collectives run in order on one queue, so a wait for `flag >= number` needs no reset and no lock.
+Each tensor that a collective brings lies in a slot, the same on all ranks, and is read there: each part is *pushed*
+from where it lies to the slot of whoever needs it, which for a gather is everybody and for an exchange (all-to-all) its
+owner. What a rank has for itself is best not copied at all: the kernel that makes a shard writes it to its place in the
+slot, and whoever adds up parts reads this rank's own where it lies. Where a result outlives the graph, a gather is
+*pulled* instead (the shard goes to this rank's slot, and peers copy it from there to memory of theirs), and what an
+exchange pushed is *taken out* of the slot when it is there. Peers are served in turn from rank + 1: no two ranks copy
+to (or from) the same one at a time. What a rank copies to itself may be on its way beside that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 FLAG_BYTES = 64  # a line of a CPU's cache each
 MOST_RANKS = 64
-HEAD_BYTES = 2 * MOST_RANKS * FLAG_BYTES
-ALIGNMENT_BYTES = 512  # of tensors in a slot: what torch's CUDA allocator gives
+HEAD_BYTES = 3 * MOST_RANKS * FLAG_BYTES
+ALIGNMENT_BYTES = 512  # of slots: what torch's CUDA allocator gives
 
 
 class Copy(NamedTuple):
@@ -83,89 +85,113 @@ class Places:
         """The address of a `done` flag."""
         return self.bases[holder] + (MOST_RANKS + writer) * FLAG_BYTES
 
+    def fetched(self, holder: int, writer: int) -> int:
+        """The address of a `fetched` flag."""
+        return self.bases[holder] + (2 * MOST_RANKS + writer) * FLAG_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One collective's place in the order of its group; see `layout`. Collectives and releases count from the first."""
 
     number: int
-    offset: int  # of its slot, the same on all ranks
+    slots: tuple[int, ...]  # offsets of its tensors, the same on all ranks
     settled: int  # the last release that this rank has done
-    needed: int  # the release that all ranks must have done before the slot may be overwritten
+    needed: int  # the release that all ranks must have done before the slots may be overwritten
 
 
 def aligned(size_bytes: int) -> int:
-    """The bytes that a tensor takes in a slot."""
+    """The bytes that a tensor takes in the memory."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def offsets_in(offset: int, sizes: Sequence[int]) -> list[int]:
-    """Where tensors of these bytes lie in a slot, one after the other."""
-    found = []
-    for size in sizes:
-        found.append(offset)
-        offset += aligned(size)
-    return found
-
-
 def gather(at: Places, turn: Turn, shards: Sequence[Piece]) -> Iterator[Command]:
-    """The shards of all ranks lie in this rank's slot, in order of rank."""
-    size = len(at.bases)
-    slots = offsets_in(turn.offset, [shard.bytes * size for shard in shards])
-    return _pushed(at, turn, [(shard.address, 0, shard.bytes, slot) for shard, slot in zip(shards, slots, strict=True)])
+    """The shards of all ranks lie in this rank's slots, in order of rank. A shard of its own may lie there already."""
+    sources = [_Source(shard.address, 0, shard.bytes, slot) for shard, slot in zip(shards, turn.slots, strict=True)]
+    yield from _begin(at, turn)
+    for address, _, part, slot in sources:
+        own = at.bases[at.rank] + slot + at.rank * part
+        if address != own:
+            yield Copy(own, address, part, own=True)
+    yield from _pushed(at, turn, sources, lambda peer: at.rank)
 
 
 def exchange(at: Places, turn: Turn, tensors: Sequence[Piece]) -> Iterator[Command]:
-    """Part r of each tensor goes to rank r; the parts for this rank lie in its slot in order of rank."""
-    parts = [tensor.bytes // len(at.bases) for tensor in tensors]
-    slots = offsets_in(turn.offset, [tensor.bytes for tensor in tensors])
-    given = zip(tensors, parts, slots, strict=True)
-    return _pushed(at, turn, [(tensor.address, part, part, slot) for tensor, part, slot in given])
-
-
-def _pushed(at: Places, turn: Turn, sources: Sequence[tuple[int, int, int, int]]) -> Iterator[Command]:
-    """sources: (address, bytes from one rank's part to the next one's, bytes of a part, offset of the slot)."""
+    """Part r of each tensor goes to rank r; the parts for this rank lie in its slots in order of rank."""
+    sources = _parts(at, turn, tensors)
     yield from _begin(at, turn)
-    for peer in (at.rank, *at.peers):
-        for address, step, part, slot in sources:
-            yield Copy(at.bases[peer] + slot + at.rank * part, address + peer * step, part, peer == at.rank)
-        if peer != at.rank:
-            yield Post(at.sent(peer, at.rank), turn.number)
+    for address, step, part, slot in sources:
+        yield Copy(at.bases[at.rank] + slot + at.rank * part, address + at.rank * step, part, own=True)
+    yield from _pushed(at, turn, sources, lambda peer: at.rank)
+
+
+def exchange_with_others(at: Places, turn: Turn, tensors: Sequence[Piece]) -> Iterator[Command]:
+    """As `exchange`, but this rank's part for itself stays where it is: only the others' lie in its slots."""
+    yield from _begin(at, turn)
+    yield from _pushed(at, turn, _parts(at, turn, tensors), lambda peer: at.rank - (at.rank > peer))
+
+
+class _Source(NamedTuple):
+    """What a rank sends of one tensor: the part for rank r lies r steps behind the address."""
+
+    address: int
+    step: int
+    bytes: int  # of a part
+    slot: int  # offset
+
+
+def _parts(at: Places, turn: Turn, tensors: Sequence[Piece]) -> list[_Source]:
+    sizes = [tensor.bytes // len(at.bases) for tensor in tensors]
+    given = zip(tensors, sizes, turn.slots, strict=True)
+    return [_Source(tensor.address, part, part, slot) for tensor, part, slot in given]
+
+
+def _pushed(at: Places, turn: Turn, sources: Sequence[_Source], place: Callable[[int], int]) -> Iterator[Command]:
+    """place: how many parts lie in front of this rank's in the slot of a peer."""
+    yield from _sent(at, turn, sources, place)
     for peer in at.peers:
         yield Until(at.sent(at.rank, peer), turn.number, peer, "sent its part")
+
+
+def _sent(at: Places, turn: Turn, sources: Sequence[_Source], place: Callable[[int], int]) -> Iterator[Command]:
+    for peer in at.peers:
+        for address, step, part, slot in sources:
+            yield Copy(at.bases[peer] + slot + place(peer) * part, address + peer * step, part)
+        yield Post(at.sent(peer, at.rank), turn.number)
 
 
 def exchange_taken_out(at: Places, turn: Turn, tensors: Sequence[Piece], results: Sequence[int]) -> Iterator[Command]:
-    """As `exchange`, and the parts for this rank end at `results`, outside of the slot."""
+    """As `exchange`, and the parts for this rank end at `results`, outside of the slots."""
+    sources = _parts(at, turn, tensors)
     yield from _begin(at, turn)
-    parts = [tensor.bytes // len(at.bases) for tensor in tensors]
-    given = list(zip(tensors, parts, offsets_in(turn.offset, [each.bytes for each in tensors]), results, strict=True))
-    for tensor, part, _, result in given:
-        yield Copy(result + at.rank * part, tensor.address + at.rank * part, part, own=True)
-    for peer in at.peers:
-        for tensor, part, slot, _ in given:
-            yield Copy(at.bases[peer] + slot + at.rank * part, tensor.address + peer * part, part)
-        yield Post(at.sent(peer, at.rank), turn.number)
+    for (address, step, part, _), result in zip(sources, results, strict=True):
+        yield Copy(result + at.rank * part, address + at.rank * step, part, own=True)
+    yield from _sent(at, turn, sources, lambda peer: at.rank)
     for peer in at.peers:
         yield Until(at.sent(at.rank, peer), turn.number, peer, "sent its part")
-        for _, part, slot, result in given:
+        for (_, _, part, slot), result in zip(sources, results, strict=True):
             yield Copy(result + peer * part, at.bases[at.rank] + slot + peer * part, part)
 
 
 def pulled_gather(at: Places, turn: Turn, shards: Sequence[Piece], results: Sequence[int]) -> Iterator[Command]:
-    """`results` are the addresses, outside of the slot, that the shards of all ranks go to, in order of rank."""
+    """`results` are the addresses, outside of the slots, that the shards of all ranks go to, in order of rank.
+
+    It is done when the peers have fetched this rank's shard, too: then its slot may be written by whoever comes next.
+    """
     yield from _begin(at, turn)
-    slots = offsets_in(turn.offset, [shard.bytes for shard in shards])
     for shard, result in zip(shards, results, strict=True):
         yield Copy(result + at.rank * shard.bytes, shard.address, shard.bytes, own=True)
-    for shard, slot in zip(shards, slots, strict=True):
+    for shard, slot in zip(shards, turn.slots, strict=True):
         yield Copy(at.bases[at.rank] + slot, shard.address, shard.bytes)
     for peer in at.peers:
         yield Post(at.sent(peer, at.rank), turn.number)
     for peer in at.peers:
         yield Until(at.sent(at.rank, peer), turn.number, peer, "sent its shard")
-        for shard, slot, result in zip(shards, slots, results, strict=True):
+        for shard, slot, result in zip(shards, turn.slots, results, strict=True):
             yield Copy(result + peer * shard.bytes, at.bases[peer] + slot, shard.bytes)
+        yield Post(at.fetched(peer, at.rank), turn.number)
+    for peer in at.peers:
+        yield Until(at.fetched(at.rank, peer), turn.number, peer, "fetched this rank's shard")
 
 
 def _begin(at: Places, turn: Turn) -> Iterator[Command]:

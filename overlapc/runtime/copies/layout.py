@@ -2,10 +2,11 @@
 
     start a; start b; release b; start c   ->   a at 0, b behind it, c where b was: needs all ranks to have let go of b
 
-Releases are numbered in the order of the program, like starts. A slot is taken at its start, and free for others when
-it is released, whatever else is still held. A rank tells its peers with every start which release it has done last, so
-no rank ever waits for what a peer does after that very start: no order of waits and releases within a graph can make
-ranks wait for each other in a circle.
+Every tensor has a slot of its own. It is taken at its collective's start, or before that by a kernel that writes this
+rank's part of it there, and free for others when it is released, whatever else is still held. Releases are numbered in
+the order of the program, like starts. A rank tells its peers with every start which release it has done last, so no
+rank ever waits for what a peer does after that very start: no order of waits and releases within a graph can make ranks
+wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -18,53 +19,78 @@ from overlapc.runtime.copies.commands import HEAD_BYTES, aligned
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one collective of a graph has its memory. `settled` and `needed` are releases of the graph, from 0; -1
-    stands for all those before this run of the graph."""
+    """Where one tensor has its memory."""
 
     offset: int
     bytes: int
-    settled: int
-    needed: int
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """A start (`bytes` of slot that it takes) or a release of collective `index`, in the order of the program."""
+class Begin:
+    """What the start of one collective says and waits for. `settled` and `needed` are releases of the graph, from 0;
+    -1 stands for all those before this run of the graph."""
 
-    index: int
-    bytes: int | None = None  # None: a release
+    tensors: tuple[int, ...]  # that it brings
+    settled: int  # the last release that this rank has done
+    needed: int  # the release that all ranks must have done before its slots may be overwritten
 
-    @property
-    def is_start(self) -> bool:
-        return self.bytes is not None
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """The slot of a tensor begins to be used."""
+
+    tensor: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A collective that brings tensors whose slots are taken begins."""
+
+    tensors: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Nothing launched from here on reads a tensor's slot."""
+
+    tensor: int
+
+
+Event = Take | Start | Release
+"""What a program does, in its order; tensors are numbered in the order of the starts that bring them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The slots of a graph's collectives, the same on all ranks. released: collectives in order of their release."""
+    """The slots of a graph's tensors, the same on all ranks. released: tensors in the order of their releases."""
 
     slots: tuple[Slot, ...]
+    begins: tuple[Begin, ...]
     released: tuple[int, ...]
     bytes: int  # of the whole memory with its head
 
 
 def place(events: Sequence[Event]) -> Layout:
-    """A layout for these starts and releases."""
-    slots: list[Slot] = []
-    released: dict[int, int] = {}  # collective -> the number of its release
+    """A layout for these events."""
+    slots: dict[int, Slot] = {}
+    needed: dict[int, int] = {}
+    begins: list[Begin] = []
+    released: dict[int, int] = {}  # tensor -> the number of its release
     end = HEAD_BYTES
     for event in events:
-        if event.bytes is None:
-            released[event.index] = len(released)
-            continue
-        assert event.index == len(slots), "starts are numbered in their order"
-        size = aligned(event.bytes)
-        held = sorted((slot.offset, slot.offset + slot.bytes) for at, slot in enumerate(slots) if at not in released)
-        offset = _first_gap(held, size)
-        needed = max((released[at] for at, slot in enumerate(slots) if _overlap(slot, offset, size)), default=-1)
-        slots.append(Slot(offset, size, len(released) - 1, needed))
-        end = max(end, offset + size)
-    return Layout(tuple(slots), tuple(released), end)
+        if isinstance(event, Release):
+            released[event.tensor] = len(released)
+        elif isinstance(event, Start):
+            begins.append(Begin(event.tensors, len(released) - 1, max(needed[tensor] for tensor in event.tensors)))
+        else:
+            size = aligned(event.bytes)
+            held = sorted((used.offset, used.offset + used.bytes) for at, used in slots.items() if at not in released)
+            slot = Slot(_first_gap(held, size), size)
+            over = (released[at] for at, other in slots.items() if _overlap(other, slot))
+            slots[event.tensor], needed[event.tensor] = slot, max(over, default=-1)
+            end = max(end, slot.offset + size)
+    return Layout(tuple(slots[tensor] for tensor in sorted(slots)), tuple(begins), tuple(released), end)
 
 
 def _first_gap(held: Sequence[tuple[int, int]], size: int) -> int:
@@ -77,34 +103,47 @@ def _first_gap(held: Sequence[tuple[int, int]], size: int) -> int:
     return offset
 
 
-def _overlap(slot: Slot, offset: int, size: int) -> bool:
-    return slot.offset < offset + size and offset < slot.offset + slot.bytes
+def _overlap(one: Slot, other: Slot) -> bool:
+    return one.offset < other.offset + other.bytes and other.offset < one.offset + one.bytes
 
 
 def check(events: Sequence[Event], layout: Layout) -> str | None:
     """The first rule that a program breaks in a layout, in words; None if it breaks none. Written without looking at
     `place`, which may have made it for another program of the same collectives: that of ranks with other batches."""
     slots, open_slots, closed = layout.slots, dict[int, Slot](), set[int]()
-    if sorted(layout.released) != list(range(len(slots))) or sum(event.is_start for event in events) != len(slots):
+    starts = [event.tensors for event in events if isinstance(event, Start)]
+    takes = sorted(event.tensor for event in events if isinstance(event, Take))
+    if starts != [begin.tensors for begin in layout.begins] or takes != sorted(layout.released):
         return "it is of other collectives"
+    begins = iter(layout.begins)
     for event in events:
-        if event.bytes is None:
-            open_slots.pop(event.index, None)
-            closed.add(event.index)
-            continue
-        slot = slots[event.index]
-        if slot.offset < HEAD_BYTES or slot.offset + event.bytes > layout.bytes or event.bytes > slot.bytes:
-            return f"collective {event.index} has no room"
-        for index, other in open_slots.items():
-            if _overlap(other, slot.offset, slot.bytes):
-                return f"collective {event.index} lies on {index}, which is still read"
-        for index in layout.released[: slot.settled + 1]:
-            if index not in closed:
-                return f"collective {event.index} says that {index} is released, which comes later"
-        for index in layout.released[slot.needed + 1 :]:
-            if index < event.index and _overlap(slots[index], slot.offset, slot.bytes):
-                return f"collective {event.index} does not wait until all ranks are done with {index}, where it lies"
-        if slot.needed > slot.settled:
-            return f"collective {event.index} waits for release {slot.needed}, which ranks have not done by then"
-        open_slots[event.index] = slot
+        if isinstance(event, Release):
+            open_slots.pop(event.tensor, None)
+            closed.add(event.tensor)
+        elif isinstance(event, Take):
+            slot = slots[event.tensor]
+            if slot.offset < HEAD_BYTES or slot.offset + event.bytes > layout.bytes or event.bytes > slot.bytes:
+                return f"tensor {event.tensor} has no room"
+            for tensor, other in open_slots.items():
+                if _overlap(other, slot):
+                    return f"tensor {event.tensor} lies on {tensor}, which is still read"
+            open_slots[event.tensor] = slot
+        else:
+            broken = _broken_begin(event, next(begins), layout, closed)
+            if broken is not None:
+                return broken
+    return None
+
+
+def _broken_begin(event: Start, begin: Begin, layout: Layout, closed: set[int]) -> str | None:
+    """The rule that a start breaks when the tensors `closed` are released."""
+    if begin.needed > begin.settled:
+        return f"{event} waits for release {begin.needed}, which ranks have not done by then"
+    for tensor in layout.released[: begin.settled + 1]:
+        if tensor not in closed:
+            return f"{event} says that {tensor} is released, which comes later"
+    for other in layout.released[begin.needed + 1 :]:
+        for tensor in event.tensors:
+            if other in closed and _overlap(layout.slots[other], layout.slots[tensor]):
+                return f"{event} does not wait until all ranks are done with {other}, where {tensor} lies"
     return None

@@ -11,7 +11,7 @@ import math
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from overlapc.errors import CompileError, NoSharedMemory, OverlapcError, PeerLost
 from overlapc.runtime.copies import commands
 from overlapc.runtime.copies.commands import Piece, Turn
-from overlapc.runtime.copies.layout import Slot
+from overlapc.runtime.copies.layout import Layout
 from overlapc.runtime.copies.memory import Memory, Offer, offer
 from overlapc.runtime.copies.queues import Queue, queue_on
 
@@ -45,6 +45,7 @@ class Pool:
         self.held = 0  # collectives whose memory is in use by a graph that runs
         self.failed = False  # such a graph did not get to its end: ranks may have started different collectives
         self.memory: Memory | None = None
+        self.views: weakref.WeakKeyDictionary[GraphCopies, _Views] = weakref.WeakKeyDictionary()  # of this memory
         self.token = ""  # of the memory: equal on all ranks that mapped each other's
         self.queue: Queue = queue_on(device, f"@{name}", lambda rank: f"rank {ranks[rank]}", timeout_s)
         weakref.finalize(self, self.queue.close).atexit = False  # which would wait for peers that may be gone
@@ -57,6 +58,7 @@ class Pool:
     def replaced(self, memory: Memory, token: str) -> None:
         """The pool on new memory, whose flags are at 0. Nothing may be in flight on any rank."""
         self.memory, self.token = memory, token
+        self.views.clear()
         self.number = self.released = 0
         self.failed = False
 
@@ -184,61 +186,111 @@ class Form(Enum):
 
     GATHERED = "gathered"  # shards of all, pushed into the pool
     EXCHANGED = "exchanged"  # each rank's parts, pushed into the pool
+    FROM_OTHERS = "from others"  # the same without this rank's own part, which is read where it lies
     PULLED = "pulled"  # shards of all, in memory that may outlive the graph
     TAKEN_OUT = "taken out"  # each rank's parts, in memory that may outlive the graph
 
     @property
     def in_pool(self) -> bool:
         """Whether results lie in the pool until they are released."""
-        return self in (Form.GATHERED, Form.EXCHANGED)
+        return self not in (Form.PULLED, Form.TAKEN_OUT)
+
+
+_PUSHED = {
+    Form.GATHERED: commands.gather,
+    Form.EXCHANGED: commands.exchange,
+    Form.FROM_OTHERS: commands.exchange_with_others,
+}
+
+
+@dataclass
+class _Views:
+    """Tensors of a graph in a pool's memory."""
+
+    results: dict[int, list[Tensor]] = field(default_factory=dict)  # by collective
+    shards: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by collective and which of its tensors
 
 
 class GraphCopies:
     """A graph's collectives on one pool, as its generated code starts, waits for and releases them by their index."""
 
-    def __init__(self, pool: Pool, slots: Sequence[Slot], forms: Sequence[Form]) -> None:
+    def __init__(self, pool: Pool, layout: Layout, forms: Sequence[Form]) -> None:
         self.pool = pool
-        self.slots = tuple(slots)
+        self.layout = layout
         self.forms = tuple(forms)
         self._base = 0  # the number of the first collective of the present run
         self._released = 0  # and of its first release
+        self._ahead: set[int] = set()  # collectives to come, for which something lies in the pool already
         self._flying: dict[int, tuple[Any, Sequence[Tensor]]] = {}
+        self._done = len(forms)  # collectives of the present run whose memory is free again
+
+    def shard(self, index: int, at: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for this rank's shard of the `at`-th tensor that collective `index` will gather: in its slot."""
+        self._begin()
+        if index not in self._ahead:
+            self._ahead.add(index)
+            self.pool.held += 1
+        views = self._lying()
+        found = views.shards.get((index, at))
+        if found is None:
+            slot = self.layout.slots[self.layout.begins[index].tensors[at]]
+            part_bytes = math.prod(size) * dtype.itemsize
+            there = self._there(slot.offset + self.pool.rank * part_bytes, part_bytes, dtype)
+            found = views.shards[index, at] = there.as_strided(size, stride)
+        return found
 
     def start(self, index: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Puts one in flight; its results may be read after `wait` and, in the pool, until `release`. PeerLost if a run
         of a graph on this pool failed since it was opened, OverlapcError while another graph runs on it."""
         pool = self.pool
         assert pool.memory is not None
-        if index == 0:
-            self._begin()
-        slot, form = self.slots[index], self.forms[index]
-        turn = Turn(self._base + index, slot.offset, self._released + slot.settled, self._released + slot.needed)
+        self._begin()
+        begin, form = self.layout.begins[index], self.forms[index]
+        slots = tuple(self.layout.slots[tensor].offset for tensor in begin.tensors)
+        turn = Turn(self._base + index, slots, self._released + begin.settled, self._released + begin.needed)
         given = [tensor.contiguous() for tensor in tensors]
         pieces = [Piece(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in given]
         at = pool.memory.places
-        if form is Form.PULLED:
-            results = [tensor.new_empty(_gathered(tensor, len(at.bases))) for tensor in given]
-            todo = commands.pulled_gather(at, turn, pieces, [result.data_ptr() for result in results])
-        elif form is Form.TAKEN_OUT:
-            results = [torch.empty_like(tensor) for tensor in given]
-            todo = commands.exchange_taken_out(at, turn, pieces, [result.data_ptr() for result in results])
+        if form.in_pool:
+            results = self._lying().results.get(index) or self._made(index, slots, given)
+            todo = _PUSHED[form](at, turn, pieces)
         else:
-            shapes = [_gathered(each, len(at.bases)) if form is Form.GATHERED else each.shape for each in given]
-            sizes = [math.prod(shape) * each.element_size() for shape, each in zip(shapes, given, strict=True)]
-            results = [
-                pool.memory.own[offset : offset + size].view(tensor.dtype).view(shape)
-                for tensor, offset, size, shape in zip(
-                    given, commands.offsets_in(slot.offset, sizes), sizes, shapes, strict=True
-                )
-            ]
-            todo = (commands.gather if form is Form.GATHERED else commands.exchange)(at, turn, pieces)
+            results = [tensor.new_empty(_brought(form, tensor, len(at.bases))) for tensor in given]
+            run = commands.pulled_gather if form is Form.PULLED else commands.exchange_taken_out
+            todo = run(at, turn, pieces, [result.data_ptr() for result in results])
         # What is read and written must not be given back before.
         self._flying[index] = pool.queue.run(todo), (*given, *results)
-        pool.held += 1
+        if index in self._ahead:
+            self._ahead.discard(index)
+        else:
+            pool.held += 1
         return results
 
+    def _lying(self) -> _Views:
+        """What was made of the pool's present memory: sizes are static, so that every run reads and writes the same."""
+        found = self.pool.views.get(self)
+        if found is None:
+            found = self.pool.views[self] = _Views()
+        return found
+
+    def _made(self, index: int, slots: Sequence[int], given: Sequence[Tensor]) -> list[Tensor]:
+        results = []
+        for slot, tensor in zip(slots, given, strict=True):
+            shape = _brought(self.forms[index], tensor, len(self.pool.ranks))
+            results.append(self._there(slot, math.prod(shape) * tensor.element_size(), tensor.dtype).view(shape))
+        self._lying().results[index] = results
+        return results
+
+    def _there(self, offset: int, size_bytes: int, dtype: torch.dtype) -> Tensor:
+        """A piece of this rank's memory."""
+        assert self.pool.memory is not None
+        return self.pool.memory.own[offset : offset + size_bytes].view(dtype)
+
     def _begin(self) -> None:
-        """A run of the graph, whose numbers follow those of the run before on this pool, of whatever graph."""
+        """A run of the graph, if none goes on: its numbers follow those of the run before on this pool, of whatever
+        graph."""
+        if self._done < len(self.forms):
+            return
         pool = self.pool
         if pool.failed:
             raise PeerLost(
@@ -250,9 +302,10 @@ class GraphCopies:
                 f"@{pool.name}: two compiled graphs run at once whose collectives of one process group go by copies"
                 '\nhint: give one of them a process group of its own, or options={"transport": "nccl"}'
             )
+        self._done = 0
         self._base, self._released = pool.number + 1, pool.released + 1
-        pool.number += len(self.slots)
-        pool.released += len(self.slots)  # each is released once
+        pool.number += len(self.layout.begins)
+        pool.released += len(self.layout.slots)  # each is released once
 
     def wait(self, index: int) -> None:
         """Blocks compute until the results are there."""
@@ -260,24 +313,31 @@ class GraphCopies:
         self.pool.queue.wait(done)
         del self._flying[index]
         if not self.forms[index].in_pool:
-            self.pool.held -= 1
+            self.release(index)
 
     def finish(self, index: int) -> Any:
         """Ends collective `index` without reading its results; gives what the queue's `wait` takes."""
         done, _ = self._flying.pop(index)
-        self.pool.held -= 1
+        self.release(index)
         return done
 
     def release(self, index: int) -> None:
-        """Nothing launched from now on reads the results of one in the pool."""
+        """Nothing launched from now on reads what one has in the pool."""
         self.pool.held -= 1
+        self._done += 1
 
     def failed(self) -> None:
         """The run ends with an exception."""
         self.pool.failed = self.pool.failed or self.pool.held > 0
         self.pool.held = 0
+        self._done = len(self.forms)
         self._flying.clear()
+        self._ahead.clear()
 
 
-def _gathered(tensor: Tensor, ranks: int) -> tuple[int, ...]:
-    return (ranks * tensor.shape[0], *tensor.shape[1:]) if tensor.dim() else (ranks,)
+def _brought(form: Form, tensor: Tensor, ranks: int) -> tuple[int, ...]:
+    """The shape of what a collective brings for a tensor that is given."""
+    if form in (Form.GATHERED, Form.PULLED):
+        return (ranks * tensor.shape[0], *tensor.shape[1:]) if tensor.dim() else (ranks,)
+    rows = tensor.shape[0] // ranks * (ranks - 1) if form is Form.FROM_OTHERS else tensor.shape[0]
+    return (rows, *tensor.shape[1:])

@@ -1,55 +1,74 @@
 """Slots: reused as soon as every rank has let go, never before. Each rule of `check` is broken once, and is noticed."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from overlapc.runtime.copies.commands import HEAD_BYTES
-from overlapc.runtime.copies.layout import Event, Slot, check, place
+from overlapc.runtime.copies.layout import Event, Release, Start, Take, check, place
 
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[Event]:
-    """Starts and releases in any order that a program may have."""
+    """Slots taken ahead or at a start, and released, in any order that a program may have."""
     events: list[Event] = []
+    bring = [draw(st.integers(1, 3)) for _ in range(draw(st.integers(1, 8)))]
+    tensors = [tuple(range(sum(bring[:at]), sum(bring[: at + 1]))) for at in range(len(bring))]
+    untaken = {tensor for each in tensors for tensor in each}
     open_: list[int] = []
-    count = draw(st.integers(1, 12))
-    started = 0
-    while started < count or open_:
-        if open_ and (started == count or draw(st.booleans())):
-            events.append(Event(open_.pop(draw(st.integers(0, len(open_) - 1)))))
-        else:
-            events.append(Event(started, draw(st.integers(1, 5000))))
-            open_.append(started)
-            started += 1
+
+    def take(tensor: int) -> None:
+        untaken.discard(tensor)
+        events.append(Take(tensor, draw(st.integers(1, 5000))))
+
+    while tensors or open_:
+        what = draw(st.sampled_from(("ahead", "start", "release")))
+        if what == "ahead" and tensors and untaken:
+            take(draw(st.sampled_from(sorted(untaken))))
+        elif open_ and (what == "release" or not tensors):
+            events.append(Release(open_.pop(draw(st.integers(0, len(open_) - 1)))))
+        elif tensors:
+            for tensor in tensors[0]:
+                if tensor in untaken:
+                    take(tensor)
+            events.append(Start(tensors[0]))
+            open_ += tensors.pop(0)
     return events
 
 
 @given(programs())
 def test_every_layout_keeps_the_rules(events):
     layout = place(events)
-    slots, size = layout.slots, layout.bytes
     assert check(events, layout) is None
-    assert size == max(slot.offset + slot.bytes for slot in slots)
+    assert layout.bytes == max(slot.offset + slot.bytes for slot in layout.slots)
+
+
+def a_start(tensor: int, size_bytes: int) -> list[Event]:
+    return [Take(tensor, size_bytes), Start((tensor,))]
 
 
 def test_a_slot_is_used_again_when_it_is_released():
-    a, b, c = Event(0, 1024), Event(1, 512), Event(2, 1024)
-    layout = place([a, b, Event(0), c, Event(1), Event(2)])
-    slots, size = layout.slots, layout.bytes
-    assert [slot.offset - HEAD_BYTES for slot in slots] == [0, 1024, 0]
-    assert (slots[2].settled, slots[2].needed) == (0, 0)
-    assert size == HEAD_BYTES + 1536
+    a, b, c = a_start(0, 1024), a_start(1, 512), a_start(2, 1024)
+    layout = place([*a, *b, Release(0), *c, Release(1), Release(2)])
+    assert [slot.offset - HEAD_BYTES for slot in layout.slots] == [0, 1024, 0]
+    assert (layout.begins[2].settled, layout.begins[2].needed) == (0, 0)
+    assert layout.bytes == HEAD_BYTES + 1536
     # What is still held does not keep what came after it.
-    layout = place([a, b, Event(1), Event(2, 512), Event(0), Event(2)])
-    slots, size = layout.slots, layout.bytes
-    assert [slot.offset - HEAD_BYTES for slot in slots] == [0, 1024, 1024]
-    assert size == HEAD_BYTES + 1536
+    layout = place([*a, *b, Release(1), *a_start(2, 512), Release(0), Release(2)])
+    assert [slot.offset - HEAD_BYTES for slot in layout.slots] == [0, 1024, 1024]
+    assert layout.bytes == HEAD_BYTES + 1536
 
 
-EVENTS = [Event(0, 1024), Event(1, 512), Event(0), Event(2, 1024), Event(1), Event(2)]
+def test_a_slot_may_be_taken_before_its_start_which_says_what_was_released_since():
+    layout = place([*a_start(0, 1024), Take(1, 512), Release(0), Take(2, 512), Start((1, 2)), Release(2), Release(1)])
+    assert [slot.offset - HEAD_BYTES for slot in layout.slots] == [0, 1024, 0]
+    assert (layout.begins[1].settled, layout.begins[1].needed) == (0, 0)
+
+
+EVENTS = [*a_start(0, 1024), *a_start(1, 512), Release(0), *a_start(2, 1024), Release(1), Release(2)]
 
 
 @pytest.mark.parametrize(
@@ -61,23 +80,27 @@ EVENTS = [Event(0, 1024), Event(1, 512), Event(0), Event(2, 1024), Event(1), Eve
         (2, {"needed": -1}, "does not wait until all ranks are done with 0"),
         (2, {"needed": 1}, "waits for release 1, which ranks have not done"),
         (2, {"settled": 1, "needed": 0}, "says that 1 is released, which comes later"),
+        (2, {"tensors": (1,)}, "other collectives"),
     ],
 )
-def test_a_broken_rule_is_noticed(index: int, change: dict[str, int], broken: str):
+def test_a_broken_rule_is_noticed(index: int, change: dict[str, Any], broken: str):
     layout = place(EVENTS)
-    slots: list[Slot] = list(layout.slots)
+    slots, begins = list(layout.slots), list(layout.begins)
     assert check(EVENTS, layout) is None
-    slots[index] = replace(slots[index], **change)
-    assert broken in (check(EVENTS, replace(layout, slots=tuple(slots))) or "")
+    if {"offset", "bytes"} & change.keys():
+        slots[index] = replace(slots[index], **change)
+    else:
+        begins[index] = replace(begins[index], **change)
+    assert broken in (check(EVENTS, replace(layout, slots=tuple(slots), begins=tuple(begins))) or "")
 
 
 @pytest.mark.parametrize(
     ("events", "broken"),
     [
-        ([Event(0, 1024), Event(1, 512), Event(1), Event(0), Event(2, 1024), Event(2)], None),
-        ([Event(0, 1024), Event(1, 512), Event(1), Event(2, 1024), Event(0), Event(2)], "lies on 0"),
-        ([Event(0, 1024), Event(1, 512), Event(0), Event(2, 2048), Event(1), Event(2)], "has no room"),
-        ([*EVENTS[:2], Event(0), Event(1)], "other collectives"),
+        ([*EVENTS[:4], Release(1), Release(0), *a_start(2, 1024), Release(2)], None),
+        ([*EVENTS[:4], Release(1), *a_start(2, 1024), Release(0), Release(2)], "lies on 0"),
+        ([*EVENTS[:4], Release(0), *a_start(2, 2048), Release(1), Release(2)], "has no room"),
+        ([*EVENTS[:4], Release(0), Release(1)], "other collectives"),
     ],
 )
 def test_another_program_may_go_by_a_layout_if_it_lets_go_as_early(events: list[Event], broken: str | None):

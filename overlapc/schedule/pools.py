@@ -1,0 +1,65 @@
+"""What of a schedule lies in memory that ranks share: tensors that copies bring, and what kernels write there for them.
+
+    c = kernel(p); a = all_gather(c) @dp via copy; w = wait(a); y = kernel(w)
+
+`a` lies in the pool of @dp, from where it is read, and so does `c`, which is this rank's part of it: the kernel writes
+it there. What outlives the graph does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from overlapc.schedule.collectives import COPY
+from overlapc.schedule.model import Kind, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """By name of storage."""
+
+    brought: Mapping[str, str]  # what a start brings -> the start
+    shards: Mapping[str, str]  # what a kernel writes -> what is gathered, in which this is this rank's part
+
+
+def pooled(schedule: Schedule) -> Pooled:
+    """Does not depend on the order of nodes; kept with the schedule."""
+    base = schedule.moved_from
+    return schedule.fact("pooled", lambda: _pooled(schedule) if base is None else pooled(base))
+
+
+def _pooled(schedule: Schedule) -> Pooled:
+    starts = [node for node in schedule.starts() if node.comm is not None and node.comm.via == COPY]
+    if not starts:
+        return Pooled({}, {})
+    outlives = {schedule.root(name) for name in schedule.outputs}
+    waited = {schedule.nodes[start].name for start in schedule.started.values()}
+    brought: dict[str, str] = {}
+    pairs: list[tuple[str, str]] = []
+    for start in starts:
+        roots = [schedule.root(name) for name in start.writes]
+        if start.name not in waited or not outlives.isdisjoint(roots):
+            continue
+        brought.update((root, start.name) for root in roots)
+        if start.comm is not None and start.comm.collective == "all_gather" and len(start.reads) == len(roots):
+            pairs += zip(start.reads, roots, strict=True)
+    made, readers = _made_by_kernels(schedule), _readers(schedule)
+    shards = {shard: root for shard, root in pairs if shard in made - outlives and readers.get(shard) == 1}
+    return Pooled(brought, shards)
+
+
+def _made_by_kernels(schedule: Schedule) -> set[str]:
+    """Storages that a generated kernel writes and that have one name only."""
+    aliased = {schedule.root(name) for name, buffer in schedule.buffers.items() if buffer.alias_of is not None}
+    kernels = (node for node in schedule.nodes if node.kind is Kind.KERNEL)
+    return {name for node in kernels for name in node.writes if schedule.root(name) == name} - aliased
+
+
+def _readers(schedule: Schedule) -> dict[str, int]:
+    """How many nodes read each name."""
+    found: dict[str, int] = {}
+    for node in schedule.nodes:
+        for name in node.reads:
+            found[name] = found.get(name, 0) + 1
+    return found
