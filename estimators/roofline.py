@@ -45,7 +45,7 @@ class Roofline:
     def _flops_per_s(self, node: Node, work: Work) -> float | None:
         profile = self.profile
         if _is_generated(node):
-            # Generated kernels run on the vector units, whatever dtype they load and store; products do not.
+            # Generated loops run on the vector units, whatever dtype they load and store; products, attention do not.
             return profile.flops_per_s.get("vector") or profile.rate(work.dtype)
         return profile.curve_rate(_calls_like(node), work.dtype, work.flops) or profile.rate(work.dtype)
 
@@ -68,7 +68,7 @@ def curve_of(node: Node, profile: DeviceProfile) -> tuple[str, int] | None:
 
 
 def _is_generated(node: Node) -> bool:
-    return node.kind is Kind.KERNEL and node.op != "product"
+    return node.kind is Kind.KERNEL and node.op == "kernel"
 
 
 def _calls_like(node: Node) -> str:

@@ -39,10 +39,12 @@ from overlapc.codegen.program import (
 from overlapc.ir.body import Body
 from overlapc.ir.hazards import overwrites_in_place
 from overlapc.ir.ops import (
+    Attention,
     Combo,
     Extern,
     Handle,
     IROp,
+    Kernel,
     Layout,
     Loops,
     LoweredGraph,
@@ -111,7 +113,7 @@ class _Builder:
         for at, (node, frees) in enumerate(zip(self.schedule.nodes, profile.frees, strict=True)):
             op: IROp = node.payload
             dying = {self.graph.root(name) for name in frees}
-            if isinstance(op, Loops | Combo):
+            if isinstance(op, Kernel):
                 self._launch(op, dying)
             elif isinstance(op, Wait):
                 # A bucket arrives as one: who waits for a part has waited for all. Each wait costs the device a gap.
@@ -204,7 +206,9 @@ class _Builder:
         found: set[str] = set()
         for node in self.schedule.nodes:
             op: IROp = node.payload
-            if isinstance(op, Loops | Combo):
+            if isinstance(op, Attention):
+                found |= {view.buffer for view in op.given}
+            elif isinstance(op, Loops | Combo):
                 found |= {load.buffer for part in loops_of(op) for load in part.body.loads()}
                 found |= {view.buffer for view in op.mutates}
             else:
@@ -229,11 +233,14 @@ class _Builder:
 
     # --- ops
 
-    def _launch(self, op: Loops | Combo, dying: set[str]) -> None:
+    def _launch(self, op: Kernel, dying: set[str]) -> None:
         parts = loops_of(op)
         readers = Counter(root for part in parts for root in {self.graph.root(name) for name in buffers_read(part)})
         shared = {root for root in dying if readers[root] > 1}  # parts run side by side: none may overwrite these
-        self._settle([self._home(view, part, dying, shared) for part in parts for view in part.outputs])
+        if isinstance(op, Attention):
+            self._settle([self._new_home(view) for view in op.outputs])
+        else:
+            self._settle([self._home(view, part, dying, shared) for part in parts for view in part.outputs])
         kernel = self.kernels[op.name]
         roots = [self._variable(name) for name in kernel.buffers]
         self.instructions.append(Launch(kernel, op, tuple(self.taken.get(root, root) for root in roots)))
@@ -262,6 +269,12 @@ class _Builder:
                 self.donated.discard(root)
                 return Reuse(view.buffer, root, view.layout)
         return Allocate(view.buffer, view.layout)
+
+    def _new_home(self, view: View) -> Home:
+        """Memory for what is written while arguments are still read: what was freed just now, or new."""
+        self.planned.add(view.buffer)
+        self.layouts[view.buffer] = view.layout
+        return self._spare(view) or Allocate(view.buffer, view.layout)
 
     def _may_become(self, root: str, view: View, body: Body) -> bool:
         """Whether `body` may write `view` in the memory of `root`."""
@@ -293,10 +306,7 @@ class _Builder:
     def _call(self, op: Extern, starts: bool) -> None:
         homes: list[Home] = []
         if op.out and isinstance(op.result, View):
-            view = op.result
-            self.planned.add(view.buffer)
-            self.layouts[view.buffer] = view.layout
-            homes.append(self._spare(view) or Allocate(view.buffer, view.layout))
+            homes.append(self._new_home(op.result))
         self._settle(homes)
         given = {view.buffer for view in op.mutates} | {leaf.buffer for leaf in named_in(op.arguments)}
         results = [(leaf, path) for leaf, path in _paths(op.result, ()) if leaf.buffer not in given]

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import sympy
 
@@ -18,6 +18,7 @@ from overlapc.errors import unknown_name
 
 if TYPE_CHECKING:
     from overlapc.ir.body import Body
+    from overlapc.ir.ops import Attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,32 @@ class Generator(Protocol):
 
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
         """Compiles what is not in the cache; returns a launcher per `KernelSource.name`. ToolchainError on failure."""
+
+
+@runtime_checkable
+class AttentionGenerator(Protocol):
+    """A generator that has kernels for attention, too."""
+
+    def refuse_attention(self, op: Attention) -> str | None:
+        """Why this attention cannot be generated, or None: then it is called as it stands."""
+
+    def attention(self, op: Attention, comment: str = "") -> KernelSource:
+        """Source of its kernel; it takes the buffers of `op.given` and of `op.outputs`."""
+
+
+def refuse_attention(op: Attention) -> str | None:
+    """Why no kernel for this attention is generated on its device, or None."""
+    generator = generator_for(op.device.type)
+    if not isinstance(generator, AttentionGenerator):
+        return f"no generated attention on {op.device.type}"
+    return generator.refuse_attention(op)
+
+
+def attention_source(op: Attention, comment: str) -> KernelSource:
+    """The kernel of an attention that is not refused."""
+    generator = generator_for(op.device.type)
+    assert isinstance(generator, AttentionGenerator), f"{op.device.type} has no generated attention"
+    return generator.attention(op, comment)
 
 
 _generators: dict[str, Generator] = {}

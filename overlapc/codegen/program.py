@@ -16,11 +16,10 @@ import torch
 
 from overlapc.codegen.kernel import KernelSource
 from overlapc.ir.ops import (
-    Combo,
     Extern,
     Handle,
+    Kernel,
     Layout,
-    Loops,
     View,
     Wait,
     buffers_written,
@@ -93,7 +92,7 @@ class NodeInstruction(Instruction):
 
     __slots__ = ()
 
-    op: Loops | Combo | Extern | Wait
+    op: Kernel | Extern | Wait
 
     @property
     def mark(self) -> tuple[str, int]:
@@ -311,7 +310,7 @@ class Launch(NodeInstruction):
     """A generated kernel on its arguments."""
 
     kernel: KernelSource
-    op: Loops | Combo
+    op: Kernel
     variables: tuple[str, ...]  # one per `kernel.buffers`
 
     @property

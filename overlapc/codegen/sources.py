@@ -10,7 +10,7 @@ from typing import Any
 from overlapc.codegen import kernel as codegen
 from overlapc.codegen.kernel import Alternative, KernelSource
 from overlapc.errors import CompileError
-from overlapc.ir.ops import Combo, Loops, LoweredGraph, loops_of
+from overlapc.ir.ops import Attention, Combo, Kernel, Loops, LoweredGraph, loops_of
 from overlapc.schedule.model import Schedule
 
 _LINES = 4  # of the user's code that a kernel's comment shows
@@ -26,11 +26,10 @@ def generate_kernels(
     sources = {}
     for node in schedule.nodes:
         op = node.payload
-        if not isinstance(op, Loops | Combo):
+        if not isinstance(op, Kernel):
             continue
-        generator = codegen.generator_for(op.device.type)
-        for part in loops_of(op):
-            reason = generator.refuse(part.body)
+        for part in (op,) if isinstance(op, Attention) else loops_of(op):
+            reason = _refused(part)
             if reason is not None:
                 raise CompileError(
                     f"cannot generate a kernel for {' '.join(part.origin.fx)}: {reason}\n   at {part.origin.source}\n"
@@ -44,10 +43,18 @@ def generate_kernels(
     return sources
 
 
-def source_of(op: Loops | Combo, graph: LoweredGraph) -> KernelSource:
+def _refused(op: Loops | Attention) -> str | None:
+    if isinstance(op, Attention):
+        return codegen.refuse_attention(op)
+    return codegen.generator_for(op.device.type).refuse(op.body)
+
+
+def source_of(op: Kernel, graph: LoweredGraph) -> KernelSource:
     """The kernel of `op` as heuristics would have it."""
-    generator = codegen.generator_for(op.device.type)
     comment = "\n".join((f"{' '.join(op.origin.fx)} | {op.origin.source}", *op.origin.lines[1:_LINES]))
+    if isinstance(op, Attention):
+        return codegen.attention_source(op, comment)
+    generator = codegen.generator_for(op.device.type)
     if isinstance(op, Combo):
         return generator.combine([part.body for part in op.parts], _hint(op), comment)
     return generator.generate(op.body, _hint(op), comment, graph.size_hints)
@@ -69,7 +76,7 @@ def kernels_of(sources: Mapping[str, KernelSource], schedule: Schedule) -> list[
     """(device type, source) of every kernel once, by first launch."""
     found: dict[str, tuple[str, KernelSource]] = {}
     for node in schedule.nodes:
-        if isinstance(node.payload, Loops | Combo):
+        if isinstance(node.payload, Kernel):
             source = sources[node.payload.name]
             found.setdefault(source.name, (node.payload.device.type, source))
     return list(found.values())

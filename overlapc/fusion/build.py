@@ -9,7 +9,7 @@ import torch
 
 from overlapc.fusion.deps import has_effect, mutated, output_buffers, reads_of
 from overlapc.fusion.work import work_of
-from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start, Wait, buffers_written, loops_of
+from overlapc.ir.ops import Attention, Combo, IROp, Loops, LoweredGraph, Start, Wait, buffers_written, loops_of
 from overlapc.schedule.model import COMPUTE, Buffer, Kind, Node, Origin, Schedule
 
 CUDA_BLOCK = 512  # bytes: torch's caching allocator gives out multiples of it, and counts them
@@ -88,6 +88,8 @@ def _node(op: IROp, graph: LoweredGraph, after: tuple[str, ...], position: Mappi
 def _kind(op: IROp) -> tuple[Kind, str, Any]:
     if isinstance(op, Loops | Combo):
         return Kind.KERNEL, "product" if any(part.body.dots() for part in loops_of(op)) else "kernel", None
+    if isinstance(op, Attention):
+        return Kind.KERNEL, "flex_attention_backward" if op.is_backward else "flex_attention", None
     if isinstance(op, Wait):
         return Kind.WAIT, "wait", None
     if isinstance(op, Start):

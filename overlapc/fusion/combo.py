@@ -18,7 +18,19 @@ from overlapc.fusion.merge import Refusal
 from overlapc.fusion.report import FusionReport
 from overlapc.ir.body import Body
 from overlapc.ir.hazards import scatters
-from overlapc.ir.ops import Combo, Extern, IROp, Loops, Start, Wait, buffers_read, buffers_written, loops_of
+from overlapc.ir.ops import (
+    Attention,
+    Combo,
+    Extern,
+    IROp,
+    Kernel,
+    Loops,
+    Start,
+    Wait,
+    buffers_read,
+    buffers_written,
+    loops_of,
+)
 from overlapc.ir.template import SIZE, rough_kind, template_of
 from overlapc.lowering.table import LIBRARY_CALLS
 
@@ -29,8 +41,10 @@ MOST_OPEN = 8  # launches of one kind that a kernel may choose from: keeps attem
 Kind = tuple[torch.device, Body]
 
 
-def kind_of(op: Loops | Combo) -> Kind | None:
+def kind_of(op: Kernel) -> Kind | None:
     """Equal for kernels that one launch can do; None for one that shares its launch with no other."""
+    if isinstance(op, Attention):
+        return None
     body = loops_of(op)[0].body
     if not _may_combine(body):
         return None
@@ -113,7 +127,7 @@ def _stretches(groups: Groups) -> dict[int, int]:
 def _divides(op: IROp) -> bool:
     if isinstance(op, Extern):
         return op.comm is not None or op.target in LIBRARY_CALLS
-    return isinstance(op, Start | Wait)
+    return isinstance(op, Start | Wait | Attention)
 
 
 def _rough_kind(op: IROp) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import sympy
 
 from overlapc.ir.ops import (
+    Attention,
     Combo,
     Extern,
     Handle,
@@ -34,7 +35,7 @@ def symbols_used(op: IROp) -> set[str]:
         for part in loops_of(op):
             exprs += part.body.size_symbols()
         views += [*op.outputs, *op.mutates]
-    elif isinstance(op, Wait):
+    elif isinstance(op, Wait | Attention):  # of fixed sizes
         return set()
     else:
         call = op.call if isinstance(op, Start) else op

@@ -11,7 +11,7 @@ from torch._higher_order_ops.flex_attention import flex_attention, flex_attentio
 from torch.utils.flop_counter import flop_registry
 
 from overlapc.ir.body import Load, Op, Reduce, Scan
-from overlapc.ir.ops import Combo, Extern, IROp, Loops, LoweredGraph, View, given_to, loops_of, tree_map
+from overlapc.ir.ops import Attention, Combo, Extern, IROp, Loops, LoweredGraph, View, given_to, loops_of, tree_map
 from overlapc.schedule.model import Work
 
 aten = torch.ops.aten
@@ -32,7 +32,13 @@ def work_of(op: IROp, graph: LoweredGraph) -> Work:
             read[view.buffer] = max(read.get(view.buffer, 0), _view_bytes(view, graph))
     written = sum(_view_bytes(view, graph) for view in op.outputs if isinstance(view, View))
     flops, dtype = 0, ""
-    if isinstance(op, Extern):
+    if isinstance(op, Attention):
+        formula = _attention_backward if op.is_backward else _attention_forward
+        tensors = [op.tensors[role] for role in ("query", "key", "value")]
+        shapes = [_shape(view, graph) for view in tensors]
+        flops = round((1.0 if op.kept is None else op.kept) * formula([()] * op.is_backward + shapes))
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+    elif isinstance(op, Extern):
         written += sum(_view_bytes(view, graph) for view in op.mutates)
         flops = extern_flops(op, graph)
         first = next((view for view in given_to(op) if isinstance(view, View)), None)
@@ -136,7 +142,7 @@ _BACKWARD = [
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 ]
 # torch's formulas assert that queries and keys have equally many heads, which grouped-query attention breaks.
-# Flex attention, called as it stands, computes every score, whatever its block mask leaves out.
+# Flex attention that is called as it stands computes every score, whatever its block mask leaves out.
 _ATTENTION: dict[Any, Callable[[list[tuple[int, ...]]], int]] = {
     **dict.fromkeys((*_FORWARD, flex_attention), _attention_forward),
     **dict.fromkeys(_BACKWARD, _attention_backward),

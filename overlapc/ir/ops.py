@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch.utils import _pytree as pytree
 
-from overlapc.ir.body import Body
+from overlapc.ir.body import Body, Load
 from overlapc.ir.indexing import flat_index, is_dense, is_one
 
 # Why there shall be no such kernel on the device; None if it is welcome.
@@ -24,6 +24,11 @@ Refuse = Callable[[torch.device, Body], str | None]
 def nothing_refused(device: torch.device, body: Body) -> str | None:
     """The `Refuse` of what takes every kernel."""
     return None
+
+
+# What the functions of an attention read: one score, and in backward the gradient of what became of it.
+SCORE = Load("score", sympy.S.Zero, torch.float32)
+GRADIENT = Load("gradient", sympy.S.Zero, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +158,76 @@ class Combo:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockLists:
+    """Which blocks of scores are computed: torch's `BlockMask`, read at run time.
+
+    `lists` holds, by kind, how many blocks each row of blocks has and which: "keys" and "full_keys" for blocks of
+    queries, "queries" and "full_queries" for blocks of keys. In full blocks every score counts.
+    """
+
+    query_size: int  # queries of a block
+    key_size: int
+    lists: Mapping[str, tuple[View, View]]
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """Everything read of it."""
+        return tuple(view for pair in self.lists.values() for view in pair)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention over blocks of scores with functions of each score: one generated kernel, forward or backward.
+
+        score[b, h, q, k] = sum over d of query[b, h, q, d] * key[b, h // group, k, d] * scale
+
+    `tensors` and `results` go by role: query, key and value to out, logsumexp and maximum (both to base 2); or all
+    of these but the maximum, grad_out and maybe grad_logsumexp, to grad_query, grad_key and grad_value. Functions are
+    bodies over the loops b, h, q and k that store one value: `score` and `gradient` a float32 of SCORE (and GRADIENT),
+    `mask` whether the score counts. None: the score itself, its gradient itself, all scores.
+    """
+
+    name: str
+    device: torch.device
+    tensors: Mapping[str, View]
+    results: Mapping[str, View]
+    blocks: BlockLists
+    scale: float
+    score: Body | None
+    mask: Body | None
+    gradient: Body | None
+    captured: tuple[View, ...]  # what the functions read
+    kept: float | None  # share of the blocks that the mask leaves; None where only run time knows
+    origin: Provenance = field(default_factory=Provenance, compare=False)
+
+    @property
+    def is_backward(self) -> bool:
+        return "grad_out" in self.tensors
+
+    @property
+    def functions(self) -> tuple[Body, ...]:
+        """Those that there are."""
+        return tuple(body for body in (self.score, self.mask, self.gradient) if body is not None)
+
+    @property
+    def given(self) -> tuple[View, ...]:
+        """Everything read."""
+        return (*self.tensors.values(), *self.blocks.views, *self.captured)
+
+    @property
+    def outputs(self) -> tuple[View, ...]:
+        return tuple(self.results.values())
+
+
+RefuseAttention = Callable[[Attention], str | None]
+
+
+def attention_refused(op: Attention) -> str | None:
+    """The `RefuseAttention` of a device without such kernels."""
+    return f"no generated attention on {op.device.type}"
+
+
+@dataclass(frozen=True, slots=True)
 class Extern:
     """A call of `target` as it stands: library kernels, fallbacks and everything we do not generate.
 
@@ -214,7 +289,8 @@ class Wait:
         return (self.result,)
 
 
-IROp = Loops | Combo | Extern | Start | Wait
+Kernel = Loops | Combo | Attention
+IROp = Kernel | Extern | Start | Wait
 
 
 def loops_of(op: IROp) -> tuple[Loops, ...]:
@@ -245,8 +321,10 @@ def views_in(tree: Any) -> list[View]:
 
 
 def given_to(op: IROp) -> Iterator[View | Handle]:
-    """What an extern, start or wait is given; a kernel's reads are the loads of its body."""
-    if isinstance(op, Wait):
+    """What an extern, start, wait or attention is given; other kernels' reads are the loads of their bodies."""
+    if isinstance(op, Attention):
+        yield from op.given
+    elif isinstance(op, Wait):
         yield op.source
     elif isinstance(op, Start):
         yield from given_to(op.call)
@@ -300,6 +378,7 @@ class LoweredGraph:
     ops: list[IROp]
     outputs: tuple[Any, ...]  # views, sympy expressions, None or Python values
     size_hints: dict[str, int]  # value of each symbol when the graph was traced
+    attention: list[str] = field(default_factory=list)  # which kernel each flex attention takes, and why
     order: dict[str, tuple[str, ...]] = field(
         default_factory=dict
     )  # op -> ops it runs after though it reads nothing of them
@@ -321,8 +400,9 @@ class LoweredGraph:
         lines = [f"graph {self.name}({', '.join(self.inputs)})"]
         for op in self.ops:
             lines.append(describe(op))
-            for part in loops_of(op):
-                lines.extend("    " + line for line in str(part.body).splitlines())
+            bodies = op.functions if isinstance(op, Attention) else [part.body for part in loops_of(op)]
+            for body in bodies:
+                lines.extend("    " + line for line in str(body).splitlines())
         return "\n".join(lines)
 
 
@@ -330,7 +410,9 @@ def describe(op: IROp) -> str:
     """One line: `mm: extern aten.mm.default(primals_1, view) -> mm f32[64, 64]`."""
     outputs = ", ".join(buffers_written(op)) or "nothing"
     reads = ", ".join(sorted(buffers_read(op)))
-    if isinstance(op, Loops | Combo):
+    if isinstance(op, Attention):
+        kind = "attention backward" if op.is_backward else "attention"
+    elif isinstance(op, Loops | Combo):
         kind = "loops" if isinstance(op, Loops) else f"{len(op.parts)} loops"
     elif isinstance(op, Extern):
         kind = f"extern {op.target}"

@@ -3,6 +3,7 @@
 from overlapc.lowering import (
     asserts,
     embedding,
+    flex_attention,
     foreach,
     indexing,
     part,
@@ -24,6 +25,7 @@ __all__ = [
     "Communication",
     "asserts",
     "embedding",
+    "flex_attention",
     "foreach",
     "indexing",
     "lower",

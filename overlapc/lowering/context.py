@@ -30,7 +30,9 @@ from overlapc.ir.ops import (
     Loops,
     LoweredGraph,
     Refuse,
+    RefuseAttention,
     View,
+    attention_refused,
     tree_map,
     views_in,
 )
@@ -47,10 +49,18 @@ aten = torch.ops.aten
 class Context:
     """State of one lowering; what lowering functions build ops with."""
 
-    def __init__(self, name: str, native_product: Callable[[Any], bool], refuse: Refuse, rounds: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        native_product: Callable[[Any], bool],
+        refuse: Refuse,
+        rounds: bool = True,
+        refuse_attention: RefuseAttention = attention_refused,
+    ) -> None:
         self.rounds = rounds  # results of low precision for readers in the same kernel, too, as eager does
         self.native_product = native_product
         self.refuse = refuse
+        self.refuse_attention = refuse_attention
         self.env: dict[Node, Any] = {}
         self.latest: dict[str, str] = {}  # root buffer -> its name after the latest mutation
         self.given: dict[str, View] = {}  # copy of an input -> the input

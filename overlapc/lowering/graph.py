@@ -27,9 +27,11 @@ from overlapc.ir.ops import (
     Layout,
     LoweredGraph,
     Refuse,
+    RefuseAttention,
     Start,
     View,
     Wait,
+    attention_refused,
     buffers_written,
     named_in,
     nothing_refused,
@@ -65,18 +67,19 @@ def lower(
     native_product: Callable[[Any], bool] = lambda product: False,
     refuse: Refuse = nothing_refused,
     rounds: bool = True,
+    refuse_attention: RefuseAttention = attention_refused,
 ) -> LoweredGraph:
     """The ops of `gm`, an AOTAutograd graph whose nodes carry fake tensors in `meta["val"]`.
 
     `generates` tells on which devices kernels can be generated; `comm_of` says which nodes communicate;
     `native_product` which matrix products (`product.Product`) are to be kernels of our own; an op whose kernel the
-    device's generator would `refuse` is called as it stands. `rounds`: results of low precision are rounded for their
-    readers in the same kernel too, as eager does.
+    device's generator would `refuse` is called as it stands, as is an attention that it would `refuse_attention`.
+    `rounds`: results of low precision are rounded for their readers in the same kernel too, as eager does.
     Raises CompileError naming the FX node and the user's line when a node cannot be lowered at all.
     """
     if not is_noted(gm.graph):  # no part of a step that was split
         note_coarse(gm.graph)
-    walk = Walk(Context(name, native_product, refuse, rounds), gm, generates, comm_of)
+    walk = Walk(Context(name, native_product, refuse, rounds, refuse_attention), gm, generates, comm_of)
     for node in gm.graph.nodes:
         try:
             walk.run(node)
@@ -245,7 +248,8 @@ class Walk:
         devices = {*(tensor.device for tensor in outputs), *(view.layout.device for view in views)}
         if len(devices) != 1 or not self.generates(next(iter(devices))):
             return False
-        if any(isinstance(leaf, Handle) for leaf in named_in((args, kwargs))):
+        handles = [leaf for leaf in named_in((args, kwargs)) if isinstance(leaf, Handle)]
+        if not all(isinstance(self.graph.constants.get(each.buffer), GraphModule) for each in handles):
             return False  # a number that only run time knows, or no strided tensor
         if any(tensor.layout != torch.strided for tensor in outputs):
             return False

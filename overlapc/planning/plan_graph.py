@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -139,7 +140,7 @@ def plan_graph(
         if members is not None and key is not None and planned.agreed is not None:
             members.agreed[key] = planned.agreed
     counts = {} if name.startswith("backward") else attention_counts(gm.graph)
-    return replace(planned, attention=attention, attention_counts=counts)
+    return replace(planned, attention=attention + Counter(planned.lowered.attention), attention_counts=counts)
 
 
 def _unmeasured(matmul: str) -> str:
@@ -354,7 +355,9 @@ def _lowered(
 
     def walk(native: Callable[[Product], bool]) -> LoweredGraph:
         rounds = config.numerics == "eager"
-        return lower(gm, name, partial(_generates, config), communication.get, native, _refuse, rounds)
+        return lower(
+            gm, name, partial(_generates, config), communication.get, native, _refuse, rounds, codegen.refuse_attention
+        )
 
     measured = config.matmul == "autotune" and not torch.are_deterministic_algorithms_enabled()
     if not measured or "cuda" not in device_types(gm):

@@ -85,6 +85,8 @@ def _prelude() -> ModuleType:
         "reduce_prod": _reduction(lambda data: data.prod(1, keepdims=True, dtype=data.dtype)),
         "reduce_max": _reduction(lambda data: data.max(1, keepdims=True)),
         "reduce_min": _reduction(lambda data: data.min(1, keepdims=True)),
+        "row_sum": _reduction(lambda data: data.sum(1, dtype=data.dtype)),
+        "row_max": _reduction(lambda data: data.max(1)),
         "scan_sum": _reduction(lambda data: data.cumsum(1, dtype=data.dtype)),
         "scan_prod": _reduction(lambda data: data.cumprod(1, dtype=data.dtype)),
         "scan_max": _reduction(lambda data: np.maximum.accumulate(data, 1)),

@@ -76,6 +76,17 @@ def reduce_prod(v):
 
 
 @triton.jit
+def row_sum(v):
+    """The sum of each row, as a tile without the dim."""
+    return tl.reduce(v, 1, add)
+
+
+@triton.jit
+def row_max(v):
+    return tl.reduce(v, 1, maximum)
+
+
+@triton.jit
 def total_sum(v):
     return tl.reduce(v, 0, add, keep_dims=True)
 

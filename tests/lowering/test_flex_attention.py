@@ -1,4 +1,4 @@
-"""Flex attention runs as torch calls it, forward and backward: it has no kernel of ours yet, and is counted."""
+"""Flex attention on a CPU runs as torch calls it, forward and backward, and is counted."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import sympy
 import torch
 
 from overlapc.codegen.kernel import Alternative, KernelSource, Launcher, register
-from overlapc.codegen.triton import products
+from overlapc.codegen.triton import attention, products
 from overlapc.codegen.triton import tiling as tilings
 from overlapc.codegen.triton.candidates import alternatives
 from overlapc.codegen.triton.combo import combo_source, combo_tiling
@@ -26,6 +26,7 @@ from overlapc.codegen.triton.functions import HEADER, function_text, functions_o
 from overlapc.codegen.triton.shape import KernelShape
 from overlapc.codegen.triton.tiling import Tiling, accesses_of
 from overlapc.ir.body import Body, Cast, Op
+from overlapc.ir.ops import Attention
 from overlapc.runtime.triton_kernel import Launch, Stage
 from overlapc.runtime.triton_launch import load_kernels
 
@@ -99,6 +100,15 @@ class TritonGenerator:
             chosen = _chosen(kind, sizes)
             make = partial(self.generate, kind, hint, size_hints=size_hints)
         return [Alternative(make(tiling=each), each) for each in alternatives(kind, sizes, around or chosen)]
+
+    def refuse_attention(self, op: Attention) -> str | None:
+        """Why this attention cannot be generated, or None."""
+        refused = (self.refuse(body) for body in op.functions)
+        return next((reason for reason in refused if reason is not None), None) or attention.refuse(op)
+
+    def attention(self, op: Attention, comment: str = "") -> KernelSource:
+        """Source of its kernel."""
+        return attention.source(op, "flex_attention_backward" if op.is_backward else "flex_attention", comment)
 
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
         """Launchers for the current CUDA device, or for Triton's interpreter when TRITON_INTERPRET=1."""

@@ -1,0 +1,374 @@
+"""Flex attention: torch's higher-order op as one kernel, its functions of a score as bodies.
+
+    score_mod(score, b, h, q, k) = tanh(score / 20) * 20    mask_mod(b, h, q, k) = (q >= k) & (docs[q] == docs[k])
+ -> score = tanh(score[0] / 20) * 20                        mask = p2 >= p3 & docs[p2] == docs[p3]
+
+The functions are graphs of scalars. They are traced once more, on scores in float32 as eager computes them and with our
+decompositions, and lowered like any graph; their kernels of one element each are put into one another.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from overlapc.fx.decompositions import decompositions
+from overlapc.ir.body import Body, Cast, Checked, Constant, Index, Load, Loop, Op, Store, Value, topological
+from overlapc.ir.indexing import Ranges, bounds, loop_symbol, simplify, substitute
+from overlapc.ir.ops import GRADIENT, SCORE, Attention, BlockLists, Handle, Loops, View
+from overlapc.ir.rewriting import rewrite_values
+from overlapc.ir.values import as_read, cast, constant
+from overlapc.lowering.context import Context
+from overlapc.lowering.graph import lower
+from overlapc.lowering.precision import FORGIVING, coarsened
+from overlapc.lowering.provenance import provenance
+from overlapc.lowering.table import Impossible, lowers
+
+# Where `BlockMask.as_tuple()` has its lists in torch 2.11 to 2.13; sizes of a block and the mask function come last.
+_LISTS = {"keys": 2, "full_keys": 4, "queries": 6, "full_queries": 8}
+_SAMPLED_BLOCKS, _SAMPLES = 64, 8  # of a side, and positions in each, that tell which share of the blocks is kept
+_COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+}  # fmt: skip
+_ON_POSITIONS: Mapping[str, Callable[..., Any]] = {
+    **_COMPARE,
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "abs": torch.abs, "neg": operator.neg,
+    "floor_div": operator.floordiv, "remainder": operator.mod, "logical_and": torch.logical_and,
+    "logical_or": torch.logical_or, "logical_not": torch.logical_not, "logical_xor": torch.logical_xor,
+    "bitwise_and": torch.bitwise_and, "bitwise_or": torch.bitwise_or, "bitwise_not": torch.bitwise_not,
+    "where": torch.where, "maximum": torch.maximum, "minimum": torch.minimum,
+}  # fmt: skip
+
+
+@lowers(flex_attention)
+def forward(
+    context: Context,
+    query: View,
+    key: View,
+    value: View,
+    score_mod: Handle,
+    block_mask: Sequence[Any],
+    scale: float,
+    kernel_options: Mapping[str, Any],
+    score_buffers: Sequence[Any] = (),
+    mask_buffers: Sequence[Any] = (),
+) -> tuple[View, ...]:
+    tensors = {"query": query, "key": key, "value": value}
+
+    def attention() -> Attention:
+        space = _Space(context, tensors)
+        score = space.function(score_mod, score_buffers, [SCORE])[0]
+        results = dict(zip(("out", "logsumexp", "maximum"), space.results(context.value_of()), strict=True))
+        return space.attention(results, block_mask, mask_buffers, scale, score, None)
+
+    return _noted(context, query, attention).outputs
+
+
+@lowers(flex_attention_backward)
+def backward(
+    context: Context,
+    query: View,
+    key: View,
+    value: View,
+    out: View,
+    logsumexp: View,
+    grad_out: View | None,
+    grad_logsumexp: View | None,
+    score_mod: Handle,
+    joint: Handle | None,
+    block_mask: Sequence[Any],
+    scale: float,
+    kernel_options: Mapping[str, Any],
+    score_buffers: Sequence[Any] = (),
+    mask_buffers: Sequence[Any] = (),
+) -> Any:
+    tensors = {"query": query, "key": key, "value": value, "out": out, "logsumexp": logsumexp}
+    gradients = context.value_of()
+
+    def attention() -> Attention:
+        if joint is None or grad_out is None:
+            raise Impossible("only its logsumexp has a gradient")
+        _, *others = context.graph.constants[joint.buffer].graph.output_node().args[0]
+        if any(each is not None for each in others):
+            raise Impossible("a tensor that its score function reads has a gradient")
+        tensors["grad_out"] = grad_out
+        if grad_logsumexp is not None:
+            tensors["grad_logsumexp"] = grad_logsumexp
+        space = _Space(context, tensors)
+        score = space.function(score_mod, score_buffers, [SCORE])[0]
+        gradient = space.function(joint, score_buffers, [SCORE], [GRADIENT])[0]
+        results = dict(zip(("grad_query", "grad_key", "grad_value"), space.results(gradients[:3]), strict=True))
+        return space.attention(results, block_mask, mask_buffers, scale, score, gradient)
+
+    return (*_noted(context, query, attention).outputs, tuple(None for _ in gradients[3]))
+
+
+def _noted(context: Context, query: View, attention: Callable[[], Attention]) -> Attention:
+    """The attention, added to the graph; Impossible where there is no kernel for it. Both are said in the report."""
+    sizes, dtype = ", ".join(map(str, query.size)), str(query.dtype).removeprefix("torch.")
+    backward = " backward" if context.node.target is flex_attention_backward else ""
+    what = f"flex attention{backward} of [{sizes}] {dtype}"
+    try:
+        made = attention()
+        refusal = context.refuse_attention(made)
+        if refusal is not None:
+            raise Impossible(refusal)
+    except Impossible as reason:
+        context.graph.attention.append(f"{what}: torch's own call, which computes and holds every score: {reason}")
+        raise
+    blocks = (
+        "which blocks its mask keeps is known at run time only: all are counted"
+        if made.kept is None
+        else f"its mask keeps {made.kept:.0%} of the blocks"
+    )
+    context.graph.attention.append(f"{what}: generated kernel; {blocks}")
+    context.add(made)
+    return made
+
+
+class _Space:
+    """The scores of one attention: their loops b, h, q and k, and functions over them."""
+
+    def __init__(self, context: Context, tensors: Mapping[str, View]) -> None:
+        self.context = context
+        self.tensors = tensors
+        query, key, value = (tensors[role] for role in ("query", "key", "value"))
+        sizes = (*query.size[:3], key.size[2])
+        layouts = [view.layout for view in tensors.values()]
+        if not all(part.is_Integer for each in layouts for part in (*each.size, *each.stride, each.offset)):
+            raise Impossible("a size that is known at run time only")
+        if any(size == 0 for size in (*query.size, *key.size, *value.size)):
+            raise Impossible("no element")
+        if query.size[0] != key.size[0]:
+            raise Impossible("one batch of keys for several of queries")
+        if len({view.dtype for view in (query, key, value)}) > 1:
+            raise Impossible("queries, keys and values of several dtypes")
+        self.loops = tuple(Loop(loop_symbol("p", at), size) for at, size in enumerate(sizes))
+        self.captured: dict[str, View] = {}
+
+    @property
+    def ranges(self) -> Ranges:
+        return tuple((loop.symbol, sympy.S.Zero, loop.size - 1) for loop in self.loops)
+
+    def results(self, values: Sequence[Any]) -> list[View]:
+        """The op's results, in memory laid out as torch lays them out."""
+        layouts = [self.context.layout(each, offset=sympy.S.Zero) for each in values]
+        return [View(self.context.name_for(at), layout) for at, layout in enumerate(layouts)]
+
+    def attention(
+        self,
+        results: Mapping[str, View],
+        block_mask: Sequence[Any],
+        mask_buffers: Sequence[Any],
+        scale: float,
+        score: Value | None,
+        gradient: Value | None,
+    ) -> Attention:
+        *_, query_size, key_size, mask_mod = block_mask
+        mask = self.function(mask_mod, mask_buffers, [])[0]
+        needed = ("keys", "queries") if "grad_out" in self.tensors else ("keys",)
+        found = {kind: (block_mask[at], block_mask[at + 1]) for kind, at in _LISTS.items() if kind.endswith(needed)}
+        lists = {kind: pair for kind, pair in found.items() if None not in pair}
+        if not lists.keys() >= {*needed} or not isinstance(query_size, int) or not isinstance(key_size, int):
+            raise Impossible("a mask without lists of its blocks")
+        blocks = BlockLists(query_size, key_size, lists)
+        views = (*self.captured.values(), *blocks.views)
+        if not all(size.is_Integer for view in views for size in (*view.layout.size, *view.layout.stride)):
+            raise Impossible("a mask whose size is known at run time only")
+        return Attention(
+            self.context.node.name,
+            self.tensors["query"].layout.device,
+            self.tensors,
+            results,
+            blocks,
+            scale,
+            None if score is SCORE else self._body("score", score),
+            None if isinstance(mask, Constant) and mask.number else self._body("mask", mask),
+            None if gradient in (None, GRADIENT) else self._body("gradient", gradient),
+            tuple(self.captured.values()),
+            kept_share(mask, self.loops, query_size, key_size),
+            provenance(self.context.node),
+        )
+
+    def _body(self, name: str, value: Value | None) -> Body:
+        assert value is not None, f"the {name} function returns nothing"
+        dtype = torch.bool if name == "mask" else torch.float32
+        body = Body(self.loops, (), (Store(name, sympy.S.Zero, cast(value, dtype), dtype),))
+        return coarsened(body, self.tensors["query"].dtype in FORGIVING)
+
+    def function(
+        self, given: Handle, buffers: Sequence[Any], before: Sequence[Value], behind: Sequence[Value] = ()
+    ) -> list[Value | None]:
+        """The results of a function of `before`, the four positions, `behind` and tensors, each as one value."""
+        if not all(isinstance(each, View) for each in buffers):
+            raise Impossible("its functions read a number that is known at run time only")
+        module = self.context.graph.constants[given.buffer]
+        assert isinstance(module, GraphModule), f"{given.buffer} is no graph"
+        positions = [Index(loop.symbol, torch.int32) for loop in self.loops]
+        scalars: list[Value] = [*before, *positions, *behind]
+        traced = _traced(module, [value.dtype for value in scalars], buffers, self.tensors["query"].layout.device)
+        inner = lower(traced, "function", lambda device: True, lambda node: None, refuse=self.context.refuse)
+        return _Inliner(self, inner.inputs, scalars, buffers).results(inner)
+
+
+def _traced(
+    module: GraphModule, scalars: Sequence[torch.dtype], buffers: Sequence[View], device: torch.device
+) -> GraphModule:
+    """`module` once more, on scalars of these dtypes, as a graph that returns a tuple."""
+    with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = [torch.empty((), dtype=dtype, device=device) for dtype in scalars]
+        for view in buffers:
+            size, stride = ([int(part) for part in parts] for parts in (view.layout.size, view.layout.stride))
+            fakes.append(torch.empty_strided(size, stride, dtype=view.dtype, device=view.layout.device))
+
+        def call(*args: Any) -> tuple[Any, ...]:
+            results = module(*args)
+            return tuple(results) if isinstance(results, list | tuple) else (results,)
+
+        return make_fx(call, decomposition_table=decompositions())(*fakes)
+
+
+class _Inliner:
+    """Puts the kernels of a lowered graph of scalars into one another."""
+
+    def __init__(self, space: _Space, inputs: Sequence[str], scalars: Sequence[Value], buffers: Sequence[View]) -> None:
+        self.space = space
+        self.values = dict(zip(inputs, scalars, strict=False))  # of scalars, by name
+        self.buffers = dict(zip(inputs[len(scalars) :], buffers, strict=True))
+
+    def results(self, graph: Any) -> list[Value | None]:
+        for name, held in graph.constants.items():
+            if not isinstance(held, torch.Tensor) or held.ndim or held.device.type != "cpu":
+                raise Impossible("its functions hold a tensor of their own")
+            self.values[name] = constant(held.item(), held.dtype)
+        for each in graph.ops:
+            if not isinstance(each, Loops) or each.body.loops or each.body.reduction or each.mutates:
+                raise Impossible(f"its functions do more than element-wise arithmetic: {' '.join(each.origin.fx)}")
+            for store in each.body.stores:
+                self.values[store.buffer] = as_read(store, self.settled(store.value))
+        return [None if view is None else self.settled(self._element(view)) for view in graph.outputs]
+
+    def _element(self, view: View) -> Value:
+        return Load(view.buffer, view.layout.offset, view.dtype)
+
+    def settled(self, value: Value) -> Value:
+        """`value` of positions and tensors of the graph around, without questions whose answer the sizes tell."""
+        return rewrite_values([value], replace=self._settle)[value]
+
+    def _settle(self, value: Value) -> Value | None:
+        if isinstance(value, Load):
+            return self._load(value)
+        if isinstance(value, Cast):
+            return cast(value.arg, value.to) if isinstance(value.arg, Index | Constant) else None
+        if isinstance(value, Checked):
+            return value.arg if _is_true(value.condition) else None
+        if not isinstance(value, Op):
+            return None
+        if value.name in _COMPARE:
+            return self._compared(value)
+        if value.name == "where" and isinstance(value.args[0], Constant):
+            return value.args[1 if value.args[0].number else 2]
+        if value.name == "logical_and":
+            left, right = value.args
+            return right if _is_true(left) else left if _is_true(right) else None
+        return None
+
+    def _load(self, load: Load) -> Value | None:
+        if load.buffer in self.values:
+            return self.values[load.buffer]
+        if load.buffer not in self.buffers:
+            return None  # of the graph around already
+        view = self.buffers[load.buffer]
+        self.space.captured[view.buffer] = view
+        known = {symbol: value.expr for symbol, value in load.indirect if isinstance(value, Index)}
+        known |= {symbol: sympy.Integer(value.number) for symbol, value in load.indirect if isinstance(value, Constant)}
+        index = simplify(substitute(load.index, known) + view.layout.offset, self.space.ranges)
+        indirect = tuple((symbol, value) for symbol, value in load.indirect if symbol not in known)
+        mask = None if load.mask is None or _is_true(load.mask) else load.mask
+        return Load(view.buffer, index, load.memory_dtype, mask, indirect)
+
+    def _compared(self, value: Op) -> Value | None:
+        """A comparison of positions that is the same for all of them."""
+        left, right = (_position(arg) for arg in value.args)
+        if left is None or right is None:
+            return None
+        found = bounds(sympy.expand(left - right), self.space.ranges)
+        if found is None or not all(end.is_Integer for end in found):
+            return None
+        low, high = map(int, found)
+        answers = {_COMPARE[value.name](each, 0) for each in {low, high, *({0} if low < 0 < high else ())}}
+        inside = low < 0 < high or (high > low and value.name in ("eq", "ne") and 0 in (low, high))
+        return Constant(answers.pop(), torch.bool) if len(answers) == 1 and not inside else None
+
+
+def _is_true(value: Value) -> bool:
+    return isinstance(value, Constant) and bool(value.number)
+
+
+def _position(value: Value) -> sympy.Expr | None:
+    if isinstance(value, Index):
+        return value.expr
+    if isinstance(value, Constant) and not value.dtype.is_floating_point:
+        return sympy.Integer(int(value.number))
+    return None
+
+
+# --- how much of it is computed
+
+
+def kept_share(mask: Value | None, loops: Sequence[Loop], query_size: int, key_size: int) -> float | None:
+    """Share of blocks in which some of the positions looked at count; None where that depends on more than q and k."""
+    if mask is None:
+        return None
+    _, _, queries, keys = loops
+    free = {queries.symbol, keys.symbol}
+    parts = topological([mask])
+    if not all(isinstance(part, Index | Constant | Cast | Op) for part in parts):
+        return None
+    if any(not expr.free_symbols <= free for part in parts for expr in part.indices()):
+        return None
+    with _disable_current_modes():
+        q = _sampled(int(queries.size), query_size)
+        k = _sampled(int(keys.size), key_size)
+        found = _on_positions(parts, {queries.symbol: q.view(-1, 1), keys.symbol: k.view(1, -1)})
+        if found is None:
+            return None
+        blocks = found.expand(q.numel(), k.numel()).view(len(q), _SAMPLES, len(k), _SAMPLES)
+        return float(blocks.any(3).any(1).double().mean())
+
+
+def _sampled(length: int, block: int) -> torch.Tensor:
+    """Positions in some of the blocks, the first and the last of each among them: [blocks, positions]."""
+    block = min(block, length)
+    count = -(-length // block)
+    step = -(-count // _SAMPLED_BLOCKS)
+    first = torch.arange(0, count, step).view(-1, 1) * block
+    within = torch.arange(_SAMPLES) * (block - 1) // (_SAMPLES - 1)
+    return (first + within).clamp(max=length - 1)
+
+
+def _on_positions(parts: Sequence[Value], positions: Mapping[sympy.Symbol, torch.Tensor]) -> torch.Tensor | None:
+    """The last of `parts` for all positions; None where one of them is no arithmetic on these."""
+    known: dict[Value, torch.Tensor] = {}
+    for part in parts:
+        if isinstance(part, Constant):
+            known[part] = torch.tensor(part.number, dtype=part.dtype)
+        elif isinstance(part, Index) and (part.expr in positions or part.expr.is_Integer):
+            at = positions[part.expr] if part.expr in positions else torch.tensor(int(part.expr))
+            known[part] = at.to(part.dtype)
+        elif isinstance(part, Cast):
+            known[part] = known[part.arg].to(part.to)
+        elif isinstance(part, Op) and part.name in _ON_POSITIONS:
+            known[part] = _ON_POSITIONS[part.name](*(known[arg] for arg in part.args))
+        else:
+            return None
+    return known[parts[-1]].bool()
