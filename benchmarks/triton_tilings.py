@@ -1,4 +1,4 @@
-"""Generated kernels of benchmarks/kernel_cases.py under other tilings than the heuristics' choice: what to teach these.
+"""Generated kernels of kernel_cases.py and held_out_kernels.py under other tilings than the heuristics' choice.
 
     python benchmarks/triton_tilings.py --cases 'Norm|cross-entropy 32k' --seconds 120
 
@@ -27,6 +27,7 @@ from torch.fx import GraphModule
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.held_out_kernels import HELD_OUT
 from benchmarks.kernel_cases import PROBLEMS, RARE, SCALES, Inputs, Problem
 from benchmarks.models import decompositions, lowered, partition
 from overlapc.codegen.kernel import KernelSource
@@ -187,7 +188,7 @@ def main() -> None:
     args = parser.parse_args()
     began, clock = time.monotonic(), Clock()
     print(f"device copy {clock.bytes_per_ns / 1e3:.2f} TB/s")
-    for name, make in (PROBLEMS | RARE).items():
+    for name, make in (PROBLEMS | RARE | HELD_OUT).items():
         if not re.search(args.cases, name):
             continue
         for kernel in kernels_of(make(Inputs(SCALES["gpu"], "cuda")), name):

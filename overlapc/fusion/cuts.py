@@ -3,9 +3,12 @@
     for p0 < R, p1 < 128:  y[128*p0 + p1] = where(p1 < 64, -x[128*p0 + p1 + 64], x[128*p0 + p1 - 64])
  -> for p0 < R, p1 < 64:   y[128*p0 + p1] = -x[128*p0 + p1 + 64];  y[128*p0 + p1 + 64] = x[128*p0 + p1]
 
-Joined tensors, halves that change places (rotary embeddings) and gradients of slices are such loops. Every element is
-then read once, without a mask, and a kernel that runs over one part, such as the activation of one half of a product,
-has the same loops. Done when nothing fuses any more as it stands.
+    for p0 < R, p1 < 2:     y[2*p0 + p1] = where(p1 == 0, a[p0], b[p0])
+ -> for p0 < R:             y[2*p0] = a[p0];  y[2*p0 + 1] = b[p0]
+
+Joined tensors, halves that change places (rotary embeddings), elements that take turns and gradients of slices are such
+loops. Every element is then read once, without a mask, and a kernel that runs over one part, such as the activation of
+one half of a product, has the same loops. Done when nothing fuses any more as it stands.
 """
 
 from __future__ import annotations
@@ -13,18 +16,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import sympy
 
+from overlapc.fusion.settle import settled, whole_number
 from overlapc.fusion.simplify import simplified
 from overlapc.fusion.unroll import JOINS
 from overlapc.ir.body import (
     Body,
     Constant,
     Index,
-    Load,
     Loop,
     Op,
     Reduce,
@@ -36,12 +39,12 @@ from overlapc.ir.body import (
 )
 from overlapc.ir.indexing import Ranges, bounds, simplify, substitute
 from overlapc.ir.rewriting import canonical, rebuild
-from overlapc.ir.values import constant
 
 MOST_PARTS = 8
 SHORTEST_PART = 16  # iterations of a loop that is left: whole sectors of a GPU's cache, 32 bytes in two-byte formats
 LARGEST_CUT = 256  # values in the result
-_COMPARES = ("lt", "ge", "le", "gt")
+MOST_INTERLEAVED = 4  # tensors whose elements take turns in memory
+_ORDERS = ("lt", "ge", "le", "gt")
 
 
 def cut(body: Body) -> Body:
@@ -55,7 +58,7 @@ def cut(body: Body) -> Body:
         if part is None or (loop in body.reduction and not _may_join(body)):
             continue
         made = _cut_at(body, loop, part)
-        if made is not None:
+        if made is not None and (part > 1 or len(_guards(made)) < len(guards)):
             return cut(made)
     return body
 
@@ -84,15 +87,27 @@ def _part(loop: Loop, body: Body, guards: set[Value]) -> int | None:
     size = int(loop.size)
     borders = {border for guard in guards if (border := _border(guard, loop, body.ranges())) is not None}
     borders = {border for border in borders if 0 < border < size}
+    if size <= MOST_INTERLEAVED and (borders or any(_chooses(guard, loop) for guard in guards)):
+        return 1
     part = math.gcd(size, *borders)
     return part if borders and size // part <= MOST_PARTS and part >= SHORTEST_PART else None
 
 
+def _chooses(guard: Value, loop: Loop) -> bool:
+    """Whether `guard` holds in some iterations of `loop` whatever the other loops do, as for every second element."""
+    return (
+        isinstance(guard, Op)
+        and guard.name in ("eq", "ne")
+        and all(isinstance(arg, Index | Constant) for arg in guard.args)
+        and {symbol for arg in guard.args for expr in arg.indices() for symbol in expr.free_symbols} == {loop.symbol}
+    )
+
+
 def _border(guard: Value, loop: Loop, ranges: Ranges) -> int | None:
     """The iteration of `loop` with which `guard` changes, whatever the other loops do; None if it depends on them."""
-    if not isinstance(guard, Op) or guard.name not in _COMPARES:
+    if not isinstance(guard, Op) or guard.name not in _ORDERS:
         return None
-    left, right = map(_whole_number, guard.args)
+    left, right = map(whole_number, guard.args)
     if left is None or right is None:
         return None
     step = sympy.expand(left - right)
@@ -106,12 +121,6 @@ def _border(guard: Value, loop: Loop, ranges: Ranges) -> int | None:
     if inside is None or inside[0] != 0 or not inside[1].is_Integer or inside[1] >= every or first % every != 0:
         return None
     return int(-first // every)
-
-
-def _whole_number(value: Value) -> sympy.Expr | None:
-    if isinstance(value, Index):
-        return value.expr
-    return sympy.Integer(value.number) if isinstance(value, Constant) and isinstance(value.number, int) else None
 
 
 def _may_join(body: Body) -> bool:
@@ -141,7 +150,7 @@ def _cut_at(body: Body, loop: Loop, part: int) -> Body | None:
             continue
         for place, known in zip(places, now, strict=True):
             operands = tuple(known[operand] for operand in value.operands())
-            known[value] = _settled(rebuild(value, operands, partial(_at, place, ranges)), ranges)
+            known[value] = settled(rebuild(value, operands, partial(_at, place, ranges)), ranges)
     varies = depends_on(body.values(), [loop.symbol])
     stores: list[Store] = []
     for store in body.stores:
@@ -170,47 +179,3 @@ def _stored(store: Store, known: Mapping[Value, Value], index: sympy.Expr) -> li
     indirect = tuple((symbol, known[value]) for symbol, value in store.indirect)
     mask = None if mask is None or as_number(mask) is True else mask
     return [dataclasses.replace(store, index=index, value=known[store.value], mask=mask, indirect=indirect)]
-
-
-def _settled(value: Value, ranges: Ranges) -> Value:
-    """`value` without a condition that always holds here, or never."""
-    if isinstance(value, Load) and value.mask is not None:
-        holds = as_number(value.mask)
-        if holds is False:
-            return constant(0, value.dtype)
-        return value if holds is None else dataclasses.replace(value, mask=None)
-    if not isinstance(value, Op):
-        return value
-    if value.name in _COMPARES:
-        return _compared(value, ranges)
-    if value.name == "where" and isinstance(value.args[0], Constant):
-        return value.args[1] if value.args[0].number else value.args[2]
-    if value.name in ("logical_and", "logical_or"):
-        return _both(value.args, settles=value.name == "logical_or") or value
-    if value.name == "logical_not" and isinstance(value.args[0], Constant):
-        return constant(not value.args[0].number, value.dtype)
-    return value
-
-
-def _compared(value: Op, ranges: Ranges) -> Value:
-    left, right = map(_whole_number, value.args)
-    if left is None or right is None:
-        return value
-    difference = bounds(simplify(left - right, ranges), ranges)
-    if difference is None or not all(limit.is_Integer for limit in difference):
-        return value
-    least, most = difference
-    always, never = {
-        "lt": (most < 0, least >= 0), "ge": (least >= 0, most < 0),
-        "le": (most <= 0, least > 0), "gt": (least > 0, most <= 0),
-    }[value.name]  # fmt: skip
-    return constant(bool(always), value.dtype) if always or never else value
-
-
-def _both(args: Sequence[Value], *, settles: bool) -> Value | None:
-    """Of two conditions the one that is left where the other is known, or what the known one `settles`."""
-    for one, other in (args, args[::-1]):
-        known = as_number(one)
-        if known is not None:
-            return one if bool(known) is settles else other
-    return None

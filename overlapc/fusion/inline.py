@@ -18,6 +18,7 @@ import sympy
 
 from overlapc.fusion.deps import mutated, output_buffers
 from overlapc.fusion.loop_order import split_at_divisions
+from overlapc.fusion.settle import with_known_positions
 from overlapc.fusion.simplify import simplified
 from overlapc.fusion.unroll import unrolled
 from overlapc.ir.body import Body, Checked, Index, Load, Op, Store, Value, as_number, depends_on, op
@@ -226,7 +227,7 @@ def inline_into(producer: Loops, consumer: Loops) -> Body | None:
         return found
 
     body = rewrite(consumer.body, consumer.body.loops, consumer.body.reduction, replace=replace)
-    return None if impossible else canonical(split_at_divisions(body))
+    return None if impossible else canonical(split_at_divisions(with_known_positions(body)))
 
 
 def value_at(body: Body, store: Store, strides: list[sympy.Expr], load: Load, ranges: Ranges) -> Value | None:

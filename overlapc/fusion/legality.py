@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from overlapc.fusion.groups import Group, Groups
-from overlapc.fusion.loop_order import in_order_of, scattered_bytes
+from overlapc.fusion.loop_order import in_order_of, scattered_bytes, untiled_bytes
 from overlapc.fusion.merge import Refusal, merge, without_stores
 from overlapc.fusion.mixed_order import crosses, merge_across, skips
 from overlapc.ir.body import Body
@@ -51,6 +51,8 @@ def verdict(groups: Groups, a: Group, b: Group, ways: Ways, refuse: Refuse) -> B
         merged = _reordered(groups, a, b) or merged
     if isinstance(merged, Refusal):
         return merged
+    if _leaves_tiles(groups, a, b, merged):
+        return Refusal("in no tile of both would neighbours in memory lie side by side")
     if (a.dots or b.dots) and merged.stores_terms():
         return Refusal("it would need the single terms of a matrix product")
     if len(merged.values()) > LARGEST_KERNEL:
@@ -81,6 +83,16 @@ def _goes_crosswise(groups: Groups, a: Group, b: Group, merged: Body) -> bool:
     ]
     more = len(places[2]) > max(len(places[0]), len(places[1]))
     return more and skips(merged, a.kernel.body, b.kernel.body, groups.bytes_of)
+
+
+def _leaves_tiles(groups: Groups, a: Group, b: Group, merged: Body) -> bool:
+    """Whether the element-wise one of two turns round what it reads, which in tiles of the other's rows cannot be."""
+    if not merged.reduction or (a.kernel.body.reduction and b.kernel.body.reduction):
+        return False
+    apart = sum(untiled_bytes(group.kernel.body, groups.bytes_of) for group in (a, b))
+    more = untiled_bytes(merged, groups.bytes_of) - apart
+    # Such memory is read or written in sectors of which most is of no use.
+    return 2 * more > sum(map(groups.bytes_of, (a.reads | a.writes) & (b.reads | b.writes)))
 
 
 def _unsafe_change(groups: Groups, a: Group, b: Group, merged: Body) -> Refusal | None:

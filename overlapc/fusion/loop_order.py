@@ -43,16 +43,21 @@ def in_order_of(body: Body, buffer: str, hint: Callable[[sympy.Expr], int]) -> B
 
 def split_at_divisions(body: Body) -> Body:
     """Each loop that indices divide (`x[p0 // 6]`, `x[p0 % 6]`) as several, so that every index is a plain sum."""
-    loops: list[Loop] = []
+    nests: list[tuple[Loop, ...]] = []
     replacement: dict[sympy.Symbol, sympy.Expr] = {}
-    for loop in body.loops:
-        parts = _parts(loop, body)
-        position: sympy.Expr = sympy.S.Zero
-        for size in parts:
-            loops.append(Loop(loop_symbol("p", len(loops)), size))
-            position = position * size + loops[-1].symbol
-        replacement[loop.symbol] = sympy.expand(position)
-    return body if len(loops) == len(body.loops) else with_loops(body, replacement, tuple(loops), body.reduction)
+    for prefix, nest in (("p", body.loops), ("r", body.reduction)):
+        loops: list[Loop] = []
+        for loop in nest:
+            position: sympy.Expr = sympy.S.Zero
+            for size in _parts(loop, body):
+                loops.append(Loop(loop_symbol(prefix, len(loops)), size))
+                position = position * size + loops[-1].symbol
+            replacement[loop.symbol] = sympy.expand(position)
+        nests.append(tuple(loops))
+    loops_, reduction = nests
+    if len(loops_) == len(body.loops) and len(reduction) == len(body.reduction):
+        return body
+    return with_loops(body, replacement, loops_, reduction)
 
 
 def _parts(loop: Loop, body: Body) -> list[sympy.Expr]:
@@ -92,6 +97,24 @@ def scattered_bytes(body: Body, bytes_of: Bytes, along: Loop | None = None) -> i
         if any(step(access.index, loop) not in (0, 1) for loop in loops):
             found[access.buffer] = bytes_of(access.buffer)
     return sum(found.values())
+
+
+def untiled_bytes(body: Body, bytes_of: Bytes) -> int:
+    """Bytes of buffers that lie along none of a tile's two axes, where these are chosen best: two loops of an
+    element-wise kernel, one of the rows and one along them of a reduction.
+
+    Along counts every second element, too: two accesses may take turns (codegen/triton/pairs.py).
+    """
+    steps: dict[str, set[sympy.Symbol]] = {}
+    for access in _accesses(body):
+        whole = {loop.symbol for loop in (*body.loops, *body.reduction) if step(access.index, loop) != 0}
+        near = {loop.symbol for loop in (*body.loops, *body.reduction) if step(access.index, loop) in (1, 2)}
+        if whole:
+            steps[access.buffer] = steps.get(access.buffer, near) & near
+    rows, others = body.loops, body.reduction or body.loops
+    axes = [{one.symbol, other.symbol} for one in rows or others for other in others]
+    lost = [sum(bytes_of(name) for name, near in steps.items() if axis.isdisjoint(near)) for axis in axes]
+    return min(lost, default=0)
 
 
 def _accesses(body: Body) -> list[Load | Store]:

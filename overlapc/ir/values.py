@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -84,6 +85,17 @@ def as_read(store: Store, value: Value) -> Value:
     if store.wide or store.memory_dtype not in LOW_PRECISION or _is_rounded(value, store.memory_dtype):
         return value
     return Cast(value, store.memory_dtype)
+
+
+def rounded_once(body: Body) -> Body:
+    """`body` without conversions that its stores make anyway; the same object if there are none."""
+    stores = tuple(
+        dataclasses.replace(store, value=store.value.arg)
+        if isinstance(store.value, Cast) and store.value.to is store.memory_dtype and store.mode == "set"
+        else store
+        for store in body.stores
+    )
+    return body if stores == body.stores else Body(body.loops, body.reduction, stores)
 
 
 def _is_rounded(value: Value, dtype: torch.dtype) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -196,7 +197,17 @@ def _scaled_sum(context: Context, name: str, x: Any, y: Any, alpha: Any) -> View
 
 @lowers(aten.div.Tensor, aten.div.Scalar)
 def div(context: Context, x: Any, y: Any) -> View:
+    if isinstance(x, View) and x.layout.device.type == "cuda" and isinstance(y, int | float):
+        # What eager does there, bit by bit: it multiplies by the inverse of a number.
+        return compute("mul", TO_FLOAT, context, x, _inverse(y, context.promoted(TO_FLOAT, x, y)))
     return compute("div", TO_FLOAT, context, x, y)
+
+
+def _inverse(number: float, dtype: torch.dtype) -> float:
+    """1 / number in `dtype`."""
+    rounded = ctypes.c_double if dtype is torch.float64 else ctypes.c_float
+    divisor = rounded(number).value
+    return rounded(1.0 / divisor).value if divisor else math.copysign(math.inf, divisor)
 
 
 @lowers(aten.div.Tensor_mode, aten.div.Scalar_mode)

@@ -282,6 +282,29 @@ def load_by_lane_where(pointer, mask, DOUBLINGS: tl.constexpr):
 
 
 @triton.jit
+def taken_apart(v, AXIS: tl.constexpr):
+    """A tile's even and its odd elements along an axis."""
+    if len(v.shape) == 1:
+        return tl.split(tl.reshape(v, [v.shape[0] // 2, 2]))
+    elif AXIS == 1:
+        return tl.split(tl.reshape(v, [v.shape[0], v.shape[1] // 2, 2]))
+    else:
+        return tl.split(tl.permute(tl.reshape(v, [v.shape[0] // 2, 2, v.shape[1]]), [0, 2, 1]))
+
+
+@triton.jit
+def taking_turns(even, odd, AXIS: tl.constexpr):
+    """The tile whose even and odd elements along an axis these are."""
+    both = tl.join(even, odd)
+    if len(even.shape) == 1:
+        return tl.reshape(both, [2 * even.shape[0]])
+    elif AXIS == 1:
+        return tl.reshape(both, [even.shape[0], 2 * even.shape[1]])
+    else:
+        return tl.reshape(tl.permute(both, [0, 2, 1]), [2 * even.shape[0], even.shape[1]])
+
+
+@triton.jit
 def online_peak(peak, v, WIDTH: tl.constexpr):
     """Lane peaks with this tile's elements, WIDTH neighbours a lane."""
     return maximum(peak, lanes_max(in_lanes(v, WIDTH)))

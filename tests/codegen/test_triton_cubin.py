@@ -12,6 +12,7 @@ from overlapc.codegen.triton.tiling import Tiling
 from tests.codegen.case import Case
 from tests.codegen.cubins import compile_source
 from tests.codegen.norm_cases import group_norm
+from tests.codegen.pair_cases import gate_and_up, gradients_and_columns
 from tests.codegen.scan_cases import scan_cases
 from tests.codegen.triton_cases import small, softmax
 from tests.codegen.triton_forms import variants
@@ -44,6 +45,15 @@ def test_what_is_one_for_a_channel_is_read_once_for_neighbours(tmp_path: Path):
     (compiled,) = compile_source(TritonGenerator().generate(body, "group_norm", tiling=tiling), tmp_path)
     loads = re.findall(r"ld\.global\.b(?:16|32) ", compiled.asm["ptx"])
     assert len(loads) == 2 * 32768 // (16 * 32) / 8
+
+
+@pytest.mark.parametrize(
+    "case", [gate_and_up(512, 4096), gradients_and_columns(8192, 4096)], ids=lambda case: case.name
+)
+def test_elements_that_take_turns_are_read_and_written_16_bytes_at_a_time(case: Case, tmp_path: Path):
+    compiled = compile_source(TritonGenerator().generate(case.body, case.name), tmp_path)[0]
+    accesses = re.findall(r"(?:ld|st)\.global[\w.:]*\.(b16|v2\.b16|v4\.b16)", compiled.asm["ptx"])
+    assert not accesses
 
 
 @pytest.mark.parametrize(("case", "form", "tiling"), FORMS, ids=[f"{case.name}-{form}" for case, form, _ in FORMS])

@@ -11,9 +11,10 @@ from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.shape import tile_axes
 from overlapc.codegen.triton.tiling import MULTIPROCESSORS, choose
 from overlapc.ir.body import Body, Load, Reduce, Scan, Store, op
+from overlapc.ir.indexing import loop_symbol
 from tests.codegen.cubins import compile_source
 from tests.codegen.norm_cases import norm_gradients
-from tests.codegen.terms import loop, p0, r0
+from tests.codegen.terms import loop, p0, p1, p2, r0
 from tests.codegen.triton_cases import elements_and_columns, softmax, three_ways, transpose
 
 SHARED_OF_A_PROGRAM = 99 * 1024  # bytes, at most, on compute capability 8.6 and 8.9: the least of all since 8.0
@@ -98,3 +99,13 @@ def test_a_tile_has_an_axis_for_each_loop_that_something_lies_along() -> None:
     assert tile_axes(tiling) == ("z", "y", "x")
     assert min(tiling.xblock, tiling.yblock, tiling.zblock) * BF16.itemsize == 32
     assert len(tile_axes(choose(three_ways(3, 200, 150).body, {}))) == 2  # too few along the third
+
+
+def test_channels_of_a_group_and_the_groups_are_one_axis_where_channels_alone_are_too_few() -> None:
+    p3 = loop_symbol("p", 3)
+    x, scale = Load("x", 1310720 * p0 + 10 * p1 + p2 + 320 * p3, BF16), Load("s", 32 * p0 + p1, F32)
+    loops = (loop(p0, 16), loop(p1, 32), loop(p2, 10), loop(p3, 4096))
+    body = Body(loops, (), (Store("y", 1310720 * p0 + 40960 * p1 + 4096 * p2 + p3, op("mul", x, scale), BF16),))
+    tiling = choose(body, {})
+    assert (tiling.x, tiling.y, tiling.grid) == (loops[3:], loops[1:3], loops[:1])
+    assert (tiling.xblock, tiling.yblock) == (64, 64)

@@ -12,6 +12,7 @@ from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 from overlapc.ir.body import Body, Cast, Constant, Index, Load, Reduce, Store, op
 from tests.codegen.case import Case, Tensors
 from tests.codegen.norm_cases import group_norm, layer_norm, moments, norm_gradients, rms_norm, rms_norm_backward
+from tests.codegen.pair_cases import gate_and_up, gradients_and_columns, length_of_pairs
 from tests.codegen.reduction_cases import empty_rows, largest, norm_and_scale, reductions, two_reduction_loops
 from tests.codegen.terms import (
     bf16,
@@ -306,6 +307,9 @@ def small() -> list[Case]:
         symbolic_pointwise(3, 37),
         divided(50),
         in_place(3, 37),
+        gate_and_up(3, 37),
+        gradients_and_columns(19, 37),
+        length_of_pairs(3, 37),
         two_reduction_loops(3, 4, 10),
         empty_rows(3),
         nothing(),
@@ -324,6 +328,8 @@ def large() -> list[Case]:
         norm_gradients(4, 2048, 1000, f32),
         norm_gradients(2, 20000, 128),
         elements_and_columns(8192, 4096),
+        gate_and_up(2048, 1000),
+        gradients_and_columns(8192, 1000),
         layer_norm(1000, 5000),
         moments(64, 32, 4096),
         moments(300, 8, 1000, bf16),

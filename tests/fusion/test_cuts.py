@@ -85,6 +85,18 @@ def test_a_condition_on_a_row_of_heads_cuts_the_loop_of_heads() -> None:
     same(body, cut(body))
 
 
+def test_elements_that_take_turns_are_written_side_by_side() -> None:
+    """The gradient of `x[..., ::2]` and of `x[..., 1::2]`: an element is either one's, never both."""
+    first, second = op("eq", Index(P[1]), Index(sympy.S.Zero)), op("eq", Index(P[1]), Index(sympy.S.One))
+    parts = [masked(name, P[0], mask) for name, mask in (("a", first), ("b", second))]
+    body = Body(loops_of("p", (WIDTH, 2)), (), (put("y", 2 * P[0] + P[1], op("add", *parts)),))
+    other = cut(body)
+    assert [store.index for store in other.stores] == [2 * P[0], 2 * P[0] + 1]
+    assert len(other.loops) == 1
+    assert all(load.mask is None for load in other.loads())
+    same(body, other)
+
+
 def test_a_reduction_takes_an_element_of_each_part() -> None:
     at = WIDTH * P[0] + R[0]
     low = below(R[0], HALF)

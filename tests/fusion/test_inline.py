@@ -142,3 +142,18 @@ def test_the_result_knows_all_the_nodes_it_came_from() -> None:
     made = capture(lambda a: (a + 1) * 2, A)
     (only,) = inline(made.ops, made)
     assert only.origin.fx == ("add", "mul")
+
+
+def test_a_table_that_is_read_at_arange_is_read_in_place() -> None:
+    """No check, no mask and no kernel of its own: its rows lie in the order in which they are read."""
+
+    def embedded(words: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return F.embedding(words, table) + F.embedding(torch.arange(words.shape[1]), places)
+
+    (kernel,) = fuse_ops(
+        capture(embedded, torch.zeros(2, 8, dtype=torch.int64), torch.empty(9, 16), torch.empty(8, 16))
+    )[0]
+    assert isinstance(kernel, Loops)
+    assert len(kernel.body.checks()) == 1
+    (read,) = [load for load in kernel.body.loads() if not load.operands() and load.memory_dtype is torch.float32]
+    assert read.index.is_polynomial()

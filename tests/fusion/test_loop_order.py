@@ -107,6 +107,23 @@ def test_unless_more_is_scattered_than_saved() -> None:
     assert any("is written at" in reason for reason in refused)
 
 
+def test_a_norm_of_groups_does_not_turn_round_what_it_normalizes() -> None:
+    """Groups lie in memory channel by channel and the result pixel by pixel: no tile of [groups, elements] has both."""
+
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        groups = x.permute(0, 2, 1).reshape(4, 2, -1)
+        mean = groups.mean(-1, keepdim=True)
+        return torch.relu(groups - mean)
+
+    made = capture(normed, torch.empty(4, 2048, 64))
+    sums, elements = fuse_ops(made)[0]
+    assert isinstance(sums, Loops)
+    assert isinstance(elements, Loops)
+    assert sums.body.reduction
+    assert not elements.body.reduction
+    assert len(fuse_ops(capture(normed, torch.empty(4, 64, 2048).transpose(1, 2)))[0]) == 1
+
+
 def test_without_the_last_round_they_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusing, "ROUNDS", fusing.ROUNDS[:-1])
     assert both()[0] == 2

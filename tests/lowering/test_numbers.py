@@ -8,7 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from overlapc.lowering import lower
 from tests.codegen.interpreted import triton_on_cpu
 from tests.lowering.compare import compiled, same
 
@@ -155,3 +158,16 @@ def test_what_is_added_up_in_low_precision_is_rounded_first(dtype, generator):
 
     for given in (x, x.double(), torch.arange(1000, 1300)[:, None]):  # integers above 256 are no numbers of bfloat16
         same(function, given, rtol=0, atol=0)
+
+
+def test_on_a_gpu_a_tensor_is_multiplied_by_the_inverse_of_a_number():
+    """As eager does there: 448 is no power of two, so its inverse is rounded, and the product's last bit shows it."""
+    with FakeTensorMode():
+        traced = make_fx(lambda x, y: (x / 448, y / 3.0, x / y))(
+            torch.empty(8, device="cuda"), torch.empty(8, device="cuda", dtype=torch.float64)
+        )
+    graph = lower(traced, "graph", lambda device: True, lambda node: None)
+    first, second, third = (operation.body.stores[0].value for operation in graph.ops)
+    assert first.args[1].number == (torch.tensor(1.0) / torch.tensor(448.0)).item()
+    assert second.args[1].number == 1 / 3
+    assert [value.name for value in (first, second, third)] == ["mul", "mul", "div"]

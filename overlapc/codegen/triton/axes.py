@@ -38,6 +38,7 @@ class AxisWriter:
         self.top = Scope(self.lines, 1)
         self.symbols: dict[sympy.Symbol, str] = {}  # loops of axes that are open
         self.masks: dict[str, str] = {}
+        self.pair_masks: dict[str, str] = {}  # of tiles of twice the length
 
     def program_axes(self, split: bool) -> None:
         """Which tile this program computes."""
@@ -99,6 +100,8 @@ class AxisWriter:
             mask = f"{axis}mask{kernel.suffix}"
             emit(f"{mask} = {name} < {kernel.size_text(kernel.numel[axis])}")
             self.masks[axis] = mask
+        if axis in kernel.axes_of_pairs:
+            self.pair_index(axis, text, emit)
         loops = kernel.axes[axis]
         if len(loops) == 1:
             self.symbols[loops[0].symbol] = name
@@ -115,6 +118,17 @@ class AxisWriter:
                 emit(f"{part} = {text}")
                 self.symbols[loop.symbol] = part
             step = sympy.expand(step * loop.size)
+
+    def pair_index(self, axis: str, text: str, emit: Scope) -> None:
+        """The index variable, and the mask, of tiles that hold two elements for each iteration of `axis`."""
+        kernel = self.kernel
+        first, _, lanes = text.rpartition(" + ")
+        lanes = lanes.replace("tl.arange(0, ", "tl.arange(0, 2 * ")
+        name = kernel.pair_name(axis)
+        emit(f"{name} = ({f'2 * ({first}) + ' if first else ''}{lanes}){kernel.subscript(axis)}")
+        if axis in self.masks:
+            self.pair_masks[axis] = f"{axis}mask_of_pairs"
+            emit(f"{self.pair_masks[axis]} = {name} < {kernel.size_text(2 * kernel.numel[axis])}")
 
     def symbols_needed(self, axis: str) -> set[sympy.Symbol]:
         """Loops of an axis that occur in an index other than through the flattened axis."""
@@ -168,11 +182,16 @@ class AxisWriter:
         for loop in self.kernel.axes[axis]:
             self.symbols.pop(loop.symbol, None)
         self.masks.pop(axis, None)
+        self.pair_masks.pop(axis, None)
 
-    def mask_argument(self, axes: Iterable[str], condition: str | None = None) -> str:
+    def mask_argument(self, axes: Iterable[str], condition: str | None = None, pairs_along: str = "") -> str:
         """`, mask` for an access that covers `axes`: axes that may reach past their end, and a condition."""
         wanted = set(axes)
-        masks = [mask for axis, mask in self.masks.items() if axis in wanted]
+        masks = [
+            self.pair_masks[axis] if axis == pairs_along else mask
+            for axis, mask in self.masks.items()
+            if axis in wanted
+        ]
         if condition is not None:
             masks.append(condition)
         return f", {' & '.join(masks)}" if masks else ""

@@ -11,6 +11,7 @@ import torch
 from overlapc.codegen.triton.accumulate import Accumulation
 from overlapc.codegen.triton.expressions import IndexPrinter
 from overlapc.codegen.triton.levels import accumulations, scanning
+from overlapc.codegen.triton.pairs import paired
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body, Load, Op, Scan, Store, Value, depends_on, topological
 from overlapc.ir.facts import unseen_where_masked
@@ -53,6 +54,11 @@ class KernelShape:
         self.index_name = {axis: str(loops[0].symbol) if len(loops) == 1 else axis for axis, loops in self.axes.items()}
         self.block = {"z": tiling.zblock, "y": tiling.yblock, "x": tiling.xblock, "r": tiling.rblock}
         self.tile_axes = tile_axes(tiling)
+        stores = [store for store in body.stores if store.mode == "set"]
+        flat = {axis: self.axes[axis] for axis in self.tile_axes if tiling.form != "dot" and len(self.tile_axes) < 3}
+        self.load_pairs, self.store_pairs = paired(body.loads(), flat), paired(stores, flat)
+        self.axes_of_pairs = {pair.axis for pair in self.load_pairs.values()}
+        self.axes_of_pairs |= {pair.axis for pair in self.store_pairs.values()}
         self.suffix = ""  # of index variables, where one axis has two of them
         self.index_bounds, self.index_dtype = self._index_width()
         self.draws = any(isinstance(value, Op) and value.name == "random" for value in body.values())
@@ -135,6 +141,10 @@ class KernelShape:
         """Tile shape with 1 for axes that are not in `axes`."""
         wanted = set(axes)
         return "[" + ", ".join(f"{axis.upper()}BLOCK" if axis in wanted else "1" for axis in self.tile_axes) + "]"
+
+    def pair_name(self, axis: str) -> str:
+        """The index variable along `axis` of a tile that holds two elements for each iteration."""
+        return f"{self.index_name[axis]}_pair"
 
     def subscript(self, axis: str) -> str:
         if len(self.tile_axes) == 1:

@@ -8,10 +8,11 @@ from overlapc.codegen.triton.accumulate import Accumulation, Moments, Online, Re
 from overlapc.codegen.triton.axes import Scope
 from overlapc.codegen.triton.expressions import COMPUTE
 from overlapc.codegen.triton.shape import term
+from overlapc.codegen.triton.tiling import power_of_two
 from overlapc.codegen.triton.values import ValueWriter
 from overlapc.ir.body import Load, Scan, Store, Value, reduction_depth
 
-PARTS = 32  # programs whose totals of columns are loaded at a time
+PARTS = 128  # programs whose totals of columns are loaded at a time, of one column sum; fewer of several
 _NEUTRAL = {"sum": "0", "prod": "1"}
 _SIGN = {"sum": "+", "prod": "*"}
 
@@ -113,12 +114,13 @@ class StageWriter(ValueWriter):
         if "r" not in self.masks:  # tiles of rows fit the columns, blocks of them need not
             self.top(f"rmask = {kernel.index_name['r']} < {columns}")
             self.masks["r"] = "rmask"
+        parts = max(32, PARTS // power_of_two(len(totals)))
         for at, store in enumerate(totals):
-            shape = f"[{PARTS}, COLUMNS]"
+            shape = f"[{parts}, COLUMNS]"
             self.top(f"total{at} = tl.full({shape}, {_NEUTRAL[store.mode]}, {COMPUTE[store.value.dtype]})")
-        self.top(f"for first in range(0, SPLITS, {PARTS}):")
+        self.top(f"for first in range(0, SPLITS, {parts}):")
         loop = self.top.inner()
-        loop(f"part = (first + tl.arange(0, {PARTS}))[:, None]")
+        loop(f"part = (first + tl.arange(0, {parts}))[:, None]")
         for at, store in enumerate(totals):
             where = f"total{at}_parts + (part * {columns} + {kernel.index_name['r']})"
             value = f"tl.load({where}, rmask & (part < SPLITS), other={_NEUTRAL[store.mode]})"

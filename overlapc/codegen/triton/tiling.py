@@ -35,7 +35,7 @@ _PERSISTENT_LIMIT = 32768  # elements of a row that is one tile: 64 a thread at 
 _ONE_PASS_LIMIT = 8192  # of a row that is read once anyway: a loop over smaller tiles keeps more programs on the device
 # Of the launch that adds up the programs' totals: a warp's width of columns, twice for loads of 16 bytes.
 TOTALS_COLUMNS = 64
-TOTALS_WARPS = 4
+TOTALS_WARPS = 8
 _BRANCHING = frozenset(
     "tanh erf erfc sin cos tan asin acos atan sinh cosh asinh acosh atanh lgamma pow atan2 fmod".split()
 )
@@ -180,13 +180,14 @@ def _pointwise(body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence
     votes = _contiguous_bytes(accesses, sizes)
     ranked = sorted(votes, key=lambda symbol: -votes[symbol])
     most = votes[ranked[0]] if ranked else 0
-    along = [symbol for symbol in ranked[:3] if 4 * votes[symbol] >= most > 0 and sizes[symbol] >= min(_CUBE)]
+    along = [_run(body, symbol, accesses, sizes) for symbol in ranked[:3] if 4 * votes[symbol] >= most > 0]
+    along = [run for run in along if _length(run, sizes) >= min(_CUBE)]
     if len(along) >= 2:
         return _tiled(body, along, sizes)
     loops = body.loops
     if ranked and votes[ranked[0]] > 0 and loops[-1].symbol != ranked[0] and not votes[loops[-1].symbol]:
         loops = _last(loops, ranked[0])
-    if _has_row_values(body, loops, sizes):
+    if _has_row_values(body, loops, sizes, accesses):
         return Tiling("rows", loops[-1:], 1024, 2, grid=loops[:-1])
     # Eight elements a thread: 16 bytes a load in two-byte formats. Smaller blocks when few would fill the device.
     xblock = _clamp(128, power_of_two(total // (4 * MULTIPROCESSORS) + 1), 1024)
@@ -194,20 +195,41 @@ def _pointwise(body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence
     return Tiling("flat", loops, xblock, _clamp(1, xblock // 256, 4))
 
 
-def _tiled(body: Body, along: Sequence[sympy.Symbol], sizes: Mapping[sympy.Symbol, int]) -> Tiling:
-    """Tiles over two or three loops, the one that most lies along first."""
-    axes = [tuple(loop for loop in body.loops if loop.symbol == symbol) for symbol in along]
-    rest = tuple(loop for loop in body.loops if loop.symbol not in along)
+def _length(loops: Sequence[Loop], sizes: Mapping[sympy.Symbol, int]) -> int:
+    return math.prod(sizes[loop.symbol] for loop in loops)
+
+
+def _run(
+    body: Body, symbol: sympy.Symbol, accesses: Sequence[Access], sizes: Mapping[sympy.Symbol, int]
+) -> tuple[Loop, ...]:
+    """The loop of `symbol`, and as long as that is too short for a tile those around it that go on where it ends: the
+    channels of a group, then the groups."""
+    last = next(at for at, loop in enumerate(body.loops) if loop.symbol == symbol)
+    first = last
+    along = [access for access in accesses if abs(access.strides.get(symbol, 0)) == 1]
+    while first > 0 and (length := _length(body.loops[first : last + 1], sizes)) < min(_CUBE):
+        outer = body.loops[first - 1].symbol
+        if any(abs(access.strides.get(outer, 0)) != length for access in along):
+            break
+        first -= 1
+    return body.loops[first : last + 1]
+
+
+def _tiled(body: Body, axes: Sequence[tuple[Loop, ...]], sizes: Mapping[sympy.Symbol, int]) -> Tiling:
+    """Tiles over two or three axes, the one that most lies along first."""
+    rest = tuple(loop for loop in body.loops if not any(loop in axis for axis in axes))
     if len(axes) == 3:
         x, y, z = axes
         xblock, yblock, zblock = _CUBE
         return Tiling("tiled", x, xblock, _CUBE_WARPS, y=y, yblock=yblock, z=z, zblock=zblock, grid=rest)
-    xblock, yblock = (min(64, power_of_two(sizes[symbol])) for symbol in along)
+    xblock, yblock = (min(64, power_of_two(_length(axis, sizes))) for axis in axes)
     x, y = axes
     return Tiling("tiled", x, xblock, _clamp(1, xblock * yblock // 512, 8), y=y, yblock=yblock, grid=rest)
 
 
-def _has_row_values(body: Body, loops: Sequence[Loop], sizes: Mapping[sympy.Symbol, int]) -> bool:
+def _has_row_values(
+    body: Body, loops: Sequence[Loop], sizes: Mapping[sympy.Symbol, int], accesses: Sequence[Access]
+) -> bool:
     """Whether long rows that fill blocks of 1024 well share something: a value a row, or one row for all of them.
 
     In a program of one row, neither the first is loaded more than once nor the second's index divided out.
@@ -218,6 +240,8 @@ def _has_row_values(body: Body, loops: Sequence[Loop], sizes: Mapping[sympy.Symb
     length = sizes[last]
     fits = length >= 1024 and 8 * (-length % 1024) <= length
     rows = {loop.symbol for loop in loops[:-1]}
+    if any(abs(access.strides.get(last, 0)) > 1 for access in accesses):
+        return False  # elements that take turns: loads of one at a time, of which a thread of a row would have many
     return fits and any(
         not load.indirect and (last not in load.index.free_symbols or rows.isdisjoint(load.index.free_symbols))
         for load in body.loads()
@@ -375,7 +399,9 @@ def _totals(body: Body, x: tuple[Loop, ...], rows: int, length: int, best: sympy
         num_warps, stages = _clamp(1, xblock * rblock * _elements(body) // 1024, 32), 0
     else:
         xblock = min(max(1, 2048 // rblock), power_of_two(rows))
-        num_warps, stages = _clamp(1, xblock * rblock // 512, 32), _stages(body, xblock * rblock)
+        # Of a row that no load of 16 bytes fits every element has an address of its own, in registers.
+        each = 16 if length % 8 == 0 else 8
+        num_warps, stages = _clamp(1, xblock * rblock // (32 * each), 32), _stages(body, xblock * rblock)
     programs = min(MULTIPROCESSORS * max(1, 16 // num_warps), -(-rows // xblock))
     r = body.reduction if best is None else _last(body.reduction, best)
     return Tiling("totals", x, xblock, num_warps, r=r, rblock=rblock, splits=max(1, programs), num_stages=stages)

@@ -18,12 +18,14 @@ from overlapc.codegen.triton.expressions import (
     converted_name,
     operation,
 )
+from overlapc.codegen.triton.pairs import Pair
 from overlapc.codegen.triton.shape import KernelShape, axis_symbol, term
 from overlapc.ir.body import Cast, Checked, Constant, Index, Load, Op, Reduce, Scan, Store, Value
 from overlapc.ir.indexing import exact_quotient
 from overlapc.ir.values import constant
 
 _ORIGIN_CHARACTERS = 300  # of what a check says about where it comes from
+_PAIR = sympy.Symbol("pair", integer=True, nonnegative=True)  # the index variable of tiles of pairs
 _ORDER = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
@@ -76,9 +78,15 @@ class ValueWriter(AxisWriter):
         """Statements for everything under `roots` that has no name yet."""
         order = self.needed(roots, names)
         literal_only = self.literals(order) - set(roots)
+        wanted = set(order)
         for value in order:
+            if value in names:
+                continue  # the second of a pair
             self.value_axes[value] = self.axes_of(value)
-            if isinstance(value, Scan):
+            pair = self.kernel.load_pairs.get(value) if isinstance(value, Load) else None
+            if pair is not None and wanted >= {pair.even, pair.odd} and not self.broadcasts(pair.even):
+                self.load_pair(emit, names, pair)
+            elif isinstance(value, Scan):
                 names[value] = self.scanned(emit, names, self.kernel.scans[value])
             elif value not in literal_only:
                 if isinstance(value, Checked):
@@ -234,8 +242,63 @@ class ValueWriter(AxisWriter):
         axes = {axis_symbol(axis): name for axis, name in self.kernel.index_name.items()}
         return self.kernel.printer({**axes, **self.symbols, **bound})(self.flattened(expr))
 
+    def load_pair(self, emit: Scope, names: dict[Value, str], pair: Pair[Load]) -> None:
+        """Both loads of a pair, as one access."""
+        axes = self.axes_of(pair.even)
+        mask = self.mask_argument(axes, pairs_along=pair.axis)
+        both = f"tl.load({self.pair_pointer(pair)}{mask}{self.eviction(pair.even)})"
+        for load in (pair.even, pair.odd):
+            names[load] = self.fresh()
+            self.value_axes[load] = axes
+        results = f"{names[pair.even]}, {names[pair.odd]}"
+        emit(f"{results} = ops.taken_apart({both}, {self.kernel.tile_axes.index(pair.axis)})")
+        for load in (pair.even, pair.odd):
+            text = self.as_computed(load, names[load])
+            if text != names[load]:
+                emit(f"{names[load]} = {text}")
+
+    def store_pair(self, emit: Scope, names: Mapping[Value, str], pair: Pair[Store], axes: Sequence[str]) -> None:
+        """Both stores of a pair, as one access."""
+        values = []
+        for store in (pair.even, pair.odd):
+            text = self.stored(store, names)
+            full = self.value_axes[store.value] == set(axes)
+            values.append(text if full else f"tl.broadcast_to({text}, {self.kernel.shape(axes)})")
+        both = f"ops.taking_turns({', '.join(values)}, {self.kernel.tile_axes.index(pair.axis)})"
+        emit(f"tl.store({self.pair_pointer(pair)}, {both}{self.mask_argument(axes, pairs_along=pair.axis)})")
+
+    def pair_pointer(self, pair: Pair[Load] | Pair[Store]) -> str:
+        """Pointers to a tile of twice the length along the pair's axis: to even and odd elements in turn."""
+        kernel, axis = self.kernel, pair.axis
+        name, loops = kernel.pair_name(axis), kernel.axes[axis]
+        expr = self.flattened(pair.even.index)
+        flat = axis_symbol(axis)
+        along = flat if expr.coeff(flat) == 2 else loops[-1].symbol
+        names = {axis_symbol(each): text for each, text in kernel.index_name.items()} | self.symbols
+        names[flat] = f"({name} // 2)"
+        step = sympy.S.One
+        for loop in reversed(loops):
+            position = name if step == 1 else f"{name} // {kernel.size_text(2 * step)}"
+            if loop is loops[-1]:
+                size = 2 * loop.size
+                inner = name if along is flat or len(loops) == 1 else f"({name} % {kernel.size_text(size)})"
+            else:
+                whole = loop is loops[0]
+                names[loop.symbol] = f"({position})" if whole else f"(({position}) % {kernel.size_text(loop.size)})"
+            step = sympy.expand(step * loop.size)
+        text = kernel.printer({**names, _PAIR: inner})(sympy.expand(expr - 2 * along + _PAIR))
+        return f"{kernel.arguments[pair.even.buffer]} + {term(text)}"
+
+    def broadcasts(self, load: Load) -> bool:
+        """Whether a load is made as wide as the tile, because a narrow one would have another layout."""
+        kernel = self.kernel
+        return kernel.tiling.form == "persistent" and kernel.block["x"] > 1 and self.axes_of(load) == {"r"}
+
     def load(self, load: Load, names: Mapping[Value, str]) -> str:
-        text = self.raw(load, names)
+        return self.as_computed(load, self.raw(load, names))
+
+    def as_computed(self, load: Load, text: str) -> str:
+        """An element as it lies in memory, in the dtype that the kernel computes in."""
         if load.memory_dtype is torch.bool:
             return f"{text} != 0"
         return converted_name(text, load.memory_dtype, load.dtype)
@@ -247,8 +310,7 @@ class ValueWriter(AxisWriter):
         if not axes <= self.address_axes(load):
             # One address for many elements: Triton wants it as wide as the mask.
             index = f"{term(index)} + tl.full({self.kernel.shape(axes)}, 0, tl.int32)"
-        if self.kernel.tiling.form == "persistent" and self.kernel.block["x"] > 1 and axes == {"r"}:
-            # As wide as the tile: a narrow load has another layout, and changing it goes through shared memory.
+        if self.broadcasts(load):  # changing a layout goes through shared memory
             index = f"{index} + tl.full({self.kernel.shape(('x', 'r'))}, 0, tl.int32)"
         pointer = f"{self.kernel.arguments[load.buffer]} + {term(index)}"
         arguments = self.mask_argument(axes, None if load.mask is None else names[load.mask])
@@ -274,7 +336,13 @@ class ValueWriter(AxisWriter):
         self.compute_all(emit, names, stores)
         for store in stores:
             index = self.index(store.index, store.indirect, names)
-            if self._addressed(store.index, store.indirect) != set(axes):
+            covers = self._addressed(store.index, store.indirect) == set(axes)
+            pair = self.kernel.store_pairs.get(store)
+            if pair is not None and covers:
+                if store is pair.even:
+                    self.store_pair(emit, names, pair, axes)
+                continue
+            if not covers:
                 shape = self.kernel.shape(axes)
                 index = f"{index} + tl.full({shape}, 0, tl.int32)"
             pointer = f"{self.kernel.arguments[store.buffer]} + {term(index)}"

@@ -1,0 +1,92 @@
+"""Conditions on positions that always hold, or never, and what they leave.
+
+    where(p0 >= 0, a, b)   ->   a
+    load x[i0], i0 = p0 checked to be in 0 … n-1   ->   load x[p0]
+
+Inlining and cutting leave such conditions behind: a table that is read at `arange`, the parts of joined tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import sympy
+
+from overlapc.ir.body import Body, Checked, Constant, Index, Load, Op, Value, as_number
+from overlapc.ir.indexing import Ranges, bounds, simplify, substitute
+from overlapc.ir.rewriting import rewrite
+from overlapc.ir.values import constant
+
+COMPARES = frozenset("lt ge le gt eq ne".split())
+
+
+def with_known_positions(body: Body) -> Body:
+    """`body` with loads at a position that is computed, not read, as plain loads; the same object if there are none."""
+    bound = [value for load in body.loads() for _, value in load.indirect]
+    if not any(isinstance(value.arg if isinstance(value, Checked) else value, Index) for value in bound):
+        return body
+    ranges = body.ranges()
+    return rewrite(body, body.loops, body.reduction, replace=lambda value: _at_known_position(settled(value, ranges)))
+
+
+def _at_known_position(value: Value) -> Value:
+    if not isinstance(value, Load) or not value.indirect:
+        return value
+    known = {symbol: at.expr for symbol, at in value.indirect if isinstance(at, Index)}
+    left = tuple((symbol, at) for symbol, at in value.indirect if symbol not in known)
+    return dataclasses.replace(value, index=sympy.expand(substitute(value.index, known)), indirect=left)
+
+
+def whole_number(value: Value) -> sympy.Expr | None:
+    """`value` as an index expression, where it is a position or a constant."""
+    if isinstance(value, Index):
+        return value.expr
+    return sympy.Integer(value.number) if isinstance(value, Constant) and isinstance(value.number, int) else None
+
+
+def settled(value: Value, ranges: Ranges) -> Value:
+    """`value` without a condition that always holds here, or never."""
+    if isinstance(value, Load) and value.mask is not None:
+        holds = as_number(value.mask)
+        if holds is False:
+            return constant(0, value.dtype)
+        return value if holds is None else dataclasses.replace(value, mask=None)
+    if isinstance(value, Checked) and as_number(value.condition) is True:
+        return value.arg
+    if not isinstance(value, Op):
+        return value
+    if value.name in COMPARES:
+        return _compared(value, ranges)
+    if value.name == "where" and isinstance(value.args[0], Constant):
+        return value.args[1] if value.args[0].number else value.args[2]
+    if value.name in ("logical_and", "logical_or"):
+        return _both(value.args, settles=value.name == "logical_or") or value
+    if value.name == "logical_not" and isinstance(value.args[0], Constant):
+        return constant(not value.args[0].number, value.dtype)
+    return value
+
+
+def _compared(value: Op, ranges: Ranges) -> Value:
+    left, right = map(whole_number, value.args)
+    if left is None or right is None:
+        return value
+    difference = bounds(simplify(left - right, ranges), ranges)
+    if difference is None or not all(limit.is_Integer for limit in difference):
+        return value
+    least, most = difference
+    always, never = {
+        "lt": (most < 0, least >= 0), "ge": (least >= 0, most < 0),
+        "le": (most <= 0, least > 0), "gt": (least > 0, most <= 0),
+        "eq": (least == most == 0, least > 0 or most < 0), "ne": (least > 0 or most < 0, least == most == 0),
+    }[value.name]  # fmt: skip
+    return constant(bool(always), value.dtype) if always or never else value
+
+
+def _both(args: Sequence[Value], *, settles: bool) -> Value | None:
+    """Of two conditions the one that is left where the other is known, or what the known one `settles`."""
+    for one, other in (args, args[::-1]):
+        known = as_number(one)
+        if known is not None:
+            return one if bool(known) is settles else other
+    return None
