@@ -51,7 +51,7 @@ def main() -> None:
         peak = analyze(result.schedule).peak_bytes
         assert peak <= limit, f"{path.stem}: {peak} B exceed {limit} B"
         step_ms = result.after.step_ns / 1e6
-        longer_ms = searched(result.schedule, replace(ctx, budget_bytes=limit), args.times) / 1e6
+        longer_ms = searched(result.ordered, replace(ctx, budget_bytes=limit), args.times) / 1e6
         rows.append(
             [
                 path.stem,

@@ -5,7 +5,10 @@ must pass after it ends, both along its dependences (mutations and barriers incl
 undo, but not the order among collectives, which a pass may be allowed to change). Each resource (the compute
 stream, each queue) runs one node at a time, so a step takes at least as long as the best preemptive schedule
 of its nodes between their heads and tails, which Jackson's rule finds (run the ready node with the longest
-tail) in O(n log n). Launches cost host time one after the other, and nothing is slowed by anything else.
+tail) in O(n log n). Launches cost host time one after the other.
+
+That leaves out what collectives and compute cost each other. The compute stream also takes at least what all of its
+kernels take alone, the gaps between them, and the least contention (least_contention.py) together.
 """
 
 from __future__ import annotations
@@ -14,55 +17,72 @@ import heapq
 from collections.abc import Sequence
 
 from overlapc.estimators.device import DeviceProfile
-from overlapc.estimators.simulator.machine import on_grid
+from overlapc.estimators.simulator.least_contention import least_contention_ns
+from overlapc.estimators.simulator.machine import Costs, Step, costs_of
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why
-from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Schedule
+from overlapc.schedule.model import Schedule
 
-_LAUNCHED = (*COMPUTE, *COMMUNICATION)
+_ROUNDING_NS = 2.0**-8  # a node: times lie on a grid of 2^-10 ns, and few of a node's are rounded
 
 
 def lower_bound_ns(schedule: Schedule, profile: DeviceProfile) -> float:
     """At most the step time of every legal order of `schedule` on `profile`."""
-    count = len(schedule.nodes)
-    deps = dependencies.of(schedule)
-    launch_ns = on_grid(profile.launch_ns)
-    duration = [  # as a replay takes them
-        on_grid(node.estimate.ns) if node.estimate is not None and node.kind in _LAUNCHED else 0.0
-        for node in schedule.nodes
-    ]
-    is_start = [node.kind is Kind.START for node in schedule.nodes]
-    waits_for = schedule.started
-    # A START does not hold back what only has to be issued after it; its wait is what takes its time.
+    costs = costs_of(schedule, profile)
+    step, count = costs.step, len(schedule.nodes)
+    launched = [at for at in range(count) if step[at] == Step.COMPUTE or costs.is_collective(at)]
+    if not launched:
+        return 0.0
+    on_stream = [at for at in launched if step[at] != Step.START]
+    gap = [costs.gap_ns if step[at] in (Step.COMPUTE, Step.COMM) else 0.0 for at in range(count)]
+    takes = [0.0] * count  # the gap before it included
+    for at in launched:
+        takes[at] = gap[at] + costs.ns[at]
+    head, tail = _heads_and_tails(schedule, costs, takes, gap)
+    # Of each queue; a collective that holds the stream runs on its queue behind its gap.
+    queues: dict[int, list[int]] = {}
+    for at in launched:
+        if costs.is_collective(at) and schedule.nodes[at].comm is not None:
+            queues.setdefault(costs.queue[at], []).append(at)
+    behind_gap = [ns + more for ns, more in zip(head, gap, strict=True)]
+    machines = [one_machine_ns(behind_gap, costs.ns, tail, nodes) for nodes in queues.values()]
+    host_ns = len(launched) * costs.launch_ns + min(costs.ns[at] + tail[at] for at in launched)
+    if on_stream:
+        machines.append(one_machine_ns(head, takes, tail, on_stream))
+        ends_ns = min(head[at] for at in on_stream) + min(tail[at] for at in on_stream)
+        idle_ns = ends_ns + sum(costs.ns[at] for at in on_stream if step[at] == Step.COMM) + sum(gap)
+        kernels_ns = sum(costs.ns[at] for at in on_stream if step[at] == Step.COMPUTE)
+        machines.append(kernels_ns + idle_ns + least_contention_ns(costs, idle_ns) - count * _ROUNDING_NS)
+    return max(host_ns, *machines)
+
+
+def _heads_and_tails(
+    schedule: Schedule, costs: Costs, takes: Sequence[float], gap: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """The least time before each node begins (or the gap before it), and after it ends."""
+    count = len(takes)
+    deps, step = dependencies.of(schedule), costs.step
     head, tail = [0.0] * count, [0.0] * count
+
+    def between(before: int, after: int) -> float:
+        """What passes between their beginnings: a START is issued at once, and only its wait takes its time."""
+        if step[before] == Step.START and costs.waits_for.get(after) != before:
+            return 0.0
+        return takes[before]
+
     for at in range(count):
-        node = schedule.nodes[at]
-        launch = launch_ns if node.kind in _LAUNCHED else 0.0
-        for p in deps.preds[at]:
-            if deps.why[p, at] is Why.COLLECTIVE_ORDER:
-                continue
-            if not is_start[p] or waits_for.get(at) == p:
-                head[at] = max(head[at], head[p] + duration[p])
-            else:
-                head[at] = max(head[at], head[p])
-        head[at] = max(head[at], launch)
+        if step[at] == Step.COMPUTE or costs.is_collective(at):
+            head[at] = max(0.0, costs.launch_ns - gap[at])
+        for before in deps.preds[at]:
+            if deps.why[before, at] is not Why.COLLECTIVE_ORDER:
+                head[at] = max(head[at], head[before] + between(before, at))
     for at in range(count - 1, -1, -1):
-        for p in deps.preds[at]:
-            if deps.why[p, at] is Why.COLLECTIVE_ORDER:
+        for before in deps.preds[at]:
+            if deps.why[before, at] is Why.COLLECTIVE_ORDER:
                 continue
-            if not is_start[p] or waits_for.get(at) == p:
-                tail[p] = max(tail[p], tail[at] + duration[at])
-    # A start's own duration follows its issue; nodes that depend on its issue alone bound nothing more.
-    resources: dict[str, list[int]] = {}
-    for at, node in enumerate(schedule.nodes):
-        if node.kind in COMMUNICATION and node.comm is not None:
-            resources.setdefault(f"@{node.comm.queue}", []).append(at)
-        if node.kind in (*COMPUTE, Kind.COMM):
-            resources.setdefault("", []).append(at)
-    launched = [at for at, node in enumerate(schedule.nodes) if node.kind in _LAUNCHED]
-    host = len(launched) * launch_ns + min(duration[at] + tail[at] for at in launched) if launched else 0.0
-    machines = (one_machine_ns(head, duration, tail, nodes) for nodes in resources.values())
-    return max(host, max(machines, default=0.0))
+            if step[before] != Step.START or costs.waits_for.get(at) == before:
+                tail[before] = max(tail[before], tail[at] + takes[at])
+    return head, tail
 
 
 def one_machine_ns(
