@@ -142,7 +142,8 @@ def plan_model(cfg: PlanConfig, options: Config, *, whole: bool = False) -> Repo
     finally:
         dist.destroy_process_group()
     graphs = record.report_of_process().steps[0].graphs[before:]
-    return Report((StepRecord(0, cfg.world_size, graphs),))
+    tokens = cfg.seq * cfg.batch * cfg.replicate * cfg.dp
+    return Report((StepRecord(0, cfg.world_size, graphs, tokens=tokens),))
 
 
 def _plan_from_few(cfg: PlanConfig, options: Config, mesh: DeviceMesh) -> bool:

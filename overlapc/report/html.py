@@ -13,7 +13,7 @@ from pathlib import Path
 import jinja2
 
 from overlapc.report import compare, text
-from overlapc.report.ledger import Ledger, tiles
+from overlapc.report.ledger import Ledger, bars, tiles
 from overlapc.report.model import GraphRecord, StepRecord
 from overlapc.report.page_data import page_data
 
@@ -26,6 +26,7 @@ def render(steps: Sequence[StepRecord]) -> str:
         steps=steps,
         ledger_of=Ledger.of,
         tiles=tiles,
+        bars=bars,
         headers=text.HEADERS,
         cells=text.collective_cells,
         sort_keys=_sort_keys,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlapc.estimators.profiles.profile_file import profile_from_json
-from overlapc.report.advice import exposures
+from overlapc.report.advice import Cause, Exposure, exposures
 from overlapc.report.limiting_factor import Spent
-from overlapc.report.model import StepRecord, measured_step
+from overlapc.report.model import Measured, StepRecord, measured_step, seen_ns
 from overlapc.report.times import ms
+from overlapc.schedule.model import COMPUTE, Kind, Node
 from overlapc.schedule.text import parse
 from overlapc.units import human_bytes
 
@@ -62,7 +65,7 @@ class Ledger:
         beyond_ns = max(0.0, host_ns - spent.device_ns)
         busiest_ns = max(spent.queues_ns.values(), default=0.0)
         parts = (
-            Part("compute", alone_ns, "extern"),
+            *(Part(what, alone_ns * share, kind) for (what, kind), share in compute_shares(step).items()),
             Part("compute slowed by communication beside it", spent.slowed_ns, "slowed"),
             Part("exposed communication", spent.exposed_ns, "idle"),
             Part("gaps between kernels", idle_ns, "gap"),
@@ -70,7 +73,7 @@ class Ledger:
         )
         hidden_ns = max(spent.compute_ns + idle_ns, busiest_ns, host_ns)
         ceilings = [
-            Ceiling("as it is", step.step_ns),
+            Ceiling("as predicted", step.step_ns),
             Ceiling("no order of these nodes can beat", step.lower_bound_ns),
             Ceiling("all communication hidden", hidden_ns),
             Ceiling("hidden, and slowing nothing", max(alone_ns + idle_ns, busiest_ns, host_ns)),
@@ -78,7 +81,8 @@ class Ledger:
         if beyond_ns:
             ceilings.append(Ceiling("a host that is fast enough", spent.device_ns))
         found = [
-            Gain(each.exposed_ns, f"{each.graph}: {each.cause.why}", each.cause.advice) for each in exposures(step)
+            Gain(sum(each.exposed_ns for each in alike), f"{_graphs(alike)}: {cause.why}", cause.advice)
+            for cause, alike in _by_cause(step).items()
         ]
         slowed = "communication beside compute slows it"
         found.append(Gain(spent.slowed_ns, slowed, 'fewer bytes; options={"transport": "copy"} within a host'))
@@ -89,6 +93,69 @@ class Ledger:
         gains = sorted((each for each in found if each.ns > least_ns), key=lambda each: -each.ns)
         shown = tuple(part for part in parts if part.ns > 0)
         return cls(step.step_ns, shown, tuple(ceilings), tuple(gains), utilization(step))
+
+
+def _by_cause(step: StepRecord) -> dict[Cause, list[Exposure]]:
+    found: dict[Cause, list[Exposure]] = defaultdict(list)
+    for each in exposures(step):
+        found[each.cause].append(each)
+    return found
+
+
+def _graphs(alike: Sequence[Exposure]) -> str:
+    return " and ".join(dict.fromkeys(each.graph for each in alike))
+
+
+_PRODUCTS, _ATTENTION, _CONVOLUTIONS, _GENERATED, _OTHERS = (
+    ("matrix products", "extern"),
+    ("attention", "attention"),
+    ("convolutions", "convolution"),
+    ("generated kernels", "kernel"),
+    ("other library calls", "library"),
+)
+
+
+def compute_shares(step: StepRecord) -> dict[tuple[str, str], float]:
+    """(what, color) -> its share of the time that compute takes by itself, the largest first; they add up to 1."""
+    sums: dict[tuple[str, str], float] = defaultdict(float)
+    for graph, times in step.called:
+        for node in parse(graph.schedule).nodes:
+            if node.kind in COMPUTE and node.estimate is not None and node.estimate.ns:
+                sums[_kind(node)] += times * node.estimate.ns
+    whole = sum(sums.values())
+    if not whole:
+        return {("compute", "extern"): 1.0}
+    return {what: ns / whole for what, ns in sorted(sums.items(), key=lambda item: -item[1])}
+
+
+def _kind(node: Node) -> tuple[str, str]:
+    if node.kind is Kind.KERNEL:
+        return _GENERATED
+    if "attention" in node.op:
+        return _ATTENTION
+    if "convolution" in node.op:
+        return _CONVOLUTIONS
+    return _PRODUCTS if node.work is not None and node.work.flops else _OTHERS
+
+
+def measured_parts(measured: Measured) -> tuple[Part, ...]:
+    """What a measured step consists of, as far as a profiler can tell."""
+    parts = (
+        Part("compute", measured.compute_ns, "extern"),
+        Part("exposed communication", measured.exposed_ns, "idle"),
+        Part("gaps between kernels", measured.idle_ns - measured.late_ns, "gap"),
+        Part("the host, which the device waits for", measured.late_ns, "host"),
+    )
+    return tuple(part for part in parts if part.ns > 0)
+
+
+def bars(step: StepRecord, ledger: Ledger) -> list[tuple[str, float, tuple[Part, ...]]]:
+    """(title, ns, parts) of what was measured, if it was, then of what is predicted."""
+    found = [("predicted", ledger.step_ns, ledger.parts)]
+    measured = measured_step(step)
+    if measured is not None:
+        found.insert(0, ("measured", measured.step_ns, measured_parts(measured)))
+    return found
 
 
 def utilization(step: StepRecord) -> float | None:
@@ -110,12 +177,17 @@ def utilization(step: StepRecord) -> float | None:
 
 
 def tiles(step: StepRecord, ledger: Ledger) -> list[tuple[str, str, str]]:
-    """(what, how much, beside what) for the top of a page."""
-    found = [("step", ms(step.step_ns), f"as traced {ms(step.step_before_ns)}")]
+    """(what, how much, beside what) for the top of a page: what was seen of a step, then what is predicted."""
+    found = []
     seen = measured_step(step)
+    if step.clock_ns is not None:
+        found.append(("step, by the clock", ms(step.clock_ns), "from optimizer to optimizer, with all between"))
     if seen is not None:
         beside = f"of it exposed {ms(seen.exposed_ns)}, idle {ms(seen.idle_ns)}"
-        found = [("step, measured", ms(seen.step_ns), beside), ("step, predicted", *found[0][1:])]
+        found.append(("step, measured", ms(seen.step_ns), beside))
+    found.append(("step, predicted" if found else "step", ms(step.step_ns), f"as traced {ms(step.step_before_ns)}"))
+    if step.tokens:
+        found.append(("tokens/s", f"{tokens_per_s(step):,.0f}", f"{step.tokens:,} tokens a step on all ranks"))
     exposed_ns = sum(part.ns for part in ledger.parts if part.kind == "idle")
     share = exposed_ns / step.step_ns if step.step_ns else 0.0
     found.append(("exposed communication", ms(exposed_ns), f"{share:.1%} of the step"))
@@ -128,3 +200,8 @@ def tiles(step: StepRecord, ledger: Ledger) -> list[tuple[str, str, str]]:
     budget = "no budget" if peak.budget_bytes is None else f"of {human_bytes(peak.budget_bytes)}"
     found.append(("peak memory", human_bytes(peak.peak_bytes), budget))
     return found
+
+
+def tokens_per_s(step: StepRecord) -> float:
+    """By the clock or the profiler where one of them saw steps, else by the prediction."""
+    return step.tokens / (seen_ns(step) or step.step_ns) * 1e9

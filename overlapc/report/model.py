@@ -180,6 +180,8 @@ class StepRecord:
     captures: tuple[Capture, ...] = ()
     breaks: tuple[GraphBreak, ...] = ()
     seconds: Mapping[str, Seconds] = field(default_factory=dict)  # phase of compiling -> how long, of all graphs
+    clock_ns: Ns | None = None  # from optimizer to optimizer by the host's clock, the median of the last steps
+    tokens: Count = 0  # of a step on all ranks, as the script says (`overlapc.metrics`); 0: it does not
 
     @property
     def called(self) -> tuple[tuple[GraphRecord, int], ...]:
@@ -230,6 +232,12 @@ class StepRecord:
     def lower_bound_ns(self) -> float:
         """What no orders of the graphs can beat."""
         return max(self.sum(lambda graph: graph.lower_bound_ns), self.host_ns or 0.0)
+
+
+def seen_ns(step: StepRecord) -> float | None:
+    """What a step was seen to take: by the clock, with the optimizer and all else, or by the profiler, its graphs."""
+    measured = measured_step(step)
+    return step.clock_ns or (measured.step_ns if measured is not None else None)
 
 
 def measured_step(step: StepRecord) -> Measured | None:

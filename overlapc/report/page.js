@@ -10,7 +10,7 @@
   const time = ns => Math.abs(ns) >= 1e6 ? (ns / 1e6).toFixed(3) + " ms" : (ns / 1e3).toFixed(1) + " µs";
   const bytes = n => n >= 2 ** 30 ? (n / 2 ** 30).toFixed(2) + " GiB" : n >= 2 ** 20 ? (n / 2 ** 20).toFixed(1) + " MiB" : Math.round(n / 1024) + " KiB";
   const shown = { rank: 0, all: false, orders: new Set(["before", "after", "measured"]), node: null };
-  let bands = [], plot = null, memory = null, end = 1, painted = 0;
+  let bands = [], plot = null, memory = null, end = 1, painted = 0, paintMs = 0;
 
   // --- bands: one a rank, order and lane, with its spans by their begin
 
@@ -43,7 +43,7 @@
   }
 
   function paint(u) {
-    const { ctx } = u, dpr = devicePixelRatio || 1, { left, top, width, height } = u.bbox;
+    const began = performance.now(), { ctx } = u, dpr = devicePixelRatio || 1, { left, top, width, height } = u.bbox;
     const from = u.scales.x.min * 1e6, to = u.scales.x.max * 1e6, scale = width / (to - from);
     ctx.save();
     ctx.beginPath(); ctx.rect(0, top, left + width, height); ctx.clip();
@@ -79,6 +79,7 @@
       flush();
     }
     ctx.restore();
+    paintMs = performance.now() - began;
   }
 
   // --- zoom and pan, the same for both plots
@@ -126,7 +127,7 @@
       width: Math.max(280, byId("timeline").clientWidth - 2), height, legend: { show: false }, plugins: [navigation()],
       cursor: { drag: { x: true, y: false, setScale: false }, y: false, points: { show: false }, sync: { key: "step" } },
       scales: { x: { time: false }, ...more.scales }, hooks: more.hooks || {}, series: more.series,
-      axes: [{ ...axis, values: (u, ticks) => ticks.map(tick => `${+tick.toPrecision(8)} ms`), space: 80 }, { ...axis, size: LEFT, ...more.axis }],
+      axes: [{ ...axis, values: (u, ticks) => ticks.map(tick => `${+tick.toPrecision(8)} ms`), space: 80, size: 32 }, { ...axis, size: LEFT, ...more.axis }],
     };
   }
 
@@ -134,7 +135,7 @@
     const height = makeBands();
     for (const each of [plot, memory]) if (each) each.destroy();
     plot = memory = null;
-    plot = new uPlot(options(height + 56, {
+    plot = new uPlot(options(height + 50, {
       scales: { y: { range: [0, 1] } }, series: [{}, { show: true, paths: () => null, points: { show: false } }],
       axis: { values: () => [], grid: { show: false }, ticks: { show: false } }, hooks: { draw: [paint] },
     }), [[0, end / 1e6], [0, 1]], byId("timeline"));
@@ -212,9 +213,10 @@
     if (!found.graph) return;
     const head = document.createElement("b"), list = document.createElement("dl");
     head.textContent = `Peak: ${bytes(found.bytes)} in ${found.graph}` + (found.node ? ` at ${found.node}` : "") + (found.budget ? `, budget ${bytes(found.budget)}` : "");
-    for (const [name, size] of [...found.held, ...(found.more ? [[`and ${found.more} more`, ""]] : [])]) {
-      const term = document.createElement("dt"), said = document.createElement("dd");
-      term.textContent = name; said.textContent = size; list.append(term, said);
+    for (const [name, of, size] of [...found.held, ...(found.more ? [[`and ${found.more} more`, "", found.rest]] : [])]) {
+      const [row, term, said, whose] = ["div", "dt", "dd", "small"].map(tag => document.createElement(tag));
+      term.textContent = `${name} `; whose.textContent = of; said.textContent = size;
+      term.append(whose); row.append(term, said); list.append(row);
     }
     panel.replaceChildren(head, list);
   }
@@ -253,10 +255,10 @@
   });
   count();
   draw();
-  // For whoever scripts a page: the time that is shown, in ms, and how much of the timeline was painted last.
+  // For whoever scripts a page: the time that is shown, in ms; how much of the timeline was painted last, and how long that took.
   window.overlapcTimeline = {
     range: () => [plot.scales.x.min, plot.scales.x.max],
-    drawn: () => ({ bands: bands.length, spans: painted }),
+    drawn: () => ({ bands: bands.length, spans: painted, ms: paintMs }),
   };
   let pending = 0;
   addEventListener("resize", () => { clearTimeout(pending); pending = setTimeout(draw, 100); });

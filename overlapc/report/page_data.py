@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
@@ -122,6 +123,15 @@ def _live(schedule: Schedule, at: int) -> dict[str, int]:
     }
 
 
+def _maker(schedule: Schedule, root: str) -> str:
+    """The module or line that makes a storage; of an input, that reads it first."""
+    for node in schedule.nodes:
+        if root in map(schedule.root, (*node.writes, *node.reads)) and (node.origin.module or node.origin.source):
+            place, colon, code = node.origin.source.partition(": ")
+            return node.origin.module or f"{PurePath(place).name}{colon}{code}"
+    return ""
+
+
 def _what(node: Node) -> str:
     if node.work is None:
         return node.op
@@ -144,6 +154,7 @@ def _peak(step: StepRecord) -> Data:
         "bytes": graph.peak_bytes,
         "budget": graph.budget_bytes,
         "node": "" if at is None else schedule.nodes[at].name,
-        "held": [[name, human_bytes(size)] for name, size in live[:_HELD]],
+        "held": [[name, _maker(schedule, name), human_bytes(size)] for name, size in live[:_HELD]],
         "more": max(0, len(live) - _HELD),
+        "rest": human_bytes(sum(size for _, size in live[_HELD:])),
     }

@@ -115,6 +115,7 @@ def report_of_process() -> Report:
     """Everything this process compiled so far; the rank is the one torchrun gave it."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     peak_bytes = _measured_peak_bytes[0] if _measured_peak_bytes else None
+    step_s = STEPS.step_s()
     step = StepRecord(
         rank,
         world_size,
@@ -125,6 +126,8 @@ def report_of_process() -> Report:
         CAPTURES.captures(),
         CAPTURES.breaks(),
         CAPTURES.seconds(),
+        None if step_s is None else step_s * 1e9,
+        STEPS.tokens,
     )
     return Report((step,))
 

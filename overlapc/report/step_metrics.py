@@ -21,8 +21,11 @@ def metrics(compiled: Any = None, *, tokens: int = 0) -> dict[str, float]:
     tokens_per_s, and utilization (of the rates of products in the profile, recomputation included). Predicted are
     predicted_ms, exposed_ms, host_ms, bound_ms, peak_gib; allocated_gib is what torch's allocator held at most.
 
-    tokens: of one step on all ranks. With `compiled`, NothingCompiled unless a graph exists by now.
+    tokens: of one step on all ranks; a report then says tokens/s, too. With `compiled`, NothingCompiled unless a graph
+    exists by now.
     """
+    if tokens:
+        STEPS.tokens = tokens  # for the report
     (step,) = report_of_process().steps
     if compiled is not None and not step.graphs:
         raise NothingCompiled("nothing was compiled with backend='overlapc' in this process yet; run one step first")
@@ -35,14 +38,13 @@ def metrics(compiled: Any = None, *, tokens: int = 0) -> dict[str, float]:
         found["peak_gib"] = max(peaks(graphs).values()) / 2**30
         if step.host_ns is not None:
             found["host_ms"] = step.host_ns / 1e6
-    step_s = STEPS.step_s()
-    if step_s:
-        found["step_ms"] = step_s * 1e3
-        if tokens:
-            found["tokens_per_s"] = tokens / step_s
+    if step.clock_ns:
+        found["step_ms"] = step.clock_ns / 1e6
+        if step.tokens:
+            found["tokens_per_s"] = step.tokens / step.clock_ns * 1e9
         share = utilization(step)
         if share is not None:
-            found["utilization"] = share * step.step_ns / 1e9 / step_s
+            found["utilization"] = share * step.step_ns / step.clock_ns
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return found

@@ -9,6 +9,7 @@ from tabulate import tabulate
 from overlapc.report import compare
 from overlapc.report.advice import Exposure, exposures
 from overlapc.report.captures import captures_lines
+from overlapc.report.ledger import tokens_per_s
 from overlapc.report.limiting_factor import Spent, sources
 from overlapc.report.model import CollectiveRow, GraphRecord, StepRecord, measured_step
 from overlapc.report.times import change, ms, us
@@ -177,12 +178,15 @@ def totals_text(step: StepRecord) -> str:
 
 
 def _measured_lines(step: StepRecord) -> Iterator[str]:
-    """What a step took, if all of its graphs were measured."""
+    """What a step took: of its graphs, if all of them were measured, and of all that the script does."""
     seen = measured_step(step)
     if seen is not None:
         parts = [("compute", seen.compute_ns), ("exposed", seen.exposed_ns), ("idle", seen.idle_ns)]
         for_host = f", of it {ms(seen.late_ns)} for the host" if seen.late_ns else ""
         yield f"measured     {ms(seen.step_ns)}: {', '.join(f'{what} {ms(ns)}' for what, ns in parts)}{for_host}"
+    if step.clock_ns is not None:
+        rate = f"; {tokens_per_s(step):,.0f} tokens/s" if step.tokens else ""
+        yield f"by the clock {ms(step.clock_ns)} from optimizer to optimizer, with all between{rate}"
 
 
 def _calls_lines(step: StepRecord) -> Iterator[str]:

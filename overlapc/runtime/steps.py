@@ -31,6 +31,7 @@ class Steps:
 
     seen: int = 0  # steps that have ended and called something
     stepped: int = 0  # times that an optimizer stepped
+    tokens: int = 0  # of a step on all ranks, as the script says; 0: it does not
     ends_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))  # when the last steps ended, by the host
     counts: dict[str, list[int]] = field(default_factory=dict)  # graph -> one number: calls in all
     recent: deque[Calls] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -79,7 +80,7 @@ class Steps:
 
     def clear(self) -> None:
         """Forgets steps and calls; graphs that are compiled already are counted no more."""
-        self.seen = self.stepped = 0
+        self.seen = self.stepped = self.tokens = 0
         self._hook_ran = False
         for each in (self.counts, self.recent, self.ends_s, self._stepped, self._ended, self._latest):
             each.clear()

@@ -9,9 +9,10 @@ from html.parser import HTMLParser
 import pytest
 
 from overlapc.report import html
-from overlapc.report.ledger import Ledger, tiles, utilization
+from overlapc.report.ledger import Ledger, bars, tiles, utilization
 from overlapc.report.model import Measured, Plan, Span, StepRecord
 from overlapc.report.page_data import page_data, sequence, thinned
+from overlapc.report.text import totals_text
 from tests.report.sample import AFTER, FORWARD, REPORT
 
 _VOID = {"meta", "br", "link", "input"}
@@ -91,6 +92,19 @@ def test_a_page_draws_one_whole_step_call_by_call():
     assert begins == [100_000, 100_000 + 2 * AFTER.step_ns]
 
 
+def test_what_lives_at_the_peak_says_whose_it_is():
+    schedule = (
+        "schedule forward\n%x = input : 1MiB\n"
+        "k0 = kernel(%x) : 2MiB 20us [r]  # k0 | layers.0 | \n"
+        "k1 = kernel(k0) : 4MiB 20us [r]  # k1 |  | /home/me/loss.py:59: y = x.float() / 2\nreturn k1\n"
+    )
+    step = StepRecord(graphs=(replace(FORWARD, schedule=schedule),))
+    peak = page_data((step,))["ranks"][0]["data"]["peak"]
+    held = {name: (of, size) for name, of, size in peak["held"]}
+    assert held["k0"] == ("layers.0", "2MiB")
+    assert held["k1"] == ("loss.py:59: y = x.float() / 2", "4MiB")
+
+
 def test_ranks_that_are_alike_are_in_a_page_once():
     first = StepRecord(0, 2, (FORWARD,))
     found = page_data((first, replace(first, rank=1)))["ranks"]
@@ -116,6 +130,41 @@ def test_a_step_that_was_measured_is_headed_by_its_measurement():
     assert first == ("step, measured", "0.300 ms", "of it exposed 0.100 ms, idle 0.030 ms")
     assert second[:2] == ("step, predicted", "0.280 ms")
     assert only[:2] == ("step", "0.280 ms")
+
+
+def test_what_was_seen_of_a_step_comes_before_what_is_predicted_and_tokens_are_of_it():
+    measured = replace(FORWARD, measured=Measured(3, 300e3, 170e3, 200e3, 100e3, 30e3, late_ns=10e3))
+    step = StepRecord(graphs=(measured,), clock_ns=500e3, tokens=2048)
+    shown = tiles(step, Ledger.of(step))
+    assert [what for what, *_ in shown[:4]] == ["step, by the clock", "step, measured", "step, predicted", "tokens/s"]
+    assert shown[3] == ("tokens/s", "4,096,000", "2,048 tokens a step on all ranks")
+    assert "by the clock 0.500 ms from optimizer to optimizer, with all between; 4,096,000 tokens/s" in totals_text(
+        step
+    )
+    planned = StepRecord(graphs=(FORWARD,), tokens=28)
+    assert tiles(planned, Ledger.of(planned))[1][:2] == ("tokens/s", "100,000")
+    seen, predicted = bars(step, Ledger.of(step))
+    assert (seen[0], predicted[0]) == ("measured", "predicted")
+    for _, whole_ns, parts in (seen, predicted):
+        assert sum(part.ns for part in parts) == pytest.approx(whole_ns)
+    assert [part.kind for part in seen[2]] == ["extern", "idle", "gap", "host"]
+
+
+def test_compute_is_divided_by_what_it_is():
+    nodes = (
+        "mm0 = extern:mm(x) flops=10 in=bf16 : 4KiB 40us [r]",
+        "a0 = extern:_scaled_dot_product_cudnn_attention(mm0) flops=9 in=bf16 : 4KiB 30us [r]",
+        "k0 = kernel(a0) : 4KiB 20us [r]",
+        "s0 = extern:sort(k0) : 4KiB 10us [r]",
+    )
+    graph = replace(FORWARD, schedule="schedule forward\n" + "\n".join(nodes) + "\n", alone_ns=100e3)
+    parts = [(part.name, part.ns) for part in Ledger.of(StepRecord(graphs=(graph,))).parts][:4]
+    assert parts == [
+        ("matrix products", 40e3),
+        ("attention", 30e3),
+        ("generated kernels", 20e3),
+        ("other library calls", 10e3),
+    ]
 
 
 def test_utilization_is_of_the_rates_that_the_profile_says():

@@ -63,6 +63,7 @@ def shown_ms(page: Any) -> list[float]:
     return page.evaluate("overlapcTimeline.range()")
 
 
+OPENED_MS, SMOOTH_MS = 2000, 50  # a large page's, where the machine has little else to do
 # Of rank 0 the step is 0.56 ms after the passes and 0.72 before; bands: a head of 18, then lanes of 22, and 6 between.
 COMPUTE, QUEUE = 18 + 22 / 2, 18 + 22 + 22 / 2
 AFTER_QUEUE = 18 + 2 * 22 + 6 + QUEUE
@@ -140,10 +141,22 @@ def large(layers: int, rank: int) -> StepRecord:
 
 def test_eighty_layers_on_eight_ranks_open_and_redraw_at_once(opened):
     page = opened(Report(tuple(large(80, rank) for rank in range(8))))
+    loaded = "performance.getEntriesByType('navigation')[0].loadEventEnd"
+    times_ms = [page.evaluate(loaded)]
+    while min(times_ms) > OPENED_MS and len(times_ms) < 4:  # the machine may have more to do
+        page.reload()
+        times_ms.append(page.evaluate(loaded))
+    assert min(times_ms) < OPENED_MS
     page.locator("#all-ranks").check()
     drawn = page.evaluate("overlapcTimeline.drawn()")  # what was painted, and in how many ms
     assert drawn["bands"] == 8 * 2 * (1 + 2)
     assert 1000 < drawn["spans"] < 200_000
+    times_ms = []
+    for _ in range(5):
+        page.locator("#whole").click()
+        page.wait_for_timeout(50)
+        times_ms.append(page.evaluate("overlapcTimeline.drawn().ms"))
+    assert min(times_ms) < SMOOTH_MS
     x, y = bar(page, 0.5, COMPUTE)
     page.mouse.move(x, y)
     for _ in range(8):
