@@ -7,14 +7,15 @@ without GPUs has none, and values of tensors are not known: what a script reads 
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
-import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from torch.distributed import device_mesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _device
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from overlapc.backend import plan_only
 from overlapc.config import Config
@@ -40,7 +43,10 @@ _FACTORIES = (
     "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "tensor", "zeros",
     "zeros_like",
 )  # fmt: skip
+_NOT_THE_SCRIPT = (str(Path(torch.__file__).parent), __file__, "<")  # how files begin that are torch's or ours
 MOST_RANKS = 2**17  # torch lists the ranks of every group
+# What scripts ask of a GPU before they choose a precision: the profiles that come with overlapc are of such ones.
+_ANSWERS = {"current_device": 0, "get_device_capability": (9, 0), "is_bf16_supported": True}
 _NOTHING = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
 
 
@@ -70,7 +76,7 @@ def plan_script(
     zeros: dict[str, None] = {}
     stepped = register_optimizer_step_pre_hook(_stop)
     try:
-        with _patched(world_size, options, zeros), _as_main(path, arguments), environment(variables):
+        with _patched(world_size, local, options, zeros), _as_main(path, arguments), environment(variables):
             _run(path)
         (step,) = record.report_of_process().steps
         calls = {graph.name: STEPS.counts[graph.name][0] for graph in step.graphs}
@@ -86,7 +92,7 @@ def plan_script(
 def _run(path: Path) -> None:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            runpy.run_path(str(path), run_name="__main__")
+            exec(compile(path.read_bytes(), str(path), "exec"), _MAIN.__dict__)
     except _Stepped:
         pass
     except SystemExit as left:
@@ -110,27 +116,32 @@ def _failed(path: Path, error: Exception) -> str:
 
 def _others(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
     """The frames that are neither torch's nor ours, the innermost last."""
-    ours = (str(Path(torch.__file__).parent), __file__, "<")
-    return [frame for frame in frames if not frame.filename.startswith(ours)] or list(frames)
+    return [frame for frame in frames if not frame.filename.startswith(_NOT_THE_SCRIPT)] or list(frames)
 
 
 def _stop(*_: Any) -> None:
     raise _Stepped
 
 
+_MAIN = ModuleType("__main__")  # of every script: Dynamo remembers which module has a name
+
+
 @contextlib.contextmanager
 def _as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
-    argv, folders = sys.argv, list(sys.path)
+    argv, folders, main = sys.argv, list(sys.path), sys.modules["__main__"]
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.resolve().parent))
+    _MAIN.__dict__.clear()
+    _MAIN.__dict__.update(__name__="__main__", __file__=str(path), __builtins__=builtins)
+    sys.modules["__main__"] = _MAIN
     try:
         yield
     finally:
-        sys.argv, sys.path[:] = argv, folders
+        sys.argv, sys.path[:], sys.modules["__main__"] = argv, folders, main
 
 
 @contextlib.contextmanager
-def _patched(world_size: int, options: Config, zeros: dict[str, None]) -> Iterator[None]:
+def _patched(world_size: int, per_host: int, options: Config, zeros: dict[str, None]) -> Iterator[None]:
     """torch as a machine with `world_size` GPUs looks to a script, as far as scripts ask before their first step."""
     with contextlib.ExitStack() as stack:
         stack.callback(trace_rules.clear_lru_cache)  # Dynamo lists torch's functions when first asked: the patched ones
@@ -157,18 +168,22 @@ def _patched(world_size: int, options: Config, zeros: dict[str, None]) -> Iterat
         for name in ("__getitem__", "_flatten"):
             put(device_mesh.DeviceMesh, name, _on_real_tensors(getattr(device_mesh.DeviceMesh, name)))
         put(_device.DeviceContext, "__init__", _on_cpu(_device.DeviceContext.__init__))
+        put(torch.autocast, "__init__", _autocast_on_cpu(torch.autocast.__init__))
         for name in _FACTORIES:
             put(torch, name, _on_cpu(getattr(torch, name)))
         put(Tensor, "to", _on_cpu(Tensor.to))
         put(Tensor, "cuda", lambda tensor, *_args, **_kwargs: tensor)
         put(nn.Module, "_apply", _converted)
         put(nn.Module, "cuda", lambda module, *_args, **_kwargs: module)
+        put(DataLoader, "__iter__", _on_real_tensors(DataLoader.__iter__))  # its workers know of no fake mode
+        put(_BaseDataLoaderIter, "__next__", _on_real_tensors(_BaseDataLoaderIter.__next__))
         put(Tensor, "pin_memory", lambda tensor, *_args, **_kwargs: tensor)
         for name in ("item", "__float__", "__int__", "__index__"):
             put(FakeTensor, name, _unknown(getattr(Tensor, name), zeros))
         for name in _NOTHING:
             put(torch.cuda, name, lambda *_args, **_kwargs: None)
-        put(torch.cuda, "current_device", lambda: 0)
+        for name, value in (*_ANSWERS.items(), ("device_count", per_host)):
+            put(torch.cuda, name, functools.partial(_answer, value))
         yield
 
 
@@ -230,6 +245,22 @@ def _plain(value: Any) -> Any:
     return "cpu" if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
 
 
+def _autocast_on_cpu(init: Callable[..., None]) -> Callable[..., None]:
+    """autocast for CUDA devices casts on the CPU, to what it would cast to there."""
+
+    @functools.wraps(init)
+    def call(mode: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if device_type.partition(":")[0] == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        init(mode, device_type, dtype, *args, **kwargs)
+
+    return call
+
+
+def _answer(value: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return value
+
+
 def _unknown(read: Callable[[Tensor], Any], zeros: dict[str, None]) -> Callable[[Tensor], Any]:
     """Reads a fake tensor as NaN, or as 0 if it is integral (mostly an index of data); `zeros` gets the script's line.
 
@@ -241,8 +272,15 @@ def _unknown(read: Callable[[Tensor], Any], zeros: dict[str, None]) -> Callable[
             return read(tensor)
         if tensor.is_floating_point():
             return float("nan")
-        frame = _others(traceback.extract_stack())[-1]
-        zeros[f"{frame.filename}:{frame.lineno}"] = None
+        zeros[_line_of_script()] = None
         return 0
 
     return value
+
+
+def _line_of_script() -> str:
+    """The innermost line that is neither torch's nor ours, as `file:line`; cheap, as a list of a tensor asks often."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

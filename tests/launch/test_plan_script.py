@@ -14,6 +14,8 @@ from overlapc.errors import ConfigError
 from overlapc.launch.cli import main
 from overlapc.launch.plan_script import plan_script
 from overlapc.launch.sweep import hardware
+from overlapc.schedule.text import parse
+from tests import ROOT
 
 SCRIPT = """
 import os, sys
@@ -106,6 +108,32 @@ def test_what_stops_a_script_is_named_with_its_line(script, more, says):
     assert not dist.is_initialized()
 
 
+WIDTHS = """
+import sys
+import torch
+from torch import nn
+width = int(sys.argv[1])
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, width))
+    def forward(self, x):
+        return (x @ self.weight).view(4, width).sum()
+model = Model()
+step = torch.compile(model, backend="overlapc")
+step(torch.ones(4, width)).backward()
+torch.optim.SGD(model.parameters()).step()
+"""
+
+
+def test_each_script_of_a_process_has_its_own_globals(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(WIDTHS)
+    for width in ("8", "16"):
+        report, _ = plan_script(path, [width], 8, 8, Config.of(H200))
+        assert len(report.steps[0].graphs) == 2, "the width of another script would be an error"
+
+
 def test_a_script_that_compiles_nothing_says_so(script):
     with pytest.raises(ConfigError, match=r"needs torch.compile\(model\)"):
         plan_script(script(), ["0"], 8, 8, Config.of(H200))
@@ -116,3 +144,40 @@ def test_hardware_is_stated_and_looked_at(tmp_path):
     assert (profile.ranks_per_host, profile.network_link.bytes_per_s) == (4, 50e9)
     with pytest.raises(ConfigError, match="write it like 400Gb/s"):
         hardware("h200-nvlink", 0, "fast", tmp_path)
+
+
+FEW_PASSES = {
+    **H200,
+    "passes": "bucket,raise_under_memory,sink_waits",
+}  # a search would take long for what it shows here
+NOT_OURS = {
+    "huggingface.py": "--width 32 --heads 4 --layers 2 --vocabulary 64 --batch 1 --seq 16",
+    "tensor_parallel.py": "--width 32 --heads 4 --layers 2 --vocabulary 64 --seq 16",
+    "vision.py": "--width 8 --blocks 1 1 1 1 --side 32 --batch-size 4",
+}
+
+
+@pytest.mark.parametrize("name", NOT_OURS)
+def test_scripts_as_other_people_write_them_are_planned_whole(name):
+    if name == "huggingface.py":
+        pytest.importorskip("transformers", reason="needs transformers")
+    path = ROOT / "tests" / "launch" / "scripts" / name
+    report, zeros = plan_script(path, NOT_OURS[name].split(), 16, 8, Config.of(FEW_PASSES))
+    (step,) = report.steps
+    assert zeros == []
+    assert not step.breaks
+    assert [(graph.name.split("_")[0], times) for graph, times in step.called] == [("forward", 1), ("backward", 1)]
+    assert not [graph.unknown for graph in step.graphs if graph.unknown]
+    groups = {(row.group, row.ranks) for graph in step.graphs for row in graph.collectives}
+    assert (
+        groups
+        == {
+            "huggingface.py": {("dp", 16)},
+            "tensor_parallel.py": {("dp_shard", 8), ("tp", 2)},
+            "vision.py": {("replicate", 16)},
+        }[name]
+    )
+    forward = parse(step.graphs[0].schedule)
+    products = [node for node in forward.nodes if node.op in ("mm", "addmm", "convolution")]
+    assert len(products) >= 10
+    assert {node.work.dtype for node in products if node.work} == {"bfloat16"}, "as its policy or its autocast says"
