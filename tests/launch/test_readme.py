@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import typer
+
 from overlapc.config import Config
 from overlapc.launch.cli import app, main, option_rows
 from tests import ROOT
@@ -37,7 +39,7 @@ def test_the_figures_that_readme_gives_are_those_of_the_benchmarks():
 
 
 def test_the_report_in_readme_is_what_the_command_prints(tmp_path, capsys):
-    """Lines may end with `...`; those of *try* are left out. Where passes find a better order, paste what is printed."""
+    """Lines may end with `...`, those of *try* are left out; when passes find a better order, paste what is printed."""
     shown = re.findall(r"```\n(rank 0 of .*?)\n```", README, re.DOTALL)
     graphs = (ROOT / "tests" / "schedules" / f"llama_8b_fsdp4.{which}.sched" for which in ("forward", "backward"))
     schedules = tmp_path / "schedule.txt"
@@ -74,3 +76,50 @@ def test_links_lead_somewhere():
         assert page.exists(), target
         headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE) if section else []
         assert not section or section in [heading.lower().replace(" ", "-") for heading in headings], target
+
+
+GROUP = typer.main.get_command(app)
+COMMAND = re.compile(rf"\boverlapc ((?:{'|'.join(GROUP.commands)})\b[^`\n]*)")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands(pattern: str) -> list[tuple[str, list[str]]]:
+    """(page, words) of every `overlapc ...` that the pages show: what stands behind two spaces explains it."""
+    return [
+        (page.name, COMMAND.search(text)[1].split("  ")[0].split())
+        for page in PAGES
+        for text in re.findall(pattern, page.read_text(), re.MULTILINE)
+        if COMMAND.search(text)
+    ]
+
+
+def test_the_options_that_pages_give_to_commands_are_there():
+    shown = commands(r"`[^`\n]+`")
+    assert len(shown) > 30
+    for page, (name, *words) in shown:
+        known = {option for parameter in GROUP.commands[name].params for option in parameter.opts}
+        script = (
+            next((at for at, word in enumerate(words) if word.endswith(".py")), len(words)) if name == "run" else None
+        )
+        own = words[:script] if script is not None else " ".join(words).split(" -- ")[0].split()
+        assert {word for word in own if word.startswith("-")} <= known, f"{page}: overlapc {name} {' '.join(words)}"
+
+
+def test_the_commands_of_code_blocks_can_be_given():
+    shown = commands(r"^overlapc .+$")
+    assert len(shown) > 10
+    for _, (name, *words) in shown:
+        GROUP.commands[name].make_context(name, words)  # a UsageError for what it does not take
+
+
+def test_the_options_that_pages_give_to_benchmarks_are_there():
+    shown = [
+        (page.name, *found)
+        for page in PAGES
+        for found in re.findall(r"(benchmarks/\w+\.(?:py|sh))((?: [^`|\n]+)?)", page.read_text())
+    ]
+    assert len(shown) > 30
+    for page, path, words in shown:
+        known = (ROOT / path).read_text()
+        for option in re.findall(r"(?:^| )(--[a-z-]+)", words):
+            assert re.search(rf"\"{option}\"", known), f"{page}: {path} {option}"
