@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
+from torch.distributed.device_mesh import init_device_mesh
 
 import overlapc
 from overlapc.estimators.agreement.rank_agreement import party
@@ -34,12 +35,12 @@ def batches() -> list[list[Tensor]]:
     return [[torch.randn(rows, 16, generator=generator) for rows in step] for step in ROWS]
 
 
-def losses_of_one_process() -> list[float]:
+def losses_of_one_process(steps: list[list[Tensor]] | None = None) -> list[float]:
     """Of the same steps: the mean over ranks of the losses of their batches."""
     plain = model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     found = []
-    for step in batches():
+    for step in batches() if steps is None else steps:
         loss = sum(plain(x).square().mean() for x in step) / len(step)
         loss.backward()
         optimizer.step()
@@ -56,10 +57,10 @@ def starts(cache: str) -> list[dict[str, Any]]:
     return [cold, train(cache, 2)]
 
 
-def train(cache: str, steps: int, **more: Any) -> dict[str, Any]:
+def train(cache: str, steps: int, device: str = "cpu", **more: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch._dynamo.utils.counters.clear()
-    sharded = model()
+    sharded = model().to(device)
     for each in sharded:
         overlapc.fully_shard(each)
     overlapc.fully_shard(sharded)
@@ -68,7 +69,7 @@ def train(cache: str, steps: int, **more: Any) -> dict[str, Any]:
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     losses, alone = [], []
     for batch in batches()[:steps]:
-        loss = step(batch[dist.get_rank()]).square().mean()
+        loss = step(batch[dist.get_rank()].to(device)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -102,6 +103,43 @@ def test_a_rank_with_a_batch_of_another_size_goes_by_the_layout_of_copies_that_r
     assert first["losses"] == second["losses"] == pytest.approx(losses_of_one_process(), rel=1e-5)
     assert (first["alone"], second["alone"]) == ([0, 0, 2, 2], [0, 2, 2, 4])
     assert first["copied"] > 0
+
+
+# Rows of four ranks in two groups, of which each holds the whole model.
+ROWS_OF_FOUR = [(8, 8, 8, 8), (8, 8, 8, 5), (8, 3, 8, 8)]
+
+
+def batches_of_four() -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [[torch.randn(rows, 16, generator=generator) for rows in step] for step in ROWS_OF_FOUR]
+
+
+def with_replicas() -> tuple[list[float], list[int]]:
+    """Parameters lie sharded over two ranks, twice (HSDP)."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    sharded = overlapc.fully_shard(model(), mesh=mesh)
+    step = torch.compile(sharded, backend="overlapc", options={"rank_timeout": 20.0, "native": False})
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    losses, alone = [], []
+    for batch in batches_of_four():
+        loss = step(batch[dist.get_rank()]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / 4)
+        alone.append(counted("graphs_in_an_agreed_order"))
+    return losses, alone
+
+
+def test_a_batch_of_another_size_on_one_rank_of_replicas() -> None:
+    ranks = values_on_ranks(with_replicas, 4, timeout_s=240)
+    expected = losses_of_one_process(batches_of_four())
+    for losses, _ in ranks:
+        assert losses == pytest.approx(expected, rel=1e-5)
+    assert [alone for _, alone in ranks] == [[0, 0, 0], [0, 0, 2], [0, 0, 0], [0, 2, 2]]
 
 
 def communicates_activations(x: Tensor) -> Tensor:
