@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -75,7 +76,8 @@ def train(out: str, cache: str, rank_timeout_s: float = RANK_TIMEOUT_S, width: i
     import overlapc
 
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        # A rank that is stopped before all have joined is torch's to find: in half of the time that counts as hanging.
+        dist.init_process_group("gloo", timeout=timedelta(seconds=HANGS_S / 2))
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model: nn.Module = nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))
@@ -294,7 +296,7 @@ def under_the_launcher(how: str, setting: Setting, choice: random.Random) -> Out
         pids: list[Path] = []
         while len(pids) < 2 and job.poll() is None and time.monotonic() < until:
             time.sleep(0.02)
-            pids = sorted(folder.glob(".overlap.json.ranks/rank*/pid"))
+            pids = sorted(folder.glob(".overlap.json.*/rank*/pid"))
         ranks = [int(path.read_text()) for path in pids]
         time.sleep(choice.uniform(0.0, setting.cold_s + 5.0))  # importing torch takes a rank that long
         early = job.poll() is not None
@@ -404,6 +406,8 @@ def holds() -> dict[str, int]:
 def compile_many(times: int) -> list[tuple[int, dict[str, int]]]:
     """What this process holds after a quarter of `times` compilations, half, and all; none is used any more then."""
     import torch
+
+    import overlapc  # noqa: F401 (registers the backend, also where the package is not installed)
 
     torch.set_num_threads(1)
     weight = torch.randn(16, 16, requires_grad=True)
