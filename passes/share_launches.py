@@ -6,7 +6,7 @@
 A launch costs the host some time and the device a gap, more than a small kernel takes: of 500 launches of an FSDP step
 of eight Llama layers 136 are such casts. Fusion cannot do this: before there are buckets each cast stands in front of
 a gather of its own, which would wait for the others. Here nothing waits longer: the kernels stand side by side, and the
-first node that reads any of them reads them all.
+first node that reads any of them reads them all, or nothing does, as with the sums of a bucket's gradients.
 
 Keeps: data dependences, and the order of collectives. It comes when all orders are chosen: ranks whose shards are not
 alike have other kernels, and their orders may not depend on that. `Context.kernel_kind` says which kernels may share a
@@ -49,7 +49,7 @@ def share_launches(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassRepo
 
 
 def _alike(schedule: Schedule, ctx: Context) -> Iterator[list[int]]:
-    """Positions of kernels of one kind, side by side, of which one node is the first to read any."""
+    """Positions of kernels of one kind, side by side, of which one node is the first to read any, or none reads any."""
     if ctx.kernel_kind is None:
         return
     succs = dependencies.of(schedule).succs
@@ -57,8 +57,7 @@ def _alike(schedule: Schedule, ctx: Context) -> Iterator[list[int]]:
         readers: dict[str, list[int]] = {}
         for at in run if is_kernel else ():
             reader = schedule.first_reader(schedule.nodes[at])
-            if reader is not None:
-                readers.setdefault(reader.name, []).append(at)
+            readers.setdefault("" if reader is None else reader.name, []).append(at)
         for positions in readers.values():
             kinds: dict[Hashable, list[int]] = {}
             for at in positions if len(positions) > 1 else ():

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch.fx import GraphModule
@@ -18,6 +19,7 @@ from overlapc.codegen import kernel as codegen
 from overlapc.codegen.kernel import KernelSource
 from overlapc.codegen.objects import Boxed, function_of, rebuild
 from overlapc.report.model import GraphRecord
+from overlapc.runtime.copies.pool import GraphCopies, KeptCopies
 from overlapc.runtime.marks import switching
 from overlapc.runtime.steps import STEPS, as_optimizer
 
@@ -41,6 +43,7 @@ class CompiledGraph:
     kernels: tuple[tuple[str, KernelSource], ...]  # device type and source, each kernel once
     counts: Mapping[str, int]  # what `counters["overlapc"]` says about it
     order: str  # hash of its collectives in order
+    copies: tuple[KeptCopies, ...]  # collectives by copies, which all ranks open again together
     agreed: Any  # what ranks agreed on (`planning.agreed_order.Agreed`); None for a graph that does not communicate
     record: GraphRecord
 
@@ -61,13 +64,17 @@ class CompiledGraph:
         objects: Mapping[str, Any] | None = None,
         gm: GraphModule | None = None,
         runs: Callable[[Mapping[str, Any]], Boxed] | None = None,
+        copies: Mapping[str, GraphCopies] = MappingProxyType({}),
     ) -> Boxed:
         """The callable, its kernels compiled or loaded. `objects`: what is at hand already; else found again.
 
+        copies: those of `copies` opened again, by group.
         runs: makes what is run instead of the wrapper, out of launchers by name; marks are in the wrapper only.
         """
-        space = dict(objects) if objects is not None else {name: rebuild(text) for name, text in self.objects.items()}
-        if objects is None:
+        if objects is not None:
+            space = dict(objects)
+        else:
+            space = {name: rebuild(text, copies) for name, text in self.objects.items()}
             space.update((name, _attribute(gm, path)) for name, path in self.constants.items())
         by_device: dict[str, list[KernelSource]] = {}
         for device_type, source in self.kernels:

@@ -9,7 +9,7 @@ from overlapc.errors import ScheduleError
 from overlapc.fx.exchange import EXCHANGE
 from overlapc.ir.ops import Start as StartOp
 from overlapc.runtime.copies.layout import Event, Layout, Release, Start, Take, check, place
-from overlapc.runtime.copies.pool import Form, GraphCopies, Pool, Wanted
+from overlapc.runtime.copies.pool import Form, GraphCopies, KeptCopies, Pool, Wanted
 from overlapc.schedule.collectives import COPY
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Node, Schedule
@@ -49,8 +49,14 @@ class Copying:
         """How many collectives there are."""
         return sum(len(each.starts) for each in self.groups.values())
 
+    def ranks(self, group: str) -> tuple[int, ...]:
+        """Of a group, in order."""
+        comm = self.groups[group].starts[0][0].comm
+        assert comm is not None
+        return comm.ranks
+
     def laid_out(self) -> dict[str, Layout]:
-        """A layout for each group. The same on all ranks, because the order of collectives and sizes of buffers are."""
+        """A layout for each group; ranks may find others, see `layout.common`."""
         found = {group: place(each.events) for group, each in self.groups.items()}
         broken = self.broken(found)
         if broken is not None:
@@ -68,9 +74,8 @@ class Copying:
         """What these need of each group's pool. groups_by_name: `Comm.group` -> torch's name of it."""
         found = []
         for group in sorted(layouts):
-            comm, layout = self.groups[group].starts[0][0].comm, layouts[group]
-            assert comm is not None
-            found.append(Wanted(groups_by_name[group], group, comm.ranks, layout.bytes, str(layout)))
+            layout = layouts[group]
+            found.append(Wanted(groups_by_name[group], group, self.ranks(group), layout.bytes, str(layout)))
         return found
 
     def on(self, layouts: Mapping[str, Layout], pools: Mapping[str, Pool]) -> dict[str, Copied]:
@@ -86,6 +91,11 @@ class Copying:
                 shards = {shard_of[root]: at for at, root in enumerate(roots) if root in shard_of}
                 found[node.name] = Copied(copies, index, held, shards)
         return found
+
+
+def kept_copies(copies: Mapping[str, Copied]) -> list[KeptCopies]:
+    """What is kept of a graph's copies, one a group."""
+    return [each.kept for each in {found.copies: None for found in copies.values()}]
 
 
 def copying(schedule: Schedule) -> Copying:

@@ -15,6 +15,7 @@ from overlapc.codegen.parts import Partition
 from overlapc.codegen.program import Program
 from overlapc.codegen.python import PythonWrapper
 from overlapc.report.model import GraphRecord
+from overlapc.runtime.copies.pool import KeptCopies
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Generated:
     counts: Mapping[str, int]  # what `counters["overlapc"]` says about it
     order: Sequence[str]  # its collectives, one a line
     agreed: object = None  # see CompiledGraph
+    copies: Sequence[KeptCopies] = ()
 
     def printed(
         self, gm: GraphModule, *, tracked: bool, checks: frozenset[str]
@@ -48,7 +50,8 @@ class Generated:
             constants={name: attributes[name] for name in self.program.constants},
             kernels=tuple(self.kernels),
             counts=dict(self.counts),
-            order=order_hash(self.order),
+            order=order_hash([*self.order, *(str(each.layout) for each in self.copies)]),
+            copies=tuple(self.copies),
             agreed=self.agreed,
             record=self.report,
         )

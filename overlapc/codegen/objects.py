@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import json
 import linecache
 from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
 
 from overlapc.fx.versions import group_name_of, resolve_group
 from overlapc.runtime import support
+from overlapc.runtime.copies.pool import GraphCopies
 
 Boxed = Callable[[list[Any]], tuple[Any, ...]]
 
@@ -31,6 +35,10 @@ def text_of(value: Any) -> str:
         return f"torch.ops:{value}"
     if isinstance(value, torch.device):
         return f"torch.device:{value}"
+    method = value.func if isinstance(value, partial) else value
+    if isinstance(method, MethodType) and isinstance(method.__self__, GraphCopies):
+        given = value.args if isinstance(value, partial) else ()
+        return f"copies:{json.dumps([method.__self__.pool.name, method.__name__, *given])}"
     inner = getattr(value, "copies_results_of", None)
     if inner is not None:
         text = text_of(inner)
@@ -58,9 +66,13 @@ _MODULES = frozenset(
 )
 
 
-def rebuild(text: str) -> Any:
-    """The object that `text_of` described."""
+def rebuild(text: str, copies: Mapping[str, GraphCopies] = MappingProxyType({})) -> Any:
+    """The object that `text_of` described. copies: by the name of their pool."""
     module, _, path = text.partition(":")
+    if module == "copies":
+        group, method, *given = json.loads(path)
+        bound = getattr(copies[group], method)
+        return partial(bound, *given) if given else bound
     if module == "owned":
         return support.owned(rebuild(path))
     if module == "torch.device":

@@ -18,7 +18,7 @@ from overlapc.config import Config
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.dumps import Dumps
-from overlapc.planning.plan_graph import Passes, plan_graph
+from overlapc.planning.plan_graph import Passes, Planned, plan_graph
 from overlapc.report import record
 from overlapc.report.build import graph_record
 from overlapc.runtime.counters import count
@@ -80,7 +80,7 @@ def _plan(gm: GraphModule, config: Config, name: str, passes: Passes = run_pipel
     of_inner = times_of_inner(gm, inner_graphs(gm, config, name, _planned_within))
     dumps = Dumps(config, name)
     planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, passes=passes, runs=False)
-    assert planned is not None, "there was no cache to take it from"
+    assert isinstance(planned, Planned), "there was no cache to take it from"
     return planned.result
 
 

@@ -14,7 +14,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule, Node
 
 from overlapc.codegen.build import build_program
-from overlapc.codegen.copies import peak_with_pools
+from overlapc.codegen.copies import kept_copies, peak_with_pools
 from overlapc.codegen.generated import Generated
 from overlapc.codegen.parts import split
 from overlapc.codegen.pool import peak_bytes, pooled
@@ -30,7 +30,8 @@ from overlapc.ir.ops import LoweredGraph
 from overlapc.lowering import provenance
 from overlapc.planning.chosen_profile import profile_text
 from overlapc.planning.dumps import Dumps
-from overlapc.planning.plan_graph import Planned, collective_lines, device_types, plan_graph
+from overlapc.planning.plan_graph import Planned, Reused, collective_lines, device_types, plan_graph
+from overlapc.planning.transports import rank_in_graphs
 from overlapc.report.build import graph_record
 from overlapc.report.model import GraphRecord
 from overlapc.runtime.counters import count
@@ -92,10 +93,10 @@ def _build(
     kept = cached_graph.find(key, config.cache_dir) if key is not None else None
     of_inner = times_of_inner(gm, inner)
     planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, kept=kept, within=within)
-    if planned is None:
+    if isinstance(planned, Reused):
         assert kept is not None
         with phase("kernels"):
-            call = bind(kept, config, name, began, gm=gm)
+            call = bind(kept, config, name, began, gm=gm, copies=planned.copies)
         return Built(call, kept.record.after.step_ns, kept=True)
     with phase("kernels"):
         generated = _generate(planned, inner, config, within)
@@ -151,7 +152,7 @@ def _generate(planned: Planned, inner: Mapping[GraphModule, Built], config: Conf
         counts["cuda_graph_parts"] = len(parts.parts)
         _log.info("%s: %s", schedule.name, report.captured)
     kernels, order = kernels_of(sources, schedule), collective_lines(schedule)
-    return Generated(program, kernels, parts, report, counts, order, planned.agreed)
+    return Generated(program, kernels, parts, report, counts, order, planned.agreed, kept_copies(planned.copies))
 
 
 def _donated(schedule: Schedule, config: Config) -> set[str]:
@@ -205,8 +206,8 @@ def _graph_key(gm: GraphModule, config: Config, name: str) -> str | None:
     if not keeps(config):
         return None
     try:
-        profile = profile_text(config, device_types(gm))
-        return graph_key(gm, name.split("_")[0], environment_key(config), profile)
+        context = environment_key(config), profile_text(config, device_types(gm)), rank_in_graphs(config)
+        return graph_key(gm, name.split("_")[0], *context)
     except NotCacheable as reason:
         count(f"not kept: {reason}")
         return None

@@ -55,12 +55,20 @@ from overlapc.planning.rank_notes import notes_of
 from overlapc.planning.transports import AUTO, Transports, carried
 from overlapc.report.drawing import to_dot
 from overlapc.report.walk import walk_through
+from overlapc.runtime.copies.pool import GraphCopies
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
 from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
 from overlapc.units import human_bytes
 
 Passes = Callable[[Schedule, Context], Result]
+
+
+@dataclass(frozen=True)
+class Reused:
+    """There is nothing to plan: every rank has the graph as an earlier process compiled it. copies: by group."""
+
+    copies: Mapping[str, GraphCopies] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,12 +96,11 @@ def plan_graph(
     passes: Passes = run_pipeline,
     within: bool = False,
     runs: bool = True,
-) -> Planned | None:
+) -> Planned | Reused:
     """The stages up to the final schedule, before any code is generated. `inner` knows what calls of inner graphs take.
 
     within: another graph carries this one. runs: False for one that is only planned, on torch's fake process group.
-    kept: this graph, as an earlier process compiled it. If every rank has it with the same order of collectives there
-    is nothing to plan, and None is returned.
+    kept: this graph, as an earlier process compiled it; reused if every rank has it with the same order of collectives.
     """
     inline_control_deps(gm)
     clean_up(gm)
@@ -116,7 +123,7 @@ def plan_graph(
     planned = None
     if agreed is not None:
         if kept is not None and kept.order == agreed.order:
-            return None
+            return Reused()
         before = _copied(gm.graph)
         alone = replace(config, autotune=False, benchmark_fusion=False, matmul=_unmeasured(config.matmul))
         planned = stages(config=alone, communication=communication, talks=None, agreed=agreed, passes=passes)
@@ -131,10 +138,14 @@ def plan_graph(
                 lines = canonical_lines(gm.graph, GroupNames(gm.graph).__getitem__)
                 if not talks.agree_on_graph(lines, "" if kept is None else kept.order):
                     kept = None
-            if kept is not None:
+            copies: Mapping[str, GraphCopies] | None = {}
+            if kept is not None and kept.copies:
+                assert talks is not None, "graphs with copies are kept where ranks meet"
+                copies = Transports.reopened(kept.copies, gm, config, talks, within)
+            if kept is not None and copies is not None:
                 if members is not None and key is not None and kept.agreed is not None:
                     members.agreed[key] = kept.agreed
-                return None
+                return Reused(copies)
             planned = stages(config=config, communication=communication, talks=talks, agreed=None, passes=passes)
         assert planned is not None
         if members is not None and key is not None and planned.agreed is not None:

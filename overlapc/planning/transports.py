@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from overlapc.codegen.copies import Copied, Copying, copying
 from overlapc.config import Config
+from overlapc.errors import NoSharedMemory
 from overlapc.estimators.agreement.rank_agreement import Compilation
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.from_profile import from_profile
@@ -28,15 +29,15 @@ from overlapc.fx.collectives import Collective, find_collectives
 from overlapc.fx.communication import group_of, is_asynchronous
 from overlapc.fx.exchange import EXCHANGE, Place, exchange_reductions, refusal, travelling_bytes
 from overlapc.runtime.copies.commands import MOST_RANKS
-from overlapc.runtime.copies.layout import Layout
+from overlapc.runtime.copies.layout import Layout, common, from_text, to_text
 from overlapc.runtime.copies.memory import FOLDER
-from overlapc.runtime.copies.pool import Pool, kept_pools, open_pools
+from overlapc.runtime.copies.pool import GraphCopies, KeptCopies, Pool, Wanted, kept_pools, open_pools
 from overlapc.runtime.copies.queues import unsupported
 from overlapc.schedule.collectives import COPY, KINDS
 from overlapc.schedule.model import Comm, Kind, Schedule
 from overlapc.schedule.model import Node as ScheduleNode
 
-AUTO = "auto"
+AUTO, LIBRARY_ONLY = "auto", "nccl"  # of `Config.transport`
 REDUCTIONS = ("reduce_scatter", "all_reduce")  # that an exchange and a sum can take the place of
 
 
@@ -90,6 +91,13 @@ class Transports:
             per_host = config.ranks_per_host or profile.ranks_per_host
             places = {rank: {"host": rank // per_host, "device": rank} for rank in range(dist.get_world_size())}
             return cls(places=places, wanted=True, profile=profile, chooses=config.transport == AUTO)
+        found = cls._asked(gm, config, talks, within)
+        found.profile, found.chooses = profile, config.transport == AUTO
+        return found
+
+    @classmethod
+    def _asked(cls, gm: GraphModule, config: Config, talks: Compilation | None, within: bool) -> Transports:
+        """What copies may do for this graph where its ranks are, as these tell each other."""
         devices = {
             value.device
             for node in gm.graph.nodes
@@ -99,21 +107,33 @@ class Transports:
         reason = _no_copies(config, talks, within, devices)
         device = None if reason else next(iter(devices))
         if talks is None:
-            return cls(none=reason, wanted=True, profile=profile, chooses=config.transport == AUTO)
+            return cls(none=reason, wanted=True)
         mine = {"reason": reason, **({} if device is None else _place(device))}
         if config.ranks_per_host is not None:
             mine["host"] = f"{mine.get('host')}, {dist.get_rank() // config.ranks_per_host}"
         told = [json.loads(text) for text in talks.tell("what can carry collectives", json.dumps(mine))]
         reason = next((each["reason"] for each in told if each["reason"]), "")
-        return cls(
-            device,
-            talks,
-            dict(zip(talks.ranks, told, strict=True)),
-            reason,
-            wanted=True,
-            profile=profile,
-            chooses=config.transport == AUTO,
-        )
+        return cls(device, talks, dict(zip(talks.ranks, told, strict=True)), reason, wanted=True)
+
+    @classmethod
+    def reopened(
+        cls, kept: Sequence[KeptCopies], gm: GraphModule, config: Config, talks: Compilation, within: bool
+    ) -> dict[str, GraphCopies] | None:
+        """By group, copies that an earlier process kept; None, on all ranks, where ranks are such that copies cannot
+        do it, or have no memory to share."""
+        asked = cls._asked(gm, config, talks, within)
+        if asked.none or asked.device is None or any(asked._apart(each.ranks, asked.device) for each in kept):
+            return None
+        names = {each.comm.group: group_of(each.start) or "" for each in find_collectives(gm.graph)}
+        wanted = [
+            Wanted(names[each.group], each.group, each.ranks, each.layout.bytes, str(each.layout)) for each in kept
+        ]
+        try:
+            with unset_fake_temporarily():
+                opened = open_pools(wanted, asked.device, talks.ranks, talks.tell)
+        except NoSharedMemory:  # raised on all ranks; who plans anew says so
+            return None
+        return {each.group: GraphCopies.reopened(each, opened[each.group]) for each in kept}
 
     @classmethod
     def following(cls, agreed: AgreedCopies) -> Transports:
@@ -187,12 +207,16 @@ class Transports:
             return "its size is symbolic"
         if start.target is torch.ops._c10d_functional.all_reduce.default and value.numel() < len(ranks):
             return "it has fewer elements than ranks"
+        return self._apart(ranks, value.device)
+
+    def _apart(self, ranks: Sequence[int], device: torch.device) -> str | None:
+        """Reason why copies cannot reach all of these ranks."""
         if not 1 < len(ranks) <= MOST_RANKS or any(rank not in self.places for rank in ranks):
             return f"its group has {len(ranks)} ranks"
         places = [self.places[rank] for rank in ranks]
         if len({place["host"] for place in places}) > 1:
             return "its group spans several hosts"
-        if len({place["device"] for place in places}) < len(places) and value.device.type != "cpu":
+        if len({place["device"] for place in places}) < len(places) and device.type != "cpu":
             return "ranks of its group share a GPU"
         return None
 
@@ -208,7 +232,12 @@ class Transports:
             assert pools is not None, "`fits` said so"
             assert self.agreed is not None
             return graph.on(self.agreed.layouts, pools)
-        layouts = graph.laid_out()
+        mine = {group: to_text(each.events) for group, each in graph.groups.items()}
+        given = self.talks.tell("slots for copies", json.dumps(mine))
+        told = dict(zip(self.talks.ranks, map(json.loads, given), strict=True))
+        layouts = {
+            group: common([from_text(told[rank][group]) for rank in graph.ranks(group)]) for group in graph.groups
+        }
         with unset_fake_temporarily():  # or what is done to the memory would be traced, and not done
             opened = open_pools(graph.wanted(layouts, self.groups), self.device, self.talks.ranks, self.talks.tell)
         self.agreed = AgreedCopies(self.device, self.places, self.library, layouts)
@@ -231,6 +260,11 @@ class Transports:
 def unit_of(comm: Comm) -> Unit:
     """What is moved together: collectives of one kind of a unit of `fully_shard`."""
     return comm.collective, comm.group, comm.unit
+
+
+def rank_in_graphs(config: Config) -> str:
+    """What graphs of ranks differ by (`fx/exchange.py`), for who finds them by their contents."""
+    return "" if config.transport == LIBRARY_ONLY or not dist.is_initialized() else f"rank {dist.get_rank()}"
 
 
 def considers_copies(config: Config, profile: DeviceProfile) -> bool:

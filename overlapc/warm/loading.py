@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
@@ -15,6 +16,7 @@ from overlapc.codegen.compiled_graph import CompiledGraph
 from overlapc.config import Config
 from overlapc.planning.chosen_profile import profile_text
 from overlapc.report import record
+from overlapc.runtime.copies.pool import GraphCopies
 from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministically
 from overlapc.warm import cached_step
@@ -47,14 +49,15 @@ def bind(
     gm: GraphModule | None = None,
     within: bool = False,
     graph: FxWrapper | None = None,
+    copies: Mapping[str, GraphCopies] = MappingProxyType({}),
 ) -> Callable[[list[Any]], Any]:
     """A compiled graph made callable, counted and reported under the name it has in this process.
 
-    graph: what runs instead of the generated function.
+    graph: what runs instead of the generated function. copies: see CompiledGraph.
     """
     named = compiled.named(name)
     plain = graph.bind if graph else None
-    call = deterministically(named.bind(config.cache_dir, objects, gm, plain), config.deterministic)
+    call = deterministically(named.bind(config.cache_dir, objects, gm, plain, copies), config.deterministic)
     for counter, times in named.counts.items():
         count(counter, times)
     if not within:

@@ -30,6 +30,8 @@ def encode(value: Any) -> Any:
         return [encode(item) for item in value]
     if isinstance(value, tuple):
         return {"tuple": [encode(item) for item in value]}
+    if isinstance(value, frozenset):
+        return {"frozenset": [encode(item) for item in sorted(value)]}
     if isinstance(value, dict):
         return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
     if isinstance(value, sympy.Basic):
@@ -54,6 +56,8 @@ def decode(data: Any) -> Any:
     match data:
         case {"tuple": items}:
             return tuple(decode(item) for item in items)
+        case {"frozenset": items}:
+            return frozenset(decode(item) for item in items)
         case {"dict": pairs}:
             return {decode(key): decode(item) for key, item in pairs}
         case {"sympy": text}:

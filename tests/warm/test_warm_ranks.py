@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -16,7 +17,7 @@ from tests.ranks import values_on_ranks
 COUNTERS = ("graph_compiles", "kernel_compiles", "graph_cache_hits", "graphs")
 
 
-def starts(root: str) -> list[dict[str, Any]]:
+def starts(root: str, transport: str) -> list[dict[str, Any]]:
     """One training step in each of four starts: cold, warm, warm on rank 0 only, and warm again."""
     import overlapc
     from overlapc.launch.llama import Llama, LlamaConfig
@@ -36,7 +37,7 @@ def starts(root: str) -> list[dict[str, Any]]:
             shutil.rmtree(cache / "graphs")
         torch._dynamo.reset()
         before = {name: counted(name) for name in COUNTERS}
-        options = {"cache_dir": str(cache), "warm_start": True, "rank_timeout": 60}
+        options = {"cache_dir": str(cache), "warm_start": True, "rank_timeout": 60, "transport": transport}
         compiled = torch.compile(model, backend="overlapc", options=options)
         loss = compiled(tokens, tokens)
         loss.backward()
@@ -46,8 +47,9 @@ def starts(root: str) -> list[dict[str, Any]]:
     return seen
 
 
-def test_ranks_take_kept_graphs_together_or_not_at_all(tmp_path: Path):
-    first, second = values_on_ranks(starts, 2, str(tmp_path), timeout_s=240)
+@pytest.mark.parametrize("transport", ["nccl", "copy"])
+def test_ranks_take_kept_graphs_together_or_not_at_all(transport: str, tmp_path: Path):
+    first, second = values_on_ranks(starts, 2, str(tmp_path), transport, timeout_s=240)
     for seen in (first, second):
         cold, warm, mixed, again = seen
         assert cold["graph_compiles"] == cold["graphs"] == 2

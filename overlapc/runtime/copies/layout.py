@@ -11,6 +11,7 @@ wait for each other in a circle.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,6 +92,47 @@ def place(events: Sequence[Event]) -> Layout:
             slots[event.tensor], needed[event.tensor] = slot, max(over, default=-1)
             end = max(end, slot.offset + size)
     return Layout(tuple(slots[tensor] for tensor in sorted(slots)), tuple(begins), tuple(released), end)
+
+
+def common(programs: Sequence[Sequence[Event]]) -> Layout:
+    """One layout for what all ranks of a group do: that of one of them which holds for all, else one in which no memory
+    is used twice. Kernels that share a launch may be others on other ranks; starts and sizes are the same."""
+    different = {tuple(events): None for events in programs}
+    for events in different:
+        layout = place(events)
+        if all(check(other, layout) is None for other in different):
+            return layout
+    return _apart(programs[0])
+
+
+def _apart(events: Sequence[Event]) -> Layout:
+    sizes = {event.tensor: aligned(event.bytes) for event in events if isinstance(event, Take)}
+    slots: list[Slot] = []
+    end = HEAD_BYTES
+    for tensor in sorted(sizes):
+        slots.append(Slot(end, sizes[tensor]))
+        end += sizes[tensor]
+    begins = [Begin(event.tensors, -1, -1) for event in events if isinstance(event, Start)]
+    return Layout(tuple(slots), tuple(begins), tuple(sorted(sizes)), end)
+
+
+def to_text(events: Sequence[Event]) -> str:
+    """For other ranks."""
+    return json.dumps([[type(event).__name__, *(getattr(event, name) for name in event.__slots__)] for event in events])
+
+
+def from_text(text: str) -> list[Event]:
+    """What `to_text` made the text of."""
+    found: list[Event] = []
+    for name, *values in json.loads(text):
+        match name, values:
+            case "Take", [tensor, size]:
+                found.append(Take(tensor, size))
+            case "Start", [tensors]:
+                found.append(Start(tuple(tensors)))
+            case _, [tensor]:
+                found.append(Release(tensor))
+    return found
 
 
 def _first_gap(held: Sequence[tuple[int, int]], size: int) -> int:

@@ -203,6 +203,16 @@ _PUSHED = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class KeptCopies:
+    """What is kept on disk of a graph's copies over one group: enough to open them again in another process."""
+
+    group: str  # the pool's name
+    ranks: tuple[int, ...]
+    layout: Layout
+    forms: tuple[str, ...]
+
+
 @dataclass
 class _Views:
     """Tensors of a graph in a pool's memory."""
@@ -223,6 +233,16 @@ class GraphCopies:
         self._ahead: set[int] = set()  # collectives to come, for which something lies in the pool already
         self._flying: dict[int, tuple[Any, Sequence[Tensor]]] = {}
         self._done = len(forms)  # collectives of the present run whose memory is free again
+
+    @property
+    def kept(self) -> KeptCopies:
+        """What `reopened` takes."""
+        return KeptCopies(self.pool.name, self.pool.ranks, self.layout, tuple(form.value for form in self.forms))
+
+    @classmethod
+    def reopened(cls, kept: KeptCopies, pool: Pool) -> GraphCopies:
+        """The same copies on a pool of this process."""
+        return cls(pool, kept.layout, [Form(name) for name in kept.forms])
 
     def shard(self, index: int, at: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for this rank's shard of the `at`-th tensor that collective `index` will gather: in its slot."""

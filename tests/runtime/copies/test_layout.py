@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlapc.runtime.copies.commands import HEAD_BYTES
-from overlapc.runtime.copies.layout import Event, Release, Start, Take, check, place
+from overlapc.runtime.copies.layout import Event, Release, Start, Take, check, common, from_text, place, to_text
 
 
 @st.composite
@@ -106,3 +106,18 @@ def test_a_broken_rule_is_noticed(index: int, change: dict[str, Any], broken: st
 def test_another_program_may_go_by_a_layout_if_it_lets_go_as_early(events: list[Event], broken: str | None):
     assert (broken or "") in (check(events, place(EVENTS)) or "")
     assert (broken is None) == (check(events, place(EVENTS)) is None)
+
+
+@given(programs())
+def test_events_as_text_are_the_same(events):
+    assert from_text(to_text(events)) == events
+
+
+def test_ranks_whose_launches_differ_go_by_a_layout_that_holds_for_all():
+    early = [*EVENTS[:4], Release(0), Release(1), *a_start(2, 1024), Release(2)]
+    assert common([early, EVENTS]) == common([EVENTS, early]) == place(EVENTS)
+    late = [*EVENTS[:4], *a_start(2, 1024), Release(1), Release(2), Release(0)]
+    other = [*EVENTS[:4], *a_start(2, 1024), Release(0), Release(1), Release(2)]
+    layout = common([late, other, EVENTS])
+    assert [check(events, layout) for events in (late, other, EVENTS)] == [None, None, None]
+    assert layout.bytes == HEAD_BYTES + 1024 + 512 + 1024

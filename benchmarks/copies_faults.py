@@ -1,0 +1,127 @@
+"""What becomes of a job whose collectives go by copies when a rank is killed or stopped while it trains.
+
+    python benchmarks/copies_faults.py --device cuda --times 3
+
+Each time a small sharded model trains on 2 ranks (`--ranks`), and at a random moment the last one gets SIGKILL or
+SIGSTOP. The others have to end with an error that names it after the process group's timeout; what is shown is how long
+after the signal the last of them ended, and the message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import overlapc
+from overlapc.launch.llama import Llama, LlamaConfig
+
+TIMEOUT_S = 8
+HANGS_S = 60.0  # after the signal
+STEPS_BEFORE = 20
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+def train(device_type: str, progress: Path) -> None:
+    """One rank, until something ends it."""
+    rank = int(os.environ["RANK"])
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    with torch.device(device):
+        model = Llama(LlamaConfig.tiny())
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for part in (*model.layers, model):
+        overlapc.fully_shard(part, mesh=mesh, mp_policy=policy)
+    step = torch.compile(model, backend="overlapc", options={"transport": "copy", "warm_start": False})
+    tokens = torch.randint(0, LlamaConfig.tiny().vocab, (2, 32), device=device)
+    for number in range(1_000_000):
+        step(tokens, tokens).backward()
+        model.zero_grad(set_to_none=True)
+        if number % 5 == 0:
+            if device_type == "cuda":
+                torch.cuda.synchronize()
+            progress.write_text(str(number))
+
+
+def one(device: str, how: str, ranks: int, dice: random.Random, folder: Path) -> tuple[float, str]:
+    """Seconds from the signal until the last survivor ended, and the error of the first of them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(ranks):
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        env |= {"MASTER_PORT": str(port)}
+        command = [sys.executable, __file__, "--device", device, "--progress", str(folder / f"{rank}.steps")]
+        log = (folder / f"{rank}.log").open("w")
+        started.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+        log.close()
+    try:
+        steps = folder / f"{ranks - 1}.steps"
+        ends = time.monotonic() + 120
+        while not (steps.exists() and int(steps.read_text() or 0) >= STEPS_BEFORE):
+            if time.monotonic() > ends or any(each.poll() is not None for each in started):
+                return float("nan"), "it never trained:\n" + (folder / "0.log").read_text()[-2000:]
+            time.sleep(0.05)
+        time.sleep(dice.random() * 0.5)
+        started[-1].send_signal(SIGNALS[how])
+        began = time.monotonic()
+        for each in started[:-1]:
+            each.wait(max(0.1, began + HANGS_S - time.monotonic()))
+        return time.monotonic() - began, told((folder / "0.log").read_text())
+    except subprocess.TimeoutExpired:
+        return float("inf"), "a survivor hangs:\n" + (folder / "0.log").read_text()[-2000:]
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+
+
+def told(log: str) -> str:
+    """The line of a log that names what happened."""
+    lines = [line for line in log.splitlines() if "has not" in line or "Error" in line]
+    named = [line for line in lines if "has not" in line]
+    return (named or lines or log.splitlines() or ["nothing"])[0][:160]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--times", type=int, default=3, help="jobs of each kind (default: 3)")
+    parser.add_argument("--progress", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.progress is not None:
+        train(args.device, args.progress)
+        return
+    dice = random.Random(0)
+    rows = []
+    for how in SIGNALS:
+        for _ in range(args.times):
+            with tempfile.TemporaryDirectory() as folder:
+                seconds, message = one(args.device, how, args.ranks, dice, Path(folder))
+            rows.append([how, seconds, message])
+            print(tabulate(rows[-1:], tablefmt="plain", floatfmt=".1f"), flush=True)
+    print(tabulate(rows, ["signal", f"s until the end (timeout {TIMEOUT_S})", "told"], floatfmt=".1f"))
+
+
+if __name__ == "__main__":
+    main()
