@@ -91,7 +91,7 @@ class Config:
         "GPUs, for graphs that communicate, unless a profile is named; never with deterministic algorithms)",
     )
     transport: str = _knob(
-        "nccl",
+        "auto",
         read.one_of("auto", "nccl", "copy"),
         "what carries parameters and gradients: the process group's library (nccl; on CPUs gloo), or copies between"
         " ranks of one host, gradients in the dtype they were computed in and added up in float32 (copy); auto"
