@@ -103,13 +103,16 @@ def _combined(groups: Groups, a: Group, b: Group) -> Refusal | None:
         return Refusal(_TOO_MANY)
     if a.number in groups.order.before[b.number]:
         return Refusal("one needs the other")
-    obstacle = groups.obstacle(a, b, set())
+    obstacle = groups.obstacle(a, b)
     if obstacle is not None:
         return obstacle
+    launch = Combo(b.op.name, loops_of(a.op) + loops_of(b.op), a.op.origin.joined(b.op.origin))
+    too_much = groups.outgrows(a, b, launch, set())
+    if too_much is not None:
+        return too_much
     place = groups.make_room(a, b)
     if isinstance(place, Refusal):
         return place
-    launch = Combo(b.op.name, loops_of(a.op) + loops_of(b.op), a.op.origin.joined(b.op.origin))
     groups.replace(a, b, launch, set(), place)
     return None
 

@@ -23,7 +23,7 @@ from overlapc.fusion.report import FusionReport
 from overlapc.fusion.score import Score, score
 from overlapc.fusion.simplify import simplified
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, Refuse, nothing_refused
-from overlapc.ir.values import rounded_once
+from overlapc.ir.values import numbers_last, rounded_once
 
 NEIGHBOURS = 8  # readers of one buffer that are paired with each other: keeps candidates linear in the graph
 FARTHEST = 512  # positions apart that two readers may stand: fusing farther ones lengthens live ranges
@@ -114,7 +114,8 @@ class Fuser:
         """Every kernel without what its neighbours needed it to say."""
         for group in self.groups:
             if isinstance(group.op, Loops):
-                group.op = dataclasses.replace(group.op, body=rounded_once(simplified(group.op.body)))
+                body = rounded_once(numbers_last(simplified(group.op.body)))
+                group.op = dataclasses.replace(group.op, body=body)
 
     def finished(self) -> FusionReport:
         """The account of all rounds, without refusals of what came together another way."""

@@ -98,8 +98,8 @@ class Groups:
         unread = {name for name in local if not self.readers[name]}
         return local - _with_checks((a.kernel.body, b.kernel.body), unread) if unread else local
 
-    def obstacle(self, a: Group, b: Group, local: set[str]) -> Refusal | None:
-        """Why one launch may not do what both do, if anything stands against it; `local` never touches memory then."""
+    def obstacle(self, a: Group, b: Group) -> Refusal | None:
+        """Why one launch may not do what both do, whatever it looks like, if anything stands against it."""
         if a.op.device != b.op.device:  # type: ignore[union-attr]
             return Refusal("they run on different devices")
         # A kernel that a start waits for would have to wait for a communication that it did not need, or a start
@@ -107,8 +107,13 @@ class Groups:
         waits, starts = self._waits.alone(a.number, b.number), self._starts.alone(a.number, b.number)
         if (starts[0] and waits[1]) or (starts[1] and waits[0]):
             return Refusal("one leads to a collective's start, the other comes after a wait")
+        return None
+
+    def outgrows(self, a: Group, b: Group, op: Loops | Combo, local: set[str]) -> Refusal | None:
+        """Whether `op`, which does what both do, raises the peak of memory; `local` never touches memory then."""
         stays, moves = self._stays_and_moves(a, b)
         changes = self.memory.moved(moves.reads, moves.writes, moves.runs_at, stays.runs_at, local)
+        changes += self.memory.rewritten(op, moves.runs_at, stays.runs_at, local)
         if not self.memory.fits(changes):
             more = sum(change.bytes for change in changes if change.bytes > 0)
             return Refusal(f"it would keep {more} bytes alive past the peak of memory")
@@ -137,7 +142,7 @@ class Groups:
         """Puts `op` in the place of both groups, where `make_room` made it; `local` buffers no longer touch memory."""
         kept, gone = min(a.number, b.number), max(a.number, b.number)
         stays, moves = place
-        self.memory.move(moves.reads, moves.writes, moves.runs_at, stays.runs_at, local)
+        self.memory.move(moves.reads, moves.writes, moves.runs_at, stays.runs_at, local, op)
         for name in a.reads | b.reads:
             self.readers[name] -= {kept, gone}
         for name in a.writes | b.writes:

@@ -36,7 +36,7 @@ def verdict(groups: Groups, a: Group, b: Group, ways: Ways, refuse: Refuse) -> B
         return Refusal("one of them scatters: its iterations go by where they write")
     if _only_alike(groups, a, b):
         return Refusal("they share next to nothing and are of one kind: one launch may run both")
-    obstacle = groups.obstacle(a, b, groups.local(a, b))
+    obstacle = groups.obstacle(a, b)
     if obstacle is not None:
         return obstacle
     merged = merge(a.kernel.body, b.kernel.body)
@@ -60,6 +60,10 @@ def verdict(groups: Groups, a: Group, b: Group, ways: Ways, refuse: Refuse) -> B
     unsafe = _unsafe_change(groups, a, b, merged)
     if unsafe is not None:
         return unsafe
+    local = groups.local(a, b)
+    too_much = groups.outgrows(a, b, one_kernel(a, b, merged, local), local)
+    if too_much is not None:
+        return too_much
     reason = refuse(a.kernel.device, merged)
     return merged if reason is None else Refusal(reason)
 

@@ -1,18 +1,21 @@
 """How much memory is live while each op runs, so that fusion does not raise the peak.
 
 A fused kernel runs where its later part ran. What only the earlier part reads then lives longer, which is harmless
-where memory is not scarce; what becomes local to the kernel does not live at all.
+where memory is not scarce; what becomes local to the kernel does not live at all. What a kernel writes over an argument
+that dies there (codegen/build.py) takes no memory of its own.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from overlapc.fusion.deps import output_buffers, reads_of
-from overlapc.ir.ops import IROp, LoweredGraph, buffers_written
+from overlapc.ir.hazards import overwrites_in_place
+from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, buffers_read, buffers_written, loops_of
 
 # More than the peak by this is no more: an allocator hands out small buffers from segments of 2 MiB.
 SLACK_BYTES = 2**20
@@ -51,12 +54,37 @@ class LiveBytes:
             if root not in kept and root in self.last:
                 change[self.last[root] + 1] -= bytes_of(root)
         self.last = {root: number for root, number in self.last.items() if root in first and root not in kept}
+        self.in_place = [self._in_place(op, number) for number, op in enumerate(ops)]  # bytes written over arguments
         self.live: list[int] = []
         total = 0
-        for step in change[: len(ops)]:
+        for step, in_place in zip(change, self.in_place, strict=False):
             total += step
-            self.live.append(total)
+            self.live.append(total - in_place)
         self.peak = max(self.live, default=0)
+
+    def _in_place(self, op: IROp, at: int, local: AbstractSet[str] = frozenset()) -> int:
+        """Bytes that `op`, running at `at`, may write over arguments that end there anyway."""
+        if not isinstance(op, Loops | Combo):
+            return 0
+        parts = loops_of(op)
+        reads = [{self.graph.root(name) for name in buffers_read(part)} - local for part in parts]
+        readers = Counter(root for roots in reads for root in roots)
+        dying = {root for root, count in readers.items() if count == 1 and self.last.get(root) == at}
+        total = 0
+        for part, roots in zip(parts, reads, strict=True):
+            for view in part.outputs:
+                taken = next((root for root in sorted(dying & roots) if self._may_take(part, root, view.buffer)), None)
+                if taken is not None and view.buffer not in local:
+                    dying.discard(taken)
+                    total += self.bytes_of(taken)
+        return total
+
+    def _may_take(self, op: Loops, root: str, written: str) -> bool:
+        if self.bytes_of(root) != self.bytes_of(written):
+            return False
+        read = {load.buffer for load in op.body.loads() if self.graph.root(load.buffer) == root}
+        stores = [store for store in op.body.stores if store.buffer == written]
+        return bool(read) and len(stores) == 1 and overwrites_in_place(op.body, stores[0], read)
 
     def moved(
         self, reads: Collection[str], writes: Collection[str], at: int, to: int, local: AbstractSet[str]
@@ -73,6 +101,13 @@ class LiveBytes:
         changes += [Change(last + 1, to + 1, self.bytes_of(root)) for root, last in lives.items()]
         return [*changes, *(Change(at, to, -self.bytes_of(name)) for name in made)]
 
+    def rewritten(self, op: IROp, at: int, to: int, local: AbstractSet[str]) -> list[Change]:
+        """What changes in memory written over when `op` takes the place of what ran at `at` and at `to`."""
+        return [
+            Change(at, at + 1, self.in_place[at]),
+            Change(to, to + 1, self.in_place[to] - self._in_place(op, to, local)),
+        ]
+
     def fits(self, changes: Sequence[Change]) -> bool:
         """Whether these leave the peak as it is, but for `SLACK_BYTES`."""
         borders = sorted({border for change in changes for border in (change.start, change.end)})
@@ -83,9 +118,13 @@ class LiveBytes:
                 return False
         return True
 
-    def move(self, reads: Collection[str], writes: Collection[str], at: int, to: int, local: AbstractSet[str]) -> None:
-        """What ran at op `at` now runs at `to`."""
-        for change in self.moved(reads, writes, at, to, local):
+    def move(
+        self, reads: Collection[str], writes: Collection[str], at: int, to: int, local: AbstractSet[str], op: IROp
+    ) -> None:
+        """What ran at op `at` now runs at `to`, and `op` does what both did."""
+        changes = self.moved(reads, writes, at, to, local) + self.rewritten(op, at, to, local)
+        self.in_place[at], self.in_place[to] = 0, self._in_place(op, to, local)
+        for change in changes:
             for number in range(change.start, min(change.end, len(self.live))):
                 self.live[number] += change.bytes
         for root in {self.graph.root(name) for name in reads} & self.last.keys():

@@ -87,6 +87,19 @@ def as_read(store: Store, value: Value) -> Value:
     return Cast(value, store.memory_dtype)
 
 
+def numbers_last(body: Body) -> Body:
+    """`body` with `x * 2` for `2 * x`: forward and backward may write either, and equal values are computed once."""
+
+    def swapped(value: Value) -> Value | None:
+        if not isinstance(value, Op) or value.name not in ("add", "mul"):
+            return None
+        first, second = value.args
+        alone = isinstance(first, Constant) and not isinstance(second, Constant)
+        return dataclasses.replace(value, args=(second, first)) if alone else None
+
+    return rewrite(body, body.loops, body.reduction, replace=swapped)
+
+
 def rounded_once(body: Body) -> Body:
     """`body` without conversions that its stores make anyway; the same object if there are none."""
     stores = tuple(

@@ -109,3 +109,11 @@ def test_channels_of_a_group_and_the_groups_are_one_axis_where_channels_alone_ar
     tiling = choose(body, {})
     assert (tiling.x, tiling.y, tiling.grid) == (loops[3:], loops[1:3], loops[:1])
     assert (tiling.xblock, tiling.yblock) == (64, 64)
+
+
+def test_a_row_of_what_lies_across_it_is_a_tile_with_sectors_of_the_cache_along_both() -> None:
+    """The sums of a channel over its pixels, of one tensor with channels last and one with channels first."""
+    product = op("mul", Load("x", 64 * r0 + p0, BF16), Load("g", 4096 * p0 + r0, BF16))
+    body = Body((loop(p0, 64),), (loop(r0, 4096),), (Store("s", p0, Reduce("sum", product, F32), F32),))
+    tiling = choose(body, {})
+    assert min(tiling.xblock, tiling.rblock) * BF16.itemsize >= 32

@@ -19,7 +19,7 @@ from overlapc.fusion.fuse import Fuser, fuse
 from overlapc.fusion.report import FusionReport
 from overlapc.ir.body import Body, Reduce, op
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, Start, Wait
-from tests.fusion.build import barrier, extern, graph, kernel, names, overwrite, pointwise, start, view, wait
+from tests.fusion.build import ELEMENTS, barrier, extern, graph, kernel, names, overwrite, pointwise, start, view, wait
 from tests.fusion.programs import capture
 from tests.ir.bodies import P, R, loops_of, put, x
 
@@ -156,16 +156,22 @@ def test_a_few_bytes_past_the_peak_do_not_matter() -> None:
 def test_memory_is_not_held_past_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "SLACK_BYTES", 0)
 
-    def held(freed: str) -> LoweredGraph:
-        # x frees a saved tensor; y, which could take x along, comes after the peak at `peak`.
-        ops = [pointwise("x", freed, "b"), extern("peak", "b"), extern("end", "peak"), pointwise("y", "b", "end")]
-        return graph(ops, ["x", "y"], inputs=("a", "b", "c", "saved"))
+    def turned(name: str, other: str, at: sympy.Expr) -> Loops:
+        value = op("exp", op("add", x(other, at), x("b", P[0])))
+        return kernel(name, Body(loops_of("p", (ELEMENTS,)), (), (put(name, P[0], value),)))
 
-    made = held("saved")
+    def held(at: sympy.Expr) -> LoweredGraph:
+        # x frees a saved tensor; y, which could take x along, comes after the peak at `peak`.
+        ops = [turned("x", "saved", at), extern("peak", "b"), extern("end", "peak"), turned("y", "end", at)]
+        return graph(ops, ["x", "y"], inputs=("b", "saved"))
+
+    made = held(ELEMENTS - 1 - P[0])
     ops, report = fuse(made.ops, made, freeable={"saved"})
     assert names(ops) == ["x", "peak", "end", "y"]
     assert report.refused["x", "y"] == "it would keep 32 bytes alive past the peak of memory"
     assert names(fuse(made.ops, made)[0]) == ["peak", "end", "y"]  # the caller holds it anyway
+    made = held(P[0])
+    assert names(fuse(made.ops, made, freeable={"saved"})[0]) == ["peak", "end", "y"]  # y is written over `end`
 
 
 def test_a_reader_moved_up_to_its_producer_holds_only_what_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,12 +70,12 @@ def test_a_block_computes_the_same_however_it_is_fused(name: str) -> None:
 
 
 def test_no_more_kernels_than_counted_beside_inductor() -> None:
-    """The numbers of `benchmarks/fusion_counts.py` on CPU, where Inductor has 10, 13, 3 (one less than we) and 12."""
+    """The numbers of `benchmarks/fusion_counts.py` on CPU, where Inductor has 10, 13, 3 and 12."""
     counts: list[int] = []
     for name in ("llama", "bert"):
         model = getattr(models, f"{name}_block")("cpu", torch.float32)
         each_graph(model, lambda gm, which: counts.append(kernels(gm, which)))
-    assert all(count <= most for count, most in zip(counts, (6, 7, 4, 10), strict=True)), counts
+    assert all(count <= most for count, most in zip(counts, (6, 7, 3, 10), strict=True)), counts
 
 
 def kernels(gm: GraphModule, which: str) -> int:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from overlapc.fusion.simplify import simplified
 from overlapc.ir.body import Body, Cast, Constant, Index, Load, Op, Reduce, Store, Value, op
+from overlapc.ir.values import numbers_last, rounded_once
 from tests.ir.bodies import P, R, loops_of, put, x
 from tests.ir.interpret import run_body
 
@@ -104,3 +105,16 @@ def test_one_operation_for_both_branches() -> None:
     assert sum(isinstance(value, Cast) for value in short.values()) == 1
     buffers = {name: torch.randn(8) for name in "abc"}
     assert torch.equal(results(short, **buffers), results(body, **buffers))
+
+
+def test_a_product_is_one_value_whichever_way_round_a_number_stands() -> None:
+    two = Constant(2.0, torch.float32)
+    values = op("mul", two, x("a", P[0])), op("mul", x("a", P[0]), two)
+    body = Body(loops_of("p", (8,)), (), tuple(put("y", P[0] + 8 * at, value) for at, value in enumerate(values)))
+    assert [value.name for value in numbers_last(body).values() if isinstance(value, Op)] == ["mul"]
+
+
+def test_what_a_store_rounds_is_not_rounded_before() -> None:
+    rounded = Cast(op("exp", x("a", P[0])), torch.bfloat16)
+    body = Body(loops_of("p", (8,)), (), (Store("y", P[0], rounded, torch.bfloat16), put("z", P[0], rounded)))
+    assert [type(store.value) for store in rounded_once(body).stores] == [Op, Cast]

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 import sympy
 import torch
 
+from overlapc.codegen.triton.accumulate import Accumulation
 from overlapc.codegen.triton.levels import accumulations
 from overlapc.ir.body import Body, Load, Loop, Op, Reduce, Store, depends_on, reduction_depth
 from overlapc.ir.indexing import free_symbols
@@ -192,6 +193,8 @@ def _pointwise(body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence
     # Eight elements a thread: 16 bytes a load in two-byte formats. Smaller blocks when few would fill the device.
     xblock = _clamp(128, power_of_two(total // (4 * MULTIPROCESSORS) + 1), 1024)
     xblock = min(xblock, max(32, power_of_two(total)))
+    if _elements(body) >= 4:  # of parts that a loop was cut into: about as many elements a thread as else
+        return Tiling("flat", loops, min(xblock, 512), _clamp(1, xblock // 64, 8))
     return Tiling("flat", loops, xblock, _clamp(1, xblock // 256, 4))
 
 
@@ -261,6 +264,7 @@ class _Reduction:
     streams: int  # tensors that are read and as large as all of x and r
     passes: int  # a loop over r would make
     stores: bool  # whether something is stored for every r
+    states: int  # numbers that a loop over r keeps for each element of a tile, in the pass with most of them
 
     @property
     def scans(self) -> bool:
@@ -295,10 +299,14 @@ def _reduction(
         static=not free_symbols(loop.size for loop in body.reduction),
         streams=sum(4 * access.bytes >= whole and not access.is_store for access in inner),
         passes=_passes(body, reduced),
+        states=max((sum(len(each.states) for each in level) for level in _levels(body)), default=0),
         stores=any(access.is_store for access in inner),
     )
     if columns:
         return _columns(given)
+    across = max((loop.symbol for loop in body.loops), key=lambda symbol: votes[symbol], default=None)
+    if across is not None and best is not None and not fixed and 4 * votes[across] >= votes[best] > 0:
+        return _both_ways(replace(given, x=_last(body.loops, across)))
     row_limit = _PERSISTENT_LIMIT // (1 if given.streams <= 1 else 2 if given.streams <= 2 else 4)  # registers
     if given.passes == 1 or (given.stores and _branches(body)):
         row_limit = min(row_limit, _ONE_PASS_LIMIT)
@@ -331,6 +339,15 @@ def _columns(given: _Reduction) -> Tiling:
     return _divided(given, replace(tiling, form="looped", num_stages=stages), 8 * MULTIPROCESSORS)
 
 
+def _both_ways(given: _Reduction) -> Tiling:
+    """Something lies along x and something along r: sectors of the cache along both, turned round on the device."""
+    xblock, rblock = (min(size, power_of_two(extent)) for size, extent in ((32, given.rows), (128, given.length)))
+    tiling = Tiling("persistent", given.x, xblock, _warps(xblock * rblock), r=given.r, rblock=rblock)
+    if given.static and given.length <= rblock:
+        return tiling
+    return _divided(given, replace(tiling, form="looped"), 8 * MULTIPROCESSORS)
+
+
 def _whole_rows(given: _Reduction) -> Tiling:
     rblock = power_of_two(given.length)
     wanted = max(1, (_MANY_STEPS_TILE if given.many_steps else 2048) // (rblock * _elements(given.body)))
@@ -345,7 +362,10 @@ def _whole_rows(given: _Reduction) -> Tiling:
 
 def _pieces_of_rows(given: _Reduction) -> Tiling:
     rblock = _clamp(64, power_of_two(given.length), 4096 if given.streams <= 2 else 2048)
-    tiling = Tiling("looped", given.x, 1, _warps(rblock), r=given.r, rblock=rblock)
+    warps = _warps(rblock)
+    if given.states >= 4:  # numbers that a thread keeps for each of its elements, as of a mean and a variance
+        rblock = max(64, rblock // 2)
+    tiling = Tiling("looped", given.x, 1, warps, r=given.r, rblock=rblock)
     tiling = _divided(given, tiling, 4 * MULTIPROCESSORS)
     if tiling.form != "looped" or given.passes == 1:
         return tiling
@@ -382,27 +402,33 @@ def _stages(body: Body, tile: int) -> int:
     return _STAGES if ahead <= _AHEAD_BYTES else 0
 
 
+def _levels(body: Body) -> list[list[Accumulation]]:
+    """What a loop over r accumulates, by pass."""
+    return accumulations(body, True, torch.int32)
+
+
 def _passes(body: Body, reduced: set[sympy.Symbol]) -> int:
     """How often a loop over tiles of a row would read it: once a depth of reductions, once for stores after them."""
     roots = [value for store in body.stores for value in store.operands()]
     depth = reduction_depth(roots)
-    levels = accumulations(body, True, torch.int32)
+    levels = _levels(body)
     after = any(reduced & store.index.free_symbols and depth[store.value] for store in body.stores)
     return len(levels) + after
 
 
 def _totals(body: Body, x: tuple[Loop, ...], rows: int, length: int, best: sympy.Symbol | None) -> Tiling:
     """Whole rows, as many programs as stay on the device together: each brings a row of totals."""
-    rblock = power_of_two(length)
+    rblock, each = power_of_two(length), 16  # elements a thread
     if rblock <= _SHORT_ROW:  # a warp or two reduce it: more rows at a time
         xblock = min(max(1, 4096 // (rblock * _elements(body))), power_of_two(rows))
         num_warps, stages = _clamp(1, xblock * rblock * _elements(body) // 1024, 32), 0
     else:
-        xblock = min(max(1, 2048 // rblock), power_of_two(rows))
-        # Of a row that no load of 16 bytes fits every element has an address of its own, in registers.
-        each = 16 if length % 8 == 0 else 8
+        # Rows that no load of 16 bytes fits cannot be loaded ahead: twice as many at a time, and for each element an
+        # address in registers.
+        tile, each = (2048, 16) if length % 8 == 0 else (4096, 8)
+        xblock = min(max(1, tile // rblock), power_of_two(rows))
         num_warps, stages = _clamp(1, xblock * rblock // (32 * each), 32), _stages(body, xblock * rblock)
-    programs = min(MULTIPROCESSORS * max(1, 16 // num_warps), -(-rows // xblock))
+    programs = min(MULTIPROCESSORS * max(1, 256 // each // num_warps), -(-rows // xblock))
     r = body.reduction if best is None else _last(body.reduction, best)
     return Tiling("totals", x, xblock, num_warps, r=r, rblock=rblock, splits=max(1, programs), num_stages=stages)
 
