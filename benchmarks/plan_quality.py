@@ -88,8 +88,7 @@ def main() -> None:
 def searched(schedule: Schedule, ctx: Context, times: int) -> float:
     """The step in ns after so many times the usual effort, spent from `schedule` on."""
     search = Search(schedule, replace(ctx, effort=times * ctx.effort), seed=0)
-    search.replays_left *= max(1, times)
-    search.proposals_left *= max(1, times)
+    search.replays_in_round *= max(1, times)
     if times:
         search.run()
     found = search.best or [node.name for node in schedule.nodes]

@@ -82,6 +82,19 @@ class Order:
         staying = [other for other in window if other not in along]
         return Move(low, moving + staying if distance < 0 else staying + moving) if staying else None
 
+    def exchange(self, one: int, other: int) -> Move | None:
+        """Two nodes in each other's place. None if a dependence, or a node of unknown duration, stands against that."""
+        low, high = sorted((self.position[one], self.position[other]))
+        first, last = self.order[low], self.order[high]
+        window = self.order[low : high + 1]
+        if first == last or self._fixed[first] or self._fixed[last] or not self._blocking.isdisjoint(window):
+            return None
+        if any(low < self.position[after] <= high for after in self._succs[first]):
+            return None
+        if any(low <= self.position[before] < high for before in self._preds[last]):
+            return None
+        return Move(low, [last, *window[1:-1], first])
+
     def _along(self, node: int, low: int, high: int, edges: Sequence[Sequence[int]], most: int) -> set[int] | None:
         along, stack = {node}, [node]
         while stack:

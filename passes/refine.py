@@ -8,7 +8,9 @@ between and has to come along. Which node and how far is drawn from a generator 
 is replayed as estimated and with late collectives, and made if neither the step nor the sum of both (`judge.cost`) gets
 longer and memory has room; one that changes no time is made too, unless it takes more memory than the order that came
 in: the next move may then lead where this one could not. What made the step shorter is tried next on all nodes that are
-like the one that moved: layers repeat, and so does what helps them.
+like the one that moved: layers repeat, and so does what helps them. In a short schedule, where that leaves effort over,
+kernels exchange places then (no move of one leads there if the time beside both collectives is filled), and both
+goes on in turns until it does not help twice.
 
 The search goes by times at the clock that the incoming order leaves the device (`clock_under_load.py`). Its effort is a
 number of replays, never time, so that ranks agree; more of it begins with the same moves, and so is never worse.
@@ -32,8 +34,10 @@ from overlapc.schedule import dependencies
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import COMPUTE, Kind, Node, Schedule
 
-# At most so many replays for each node that may move, whatever `Context.effort` says.
+# After at most so many replays for each node that may move, nodes exchange places.
 EFFORT_PER_NODE = 60
+# The search ends when so many rounds of both gained nothing: the first may only have led where the second can gain.
+ROUNDS_IN_VAIN = 2
 # So many proposals that come to nothing are as good as a replay.
 PROPOSALS_PER_REPLAY = 20
 # The share of moves that are about starts and waits; the others are about compute.
@@ -100,8 +104,8 @@ class Search:
         self.again: list[tuple[int, int]] = []  # (node, distance) to be tried next
         self.most_moves = ctx.most_moves
         count = len(self.collectives) + len(self.compute)
-        self.replays_left = min(ctx.effort, count * min(EFFORT_PER_NODE, 4 * count))  # few nodes have few places
-        self.proposals_left = PROPOSALS_PER_REPLAY * self.replays_left
+        self.replays_left = ctx.effort
+        self.replays_in_round = count * min(EFFORT_PER_NODE, 4 * count)  # few nodes have few places
         self.now = _Found.of(self.order.timings)
         self.made = 0
         self._best: list[int] | None = None  # the order that made the step shorter last
@@ -112,26 +116,59 @@ class Search:
         return None if self._best is None else [self.order.schedule.nodes[at].name for at in self._best]
 
     def run(self) -> None:
-        """Propose a move, replay it, make it if it leads to nothing worse."""
-        while self.collectives and self.replays_left > 0 and self.proposals_left > 0 and self.made != self.most_moves:
-            self.proposals_left -= 1
+        """Drawn moves and exchanges in turns."""
+        in_vain = 0
+        while self.collectives and in_vain < ROUNDS_IN_VAIN and self._may_go_on():
+            began = self.now
+            self._draw_moves()
+            while self._exchange():
+                pass
+            in_vain = 0 if self.now.cost < began.cost else in_vain + 1
+
+    def _draw_moves(self) -> None:
+        end = self.replays_left - min(self.replays_left, self.replays_in_round)
+        for _ in range(PROPOSALS_PER_REPLAY * (self.replays_left - end)):
+            if self.replays_left <= end or not self._may_go_on():
+                return
             repeated = bool(self.again)
             node, distance = self.again.pop() if repeated else self._drawn()
-            move = self.order.shift(node, distance, TOGETHER)
-            found = None if move is None else self._found(move)
-            if move is None or found is None:
-                continue
-            if self.order.peak_with(move) > (self.limit if found.cost < self.now.cost else self.usual):
-                continue
-            if self.order.pool_bytes_with(move) > self.pool_bytes:
-                continue
-            if not repeated and found.both_ns < self.now.both_ns * (1 - WORTH_REPEATING):
+            gained = self._made(self.order.shift(node, distance, TOGETHER))
+            if not repeated and gained > WORTH_REPEATING:
                 self.again = [(other, distance) for other in reversed(self.alike[node]) if other != node]
-            self.order.make(move)
-            self.made += 1
-            if found.cost < self.now.cost:
-                self._best = [*self.order.order]
-            self.now = found
+
+    def _may_go_on(self) -> bool:
+        return self.replays_left > 0 and self.made != self.most_moves
+
+    def _exchange(self) -> bool:
+        """Put compute nodes in each other's places, the nearest first; whether that made anything better."""
+        compute = sorted(self.compute, key=self.order.position.__getitem__)
+        began = self.now
+        for distance in range(1, min(len(compute), 1 << POWERS)):
+            for first in range(len(compute) - distance):
+                if not self._may_go_on():
+                    return False
+                one, other, made = compute[first], compute[first + distance], self.made
+                self._made(self.order.exchange(one, other))
+                if self.made > made:
+                    compute[first], compute[first + distance] = other, one
+        return self.now.cost < began.cost
+
+    def _made(self, move: Move | None) -> float:
+        """Make a move if it leads to nothing worse; the share of the step that it gains."""
+        found = None if move is None else self._found(move)
+        if move is None or found is None:
+            return 0.0
+        if self.order.peak_with(move) > (self.limit if found.cost < self.now.cost else self.usual):
+            return 0.0
+        if self.order.pool_bytes_with(move) > self.pool_bytes:
+            return 0.0
+        gained = 1 - found.both_ns / self.now.both_ns if self.now.both_ns else 0.0
+        self.order.make(move)
+        self.made += 1
+        if found.cost < self.now.cost:
+            self._best = [*self.order.order]
+        self.now = found
+        return gained
 
     def _drawn(self) -> tuple[int, int]:
         """A node and how far it is to move."""

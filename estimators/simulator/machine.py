@@ -24,6 +24,8 @@ from overlapc.schedule.model import Kind, Node, Schedule
 # Adding and subtracting this leaves a float on the grid: its last bit stands for 2^-10 ns. Up to 36 minutes a product.
 _ROUNDER = 1.5 * 2.0**42
 T = TypeVar("T")
+# (times as long as compute takes, times as long as each collective does)
+Mix = tuple[float, tuple[float, ...]]
 _NOTHING = -1  # the load of a compute stream that stands still
 
 
@@ -63,7 +65,7 @@ class Costs:
         self.traffics: list[Traffic] = [] if known is None else known.traffics
         self._load_ids: dict[Load, int] = {} if known is None else known._load_ids
         self._traffic_ids: dict[Traffic, int] = {} if known is None else known._traffic_ids
-        self._mixes: dict[tuple[int, ...], tuple[float, tuple[float, ...]]] = {} if known is None else known._mixes
+        self._mixes: dict[tuple[int, ...], dict[int, Mix]] = {} if known is None else known._mixes
         self._of: dict[str, _NodeCosts] = {} if known is None else dict(known._of)
         found = [self._node(node) for node in schedule.nodes]
         self.ns = [each.ns for each in found]
@@ -103,17 +105,20 @@ class Costs:
         found = self._of[node.name] = _NodeCosts(node, int(step), ns, load, traffic)
         return found
 
-    def mix(self, load: int, traffics: tuple[int, ...]) -> tuple[float, tuple[float, ...]]:
-        """(times as long as compute takes, times as long as each collective does) while these run together."""
-        key = (load, *traffics)
-        known = self._mixes.get(key)
+    def mix(self, load: int, traffics: tuple[int, ...]) -> Mix:
+        """What these cost each other while they run together."""
+        mixes = self.mixes(traffics)
+        known = mixes.get(load)
         if known is None:
             beside = [self.traffics[each] for each in traffics]
             work = None if load == _NOTHING else self.loads[load]
             stretches = tuple(collective_stretches(work, beside, self.profile))
-            known = 1.0 if work is None else compute_stretch(work, beside, self.profile), stretches
-            self._mixes[key] = known
+            known = mixes[load] = 1.0 if work is None else compute_stretch(work, beside, self.profile), stretches
         return known
+
+    def mixes(self, traffics: tuple[int, ...]) -> dict[int, Mix]:
+        """By load, what `mix` was asked about with this traffic."""
+        return self._mixes.setdefault(traffics, {})
 
 
 def _number(value: T, numbers: dict[T, int], values: list[T]) -> int:
@@ -153,6 +158,7 @@ class Machine:
         self.in_flight: set[int] = set()  # collectives that wait or run
         self.active: tuple[int, ...] = ()  # queues that run something
         self.traffic: tuple[int, ...] = ()  # of what they run
+        self.mixes: dict[int, Mix] = {}  # `Costs.mixes` of it
         self.held = costs.profile.collectives_wait_for_kernels
 
     def run(self, nodes: Iterable[int]) -> None:
@@ -165,21 +171,23 @@ class Machine:
             step = steps[at]
             if step == compute:
                 self.host += launch_ns
-                if gap_ns:
-                    self._pass(self.now + gap_ns)
-                ahead = self.host - self.now
-                if ahead > self.most_ahead:
-                    self.most_ahead = ahead
-                if ahead > 0:
-                    self._stand_until_host()
-                start[at] = self.now
-                if self.active or (self.queued and not self.held):
-                    self._compute(durations[at], loads[at])
-                else:
-                    self.now += durations[at]
-                    if self.queued and durations[at]:
-                        self._begin()
-                end[at] = self.now
+                may_begin = self.queued and not self.held
+                if may_begin or len(self.active) != 1 or not self._computes_beside_one(at):
+                    if gap_ns:
+                        self._pass(self.now + gap_ns)
+                    ahead = self.host - self.now
+                    if ahead > self.most_ahead:
+                        self.most_ahead = ahead
+                    if ahead > 0:
+                        self._stand_until_host()
+                    start[at] = self.now
+                    if self.active or may_begin:
+                        self._compute(durations[at], loads[at])
+                    else:
+                        self.now += durations[at]
+                        if self.queued and durations[at]:
+                            self._begin()
+                    end[at] = self.now
             elif step == nothing:
                 start[at] = end[at] = self.now
             elif step == wait:
@@ -214,16 +222,39 @@ class Machine:
         self.queued += 1
         self.in_flight.add(at)
 
+    def _computes_beside_one(self, at: int) -> bool:
+        """Run a kernel, and the gap before it, beside the one collective that runs: most of what happens. False, and
+        nothing done, if that ends meanwhile, or the host has not launched the kernel by then."""
+        costs, now = self.costs, self.now
+        (queue,) = self.active
+        left_ns = self.left[queue]
+        begin = now + costs.gap_ns
+        if self.host > begin:
+            return False
+        if begin > now:
+            _, (stretch,) = self.mixes.get(_NOTHING) or costs.mix(_NOTHING, self.traffic)
+            if (left_ns * stretch + _ROUNDER) - _ROUNDER <= begin - now:
+                return False
+            left_ns -= ((begin - now) / stretch + _ROUNDER) - _ROUNDER
+        slow, (stretch,) = self.mixes.get(costs.load[at]) or costs.mix(costs.load[at], self.traffic)
+        takes_ns = (costs.ns[at] * slow + _ROUNDER) - _ROUNDER  # on_grid, at half the time
+        if (left_ns * stretch + _ROUNDER) - _ROUNDER <= takes_ns:
+            return False
+        self.left[queue] = left_ns - ((takes_ns / stretch + _ROUNDER) - _ROUNDER)
+        self.idle += begin - now
+        if self.host - begin > self.most_ahead:
+            self.most_ahead = self.host - begin
+        self.start[at], self.end[at] = begin, begin + takes_ns
+        self.now = begin + takes_ns
+        if self.queued and takes_ns:
+            self._begin()
+        return True
+
     def _compute(self, left_ns: float, load: int) -> None:
         """Run this on the compute stream beside whatever is in the queues."""
         begins = not self.held
         if begins:
             self._begin()
-        if left_ns and len(self.active) == 1 and not (begins and self.queued):
-            slow, (stretch,) = self.costs.mix(load, self.traffic)
-            if self._passes_beside_one(on_grid(left_ns * slow), stretch):
-                self._begin()
-                return
         while left_ns > 0:
             slow, stretches = self.costs.mix(load, self.traffic)
             until = self._next_change(stretches, begins=begins)
@@ -263,23 +294,10 @@ class Machine:
     def _pass(self, until: float) -> None:
         """The compute stream has nothing to do up to `until`, and what has not begun does not begin meanwhile."""
         self.idle += until - self.now
-        if len(self.active) == 1:
-            _, (stretch,) = self.costs.mix(_NOTHING, self.traffic)
-            if self._passes_beside_one(until - self.now, stretch):
-                return
         while self.active and self.now < until:
             _, stretches = self.costs.mix(_NOTHING, self.traffic)
             self._advance(min(until, self._next_change(stretches, begins=False)), stretches)
         self.now = until
-
-    def _passes_beside_one(self, span: float, stretch: float) -> bool:
-        """Move the clock on by `span` if the one collective that runs does not end before: most of what happens."""
-        (queue,) = self.active
-        if on_grid(self.left[queue] * stretch) <= span:
-            return False
-        self.left[queue] -= on_grid(span / stretch)
-        self.now += span
-        return True
 
     def _begin(self) -> None:
         """Collectives at the head of their queues that may run by now do so."""
@@ -297,6 +315,7 @@ class Machine:
         """Note which queues run something; to be called when that changed."""
         self.active = tuple([queue for queue, at in enumerate(self.running) if at is not None])
         self.traffic = tuple([self.costs.traffic[at] for at in self.running if at is not None])
+        self.mixes = self.costs.mixes(self.traffic)
 
     def _next_change(self, stretches: tuple[float, ...], *, begins: bool) -> float:
         """When the first of what runs ends, or (begins) another collective begins."""
