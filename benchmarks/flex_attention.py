@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -67,7 +68,20 @@ def elapsed_ms(call: Callable[[], Any]) -> float:
     return begin.elapsed_time(end) / REPEATS
 
 
-def measured(case: str, shape: tuple[int, int, int, int], systems: list[str]) -> dict[str, tuple[float, float]]:
+@contextlib.contextmanager
+def alone(lock: str) -> Iterator[None]:
+    """Within, no other process that was given the same file takes times."""
+    if not lock:
+        yield
+        return
+    with Path(lock).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def measured(
+    case: str, shape: tuple[int, int, int, int], systems: list[str], lock: str = ""
+) -> dict[str, tuple[float, float]]:
     """(forward, backward) ms by system."""
     batch, heads, length, width = shape
     kv_heads = max(1, heads // 4) if case == "grouped" else heads
@@ -89,16 +103,16 @@ def measured(case: str, shape: tuple[int, int, int, int], systems: list[str]) ->
     for system in systems:
         torch._dynamo.reset()
         calls[system] = flash if system == "flash, causal" else torch.compile(flex, backend=system, fullgraph=True)
-    times: dict[str, tuple[list[float], list[float]]] = {}
-    for turn in range(ROUNDS + 1):
-        for system, call in calls.items():
-            result = call(*inputs)
-            backward = partial(torch.autograd.grad, result, inputs, gradient, retain_graph=True)
-            backward()
-            if turn:
-                one, other = times.setdefault(system, ([], []))
-                one.append(elapsed_ms(partial(call, *inputs)))
-                other.append(elapsed_ms(backward))
+    backward = {}
+    for system, call in calls.items():
+        backward[system] = partial(torch.autograd.grad, call(*inputs), inputs, gradient, retain_graph=True)
+        backward[system]()
+    times: dict[str, tuple[list[float], list[float]]] = {system: ([], []) for system in calls}
+    with alone(lock):
+        for _ in range(ROUNDS):
+            for system, call in calls.items():
+                times[system][0].append(elapsed_ms(partial(call, *inputs)))
+                times[system][1].append(elapsed_ms(backward[system]))
     return {system: (statistics.median(one), statistics.median(other)) for system, (one, other) in times.items()}
 
 
@@ -112,7 +126,7 @@ BACKWARD = [(each, Tile(each.keys, each.queries, each.warps, each.stages)) for e
 ))]  # fmt: skip
 
 
-def sweep(shape: tuple[int, int, int, int]) -> list[tuple[str, str, float]]:
+def sweep(shape: tuple[int, int, int, int], lock: str) -> list[tuple[str, str, float]]:
     """(function, tile, ms of its direction) of the causal kernels in other tiles, fastest first."""
     forward, backward = causal_ops(shape)
     tried = {}
@@ -146,7 +160,8 @@ def sweep(shape: tuple[int, int, int, int]) -> list[tuple[str, str, float]]:
             roles = (*op.tensors, *attention.list_arguments(op), *op.results)
             call = partial(launcher, *(memory[role] for role in roles))
             call()
-            found.append((part, str(tile), min(elapsed_ms(call) for _ in range(3))))
+            with alone(lock):
+                found.append((part, str(tile), min(elapsed_ms(call) for _ in range(3))))
     return sorted(found, key=lambda each: (each[0], each[2]))
 
 
@@ -173,17 +188,18 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--systems", default="overlapc/inductor/flash, causal")
     parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--lock", default="", help="file that only one of several processes holds while it takes times")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: tests/codegen/test_flex_attention.py runs these kernels without one")
     batch, heads, length, width = map(int, arguments.shape.split(","))
     shape = (batch, heads, length, width)
     if arguments.tiles:
-        print(tabulate(sweep(shape), headers=["function", "tile", "ms"], floatfmt=".3f"))
+        print(tabulate(sweep(shape, arguments.lock), headers=["function", "tile", "ms"], floatfmt=".3f"))
         return
     rows = []
     for case in arguments.cases.split(","):
-        times = measured(case, shape, arguments.systems.split("/"))
+        times = measured(case, shape, arguments.systems.split("/"), arguments.lock)
         beside = times.get("inductor")
         for system, (forward, backward) in times.items():
             ratio = (forward + backward) / sum(beside) if beside else None

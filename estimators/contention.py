@@ -56,7 +56,8 @@ class Traffic:
 def load_of(node: Node) -> Load:
     """What `node` (KERNEL or EXTERN) is to collectives."""
     work = node.work
-    if node.kind is not Kind.EXTERN or work is None or work.flops <= 0:
+    loops = node.kind is Kind.KERNEL and node.op == "kernel"  # other kernels are products and attention
+    if loops or work is None or work.flops <= 0:
         return Load(Beside.MEMORY, bytes=0 if work is None else work.read_bytes + work.write_bytes)
     if "attention" in node.op:
         return Load(Beside.ATTENTION)

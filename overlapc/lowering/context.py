@@ -65,6 +65,7 @@ class Context:
         self.latest: dict[str, str] = {}  # root buffer -> its name after the latest mutation
         self.given: dict[str, View] = {}  # copy of an input -> the input
         self.mutated: dict[str, str] = {}  # name after a mutation -> root buffer
+        self.functions: dict[tuple[Any, ...], LoweredGraph] = {}  # of attentions, which layers have in common
         self.known: set[str] = set()  # symbols that the arguments or an earlier op bring
         self.graph = LoweredGraph(name, (), {}, {}, {}, {}, {}, [], (), {})
         self.node: Node

@@ -9,6 +9,7 @@ decompositions, and lowered like any graph; their kernels of one element each ar
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,10 +22,11 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from overlapc.errors import CompileError
 from overlapc.fx.decompositions import decompositions
 from overlapc.ir.body import Body, Cast, Checked, Constant, Index, Load, Loop, Op, Store, Value, topological
 from overlapc.ir.indexing import Ranges, bounds, loop_symbol, simplify, substitute
-from overlapc.ir.ops import GRADIENT, SCORE, Attention, BlockLists, Handle, Loops, View
+from overlapc.ir.ops import GRADIENT, SCORE, Attention, BlockLists, Handle, Loops, LoweredGraph, View
 from overlapc.ir.rewriting import rewrite_values
 from overlapc.ir.values import as_read, cast, constant
 from overlapc.lowering.context import Context
@@ -39,6 +41,7 @@ _SAMPLED_BLOCKS, _SAMPLES = 64, 8  # of a side, and positions in each, that tell
 _COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
+_ROW = sympy.Symbol("row", integer=True, nonnegative=True)
 _ON_POSITIONS: Mapping[str, Callable[..., Any]] = {
     **_COMPARE,
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "abs": torch.abs, "neg": operator.neg,
@@ -125,12 +128,11 @@ def _noted(context: Context, query: View, attention: Callable[[], Attention]) ->
     except Impossible as reason:
         context.graph.attention.append(f"{what}: torch's own call, which computes and holds every score: {reason}")
         raise
-    blocks = (
-        "which blocks its mask keeps is known at run time only: all are counted"
-        if made.kept is None
-        else f"its mask keeps {made.kept:.0%} of the blocks"
-    )
-    context.graph.attention.append(f"{what}: generated kernel; {blocks}")
+    if made.kept is None:
+        blocks = "; which blocks its mask keeps is known at run time only: all are counted"
+    else:
+        blocks = f"; its mask keeps {made.kept:.0%} of the blocks" if made.mask else ""
+    context.graph.attention.append(f"{what}: generated kernel{blocks}")
     context.add(made)
     return made
 
@@ -175,6 +177,7 @@ class _Space:
     ) -> Attention:
         *_, query_size, key_size, mask_mod = block_mask
         mask = self.function(mask_mod, mask_buffers, [])[0]
+        assert mask is not None, "the mask function returns nothing"
         needed = ("keys", "queries") if "grad_out" in self.tensors else ("keys",)
         found = {kind: (block_mask[at], block_mask[at + 1]) for kind, at in _LISTS.items() if kind.endswith(needed)}
         lists = {kind: pair for kind, pair in found.items() if None not in pair}
@@ -215,9 +218,23 @@ class _Space:
         assert isinstance(module, GraphModule), f"{given.buffer} is no graph"
         positions = [Index(loop.symbol, torch.int32) for loop in self.loops]
         scalars: list[Value] = [*before, *positions, *behind]
-        traced = _traced(module, [value.dtype for value in scalars], buffers, self.tensors["query"].layout.device)
-        inner = lower(traced, "function", lambda device: True, lambda node: None, refuse=self.context.refuse)
+        inner = self._lowered(module, [value.dtype for value in scalars], buffers)
         return _Inliner(self, inner.inputs, scalars, buffers).results(inner)
+
+    def _lowered(self, module: GraphModule, scalars: Sequence[torch.dtype], buffers: Sequence[View]) -> LoweredGraph:
+        """`module` in loop IR; once where it holds no tensors of its own."""
+        holds = bool(module.graph.find_nodes(op="get_attr"))
+        forms = tuple(dataclasses.replace(view.layout, offset=sympy.S.Zero) for view in buffers)
+        key = (str(module.graph), tuple(scalars), forms)
+        found = None if holds else self.context.functions.get(key)
+        if found is None:
+            traced = _traced(module, scalars, buffers, self.tensors["query"].layout.device)
+            try:
+                found = lower(traced, "function", lambda device: True, lambda node: None, refuse=self.context.refuse)
+            except CompileError as error:
+                raise Impossible(str(error).splitlines()[0]) from error
+            self.context.functions[key] = found
+        return found
 
 
 def _traced(
@@ -243,19 +260,31 @@ class _Inliner:
     def __init__(self, space: _Space, inputs: Sequence[str], scalars: Sequence[Value], buffers: Sequence[View]) -> None:
         self.space = space
         self.values = dict(zip(inputs, scalars, strict=False))  # of scalars, by name
+        self.rows: dict[str, Value] = {}  # at `_ROW`, of tensors that the functions make
         self.buffers = dict(zip(inputs[len(scalars) :], buffers, strict=True))
 
-    def results(self, graph: Any) -> list[Value | None]:
+    def results(self, graph: LoweredGraph) -> list[Value | None]:
         for name, held in graph.constants.items():
             if not isinstance(held, torch.Tensor) or held.ndim or held.device.type != "cpu":
                 raise Impossible("its functions hold a tensor of their own")
-            self.values[name] = constant(held.item(), held.dtype)
+            with _disable_current_modes():
+                self.values[name] = constant(held.item(), held.dtype)
         for each in graph.ops:
-            if not isinstance(each, Loops) or each.body.loops or each.body.reduction or each.mutates:
+            if not isinstance(each, Loops) or len(each.body.loops) > 1 or each.body.reduction or each.mutates:
                 raise Impossible(f"its functions do more than element-wise arithmetic: {' '.join(each.origin.fx)}")
             for store in each.body.stores:
-                self.values[store.buffer] = as_read(store, self.settled(store.value))
+                if each.body.loops:
+                    self.rows[store.buffer] = self._row(store, each.body.loops[0].symbol)
+                else:
+                    self.values[store.buffer] = as_read(store, self.settled(store.value))
         return [None if view is None else self.settled(self._element(view)) for view in graph.outputs]
+
+    def _row(self, store: Store, along: sympy.Symbol) -> Value:
+        """What a store over a row writes at `_ROW`, as `bias[h]` in `bias[h][q]`."""
+        if store.index != along:
+            raise Impossible(f"its functions make {store.buffer} in an order of its own")
+        inner = rewrite_values([store.value], lambda expr: substitute(expr, {along: _ROW}))
+        return as_read(store, self.settled(inner[store.value]))
 
     def _element(self, view: View) -> Value:
         return Load(view.buffer, view.layout.offset, view.dtype)
@@ -285,14 +314,20 @@ class _Inliner:
     def _load(self, load: Load) -> Value | None:
         if load.buffer in self.values:
             return self.values[load.buffer]
+        known = {symbol: value.expr for symbol, value in load.indirect if isinstance(value, Index)}
+        known |= {symbol: sympy.Integer(value.number) for symbol, value in load.indirect if isinstance(value, Constant)}
+        indirect = tuple((symbol, value) for symbol, value in load.indirect if symbol not in known)
+        at = substitute(load.index, known)
+        if load.buffer in self.rows:
+            if indirect or not (load.mask is None or _is_true(load.mask)):
+                raise Impossible(f"its functions read {load.buffer}, which they make, where data say")
+            row = self.rows[load.buffer]
+            return rewrite_values([row], lambda expr: simplify(substitute(expr, {_ROW: at}), self.space.ranges))[row]
         if load.buffer not in self.buffers:
             return None  # of the graph around already
         view = self.buffers[load.buffer]
         self.space.captured[view.buffer] = view
-        known = {symbol: value.expr for symbol, value in load.indirect if isinstance(value, Index)}
-        known |= {symbol: sympy.Integer(value.number) for symbol, value in load.indirect if isinstance(value, Constant)}
-        index = simplify(substitute(load.index, known) + view.layout.offset, self.space.ranges)
-        indirect = tuple((symbol, value) for symbol, value in load.indirect if symbol not in known)
+        index = simplify(at + view.layout.offset, self.space.ranges)
         mask = None if load.mask is None or _is_true(load.mask) else load.mask
         return Load(view.buffer, index, load.memory_dtype, mask, indirect)
 
@@ -325,11 +360,11 @@ def _position(value: Value) -> sympy.Expr | None:
 # --- how much of it is computed
 
 
-def kept_share(mask: Value | None, loops: Sequence[Loop], query_size: int, key_size: int) -> float | None:
+def kept_share(mask: Value, loops: Sequence[Loop], query_size: int, key_size: int) -> float | None:
     """Share of blocks in which some of the positions looked at count; None where that depends on more than q and k."""
-    if mask is None:
-        return None
     _, _, queries, keys = loops
+    if isinstance(mask, Constant) and (queries.size > query_size or keys.size > key_size):
+        return None  # the lists alone say it
     free = {queries.symbol, keys.symbol}
     parts = topological([mask])
     if not all(isinstance(part, Index | Constant | Cast | Op) for part in parts):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 Function = Callable[..., Any]
 
@@ -23,7 +23,7 @@ class FlexCase:
     uneven: int = 0  # positions that queries have beyond whole blocks; keys have twice as many
     widths: tuple[int, int] = (0, 0)  # of queries and values; 0: as the device's case says
     scale: float | None = None
-    returns_lse: bool = False
+    returns_more: bool = False
     mask_heads: int | None = None
     batch: int = 1
     heads_inside: bool = False  # in memory a position's heads lie together, as projections leave them
@@ -60,7 +60,7 @@ def _alibi(device: torch.device, length: int) -> tuple[Function | None, Function
 
 def _bias(device: torch.device, length: int) -> tuple[Function | None, Function | None]:
     bias = torch.linspace(-1, 1, 4 * length * length, device=device).view(4, length, length).to(torch.bfloat16)
-    return lambda score, b, h, q, k: score + bias[h, q, k], None
+    return lambda score, b, h, q, k: score + bias[h][q, k], None
 
 
 def _only(score: Function | None = None, mask: Function | None = None) -> Callable[..., Any]:
@@ -78,16 +78,16 @@ def _squared(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tenso
 BOTH = (torch.bfloat16, torch.float32)
 CASES = [
     FlexCase("causal", _only(mask=causal), dtypes=(*BOTH, torch.float16)),
-    FlexCase("no mask", _only(), uneven=5, returns_lse=True),
+    FlexCase("no mask", _only(), uneven=5, returns_more=True),
     FlexCase("window of grouped queries", _only(mask=window), kv_heads=2, dtypes=BOTH),
     FlexCase("documents", _documents, kv_heads=1, batch=2, heads_inside=True, dtypes=BOTH),
     FlexCase("ranges of documents", _ranges_of_documents),
     FlexCase("softcap", _only(_softcap, causal), dtypes=BOTH),
     FlexCase("alibi", _alibi, kv_heads=2),
     FlexCase("bias", _bias),
-    FlexCase("rows without scores", _only(_squared, lambda b, h, q, k: q >= k + 20), uneven=3, returns_lse=True),
+    FlexCase("rows without scores", _only(_squared, lambda b, h, q, k: q >= k + 20), uneven=3, returns_more=True),
     FlexCase("odd widths", _only(mask=causal), uneven=7, widths=(24, 40), kv_heads=2),
-    FlexCase("a negative scale", _only(mask=causal), scale=-0.3),
+    FlexCase("a negative scale", _only(mask=lambda b, h, q, k: q >= k - torch.tensor(2)), scale=-0.3),
     FlexCase("a mask for each head", _only(mask=lambda b, h, q, k: q >= k + 10 * h), mask_heads=4),
 ]  # fmt: skip
 
@@ -113,17 +113,20 @@ def errors(
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         found = flex_attention(
             q, k, v, score_mod=score, block_mask=blocks, scale=case.scale, enable_gqa=case.kv_heads != 4,
-            return_lse=case.returns_lse,
+            return_aux=AuxRequest(lse=True, max_scores=q.is_cuda) if case.returns_more else None,
         )  # fmt: skip
-        return found if isinstance(found, tuple) else (found,)
+        if isinstance(found, Tensor):
+            return (found,)
+        more = (found[1].lse, found[1].max_scores)  # type: ignore[union-attr]
+        return (found[0], *(each for each in more if each is not None))  # torch has no maxima on CPUs
 
     def run(function: Function, kind: torch.dtype) -> dict[str, Tensor]:
         given = [tensor.detach().to(kind).requires_grad_() for tensor in tensors]
         results = function(*given)
-        finite = [torch.where(result == -torch.inf, 0.0, result) for result in results]
+        finite = [torch.where(result == -torch.inf, 0.0, result) for result in results[:2]]
         total = sum((result.double() * grad).sum() for result, grad in zip(finite, grads, strict=False))
         assert isinstance(total, Tensor)
-        return dict(zip(("out", "lse"), results, strict=False)) | dict(
+        return dict(zip(("out", "lse", "max"), results, strict=False)) | dict(
             zip(("dq", "dk", "dv"), torch.autograd.grad(total, given), strict=True)
         )
 
