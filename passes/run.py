@@ -47,7 +47,7 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
     if budget is not None and incoming.peak_bytes > budget:
         at = "" if incoming.peak_at is None else f" at {schedule.nodes[incoming.peak_at].name}"
         raise MemoryBudgetError(
-            f"{schedule.name}: memory_budget is {human_bytes(budget)}, and the graph needs"
+            f"{schedule.name}: memory_budget leaves {human_bytes(budget)}, and the graph needs"
             f" {human_bytes(incoming.peak_bytes)}{at} before any pass adds to it\n"
             f"hint: raise memory_budget, shard more, or checkpoint activations"
         )

@@ -141,6 +141,20 @@ def test_a_budget_that_nothing_fits_is_an_error_before_any_kernel_is_compiled():
     assert counted("kernel_compiles") == 0
 
 
+def test_a_budget_leaves_backward_what_forward_alone_was_given():
+    x, frozen = torch.randn(2**18, requires_grad=True), torch.randn(2**20)  # 1 and 4 MiB
+    for budget in ("5.5MiB", "6.5MiB"):
+        torch._dynamo.reset()
+        options = {"memory_budget": budget}
+        call = torch.compile(lambda x, y: x.sin().sum() + y.sum(), backend="overlapc", options=options)
+        loss = call(x, frozen)
+        if budget == "6.5MiB":
+            loss.backward()
+            continue
+        with pytest.raises(overlapc.MemoryBudgetError, match=r"leaves 1\.5.*, and the graph needs 2"):
+            loss.backward()
+
+
 def test_a_missing_compiler_is_one_clear_line(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
     with pytest.raises(overlapc.ToolchainError, match="no-such-compiler"):

@@ -32,6 +32,7 @@ from overlapc.planning.chosen_profile import profile_text
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.plan_graph import Planned, Reused, collective_lines, device_types, plan_graph
 from overlapc.planning.transports import rank_in_graphs
+from overlapc.report import record
 from overlapc.report.build import graph_record
 from overlapc.report.model import GraphRecord
 from overlapc.runtime.counters import count
@@ -207,7 +208,9 @@ def _graph_key(gm: GraphModule, config: Config, name: str) -> str | None:
         return None
     try:
         context = environment_key(config), profile_text(config, device_types(gm)), rank_in_graphs(config)
-        return graph_key(gm, name.split("_")[0], *context)
+        given = {} if config.memory_budget is None else record.given_to_forward(name)  # a budget is for both together
+        sizes = str({name: buffer.bytes for name, buffer in given.items()})
+        return graph_key(gm, name.split("_")[0], *context, sizes)
     except NotCacheable as reason:
         count(f"not kept: {reason}")
         return None

@@ -53,7 +53,9 @@ from overlapc.planning.estimator_chain import chain_of
 from overlapc.planning.pass_context import context_of
 from overlapc.planning.rank_notes import notes_of
 from overlapc.planning.transports import AUTO, Transports, carried
+from overlapc.report import record
 from overlapc.report.drawing import to_dot
+from overlapc.report.memory import held_bytes
 from overlapc.report.walk import walk_through
 from overlapc.runtime.copies.pool import GraphCopies
 from overlapc.runtime.counters import count
@@ -266,6 +268,7 @@ def _scheduled(
     schedule = _estimated(schedule, chain, talks)
     if talks is not None:
         schedule = _with_common_sizes(schedule, talks)
+    schedule = _beside_what_is_held(schedule)
     context = replace(
         context_of(config, profile, chain),
         merge_payloads=_merged,
@@ -442,6 +445,15 @@ def _with_common_sizes(schedule: Schedule, talks: Compilation) -> Schedule:
     return replace(
         schedule, buffers={name: replace(each, bytes=largest[name]) for name, each in schedule.buffers.items()}
     )
+
+
+def _beside_what_is_held(schedule: Schedule) -> Schedule:
+    """`schedule` with what its memory budget leaves it: what only a backward's forward was given stays where it is."""
+    if schedule.budget_bytes is None:
+        return schedule
+    taken = {name: buffer for name, buffer in schedule.buffers.items() if buffer.is_input}
+    held = held_bytes(record.given_to_forward(schedule.name), taken)
+    return replace(schedule, budget_bytes=max(0, schedule.budget_bytes - held))
 
 
 def _merged(payloads: Sequence[IROp]) -> IROp | str:

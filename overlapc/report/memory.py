@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from overlapc.report.model import GraphRecord
 from overlapc.schedule.model import Buffer
@@ -18,18 +18,22 @@ def peaks(graphs: Sequence[GraphRecord]) -> dict[str, int]:
     named = {graph.name: graph for graph in graphs}
     found = {}
     for graph in graphs:
-        match = _BACKWARD.match(graph.name)
-        forward = named.get(f"forward_{match[1]}") if match else None
-        found[graph.name] = graph.peak_bytes + (0 if forward is None else _held_bytes(forward, graph))
+        forward = named.get(forward_of(graph.name))
+        found[graph.name] = graph.peak_bytes + (0 if forward is None else held_bytes(inputs(forward), inputs(graph)))
     return found
 
 
-def _held_bytes(forward: GraphRecord, backward: GraphRecord) -> int:
-    """Inputs of the forward that the backward does not take, neither as such nor as a saved view of one.
+def forward_of(name: str) -> str:
+    """The name of the forward that belongs to a backward; "" for any other graph."""
+    match = _BACKWARD.match(name)
+    return f"forward_{match[1]}" if match else ""
+
+
+def held_bytes(given: Mapping[str, Buffer], taken: Mapping[str, Buffer]) -> int:
+    """Inputs of a forward that its backward does not take, neither as such nor as a saved view of one.
 
     What a backward takes and may not free is such a view (of a parameter) or its own argument.
     """
-    given, taken = _inputs(forward), _inputs(backward)
     held = sum(buffer.bytes for name, buffer in given.items() if name not in taken)
     views = sum(
         buffer.bytes
@@ -39,5 +43,6 @@ def _held_bytes(forward: GraphRecord, backward: GraphRecord) -> int:
     return max(0, held - views)
 
 
-def _inputs(graph: GraphRecord) -> dict[str, Buffer]:
+def inputs(graph: GraphRecord) -> dict[str, Buffer]:
+    """What a graph is given, by name."""
     return {name: buffer for name, buffer in parse(graph.schedule).buffers.items() if buffer.is_input}

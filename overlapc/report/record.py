@@ -15,8 +15,10 @@ import msgspec
 from overlapc import documents
 from overlapc.errors import ConfigError, OverlapcError
 from overlapc.report.captures import CAPTURES
+from overlapc.report.memory import forward_of, inputs
 from overlapc.report.model import GraphRecord, StepRecord
 from overlapc.runtime.steps import STEPS
+from overlapc.schedule.model import Buffer
 
 FORMAT = 1  # of record.json; raised when a reader of the old one would misread the new one
 
@@ -94,6 +96,12 @@ _measured_peak_bytes: list[int] = []  # of the last measurement; empty before it
 def add(graph: GraphRecord) -> None:
     """Remembers a compiled graph of this process. The backend calls it once for each compilation."""
     _graphs.append(graph)
+
+
+def given_to_forward(name: str) -> dict[str, Buffer]:
+    """What the forward that belongs to the backward called `name` was given; nothing for any other graph."""
+    forward = next((graph for graph in reversed(_graphs) if graph.name == forward_of(name)), None)
+    return {} if forward is None else inputs(forward)
 
 
 def add_measured(report: Report) -> None:

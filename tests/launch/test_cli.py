@@ -164,7 +164,7 @@ def test_plan_keeps_to_the_memory_it_is_given(command, tmp_path):
     assert "peak memory" in out.partition("ag1 all_gather")[2].splitlines()[0]
     code, _, error = command("plan", "step.txt", "-o", "memory_budget=1MiB")
     assert code == 1
-    assert "memory_budget is 1MiB" in error
+    assert "memory_budget leaves 1MiB" in error
 
 
 def test_plan_estimates_with_a_profile_and_says_who_did(command, tmp_path):

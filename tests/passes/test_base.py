@@ -119,7 +119,7 @@ def test_names_are_registered_once():
 
 
 def test_a_budget_that_nothing_fits():
-    with pytest.raises(MemoryBudgetError, match="memory_budget is 30B, and the graph needs"):
+    with pytest.raises(MemoryBudgetError, match="memory_budget leaves 30B, and the graph needs"):
         run_pipeline(parse(STEP), Context(budget_bytes=30))
     with pytest.raises(MemoryBudgetError):
         run_pipeline(parse("schedule s budget=1B\n a = kernel() : 2B"), Context())
