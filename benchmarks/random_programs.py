@@ -3,6 +3,7 @@
     python benchmarks/random_programs.py --count 3000 --jobs 16 --beside-inductor
     python benchmarks/random_programs.py --count 1000 --device cuda --jobs 8 --report failures.jsonl
     python benchmarks/random_programs.py --from failures.jsonl --jobs 16 --beside-inductor      # those again
+    python benchmarks/random_programs.py --count 50 --triton             # Triton's kernels without a GPU (slow)
     python benchmarks/random_programs.py --seed 123 --count 1 --script        # the program itself, as a file to run
 
 A program has 20 to 45 statements (tests/programs/statements.py): views, changes in place through views, arguments that
@@ -44,6 +45,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first of consecutive seeds")
     parser.add_argument("--short", action="store_true", help="2 to 6 statements, as those in the tests")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument(
+        "--triton", action="store_true", help="on a CPU: Triton's kernels, interpreted, and compiled for sm_90"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one program (shrinking has --shrink)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="judge what can be judged within so many")
@@ -140,6 +144,7 @@ class Worker:
         given += ["--short"] if options.short else []
         given += ["--from", str(options.source)] if options.source else []
         given += ["--beside-inductor"] if options.beside_inductor else []
+        given += ["--triton"] if options.triton else []
         environment = {
             "OMP_NUM_THREADS": "1",
             "OVERLAPC_WARM_START": "0",
@@ -218,10 +223,13 @@ def work(options: argparse.Namespace) -> int:
 
 
 def verdict_on(seed: int, options: argparse.Namespace, out: Any) -> dict[str, Any]:
+    from tests.programs.by_triton import judge_triton
     from tests.programs.draw import draw
-    from tests.programs.judge import Verdict, by_aot_eager, by_inductor, judge
+    from tests.programs.judge import Verdict, by_aot_eager, by_inductor
+    from tests.programs.judge import judge as judge_generated
     from tests.programs.shrink import shrink
 
+    judge = judge_triton if options.triton else judge_generated
     program = reported(options.source).get(seed) or draw(seed, options.device, short=options.short)
     verdict = judge(program, options.device)
     result = {"seed": seed, "kind": verdict.kind, "message": verdict.message, "statements": len(program.body)}

@@ -20,15 +20,17 @@ def interpreting() -> Iterator[None]:
         yield
 
 
+class OnCpu(TritonGenerator):
+    """Triton's kernels for CPU tensors."""
+
+    device_type = "cpu"
+
+
 @contextmanager
-def triton_on_cpu() -> Iterator[None]:
+def triton_on_cpu(generator: TritonGenerator | None = None) -> Iterator[None]:
     """Kernels for the CPU are Triton's; the generator that was registered comes back."""
-
-    class OnCpu(TritonGenerator):
-        device_type = "cpu"
-
     cpp = generators.generator_for("cpu")
-    generators.register(OnCpu())
+    generators.register(generator or OnCpu())
     try:
         with interpreting():
             yield

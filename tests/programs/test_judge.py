@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from overlapc.errors import ToolchainError
+from tests.programs.by_triton import judge_triton
 from tests.programs.draw import draw
 from tests.programs.judge import Verdict, judge
 from tests.programs.noise import Noise, jolted
@@ -140,6 +142,17 @@ def test_the_smallest_failing_program_is_found() -> None:
     assert len(small.body) <= 5
     assert "cos" not in small.code()
     assert "exp" not in small.code()
+
+
+def test_tritons_kernels_are_judged_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = program("v1 = (x0 @ x1.t()).sin() + 1")
+    assert judge_triton(made).kind == "right"
+    monkeypatch.setattr("tests.programs.by_triton.compile_source", refuse)
+    assert judge_triton(made).message == "for sm_90: no such instruction"
+
+
+def refuse(*_: Any) -> None:
+    raise ToolchainError("no such instruction")
 
 
 @pytest.mark.parametrize(
