@@ -61,7 +61,8 @@ def losses(system: str, mesh: DeviceMesh, steps: int, seed: int) -> list[float]:
 def apart(one: list[float], other: list[float]) -> list[float]:
     """By windows of steps."""
     differences = [abs(a - b) for a, b in zip(one, other, strict=True)]
-    return [sum(differences[at : at + WINDOW]) / WINDOW for at in range(0, len(differences), WINDOW)]
+    windows = (differences[at : at + WINDOW] for at in range(0, len(differences), WINDOW))
+    return [sum(window) / len(window) for window in windows]
 
 
 def main() -> None:

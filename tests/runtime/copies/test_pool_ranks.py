@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -225,6 +226,45 @@ def test_a_slot_that_is_still_read_is_not_overwritten():
 def test_without_waiting_for_readers_it_is_overwritten():
     """The same program, not waiting for `done`: so the test above would notice."""
     assert values_on_ranks(kept_by_a_slow_reader, 2, "careless")[0] is False
+
+
+def fetched_by_a_slow_peer(rule: str) -> bool:
+    """Whether a slow rank fetches what it should, where a kernel of its peer writes a shard in the same slot next."""
+    rows, rank = 50_000, dist.get_rank()
+    size = 4 * rows
+    events: list[Event] = [Take(0, size), Start((0,)), Release(0), Take(1, 2 * size), Start((1,)), Release(1)]
+    layout = place(events)
+    copies = GraphCopies(pool_of(layout.bytes), layout, [PULLED, GATHERED])
+    pulled, plain = commands.pulled_gather, queues.ThreadQueue._do
+
+    def gathered(*given: Any) -> Iterator[commands.Command]:
+        for each in pulled(*given):
+            if rule == "careful" or not (isinstance(each, commands.Until) and each.what.startswith("fetched")):
+                yield each
+
+    def slow(self: queues.ThreadQueue, command: commands.Command) -> None:
+        if rank == 1 and isinstance(command, commands.Copy):
+            time.sleep(0.2)
+        plain(self, command)
+
+    with mock.patch.object(commands, "pulled_gather", gathered), mock.patch.object(queues.ThreadQueue, "_do", slow):
+        (result,) = copies.start(0, [torch.full((rows,), rank + 1.0)])
+        copies.wait(0)
+        shard = copies.shard(1, 0, (rows,), (1,), torch.float32).fill_(7.0)
+        dist.barrier()
+        copies.start(1, [shard])
+        copies.wait(1)
+        copies.release(1)
+    return bool((result[:rows] == 1).all() and (result[rows:] == 2).all())
+
+
+def test_a_shard_is_written_over_what_peers_have_fetched():
+    assert values_on_ranks(fetched_by_a_slow_peer, 2, "careful") == [True, True]
+
+
+def test_without_waiting_for_peers_to_fetch_they_get_what_came_later():
+    """The same program, not waiting for `fetched`: so the test above would notice."""
+    assert values_on_ranks(fetched_by_a_slow_peer, 2, "careless") == [True, False]
 
 
 def failing(rank: int, folder: str, how: str) -> None:
