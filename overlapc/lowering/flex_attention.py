@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -41,6 +41,7 @@ _SAMPLED_BLOCKS, _SAMPLES = 64, 8  # of a side, and positions in each, that tell
 _COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
+_Call: TypeAlias = tuple[Handle, Sequence[Any]]  # a function's graph, and the tensors that it reads
 _ROW = sympy.Symbol("row", integer=True, nonnegative=True)
 _ON_POSITIONS: Mapping[str, Callable[..., Any]] = {
     **_COMPARE,
@@ -69,9 +70,9 @@ def forward(
 
     def attention() -> Attention:
         space = _Space(context, tensors)
-        score = space.function(score_mod, score_buffers, [SCORE])[0]
         results = dict(zip(("out", "logsumexp", "maximum"), space.results(context.value_of()), strict=True))
-        return space.attention(results, block_mask, mask_buffers, scale, score, None)
+        plain = space.attention(results, block_mask, scale)
+        return space.with_functions(plain, (score_mod, score_buffers), (block_mask[-1], mask_buffers))
 
     return _noted(context, query, attention).outputs
 
@@ -107,10 +108,10 @@ def backward(
         if grad_logsumexp is not None:
             tensors["grad_logsumexp"] = grad_logsumexp
         space = _Space(context, tensors)
-        score = space.function(score_mod, score_buffers, [SCORE])[0]
-        gradient = space.function(joint, score_buffers, [SCORE], [GRADIENT])[0]
         results = dict(zip(("grad_query", "grad_key", "grad_value"), space.results(gradients[:3]), strict=True))
-        return space.attention(results, block_mask, mask_buffers, scale, score, gradient)
+        plain = space.attention(results, block_mask, scale)
+        mask = (block_mask[-1], mask_buffers)
+        return space.with_functions(plain, (score_mod, score_buffers), mask, (joint, score_buffers))
 
     return (*_noted(context, query, attention).outputs, tuple(None for _ in gradients[3]))
 
@@ -122,9 +123,6 @@ def _noted(context: Context, query: View, attention: Callable[[], Attention]) ->
     what = f"flex attention{backward} of [{sizes}] {dtype}"
     try:
         made = attention()
-        refusal = context.refuse_attention(made)
-        if refusal is not None:
-            raise Impossible(refusal)
     except Impossible as reason:
         context.graph.attention.append(f"{what}: torch's own call, which computes and holds every score: {reason}")
         raise
@@ -137,6 +135,11 @@ def _noted(context: Context, query: View, attention: Callable[[], Attention]) ->
     return made
 
 
+def _is_fixed(view: View) -> bool:
+    """Whether its sizes are numbers."""
+    return all(part.is_Integer for part in (*view.layout.size, *view.layout.stride, view.layout.offset))
+
+
 class _Space:
     """The scores of one attention: their loops b, h, q and k, and functions over them."""
 
@@ -145,8 +148,7 @@ class _Space:
         self.tensors = tensors
         query, key, value = (tensors[role] for role in ("query", "key", "value"))
         sizes = (*query.size[:3], key.size[2])
-        layouts = [view.layout for view in tensors.values()]
-        if not all(part.is_Integer for each in layouts for part in (*each.size, *each.stride, each.offset)):
+        if not all(map(_is_fixed, tensors.values())):
             raise Impossible("a size that is known at run time only")
         if any(size == 0 for size in (*query.size, *key.size, *value.size)):
             raise Impossible("no element")
@@ -166,41 +168,50 @@ class _Space:
         layouts = [self.context.layout(each, offset=sympy.S.Zero) for each in values]
         return [View(self.context.name_for(at), layout) for at, layout in enumerate(layouts)]
 
-    def attention(
-        self,
-        results: Mapping[str, View],
-        block_mask: Sequence[Any],
-        mask_buffers: Sequence[Any],
-        scale: float,
-        score: Value | None,
-        gradient: Value | None,
-    ) -> Attention:
-        *_, query_size, key_size, mask_mod = block_mask
-        mask = self.function(mask_mod, mask_buffers, [])[0]
-        assert mask is not None, "the mask function returns nothing"
+    def attention(self, results: Mapping[str, View], block_mask: Sequence[Any], scale: float) -> Attention:
+        """The attention without functions, if the device has a kernel for it."""
+        *_, query_size, key_size, _ = block_mask
         needed = ("keys", "queries") if "grad_out" in self.tensors else ("keys",)
         found = {kind: (block_mask[at], block_mask[at + 1]) for kind, at in _LISTS.items() if kind.endswith(needed)}
         lists = {kind: pair for kind, pair in found.items() if None not in pair}
         if not lists.keys() >= {*needed} or not isinstance(query_size, int) or not isinstance(key_size, int):
             raise Impossible("a mask without lists of its blocks")
         blocks = BlockLists(query_size, key_size, lists)
-        views = (*self.captured.values(), *blocks.views)
-        if not all(size.is_Integer for view in views for size in (*view.layout.size, *view.layout.stride)):
+        if not all(map(_is_fixed, blocks.views)):
             raise Impossible("a mask whose size is known at run time only")
-        return Attention(
+        name, device, origin = (
             self.context.node.name,
             self.tensors["query"].layout.device,
-            self.tensors,
-            results,
-            blocks,
-            scale,
-            None if score is SCORE else self._body("score", score),
-            None if isinstance(mask, Constant) and mask.number else self._body("mask", mask),
-            None if gradient in (None, GRADIENT) else self._body("gradient", gradient),
-            tuple(self.captured.values()),
-            kept_share(mask, self.loops, query_size, key_size),
             provenance(self.context.node),
         )
+        plain = Attention(
+            name, device, self.tensors, results, blocks, scale, None, None, None, captured=(), kept=None, origin=origin
+        )
+        return self._accepted(plain)
+
+    def _accepted(self, made: Attention) -> Attention:
+        refusal = self.context.refuse_attention(made)
+        if refusal is not None:
+            raise Impossible(refusal)
+        return made
+
+    def with_functions(
+        self, plain: Attention, score_mod: _Call, mask_mod: _Call, joint: _Call | None = None
+    ) -> Attention:
+        """`plain` with what its functions compute, where they can be generated, too."""
+        score = self.function(*score_mod, [SCORE])[0]
+        mask = self.function(*mask_mod, [])[0]
+        gradient = GRADIENT if joint is None else self.function(*joint, [SCORE], [GRADIENT])[0]
+        assert mask is not None, "the mask function returns nothing"
+        made = dataclasses.replace(
+            plain,
+            score=None if score is SCORE else self._body("score", score),
+            mask=None if isinstance(mask, Constant) and mask.number else self._body("mask", mask),
+            gradient=None if gradient is GRADIENT else self._body("gradient", gradient),
+            captured=tuple(self.captured.values()),
+            kept=kept_share(mask, self.loops, plain.blocks.query_size, plain.blocks.key_size),
+        )
+        return self._accepted(made)
 
     def _body(self, name: str, value: Value | None) -> Body:
         assert value is not None, f"the {name} function returns nothing"
@@ -214,6 +225,8 @@ class _Space:
         """The results of a function of `before`, the four positions, `behind` and tensors, each as one value."""
         if not all(isinstance(each, View) for each in buffers):
             raise Impossible("its functions read a number that is known at run time only")
+        if not all(map(_is_fixed, buffers)):
+            raise Impossible("its functions read a tensor whose size is known at run time only")
         module = self.context.graph.constants[given.buffer]
         assert isinstance(module, GraphModule), f"{given.buffer} is no graph"
         positions = [Index(loop.symbol, torch.int32) for loop in self.loops]
