@@ -54,6 +54,11 @@ class Order:
         return tuple(replay.timing for replay in self._replays)
 
     @property
+    def blocks_replayed(self) -> int:
+        """What asking for timings has cost so far, in blocks of nodes of a fixed length."""
+        return sum(replay.blocks_replayed for replay in self._replays)
+
+    @property
     def peak_bytes(self) -> int:
         """Of the present order."""
         return self._memory.peak_bytes

@@ -34,6 +34,8 @@ from overlapc.schedule import dependencies
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import COMPUTE, Kind, Node, Schedule
 
+# On average over all replays: longer ones (in schedules of 20,000 nodes, of queues with a backlog) use it up sooner.
+BLOCKS_PER_REPLAY = 4
 # After at most so many replays for each node that may move, nodes exchange places.
 EFFORT_PER_NODE = 60
 # The search ends when so many rounds of both gained nothing: the first may only have led where the second can gain.
@@ -105,6 +107,7 @@ class Search:
         self.most_moves = ctx.most_moves
         count = len(self.collectives) + len(self.compute)
         self.replays_left = ctx.effort
+        self.most_blocks = self.order.blocks_replayed + BLOCKS_PER_REPLAY * ctx.effort
         self.replays_in_round = count * min(EFFORT_PER_NODE, 4 * count)  # few nodes have few places
         self.now = _Found.of(self.order.timings)
         self.made = 0
@@ -137,7 +140,8 @@ class Search:
                 self.again = [(other, distance) for other in reversed(self.alike[node]) if other != node]
 
     def _may_go_on(self) -> bool:
-        return self.replays_left > 0 and self.made != self.most_moves
+        within = self.replays_left > 0 and self.order.blocks_replayed < self.most_blocks
+        return within and self.made != self.most_moves
 
     def _exchange(self) -> bool:
         """Put compute nodes in each other's places, the nearest first; whether that made anything better."""

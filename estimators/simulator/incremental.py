@@ -93,6 +93,7 @@ class Replay:
                 queue = self._issued[self._costs.queue[at]]
                 self._slot[at] = len(queue)
                 queue.append(at)
+        self.blocks_replayed = 0  # so far: what replaying cost
         self._trial: _Trial | None = None
         self._blocks: list[_Block] = []
         # How far the host is ahead of the stream before each block, and at most in it where that matters. Negative
@@ -178,6 +179,7 @@ class Replay:
 
     def _run_block(self, machine: Machine, number: int, trial: _Trial, *, last: bool) -> None:
         """Replay a block as it is in a trial."""
+        self.blocks_replayed += 1
         state, began_ns, ahead_ns = _state(machine), machine.now, machine.host - machine.now
         machine.idle, machine.exposed, machine.most_ahead = 0.0, {}, -math.inf
         machine.run(self._nodes(number, trial))
