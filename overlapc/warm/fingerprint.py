@@ -126,11 +126,12 @@ def _ranks(name: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """A fake tensor's form, sizes as symbols with their hints."""
+    """A fake tensor's form, sizes as symbols with their hints; and where in its memory it begins: `as_strided` goes by
+    that, and so does its gradient."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
             return f"{value.layout} {value.dtype} {value.device} {tuple(value.shape)}"
-        form = (*value.shape, -1, *value.stride())
+        form = (*value.shape, -1, *value.stride(), -1, value.storage_offset())
         flags = f"{value.is_conj():d}{value.is_neg():d}{value.requires_grad:d}"
         return f"{value.dtype} {value.device} {flags} {','.join(map(_size, form))}"
     if isinstance(value, list | tuple):

@@ -40,6 +40,7 @@ def test_the_same_graph_has_the_same_key():
         (lambda x: x[1:] * 2, torch.ones(4, 5)),
         (lambda x: x[1:] * 2, torch.ones(6, 4).t()),
         (lambda x: x[1:] * 2, torch.ones(4, 6, dtype=torch.complex64)),
+        (lambda x: x[1:] * 2, torch.ones(5, 6)[1:]),
     ],
 )
 def test_another_graph_has_another(function: Callable[[Tensor], Any], x: Tensor):
