@@ -6,6 +6,7 @@ torch's core set, less what is better lowered whole (variance, softmax's backwar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import lru_cache, wraps
 from typing import Any
@@ -108,6 +109,7 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
     table[aten.nll_loss_backward.default] = nll_loss_backward
     table[aten._foreach_norm.Scalar] = norms
     table[aten.topk.default] = topk_of_groups
+    table[aten.split_with_sizes.default] = slices
     for scatter in (aten.select_scatter, aten.slice_scatter, aten.diagonal_scatter):
         table[scatter.default] = of_dense(scatter.default)
     table[aten.index_fill.int_Scalar] = table[aten.index_fill.int_Tensor] = index_fill
@@ -126,6 +128,14 @@ def of_dense(op: Any) -> Callable[..., Any]:
         return op(x.clone(memory_format=torch.contiguous_format), *args, **kwargs) if shared else NotImplemented
 
     return call
+
+
+def slices(x: Tensor, sizes: list[Any], dim: int = 0) -> Any:
+    """The parts of a split, which torch's partitioner saves, as slices, which backward may take again."""
+    if any(isinstance(size, torch.SymInt) for size in (*sizes, x.shape[dim])):
+        return NotImplemented  # slices would ask where each of them ends
+    ends = list(itertools.accumulate(sizes))
+    return [aten.slice.Tensor(x, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor | float) -> Tensor:

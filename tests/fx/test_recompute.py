@@ -41,3 +41,20 @@ def test_rows_are_computed_again_from_low_precision(function: Callable[[Tensor],
     assert x.grad is not None
     assert reference.grad is not None
     torch.testing.assert_close(x.grad.double(), reference.grad, rtol=1e-2, atol=1e-4)
+
+
+def test_the_halves_of_a_sum_are_taken_again_from_what_was_added() -> None:
+    """What forward saves is its inputs: the sum would be as large, and forward would write it."""
+    product, bias = torch.randn(8, 64, requires_grad=True), torch.randn(64, requires_grad=True)
+    saved: list[Tensor] = []
+
+    def gated(product: Tensor, bias: Tensor) -> Tensor:
+        gate, up = (product + bias).chunk(2, -1)
+        return F.silu(gate) * up
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
+        result = torch.compile(gated, backend=overlapc, dynamic=False)(product, bias)
+    assert {tensor.data_ptr() for tensor in saved} <= {product.data_ptr(), bias.data_ptr()}
+    result.sum().backward()
+    wanted = torch.autograd.grad(gated(product, bias).sum(), (product, bias))
+    torch.testing.assert_close((product.grad, bias.grad), wanted)
