@@ -266,8 +266,8 @@ def plan(
         with tempfile.TemporaryDirectory() as folder:
             named = values.get("profile") or Config.of({}).profile or "h200-nvlink"
             values["profile"], machine = sweep.hardware(named, gpus_per_host, network, Path(folder))
-            zeros: dict[str, None] = {}
-            plan_one = _planner(file, arguments or (), values, whole_plan, machine.ranks_per_host, whole, zeros)
+            assumptions: dict[str, None] = {}
+            plan_one = _planner(file, arguments or (), values, whole_plan, machine.ranks_per_host, whole, assumptions)
             found = list(sweep.sweep(axes, plan_one))
         reports = [each for _, each in found if not isinstance(each, str)]
         if not reports:
@@ -275,9 +275,7 @@ def plan(
         report = reports[0]
         print(sweep.table(axes, found) if len(found) > 1 else report)
         more = ["of the script only what runs before its first optimizer steps"] if is_script else []
-        if zeros:
-            more.append(f"whole numbers that it reads from tensors are 0, as indices are ({', '.join(zeros)})")
-        print(sweep.assumed(machine, *more))
+        print(sweep.assumed(machine, *more, *assumptions))
     for target in save or ():
         print(f"written to {report.save(target)}")
 
@@ -289,9 +287,9 @@ def _planner(
     settings: Mapping[str, Any],
     per_host: int,
     whole: bool,
-    zeros: dict[str, None],
+    assumptions: dict[str, None],
 ) -> Callable[[Mapping[str, str]], Any]:
-    """What plans one point of a sweep: the script, or the model of `settings`. zeros: lines that were told 0."""
+    """What plans one point of a sweep: a script, of which `assumptions` are added to, or the model of `settings`."""
     from overlapc.launch.plan_model import PlanConfig, plan_model
     from overlapc.launch.plan_script import MOST_RANKS, plan_script
     from overlapc.launch.sweep import counts
@@ -300,8 +298,8 @@ def _planner(
         options = Config.of({**values, **({"memory_budget": point["budget"]} if point["budget"] else {})})
         (ranks,) = counts(point["world size"], "world-size", MOST_RANKS)
         if file is not None:
-            report, lines = plan_script(file, arguments, ranks or 8, per_host, options)
-            zeros.update(dict.fromkeys(lines))
+            report, assumed = plan_script(file, arguments, ranks or 8, per_host, options)
+            assumptions.update(dict.fromkeys(assumed))
             return report
         (seq,), (batch,) = counts(point["seq"], "seq", 2**31), counts(point["batch"], "batch", 2**31)
         cfg = PlanConfig.of(world_size=ranks, seq=seq, batch=batch, **settings)

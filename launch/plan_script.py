@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed import device_mesh
+from torch.distributed import device_mesh, fsdp
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _device
@@ -34,6 +34,7 @@ from overlapc.backend import plan_only
 from overlapc.config import Config
 from overlapc.errors import ConfigError
 from overlapc.launch.environment import environment
+from overlapc.parallel import FSDPModule, adopt_fsdp2
 from overlapc.report import record
 from overlapc.report.record import Report
 from overlapc.runtime.steps import STEPS
@@ -57,7 +58,7 @@ class _Stepped(BaseException):
 def plan_script(
     path: Path, arguments: Sequence[str], world_size: int, per_host: int, options: Config
 ) -> tuple[Report, list[str]]:
-    """The report of rank 0's first step, and the lines whose whole numbers, read from tensors, were taken for 0.
+    """The report of rank 0's first step, and what was assumed of the script beyond its text.
 
     per_host: ranks of one host, as the script is told. ConfigError for a script that fails, or compiles nothing before
     it steps.
@@ -73,10 +74,11 @@ def plan_script(
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local),
         "MASTER_ADDR": "localhost", "MASTER_PORT": "0",
     }  # fmt: skip
-    zeros: dict[str, None] = {}
+    zeros: dict[str, None] = {}  # lines whose whole numbers, read from tensors, were taken for 0
+    adopted: list[nn.Module] = []
     stepped = register_optimizer_step_pre_hook(_stop)
     try:
-        with _patched(world_size, local, options, zeros), _as_main(path, arguments), environment(variables):
+        with _patched(world_size, local, options, zeros, adopted), _as_main(path, arguments), environment(variables):
             _run(path)
         (step,) = record.report_of_process().steps
         calls = {graph.name: STEPS.counts[graph.name][0] for graph in step.graphs}
@@ -86,7 +88,10 @@ def plan_script(
             dist.destroy_process_group()
     if not step.graphs:
         raise ConfigError(f"{path} compiles nothing before its first optimizer steps: it needs torch.compile(model)")
-    return Report((replace(step, world_size=world_size, calls=calls),)), list(zeros)
+    assumptions = ["FSDP2 as after model = overlapc.adopt_fsdp2(model)"] if adopted else []
+    if zeros:
+        assumptions.append(f"whole numbers that it reads from tensors are 0, as indices are ({', '.join(zeros)})")
+    return Report((replace(step, world_size=world_size, calls=calls),)), assumptions
 
 
 def _run(path: Path) -> None:
@@ -141,7 +146,9 @@ def _as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _patched(world_size: int, per_host: int, options: Config, zeros: dict[str, None]) -> Iterator[None]:
+def _patched(
+    world_size: int, per_host: int, options: Config, zeros: dict[str, None], adopted: list[nn.Module]
+) -> Iterator[None]:
     """torch as a machine with `world_size` GPUs looks to a script, as far as scripts ask before their first step."""
     with contextlib.ExitStack() as stack:
         stack.callback(trace_rules.clear_lru_cache)  # Dynamo lists torch's functions when first asked: the patched ones
@@ -155,13 +162,20 @@ def _patched(world_size: int, per_host: int, options: Config, zeros: dict[str, N
             initialize("fake", store=FakeStore(), rank=0, world_size=world_size)
 
         def compile_planned(model: Any = None, **given: Any) -> Any:
+            if isinstance(model, nn.Module) and _is_of_fsdp2(model):
+                adopted.append(adopt_fsdp2(model))
             given.update(backend=functools.partial(plan_only, options=options), mode=None, options=None)
             return compile_(model, **given)
+
+        def compile_in_place(module: nn.Module, given: dict[str, Any]) -> None:
+            if _is_of_fsdp2(module):
+                adopted.append(adopt_fsdp2(module))
+            module._compiled_call_impl = compile_planned(module._call_impl, **given)
 
         initialize, compile_ = dist.init_process_group, torch.compile
         put(dist, "init_process_group", fake_group)
         put(torch, "compile", compile_planned)
-        put(nn.Module, "compile", lambda module, *_args, **given: _compile_in_place(module, compile_planned, given))
+        put(nn.Module, "compile", lambda module, *_args, **given: compile_in_place(module, given))
         put(device_mesh, "init_device_mesh", _group_first(device_mesh.init_device_mesh, fake_group))
         put(dist, "init_device_mesh", device_mesh.init_device_mesh)
         put(device_mesh.DeviceMesh, "__init__", _on_real_tensors(_on_cpu(device_mesh.DeviceMesh.__init__)))
@@ -187,8 +201,9 @@ def _patched(world_size: int, per_host: int, options: Config, zeros: dict[str, N
         yield
 
 
-def _compile_in_place(module: nn.Module, compile_planned: Callable[..., Any], given: dict[str, Any]) -> None:
-    module._compiled_call_impl = compile_planned(module._call_impl, **given)
+def _is_of_fsdp2(model: nn.Module) -> bool:
+    """Whether `model` is sharded by FSDP2 as it stands: compiled so, nothing that it communicates would be planned."""
+    return any(isinstance(each, fsdp.FSDPModule) and not isinstance(each, FSDPModule) for each in model.modules())
 
 
 def _converted(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

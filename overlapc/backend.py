@@ -55,12 +55,7 @@ def overlapc(
     """
     try:
         config = Config.of(options, mode)
-        if runs_under_fsdp2():
-            _advise_against_hooks("FSDP2's fully_shard, whose gathers and reductions run in hooks", _ADOPT)
-        elif runs_under_ddp():
-            _advise_against_hooks("DistributedDataParallel, whose reductions run in hooks of autograd", _REPLICATE)
-        if "overlapc.parallel.gather" in sys.modules:  # else there is nothing that we shard
-            _look_at_gathers(gm)
+        _look_at_communication(gm)
         number = next_number()
         CAPTURES.note(number)
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
@@ -99,7 +94,10 @@ def plan_only(
     try:
         from overlapc.compilation.plan_only import plan_step
 
-        return plan_step(gm, example_inputs, Config.of(options), next_number())
+        _look_at_communication(gm)
+        number = next_number()
+        CAPTURES.note(number)
+        return plan_step(gm, example_inputs, Config.of(options), number)
     except OverlapcError as error:
         raise _direct(error) from error.__cause__
 
@@ -124,6 +122,16 @@ def _advise(text: str) -> None:
     """Warns of how a program is written, which all ranks run: one of them says it."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn(text, stacklevel=3)
+
+
+def _look_at_communication(gm: GraphModule) -> None:
+    """Warns of communication that is not in the graph, or has nothing in it to hide behind."""
+    if runs_under_fsdp2():
+        _advise_against_hooks("FSDP2's fully_shard, whose gathers and reductions run in hooks", _ADOPT)
+    elif runs_under_ddp():
+        _advise_against_hooks("DistributedDataParallel, whose reductions run in hooks of autograd", _REPLICATE)
+    if "overlapc.parallel.gather" in sys.modules:  # else there is nothing that we shard
+        _look_at_gathers(gm)
 
 
 def _advise_against_hooks(whose: str, hint: str) -> None:
