@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
+import overlapc
 from overlapc import parallel
 from overlapc.errors import ConfigError, OverlapcError
 from overlapc.estimators.agreement.departures import RUN_DIR, rank_dir
@@ -134,6 +135,7 @@ def work(cfg: DemoConfig, run_dir: Path) -> None:
     mesh = init_device_mesh(cfg.device, (cfg.hsdp, cfg.shards, cfg.tp), mesh_dim_names=("replicate", "dp", "tp"))
     try:
         ours = train("overlapc", cfg, mesh, device, rank_dir(run_dir, rank) / "profile.json" if cfg.profile else None)
+        overlapc.metrics(tokens=cfg.batch * cfg.seq * cfg.hsdp * cfg.shards)  # for the report
         report = report_of_process()
         for name in ("report.html", "schedule.txt", "record.json"):
             report.save(rank_dir(run_dir, rank) / name)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
+import torch.distributed as dist
 
 from overlapc import documents
 from overlapc.errors import ConfigError, OverlapcError
@@ -120,8 +121,10 @@ def clear() -> None:
 
 
 def report_of_process() -> Report:
-    """Everything this process compiled so far; the rank is the one torchrun gave it."""
+    """Everything this process compiled so far; the rank is that of its process group, else the one torchrun gave it."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
     peak_bytes = _measured_peak_bytes[0] if _measured_peak_bytes else None
     step_s = STEPS.step_s()
     step = StepRecord(

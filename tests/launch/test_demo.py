@@ -29,6 +29,8 @@ def test_two_ranks_train_alike_compiled_and_eager(tmp_path):
         report = record.load(folder / "record.json")
         assert (report.steps[0].rank, report.steps[0].world_size) == (rank, 2)
         forward, backward = report.steps[0].graphs
+        assert report.steps[0].tokens == 2 * 32 * 2
+        assert report.steps[0].clock_ns
         # Two layers and the root; the gradients of all of them are scattered.
         assert {row.op for row in forward.collectives} == {"all_gather"}
         assert "reduce_scatter" in {row.op for row in backward.collectives}

@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlapc.report
 from overlapc.errors import ConfigError
@@ -75,3 +77,13 @@ def test_the_package_is_callable_and_gives_what_was_added(monkeypatch):
     assert replace(step, seconds={}) == StepRecord(3, 4, (FORWARD,))  # seconds: of all that this process compiled
     record.clear()
     assert overlapc.report().steps[0].graphs == ()
+
+
+def test_the_rank_is_that_of_the_process_group(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)  # as where ranks were not started by torchrun
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    try:
+        (step,) = record.report_of_process().steps
+    finally:
+        dist.destroy_process_group()
+    assert (step.rank, step.world_size) == (3, 8)
