@@ -78,6 +78,9 @@ class Ledger:
             Ceiling("all communication hidden", hidden_ns),
             Ceiling("hidden, and slowing nothing", max(alone_ns + idle_ns, busiest_ns, host_ns)),
         ]
+        again_ns = 0.0 if beyond_ns else recomputed_ns(step)
+        if again_ns > _LEAST * step.step_ns:
+            ceilings.append(Ceiling("without recomputation", step.step_ns - again_ns))
         if beyond_ns:
             ceilings.append(Ceiling("a host that is fast enough", spent.device_ns))
         found = [
@@ -86,6 +89,10 @@ class Ledger:
         ]
         slowed = "communication beside compute slows it"
         found.append(Gain(spent.slowed_ns, slowed, 'fewer bytes; options={"transport": "copy"} within a host'))
+        again = "backward computes again what forward computed"
+        found.append(
+            Gain(again_ns, again, "fewer activation checkpoints or reshard_after_forward=False, where memory allows")
+        )
         if beyond_ns:
             why = spent.bound()
             found = [Gain(beyond_ns, why.why, why.advice)]  # whatever the device saves, the host takes as long
@@ -136,6 +143,26 @@ def _kind(node: Node) -> tuple[str, str]:
     if "convolution" in node.op:
         return _CONVOLUTIONS
     return _PRODUCTS if node.work is not None and node.work.flops else _OTHERS
+
+
+def recomputed_ns(step: StepRecord) -> float:
+    """What backwards spend, by themselves, on compute whose every op is one that their forward has as well."""
+    forwards = {graph.number: graph for graph, _ in step.called if graph.name.startswith("forward")}
+    found_ns = 0.0
+    for graph, times in step.called:
+        forward = forwards.get(graph.number)
+        if forward is None or not graph.name.startswith("backward"):
+            continue
+        known = {op for node in parse(forward.schedule).nodes for op in node.origin.fx}
+        for node in parse(graph.schedule).nodes:
+            if (
+                node.kind in COMPUTE
+                and node.estimate is not None
+                and node.origin.fx
+                and known.issuperset(node.origin.fx)
+            ):
+                found_ns += times * node.estimate.ns
+    return found_ns
 
 
 def measured_parts(measured: Measured) -> tuple[Part, ...]:

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from overlapc.report import html
-from overlapc.report.ledger import Ledger, bars, tiles, utilization
+from overlapc.report.ledger import Ceiling, Ledger, bars, tiles, utilization
 from overlapc.report.model import Measured, Plan, Span, StepRecord
 from overlapc.report.page_data import page_data, sequence, thinned
 from overlapc.report.text import totals_text
@@ -165,6 +165,24 @@ def test_compute_is_divided_by_what_it_is():
         ("generated kernels", 20e3),
         ("other library calls", 10e3),
     ]
+
+
+def test_what_backward_computes_again_is_a_ceiling_and_a_gain():
+    forward = (
+        "schedule forward_0\nmm0 = extern:mm(%x) : 4KiB 40us [r]  # mm | m | \n"
+        "k0 = kernel(mm0) : 4KiB 9us [r]  # relu | m | \n"
+    )
+    backward = (
+        "schedule backward_0\nmm0 = extern:mm(%x) : 4KiB 40us [r]  # mm | m | \n"
+        "k1 = kernel(mm0) : 4KiB 9us [r]  # relu mul | m | \nmm1 = extern:mm(k1) : 4KiB 40us [r]  # mm_1 | m | \n"
+    )
+    graphs = tuple(
+        replace(FORWARD, name=name, schedule=text, collectives=())
+        for name, text in (("forward_0", forward), ("backward_0", backward))
+    )
+    ledger = Ledger.of(StepRecord(graphs=graphs, calls={"forward_0": 2, "backward_0": 2}))
+    assert ledger.ceilings[-1] == Ceiling("without recomputation", ledger.step_ns - 80e3)
+    assert (80e3, "backward computes again what forward computed") in [(gain.ns, gain.why) for gain in ledger.gains]
 
 
 def test_utilization_is_of_the_rates_that_the_profile_says():
