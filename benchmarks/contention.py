@@ -29,9 +29,9 @@ from tabulate import tabulate
 from torch import Tensor
 
 from overlapc.estimators.calibration.clock import Launch, cache_bytes, clock_for, collective_ns, compute_ns
-from overlapc.estimators.calibration.profiled_contention import company
+from overlapc.estimators.calibration.profiled_contention import measured_contention
 from overlapc.estimators.calibration.workloads import DTYPES, agreed, calls_for, launcher, world_on
-from overlapc.estimators.contention import collective_stretches, compute_stretch, load_of, traffic_of
+from overlapc.estimators.contention import collective_stretches, compute_stretch, contender_of, traffic_of
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.nccl import MeasuredCollectives
 from overlapc.estimators.profiles.profile_file import load_profile
@@ -105,10 +105,10 @@ def beside(comm: Comm, launch: Launch, profile: DeviceProfile, device: torch.dev
     with torch.no_grad():
         calls = {each.node.name: each.make() for each in chosen}
         calls_ns = {name: agreed(compute_ns(clock, call, rounds=1), device) for name, call in calls.items()}
-        met = company(calls, calls_ns, launch, alone_ns, load(device))
+        met = measured_contention(calls, calls_ns, launch, alone_ns, load(device))
     rows = []
     for each in chosen:
-        seen, what = met[each.node.name], load_of(each.node)
+        seen, what = met[each.node.name], contender_of(each.node)
         rows.append(
             {
                 "collective": comm.collective,

@@ -243,13 +243,13 @@ def json_value(data: bytes, rng: random.Random) -> bytes:
     document = json.loads(data)
     places: list[tuple[Any, Any]] = []
 
-    def walk(value: Any) -> None:
+    def visit(value: Any) -> None:
         keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
         for key in keys:
             places.append((value, key))
-            walk(value[key])
+            visit(value[key])
 
-    walk(document)
+    visit(document)
     inside, key = rng.choice(places)
     how = rng.randrange(8)
     if how == 0:

@@ -1,4 +1,4 @@
-"""Estimators: what a node will take, who says so, and who is asked first."""
+"""Estimators: how long a node takes, which source says so, and in which order sources are asked."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _FREE_KINDS = (Kind.WAIT, Kind.VIEW, Kind.NOOP)
 
 
 class Estimator(Protocol):
-    """Anything that knows how long some nodes take."""
+    """Estimates the time of some kinds of nodes."""
 
     @property
     def name(self) -> str:
-        """Who says so, for reports."""
+        """The source that reports name."""
         ...
 
     def estimate(self, node: Node) -> Estimate | None:
-        """None means "I don't know this node", and the chain asks the next; zero is for what costs nothing."""
+        """None for a node that it does not know: the chain then asks the next. Zero is for nodes that cost nothing."""
         ...
 
 
@@ -43,7 +43,7 @@ class FirstKnown:
 
 
 def estimate_schedule(schedule: Schedule, estimator: Estimator) -> Schedule:
-    """`schedule` with what `estimator` says of each node without an estimate; what nobody knows stays None."""
+    """`schedule` with an estimate by `estimator` for each node that has none; None where `estimator` knows none."""
     return schedule.with_estimates(
         {node.name: estimator.estimate(node) for node in schedule.nodes if node.estimate is None}
     )

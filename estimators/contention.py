@@ -1,4 +1,4 @@
-"""What compute and collectives that run at the same time cost each other.
+"""How much compute and collectives that run at the same time slow each other.
 
 Three effects, each with its numbers in the device profile:
 
@@ -27,8 +27,8 @@ _SMALLEST_TILE = 128 * 64  # of matmuls whose results make too few of those to f
 _ITEMSIZE = {"float32": 4, "fp32": 4, "float64": 8, "fp64": 8}  # others of a matmul's dtypes have 2 bytes
 
 
-class Beside(Enum):
-    """What a compute node is, to a collective beside it."""
+class ComputeKind(Enum):
+    """Kinds of compute that contention treats differently."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -36,10 +36,10 @@ class Beside(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Contender:
     """A compute node as contention sees it. results: elements that a matmul writes; 0 when not known."""
 
-    beside: Beside
+    kind: ComputeKind
     results: int = 0
     bytes: int = 0  # read and written
 
@@ -53,20 +53,20 @@ class Traffic:
     demand: float
 
 
-def load_of(node: Node) -> Load:
-    """What `node` (KERNEL or EXTERN) is to collectives."""
+def contender_of(node: Node) -> Contender:
+    """How contention sees `node` (KERNEL or EXTERN)."""
     work = node.work
     loops = node.kind is Kind.KERNEL and node.op == "kernel"  # other kernels are products and attention
     if loops or work is None or work.flops <= 0:
-        return Load(Beside.MEMORY, bytes=0 if work is None else work.read_bytes + work.write_bytes)
+        return Contender(ComputeKind.MEMORY, bytes=0 if work is None else work.read_bytes + work.write_bytes)
     if "attention" in node.op:
-        return Load(Beside.ATTENTION)
+        return Contender(ComputeKind.ATTENTION)
     results = work.write_bytes // _ITEMSIZE.get(work.dtype.removeprefix("torch."), 2)
-    return Load(Beside.MATMUL, results)
+    return Contender(ComputeKind.MATMUL, results)
 
 
 def traffic_of(node: Node, profile: DeviceProfile) -> Traffic:
-    """What `node` (START or COMM) is to compute and to other collectives."""
+    """How contention sees `node` (START or COMM)."""
     comm = node.comm
     if comm is None:
         return Traffic(profile.slowdown("unknown"), "", 0.0)
@@ -85,17 +85,17 @@ def tiles_of(results: int) -> int:
 
 
 def waves(tiles: int, multiprocessors: int) -> int:
-    """Rounds in which so many multiprocessors work off so many tiles."""
+    """Rounds in which so many multiprocessors compute so many tiles."""
     return math.ceil(tiles / max(1, multiprocessors))
 
 
-def compute_stretch(load: Load, beside: Sequence[Traffic], profile: DeviceProfile) -> float:
+def compute_stretch(load: Contender, beside: Sequence[Traffic], profile: DeviceProfile) -> float:
     """How many times as long compute takes while these collectives run."""
     if not beside:
         return 1.0
-    if load.beside is Beside.MATMUL:  # each takes multiprocessors of its own
+    if load.kind is ComputeKind.MATMUL:  # each takes multiprocessors of its own
         return 1.0 + sum(_matmul_stretch(load.results, each.slowdown, profile) - 1.0 for each in beside)
-    return max(each.slowdown.of(load.beside.value, load.bytes) for each in beside)
+    return max(each.slowdown.of(load.kind.value, load.bytes) for each in beside)
 
 
 def _matmul_stretch(results: int, slowdown: Slowdown, profile: DeviceProfile) -> float:
@@ -111,11 +111,11 @@ def _matmul_stretch(results: int, slowdown: Slowdown, profile: DeviceProfile) ->
     return waves(tiles_of(results), left) / alone
 
 
-def collective_stretches(load: Load | None, running: Sequence[Traffic], profile: DeviceProfile) -> list[float]:
+def collective_stretches(load: Contender | None, running: Sequence[Traffic], profile: DeviceProfile) -> list[float]:
     """How many times as long each of the running collectives takes beside `load` (None: nothing) and each other."""
     stretches = [1.0] * len(running)
     if load is not None:
-        stretches = [each.slowdown.own(load.beside.value) or profile.collective_slowdown for each in running]
+        stretches = [each.slowdown.own(load.kind.value) or profile.collective_slowdown for each in running]
     if len(running) > 1:
         demand: dict[str, float] = {}
         for each in running:

@@ -1,4 +1,4 @@
-"""`DeviceProfile`: what a machine can do, as data with the origin of every number.
+"""`DeviceProfile`: the rates and links of a machine, as data; every number names its origin.
 
 Rates are per second, times in nanoseconds, sizes in bytes. profiles/profile_file.py reads and writes profiles.
 """
@@ -31,7 +31,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """One way of a library to move data over a link: what it costs to set up, and the share of bandwidth it reaches."""
+    """A library's protocol for moving data over a link: its latency, and the share of bandwidth that it reaches."""
 
     share: Annotated[float, Meta(gt=1e-6, le=1e6)]
     base_ns: Ns
@@ -40,7 +40,7 @@ class Protocol:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What ring and tree collectives see of a connection between ranks."""
+    """A connection between ranks, as the models of ring and tree collectives describe it."""
 
     bytes_per_s: Rate  # one rank's bus bandwidth
     step_ns: Ns  # one step of a ring or tree
@@ -137,8 +137,10 @@ class DeviceProfile:
     throttle: Mapping[str, Points] = field(default_factory=dict)
     # By thousandths of the time that the device computes: the clock of full load, as a part of the clock then. What
     # takes `throttle` times as long at full load as in a burst takes that part of it, but no less than in a burst.
-    heat: Points = ()
-    collective_load: Part = 0.0  # what a collective draws of what compute draws, for which it counts in `heat`
+    clock_by_utilization: Points = ()
+    collective_load: Part = (
+        0.0  # what a collective draws of what compute draws, for which it counts in `clock_by_utilization`
+    )
     collective_slowdown: Factor = 1.0  # of a collective beside compute where its Slowdown says nothing; at least 1
     origins: Mapping[str, str] = field(default_factory=dict)  # field -> where its number comes from
 

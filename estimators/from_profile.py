@@ -1,4 +1,4 @@
-"""Estimates from a device profile by itself: no machine is at hand, and no earlier run."""
+"""Estimates from a device profile alone: without a machine to measure on and without an earlier run."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a compiled graph costs the host.
+"""Time that a compiled graph takes on the host.
 
-A host runs ahead of its device, which never holds it back. So in a loop of steps whichever of the two needs longer for
-a step says how long it takes, in whatever order nodes stand: the simulator's time, or the host's for all graphs
-together. What stands here is the host's. Only where a device has run dry (at a loop's first step, or behind a
-`.item()`) it also matters when each node is launched, which the simulator knows by `DeviceProfile.launch_ns`.
+A host runs ahead of its device and never waits for it. So in a loop of steps the slower of the two determines the step
+time, in whatever order nodes stand: the simulator's time, or the host's time for all graphs, which this file estimates.
+Only if the device is idle (at the first step of a loop, or after an `.item()`) does it also matter when each node is
+launched, which the simulator models by `DeviceProfile.launch_ns`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which links a process group crosses: from its ranks when they are known, else they are taken to be contiguous."""
+"""Which links a process group crosses: from its ranks if they are known, else ranks are assumed to be contiguous."""
 
 from __future__ import annotations
 

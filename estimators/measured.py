@@ -1,4 +1,4 @@
-"""Library calls measured on this device, once a shape, and kept on disk.
+"""Library calls measured on this device, once for each shape, and stored on disk.
 
 A call's key says all that decides its time: the op, and dtype, sizes and strides of its tensors. The entry that keeps
 it is found by the device and the versions of the libraries behind it.
@@ -19,7 +19,7 @@ import torch
 
 from overlapc.errors import ConfigError, ToolchainError
 from overlapc.estimators.calibration.clock import burst_ns, clock_for, compute_ns
-from overlapc.estimators.contention import load_of
+from overlapc.estimators.contention import contender_of
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.profiles.processor import cpu_name
 from overlapc.runtime.cache import KernelCache, content_key
@@ -97,7 +97,7 @@ class MeasuredCalls:
             if ns is None:
                 return None
             self.times.put(call.key, ns)
-        kind, flops = load_of(node).beside.value, 0 if node.work is None else node.work.flops
+        kind, flops = contender_of(node).kind.value, 0 if node.work is None else node.work.flops
         return Estimate(ns * self.profile.throttled(kind, flops), self.name)
 
 

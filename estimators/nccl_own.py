@@ -18,8 +18,8 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 class LibraryCollectives:
     """Groups of this process whose communicator exists and can estimate; nothing is communicated.
 
-    On 4 H200s NCCL 2.28 said 10 to 20% too little from 64 MiB on, and down to a third of the time of small messages;
-    measured tables come first.
+    On 4 H200s NCCL 2.28 estimated 10 to 20% too little from 64 MiB on, and as little as a third of the time of small
+    messages; measured tables come first.
     """
 
     name = "NCCL's estimate"

@@ -1,4 +1,4 @@
-"""What the user knows better than any model: a function of theirs, or times of an earlier run."""
+"""Times that override all models: a function of the user's, or times of an earlier run."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ class UserHook:
 
     def estimate(self, node: Node) -> Estimate | None:
         """What the function says; ConfigError when that is no time."""
-        said = self.hook(node)
-        if said is None or isinstance(said, Estimate):
-            found = said
-        elif isinstance(said, int | float) and not isinstance(said, bool):
-            found = Estimate(float(said), self.name)
+        result = self.hook(node)
+        if result is None or isinstance(result, Estimate):
+            found = result
+        elif isinstance(result, int | float) and not isinstance(result, bool):
+            found = Estimate(float(result), self.name)
         else:
-            raise ConfigError(f"estimates: the function said {said!r} for {node.name}; return nanoseconds or None")
+            raise ConfigError(
+                f"estimates: the function returned {result!r} for {node.name}; return nanoseconds or None"
+            )
         if found is not None and not (math.isfinite(found.ns) and found.ns >= 0):
-            raise ConfigError(f"estimates: the function said {found.ns!r} ns for {node.name}")
+            raise ConfigError(f"estimates: the function returned {found.ns!r} ns for {node.name}")
         return found
 
 

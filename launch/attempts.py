@@ -1,4 +1,4 @@
-"""The ranks of this host as torch's elastic launcher starts them, and starts them again: each time watched anew.
+"""The ranks of this host as torch's elastic launcher starts them, and starts them again: each time watched again.
 
 The launcher asks for places of logs whenever it starts ranks: for the first time, after a failure, and when ranks of
 other hosts failed, came or went. What ranks leave behind is of one such attempt, and lies in a folder of its own.

@@ -68,7 +68,7 @@ class CalibrateConfig:
 
     @property
     def profile_name(self) -> str:
-        """The profile's name: what the user said, else made from what was measured."""
+        """The profile's name: the user's, else made from what was measured."""
         if self.name:
             return self.name
         if self.copies_for:
@@ -91,7 +91,7 @@ def work(cfg: CalibrateConfig, out: Path, run_dir: Path) -> None:
     try:
         measurement = Measurement(device, cfg.effort(), _say if rank == 0 else lambda _: None)
         if cfg.copies_for:
-            measurement.heat()
+            measurement.warm_up()
             copies(measurement)
         else:
             measure(measurement)
@@ -100,7 +100,7 @@ def work(cfg: CalibrateConfig, out: Path, run_dir: Path) -> None:
     finally:
         dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
-    if rank == 0:  # when nobody waits for this rank any more
+    if rank == 0:  # when no rank waits for this one any more
         results = [json.loads((rank_dir(run_dir, each) / "measured.json").read_text()) for each in range(cfg.nproc)]
         if cfg.copies_for:
             stored = json.loads(profile_path(cfg.copies_for).read_text(encoding="utf-8"))
@@ -112,7 +112,7 @@ def work(cfg: CalibrateConfig, out: Path, run_dir: Path) -> None:
 
 
 def measure(measurement: Measurement) -> None:
-    """Everything, in an order that is the same on all ranks. Collectives only when there is somebody to talk to."""
+    """Everything, in an order that is the same on all ranks. Collectives only if there is another rank."""
     measurement.compute()
     generated(measurement)
     measurement.say("launches")
@@ -160,7 +160,7 @@ def derived(cfg: CalibrateConfig) -> Callable[[Mapping[str, Any]], Derived]:
     if cfg.device == "cpu":
         return cpu_derived
     hosts = cfg.ranks_per_host or torch.cuda.device_count()
-    said = "given" if cfg.ranks_per_host else "devices seen while measuring"
+    origin_of_hosts = "given" if cfg.ranks_per_host else "devices seen while measuring"
 
     def add(quantities: Mapping[str, Any]) -> Derived:
         bf16, fp32 = quantities["flops_per_s.bf16"], quantities["flops_per_s.fp32"]
@@ -171,7 +171,7 @@ def derived(cfg: CalibrateConfig) -> Callable[[Mapping[str, Any]], Derived]:
             "flops_per_s.vector": (fp32, "derived: fp32 matmuls, which run on the same units"),
             "synchronous": (False, "a GPU runs behind its host"),
             "collectives_wait_for_kernels": (True, "seen on H200s: NCCL's kernels begin with a kernel's last wave"),
-            "ranks_per_host": (hosts, said),
+            "ranks_per_host": (hosts, origin_of_hosts),
             "network_link": (
                 {"bytes_per_s": 50e9, "step_ns": 5000.0},
                 "not measured: one 400 Gb/s card a GPU",

@@ -1,4 +1,4 @@
-"""Collectives by copies as `overlapc calibrate` measures them: times, and what they and compute cost each other."""
+"""Collectives by copies as `overlapc calibrate` measures them: times, and their contention with compute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from overlapc.estimators.calibration.clock import collective_ns
 from overlapc.estimators.calibration.measure import Measurement
-from overlapc.estimators.calibration.measure_contention import Contention
+from overlapc.estimators.calibration.measure_contention import ContentionMeasurement
 from overlapc.estimators.calibration.workloads import agreed, calls_for
 from overlapc.runtime.copies.commands import aligned
 from overlapc.runtime.copies.layout import Release, Start, Take, place
@@ -57,7 +57,9 @@ def copies(measurement: Measurement) -> None:
             size = effort.beside_bytes
             launch = launcher(form, size, device)
             alone_ns = agreed(collective_ns(clock, launch, calls_for(size, clock)), device)
-            contention = Contention(effort, device, clock, measurement.load, measurement.say, facts=measurement.facts)
+            contention = ContentionMeasurement(
+                effort, device, clock, measurement.load, measurement.say, facts=measurement.facts
+            )
             slowdowns[name] = contention.of_copies(launch, alone_ns)
     keeps.queue.drain()
 

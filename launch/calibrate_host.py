@@ -1,4 +1,4 @@
-"""What compiled graphs cost the host, by kind of node, as `overlapc calibrate` measures it.
+"""Host time of compiled graphs, by kind of node, as `overlapc calibrate` measures it.
 
 Small graphs of one kind of node say what a node costs. What a call of a graph costs beside its nodes, and each tensor
 that goes in or comes out, is left of the steps of two models, of few and of many parameters: DTensors, as `fully_shard`
@@ -36,7 +36,7 @@ def kernel_launch_ns(clock: Clock, device: torch.device) -> float:
 
 
 def host_costs(clock: Clock, device: torch.device, kernel_ns: float) -> HostCosts:
-    """Everything; all ranks must ask for it at once. kernel_ns: what `kernel_launch_ns` said."""
+    """Everything; all ranks must ask for it at once. kernel_ns: the result of `kernel_launch_ns`."""
     group = dist.group.WORLD
     assert group is not None
     several = [torch.ones(16, 16, device=device) for _ in range(_CHAIN)]

@@ -1,4 +1,4 @@
-"""Kernels as overlapc generates them: the bandwidth that they achieve, as `overlapc calibrate` measures it."""
+"""Generated kernels: the bandwidth that they achieve, as `overlapc calibrate` measures it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real text that is on every machine: the sources of Python's own standard library, as bytes."""
+"""Real text that every machine has: the sources of Python's standard library, as bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`overlapc doctor`: what this machine has, what overlapc would use of it, and what would be slow, and why."""
+"""`overlapc doctor`: what this machine has, which parts of it overlapc would use, and what would be slow, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environment variables that hold for a block: what a launcher tells its ranks, or a script that it runs itself."""
+"""Environment variables set for a block of code: those that a launcher sets for its ranks."""
 
 from __future__ import annotations
 

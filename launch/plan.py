@@ -52,8 +52,8 @@ def _as_the_user_says(schedule: Schedule, config: Config) -> Schedule:
     user = users_estimator(config.estimates, schedule.name)
     if user is None:
         return schedule
-    said = {node.name: user.estimate(node) for node in schedule.nodes if node.kind in (*COMPUTE, *COMMUNICATION)}
-    return schedule.with_estimates({name: estimate for name, estimate in said.items() if estimate is not None})
+    estimates = {node.name: user.estimate(node) for node in schedule.nodes if node.kind in (*COMPUTE, *COMMUNICATION)}
+    return schedule.with_estimates({name: estimate for name, estimate in estimates.items() if estimate is not None})
 
 
 def parts(text: str) -> Iterator[str]:

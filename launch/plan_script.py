@@ -207,7 +207,7 @@ def _is_of_fsdp2(model: nn.Module) -> bool:
 
 
 def _converted(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """What `Module.to` and its kin do, with new parameters in the place of the old: fake tensors cannot be swapped."""
+    """Stands for `Module.to`, `cuda`, `half` ...: replaces the parameters, because fake tensors cannot be swapped."""
     made: dict[int, nn.Parameter] = {}  # of parameters that modules share
     for each in module.modules() if recurse else [module]:
         for name, parameter in each._parameters.items():

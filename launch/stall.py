@@ -1,4 +1,4 @@
-"""`overlapc run --watchdog S`: a job in which no step ends any more says where each rank stands, and ends.
+"""`overlapc run --watchdog S`: prints the stacks of all ranks and ends the job when steps stop.
 
 A thread of each rank tells of optimizer steps through a file of the run's folder. When none comes in time the launching
 process asks all ranks for their stacks, which one that is stopped cannot give, and ends them.
@@ -75,13 +75,13 @@ def _graph(frame: FrameType | None) -> str:
 
 
 class StallWatch:
-    """Looks for steps while its `with` block runs; `said` is what it found when it ended the ranks."""
+    """Looks for steps while its `with` block runs; `findings` says what it found when it ended the ranks."""
 
     def __init__(self, run_dir: Path, ranks: Iterable[int], seconds: float) -> None:
         self._run_dir, self._ranks, self._seconds = run_dir, sorted(ranks), seconds
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="overlapc watchdog", daemon=True)
-        self.said = ""
+        self.findings = ""
 
     def __enter__(self) -> StallWatch:
         self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ class StallWatch:
             stacks = self._of(rank, _STACKS)
             lines.append(f"rank {rank}, {self._state(rank)}")
             lines.append(stacks.read_text() if stacks.exists() else "  it gave no stack: its process does not run")
-        self.said = "\n".join(lines)
+        self.findings = "\n".join(lines)
         for rank in self._ranks:
             with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):
                 os.kill(int(self._of(rank, _PID).read_text()), signal.SIGKILL)

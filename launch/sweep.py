@@ -53,7 +53,7 @@ def sweep(axes: Mapping[str, Sequence[str]], plan: Callable[[Point], Report]) ->
 
 
 def table(axes: Mapping[str, Sequence[str]], found: Sequence[tuple[Point, Report | str]]) -> str:
-    """What varies, and what comes of it."""
+    """What varies, and the result."""
     varied = [name for name, values in axes.items() if len(values) > 1]
     rows = [[*(point[name] for name in varied), *_figures(report)] for point, report in found]
     numbers = ("right",) * (len(varied) + len(_FIGURES) - 1)
@@ -66,7 +66,7 @@ def _figures(report: Report | str) -> tuple[str, ...]:
     (step,) = report.steps
     spent = Spent.of(step)
     peak = max(graph.peak_bytes for graph, _ in step.called)
-    why = re.split(r"[:;,]", spent.bound().why)[0]
+    why = re.split(r"[:;,]", spent.limiting_factor().why)[0]
     return ms(step.step_ns), ms(spent.exposed_ns), ms(step.lower_bound_ns), human_bytes(peak), why
 
 

@@ -90,7 +90,7 @@ def run_ranks(
     """Runs `command` (a script and its arguments, or `-m module ...`) on `nproc` ranks of this host and waits for them.
 
     Every rank inherits this process's output. JobFailed names the rank that failed first, with its message, and its
-    traceback when the error was not one of ours; after Ctrl-C it says that, and every rank has ended. Returns the
+    traceback when the error was not one of overlapc's; after Ctrl-C it says that, and every rank has ended. Returns the
     folder of what ranks left: `run_dir`, or one in it if they were started again.
 
     watchdog_s: how long a step may take until all ranks say where they stand, and end; 0: as long as it wants.
@@ -154,8 +154,8 @@ def _failure(attempt: Attempts, exit_codes: Mapping[int, int]) -> JobFailed | No
     """What ended an attempt on this host; None if the launcher did, for ranks of other hosts."""
     assert attempt.watch is not None, "an attempt that is over has begun"
     assert attempt.stall is not None, "an attempt that is over has begun"
-    if attempt.stall.said:
-        return JobFailed(attempt.stall.said)
+    if attempt.stall.findings:
+        return JobFailed(attempt.stall.findings)
     return _first_error(attempt.folder, exit_codes, attempt.watch.departed(exit_codes))
 
 

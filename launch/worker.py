@@ -1,4 +1,4 @@
-"""What one rank runs: the user's script, with its errors and its record left in the run folder.
+"""What one rank runs: the user's script; its errors and its record go to the run folder.
 
 python -m overlapc.launch.worker script.py --steps 20
 python -m overlapc.launch.worker -m package.module --steps 20

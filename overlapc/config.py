@@ -50,23 +50,25 @@ class Config:
     reorder_collectives: bool = _knob(
         True,
         read.a_bool,
-        "let a gather pass an independent scatter of its process group, as prefetching in backward needs",
+        "let a gather move ahead of an independent scatter of the same process group, as prefetching in backward needs",
     )
     safe_communication: frozenset[str] = _knob(
         frozenset(),
         read.words,
-        "ops (namespace::name,...) that communicate in ways overlapc does not know and that others may pass all the "
-        "same; every other such op is a barrier for communication",
+        "custom ops that communicate (namespace::name,...) but that other communication may move across; every other "
+        "op whose communication overlapc does not know is a barrier",
     )
     # NCCL kernels took 1.2 to 1.7 times as long beside compute as alone in steps of a Llama-8B shape on 4 H200s (37 ms;
     # 43 to 63 overlapped), which the simulator expects on average; a late one stops all ranks. Half as long again.
     overlap_margin: float = _knob(
-        1.5, read.margin, "start collectives early enough to be hidden if they take this many times their estimate"
+        1.5,
+        read.margin,
+        "start collectives so early that they stay hidden even if they take this many times their estimate",
     )
     passes: tuple[str | Callable[..., Any], ...] | None = _knob(
         None,
         read.pass_names,
-        "passes in this order, by name or as package.module:function; 'none' for none (default: passes/pipeline.py)",
+        "passes in this order, by name or as package.module:function; 'none' runs none (default: passes/pipeline.py)",
     )
     stop_after: str | None = _knob(
         None,
@@ -81,8 +83,8 @@ class Config:
     estimates: str | Callable[..., Any] | None = _knob(
         None,
         read.file_or_function,
-        "times that come before all others: a measured record.json, a trace of an earlier run, or a function of a "
-        "node that returns ns or None (the same file or function on all ranks)",
+        "times that override all other estimates: a measured record.json, a trace of an earlier run, or a function of "
+        "a node that returns ns or None (the same file or function on all ranks)",
     )
     measure_matmuls: bool | None = _knob(
         None,
@@ -95,13 +97,13 @@ class Config:
         read.one_of("auto", "nccl", "copy"),
         "what carries parameters and gradients: the process group's library (nccl; on CPUs gloo), or copies between"
         " ranks of one host, gradients in the dtype they were computed in and added up in float32 (copy); auto"
-        " takes copies for what they carry at less cost, by the times of them that the profile holds",
+        " uses copies where they cost less, by the times of copies in the profile",
     )
     ranks_per_host: int | None = _knob(
         None,
         read.optional_count,
-        "how many ranks in a row share a host, between whose memories copies go (default: those that are on one); of"
-        " meshes with an axis within hosts, that axis goes by copies and the others by the library",
+        "how many consecutive ranks share a host and exchange data by copies (default: the ranks that are on one host);"
+        " of a mesh with an axis within hosts, that axis uses copies and the other axes the library",
     )
     rank_timeout: float = _knob(300.0, read.seconds, "seconds to wait for other ranks while compiling")
     rank_check: bool = _knob(True, read.a_bool, "compare graphs and collective orders between ranks")
@@ -109,8 +111,8 @@ class Config:
     benchmark_fusion: bool = _knob(
         False,
         read.a_bool,
-        "keep a fusion only if its kernel, run while compiling, is faster than the two alone and spills no registers; "
-        "slow; not in graphs that communicate, and never with deterministic algorithms",
+        "keep a fusion only if its kernel, timed while compiling, is faster than both kernels alone and spills no "
+        "registers; slow; not in graphs that communicate, and never with deterministic algorithms",
     )
     autotune: bool = _knob(
         False,
@@ -118,19 +120,19 @@ class Config:
         "measure each generated kernel in a few block sizes while compiling, use the fastest, and keep the times in "
         "cache_dir; sums may be added up in another order; for Triton kernels, and never with deterministic algorithms",
     )
-    autotune_seconds: float = _knob(60.0, read.seconds, "most seconds to spend on autotune, a graph and rank")
+    autotune_seconds: float = _knob(60.0, read.seconds, "most seconds that each rank spends on autotune for a graph")
     trace_once: bool = _knob(
         True,
         read.a_bool,
-        "trace equal members of a list of modules (the layers of a model) once; off traces each by itself, for the same"
-        " graph",
+        "trace equal members of a list of modules (the layers of a model) once; off traces every member, for the"
+        " same graph",
     )
-    native: bool = _knob(True, read.a_bool, "generate kernels; off runs every op as an extern call (for bisection)")
+    native: bool = _knob(True, read.a_bool, "generate kernels; off calls torch's own op for every node (for bisection)")
     matmul: str = _knob(
         "library",
         read.one_of("library", "autotune", "native"),
-        "matrix products: library calls, kernels of ours with what is around them fused in (native), or whichever is"
-        " measured to be faster on this GPU (autotune)",
+        "matrix products: library calls (library), generated kernels with neighbouring ops fused in (native), or"
+        " whichever is measured to be faster on this GPU (autotune)",
     )
     numerics: str = _knob(
         "eager",
@@ -141,7 +143,7 @@ class Config:
     fallback_random: bool = _knob(
         False,
         read.a_bool,
-        "draw random numbers by torch's own ops, the same that eager draws (default: in generated kernels)",
+        "draw the random numbers that eager draws, by torch's own ops (default: generated kernels draw other numbers)",
     )
     check_memory: bool = _knob(
         False,
@@ -152,33 +154,33 @@ class Config:
         False,
         read.a_bool,
         "same schedule and same bits in every run: no measuring on this machine, no atomics (also on while "
-        "torch.use_deterministic_algorithms is)",
+        "torch.use_deterministic_algorithms is on)",
     )
     memory: str = _knob(
         "reuse",
         read.one_of("reuse", "pool"),
-        "buffers within a graph: allocated one by one and handed on (reuse), or carved from one allocation (pool)",
+        "memory of buffers within a graph: allocated one by one and reused (reuse), or parts of one allocation (pool)",
     )
     cuda_graphs: bool = _knob(
         False,
         read.a_bool,
-        "replay what can be captured of a graph as CUDA graphs: less time on the host, for models of many small "
-        "kernels; results are copied out, inputs that move are copied in",
+        "replay the parts of a graph that can be captured as CUDA graphs: less host time for models of many small "
+        "kernels; results are copied out, inputs at changing addresses are copied in",
     )
     check_lifecycle: bool = _knob(
         False,
         read.a_bool,
-        "fail with a buffer's name when memory is not used as planned, or while a collective needs it; slow",
+        "fail with a buffer's name if memory is not used as planned, or changes while a collective reads it; slow",
     )
     check_values: frozenset[str] = _knob(
         frozenset(),
         read.subset_of("kind of value", "nan", "inf"),
-        "fail with the kernel's name and line when it writes one of these: nan,inf; slow",
+        "fail with a kernel's name and source line if the kernel writes one of these: nan,inf; slow",
     )
     sync_kernels: bool = _knob(
         False,
         read.a_bool,
-        "wait for the device after every kernel and call, so that an error names the one it is of; slow",
+        "wait for the device after every kernel and call, so that an error names the kernel that failed; slow",
     )
     wrapper: str = _knob(
         "python",
@@ -192,16 +194,16 @@ class Config:
     debug: frozenset[str] = _knob(
         frozenset(),
         read.subset_of("stage", *STAGES),
-        "stages to print to stderr, by the same names: debug=fusion says why kernels stay apart",
+        "stages to print to stderr, by the same names: debug=fusion says why kernels were not fused",
     )
-    dump_dir: Path = _knob(Path("overlapc_dump"), read.path, "folder that dumps go to")
+    dump_dir: Path = _knob(Path("overlapc_dump"), read.path, "folder for dumps")
     warm_start: bool = _knob(
-        True, read.a_bool, "keep compiled graphs in cache_dir and take them from there; off compiles every graph anew"
+        True, read.a_bool, "store compiled graphs in cache_dir and load them from there; off compiles every graph again"
     )
     cache_dir: Path = _knob(
         Path("~/.cache/overlapc"),
         read.path,
-        "compiled kernels and measurements; a folder that other users own or may write to is not used",
+        "folder for compiled kernels, graphs and measurements; not used if other users own it or may write to it",
     )
 
     _given: ClassVar[frozenset[str]]  # of each instance; no option
@@ -224,22 +226,22 @@ class Config:
             self._check_cuda_graphs()
         if self.autotune and self.autotune_seconds >= self.rank_timeout:
             raise ConfigError(
-                f"autotune_seconds={self.autotune_seconds:g}: a rank that measures for as long as rank_timeout"
-                f" ({self.rank_timeout:g} s) is given up by the others; write a larger rank_timeout too"
+                f"autotune_seconds={self.autotune_seconds:g} is not less than rank_timeout ({self.rank_timeout:g} s):"
+                " other ranks would give up waiting for a rank that measures; raise rank_timeout, too"
             )
 
     def _check_cuda_graphs(self) -> None:
         if self.wrapper == "fx":
-            raise ConfigError("cuda_graphs needs wrapper='python': only that is made of parts")
+            raise ConfigError("cuda_graphs needs wrapper='python': the FX wrapper cannot run captured parts")
         if self.memory == "pool":
-            raise ConfigError("cuda_graphs needs memory='reuse': captured parts have a pool of their own")
+            raise ConfigError("cuda_graphs needs memory='reuse': captured parts allocate from a pool of CUDA graphs")
         looks = [name for name in ("check_lifecycle", "check_values", "sync_kernels") if getattr(self, name)]
         if looks:
-            raise ConfigError(f"cuda_graphs and {looks[0]}: what a captured part does cannot be looked at node by node")
+            raise ConfigError(f"cuda_graphs excludes {looks[0]}: nodes of a captured part cannot be checked one by one")
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | Config | None = None, mode: str | None = None) -> Config:
-        """What `options` says, then variables, then `mode`, then defaults. An empty variable says nothing."""
+        """Each option from `options`, else its variable, else `mode`, else its default. Empty variables are unset."""
         if mode is not None and mode not in MODES:
             raise ConfigError(unknown_name("mode", str(mode), MODES))
         if isinstance(options, Config):
@@ -258,12 +260,12 @@ class Config:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The options that were written when this was made: what is left is open to variables and a mode."""
+        """The options that were given explicitly; `of` takes the others from variables and a mode."""
         return {name: getattr(self, name) for name in self._given}
 
     @property
     def checks(self) -> frozenset[str]:
-        """What a wrapper looks at after each node."""
+        """What a wrapper checks after each node."""
         return self.check_values | ({"sync"} if self.sync_kernels else frozenset())
 
     def wants_dump(self, stage: str) -> bool:
@@ -294,7 +296,7 @@ _OTHER_VARIABLES = ("OVERLAPC_RUN_DIR", "OVERLAPC_TEST_SEED")
 
 
 def _warn_of_unknown_variables(options: Iterable[str]) -> None:
-    """Of a name that is misspelt, say: nobody reads it, and nobody would notice that nothing came of it."""
+    """Warns of variables that no option reads: a misspelt name would have no effect and no error."""
     known = {*map(variable_of, options), *_OTHER_VARIABLES}
     for variable in os.environ:
         if variable.startswith("OVERLAPC_") and variable not in known:

@@ -1,4 +1,4 @@
-"""Files that people exchange, read at the border: within bounds, and as the types that they are to hold.
+"""Reads files that users exchange: limits their size, and converts them to the types that they should hold.
 
 What a file says is quoted, clipped, in a ConfigError; nothing of it gets further unless all of it fits its type.
 """

@@ -1,4 +1,4 @@
-"""Pausing Python's collector of garbage cycles."""
+"""Pauses Python's garbage collector."""
 
 from __future__ import annotations
 

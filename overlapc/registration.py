@@ -56,7 +56,7 @@ def _register(registry: ModuleType) -> None:
 
 
 def _check_options_early() -> None:
-    """Has `torch.compile` look at options of ours; without this torch hands them over with the first graph, which is
+    """Has `torch.compile` check overlapc's options; without this torch hands them over with the first graph, which is
     30 frames deep in the first call.
 
     torch 2.11 to 2.13 keep backend, options and mode in this class. Where it is another, the first graph still checks.

@@ -1,4 +1,4 @@
-"""What an order is judged by, and the guard that every pass of ours ends with."""
+"""What an order is judged by, and the guard that every pass of overlapc ends with."""
 
 from __future__ import annotations
 

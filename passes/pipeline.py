@@ -1,4 +1,4 @@
-"""The default passes, in the order in which each runs once. Importing this module registers all of ours."""
+"""The default passes, in the order in which each runs once. Importing this module registers all passes of overlapc."""
 
 from __future__ import annotations
 

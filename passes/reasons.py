@@ -8,28 +8,28 @@ from overlapc.schedule.dependencies import Why
 
 
 class Reason(Enum):
-    """A limiting factor; `{}` is the node it is about."""
+    """A limiting factor; `{}` stands for another node."""
 
-    HIDDEN = "hidden"  # nothing left to gain
+    HIDDEN = "hidden"  # completely: moving it further gains nothing
     DATA = "data dependence on {}"
     ORDER_EDGE = "has to come after {}"  # an `after` or mutation edge
     BEFORE = "has to come before {}"  # the same edge, of a wait
     MEMORY = "peak memory"
     COLLECTIVE_ORDER = "collective order: {} is first"
     BARRIER = "{} is a barrier"
-    QUEUE = "queue busy with {}"  # its process group could not begin it any sooner
+    QUEUE = "queue busy with {}"  # starting sooner would only mean waiting on the queue
     # The next collective cannot begin any sooner, whatever becomes of this wait.
     NEXT_ON_QUEUE = "waiting later gains nothing: {} is next on this queue"
     SCHEDULE_START = "start of schedule"
     SCHEDULE_END = "end of schedule"
     WOULD_EXPOSE = "would expose {}"
     READER = "{} reads it"
-    PIECES = "nothing covers all of it: in pieces"  # so that the first is there sooner, and the last shorter
+    PIECES = "no compute covers the whole bucket: cut into pieces"  # the first arrives sooner, the last is shorter
     NO_BUCKET = "cannot be merged: {}"
     MERGED = "bucket of {}"
-    FILLED = "compute that was ready fills its time"
-    REFINED = "the step is shortest with it here"  # of all places that were tried
-    SLOWER = "simulates slower"  # the pass as a whole did not pay and was undone
+    FILLED = "all compute that was ready runs beside it"
+    REFINED = "every other place that was tried makes the step longer"
+    SLOWER = "undone: the simulated step became longer"  # all that this pass moved
 
     def about(self, node: str = "") -> str:
         """The reason in words: `data dependence on mm3`."""

@@ -12,7 +12,7 @@ from typing import Any
 from overlapc.errors import ConfigError, ScheduleError, unknown_name
 from overlapc.passes.base import REGISTERED, Context, Pass, PassReport
 from overlapc.passes.bisect import first_moves, parse_stop
-from overlapc.passes.pipeline import ORDER  # which imports, and so registers, every pass of ours
+from overlapc.passes.pipeline import ORDER  # which imports, and so registers, every pass of overlapc
 from overlapc.schedule.model import Schedule
 from overlapc.schedule.verify import verify
 

@@ -1,4 +1,4 @@
-"""One way to take times on a CPU and on a GPU, so that what measures a GPU can be tried without one.
+"""One interface for timing on a CPU and on a GPU, so that code which measures GPUs can be tested without one.
 
 On a GPU the launches of a measurement are queued behind a wait on the device, and times are taken between marks on
 its streams: the host's time to launch is hidden. On a CPU a mark is the time at which it was made.
@@ -31,11 +31,11 @@ class Clock(Protocol):
         ...
 
     def hold(self, host_s: float) -> None:
-        """Let nothing launched from now on begin until the host has had `host_s` seconds to launch it."""
+        """Delays everything launched from now on until the host has had `host_s` seconds to launch it."""
         ...
 
     def idle(self, seconds: float) -> None:
-        """Let the device do nothing for about so long, behind what was launched so far."""
+        """Keeps the device idle for about so long, after everything launched so far."""
         ...
 
     def mark(self) -> Any:
@@ -85,7 +85,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """CUDA events, on the current stream unless said otherwise."""
+    """CUDA events, on the current stream by default."""
 
     queued = True
 
@@ -116,7 +116,7 @@ class CudaClock:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """What a device keeps of memory between kernels; 0 for a CPU, whose caches we do not ask for."""
+    """Bytes of a device's cache; 0 for a CPU, whose caches do not matter here."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0
 
 

@@ -1,4 +1,4 @@
-"""How much `overlapc calibrate` measures: the sizes of everything."""
+"""How much `overlapc calibrate` measures: sizes of all workloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prediction errors fed back into a device profile, so that the next prediction is nearer.
+"""Prediction errors fed back into a device profile, which improves the next prediction.
 
 From nodes that ran, four parts of a profile are fitted, one after the other: tables of collectives, rates of generated
 kernels, rates of library calls (matmuls, attention), and what compute and collectives that run at once cost each other.
@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from overlapc.estimators.calibration.observed import KINDS, Run, Seen, observe
-from overlapc.estimators.contention import Beside, compute_stretch, traffic_of
+from overlapc.estimators.calibration.observed import KINDS, ObservedNode, Run, observe
+from overlapc.estimators.contention import ComputeKind, compute_stretch, traffic_of
 from overlapc.estimators.device import DeviceProfile, Slowdown, Table
 from overlapc.estimators.links import ranks_by_host
 from overlapc.estimators.roofline import curve_of
@@ -33,7 +33,7 @@ _WORTH_IT = 0.01  # a factor of contention that changes by less stays
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ProfileChange:
     """A number of the profile that was fitted."""
 
     parameter: str
@@ -57,18 +57,18 @@ class Feedback:
     """The profile that came out and why."""
 
     profile: DeviceProfile
-    changes: tuple[Change, ...]
+    changes: tuple[ProfileChange, ...]
     errors: tuple[Error, ...]  # of nodes held out, by the profile fitted to the others
     refused: tuple[str, ...]  # parts that brought nothing nearer
 
 
-_Fit = Callable[[DeviceProfile, Sequence[Seen]], tuple[DeviceProfile, list[Change]]]
+_Fit = Callable[[DeviceProfile, Sequence[ObservedNode]], tuple[DeviceProfile, list[ProfileChange]]]
 
 
 def feed_back(profile: DeviceProfile, runs: Sequence[Run]) -> Feedback:
     """`profile` fitted to runs. Unchanged where they have nothing to tell."""
     now, tried = profile, profile
-    changes: list[Change] = []
+    changes: list[ProfileChange] = []
     refused = []
     parts: tuple[tuple[str, _Fit], ...] = (
         ("collectives", _fit_tables), ("kernels", _fit_kernels), ("library calls", _fit_calls),
@@ -90,9 +90,9 @@ def feed_back(profile: DeviceProfile, runs: Sequence[Run]) -> Feedback:
     return Feedback(now, tuple(changes), tuple(_errors(before, after)), tuple(refused))
 
 
-def _halves(seen: Sequence[Seen]) -> tuple[list[Seen], list[Seen]]:
+def _halves(seen: Sequence[ObservedNode]) -> tuple[list[ObservedNode], list[ObservedNode]]:
     """Every other node of each kind, and the others."""
-    by_kind: dict[str, list[Seen]] = defaultdict(list)
+    by_kind: dict[str, list[ObservedNode]] = defaultdict(list)
     for each in seen:
         by_kind[each.kind].append(each)
     return (
@@ -101,12 +101,12 @@ def _halves(seen: Sequence[Seen]) -> tuple[list[Seen], list[Seen]]:
     )
 
 
-def _sum_off(seen: Sequence[Seen], kinds: set[str]) -> float:
+def _sum_off(seen: Sequence[ObservedNode], kinds: set[str]) -> float:
     """Medians by kind, added up."""
     return sum(median(offs) for kind in kinds if (offs := [each.off for each in seen if each.kind == kind]))
 
 
-def _errors(before: Sequence[Seen], after: Sequence[Seen]) -> Iterable[Error]:
+def _errors(before: Sequence[ObservedNode], after: Sequence[ObservedNode]) -> Iterable[Error]:
     for kind in dict.fromkeys(KINDS.values()):
         offs = [[each.off for each in seen if each.kind == kind] for seen in (before, after)]
         if all(offs):
@@ -117,8 +117,8 @@ def _errors(before: Sequence[Seen], after: Sequence[Seen]) -> Iterable[Error]:
 # Points of tables and curves
 
 
-def _fit_tables(profile: DeviceProfile, seen: Sequence[Seen]) -> tuple[DeviceProfile, list[Change]]:
-    by_table: dict[Table, list[tuple[int, Seen]]] = defaultdict(list)
+def _fit_tables(profile: DeviceProfile, seen: Sequence[ObservedNode]) -> tuple[DeviceProfile, list[ProfileChange]]:
+    by_table: dict[Table, list[tuple[int, ObservedNode]]] = defaultdict(list)
     for each in seen:
         comm = each.node.comm
         if comm is None or comm.channels or ranks_by_host(comm, profile) != {0: comm.size}:
@@ -126,7 +126,7 @@ def _fit_tables(profile: DeviceProfile, seen: Sequence[Seen]) -> tuple[DevicePro
         table = profile.table(comm.collective, comm.size, comm.dtype)
         if table is not None:
             by_table[table].append((comm.bytes, each))
-    changes: list[Change] = []
+    changes: list[ProfileChange] = []
     tables = []
     for table in profile.tables:
         name = f"{table.collective} of {table.ranks} ranks {table.dtype}".rstrip()
@@ -139,21 +139,21 @@ def _fit_tables(profile: DeviceProfile, seen: Sequence[Seen]) -> tuple[DevicePro
     return replace(profile, tables=tuple(tables)), changes
 
 
-def _fit_kernels(profile: DeviceProfile, seen: Sequence[Seen]) -> tuple[DeviceProfile, list[Change]]:
+def _fit_kernels(profile: DeviceProfile, seen: Sequence[ObservedNode]) -> tuple[DeviceProfile, list[ProfileChange]]:
     return _fit_curves(profile, [each for each in seen if each.node.kind is Kind.KERNEL])
 
 
-def _fit_calls(profile: DeviceProfile, seen: Sequence[Seen]) -> tuple[DeviceProfile, list[Change]]:
+def _fit_calls(profile: DeviceProfile, seen: Sequence[ObservedNode]) -> tuple[DeviceProfile, list[ProfileChange]]:
     return _fit_curves(profile, [each for each in seen if each.node.kind is Kind.EXTERN])
 
 
-def _fit_curves(profile: DeviceProfile, seen: Sequence[Seen]) -> tuple[DeviceProfile, list[Change]]:
-    by_curve: dict[str, list[tuple[int, Seen]]] = defaultdict(list)
+def _fit_curves(profile: DeviceProfile, seen: Sequence[ObservedNode]) -> tuple[DeviceProfile, list[ProfileChange]]:
+    by_curve: dict[str, list[tuple[int, ObservedNode]]] = defaultdict(list)
     for each in seen:
         found = curve_of(each.node, profile)
         if found is not None:
             by_curve[found[0]].append((found[1], each))
-    changes: list[Change] = []
+    changes: list[ProfileChange] = []
     curves = dict(profile.curves)
     for name, sized in by_curve.items():
         rates = dict(curves[name])
@@ -168,10 +168,10 @@ def _fit_curves(profile: DeviceProfile, seen: Sequence[Seen]) -> tuple[DevicePro
 
 
 def _fit_points(
-    name: str, points: Sequence[tuple[int, float]], sized: Sequence[tuple[int, Seen]]
-) -> tuple[list[tuple[int, float]], list[Change]]:
+    name: str, points: Sequence[tuple[int, float]], sized: Sequence[tuple[int, ObservedNode]]
+) -> tuple[list[tuple[int, float]], list[ProfileChange]]:
     """(size, ns) with a point at each size that was seen often enough; points between are off by what these are."""
-    bins: dict[int, list[tuple[int, Seen]]] = defaultdict(list)
+    bins: dict[int, list[tuple[int, ObservedNode]]] = defaultdict(list)
     for size, each in sized:
         bins[_bin(size)].append((size, each))
     ratios: list[tuple[int, float]] = []  # size, seen over predicted
@@ -187,7 +187,7 @@ def _fit_points(
         alone_ns = median(each.alone_ns for _, each in chosen)
         ratios.append((size, ratio))
         fitted[size] = alone_ns * ratio
-        changes.append(Change(f"{name} at {size}, ns", alone_ns, alone_ns * ratio, len(chosen)))
+        changes.append(ProfileChange(f"{name} at {size}, ns", alone_ns, alone_ns * ratio, len(chosen)))
     if not ratios:
         return list(points), changes
     least, most = ratios[0][0], ratios[-1][0]
@@ -216,14 +216,14 @@ def _between(points: Sequence[tuple[int, float]], size: int) -> float:
 # Contention
 
 
-def _fit_contention(profile: DeviceProfile, seen: Sequence[Seen]) -> tuple[DeviceProfile, list[Change]]:
-    changes: list[Change] = []
-    groups: dict[tuple[str, str], list[Seen]] = defaultdict(list)
+def _fit_contention(profile: DeviceProfile, seen: Sequence[ObservedNode]) -> tuple[DeviceProfile, list[ProfileChange]]:
+    changes: list[ProfileChange] = []
+    groups: dict[tuple[str, str], list[ObservedNode]] = defaultdict(list)
     slowdowns: dict[str, Slowdown] = {}
     kept = dict(profile.slowdowns)
     for each in seen:
-        comm = each.company if each.node.comm is None else each.node.comm
-        if comm is None or each.load is None or not each.has_company:
+        comm = each.overlapping if each.node.comm is None else each.node.comm
+        if comm is None or each.load is None or not each.overlapped_throughout:
             continue
         key = f"{comm.collective}@{comm.channels}" if comm.channels else comm.collective
         slowdowns[key] = profile.slowdown(comm.collective, comm.channels)
@@ -237,65 +237,65 @@ def _fit_contention(profile: DeviceProfile, seen: Sequence[Seen]) -> tuple[Devic
             if factor is not None and abs(factor - 1) > _WORTH_IT:
                 points = tuple((size, max(1.0, times * factor)) for size, times in before)
                 kept[key] = slowdowns[key] = replace(slowdowns[key], **{name: points})  # type: ignore[arg-type]
-                changes.append(Change(f"slowdowns.{key}.{name}, factor", 1.0, factor, len(members)))
+                changes.append(ProfileChange(f"slowdowns.{key}.{name}, factor", 1.0, factor, len(members)))
             continue
         after = _fitted(name, before, members, slowdowns[key], profile)
         if after is not None and abs(after / (before or profile.collective_slowdown) - 1) > _WORTH_IT:
             kept[key] = slowdowns[key] = replace(slowdowns[key], **{name: after})  # type: ignore[arg-type]
-            changes.append(Change(f"slowdowns.{key}.{name}", before, after, len(members)))
+            changes.append(ProfileChange(f"slowdowns.{key}.{name}", before, after, len(members)))
     return replace(profile, slowdowns=kept), changes
 
 
-def _field(each: Seen, slowdown: Slowdown, profile: DeviceProfile) -> str:
+def _field(each: ObservedNode, slowdown: Slowdown, profile: DeviceProfile) -> str:
     """The field of `Slowdown` that a node's time tells something about."""
     assert each.load is not None
     if each.node.comm is not None:
-        return "own_memory" if each.load.beside is Beside.MEMORY else "own_matmul"
-    if each.load.beside is Beside.MEMORY and slowdown.memories and each.load.bytes:
+        return "own_memory" if each.load.kind is ComputeKind.MEMORY else "own_matmul"
+    if each.load.kind is ComputeKind.MEMORY and slowdown.memories and each.load.bytes:
         return "memories"
-    if each.load.beside is not Beside.MATMUL:
-        return each.load.beside.value
+    if each.load.kind is not ComputeKind.MATMUL:
+        return each.load.kind.value
     if not each.load.results or not profile.multiprocessors or slowdown.multiprocessors is None:
         return "matmul"
     return "matmuls" if slowdown.matmuls else "multiprocessors"
 
 
 def _fitted(
-    name: str, before: float | None, members: Sequence[Seen], slowdown: Slowdown, profile: DeviceProfile
+    name: str, before: float | None, members: Sequence[ObservedNode], slowdown: Slowdown, profile: DeviceProfile
 ) -> float | None:
     """The field that explains the times best; None if nothing within bounds does."""
     slowed = [each.measured_ns / each.alone_ns for each in members]
     if name.startswith("own"):
         # What it ran beside changes while it runs, so the simulated time is scaled.
         usual = before or profile.collective_slowdown
-        return _bounded(usual * median(each.measured_ns / each.predicted_ns for each in members))
+        return _in_time(usual * median(each.measured_ns / each.predicted_ns for each in members))
     if name != "multiprocessors":
-        return _bounded(median(slowed))
+        return _in_time(median(slowed))
     assert before is not None
 
     def off(held: float) -> float:
-        said = [_beside(each, replace(slowdown, multiprocessors=held), profile) for each in members]
-        return median(abs(ours - theirs) for ours, theirs in zip(said, slowed, strict=True))
+        predicted = [_beside(each, replace(slowdown, multiprocessors=held), profile) for each in members]
+        return median(abs(ours - theirs) for ours, theirs in zip(predicted, slowed, strict=True))
 
     best = min(range(1, profile.multiprocessors // 2 + 1), key=lambda held: (off(held), abs(held - before)))
     return float(best) if off(best) < off(before) else None
 
 
-def _common_factor(members: Sequence[Seen], slowdown: Slowdown, profile: DeviceProfile) -> float | None:
+def _common_factor(members: Sequence[ObservedNode], slowdown: Slowdown, profile: DeviceProfile) -> float | None:
     """What all points of a curve are off by; None beyond what is believed."""
     factor = median(each.measured_ns / each.alone_ns / _beside(each, slowdown, profile) for each in members)
     return factor if 1 / MOST_FACTOR <= factor <= MOST_FACTOR else None
 
 
-def _beside(each: Seen, slowdown: Slowdown, profile: DeviceProfile) -> float:
+def _beside(each: ObservedNode, slowdown: Slowdown, profile: DeviceProfile) -> float:
     """How much longer compute takes beside its company if that slows it so."""
     assert each.load is not None
-    assert each.company is not None
-    company = Node("company", Kind.START, each.company.collective, comm=each.company)
+    assert each.overlapping is not None
+    company = Node("company", Kind.START, each.overlapping.collective, comm=each.overlapping)
     return compute_stretch(each.load, [replace(traffic_of(company, profile), slowdown=slowdown)], profile)
 
 
-def _bounded(factor: float) -> float | None:
+def _in_time(factor: float) -> float | None:
     return max(1.0, factor) if factor <= MOST_FACTOR else None
 
 

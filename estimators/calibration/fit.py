@@ -1,4 +1,4 @@
-"""The link that explains measured collectives best: bandwidth, latency, and two protocols, a quick and a wide one."""
+"""The link that best explains measured collectives: bandwidth, latency, and two protocols."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def _error(values: Sequence[float], tables: Sequence[Table]) -> float:
     for table in tables:
         comm = Comm(table.collective, 0, "", table.ranks)
         for size, ns in table.points:
-            said = ring_or_tree_ns(replace(comm, bytes=size), found.link)
-            if said is not None:
-                off = abs(math.log((found.floor_ns + said) / ns))
+            predicted_ns = ring_or_tree_ns(replace(comm, bytes=size), found.link)
+            if predicted_ns is not None:
+                off = abs(math.log((found.floor_ns + predicted_ns) / ns))
                 total += off + 3 * max(0.0, off - _NEAR)
     return total

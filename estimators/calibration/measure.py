@@ -1,4 +1,4 @@
-"""What one rank measures of its device and of its connection to other ranks; the same code on a GPU and a CPU.
+"""What one rank measures of its device and of its links to other ranks; the same code for GPUs and CPUs.
 
 All ranks must call these functions in the same order with the same sizes: how many collectives run never depends on
 what a single rank measured.
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from overlapc.estimators.calibration.clock import Clock, clock_for, collective_ns, compute_ns, launch_ns
 from overlapc.estimators.calibration.effort import Attention, Effort
-from overlapc.estimators.calibration.measure_contention import Contention
-from overlapc.estimators.calibration.measure_load import Load
+from overlapc.estimators.calibration.measure_contention import ContentionMeasurement
+from overlapc.estimators.calibration.measure_load import LoadMeasurement
 from overlapc.estimators.calibration.profiled_contention import kernel_ns
 from overlapc.estimators.calibration.workloads import (
     DTYPES,
@@ -51,9 +51,9 @@ class Measurement:
         effort, values = self.effort, self.quantities
         self.say("copies")
         values["memory_bytes_per_s"] = self._copy_rate(effort.copy_bytes)
-        self.heat()
+        self.warm_up()
         if self.load is not None:
-            values.update(Load(effort, self.device, self.clock, self.load, self.say).measured())
+            values.update(LoadMeasurement(effort, self.device, self.clock, self.load, self.say).measured())
         for dtype, shapes in effort.matmuls.items():
             self.say(f"matmuls, {dtype}")
             points = [self._matmul(shape, DTYPES[dtype]) for shape in shapes]
@@ -71,7 +71,7 @@ class Measurement:
             values["kernel_floor_ns"] = kernel_ns(lambda: small.add_(1.0), calls=100)
         values["launch_ns"] = launch_ns(self.clock, lambda: small.add_(1.0))
 
-    def heat(self) -> None:
+    def warm_up(self) -> None:
         """Finds the load that compute is measured behind."""
         self.load = self._load()
 
@@ -90,7 +90,7 @@ class Measurement:
 
     def contention(self) -> None:
         """How much compute and collectives of the whole world slow each other, also by the power that they draw."""
-        found = Contention(self.effort, self.device, self.clock, self.load, self.say)
+        found = ContentionMeasurement(self.effort, self.device, self.clock, self.load, self.say)
         found.measure()
         self.quantities.update(found.quantities)
         self.facts.update(found.facts)
@@ -101,8 +101,10 @@ class Measurement:
                 launcher(collective, dist.group.WORLD, self.effort.heat_bytes, DTYPES[dtype], self.device)
                 for collective, dtype in (("all_gather", "bf16"), ("reduce_scatter", "fp32"))
             ]
-            values, load = self.quantities, Load(self.effort, self.device, self.clock, self.load, self.say)
-            values["collective_load"] = load.collective_load(values["throttle"], values["heat"], launches)
+            values, load = self.quantities, LoadMeasurement(self.effort, self.device, self.clock, self.load, self.say)
+            values["collective_load"] = load.collective_load(
+                values["throttle"], values["clock_by_utilization"], launches
+            )
 
     def result(self) -> dict[str, Any]:
         """Everything measured, as JSON has it; the same structure on every rank."""

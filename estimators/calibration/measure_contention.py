@@ -1,4 +1,4 @@
-"""How much compute and collectives of the whole world slow each other, measured on each rank at once."""
+"""How much compute and collectives of all ranks slow each other, measured on every rank at the same time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from overlapc.errors import CalibrationError
 from overlapc.estimators.calibration.clock import Clock, Launch, beside_ns, cache_bytes, collective_ns, compute_ns
 from overlapc.estimators.calibration.effort import Effort
-from overlapc.estimators.calibration.profiled_contention import company, held_multiprocessors, piece_ns
+from overlapc.estimators.calibration.profiled_contention import held_multiprocessors, measured_contention, piece_ns
 from overlapc.estimators.calibration.workloads import (
     DTYPES,
     agreed,
@@ -35,7 +35,7 @@ Times = Mapping[str, tuple[float, float]]  # call -> how many times as long it, 
 
 
 @dataclass(frozen=True)
-class Contention:
+class ContentionMeasurement:
     """Measures `quantities` of a profile, and `facts` behind them. load: what runs before compute that is measured."""
 
     effort: Effort
@@ -64,7 +64,7 @@ class Contention:
                 launch = launcher(collective, group, size, DTYPES[dtype], self.device)
                 alone_ns = agreed(collective_ns(self.clock, launch, calls_for(size, self.clock)), self.device)
                 self.say(f"{collective} beside compute, {channels or 'default'} channels")
-                times = self._company(launch, alone_ns)
+                times = self._measured(launch, alone_ns)
                 found = slowdown_of(self.effort, multiprocessors, times)
                 if channels:
                     slowdowns[f"{collective}@{channels}"] = {**found, "alone": alone_ns / ordinary[collective][0]}
@@ -79,13 +79,13 @@ class Contention:
 
     def of_copies(self, launch: Launch, alone_ns: float) -> dict[str, Any]:
         """What a collective by copies and compute cost each other on a GPU: a `Slowdown`. No multiprocessor is held."""
-        times = self._company(launch, alone_ns, piece_ns(launch))
+        times = self._measured(launch, alone_ns, piece_ns(launch))
         return {**slowdown_of(self.effort, self._multiprocessors(), times), "multiprocessors": 1.0}
 
     def _multiprocessors(self) -> int:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
-    def _company(self, launch: Launch, alone_ns: float, copy_ns: float | None = None) -> Times:
+    def _measured(self, launch: Launch, alone_ns: float, copy_ns: float | None = None) -> Times:
         """By call, without those that this collective never ran beside all the time. copy_ns: of each of its copies."""
         effort = self.effort
         calls: dict[str, Callable[[], object]] = {}
@@ -103,7 +103,7 @@ class Contention:
         with torch.no_grad():
             own_ns = [compute_ns(self.clock, call, rounds=1) for call in calls.values()]
             calls_ns = dict(zip(calls, all_agreed(own_ns, self.device), strict=True))
-            met = company(calls, calls_ns, launch, alone_ns, self.load, copy_ns)
+            met = measured_contention(calls, calls_ns, launch, alone_ns, self.load, copy_ns)
         for name, each in met.items():
             self.facts[f"{name} beside a collective of {alone_ns / 1e3:.0f} us"] = each.compute or 0.0
         apart = all_agreed([each.compute is None for each in met.values()], self.device)  # all leave out the same

@@ -1,10 +1,10 @@
-"""What load does to a device's clock: how much slower work becomes, and how much of that at which share of busy time.
+"""How load changes a device's clock: how much slower work becomes at full load, and at lower utilization.
 
 A GPU that draws more power than it may lowers its clock. `throttle` says how many times as long matmuls and attention
-take under nothing but matmuls. A training step leaves a higher clock. By how much (`heat`) depends on how much of the
-time the device computes: measured with the work of a transformer's layer, and pauses between. On H200s one clock
-explains all that runs at it: matmul or attention take as many times longer as the clock is below one of their own.
-Collectives draw power, too: in the pauses of such a layer they lower the clock as so much more compute would
+take under nothing but matmuls. A training step leaves a higher clock. How much higher (`clock_by_utilization`) depends
+on how much of the time the device computes: measured with the work of a transformer's layer, and pauses between. On
+H200s one clock explains all that runs at it: matmul or attention take as many times longer as the clock is below one of
+their own. Collectives draw power, too: in the pauses of such a layer they lower the clock as so much more compute would
 (`collective_load`).
 """
 
@@ -40,7 +40,7 @@ Curve = list[list[float]]
 
 
 @dataclass(frozen=True)
-class Work:
+class TimedWork:
     """A call, of so many FLOPs. kind: "matmul", "attention" or, of what no clock slows, "memory"."""
 
     kind: str
@@ -49,7 +49,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadMeasurement:
     """Measures what load does. full: launches the work that makes the device as hot as it gets."""
 
     effort: Effort
@@ -59,18 +59,18 @@ class Load:
     say: Callable[[str], None]
 
     def measured(self) -> dict[str, dict[str, Curve] | Curve]:
-        """`throttle` and `heat` of a profile."""
+        """`throttle` and `clock_by_utilization` of a profile."""
         with torch.no_grad():
             self.say("matmuls and attention in bursts and under load")
             throttle = self._throttle()
             self.say("a layer with pauses")
-            return {"throttle": throttle, "heat": self._heat(throttle)}
+            return {"throttle": throttle, "clock_by_utilization": self._heat(throttle)}
 
     def _throttle(self) -> dict[str, Curve]:
         """By kind: FLOPs, and how many times as long they take under load as in a short burst."""
         works = [self._matmul(shape) for shape in self.effort.burst_matmuls]
         for case in self.effort.attention.get("bf16", ()):
-            works.append(Work("attention", case.flops, self._attend(case)))
+            works.append(TimedWork("attention", case.flops, self._attend(case)))
         cool_ns = [burst_ns(self.clock, work.call) for work in works]
         for _ in range(_SETTLING):
             self.full()
@@ -115,7 +115,7 @@ class Load:
                 drawn.append(share_at(heat, heat_of(bursts, busy_ns)) - busy_ns / period_ns)
             return min(1.0, max(0.0, (drawn[1] - drawn[0]) * period_ns / pause_ns))
 
-    def _bursts(self, works: Sequence[Work], throttle: Mapping[str, Curve]) -> list[tuple[float, float]]:
+    def _bursts(self, works: Sequence[TimedWork], throttle: Mapping[str, Curve]) -> list[tuple[float, float]]:
         """Of each work: its ns in a short burst, and how many times as long it takes at full load."""
         bursts = []
         for work in works:
@@ -124,7 +124,7 @@ class Load:
         return bursts
 
     def _settled(
-        self, works: Sequence[Work], work_ns: float, pause_ns: float, pause: Callable[[], None] | None = None
+        self, works: Sequence[TimedWork], work_ns: float, pause_ns: float, pause: Callable[[], None] | None = None
     ) -> tuple[float, float]:
         """ns of one round of `works`, and of a round and the pause behind it, once the clock has settled.
 
@@ -149,17 +149,19 @@ class Load:
         busy_ns = median(between(begin, end) for begin, end in zip(begins, ends, strict=True))
         return busy_ns, median(between(begin, after) for begin, after in zip(begins, [*begins[1:], last], strict=True))
 
-    def _layer(self) -> list[Work]:
+    def _layer(self) -> list[TimedWork]:
         """The forward of a transformer's layer: matmuls, attention, and a copy for all that is bound by memory."""
         works = [self._matmul(shape) for shape in self.effort.heat_matmuls]
         if self.effort.beside_attention is not None:
             case = self.effort.beside_attention
-            works.insert(len(works) // 2, Work("attention", case.flops, self._attend(case)))
+            works.insert(len(works) // 2, TimedWork("attention", case.flops, self._attend(case)))
         source = random(self.device, self.effort.copy_bytes // 8, dtype=torch.float32)
-        return [*works, Work("memory", 0, partial(torch.empty_like(source).copy_, source))]
+        return [*works, TimedWork("memory", 0, partial(torch.empty_like(source).copy_, source))]
 
-    def _matmul(self, shape: tuple[int, int, int]) -> Work:
-        return Work("matmul", 2 * math.prod(shape), partial(torch.mm, *operands(self.device, shape, torch.bfloat16)))
+    def _matmul(self, shape: tuple[int, int, int]) -> TimedWork:
+        return TimedWork(
+            "matmul", 2 * math.prod(shape), partial(torch.mm, *operands(self.device, shape, torch.bfloat16))
+        )
 
     def _attend(self, case: Attention) -> Call:
         return partial(attend, *attention_inputs(self.device, case, torch.bfloat16))
@@ -182,7 +184,7 @@ def heat_of(bursts: Sequence[tuple[float, float]], taken_ns: float) -> float:
 
 
 def share_at(heat: Curve, value: float) -> float:
-    """The share of the time (of 1) at which `heat` has that value: within what was measured, by a line between two."""
+    """The utilization (of 1) at which `heat` has that value; a line joins two measured points."""
     shares, values = zip(*heat, strict=True)
     at = bisect_left(values, value)
     if at == 0 or at == len(values):
@@ -191,6 +193,6 @@ def share_at(heat: Curve, value: float) -> float:
     return float(shares[at - 1] + part * (shares[at] - shares[at - 1])) / 1000
 
 
-def _run(works: Sequence[Work]) -> None:
+def _run(works: Sequence[TimedWork]) -> None:
     for work in works:
         work.call()

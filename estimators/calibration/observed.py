@@ -1,4 +1,4 @@
-"""Nodes as they ran beside nodes as a profile predicts them."""
+"""Measured nodes beside the prediction of a profile for them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from overlapc.estimators.contention import Beside, Load, load_of
+from overlapc.estimators.contention import ComputeKind, Contender, contender_of
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.from_profile import from_profile
 from overlapc.estimators.timeline import simulate
 from overlapc.schedule.model import COMPUTE, Comm, Kind, Node, Schedule
 
 KINDS = {Kind.START: "collectives", Kind.COMM: "collectives", Kind.KERNEL: "kernels", Kind.EXTERN: "library calls"}
-APART = 0.02  # of a node's time: company for less than that is none, for all but that is company throughout
+APART = 0.02  # of a node's time: a shorter overlap counts as none, an overlap of all but that as overlapped throughout
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ObservedNode:
     """A node as it ran and as a profile predicts it."""
 
     node: Node
@@ -35,8 +35,8 @@ class Seen:
     alone_ns: float  # predicted with nothing beside it
     predicted_ns: float  # in the simulated step
     beside: float | None
-    load: Load | None  # of compute; of a collective: what most of the compute is that it runs beside
-    company: Comm | None  # of compute: the one collective that it is predicted to run beside all the time
+    load: Contender | None  # of compute; of a collective: what most of the compute is that it runs beside
+    overlapping: Comm | None  # of compute: the one collective that it is predicted to run beside all the time
 
     @property
     def kind(self) -> str:
@@ -54,7 +54,7 @@ class Seen:
         return self.measured_ns if self.was_alone else self.measured_ns * self.alone_ns / self.predicted_ns
 
     @property
-    def has_company(self) -> bool:
+    def overlapped_throughout(self) -> bool:
         """Whether it was seen to have something beside it all the time."""
         return self.beside is not None and self.beside >= 1 - APART
 
@@ -71,12 +71,12 @@ def estimated(schedule: Schedule, profile: DeviceProfile) -> Schedule:
     return schedule.with_estimates({name: each for name, each in found.items() if each is not None})
 
 
-def observe(profile: DeviceProfile, runs: Iterable[Run]) -> list[Seen]:
+def observe(profile: DeviceProfile, runs: Iterable[Run]) -> list[ObservedNode]:
     """Every node that was measured and that the profile predicts to take time, in the order of the schedules."""
     return [seen for run in runs for seen in _observe(profile, run)]
 
 
-def _observe(profile: DeviceProfile, run: Run) -> list[Seen]:
+def _observe(profile: DeviceProfile, run: Run) -> list[ObservedNode]:
     timeline = simulate(estimated(run.schedule, profile), profile)
     nodes = timeline.schedule.nodes
     computing = [at for at, node in enumerate(nodes) if node.kind in COMPUTE]
@@ -96,7 +96,7 @@ def _observe(profile: DeviceProfile, run: Run) -> list[Seen]:
                 found[other] = shared_ns
         return found, first
 
-    seen: dict[int, Seen] = {}
+    seen: dict[int, ObservedNode] = {}
     for ours, others in ((computing, sending), (sending, computing)):
         first = 0
         for at in ours:
@@ -105,19 +105,21 @@ def _observe(profile: DeviceProfile, run: Run) -> list[Seen]:
             measured_ns = run.measured_ns.get(node.name)
             if not measured_ns or node.estimate is None or node.estimate.ns <= 0 or span_ns <= 0:
                 continue
-            load, company = _company(nodes, at, beside, span_ns)
-            seen[at] = Seen(node, measured_ns, node.estimate.ns, span_ns, run.beside.get(node.name), load, company)
+            load, overlapping = _overlapping(nodes, at, beside, span_ns)
+            seen[at] = ObservedNode(
+                node, measured_ns, node.estimate.ns, span_ns, run.beside.get(node.name), load, overlapping
+            )
     return [seen[at] for at in sorted(seen)]
 
 
-def _company(
+def _overlapping(
     nodes: Sequence[Node], at: int, beside: Mapping[int, float], span_ns: float
-) -> tuple[Load | None, Comm | None]:
+) -> tuple[Contender | None, Comm | None]:
     if nodes[at].comm is None:
         always = [other for other, ns in beside.items() if ns >= span_ns * (1 - APART)]
-        return load_of(nodes[at]), nodes[always[0]].comm if len(beside) == len(always) == 1 else None
+        return contender_of(nodes[at]), nodes[always[0]].comm if len(beside) == len(always) == 1 else None
     by_load: dict[bool, float] = defaultdict(float)
     for other, ns in beside.items():
-        by_load[load_of(nodes[other]).beside is Beside.MEMORY] += ns
+        by_load[contender_of(nodes[other]).kind is ComputeKind.MEMORY] += ns
     memory = by_load[True] > by_load[False]
-    return (Load(Beside.MEMORY if memory else Beside.MATMUL) if beside else None), None
+    return (Contender(ComputeKind.MEMORY if memory else ComputeKind.MATMUL) if beside else None), None

@@ -1,11 +1,11 @@
-"""What compute and collectives cost each other on a GPU, by the profiler: times of kernels that had company throughout.
+"""Contention between compute and collectives on a GPU, from the profiler: times of kernels overlapped throughout.
 
 A collective that comes while a kernel runs waits for the kernel's last wave; the clocks of clock.py would count that
 wait as a slowdown. Kernels' own times do not. Each call is measured alone, beside collectives and alone again in one
 go, after other work: a GPU that draws much power lowers its clock within milliseconds, which is no contention.
 
 A collective that waits for another rank holds multiprocessors and moves nothing: matmuls beside it are slowed, kernels
-bound by memory are not. So ranks meet before each phase of collectives, and what waited all the same does not count.
+bound by memory are not. So ranks meet before each phase of collectives, and what waited nevertheless does not count.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def kernel_ns(call: Call, calls: int = 10) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
+class Contention:
     """How many times as long a call and a collective take beside each other, by the call's main kernel.
 
-    None where none of them had company throughout, by collectives that did not wait for another rank.
+    None if none of them was overlapped throughout by collectives that did not wait for another rank.
     """
 
     alone_ns: float
@@ -97,14 +97,14 @@ class Company:
     kernel: str  # the name of the call's main kernel
 
 
-def company(
+def measured_contention(
     calls: Mapping[str, Call],
     calls_ns: Mapping[str, float],
     launch: Launch,
     collective_ns: float,
     load: Call | None,
     piece_ns: float | None = None,
-) -> dict[str, Company]:
+) -> dict[str, Contention]:
     """Of each call with a collective that takes `collective_ns` alone. load: work that runs before all of it. piece_ns:
     what each of the copies that a collective consists of takes alone; None for one that is a kernel.
 
@@ -130,8 +130,8 @@ def company(
     for call in calls.values():
         call()
     if piece_ns is None:
-        return companies(list(calls), kernels_of(run), collective_ns)
-    return companies(list(calls), kernels_of(run), piece_ns, statistics.mean)
+        return contention_in(list(calls), kernels_of(run), collective_ns)
+    return contention_in(list(calls), kernels_of(run), piece_ns, statistics.mean)
 
 
 def _phase(call: Call, calls: int) -> None:
@@ -140,13 +140,14 @@ def _phase(call: Call, calls: int) -> None:
         call()
 
 
-def companies(
+def contention_in(
     names: Sequence[str],
     spans: Sequence[Span],
     collective_ns: float,
     of: Callable[[Sequence[float]], float] = statistics.median,
-) -> dict[str, Company]:
-    """From the kernels of `company`: each call has a phase alone, one beside collectives and one alone, in this order.
+) -> dict[str, Contention]:
+    """From the kernels of `measured_contention`: each call has a phase alone, one beside collectives and one alone,
+    in this order.
 
     A mark stands before each phase. collective_ns: of one kernel or copy of a collective, alone. of: what stands for
     all calls beside them; the mean for copies, as those within a GPU stop kernels that need its memory, others hardly.
@@ -168,7 +169,7 @@ def companies(
         begin, end = beside[0].start_ns, beside[-1].end_ns
         met = _main([span for span in moving if span.end_ns > begin and span.start_ns < end])
         stretched = [span.ns for span in met if _share(span, beside) >= 0.9]
-        found[name] = Company(
+        found[name] = Contention(
             alone_ns,
             of(slowed) / alone_ns if slowed else None,
             statistics.median(stretched) / collective_ns if stretched else None,

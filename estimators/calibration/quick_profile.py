@@ -1,4 +1,4 @@
-"""This machine's profile: measured on first use on a CPU, and how measurements become a profile file.
+"""This machine's profile: measured on first use on a CPU. Also turns measurements into the content of a profile file.
 
     python -m overlapc.estimators.calibration.quick_profile [FILE]      write the quick CPU profile (default: print it)
 
@@ -81,11 +81,13 @@ def profile_document(
     origin of its own.
     """
     measured = median_of(list(ranks))
-    if "heat" in measured["quantities"]:
-        measured["quantities"]["heat"] = median_of([rank["quantities"]["heat"] for rank in ranks], max)
+    if "clock_by_utilization" in measured["quantities"]:
+        measured["quantities"]["clock_by_utilization"] = median_of(
+            [rank["quantities"]["clock_by_utilization"] for rank in ranks], max
+        )
     quantities = {key: {"value": value, "origin": origin} for key, value in measured["quantities"].items()}
-    for key, (value, said) in derived(measured["quantities"]).items():
-        quantities.setdefault(key, {"value": value, "origin": said})
+    for key, (value, derivation) in derived(measured["quantities"]).items():
+        quantities.setdefault(key, {"value": value, "origin": derivation})
     if measured["tables"]:
         tables = [table_from_json(table) for table in measured["tables"]]
         by_copies = [table for table in tables if table.collective.endswith(f" via {COPY}")]

@@ -1,4 +1,4 @@
-"""The work that is measured: matmuls and attention over random numbers, and collectives over memory that stays."""
+"""Workloads of calibration: matmuls and attention over random numbers, and collectives over preallocated memory."""
 
 from __future__ import annotations
 

@@ -94,8 +94,10 @@ def profile_from_json(data: Mapping[str, Any], what: str = "device profile") -> 
     try:
         if "slowdowns" in values:
             values["slowdowns"] = {name: _slowdown(entry) for name, entry in values["slowdowns"].items()}
-        if "heat" in values:
-            values["heat"] = _points((max(1, share), clock) for share, clock in values["heat"])
+        if "clock_by_utilization" in values:
+            values["clock_by_utilization"] = _points(
+                (max(1, share), clock) for share, clock in values["clock_by_utilization"]
+            )
         if "throttle" in values:
             values["throttle"] = {kind: _points(points) for kind, points in values["throttle"].items()}
         tables = [{**msgspec.structs.asdict(each), "points": _points(each.points)} for each in file.tables]
@@ -156,8 +158,8 @@ def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
             values[key] = value
     if profile.throttle:
         values["throttle"] = {kind: [list(point) for point in points] for kind, points in profile.throttle.items()}
-    if profile.heat:
-        values["heat"] = [list(point) for point in profile.heat]
+    if profile.clock_by_utilization:
+        values["clock_by_utilization"] = [list(point) for point in profile.clock_by_utilization]
     if profile.host is not None:
         values["host"] = asdict(profile.host)
     for key in ("host_link", "network_link", "copy_link"):

@@ -1,4 +1,4 @@
-"""Which profile stands for the machine that this process runs on."""
+"""The profile of the machine that this process runs on."""
 
 from __future__ import annotations
 

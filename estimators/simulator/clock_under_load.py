@@ -1,24 +1,25 @@
-"""The clock of a device under load: a GPU that draws more power than it may lowers it, within about 0.1 s.
+"""The clock of a device under load: a GPU that would draw too much power lowers its clock, within about 0.1 s.
 
-On an H200 matmuls and attention take 1.15 to 1.3 times as long while a dense training step runs as they do in a short
-burst, kernels bound by memory as long as ever. The clock goes by how much of the time the device computes: with a third
-of it idle next to nothing is lost (`DeviceProfile.heat`). What a collective slows computes no more for that, and a
-collective draws power of its own: its time counts for a part (`collective_load`).
+On an H200 matmuls and attention take 1.15 to 1.3 times as long in a dense training step as in a short burst; kernels
+bound by memory do not slow down. The clock depends on utilization, the share of the time in which the device computes
+(`DeviceProfile.clock_by_utilization`): with a third of the time idle it is nearly the highest. Compute that a
+collective slows down counts with its time alone, as it computes no more; a collective draws power, too, and counts in
+part (`collective_load`).
 
-Estimates are of full load. Once an order is chosen, how busy it keeps the device is known, and so is its clock.
+Estimates are of full load. Once an order is chosen, its utilization is known, and with it the clock.
 """
 
 from __future__ import annotations
 
-from overlapc.estimators.contention import Beside, load_of
+from overlapc.estimators.contention import ComputeKind, contender_of
 from overlapc.estimators.device import DeviceProfile, rate_at
 from overlapc.estimators.timeline import Timeline, simulate
 from overlapc.schedule.model import COMPUTE, Estimate, Kind, Node, Schedule
 
 
 def changes_clock(profile: DeviceProfile) -> bool:
-    """Whether the device's clock is known to go by its load."""
-    return bool(profile.throttle and profile.heat)
+    """Whether the device's clock is known to depend on its load."""
+    return bool(profile.throttle and profile.clock_by_utilization)
 
 
 def settled(timeline: Timeline) -> Timeline:
@@ -32,7 +33,7 @@ def estimates_at_load(schedule: Schedule, profile: DeviceProfile, step_ns: float
     """What takes another time than as estimated, at the clock that these nodes leave if all of them take `step_ns`."""
     if not changes_clock(profile) or step_ns <= 0:
         return {}
-    heat = rate_at(profile.heat, round(1000 * _busy_ns(schedule, profile) / step_ns))
+    heat = rate_at(profile.clock_by_utilization, round(1000 * _busy_ns(schedule, profile) / step_ns))
     estimates = {}
     for node in schedule.nodes:
         times = _times(node, profile)
@@ -56,5 +57,5 @@ def _busy_ns(schedule: Schedule, profile: DeviceProfile) -> float:
 def _times(node: Node, profile: DeviceProfile) -> float:
     if node.kind is not Kind.EXTERN or node.work is None:
         return 1.0
-    kind = load_of(node).beside
-    return 1.0 if kind is Beside.MEMORY else profile.throttled(kind.value, node.work.flops)
+    kind = contender_of(node).kind
+    return 1.0 if kind is ComputeKind.MEMORY else profile.throttled(kind.value, node.work.flops)

@@ -1,10 +1,10 @@
-"""The simulator under moves: replays no more of a step than what a move changes.
+"""Incremental simulation of moves: replays only the stretch of a step that a move changes.
 
 A `Replay` keeps the state of the machine before every block of an order: what is in flight, and how far the host is
-ahead. Another order of a stretch is replayed from the last block that begins before it. Behind the stretch, as soon as
-the state before a block is what it was in the order that stands, everything from there on happens as before, only
-sooner or later: times lie on a grid (machine.py), so this is exact, and what `try_window` says is what `simulate` says
-of the whole order, to the last bit.
+ahead. Another order of a stretch is replayed from the last block that begins before it. After the stretch, as soon as
+the state before a block equals that of the current order, everything from there on is only shifted in time. Times lie
+on a grid (machine.py), so this is exact: `try_window` returns what `simulate` computes for the whole order, to the last
+bit.
 
 How far the host is behind the stream is no part of that state: it does not matter as long as it is behind. Where it was
 ahead, or would be now that the stream is sooner, replaying goes on.
@@ -85,7 +85,7 @@ class Replay:
         self.position: list[int] = list(self.order)
         self._costs = costs_of(schedule, profile)
         self._synchronous = profile.synchronous
-        self._times = [0.0] * count  # where machines note when nodes begin and end; nobody reads it
+        self._times = [0.0] * count  # machines write here when nodes begin and end; unused
         self._issued: list[list[int]] = [[] for _ in range(self._costs.queues)]  # every queue's collectives in order
         self._slot: dict[int, int] = {}  # a collective's place there
         for at in self.order:

@@ -1,4 +1,4 @@
-"""A step time that no order of a schedule's nodes can beat.
+"""A lower bound of the step time over all orders of a schedule's nodes.
 
 Every node has a *head*, the least time that must pass before it can begin, and a *tail*, the least that
 must pass after it ends, both along its dependences (mutations and barriers included, which no pass may

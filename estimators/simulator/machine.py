@@ -17,7 +17,14 @@ from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
-from overlapc.estimators.contention import Load, Traffic, collective_stretches, compute_stretch, load_of, traffic_of
+from overlapc.estimators.contention import (
+    Contender,
+    Traffic,
+    collective_stretches,
+    compute_stretch,
+    contender_of,
+    traffic_of,
+)
 from overlapc.estimators.device import DeviceProfile
 from overlapc.schedule.model import Kind, Node, Schedule
 
@@ -48,7 +55,7 @@ class _NodeCosts(NamedTuple):
     node: Node
     step: int
     ns: float
-    load: int  # index into Costs.loads
+    load: int  # index into Costs.contenders
     traffic: int  # index into Costs.traffics
 
 
@@ -61,9 +68,9 @@ class Costs:
     def __init__(self, schedule: Schedule, profile: DeviceProfile, known: Costs | None = None) -> None:
         """known: of another order of these nodes, whose work is not done again."""
         self.profile = profile
-        self.loads: list[Load] = [] if known is None else known.loads
+        self.contenders: list[Contender] = [] if known is None else known.contenders
         self.traffics: list[Traffic] = [] if known is None else known.traffics
-        self._load_ids: dict[Load, int] = {} if known is None else known._load_ids
+        self._contender_ids: dict[Contender, int] = {} if known is None else known._contender_ids
         self._traffic_ids: dict[Traffic, int] = {} if known is None else known._traffic_ids
         self._mixes: dict[tuple[int, ...], dict[int, Mix]] = {} if known is None else known._mixes
         self._of: dict[str, _NodeCosts] = {} if known is None else dict(known._of)
@@ -95,7 +102,7 @@ class Costs:
         kind = node.kind
         if kind is Kind.KERNEL or kind is Kind.EXTERN:
             step = Step.COMPUTE
-            load = _number(load_of(node), self._load_ids, self.loads)
+            load = _number(contender_of(node), self._contender_ids, self.contenders)
         elif kind is Kind.START or kind is Kind.COMM:
             step = Step.START if kind is Kind.START else Step.COMM
             traffic = _number(traffic_of(node, self.profile), self._traffic_ids, self.traffics)
@@ -111,7 +118,7 @@ class Costs:
         known = mixes.get(load)
         if known is None:
             beside = [self.traffics[each] for each in traffics]
-            work = None if load == _NOTHING else self.loads[load]
+            work = None if load == _NOTHING else self.contenders[load]
             stretches = tuple(collective_stretches(work, beside, self.profile))
             known = mixes[load] = 1.0 if work is None else compute_stretch(work, beside, self.profile), stretches
         return known
@@ -208,7 +215,7 @@ class Machine:
                 self.host = self.now
 
     def finish(self) -> None:
-        """Starts that nobody waits for still end with the step."""
+        """Starts without a wait still end with the step."""
         for queue, waiting in enumerate(self.waiting):
             last = waiting[-1][0] if waiting else self.running[queue]
             if last is not None:

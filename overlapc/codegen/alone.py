@@ -1,4 +1,4 @@
-"""Library calls of a graph by themselves, on made-up arguments of the same layouts: what can be measured."""
+"""Library calls of a graph as separate calls on made-up arguments of the same layouts, for measuring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The final schedule to a program.
+"""Turns the final schedule into a program.
 
 Memory is decided here: what a kernel writes in place, which freed buffer the next allocation takes over, and where
 everything is freed.
@@ -75,7 +75,7 @@ def build_program(
 ) -> Program:
     """Instructions for `schedule`; `kernels` holds the source of every `Loops` op by its name.
 
-    donated: arguments that may be overwritten where they die, if nobody else holds their memory when it runs.
+    donated: arguments that may be overwritten where they die, if only this graph holds their memory at run time.
     copies: starts that go by copies.
     """
     return _Builder(schedule, graph, kernels, donated, copies).build()
@@ -101,7 +101,7 @@ class _Builder:
         self.donated = set(donated)
         self.planned: set[str] = set()  # roots whose memory we allocated ourselves
         self.spare: dict[tuple[torch.device, sympy.Expr], str] = {}  # freed just now, not yet given back
-        self.bound: set[str] = set()
+        self.sizes_known: set[str] = set()
         self.relied_on: set[str] = set()
         self.taken: dict[str, str] = {}  # root -> the output that took over its memory
 
@@ -227,8 +227,8 @@ class _Builder:
         return {self.graph.root(name) for name in read | returned}
 
     def _bind(self, binding: BindSize) -> None:
-        if str(binding.symbol) not in self.bound:
-            self.bound.add(str(binding.symbol))
+        if str(binding.symbol) not in self.sizes_known:
+            self.sizes_known.add(str(binding.symbol))
             self.instructions.append(binding)
 
     # --- ops
@@ -320,7 +320,9 @@ class _Builder:
             for dim, expr in enumerate(leaf.layout.size):
                 if expr.is_Symbol:
                     self._bind(BindSize(expr, leaf.buffer, dim))
-            if not (starts or op.out) and self.graph.root(leaf.buffer) in self.relied_on:  # `out=` is memory of ours
+            if (
+                not (starts or op.out) and self.graph.root(leaf.buffer) in self.relied_on
+            ):  # `out=` is memory of the graph
                 self.instructions.append(ExpectLayout(leaf.buffer, leaf.layout))
 
     # --- memory
@@ -330,15 +332,15 @@ class _Builder:
 
         Holding them any longer would raise the peak over what the schedule was planned with.
         """
-        gone = []
+        freed = []
         for root in sorted(dying):
             key = (self.layouts[root].device, self.layouts[root].storage_bytes()) if root in self.planned else None
             if key is not None and key not in self.spare:
                 self.spare[key] = root
             elif root in self.layouts or root in self.graph.inputs:
-                gone.append(root)
-        if gone:
-            self.instructions.append(Free(tuple(gone)))
+                freed.append(root)
+        if freed:
+            self.instructions.append(Free(tuple(freed)))
 
     def _give_back(self) -> None:
         if self.spare:

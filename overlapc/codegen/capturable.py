@@ -1,4 +1,4 @@
-"""Which instructions a CUDA graph may hold, and why it may not hold the others.
+"""Which instructions a CUDA graph may hold, and the reason for each that it may not hold.
 
 A capture records what is launched, with addresses and sizes as they are, and forbids the host to look at the device.
 So what is captured has static sizes, lies on one GPU, and is made of calls known not to synchronize: an op that is not

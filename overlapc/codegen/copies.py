@@ -1,4 +1,4 @@
-"""A schedule's collectives by copies: their slots in each group's pool, and what generated code calls for them."""
+"""A schedule's collectives by copies: their slots in each group's pool, and the functions that generated code calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generated C++ sources made callable; apart from the generator, which a warm start does not need."""
+"""Loads generated C++ sources; separate from the generator, which a warm start does not need."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ from overlapc.fx.versions import boxed
 from overlapc.ir.ops import Handle, Layout, Provenance, View
 from overlapc.runtime import kernel_op, support
 from overlapc.runtime.triton_binary import stage_options
-from overlapc.runtime.triton_kernel import ELEMENT
-from overlapc.runtime.triton_kernel import Launch as TritonLaunch
+from overlapc.runtime.triton_kernel import ELEMENT, TritonLaunch
 
 _PLAIN = (int, float, bool, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 

@@ -1,4 +1,4 @@
-"""What every kernel generator takes and gives: the interface a device plugs into.
+"""The interface of kernel generators, one for each device type.
 
 A generator turns a loop `Body` into source text and, later, many sources of a graph at once into callables. To add a
 device, write a `Generator` and `register` it under torch's device type (tests/codegen/test_third_party.py does).
@@ -59,7 +59,7 @@ class Generator(Protocol):
     device_type: str
 
     def refuse(self, body: Body) -> str | None:
-        """Why this body cannot be generated (`"no scan on cpu"`), or None: then the op is called as it stands."""
+        """Why this body cannot be generated (`"no scan on cpu"`), or None: then the op is an extern call."""
 
     def refuse_fused(self, body: Body) -> str | None:
         """Why two kernels should not become this one, or None; `refuse` takes both of them."""
@@ -139,12 +139,12 @@ def has_generator(device_type: str) -> bool:
 
 
 def foreign() -> list[str]:
-    """Device types whose generator is somebody else's."""
+    """Device types whose generator was registered from outside of overlapc."""
     return [kind for kind, each in _generators.items() if not type(each).__module__.startswith("overlapc.")]
 
 
 def load(device_type: str, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
-    """`Generator.load`, without importing a generator of ours that nothing was generated with: a warm start."""
+    """`Generator.load`, without importing a generator of overlapc that nothing was generated with: a warm start."""
     if device_type in _generators or device_type not in _LOADERS:
         return generator_for(device_type).load(sources, cache_dir)
     launchers: Mapping[str, Launcher] = importlib.import_module(_LOADERS[device_type]).load_kernels(sources, cache_dir)

@@ -1,4 +1,4 @@
-"""What a printed wrapper calls: its names written down, found again in another process, and made a function of."""
+"""The objects that a printed wrapper calls: their names as text, and how another process finds them again."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Part:
     inputs: tuple[str, ...]
     inner: frozenset[str]  # inputs that earlier parts made: they lie where these parts were captured
     written: frozenset[str]  # inputs whose contents change
-    freed: frozenset[str]  # inputs that nobody uses afterwards
+    freed: frozenset[str]  # inputs that are not used afterwards
     outputs: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ def _cut_collectives(program: Program, refused: dict[int, str], edges: set[int])
         elif isinstance(item, WaitFor):
             start = launched.get(item.variable)
             if start is None:
-                refused.setdefault(at, "its collective was launched by somebody else")
+                refused.setdefault(at, "another graph launched its collective")
             else:
                 waits[start].append(at)
     spans = {start: max(ends, default=len(program.instructions)) for start, ends in waits.items()}

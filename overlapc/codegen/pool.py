@@ -1,4 +1,4 @@
-"""One allocation for everything that lives and dies within a graph (`memory="pool"`).
+"""One allocation for all buffers that are allocated and freed within a graph (`memory="pool"`).
 
     a = allocate 64KiB; b = allocate 64KiB; free a; c = allocate 32KiB
  -> pool = allocate 128KiB; a = pool[0:]; b = pool[64KiB:]; free a; c = pool[0:]

@@ -265,7 +265,7 @@ class TakeOver(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Reuse(Instruction):
-    """An argument's memory under another name if nobody but this graph holds it by then, else new memory.
+    """An argument's memory under another name if only this graph holds it at run time, else new memory.
 
     The argument stays a variable until it is freed: the next launch reads it while it writes here.
     """

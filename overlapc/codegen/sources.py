@@ -33,7 +33,7 @@ def generate_kernels(
             if reason is not None:
                 raise CompileError(
                     f"cannot generate a kernel for {' '.join(part.origin.fx)}: {reason}\n   at {part.origin.source}\n"
-                    'hint: options={"native": False} runs every op as it stands; please report this graph'
+                    'hint: options={"native": False} calls the library op of every node; please report this graph'
                 )
         source = source_of(op, graph)
         other = (tuned or {}).get(source.name)

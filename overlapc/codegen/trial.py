@@ -1,8 +1,8 @@
-"""Generated kernels by themselves, on made-up memory: which may be run, and on what.
+"""Generated kernels run alone, on made-up memory: which may be run so, and on what memory.
 
 Integers are zeros and floats random. A kernel that reads where it should from memory (an embedding, a target's
 logit) then reads element 0; one whose indices could be out of bounds is refused, as its assertion would take the
-process's device with it. What a kernel overwrites in place is made up too, so running it again harms nobody.
+process's device with it. What a kernel overwrites in place is made up too, so it may run again.
 """
 
 from __future__ import annotations

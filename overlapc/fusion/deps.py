@@ -66,9 +66,9 @@ def output_buffers(graph: LoweredGraph) -> set[str]:
 
 
 def without_dead_ops(graph: LoweredGraph) -> list[IROp]:
-    """The ops whose result somebody uses, or that do something else: communicate, mutate, assert.
+    """The ops whose result is used, or that have effects: communicate, mutate, assert.
 
-    A wait stays with its start even if nobody reads the result: what is in flight needs its memory until then.
+    A wait stays with its start even if its result is not read: a collective in flight needs its memory until then.
     """
     needed = output_buffers(graph)
     given = {*graph.inputs, *graph.constants}

@@ -53,7 +53,7 @@ def fuse(
 ) -> tuple[list[IROp], FusionReport]:
     """`ops` with kernels fused, in a legal order, and the account of it.
 
-    `freeable` names inputs that nobody holds but the graph. With `combos`, kernels of one kind then share launches.
+    `freeable` names inputs that only the graph holds. With `combos`, kernels of one kind then share launches.
     With `measure`, a fusion stays only if its kernel is faster than the two alone, and spills no registers. None makes
     a kernel that `refuse` has a reason against. A `seed` tries candidates in random order: every order must give the
     same results, which tests show.

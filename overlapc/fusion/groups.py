@@ -46,7 +46,7 @@ class Groups:
     """The groups of one graph by number, each op one of its own at first."""
 
     def __init__(self, ops: Sequence[IROp], graph: LoweredGraph, freeable: Collection[str] = ()) -> None:
-        """`freeable` names inputs that nobody holds but the graph."""
+        """`freeable` names inputs that only the graph holds."""
         self.graph = graph
         dependences = edges(ops, graph)
         self.order = MergingOrder(dependences.before)
@@ -140,11 +140,11 @@ class Groups:
 
     def replace(self, a: Group, b: Group, op: Loops | Combo, local: set[str], place: tuple[Group, Group]) -> None:
         """Puts `op` in the place of both groups, where `make_room` made it; `local` buffers no longer touch memory."""
-        kept, gone = min(a.number, b.number), max(a.number, b.number)
+        kept, merged = min(a.number, b.number), max(a.number, b.number)
         stays, moves = place
         self.memory.move(moves.reads, moves.writes, moves.runs_at, stays.runs_at, local, op)
         for name in a.reads | b.reads:
-            self.readers[name] -= {kept, gone}
+            self.readers[name] -= {kept, merged}
         for name in a.writes | b.writes:
             self.writer[name] = kept
         for name in local:
@@ -160,14 +160,14 @@ class Groups:
         )
         for name in group.reads:
             self.readers[name].add(kept)
-        del self._groups[gone]
+        del self._groups[merged]
         self._groups[kept] = group
         for reach in (self._waits, self._starts):
-            reach.merge(kept, gone)
+            reach.merge(kept, merged)
 
 
 def _with_checks(bodies: Iterable[Body], unread: set[str]) -> set[str]:
-    """Those of the buffers that nobody reads whose stores carry checks: without the store these would be lost."""
+    """Buffers that are not read but whose stores carry checks, which would be lost without the store."""
     return {
         store.buffer
         for body in bodies

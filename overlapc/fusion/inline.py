@@ -51,8 +51,8 @@ INSTRUCTIONS_PER_BYTE = 2
 
 
 def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_refused) -> list[IROp]:
-    """`ops` with element-wise kernels moved into their readers, unless that makes what is refused; those nobody reads
-    any more are gone.
+    """`ops` with element-wise kernels moved into their readers, unless that makes a refused kernel; kernels
+    that are no longer read are dropped.
     """
     now: list[IROp | None] = list(ops)
     kept = output_buffers(graph) | set(graph.aliases.values())
@@ -134,7 +134,7 @@ def _pays(producer: Loops, consumers: list[Loops], graph: LoweredGraph) -> bool:
     if not loads:
         return len(values) <= MOST_RECOMPUTED  # made from positions and constants alone
     if body.checks() and not all(_covers(consumer.body, body, buffer) for consumer in consumers):
-        return False  # elements that nobody reads are checked in eager, too
+        return False  # eager checks elements that are not read, too
     # What is the same in every iteration is computed once: before the loops, or once a program.
     varies = depends_on(values, {loop.symbol for loop in body.loops})
     cheap = all(value.name in CHEAP for value in values if isinstance(value, Op) and varies[value])

@@ -3,7 +3,7 @@
     y[4*p0 + p1] = exp(x[4*p0 + p1]);  z[3*p0 + p1] = y[p0 + 4*p1]      over (3, 4) and (4, 3)
  -> the second over (3, 4) as well: z[p0 + 3*p1] = y[4*p0 + p1], and now they merge
 
-Tried last, when nothing fuses as it stands, so no fusion is lost. Strides decide: what a kernel then reads or writes
+Tried last, when nothing else fuses, so no fusion is lost. Strides decide: what a kernel then reads or writes
 with a step other than one must not outweigh the traffic that is saved.
 """
 

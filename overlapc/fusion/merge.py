@@ -197,6 +197,6 @@ def same_space(first: Body, second: Body) -> bool:
 
 
 def without_stores(body: Body, buffers: set[str]) -> Body:
-    """`body` without its stores to `buffers`: nobody outside the kernel reads them."""
+    """`body` without its stores to `buffers`, which are read in this kernel only."""
     kept: tuple[Store, ...] = tuple(store for store in body.stores if store.buffer not in buffers)
     return canonical(Body(body.loops, body.reduction, kept))

@@ -1,11 +1,11 @@
 """Results that are views of one another, where parameters are DTensors.
 
 AOTAutograd refuses such graphs (torch 2.11 to 2.13: "ANY output aliasing ... is currently unsupported"). They are
-common behind graph breaks: what lives on after a break is often a tensor together with a view of it. Here the graph
-returns the tensor alone, and the views are made of it outside, by the very nodes that made them within.
+common at graph breaks: the code after a break often needs a tensor and a view of it. Here the graph returns the tensor
+alone, and the same view nodes run outside of the graph.
 
     h = linear(x); flat = h.view(-1, 8); return (h, flat, loss)
- -> h = linear(x); return (h, loss)   and, run eagerly behind it:   flat = h.view(-1, 8)
+ -> h = linear(x); return (h, loss)   and, run eagerly after it:   flat = h.view(-1, 8)
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Results = Callable[[Sequence[Any]], Sequence[Any]]
 def views_outside(gm: GraphModule) -> Results | None:
     """Takes views that share memory with other results out of the graph that Dynamo captured, in place.
 
-    Returns what makes the results as they were of those that `gm` has now; None where nothing had to change, as `gm`
-    has no two differentiable results over one memory, or none that views alone make of another tensor of the graph.
+    Returns a graph that makes the former results from the present ones; None if nothing had to change, because `gm` has
+    no two differentiable results in one memory, or none that is a view of another tensor of the graph.
     """
     output = gm.graph.output_node()
     results = [value for value in output.args[0] if isinstance(value, Node)]  # type: ignore[union-attr]

@@ -1,14 +1,14 @@
-"""Attention whose mask follows from positions alone takes the kernel that needs no mask.
+"""Attention whose mask follows from positions alone is rewritten to a call without a mask.
 
-A model that is traced whole builds its mask as a tensor, and a kernel that takes one reads it and computes what it
-masks. On the graph that Dynamo captured, before autograd:
+A model that is traced whole builds its mask as a tensor; a kernel with a mask reads it and computes masked scores, too.
+On the graph that Dynamo captured, before autograd:
 
     scaled_dot_product_attention(q, k, v, attn_mask=arange(n) <= arange(n)[:, None])
  -> scaled_dot_product_attention(q, k, v, is_causal=True)
 
-A mask that lets everything through goes, too. So do the copies of keys and values for grouped-query attention, where
-the kernel without a mask reads each key for several heads by itself. A window goes a piece of the sequence at a time
-(windows.py); offsets and masks that depend on data stay. What was found out about the mask travels to the ATen graph
+A mask that is true everywhere is dropped, too, and so are the copies of keys and values for grouped-query attention if
+the kernel without a mask can read each key for several heads. Attention within a window is computed in pieces of the
+sequence (windows.py); offsets and masks that depend on data stay. The verdict on the mask travels to the ATen graph
 as `node.meta["custom"]["overlapc_attention"]`.
 """
 
@@ -47,7 +47,7 @@ _KERNELS = {
 
 
 def drop_masks(gm: GraphModule, *, eager_dropout: bool) -> None:
-    """Rewrites every attention of Dynamo's graph, in place, whose mask is causal or lets everything through.
+    """Rewrites every attention of Dynamo's graph, in place, whose mask is causal or true everywhere.
 
     eager_dropout: dropout has to draw eager's numbers, which another kernel may not.
     """
@@ -178,7 +178,7 @@ def _what_it_is(grid: Grid, scores: tuple[sympy.Expr, ...], shape_env: ShapeEnv 
 
 
 def _piece(verdict: Verdict, arguments: Mapping[str, Any]) -> int | None:
-    """Positions of a piece in which attention within a window goes; None where it does not."""
+    """Positions of a piece for attention within a window; None if it is not computed in pieces."""
     fakes = [_fake(arguments[name]) for name in ("query", "key", "value")]
     if verdict.window is None or arguments.get("is_causal") or arguments.get("enable_gqa"):
         return None
@@ -315,7 +315,7 @@ def attention_kernels(graph: fx.Graph) -> Counter[str]:
 
 
 def attention_counts(graph: fx.Graph) -> dict[str, int]:
-    """How many attentions of a forward graph lost a mask as causal or full, go by window, or have a mask still."""
+    """How many attentions of a forward graph had a causal or full mask dropped, use a window, or still have a mask."""
     outcomes = {note["at"]: note["outcome"] for note in _notes(graph)}
     names = {
         CAUSAL: "attention_masks_causal", FULL: "attention_masks_full", WINDOW: "attention_masks_windows",

@@ -31,7 +31,7 @@ _HARMLESS = frozenset({torch._C._log_api_usage_once})
 
 
 class Unfit(Exception):
-    """Why a stretch, or a whole graph, is traced as it stands."""
+    """Why a stretch, or a whole graph, is traced without folding."""
 
 
 @dataclass(frozen=True)

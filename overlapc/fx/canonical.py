@@ -4,11 +4,11 @@
 
 - every collective is a `_c10d_functional` op whose result is read only through one `wait_tensor` (one an output
   for the coalesced, list-valued forms),
-- nothing waits for what is not in flight, equal gathers exist once, and gradients of one parameter are added up
-  before they are reduced,
-- `_dtensor.shard_dim_alltoall`, in-place forms, point-to-point and custom ops stay as they are: they wait for
-  themselves, or we do not know (`Collective.waits` is empty). The first is known to be a collective and its wait and no
-  more; the scheduler takes the others as barriers, unless the user calls them safe.
+- no wait is left for a value that is not in flight, equal gathers exist once, and gradients of one parameter are added
+  up before they are reduced,
+- `_dtensor.shard_dim_alltoall`, in-place forms, point-to-point and custom ops stay as they are: they are
+  synchronous, or of unknown kind (`Collective.waits` is empty). The first is a collective and its wait and no more; the
+  scheduler treats the others as barriers, unless the user declares them safe.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _one_wait_each(graph: fx.Graph) -> int:
 
 
 def _wait_once(graph: fx.Graph, output: fx.Node) -> int:
-    """Let everything that reads `output` read it through one wait, right behind it unless there was only that."""
+    """Makes all readers of `output` read it through one wait, directly after it unless it had one wait."""
     users = [user for user in output.users if user.target is not done]  # that it was launched is all `done` needs
     if not users or (len(users) == 1 and is_wait(users[0])):
         return 0
@@ -128,7 +128,7 @@ def _wait_once(graph: fx.Graph, output: fx.Node) -> int:
 
 
 def _drop_unread(graph: fx.Graph) -> int:
-    """Collectives that nobody reads are not worth running; ranks share the graph, so all drop the same ones.
+    """Drops collectives whose results are not read; ranks share the graph, so all drop the same ones.
 
     torch keeps waits alive as side effects. Of a functional launch a wait's only effect is its result; of one that
     works in place it is what readers of the mutated tensor rely on, so that stays.

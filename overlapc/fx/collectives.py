@@ -32,7 +32,7 @@ class Collective:
 
     @property
     def synchronous(self) -> bool:
-        """Whether the launch itself blocks, so that nothing can hide it."""
+        """Whether the launch itself blocks until the collective is done, so that no compute can hide it."""
         return not self.waits
 
 
@@ -47,7 +47,7 @@ def find_collectives(graph: fx.Graph, safe: frozenset[str] = frozenset()) -> lis
 
 
 def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset()) -> Comm:
-    """What `node` moves, by its collective's own definition: a gather its output, a scatter its input."""
+    """What `node` moves: a gather its output, a scatter its input."""
     kind = kind_of(node)
     group = group_of(node)
     if kind in KINDS and KINDS[kind].output_sized and node.target is not EXCHANGE:  # whose output lacks a part

@@ -1,4 +1,4 @@
-"""Which nodes of a graph communicate, and how: what every other file asks of one node."""
+"""Which nodes of a graph communicate, and how."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from overlapc.schedule.collectives import KINDS
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _KINDS = {**{kind.op: kind.name for kind in KINDS.values()}, "shard_dim_alltoall": "all_to_all"}
 _OURS = {"exchange": "all_to_all"}  # in overlapc's own namespace
-# Of the last three we know no op; all of them communicate.
+# The ops of the last three are unknown; all of them communicate.
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
 _NOT_COMMUNICATION = ("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group")
 
@@ -37,7 +37,7 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def is_asynchronous(node: fx.Node) -> bool:
-    """Whether `node` launches a collective of known kind that somebody must wait for."""
+    """Whether `node` launches a collective of known kind that needs a wait."""
     namespace, name = op_of(node)
     return name in _OURS if namespace == "overlapc" else _is_torchs(namespace, name)
 

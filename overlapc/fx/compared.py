@@ -1,10 +1,10 @@
-"""What must not be computed again: values that a node compares, and whose bits depend on the kernel around them.
+"""Values that must not be recomputed: a node compares them, and their bits depend on the kernel that computes them.
 
     total = sum(x); share = x / total; top = amax(share); ...; hit = eq(share, top)          total is saved
 
 A sum's last bit depends on the order of its terms, and that on the kernel it is fused into; so does that of everything
 else here. Element-wise operations, maxima and library calls give the same bits again. Where the user's checkpoint says
-to compute all of it again, such a sum is saved all the same: it is small beside what it sums.
+to compute all of it again, such a sum is saved nevertheless: it is small beside what it sums.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def _packets(names: str) -> frozenset[object]:
     return frozenset(getattr(aten, name) for name in names.split())
 
 
-# Sums and products in an order of ours, atomics among them.
+# Sums and products in an order that overlapc chooses, atomics among them.
 _INEXACT = _packets(
     "sum mean prod var var_mean std std_mean cumsum cumprod logcumsumexp logsumexp linalg_vector_norm norm index_add "
     "scatter_add scatter_reduce index_put _softmax _log_softmax native_layer_norm native_group_norm"
 )
-# What makes much of the last bit: steps, orders, positions.
+# Ops for which the last bit matters: steps, orders, positions.
 _STEPS = _packets(
     "eq ne lt le gt ge isnan isinf sign sgn floor ceil trunc round frac remainder fmod floor_divide heaviside "
     "logical_not logical_and logical_or logical_xor threshold_backward hardtanh_backward argmax argmin sort topk "
@@ -37,7 +37,7 @@ _STEPS = _packets(
 
 
 def save_what_is_compared(graph: fx.Graph, backward: set[fx.Node]) -> int:
-    """Mark such values of a joint graph, of which `backward` depends on tangents, as saved; how many there are."""
+    """Marks these values of a joint graph as saved; returns how many. backward: nodes that depend on tangents."""
     sharp: set[fx.Node] = set()  # nodes whose last bit decides a result
     marked = 0
     for node in reversed(graph.nodes):

@@ -1,8 +1,8 @@
 """Order that the graph asks for beyond its data: torch's `control_deps(earlier, subgraph, *args)`.
 
-torch wraps an op so to have it run after others whose results it does not read: waits for streams and events, and
-what a pass before us decided. `inline_control_deps` puts the wrapped ops back into the graph, behind a node
-`done(*earlier)`, which names what must have run. Being an argument there, what is earlier follows every rewrite of the
+torch wraps an op in this way to make it run after ops whose results it does not read: waits for streams and events, and
+decisions of earlier passes. `inline_control_deps` puts the wrapped ops back into the graph, behind a node
+`done(*earlier)`, which names what must have run. As arguments, the earlier ops follow every rewrite of the
 graph; `order_of` says for a node which `done` it stands behind.
 """
 
@@ -21,7 +21,7 @@ _KEY = "overlapc_after"
 
 
 def done(*earlier: Any) -> None:
-    """What marked nodes run after; does nothing itself."""
+    """Marks what a node must run after; computes nothing."""
 
 
 has_side_effect(done)

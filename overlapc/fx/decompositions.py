@@ -1,7 +1,7 @@
-"""Which ATen ops AOTAutograd breaks into smaller ones for us.
+"""Which ATen ops AOTAutograd decomposes into smaller ones.
 
 torch's core set, less what is better lowered whole (variance, softmax's backward), called as a library kernel
-(attention), or kept as the one call that it is.
+(attention), or kept as one call.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
 
 
 def of_dense(op: Any) -> Callable[..., Any]:
-    """`op` as it is, and not as torch's rule, whose result has the dtype that both tensors promote to.
+    """`op` itself instead of torch's rule, whose result has the dtype to which both tensors promote.
 
     Where elements of `x` share memory, `op` of a copy: torch 2.11 traces a result whose elements share memory, too.
     """

@@ -1,8 +1,8 @@
-"""Draws of eager's numbers that nothing reads stay in the graph: later draws come from the generator they moved on.
+"""Keeps unread draws of eager's random numbers in the graph, because they advance the generator for later draws.
 
     rand = aten.rand(4)                 ->      rand = aten.rand(4); overlapc.drawn(rand)
 
-torch drops unread random ops while it traces, unless Inductor's own `fallback_random` is set, which is not ours to
+torch drops unread random ops while it traces, unless Inductor's own `fallback_random` is set, which overlapc must not
 set. `drawn` has a side effect as far as torch knows, and is lowered to no code.
 """
 
@@ -28,7 +28,7 @@ DRAWN = has_side_effect(torch.ops.overlapc.drawn.default)
 
 
 def draws(target: Any) -> bool:
-    """Whether `target` is an op that itself moves a generator on, and no composition of others that do."""
+    """Whether `target` itself advances a generator, and is no composition of other such ops."""
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     return not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
@@ -51,7 +51,7 @@ def _drawn(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def draw_late(joint: fx.Graph) -> None:
-    """Keep in backward what eager draws there: torch's partitioner would draw it in forward, if no tangent is needed.
+    """Keeps draws of backward in backward: torch's partitioner would move those that need no tangent to forward.
 
     torch tags as forward's all that is; what a custom function's backward does has no tag.
     """
@@ -61,7 +61,7 @@ def draw_late(joint: fx.Graph) -> None:
 
 
 def draw_early(backward: fx.Graph) -> None:
-    """Take out of `backward` what only keeps draws that are forward's: torch's partitioner copies them; in place."""
+    """Removes from `backward`, in place, copies that torch's partitioner made of forward's draws."""
     for node in reversed(backward.nodes):
         if node.target is DRAWN and node.meta.get("partitioner_tag") != _LATE:
             number = node.args[0]

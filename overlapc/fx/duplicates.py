@@ -2,7 +2,7 @@
 
     a = _to_copy(x, dtype=bfloat16); …; b = _to_copy(x, dtype=bfloat16)  ->  a, read by b's users too
 
-torch's partitioner would do it as well; its way imports most of Inductor and takes ten times as long.
+torch's partitioner can do this, too, but imports most of Inductor for it and takes ten times as long.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _OWN_MEMORY = frozenset({torch.ops.aten.empty.memory_format, torch.ops.aten.empt
 
 
 class _Unknown(Exception):
-    """An argument of which it cannot be said whether two are equal."""
+    """An argument that cannot be compared with another."""
 
 
 def merge_duplicates(graph: fx.Graph) -> int:
-    """Replaces each node by an earlier one that is equal; how many went.
+    """Replaces each node by an earlier one that is equal; returns how many.
 
-    Left alone: what draws random numbers, changes memory or leaves the graph (two results that are equal are two
+    Not merged: what draws random numbers, changes memory or leaves the graph (two results that are equal are two
     tensors), and what has no schema. Equal nodes with a change of memory between them are different.
     """
     leaving = _storages_of_results(graph)
@@ -41,7 +41,7 @@ def merge_duplicates(graph: fx.Graph) -> int:
 
 
 def merge_equal(graph: fx.Graph, kind: Callable[[fx.Node], object]) -> int:
-    """Replaces each node by an earlier one with the same op, arguments and `kind`; how many went.
+    """Replaces each node by an earlier one with the same op, arguments and `kind`; returns how many.
 
     `kind` is asked of every function call in graph order; those of which it says None stay.
     """
@@ -71,7 +71,7 @@ def _changes_memory(node: fx.Node) -> bool:
 
 
 def _is_function(node: fx.Node) -> bool:
-    """Whether equal arguments give equal results, in memory that nobody tells apart."""
+    """Whether equal arguments give equal results, and a program cannot tell the two results' memory apart."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded not in target.tags and target not in _OWN_MEMORY

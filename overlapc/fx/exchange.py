@@ -3,7 +3,7 @@
     r = wait(reduce_scatter(cast(g), "avg"))
  -> p = wait(exchange(g)); r = (cast(p[0]) + cast(g[1]) + cast(p[1]) + ...) / ranks    (on rank 1)
 
-A ring adds on the way, so it has to carry the dtype that it adds in. Here gradients travel as they were computed (half
+A ring adds up on the way, so data travel in the dtype of the sum. Here gradients travel as they were computed (half
 the bytes for bfloat16), are added in float32 in the order of ranks, and rounded once. The sum is plain ops: one
 generated kernel, with whatever reads it. It reads a rank's own part where that was computed, and those of the others
 where they arrived; so graphs of ranks differ in a number, and in nothing else. An all-reduce is the same and a gather

@@ -48,7 +48,7 @@ class _Flat:
 
 
 def split_buckets(graph: fx.Graph) -> int:
-    """Take apart every bucket of the graph; how many of FSDP2's ops were replaced."""
+    """Takes every bucket of the graph apart; returns how many of FSDP2's ops were replaced."""
     flat, replaced = _Flat(), 0
     for node in list(graph.nodes):
         if node.target is fsdp.all_gather_copy_in.default:

@@ -9,7 +9,7 @@ from overlapc.fx.unsharded import remove_fills
 
 
 def clean_up(graph_module: fx.GraphModule) -> int:
-    """Storage that comes and goes is left out, and flat buckets are taken apart; how much was replaced.
+    """Removes resizes of storage, and takes flat buckets apart; returns how many ops were replaced.
 
     Comes before `canonicalize`, after which everything is as if `overlapc.fully_shard` had written it.
     """

@@ -1,4 +1,4 @@
-"""Sharded parameters in a graph: find each gather with all that belongs to it; merge what is done twice.
+"""Sharded parameters in a graph: finds each gather with its casts and views; merges duplicates.
 
 A parameter that forward reads twice is gathered twice as traced, and each read reduces its own gradient.
 """
@@ -103,7 +103,7 @@ def _carried(root: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def merge_gathers(graph: fx.Graph) -> int:
-    """Merge equal gathers in an ATen graph, with equal casts and pads before them; returns how many nodes went."""
+    """Merge equal gathers in an ATen graph, with their casts and pads; returns how many nodes it removed."""
     wanted: set[fx.Node] = set()
     for start in graph.nodes:
         if start.target in _GATHERS:
@@ -134,7 +134,7 @@ def _waits_behind(start: fx.Node) -> Iterator[fx.Node]:
 
 
 def merge_reductions(graph: fx.Graph) -> int:
-    """Reduce the sum of a parameter's gradients in place of each one; returns how many reductions went.
+    """Reduces the sum of a parameter's gradients in place of each one; returns how many it removed.
 
         a = reduce(x); b = reduce(y); s = add(a, b)  ->  t = add(x, y); s = reduce(t)
 
@@ -160,14 +160,14 @@ def merge_reductions(graph: fx.Graph) -> int:
         late.replace_input_with(gradients[1], total)
         add.replace_all_uses_with(pairs[0][1])
         graph.erase_node(add)
-        for gone, _ in pairs:
-            graph.erase_node(gone)
+        for duplicate, _ in pairs:
+            graph.erase_node(duplicate)
         merged += 1
     return merged
 
 
 def _equal_chains(first: fx.Node, second: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """How far up from two nodes the same is done to two gradients of one parameter: pairs, from the end up."""
+    """Pairs of equal nodes in the chains that reduce two gradients of one parameter, from the end up."""
     pairs: list[tuple[fx.Node, fx.Node]] = []
     label = label_of(first)
     while (

@@ -5,7 +5,7 @@
 
 A bucket of `passes/bucket.py` needs no copies, but every tensor in it adds to its time (`coalesced_tensor_ns`). Norms
 and biases are copied in less: the copies are plain ATen ops, so casts and pads before, and what reads the result,
-fuse with them into generated kernels. Large tensors stay where they lie.
+fuse with them into generated kernels. Large tensors are not copied.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CopyCosts:
     byte_ns: float  # of reading or writing one byte of device memory
 
     def saved_ns(self, sent_bytes: int, received_bytes: int) -> float:
-        """What copying one tensor in and out saves; negative where it costs."""
+        """What copying one tensor in and out saves; negative if it takes longer."""
         return self.tensor_ns - self.kernel_ns - 2 * (sent_bytes + received_bytes) * self.byte_ns
 
 
@@ -61,7 +61,7 @@ class _Member:
 
 
 def pack(graph_module: fx.GraphModule, costs: CopyCosts) -> int:
-    """Pack what pays, in a canonical graph; how many tensors were."""
+    """Packs tensors of a canonical graph where that pays; returns how many."""
     graph = graph_module.graph
     packed = 0
     for find, write in ((_gathers, _pack_gathers), (_reductions, _pack_reductions)):

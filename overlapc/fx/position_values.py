@@ -1,4 +1,4 @@
-"""What an element of a tensor is whose elements follow from their positions: values in symbols, and tensors of them.
+"""Elements that follow from their positions in a tensor: as symbolic values, and tensors of such elements.
 
 An element is an integer expression, a condition (bool tensors), or one of a few numbers and the condition under which
 it is that one (`Cases`: a mask of 0 and -inf).

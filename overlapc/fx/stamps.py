@@ -1,4 +1,4 @@
-"""The traced graph of one block, copied into the joint graph of the step for every block like it.
+"""The traced graph of one block, copied into the joint graph of the step for every equal block.
 
 The joint graph of a block holds its forward, then its backward. Both parts of a copy lie in one graph, so backward
 simply reads the values of forward; what is saved and what is computed again is decided later, for the whole step.
@@ -77,7 +77,7 @@ class TracedBlock:
 
 @dataclass(frozen=True)
 class Names:
-    """What one block calls the modules and parameters that the traced one calls otherwise."""
+    """Names of modules and parameters in one block, by their names in the traced block."""
 
     stacks: Mapping[tuple[str, ...], Any]  # paths of the traced block's modules -> modules of this one
     notes: Mapping[str, Mapping[str, Any]]  # `custom` entries, by their text

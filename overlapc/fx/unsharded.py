@@ -7,8 +7,8 @@ FSDP2 keeps each unsharded parameter as a tensor without storage and, around the
 `remove_fills` does the replacement for every such region of every input, a layer that is used twice included. The
 parameter is then never written, and the gathered tensor is freed when nothing needs it any more.
 
-What it leaves alone, with a warning: regions that are not `full, copy, reads, 0`. What it refuses, as the user's
-change would be lost when the storage goes: a graph that writes into an unsharded parameter itself.
+Regions that are not `full, copy, reads, 0` stay, with a warning. A graph that itself writes into an unsharded parameter
+is refused, as the user's change would be lost when the storage is freed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Region:
 
 
 def remove_fills(graph: fx.Graph) -> int:
-    """Do the above for all inputs; how many regions went. CompileError for a write of the user's."""
+    """Does the above for all inputs; returns how many regions were removed. CompileError for a write of the user's."""
     position = {node: at for at, node in enumerate(graph.nodes)}
     removed = 0
     resized: dict[fx.Node, list[fx.Node]] = defaultdict(list)

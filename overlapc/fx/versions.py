@@ -1,4 +1,4 @@
-"""The one place that knows how torch 2.11, 2.12 and 2.13 differ, and which private names we lean on."""
+"""All differences between torch 2.11, 2.12 and 2.13, and all private names of torch that overlapc uses."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def resolve_group(name: str) -> Any:
 
 
 def donated_inputs() -> list[int] | None:
-    """Positions of the inputs of the backward graph being compiled that nobody but it holds; None when not known.
+    """Positions of the inputs that only the backward graph being compiled holds; None when not known.
 
     What forward saved is not among them if it is a view of a parameter, for instance.
     """
@@ -404,7 +404,7 @@ def fake_like(value: FakeTensor, base: torch.Tensor | None, shift: int) -> FakeT
 def size_hint(size: int | torch.SymInt) -> int:
     """A number to plan with for a size that may be symbolic.
 
-    Sizes that depend on data have no hint; torch's partitioner takes 4096 for them, and so do we.
+    Sizes that depend on data have no hint; torch's partitioner assumes 4096 for them, and so does overlapc.
     """
     if isinstance(size, int):
         return size

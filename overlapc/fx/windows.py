@@ -4,7 +4,7 @@
  -> windowed_attention(q, k, v, 64, 64, piece=128)                               3 * 128 scores a query
 
 A piece of queries sees the keys of its own piece and, where the window reaches there, of those beside it. Each piece is
-one more element of the batch, so any kernel that takes a mask will do.
+one more element of the batch, so any kernel that takes a mask can compute it.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Op(Value):
     """An element-wise operation; `name` is one of `OPERATIONS`, arguments have one dtype unless it says otherwise.
 
     `coarse`: a few units in the last place do not matter (lowering/precision.py), and a generator may approximate. The
-    operation says so itself, whoever reads it, so that it gives the same bits in whatever kernel it is computed.
+    operation says so itself, independently of its readers, so that it gives the same bits in every kernel.
     """
 
     name: str

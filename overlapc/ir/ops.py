@@ -229,7 +229,7 @@ def attention_refused(op: Attention) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Extern:
-    """A call of `target` as it stands: library kernels, fallbacks and everything we do not generate.
+    """A call of `target`: library kernels, fallbacks and everything we do not generate.
 
     `args` and `kwargs` hold views, handles, sympy sizes and Python values. `result` mirrors what the call returns,
     with a view for each tensor and a handle for everything else.
@@ -243,7 +243,7 @@ class Extern:
     mutates: tuple[View, ...] = ()  # as they are called after the mutation
     out: bool = False  # the call takes its one result as `out=`
     fallback: bool = False  # generated code was possible in principle; counted and reported
-    pure: bool = True  # may be dropped when nobody reads it
+    pure: bool = True  # may be dropped if its result is not read
     comm: Any = (
         None  # set on communication that waits for itself, or that is unknown: a barrier for other communication
     )
@@ -341,7 +341,8 @@ _NAMESPACES = frozenset(
 def sees_where_memory_begins(op: Extern) -> bool:
     """Whether the call's result depends on how far into its memory an argument lies, or may (an op of the user's).
 
-    `as_strided` and its kin count from the memory's first element; branches and loop bodies may hold such calls.
+    `as_strided` and `as_strided_scatter` count from the memory's first element; branches and loop bodies may hold
+    calls of them.
     """
     target = getattr(op.target, "copies_results_of", op.target)
     if not isinstance(target, torch._ops.OpOverload):

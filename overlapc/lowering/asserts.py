@@ -7,13 +7,13 @@ import torch
 
 from overlapc.ir.body import Checked, Constant, Value, op
 from overlapc.ir.ops import Layout, View
-from overlapc.lowering.context import Context
+from overlapc.lowering.context import Lowering
 from overlapc.lowering.table import Impossible, aten, lowers
 
 
 @lowers(aten._assert_async.msg)
-def assert_async(context: Context, condition: View, message: str) -> None:
-    """A kernel that stores what it checked, since kernels store something; nobody reads it."""
+def assert_async(context: Lowering, condition: View, message: str) -> None:
+    """A kernel that stores what it checked, as every kernel stores something; the result is not read."""
     if any(size != 1 for size in condition.size):
         raise Impossible("a condition of several numbers")
 

@@ -46,7 +46,7 @@ from overlapc.lowering.table import OUT_VARIANTS, Impossible
 aten = torch.ops.aten
 
 
-class Context:
+class Lowering:
     """State of one lowering; what lowering functions build ops with."""
 
     def __init__(
@@ -313,9 +313,9 @@ class Context:
         fallback: bool = False,
         pure: bool | None = None,
     ) -> Any:
-        """A call of `target` as it stands; results are laid out as the fake tensors say.
+        """A call of `target`; results are laid out as the fake tensors say.
 
-        Whether it may be dropped when nobody reads its results is told by its schema unless `pure` does.
+        pure: whether it may be dropped if its results are not read; by default its schema says.
         """
         call = self.call_of(target, args, kwargs, fallback)
         if pure is not None:

@@ -13,7 +13,7 @@ from overlapc.ir.body import Body, Index, Load, Store, Value, compute_dtype, op
 from overlapc.ir.indexing import flat_index, loop_symbol, numel
 from overlapc.ir.ops import Layout, View
 from overlapc.ir.values import cast, constant
-from overlapc.lowering.context import Context
+from overlapc.lowering.context import Lowering
 from overlapc.lowering.indexing import Place, both, masked_element, picked, place, positioned
 from overlapc.lowering.scatter import Position, contiguous, contiguous_strides, refuse_if_deterministic, store_at
 from overlapc.lowering.table import Impossible, lowers
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @lowers(aten.embedding.default)
 def embedding(
-    context: Context,
+    context: Lowering,
     weight: View,
     indices: View,
     padding_idx: int = -1,
@@ -39,7 +39,7 @@ def embedding(
 
 @lowers(aten.embedding_dense_backward.default)
 def embedding_dense_backward(
-    context: Context, grad: View, indices: View, num_weights: Any, padding_idx: Any, scale_grad_by_freq: bool
+    context: Lowering, grad: View, indices: View, num_weights: Any, padding_idx: Any, scale_grad_by_freq: bool
 ) -> View:
     """Rows of `grad` added up by token.
 
@@ -56,11 +56,11 @@ def embedding_dense_backward(
     return _added_up_by_owner(context, grad, indices, padding_idx, out)
 
 
-def _hint(context: Context, size: sympy.Expr) -> int:
+def _hint(context: Lowering, size: sympy.Expr) -> int:
     return context.graph.hint(size)
 
 
-def _token(context: Context, indices: View, position: Position) -> Value:
+def _token(context: Lowering, indices: View, position: Position) -> Value:
     return cast(context.element(indices, position), torch.int64)
 
 
@@ -74,7 +74,7 @@ def _with(spot: Place, conditions: Sequence[Value]) -> Place:
     return Place(spot.index, both(spot.inside, *conditions), spot.indirect)
 
 
-def _added_up(context: Context, grad: View, indices: View, padding_idx: Any, out: Layout) -> View:
+def _added_up(context: Lowering, grad: View, indices: View, padding_idx: Any, out: Layout) -> View:
     wide = compute_dtype(out.dtype)
     same = wide == out.dtype
     sums = context.pointwise(
@@ -93,7 +93,7 @@ def _added_up(context: Context, grad: View, indices: View, padding_idx: Any, out
     return changed if same else context.pointwise(lambda total: total, changed)
 
 
-def _added_up_by_owner(context: Context, grad: View, indices: View, padding_idx: Any, out: Layout) -> View:
+def _added_up_by_owner(context: Lowering, grad: View, indices: View, padding_idx: Any, out: Layout) -> View:
     """A word that occurs once has the row of that token; one that occurs often is added up in its last token's row.
 
     ends[0, word] = its last token, ends[1, word] = its first one counted from the end; -1 for none
@@ -155,12 +155,12 @@ class _Occurrences:
     first: Value
 
 
-def _ends(context: Context, indices: View, padding_idx: Any, out: Layout) -> View:
+def _ends(context: Lowering, indices: View, padding_idx: Any, out: Layout) -> View:
     """The table of first and last tokens, see `_added_up_by_owner`."""
     size = (sympy.Integer(2), out.size[0])
-    nobody = constant(-1, torch.int32)
+    no_owner = constant(-1, torch.int32)
     ends = context.pointwise(
-        lambda: nobody, name=context.name_for("ends"), layout=contiguous(out.device, torch.int32, size)
+        lambda: no_owner, name=context.name_for("ends"), layout=contiguous(out.device, torch.int32, size)
     )
     strides = contiguous_strides(indices.size)
 

@@ -29,7 +29,7 @@ from overlapc.ir.indexing import Ranges, bounds, loop_symbol, simplify, substitu
 from overlapc.ir.ops import GRADIENT, SCORE, Attention, BlockLists, Handle, Loops, LoweredGraph, View
 from overlapc.ir.rewriting import rewrite_values
 from overlapc.ir.values import as_read, cast, constant
-from overlapc.lowering.context import Context
+from overlapc.lowering.context import Lowering
 from overlapc.lowering.graph import lower
 from overlapc.lowering.precision import FORGIVING, coarsened
 from overlapc.lowering.provenance import provenance
@@ -55,7 +55,7 @@ _ON_POSITIONS: Mapping[str, Callable[..., Any]] = {
 
 @lowers(flex_attention)
 def forward(
-    context: Context,
+    context: Lowering,
     query: View,
     key: View,
     value: View,
@@ -79,7 +79,7 @@ def forward(
 
 @lowers(flex_attention_backward)
 def backward(
-    context: Context,
+    context: Lowering,
     query: View,
     key: View,
     value: View,
@@ -116,7 +116,7 @@ def backward(
     return (*_noted(context, query, attention).outputs, tuple(None for _ in gradients[3]))
 
 
-def _noted(context: Context, query: View, attention: Callable[[], Attention]) -> Attention:
+def _noted(context: Lowering, query: View, attention: Callable[[], Attention]) -> Attention:
     """The attention, added to the graph; Impossible where there is no kernel for it. Both are said in the report."""
     sizes, dtype = ", ".join(map(str, query.size)), str(query.dtype).removeprefix("torch.")
     backward = " backward" if context.node.target is flex_attention_backward else ""
@@ -143,7 +143,7 @@ def _is_fixed(view: View) -> bool:
 class _Space:
     """The scores of one attention: their loops b, h, q and k, and functions over them."""
 
-    def __init__(self, context: Context, tensors: Mapping[str, View]) -> None:
+    def __init__(self, context: Lowering, tensors: Mapping[str, View]) -> None:
         self.context = context
         self.tensors = tensors
         query, key, value = (tensors[role] for role in ("query", "key", "value"))

@@ -1,4 +1,4 @@
-"""Ops over lists of tensors: what the same op does to each, so that each may fuse with its neighbours."""
+"""Ops over lists of tensors, lowered for each tensor separately, so that each can fuse with its neighbours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from overlapc.ir.ops import View
-from overlapc.lowering.context import Context
+from overlapc.lowering.context import Lowering
 from overlapc.lowering.table import Impossible, Rule, lowering_of, lowers
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ BINARY = {
 }
 
 
-def each(context: Context, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[View]:
+def each(context: Lowering, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[View]:
     """`rule` on the first of every list, the second, …; what is no list goes to all."""
     results = []
     for item in range(len(context.value_of())):
@@ -62,7 +62,7 @@ def _register(name: str, overload: str, single: str) -> None:
         return
 
     @lowers(target)
-    def lowered(context: Context, *args: Any, **kwargs: Any) -> list[View]:
+    def lowered(context: Lowering, *args: Any, **kwargs: Any) -> list[View]:
         rule = lowering_of(getattr(getattr(aten, name), single))
         if rule is None or "scalars" in kwargs:
             raise Impossible("scalars by name")

@@ -1,4 +1,4 @@
-"""FX graph -> loop IR: walks the nodes once and asks the table for each op.
+"""FX graph -> loop IR: goes over the nodes once and asks the table for each op.
 
 What has no lowering, or cannot be generated here (complex numbers, another device, a layout with holes), becomes an
 extern call of the very op, so a graph never fails because of an op.
@@ -38,7 +38,7 @@ from overlapc.ir.ops import (
     views_in,
 )
 from overlapc.ir.values import is_number
-from overlapc.lowering.context import Context
+from overlapc.lowering.context import Lowering
 from overlapc.lowering.provenance import provenance
 from overlapc.lowering.schema import binds_sizes, is_effect_token, is_view
 from overlapc.lowering.table import LIBRARY_CALLS, Impossible, lowering_of
@@ -53,7 +53,7 @@ GENERATED_DTYPES = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Communication:
-    """What a node that communicates moves, and whether somebody else waits for it."""
+    """What a node that communicates moves, and whether a separate wait follows."""
 
     comm: Any  # overlapc.schedule.model.Comm
     asynchronous: bool
@@ -79,10 +79,10 @@ def lower(
     """
     if not is_noted(gm.graph):  # no part of a step that was split
         note_coarse(gm.graph)
-    walk = Walk(Context(name, native_product, refuse, rounds, refuse_attention), gm, generates, comm_of)
+    lowering = GraphLowering(Lowering(name, native_product, refuse, rounds, refuse_attention), gm, generates, comm_of)
     for node in gm.graph.nodes:
         try:
-            walk.run(node)
+            lowering.run(node)
         except OverlapcError:
             raise
         except (AssertionError, KeyError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
@@ -90,17 +90,17 @@ def lower(
             raise CompileError(
                 f"cannot lower {node.name} = {node.target}: {type(error).__name__}: {error}\n"
                 f"   at {place.source or 'unknown line'}\n"
-                'hint: options={"native": False} runs every op as it stands; please report this graph'
+                'hint: options={"native": False} calls the library op of every node; please report this graph'
             ) from error
-    return walk.graph
+    return lowering.graph
 
 
-class Walk:
+class GraphLowering:
     """The nodes of one graph in order; what a node's results are is kept in the context."""
 
     def __init__(
         self,
-        context: Context,
+        context: Lowering,
         gm: GraphModule,
         generates: Callable[[torch.device], bool],
         comm_of: Callable[[Node], Communication | None],

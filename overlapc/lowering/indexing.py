@@ -13,7 +13,7 @@ from overlapc.ir.body import Body, Checked, Index, Load, Value, op
 from overlapc.ir.indexing import is_one, loop_symbol
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast, constant
-from overlapc.lowering.context import Context
+from overlapc.lowering.context import Lowering
 from overlapc.lowering.table import Impossible, lowers
 
 aten = torch.ops.aten
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 MOST_JOINED = 16  # a longer cat is a chain of as many conditions per element; the library's copy is faster
 
 
-def positioned(context: Context, value: Callable[[tuple[sympy.Expr, ...]], Value]) -> View:
+def positioned(context: Lowering, value: Callable[[tuple[sympy.Expr, ...]], Value]) -> View:
     """A kernel whose elements are computed from their position."""
 
     def body(out: View) -> Body:
@@ -62,7 +62,7 @@ def masked_element(x: View, position: Sequence[sympy.Expr], mask: Value) -> Load
 
 
 @lowers(aten.cat.default)
-def cat(context: Context, tensors: Sequence[View], dim: int = 0) -> View:
+def cat(context: Lowering, tensors: Sequence[View], dim: int = 0) -> View:
     parts = [part for part in tensors if all(extent != 0 for extent in part.size)]
     if len(parts) > MOST_JOINED or not parts:
         raise Impossible(f"{len(parts)} tensors to join")
@@ -89,7 +89,7 @@ def cat(context: Context, tensors: Sequence[View], dim: int = 0) -> View:
 
 
 @lowers(aten.constant_pad_nd.default)
-def constant_pad(context: Context, x: View, pad: Sequence[Any], fill: Any = 0) -> View:
+def constant_pad(context: Lowering, x: View, pad: Sequence[Any], fill: Any = 0) -> View:
     rank = len(x.size)
     sides = {rank - 1 - at // 2: (pad[at], pad[at + 1]) for at in range(0, len(pad), 2)}  # what is added to each dim
 
@@ -138,7 +138,7 @@ def picked(x: View, at: Sequence[sympy.Expr], wanted: Mapping[int, Value]) -> Lo
     return Load(x.buffer, found.index, x.dtype, found.inside, found.indirect)
 
 
-def index_value(context: Context, index: View, position: Sequence[sympy.Expr], extent: sympy.Expr) -> Value:
+def index_value(context: Lowering, index: View, position: Sequence[sympy.Expr], extent: sympy.Expr) -> Value:
     """An index loaded from memory, negative ones counted from the end."""
     value = cast(context.element(index, position), torch.int64)
     return op("where", op("lt", value, constant(0, torch.int64)), op("add", value, Index(extent)), value)
@@ -150,7 +150,7 @@ def in_bounds(value: Value, extent: sympy.Expr) -> Value:
 
 
 @lowers(aten.gather.default)
-def gather(context: Context, x: View, dim: int, index: View, sparse_grad: bool = False) -> View:
+def gather(context: Lowering, x: View, dim: int, index: View, sparse_grad: bool = False) -> View:
     if not x.size or not index.size:
         raise Impossible("a tensor without dims")
     dim = dim % len(x.size)
@@ -162,7 +162,7 @@ def gather(context: Context, x: View, dim: int, index: View, sparse_grad: bool =
 
 
 @lowers(aten.index_select.default)
-def index_select(context: Context, x: View, dim: int, index: View) -> View:
+def index_select(context: Lowering, x: View, dim: int, index: View) -> View:
     if not x.size or not index.size:
         raise Impossible("a tensor without dims")
     dim = dim % len(x.size)
@@ -188,7 +188,7 @@ class Indexed:
         kept = [extent for dim, extent in enumerate(self.x.size) if dim not in self.given]
         return (*kept[: self.start], *self.shape, *kept[self.start :])
 
-    def at(self, context: Context, position: Sequence[sympy.Expr]) -> tuple[list[sympy.Expr], dict[int, Value]]:
+    def at(self, context: Lowering, position: Sequence[sympy.Expr]) -> tuple[list[sympy.Expr], dict[int, Value]]:
         """Position in `x`, and the values of the dims that are read from memory, for a position in the result."""
         end = self.start + len(self.shape)
         here = position[self.start : end]
@@ -222,6 +222,6 @@ def broadcast(shapes: Sequence[Sequence[sympy.Expr]]) -> tuple[sympy.Expr, ...]:
 
 
 @lowers(aten.index.Tensor)
-def index(context: Context, x: View, indices: Sequence[View | None]) -> View:
+def index(context: Lowering, x: View, indices: Sequence[View | None]) -> View:
     reads = indexed(x, indices)
     return positioned(context, lambda position: picked(x, *reads.at(context, position)))

@@ -1,4 +1,4 @@
-"""Ops that write over a part of a tensor: every element asks whether it is meant, so they fuse like any other."""
+"""Ops that write a part of a tensor: every element tests whether it lies in that part, so they fuse like others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from overlapc.ir.body import Index, Value, op
 from overlapc.ir.indexing import is_one
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast
-from overlapc.lowering.context import Context
+from overlapc.lowering.context import Lowering
 from overlapc.lowering.indexing import both, masked_element, positioned, within
 from overlapc.lowering.scatter import Position
 from overlapc.lowering.table import Impossible, lowers
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 @lowers(aten.slice_scatter.default)
 def slice_scatter(
-    context: Context, x: View, source: View, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
+    context: Lowering, x: View, source: View, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> View:
     dim = dim % len(x.size)
     begin = _slice_start(x.size[dim], start)
@@ -57,7 +57,7 @@ def _slice_start(extent: sympy.Expr, start: Any) -> sympy.Expr:
 
 
 @lowers(aten.select_scatter.default)
-def select_scatter(context: Context, x: View, source: View, dim: int, index: Any) -> View:
+def select_scatter(context: Lowering, x: View, source: View, dim: int, index: Any) -> View:
     dim = dim % len(x.size)
     where = sympy.sympify(index)
     if not where.is_Integer:
@@ -73,7 +73,7 @@ def select_scatter(context: Context, x: View, source: View, dim: int, index: Any
 
 
 @lowers(aten.diagonal_scatter.default)
-def diagonal_scatter(context: Context, x: View, source: View, offset: int = 0, dim1: int = 0, dim2: int = 1) -> View:
+def diagonal_scatter(context: Lowering, x: View, source: View, offset: int = 0, dim1: int = 0, dim2: int = 1) -> View:
     rank = len(x.size)
     row, column = dim1 % rank, dim2 % rank
 

@@ -14,7 +14,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 from overlapc.ir.body import LOW_PRECISION, Body, Cast, Constant, Index, Value, op
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast, constant
-from overlapc.lowering.context import Context
+from overlapc.lowering.context import Lowering
 from overlapc.lowering.table import Impossible, lowers, lowers_by_name
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ SCALED_BY_NUMBER = frozenset("mul div floor_div trunc_div".split())
 ROUND_ON_FLOAT_ONLY = frozenset(("floor", "ceil", "trunc", "round"))
 
 
-def compute(name: str, kind: PROMOTION, context: Context, *args: Any) -> View:
+def compute(name: str, kind: PROMOTION, context: Lowering, *args: Any) -> View:
     """One IR operation over `args`, promoted as torch does."""
     dtype = context.promoted(kind, *args)
     if kind is TO_BOOL:  # compared in the arguments' common dtype
@@ -68,7 +68,7 @@ def compute(name: str, kind: PROMOTION, context: Context, *args: Any) -> View:
     return context.pointwise(lambda *values: apply(name, dtype, *as_read(context, name, args, values)), *args)
 
 
-def as_read(context: Context, name: str, args: Sequence[Any], values: Sequence[Value]) -> list[Value]:
+def as_read(context: Lowering, name: str, args: Sequence[Any], values: Sequence[Value]) -> list[Value]:
     """The arguments' values as eager's kernel reads them: rounded to their common dtype, where that is a low precision.
 
     Eager rounds tensors of another dtype, integers and those of float32 without dims, before it computes.
@@ -123,7 +123,7 @@ def _register(name: str, kind: PROMOTION) -> None:
         lowers(overload)(lambda context, *args, **kwargs: _plain(name, kind, context, args, kwargs))
 
 
-def _plain(name: str, kind: PROMOTION, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> View:
+def _plain(name: str, kind: PROMOTION, context: Lowering, args: tuple[Any, ...], kwargs: dict[str, Any]) -> View:
     if kwargs:
         raise Impossible(f"keyword arguments {', '.join(kwargs)}")
     return compute(name, kind, context, *args)
@@ -134,54 +134,54 @@ for _name, _kind in {**UNARY, **BINARY}.items():
 
 
 @lowers(aten.bitwise_not.default)
-def bitwise_not(context: Context, x: View) -> View:
+def bitwise_not(context: Lowering, x: View) -> View:
     return compute("bitwise_not", DEFAULT, context, x)
 
 
 @lowers(aten.round.default)
-def round_(context: Context, x: View) -> View:
+def round_(context: Lowering, x: View) -> View:
     return compute("round", DEFAULT, context, x)
 
 
 @lowers(aten.bitwise_left_shift.Tensor, aten.bitwise_left_shift.Tensor_Scalar)
-def shift_left(context: Context, x: Any, by: Any) -> View:
+def shift_left(context: Lowering, x: Any, by: Any) -> View:
     return compute("shift_left", DEFAULT, context, x, by)
 
 
 @lowers(aten.bitwise_right_shift.Tensor, aten.bitwise_right_shift.Tensor_Scalar)
-def shift_right(context: Context, x: Any, by: Any) -> View:
+def shift_right(context: Lowering, x: Any, by: Any) -> View:
     return compute("shift_right", DEFAULT, context, x, by)
 
 
 @lowers(aten.nextafter.default)
-def nextafter(context: Context, x: View, y: View) -> View:
+def nextafter(context: Lowering, x: View, y: View) -> View:
     if x.dtype in (torch.float16, torch.bfloat16):
         raise Impossible("the next number in a low precision: kernels compute in float32")
     return compute("nextafter", DEFAULT, context, x, y)
 
 
 @lowers(aten.relu.default)
-def relu(context: Context, x: View) -> View:
+def relu(context: Lowering, x: View) -> View:
     # maximum(x, 0) keeps NaN, as relu does.
     return context.pointwise(lambda value: apply("maximum", x.dtype, value, constant(0, value.dtype)), x)
 
 
 @lowers(aten.add.Tensor, aten.add.Scalar)
-def add(context: Context, x: Any, y: Any, alpha: Any = 1) -> View:
+def add(context: Lowering, x: Any, y: Any, alpha: Any = 1) -> View:
     return _scaled_sum(context, "add", x, y, alpha)
 
 
 @lowers(aten.sub.Tensor, aten.sub.Scalar)
-def sub(context: Context, x: Any, y: Any, alpha: Any = 1) -> View:
+def sub(context: Lowering, x: Any, y: Any, alpha: Any = 1) -> View:
     return _scaled_sum(context, "sub", x, y, alpha)
 
 
 @lowers(aten.rsub.Tensor, aten.rsub.Scalar)
-def rsub(context: Context, x: Any, y: Any, alpha: Any = 1) -> View:
+def rsub(context: Lowering, x: Any, y: Any, alpha: Any = 1) -> View:
     return _scaled_sum(context, "sub", y, x, alpha)
 
 
-def _scaled_sum(context: Context, name: str, x: Any, y: Any, alpha: Any) -> View:
+def _scaled_sum(context: Lowering, name: str, x: Any, y: Any, alpha: Any) -> View:
     dtype = context.promoted(DEFAULT, x, y)
     if dtype.is_complex:
         raise Impossible("complex numbers")
@@ -196,7 +196,7 @@ def _scaled_sum(context: Context, name: str, x: Any, y: Any, alpha: Any) -> View
 
 
 @lowers(aten.div.Tensor, aten.div.Scalar)
-def div(context: Context, x: Any, y: Any) -> View:
+def div(context: Lowering, x: Any, y: Any) -> View:
     if isinstance(x, View) and x.layout.device.type == "cuda" and isinstance(y, int | float):
         # What eager does there, bit by bit: it multiplies by the inverse of a number.
         return compute("mul", TO_FLOAT, context, x, _inverse(y, context.promoted(TO_FLOAT, x, y)))
@@ -211,19 +211,19 @@ def _inverse(number: float, dtype: torch.dtype) -> float:
 
 
 @lowers(aten.div.Tensor_mode, aten.div.Scalar_mode)
-def div_mode(context: Context, x: Any, y: Any, rounding_mode: str | None = None) -> View:
+def div_mode(context: Lowering, x: Any, y: Any, rounding_mode: str | None = None) -> View:
     if rounding_mode is None:
         return div(context, x, y)
     return compute("floor_div" if rounding_mode == "floor" else "trunc_div", DEFAULT, context, x, y)
 
 
 @lowers(aten.floor_divide.default, aten.floor_divide.Scalar)
-def floor_divide(context: Context, x: Any, y: Any) -> View:
+def floor_divide(context: Lowering, x: Any, y: Any) -> View:
     return compute("floor_div", DEFAULT, context, x, y)
 
 
 @lowers(aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar)
-def power(context: Context, base: Any, exponent: Any) -> View:
+def power(context: Lowering, base: Any, exponent: Any) -> View:
     dtype = context.promoted(DEFAULT, base, exponent)
 
     def value(*values: Value) -> Value:
@@ -248,18 +248,18 @@ def power(context: Context, base: Any, exponent: Any) -> View:
 
 
 @lowers(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
-def where(context: Context, condition: View, x: Any, y: Any) -> View:
+def where(context: Lowering, condition: View, x: Any, y: Any) -> View:
     dtype = context.promoted(PROMOTION.NO_OPMATH, x, y)
     return context.pointwise(lambda c, a, b: op("where", truth(c), cast(a, dtype), cast(b, dtype)), condition, x, y)
 
 
 @lowers(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-def masked_fill(context: Context, x: View, mask: View, value: Any) -> View:
+def masked_fill(context: Lowering, x: View, mask: View, value: Any) -> View:
     return context.pointwise(lambda a, m, v: op("where", truth(m), cast(v, x.dtype), cast(a, x.dtype)), x, mask, value)
 
 
 @lowers(aten.clamp.default, aten.clamp.Tensor)
-def clamp(context: Context, x: View, minimum: Any = None, maximum: Any = None) -> View:
+def clamp(context: Lowering, x: View, minimum: Any = None, maximum: Any = None) -> View:
     limits = [limit for limit in (minimum, maximum) if limit is not None]
     dtype = context.promoted(DEFAULT, x, *limits)
 
@@ -276,26 +276,26 @@ def clamp(context: Context, x: View, minimum: Any = None, maximum: Any = None) -
 
 
 @lowers(aten.clamp_min.default, aten.clamp_min.Tensor)
-def clamp_min(context: Context, x: View, minimum: Any) -> View:
+def clamp_min(context: Lowering, x: View, minimum: Any) -> View:
     return clamp(context, x, minimum)
 
 
 @lowers(aten.clamp_max.default, aten.clamp_max.Tensor)
-def clamp_max(context: Context, x: View, maximum: Any) -> View:
+def clamp_max(context: Lowering, x: View, maximum: Any) -> View:
     return clamp(context, x, None, maximum)
 
 
 @lowers(aten.addcmul.default)
-def addcmul(context: Context, x: View, a: View, b: View, value: Any = 1) -> View:
+def addcmul(context: Lowering, x: View, a: View, b: View, value: Any = 1) -> View:
     return _addc(context, "mul", x, a, b, value)
 
 
 @lowers(aten.addcdiv.default)
-def addcdiv(context: Context, x: View, a: View, b: View, value: Any = 1) -> View:
+def addcdiv(context: Lowering, x: View, a: View, b: View, value: Any = 1) -> View:
     return _addc(context, "div", x, a, b, value)
 
 
-def _addc(context: Context, name: str, x: View, a: View, b: View, value: Any) -> View:
+def _addc(context: Lowering, name: str, x: View, a: View, b: View, value: Any) -> View:
     dtype = context.promoted(DEFAULT, x, a, b)
     if name == "div" and not dtype.is_floating_point:
         raise Impossible("integer division")
@@ -311,7 +311,7 @@ def _addc(context: Context, name: str, x: View, a: View, b: View, value: Any) ->
 
 
 @lowers_by_name("prims.fma.default")  # Dynamo of torch 2.13 writes optimizers with it
-def fma(context: Context, x: Any, y: Any, z: Any) -> View:
+def fma(context: Lowering, x: Any, y: Any, z: Any) -> View:
     dtype = context.promoted(DEFAULT, x, y, z)
     if not dtype.is_floating_point:
         raise Impossible("a fused product of integers")
@@ -319,7 +319,7 @@ def fma(context: Context, x: Any, y: Any, z: Any) -> View:
 
 
 @lowers(aten.lerp.Scalar, aten.lerp.Tensor)
-def lerp(context: Context, start: View, end: View, weight: Any) -> View:
+def lerp(context: Lowering, start: View, end: View, weight: Any) -> View:
     dtype = context.promoted(DEFAULT, start, end)
 
     def value(a: Value, b: Value, w: Value) -> Value:
@@ -333,13 +333,13 @@ def lerp(context: Context, start: View, end: View, weight: Any) -> View:
 
 
 @lowers(aten.silu.default)
-def silu(context: Context, x: View) -> View:
+def silu(context: Lowering, x: View) -> View:
     dtype = context.promoted(TO_FLOAT, x)
     return context.pointwise(lambda a: op("mul", cast(a, dtype), op("sigmoid", cast(a, dtype))), x)
 
 
 @lowers(aten.gelu.default)
-def gelu(context: Context, x: View, approximate: str = "none") -> View:
+def gelu(context: Lowering, x: View, approximate: str = "none") -> View:
     dtype = context.promoted(DEFAULT, x)
 
     def value(a: Value) -> Value:
@@ -360,7 +360,7 @@ def gelu(context: Context, x: View, approximate: str = "none") -> View:
 
 @lowers(aten._to_copy.default)
 def to_copy(
-    context: Context,
+    context: Lowering,
     x: View,
     dtype: torch.dtype | None = None,
     device: Any = None,
@@ -375,13 +375,13 @@ def to_copy(
 
 
 @lowers(prims.convert_element_type.default)
-def convert_element_type(context: Context, x: View, dtype: torch.dtype) -> View:
+def convert_element_type(context: Lowering, x: View, dtype: torch.dtype) -> View:
     if dtype.is_floating_point:
         return context.pointwise(lambda value: convert(value, dtype), x)
     return context.pointwise(lambda value: convert(settled(context, value, x), dtype), x)
 
 
-def settled(context: Context, value: Value, x: View) -> Value:
+def settled(context: Lowering, value: Value, x: View) -> Value:
     """An element of `x` as a step function, a search or a whole number must see it: in its own precision."""
     return value if context.rounds or x.dtype not in LOW_PRECISION else Cast(value, x.dtype)
 
@@ -394,17 +394,17 @@ def convert(value: Value, dtype: torch.dtype) -> Value:
 
 
 @lowers(aten.clone.default, aten.alias_copy.default, aten.lift_fresh_copy.default)
-def clone(context: Context, x: View, memory_format: Any = None) -> View:
+def clone(context: Lowering, x: View, memory_format: Any = None) -> View:
     return context.pointwise(lambda value: value, x)
 
 
 @lowers(aten.copy.default)
-def copy(context: Context, destination: View, source: View, non_blocking: bool = False) -> View:
+def copy(context: Lowering, destination: View, source: View, non_blocking: bool = False) -> View:
     return context.pointwise(lambda value: convert(value, destination.dtype), source)
 
 
 @lowers(aten.copy_.default)
-def copy_(context: Context, destination: View, source: View, non_blocking: bool = False) -> View:
+def copy_(context: Lowering, destination: View, source: View, non_blocking: bool = False) -> View:
     """Straight into the destination; what computes the source may then store there itself."""
     if source == destination:
         return destination
@@ -424,22 +424,22 @@ def copy_(context: Context, destination: View, source: View, non_blocking: bool 
 
 
 @lowers(aten.full.default, aten.full_like.default, aten.scalar_tensor.default, aten.new_full.default)
-def full(context: Context, *args: Any, **kwargs: Any) -> View:
+def full(context: Lowering, *args: Any, **kwargs: Any) -> View:
     number = kwargs["fill_value"] if "fill_value" in kwargs else args[-1]
     return fill(context, number)
 
 
 @lowers(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten._efficientzerotensor.default)
-def zeros(context: Context, *args: Any, **kwargs: Any) -> View:
+def zeros(context: Lowering, *args: Any, **kwargs: Any) -> View:
     return fill(context, 0)
 
 
 @lowers(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
-def ones(context: Context, *args: Any, **kwargs: Any) -> View:
+def ones(context: Lowering, *args: Any, **kwargs: Any) -> View:
     return fill(context, 1)
 
 
-def fill(context: Context, number: Any) -> View:
+def fill(context: Lowering, number: Any) -> View:
     dtype = context.value_of().dtype
     if isinstance(number, sympy.Expr | int | float | bool):
         return context.pointwise(lambda: cast(context.scalar(number), dtype))
@@ -447,12 +447,12 @@ def fill(context: Context, number: Any) -> View:
 
 
 @lowers(aten.fill.Scalar)
-def fill_scalar(context: Context, x: View, number: Any) -> View:
+def fill_scalar(context: Lowering, x: View, number: Any) -> View:
     return fill(context, number)
 
 
 @lowers(aten.arange.start_step)
-def arange(context: Context, start: Any, end: Any, step: Any = 1, **kwargs: Any) -> View:
+def arange(context: Lowering, start: Any, end: Any, step: Any = 1, **kwargs: Any) -> View:
     dtype = context.value_of().dtype
     if dtype.is_floating_point or not all(isinstance(x, int | sympy.Expr) for x in (start, step)):
         raise Impossible("a floating-point range")  # eager computes it in double; leave its rounding to it
@@ -460,11 +460,11 @@ def arange(context: Context, start: Any, end: Any, step: Any = 1, **kwargs: Any)
 
 
 @lowers(prims.iota.default)
-def iota(context: Context, length: Any, start: Any, step: Any, dtype: torch.dtype, **kwargs: Any) -> View:
+def iota(context: Lowering, length: Any, start: Any, step: Any, dtype: torch.dtype, **kwargs: Any) -> View:
     return _iota(context, start, step, dtype)
 
 
-def _iota(context: Context, start: Any, step: Any, dtype: torch.dtype) -> View:
+def _iota(context: Lowering, start: Any, step: Any, dtype: torch.dtype) -> View:
     def body(out: View) -> Body:
         loops, position = context.loops_over(out.layout)
         return Body(loops, (), (context.store(out, position, Index(start + step * position[0])),))

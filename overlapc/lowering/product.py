@@ -1,4 +1,4 @@
-"""Matrix products as kernels of our own, where the policy says so; else they stay library calls.
+"""Matrix products as generated kernels where the option asks for them; else they stay library calls.
 
     mm: y[p0, p1] = sum over r0 of a[p0, r0] * b[r0, p1]
 
@@ -17,7 +17,7 @@ from overlapc.ir.body import Body, Cast, Loop, Reduce, Value, op
 from overlapc.ir.indexing import loop_symbol
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast
-from overlapc.lowering.context import Context
+from overlapc.lowering.context import Lowering
 from overlapc.lowering.table import Impossible, lowers
 
 aten = torch.ops.aten
@@ -46,17 +46,17 @@ class Product:
 
 
 @lowers(aten.mm.default, aten.bmm.default)
-def mm(context: Context, left: View, right: View) -> View:
+def mm(context: Lowering, left: View, right: View) -> View:
     return _product(context, left, right)
 
 
 @lowers(aten.addmm.default, aten.baddbmm.default)
-def addmm(context: Context, added: View, left: View, right: View, *, beta: float = 1, alpha: float = 1) -> View:
+def addmm(context: Lowering, added: View, left: View, right: View, *, beta: float = 1, alpha: float = 1) -> View:
     return _product(context, left, right, added, beta, alpha)
 
 
 def _product(
-    context: Context, left: View, right: View, added: View | None = None, beta: float = 1, alpha: float = 1
+    context: Lowering, left: View, right: View, added: View | None = None, beta: float = 1, alpha: float = 1
 ) -> View:
     """`alpha * left @ right + beta * added` in float32, rounded once."""
     if left.dtype not in FACTOR_DTYPES or right.dtype is not left.dtype:
@@ -82,7 +82,7 @@ def _product(
     return context.loops(body)
 
 
-def product_of(context: Context, left: View, right: View) -> Product:
+def product_of(context: Lowering, left: View, right: View) -> Product:
     """The sizes of `left @ right`, symbols by their hints."""
     hint = context.graph.hint
 

@@ -13,7 +13,7 @@ from overlapc.ir.body import Index, Load, Value, op
 from overlapc.ir.indexing import flat_index
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast, constant
-from overlapc.lowering.context import Context
+from overlapc.lowering.context import Lowering
 from overlapc.lowering.indexing import positioned
 from overlapc.lowering.scatter import contiguous_strides
 from overlapc.lowering.table import lowers_by_name
@@ -51,23 +51,23 @@ def _stream(seed: View, position: Sequence[sympy.Expr], size: Sequence[sympy.Exp
 
 
 @lowers_by_name("overlapc.seeds.default")
-def seeds(context: Context, count: int, device: torch.device) -> Any:
+def seeds(context: Lowering, count: int, device: torch.device) -> Any:
     return context.extern(draw, (count, device), {}, pure=False)
 
 
 @lowers_by_name("overlapc.drawn.default")
-def drawn(context: Context, number: View) -> None:
+def drawn(context: Lowering, number: View) -> None:
     """No code: the draw itself is a call with an effect, which stays where it is (fx/drawn.py)."""
 
 
 @lowers_by_name("overlapc.uniform.default")
-def uniform(context: Context, seed: View, size: Sequence[Any], stride: Any, dtype: torch.dtype) -> View:
+def uniform(context: Lowering, seed: View, size: Sequence[Any], stride: Any, dtype: torch.dtype) -> View:
     extents = [sympy.sympify(extent) for extent in size]
     return positioned(context, lambda position: _stream(seed, position, extents).uniform(1, 0, dtype))
 
 
 @lowers_by_name("overlapc.normal.default")
-def normal(context: Context, seed: View, size: Sequence[Any], stride: Any, dtype: torch.dtype) -> View:
+def normal(context: Lowering, seed: View, size: Sequence[Any], stride: Any, dtype: torch.dtype) -> View:
     extents = [sympy.sympify(extent) for extent in size]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -82,7 +82,7 @@ def normal(context: Context, seed: View, size: Sequence[Any], stride: Any, dtype
 
 @lowers_by_name("overlapc.integers.default")
 def integers(
-    context: Context, seed: View, low: Any, high: Any, size: Sequence[Any], stride: Any, dtype: torch.dtype
+    context: Lowering, seed: View, low: Any, high: Any, size: Sequence[Any], stride: Any, dtype: torch.dtype
 ) -> View:
     extents = [sympy.sympify(extent) for extent in size]
 

@@ -12,7 +12,7 @@ from overlapc.ir.body import Body, Loop, Reduce, Value, compute_dtype, op
 from overlapc.ir.indexing import loop_symbol, numel
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast, constant, converted
-from overlapc.lowering.context import Context
+from overlapc.lowering.context import Lowering
 from overlapc.lowering.pointwise import settled, truth
 from overlapc.lowering.table import Impossible, lowers
 
@@ -28,7 +28,7 @@ def normalized(dims: Any, rank: int) -> tuple[int, ...]:
 
 
 def reduction_loops(
-    context: Context, x: View, dims: tuple[int, ...]
+    context: Lowering, x: View, dims: tuple[int, ...]
 ) -> tuple[tuple[Loop, ...], tuple[Loop, ...], list[sympy.Expr]]:
     """Parallel loops over the kept dims, reduction loops over `dims`, and the position in `x`.
 
@@ -48,7 +48,7 @@ def reduction_loops(
 
 
 def reduce(
-    context: Context,
+    context: Lowering,
     x: View,
     dims: Any,
     finish: Callable[[Value], Value],
@@ -75,7 +75,7 @@ def nonempty(x: View, dims: Any, what: str) -> None:
 
 
 @lowers(aten.sum.dim_IntList, aten.sum.default)
-def sum_(context: Context, x: View, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> View:
+def sum_(context: Lowering, x: View, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> View:
     out = context.value_of().dtype
     return reduce(
         context, x, dim, lambda value: Reduce("sum", converted(value, x.dtype, out), compute_dtype(out)), keepdim
@@ -83,7 +83,7 @@ def sum_(context: Context, x: View, dim: Any = None, keepdim: bool = False, *, d
 
 
 @lowers(aten.mean.dim, aten.mean.default)
-def mean(context: Context, x: View, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> View:
+def mean(context: Lowering, x: View, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> View:
     result = context.value_of().dtype
     out = compute_dtype(result)
     count = numel(x.size[at] for at in normalized(dim, len(x.size)))
@@ -97,7 +97,7 @@ def mean(context: Context, x: View, dim: Any = None, keepdim: bool = False, *, d
 
 
 @lowers(aten.prod.dim_int, aten.prod.default)
-def prod(context: Context, x: View, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> View:
+def prod(context: Lowering, x: View, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> View:
     out = context.value_of().dtype
     return reduce(
         context, x, dim, lambda value: Reduce("prod", converted(value, x.dtype, out), compute_dtype(out)), keepdim
@@ -105,28 +105,28 @@ def prod(context: Context, x: View, dim: Any = None, keepdim: bool = False, *, d
 
 
 @lowers(aten.amax.default, aten.max.default)
-def amax(context: Context, x: View, dim: Any = None, keepdim: bool = False) -> View:
+def amax(context: Lowering, x: View, dim: Any = None, keepdim: bool = False) -> View:
     nonempty(x, dim, "a maximum")
     return reduce(context, x, dim, lambda value: Reduce("max", value, value.dtype), keepdim)
 
 
 @lowers(aten.amin.default, aten.min.default)
-def amin(context: Context, x: View, dim: Any = None, keepdim: bool = False) -> View:
+def amin(context: Lowering, x: View, dim: Any = None, keepdim: bool = False) -> View:
     nonempty(x, dim, "a minimum")
     return reduce(context, x, dim, lambda value: Reduce("min", value, value.dtype), keepdim)
 
 
 @lowers(aten.any.dim, aten.any.dims, aten.any.default)
-def any_(context: Context, x: View, dim: Any = None, keepdim: bool = False) -> View:
+def any_(context: Lowering, x: View, dim: Any = None, keepdim: bool = False) -> View:
     return _truth(context, "any", x, dim, keepdim)
 
 
 @lowers(aten.all.dim, aten.all.dims, aten.all.default)
-def all_(context: Context, x: View, dim: Any = None, keepdim: bool = False) -> View:
+def all_(context: Lowering, x: View, dim: Any = None, keepdim: bool = False) -> View:
     return _truth(context, "all", x, dim, keepdim)
 
 
-def _truth(context: Context, kind: str, x: View, dim: Any, keepdim: bool) -> View:
+def _truth(context: Lowering, kind: str, x: View, dim: Any, keepdim: bool) -> View:
     def finish(value: Value) -> Value:
         return cast(Reduce(kind, truth(value), torch.bool), context.value_of().dtype)
 
@@ -134,16 +134,16 @@ def _truth(context: Context, kind: str, x: View, dim: Any, keepdim: bool) -> Vie
 
 
 @lowers(aten.argmax.default)
-def argmax(context: Context, x: View, dim: Any = None, keepdim: bool = False) -> View:
+def argmax(context: Lowering, x: View, dim: Any = None, keepdim: bool = False) -> View:
     return _arg(context, "argmax", x, dim, keepdim)
 
 
 @lowers(aten.argmin.default)
-def argmin(context: Context, x: View, dim: Any = None, keepdim: bool = False) -> View:
+def argmin(context: Lowering, x: View, dim: Any = None, keepdim: bool = False) -> View:
     return _arg(context, "argmin", x, dim, keepdim)
 
 
-def _arg(context: Context, kind: str, x: View, dim: Any, keepdim: bool) -> View:
+def _arg(context: Lowering, kind: str, x: View, dim: Any, keepdim: bool) -> View:
     nonempty(x, dim, f"{kind}")
     if dim is None and x.layout.dim_order() != [at for at, extent in enumerate(x.size) if extent != 1]:
         raise Impossible("a flat position in a permuted tensor")  # our loops run in memory order
@@ -151,16 +151,16 @@ def _arg(context: Context, kind: str, x: View, dim: Any, keepdim: bool) -> View:
 
 
 @lowers(aten.max.dim)
-def max_and_where(context: Context, x: View, dim: int, keepdim: bool = False) -> Any:
+def max_and_where(context: Lowering, x: View, dim: int, keepdim: bool = False) -> Any:
     return _extreme(context, "max", x, dim, keepdim)
 
 
 @lowers(aten.min.dim)
-def min_and_where(context: Context, x: View, dim: int, keepdim: bool = False) -> Any:
+def min_and_where(context: Lowering, x: View, dim: int, keepdim: bool = False) -> Any:
     return _extreme(context, "min", x, dim, keepdim)
 
 
-def _extreme(context: Context, kind: str, x: View, dim: int, keepdim: bool) -> Any:
+def _extreme(context: Lowering, kind: str, x: View, dim: int, keepdim: bool) -> Any:
     """Values and their positions: two kernels over the same input, which fusion makes one of."""
     nonempty(x, dim, f"{kind} and its position")
     with context.for_item(0):
@@ -171,7 +171,7 @@ def _extreme(context: Context, kind: str, x: View, dim: int, keepdim: bool) -> A
         )
 
 
-def rowwise(context: Context, x: View, dims: tuple[int, ...], finish: Callable[[Value], Value]) -> View:
+def rowwise(context: Lowering, x: View, dims: tuple[int, ...], finish: Callable[[Value], Value]) -> View:
     """An output of x's shape; `finish` may reduce over `dims` as often as it likes."""
 
     def body(out: View) -> Body:
@@ -182,7 +182,7 @@ def rowwise(context: Context, x: View, dims: tuple[int, ...], finish: Callable[[
 
 
 @lowers(aten._softmax.default)
-def softmax(context: Context, x: View, dim: int, half_to_float: bool) -> View:
+def softmax(context: Lowering, x: View, dim: int, half_to_float: bool) -> View:
     def finish(value: Value) -> Value:
         exponential = op("exp", _below_max(value))
         return op("div", exponential, Reduce("sum", exponential, value.dtype))
@@ -191,7 +191,7 @@ def softmax(context: Context, x: View, dim: int, half_to_float: bool) -> View:
 
 
 @lowers(aten._log_softmax.default)
-def log_softmax(context: Context, x: View, dim: int, half_to_float: bool) -> View:
+def log_softmax(context: Lowering, x: View, dim: int, half_to_float: bool) -> View:
     def finish(value: Value) -> Value:
         shifted = _below_max(value)
         return op("sub", shifted, op("log", Reduce("sum", op("exp", shifted), value.dtype)))
@@ -203,7 +203,7 @@ def _below_max(value: Value) -> Value:
     return op("sub", value, Reduce("max", value, value.dtype))
 
 
-def _softmax_like(context: Context, x: View, dim: int, finish: Callable[[Value], Value]) -> View:
+def _softmax_like(context: Lowering, x: View, dim: int, finish: Callable[[Value], Value]) -> View:
     if not x.size:
         raise Impossible("a softmax of a single number")
     dims = (dim % len(x.size),)
@@ -213,7 +213,7 @@ def _softmax_like(context: Context, x: View, dim: int, finish: Callable[[Value],
 
 
 @lowers(aten._softmax_backward_data.default)
-def softmax_backward(context: Context, grad: View, output: View, dim: int, input_dtype: torch.dtype) -> View:
+def softmax_backward(context: Lowering, grad: View, output: View, dim: int, input_dtype: torch.dtype) -> View:
     return _softmax_gradient(
         context,
         grad,
@@ -224,7 +224,7 @@ def softmax_backward(context: Context, grad: View, output: View, dim: int, input
 
 
 @lowers(aten._log_softmax_backward_data.default)
-def log_softmax_backward(context: Context, grad: View, output: View, dim: int, input_dtype: torch.dtype) -> View:
+def log_softmax_backward(context: Lowering, grad: View, output: View, dim: int, input_dtype: torch.dtype) -> View:
     return _softmax_gradient(
         context,
         grad,
@@ -235,7 +235,7 @@ def log_softmax_backward(context: Context, grad: View, output: View, dim: int, i
 
 
 def _softmax_gradient(
-    context: Context, grad: View, output: View, dim: int, finish: Callable[[Value, Value], Value]
+    context: Lowering, grad: View, output: View, dim: int, finish: Callable[[Value, Value], Value]
 ) -> View:
     if not grad.size or any(extent == 0 for extent in grad.size):
         raise Impossible("a softmax of nothing")
@@ -250,12 +250,12 @@ def _softmax_gradient(
 
 
 @lowers(aten.var.correction)
-def var(context: Context, x: View, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> View:
+def var(context: Lowering, x: View, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> View:
     return reduce(context, x, dim, lambda value: variance(context, x, dim, value, correction), keepdim)
 
 
 @lowers(aten.var_mean.correction)
-def var_mean(context: Context, x: View, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+def var_mean(context: Lowering, x: View, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     which = normalized(dim, len(x.size))
     outputs = context.value_of()
     results = []
@@ -277,12 +277,12 @@ def var_mean(context: Context, x: View, dim: Any = None, *, correction: Any = No
     return tuple(results)
 
 
-def average(context: Context, x: View, dims: tuple[int, ...], value: Value) -> Value:
+def average(context: Lowering, x: View, dims: tuple[int, ...], value: Value) -> Value:
     count = numel(x.size[at] for at in dims)
     return op("div", Reduce("sum", value, value.dtype), cast(context.scalar(count), value.dtype))
 
 
-def variance(context: Context, x: View, dim: Any, value: Value, correction: Any) -> Value:
+def variance(context: Lowering, x: View, dim: Any, value: Value, correction: Any) -> Value:
     """Two passes: the mean first, then squared distances from it; as accurate as Welford's and vectorizable."""
     dims = normalized(dim, len(x.size))
     if x.dtype.is_complex or not x.dtype.is_floating_point:

@@ -11,14 +11,14 @@ import torch
 from overlapc.ir.body import Body, Scan, Value, compute_dtype
 from overlapc.ir.ops import View
 from overlapc.ir.values import converted
-from overlapc.lowering.context import Context
+from overlapc.lowering.context import Lowering
 from overlapc.lowering.reduction import normalized, reduction_loops
 from overlapc.lowering.table import lowers
 
 aten = torch.ops.aten
 
 
-def scanned(context: Context, x: View, dim: int, finish: Callable[[Value, sympy.Expr], Value]) -> View:
+def scanned(context: Lowering, x: View, dim: int, finish: Callable[[Value, sympy.Expr], Value]) -> View:
     """An output of x's shape; `finish` gets an element and its position along `dim`."""
 
     def body(out: View) -> Body:
@@ -30,16 +30,16 @@ def scanned(context: Context, x: View, dim: int, finish: Callable[[Value, sympy.
 
 
 @lowers(aten.cumsum.default)
-def cumsum(context: Context, x: View, dim: int, *, dtype: Any = None) -> View:
+def cumsum(context: Lowering, x: View, dim: int, *, dtype: Any = None) -> View:
     return _arithmetic(context, "sum", x, dim)
 
 
 @lowers(aten.cumprod.default)
-def cumprod(context: Context, x: View, dim: int, *, dtype: Any = None) -> View:
+def cumprod(context: Lowering, x: View, dim: int, *, dtype: Any = None) -> View:
     return _arithmetic(context, "prod", x, dim)
 
 
-def _arithmetic(context: Context, kind: str, x: View, dim: int) -> View:
+def _arithmetic(context: Lowering, kind: str, x: View, dim: int) -> View:
     out = context.value_of().dtype
     return scanned(
         context, x, dim, lambda value, at: Scan(kind, converted(value, x.dtype, out), compute_dtype(out), at)
@@ -47,21 +47,21 @@ def _arithmetic(context: Context, kind: str, x: View, dim: int) -> View:
 
 
 @lowers(aten.logcumsumexp.default)
-def logcumsumexp(context: Context, x: View, dim: int) -> View:
+def logcumsumexp(context: Lowering, x: View, dim: int) -> View:
     return scanned(context, x, dim, lambda value, at: Scan("logsumexp", value, value.dtype, at))
 
 
 @lowers(aten.cummax.default)
-def cummax(context: Context, x: View, dim: int) -> Any:
+def cummax(context: Lowering, x: View, dim: int) -> Any:
     return _extreme(context, "max", x, dim)
 
 
 @lowers(aten.cummin.default)
-def cummin(context: Context, x: View, dim: int) -> Any:
+def cummin(context: Lowering, x: View, dim: int) -> Any:
     return _extreme(context, "min", x, dim)
 
 
-def _extreme(context: Context, kind: str, x: View, dim: int) -> Any:
+def _extreme(context: Lowering, kind: str, x: View, dim: int) -> Any:
     """Values and their positions: two kernels over the same input, which fusion makes one of."""
     with context.for_item(0):
         values = scanned(context, x, dim, lambda value, at: Scan(kind, value, value.dtype, at))

@@ -17,7 +17,7 @@ import torch
 from overlapc.ir.body import Body, Checked, Index, Load, Store, Value, compute_dtype, op
 from overlapc.ir.ops import Layout, View
 from overlapc.ir.values import cast, constant
-from overlapc.lowering.context import Context
+from overlapc.lowering.context import Lowering
 from overlapc.lowering.indexing import (
     Place,
     in_bounds,
@@ -86,7 +86,7 @@ def _flipped(bits: Value) -> Value:
 
 
 def scatter_into(
-    context: Context,
+    context: Lowering,
     x: View,
     size: Sequence[sympy.Expr],
     where: Callable[[View, Position], Place],
@@ -149,7 +149,7 @@ def contiguous_strides(size: Sequence[sympy.Expr]) -> tuple[sympy.Expr, ...]:
     return tuple(strides)
 
 
-def _along(context: Context, dim: int, index: View) -> Callable[[View, Position], Place]:
+def _along(context: Lowering, dim: int, index: View) -> Callable[[View, Position], Place]:
     """The element that `index`, a tensor over the same positions, names along `dim`."""
 
     def where(target: View, position: Position) -> Place:
@@ -158,7 +158,7 @@ def _along(context: Context, dim: int, index: View) -> Callable[[View, Position]
     return where
 
 
-def _scatter(context: Context, x: View, dim: int, index: View, source: Any, mode: str) -> View:
+def _scatter(context: Lowering, x: View, dim: int, index: View, source: Any, mode: str) -> View:
     """`source` is a tensor at least as large as `index`, or a number."""
     if not x.size or not index.size:
         raise Impossible("a tensor without dims")
@@ -175,12 +175,12 @@ def _scatter(context: Context, x: View, dim: int, index: View, source: Any, mode
 
 
 @lowers(aten.scatter.src)
-def scatter(context: Context, x: View, dim: int, index: View, source: View) -> View:
+def scatter(context: Lowering, x: View, dim: int, index: View, source: View) -> View:
     return _scatter(context, x, dim, index, source, "set")
 
 
 @lowers(aten.scatter_add.default)
-def scatter_add(context: Context, x: View, dim: int, index: View, source: View) -> View:
+def scatter_add(context: Lowering, x: View, dim: int, index: View, source: View) -> View:
     return _scatter(context, x, dim, index, source, "add")
 
 
@@ -188,7 +188,7 @@ _REDUCES = {"sum": "add", "add": "add", "amax": "max", "amin": "min"}
 
 
 @lowers(aten.scatter.reduce, aten.scatter.value_reduce)
-def scatter_reduce_old(context: Context, x: View, dim: int, index: View, source: Any, *, reduce: str) -> View:
+def scatter_reduce_old(context: Lowering, x: View, dim: int, index: View, source: Any, *, reduce: str) -> View:
     if reduce not in _REDUCES:
         raise Impossible(f"a scatter that reduces by {reduce}")
     return _scatter(context, x, dim, index, source, _REDUCES[reduce])
@@ -196,7 +196,7 @@ def scatter_reduce_old(context: Context, x: View, dim: int, index: View, source:
 
 @lowers(aten.scatter_reduce.two)
 def scatter_reduce(
-    context: Context, x: View, dim: int, index: View, source: View, reduce: str, include_self: bool = True
+    context: Lowering, x: View, dim: int, index: View, source: View, reduce: str, include_self: bool = True
 ) -> View:
     if reduce not in _REDUCES or not include_self:
         raise Impossible(f"a scatter that reduces by {reduce}, include_self={include_self}")
@@ -204,7 +204,7 @@ def scatter_reduce(
 
 
 @lowers(aten.scatter.value)
-def scatter_value(context: Context, x: View, dim: int, index: View, number: Any) -> View:
+def scatter_value(context: Lowering, x: View, dim: int, index: View, number: Any) -> View:
     """A scatter of one number per row, as in the gradient of a loss, fuses: each element asks whether it is meant."""
     if not x.size or not index.size:
         raise Impossible("a tensor without dims")
@@ -225,7 +225,7 @@ def scatter_value(context: Context, x: View, dim: int, index: View, number: Any)
 
 @lowers(aten.index_put.default)
 def index_put(
-    context: Context, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False
+    context: Lowering, x: View, indices: Sequence[View | None], values: View, accumulate: bool = False
 ) -> View:
     places = indexed(x, indices)
 

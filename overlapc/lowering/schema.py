@@ -1,4 +1,4 @@
-"""What a node's op does to its arguments, by its schema: views, writes, results that are arguments, effects."""
+"""What an op's schema says about its arguments: views, writes, results that are arguments, effects."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def returned_argument(target: Any, position: int, args: Any, kwargs: Mapping[str
 
 
 def has_side_effects(target: Any) -> bool:
-    """Whether a call matters even if nobody reads its results."""
+    """Whether a call has effects beside its results."""
     if isinstance(target, torch._ops.OpOverload):
         name = target._schema.name
         if "assert" in name or "sym_constrain" in name or not target._schema.returns:

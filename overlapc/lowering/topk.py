@@ -1,4 +1,4 @@
-"""The largest elements of short rows, as a router of tokens to experts wants them, by one reduction for each."""
+"""The largest elements of short rows, as routers of experts need them, by one reduction for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from overlapc.ir.body import Body, Index, Reduce, Value, op
 from overlapc.ir.ops import View
 from overlapc.ir.values import cast, constant
-from overlapc.lowering.context import Context
+from overlapc.lowering.context import Lowering
 from overlapc.lowering.reduction import nonempty, reduction_loops
 from overlapc.lowering.table import Impossible, lowers
 
@@ -20,7 +20,7 @@ LONGEST_CHOICE = 2048  # elements a row, times how many of them are chosen: what
 
 
 @lowers(aten.topk.default)
-def topk(context: Context, x: View, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+def topk(context: Lowering, x: View, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """The largest elements of a short row and where they are: one after the other, each the largest that is left.
 
     Of equal elements the first comes first; a NaN comes before all numbers.

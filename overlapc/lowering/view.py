@@ -11,7 +11,7 @@ from torch.utils._sympy.functions import ModularIndexing
 
 from overlapc.ir.body import Value
 from overlapc.ir.ops import View
-from overlapc.lowering.context import Context
+from overlapc.lowering.context import Lowering
 from overlapc.lowering.indexing import positioned
 from overlapc.lowering.table import Impossible, lowers
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 @lowers(aten.flip.default)
-def flip(context: Context, x: View, dims: Sequence[int]) -> View:
+def flip(context: Lowering, x: View, dims: Sequence[int]) -> View:
     turned = {dim % max(len(x.size), 1) for dim in dims}
 
     def value(position: tuple[sympy.Expr, ...]) -> Value:
@@ -30,7 +30,7 @@ def flip(context: Context, x: View, dims: Sequence[int]) -> View:
 
 
 @lowers(aten.roll.default)
-def roll(context: Context, x: View, shifts: Sequence[Any], dims: Sequence[int] = ()) -> View:
+def roll(context: Lowering, x: View, shifts: Sequence[Any], dims: Sequence[int] = ()) -> View:
     if not dims and len(x.size) != 1:
         raise Impossible("a roll over the flattened tensor")
     by: dict[int, Any] = {}
@@ -52,7 +52,7 @@ def roll(context: Context, x: View, shifts: Sequence[Any], dims: Sequence[int] =
 
 
 @lowers(aten.repeat.default)
-def repeat(context: Context, x: View, repeats: Sequence[Any]) -> View:
+def repeat(context: Lowering, x: View, repeats: Sequence[Any]) -> View:
     more = len(repeats) - len(x.size)
 
     def value(position: tuple[sympy.Expr, ...]) -> Value:

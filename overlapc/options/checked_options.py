@@ -1,4 +1,4 @@
-"""Options looked at where they are given: by `torch.compile`, and by the command before it starts ranks."""
+"""Checks options where the user gives them: in `torch.compile`, and in the command before it starts ranks."""
 
 from __future__ import annotations
 

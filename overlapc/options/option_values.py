@@ -1,4 +1,4 @@
-"""What the value of an option may be: each function turns text or a Python value into the option's type.
+"""Valid values of options: each function converts text or a Python value to the option's type.
 
 All raise ConfigError, saying what they were given, for what they cannot use; `Config` adds the option's name.
 """

@@ -36,9 +36,10 @@ from overlapc.parallel.unreduced import (
 
 
 class FSDPModule(Controls, fsdp2.FSDPModule):
-    """Mixed into the class of every module given to `fully_shard`, and one of FSDP2's to whoever asks.
+    """Mixed into the class of every module given to `fully_shard`, which makes it an instance of FSDP2's class.
 
-    Casts around forward, marks by its frames that one runs, and reduces gradients of former micro-batches.
+    Casts inputs and outputs of forward, marks by its stack frames that a forward runs, and reduces gradients of earlier
+    micro-batches.
     """
 
     _overlapc_base: type[nn.Module]
@@ -48,7 +49,7 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
     _overlapc_pending: Pending  # gradients that the next forward's backward has to reduce
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A module of the class that was sharded where one is made with arguments, as slices of containers are."""
+        """Makes a module of the original class if arguments are given, as slices of containers do."""
         if args or kwargs:
             return cls._overlapc_base(*args, **kwargs)
         return object.__new__(cls)  # what copying does
@@ -87,9 +88,9 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
             model.set_requires_gradient_sync(False)   # before all micro-batches of a step but the last
             model.set_requires_gradient_sync(True)    # before the last one's forward
 
-        Without, gradients add up unsharded, in the reduce dtype and in memory of their own. The next forward of
-        this module that runs with it on takes them along: its backward reduces the sum. The gradient of a forward
-        without that arrives when it is on again is reduced at once. recurse: of sharded modules below, too.
+        If it is off, gradients add up unsharded, in the reduce dtype and in separate memory. The backward of the next
+        forward of this module that runs with it on reduces the sum. A gradient of a forward without reduction that
+        arrives after it was turned on is reduced at once. recurse: also for sharded modules below.
         """
         modules = modules_of(self, recurse)
         if requires_gradient_sync:
@@ -140,13 +141,13 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
 
 
 for _name, _theirs in vars(fsdp2.FSDPModule).items():
-    if not _name.startswith("_") and getattr(FSDPModule, _name) is _theirs:  # of a torch newer than this file
+    if not _name.startswith("_") and getattr(FSDPModule, _name) is _theirs:  # of a later version of torch
         setattr(FSDPModule, _name, refusal(_name, "this version of overlapc does not know the method"))
 
 
 @contextmanager
 def no_sync(module: FSDPModule) -> Iterator[None]:
-    """Within, forwards leave their gradients unreduced; see `FSDPModule.set_requires_gradient_sync`.
+    """Forwards within the block leave their gradients unreduced; see `FSDPModule.set_requires_gradient_sync`.
 
     with overlapc.no_sync(model):
         step(*first).backward()
@@ -171,7 +172,7 @@ def groups_of(module: nn.Module) -> tuple[ShardGroup, ...] | None:
 
 
 def manage(module: nn.Module, params: dict[str, ShardedParam]) -> None:
-    """Let `module`'s parameters named in `params` be gathered on access."""
+    """Makes reads of `module`'s parameters named in `params` gather them."""
     if not params:
         return
     module.__dict__["_overlapc_params"] = {**managed(module), **params}
@@ -189,7 +190,7 @@ def make_group(
     output_dtype: torch.dtype | None,
     part: int = 0,
 ) -> None:
-    """Let calls of `module` cast their floating inputs and outputs and count as forward.
+    """Makes calls of `module` cast their floating inputs and outputs and count as forward.
 
     groups: one for each mesh that parameters of `module` lie on, none if it has no parameters. part: which of the
     groups' modules it is.
@@ -204,7 +205,7 @@ def make_group(
 
 
 def name_groups(root: nn.Module) -> None:
-    """Let every group at or below `root` know the paths of its modules."""
+    """Tells every group at or below `root` the paths of its modules."""
     for path, module in root.named_modules():
         for group in groups_of(module) or ():
             group.paths[module.__dict__["_overlapc_part"]] = path
@@ -240,7 +241,7 @@ def _property(name: str) -> property:
 
 
 def _in_forward() -> bool:
-    """Whether the reader of a parameter was called, at whatever depth, by a `FSDPModule.__call__`.
+    """Whether a `FSDPModule.__call__` is among the callers of the code that reads a parameter.
 
     A counter that `__call__` keeps would miss what runs eagerly behind a graph break: the frame with the break is
     compiled code then, in which nothing may be counted (a side effect would break Dynamo's checkpoint regions). But it

@@ -1,4 +1,4 @@
-"""Take over a model that FSDP2 sharded, so that its collectives become nodes of the compiled graph.
+"""Converts a model that FSDP2 sharded, so that its collectives become nodes of the compiled graph.
 
     for block in model.layers:
         torch.distributed.fsdp.fully_shard(block, mesh=mesh)
@@ -6,8 +6,8 @@
     step = torch.compile(overlapc.adopt_fsdp2(model), backend="overlapc")
 
 FSDP2 gathers and reduces in hooks that Dynamo does not trace (torch 2.11 to 2.13 disable it for them), so a compiler
-sees only the compute between them. Here the hooks go and the very same DTensor parameters stay, under `fully_shard`'s
-management: optimizers and checkpoints made before keep working.
+sees only the compute between them. `adopt_fsdp2` removes the hooks and keeps the same DTensor parameters, which
+overlapc's `fully_shard` then manages: existing optimizers and checkpoints keep working.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ def _refuse(state: Any, paths: dict[nn.Module, str]) -> None:
 
 
 def _adopt(state: Any) -> None:
-    """Give one `fully_shard` call's modules and parameters to us."""
+    """Converts the modules and parameters of one call of FSDP2's `fully_shard`."""
     modules, policy = state._modules, state._mp_policy
     for group in fsdp2_groups(state):
         group._to_sharded()
-    release_fsdp2(state)  # first: it gives modules their own classes back, on which ours are made
+    release_fsdp2(state)  # first: it restores the modules' classes, from which ours are derived
     found: list[ShardGroup] = []  # one a mesh; none where inner calls took all parameters
     for group in fsdp2_groups(state):
         mesh = group.mesh_info.mesh

@@ -1,4 +1,4 @@
-"""Find out that a sharded module of a larger model is compiled by itself, where nothing hides its communication."""
+"""Detects that a sharded module of a larger model is compiled separately, where nothing can hide its communication."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""FSDP2's other methods on a sharded module: what changes the graph, what the compiler decides, what cannot be.
+"""FSDP2's other methods on a sharded module: which change the graph, which do nothing, which are refused.
 
-Options that change what is traced give parameters new keys. Dynamo guards on keys, so the next call compiles a graph
-of its own; before the first call that costs nothing.
+Options that change what is traced give parameters new keys. Dynamo guards on keys, so the next call compiles another
+graph; before the first call that costs nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from overlapc.parallel.gather import ShardedParam, halved
 
 _log = logging.getLogger("overlapc")
 
-# When communication happens is what the compiler is for; these say it to FSDP2, and are noted and left at that.
+# These control when FSDP2 communicates. The compiler decides that here, so they are counted and do nothing.
 HINTS = (
     "set_modules_to_forward_prefetch",
     "set_modules_to_backward_prefetch",
@@ -31,7 +31,7 @@ HINTS = (
     "set_symm_mem_for_comm",
     "set_requires_all_reduce",  # each micro-batch's gradients are added up over replicas: the same sum in the end
 )
-# What they ask for cannot be a node of a graph, and what to do instead.
+# Methods whose effect cannot be a node of a graph -> what to do instead.
 REFUSED = {
     "set_custom_all_gather": "collectives have to be functional ones that the scheduler can move",
     "set_custom_reduce_scatter": "collectives have to be functional ones that the scheduler can move",
@@ -75,12 +75,12 @@ class Controls:
         self.set_gradient_divide_factor(factor)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let what the current stream runs from now on wait for `event`, and with it the next forward's gathers."""
+        """Makes the current stream wait for `event`, and with it the next forward's gathers."""
         event.wait()
 
 
 def divided_by(param: ShardedParam, factor: float) -> ShardedParam:
-    """`param` with its gradients divided by `factor`, behind the sum; in fp16 half of it before, as by default."""
+    """`param` with its gradients divided by `factor` after the sum; in fp16 half of that before it, as by default."""
     before, after = halved(factor) if param.divide_before != 1 else (1.0, factor)
     return dataclasses.replace(param, reduce_op="sum", divide_before=before, divide_after=after)
 
@@ -124,7 +124,7 @@ def _describe_anew(modules: Iterable[nn.Module], change: Callable[[ShardedParam]
 
 
 def _variant(param: ShardedParam) -> ShardedParam:
-    """`param` under a key of its own for how it is handled now; the former one, where it was handled so before."""
+    """`param` under a key for its present options; an earlier key if it had the same options before."""
     group = param.group
     how = (group.reshard_after_forward, group.post, param.reduce_op, param.divide_before, param.divide_after)
     if how not in param.variants:

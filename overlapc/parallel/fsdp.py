@@ -1,12 +1,12 @@
-"""`fully_shard`: FSDP2's names and meaning, with gathers and reductions as nodes of the compiled graph.
+"""`fully_shard` with FSDP2's arguments; its gathers and reductions are nodes of the compiled graph.
 
     for block in model.layers:
         overlapc.fully_shard(block, mesh)
     overlapc.fully_shard(model, mesh)
 
 Each call makes one group of the parameters that no inner call manages. They become DTensor parameters, sharded on
-dim 0 unless told otherwise, under the same names in `state_dict()`; reading one inside forward gives the gathered
-tensor.
+dim 0 unless `shard_placement_fn` says otherwise, under the same names in `state_dict()`; reading one inside forward
+gives the gathered tensor.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def fully_shard(
         Outside of a compiled graph gathered parameters are always kept.
     shard_placement_fn: the dim a parameter is sharded on, as `Shard(dim)`; None for dim 0. Other dims must divide
         evenly, and cost a copy of the gathered parameter and of its gradient.
-    ignored_params: left alone: neither sharded nor reduced.
+    ignored_params: neither sharded nor reduced.
 
-    Compile the outermost module. Compiled block by block, each block is compiled anew (its parameters have names of
+    Compile the outermost module. Compiled block by block, each block is compiled again (its parameters have names of
     their own in the graph), which Dynamo stops after `torch._dynamo.config.recompile_limit` blocks. What runs
     eagerly within a forward (behind a graph break, or because of `torch.compiler.disable`) gathers what it reads.
 

@@ -61,7 +61,7 @@ class ShardGroup:
 
     @property
     def path(self) -> str:
-        """What the group is called: the path of its module, or of several."""
+        """The group's name: the path of its module, or of several."""
         return ",".join(self.paths)
 
     @property
@@ -83,7 +83,7 @@ due: dict[str, Tensor] = {}
 
 @dataclass(frozen=True, eq=False)
 class ShardedParam:
-    """One parameter's way from its shard to the gathered tensor and back. Lengths are of dim `dim`."""
+    """How one parameter is gathered from its shards, and its gradient reduced. Lengths are of dim `dim`."""
 
     name: str  # seen from its module, `group.paths[part]`
     group: ShardGroup
@@ -117,7 +117,7 @@ class ShardedParam:
 
     @property
     def way(self) -> tuple[Any, ...]:
-        """How it is gathered and its gradient reduced, in plain values: equal parameters of two modules have one."""
+        """How it is gathered and its gradient reduced, as plain values: equal for equal parameters of two modules."""
         group = self.group
         fields = dataclasses.fields(self)
         others = ("name", "group", "part", "variants", "key")
@@ -126,7 +126,7 @@ class ShardedParam:
 
     @property
     def label(self) -> ParamLabel:
-        """What nodes that gather it, or reduce its gradient, are marked with."""
+        """The mark on nodes that gather it or reduce its gradient."""
         group = self.group
         post, post_rank = group.post or (None, 0)
         path = group.paths[self.part]
@@ -143,7 +143,7 @@ class ShardedParam:
 
 
 def halved(divisor: float) -> tuple[float, float]:
-    """What gradients are divided by before a sum over ranks and after it, where the sum could overflow: about equal."""
+    """Two about equal divisors of gradients, before and after a sum over ranks that could overflow."""
     before = 1.0
     while divisor % before == 0 and divisor / before > before:
         before *= 2
@@ -176,13 +176,13 @@ def unshard(param: DTensor, key: str, unsynced: Tensor | None = None, gathered: 
 
 
 def unshard_local(shard: Tensor, key: str) -> Tensor:
-    """`unshard` of a parameter whose local shard is at hand, and that no axis but the data-parallel ones divides."""
+    """`unshard` of a parameter whose local shard is given, and that only data-parallel axes divide."""
     full: Tensor = _Unshard.apply(shard, key, None, None)
     return full
 
 
 def unsynced_leaf(param: Tensor, key: str) -> Tensor:
-    """What gradients of the parameter add up in, as `.grad`, while they are not reduced: a leaf without memory."""
+    """A leaf without memory in whose `.grad` unreduced gradients of the parameter add up."""
     assert isinstance(param, DTensor)
     sharded = _params[key]
     shard = param.to_local()
@@ -193,7 +193,7 @@ def unsynced_leaf(param: Tensor, key: str) -> Tensor:
 
 
 class GatheredParam:
-    """A parameter that eager code keeps gathered until `drop`: its memory, and what of its shard that was made of."""
+    """A parameter that eager code keeps gathered until `drop`: its memory, and its shard's version at that time."""
 
     def __init__(self, param: DTensor, key: str, after_backward: Callable[[], None]) -> None:
         """Gathers `param`, on all ranks alike. after_backward: called when a backward that used it has ended."""
@@ -313,6 +313,6 @@ def _reduce(grad: Tensor, param: ShardedParam) -> Tensor:
 
 
 def _pad(tensor: Tensor, rows: int) -> Tensor:
-    """Zeros below, up to `rows`; stays a node where nothing is missing, for graphs to be alike on all ranks."""
+    """Zeros appended up to `rows`; also a node where none are missing, so that all ranks have the same graph."""
     sides = [0] * (2 * (tensor.ndim - 1)) + [0, rows - tensor.shape[0]]
     return torch.ops.aten.constant_pad_nd(tensor, sides)

@@ -1,9 +1,9 @@
-"""Parameters that a caller wants gathered across several calls: `unshard()` until `reshard()`, as FSDP2 has them.
+"""Parameters that stay gathered across several calls: from `unshard()` to `reshard()`, as in FSDP2.
 
-For code that runs eagerly, such as a head that is called once for each part of a sequence. What compiled code reads it
-gathers within its graph, where the compiler hides the collective. As with FSDP2, a forward ends it where its group
-reshards after forward, and a backward does unless `set_reshard_after_backward(False)` was called; besides, a shard that
-has changed is gathered anew.
+For code that runs eagerly, such as a head that is called once for each part of a sequence. Compiled code gathers
+parameters within its graph, where the compiler hides the collective. As with FSDP2, a forward frees the gathered
+parameters if its group reshards after forward, and a backward does unless `set_reshard_after_backward(False)` was
+called. A shard that has changed is gathered again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def reshard_after_forward(module: Any) -> None:
 
 
 def gathered_of(owner: Any, name: str) -> GatheredParam | None:
-    """What is kept gathered of `owner`'s parameter, gathered anew if the shard has changed; None without `unshard`."""
+    """The gathered parameter of `owner`, gathered again if its shard has changed; None without `unshard`."""
     kept: GatheredParam | None = owner._overlapc_gathered.get(name)
     if kept is None:
         return None

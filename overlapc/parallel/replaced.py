@@ -39,7 +39,7 @@ def _is_gone(param: nn.Parameter) -> bool:
 
 
 def _look(optimizer: Optimizer, *_: Any) -> None:
-    """At an optimizer's first step; one whose parameters have gradients trains something else with them."""
+    """At an optimizer's first step. No warning if parameters have gradients: the optimizer trains them."""
     if is_compiling() or optimizer in _seen:  # Dynamo traces hooks of a step that it compiles
         return
     _seen.add(optimizer)

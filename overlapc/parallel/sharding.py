@@ -1,4 +1,4 @@
-"""How parameters are laid out over a mesh: the sharded DTensor of each, and the description that gathers it.
+"""How parameters are laid out over a mesh: the sharded DTensor of each, and the data needed to gather it.
 
 The layouts are FSDP2's (same placements, same rows on every rank), so that checkpoints interchange.
 """
@@ -54,7 +54,7 @@ def _post_forward(mesh: DeviceMesh, group: ShardGroup) -> tuple[Axis, int] | Non
     if count in (1, group.axis.size):
         group.reshard_after_forward = count > 1
         return None
-    meshes = _post_meshes.setdefault(mesh, {})  # groups are costly, and one queue is meant to serve all
+    meshes = _post_meshes.setdefault(mesh, {})  # process groups are costly, and all parameters should share one queue
     if count not in meshes:
         ranks = mesh.mesh.view(-1, count)
         names = (f"{group.axis.name}_outer", f"{group.axis.name}_post")
@@ -65,7 +65,7 @@ def _post_forward(mesh: DeviceMesh, group: ShardGroup) -> tuple[Axis, int] | Non
 
 @dataclass(frozen=True)
 class Sharding:
-    """What the parameters of one `fully_shard` call have in common: where they lie, and the dtypes they are used in."""
+    """What the parameters of one `fully_shard` call have in common: their mesh, and the dtypes they are used in."""
 
     mesh: DeviceMesh
     group: ShardGroup
@@ -175,7 +175,7 @@ def _placements(name: str, param: Tensor, mesh: DeviceMesh, dim: int) -> tuple[D
 
 
 def _tensor_parallel(param: DTensor, mesh: DeviceMesh) -> TensorParallel | None:
-    """What is left of a sharded parameter's mesh and placements when it is gathered over `mesh`."""
+    """Mesh and placements of a sharded parameter after it is gathered over `mesh`."""
     names = (param.device_mesh.mesh_dim_names or ())[mesh.ndim :]
     if not names:
         return None

@@ -1,4 +1,4 @@
-"""What torch's own callers ask FSDP2's state of a module for, where `fully_shard` of ours, or adoption, took its place.
+"""What torch's own callers read of FSDP2's state of a module, for modules sharded or adopted by overlapc.
 
 `torch.distributed.pipelining` reduces gradients after the last micro-batch through it, and methods that
 `register_fsdp_forward_method` registered count as forwards.
@@ -15,7 +15,7 @@ from overlapc.parallel.unreduced import reduce_all
 
 
 class ModuleState:
-    """The state of one sharded module: its only parameter group, and the context that all modules share, itself."""
+    """The state of one sharded module; it is also its only parameter group, and the context that all modules share."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -39,10 +39,10 @@ class ModuleState:
             gathered.reshard(self._module)
 
     def _root_post_backward_final_callback(self) -> None:
-        """Nothing: reductions are waited for where they are made."""
+        """Does nothing: reductions are waited for where they are made."""
 
     def _lazy_init(self) -> None:
-        """Nothing: modules are complete when they have been sharded."""
+        """Does nothing: modules are complete after `fully_shard`."""
 
     def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         gathered.unshard(module)

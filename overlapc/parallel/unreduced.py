@@ -1,9 +1,9 @@
 """Gradients that add up over micro-batches before they are reduced, as `set_requires_gradient_sync(False)` asks.
 
-While it is off, gradients flow to leaf tensors without memory and add up in their `.grad`, outside of every graph.
-Turned on again, what has added up is *pending*: the next forward of that module takes it along, and its backward
-reduces it. In a compiled graph that is one reduction with the step's own gradient. In eager code the hook below gives
-pending gradients to the backward of the parameter's gather, and reduces by itself what no gather asked for.
+While synchronization is off, gradients flow to leaf tensors without memory and add up in their `.grad`, outside of
+every graph. When it is turned on, the sums are *pending*: the backward of the module's next forward reduces them. In a
+compiled graph that is one reduction with the step's own gradient. In eager code a hook adds pending gradients in the
+backward of the parameter's gather, and reduces those that no gather takes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def managed(module: nn.Module) -> dict[str, ShardedParam]:
 
 
 def keep_unsynced(modules: Iterable[nn.Module], pending: Pending) -> None:
-    """Let gradients of the modules' parameters add up in leaves, to those of them that are `pending`."""
+    """Makes gradients of the modules' parameters add up in leaves, beginning with those that are `pending`."""
     leaves: dict[str, Tensor] = {}  # tied parameters share one
     for module in modules:
         for name, sharded in managed(module).items():
@@ -46,7 +46,7 @@ def keep_unsynced(modules: Iterable[nn.Module], pending: Pending) -> None:
 
 
 def take_unsynced(modules: Iterable[nn.Module], holder: Any) -> Pending:
-    """Stop that; what has added up, which will be pending on `holder`.
+    """Ends this; returns the sums, which become pending on `holder`.
 
     A gradient of a forward before that arrives later is reduced on arrival, and with it what is pending.
     """
@@ -66,7 +66,7 @@ def take_unsynced(modules: Iterable[nn.Module], holder: Any) -> Pending:
 
 
 def discard_unsynced(modules: Iterable[nn.Module]) -> None:
-    """Forget what has added up; gradients from now on add up anew."""
+    """Drops the sums; later gradients add up from zero."""
     for module in modules:
         for leaf in module.__dict__.get("_overlapc_unsynced", {}).values():
             leaf.grad = None

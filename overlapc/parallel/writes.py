@@ -1,4 +1,4 @@
-"""Refuse to compile a forward that changes gathered parameters: each use gathers anew, and would not see the change."""
+"""Refuses to compile a forward that changes gathered parameters: the next gather would not contain the change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refuse_writes(graph: fx.Graph) -> None:
             param = param_of(keys[memory])
             name = ".".join(filter(None, (param.group.paths[param.part], param.name)))
             raise CompileError(
-                f"{node.name} writes into {name}, which is gathered anew for each use\n"
+                f"{node.name} writes into {name}, which is gathered again for each use\n"
                 f"   {user_line(node) or 'unknown line'}\n"
                 "The change would be lost.\n"
                 "hint: change the sharded parameter between steps, or a copy of it: parameter.clone()"

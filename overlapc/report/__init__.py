@@ -1,4 +1,4 @@
-"""Reports: what was compiled, what hides, what does not, and why.
+"""Reports: what was compiled, which communication is hidden, which is not, and why.
 
 `overlapc.report(step)` is this package, called: the report of every graph this process compiled so far.
 """

@@ -1,7 +1,7 @@
 """Why communication is still exposed, and what a user can change about it.
 
-Passes note for each collective which rule stopped its start and its wait (`CollectiveRow.causes`). Here these become a
-few causes, each with what it means and what to try, and the collectives of a step are added up by cause.
+Passes record for each collective which rule stopped its start and its wait (`CollectiveRow.causes`). This module maps
+these rules to a few causes, each with an explanation and advice, and adds up the exposed time of a step by cause.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from overlapc.passes.reasons import Reason
 from overlapc.report.model import CollectiveRow, GraphRecord, Span, StepRecord
 
-_LEAST = 0.01  # of all exposed time: causes that cost less are not worth a line
-_LITTLE = 0.1  # of a collective's time: less compute than that hides nothing worth a word
+_LEAST = 0.01  # of all exposed time: causes that cost less are not listed
+_LITTLE = 0.1  # of a collective's time: less compute than that hides a negligible part
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,34 +27,34 @@ class Cause:
 
 
 MEMORY = Cause(
-    "to have more in flight at once would exceed the memory limit",
+    "more collectives in flight at once would exceed the memory limit",
     "a larger memory_budget; without one, a larger peak_increase",
 )
 BARRIER = Cause(
-    "communication of a kind that overlapc does not know must not be passed",
-    "name its op in safe_communication, if others may run before and after it",
+    "communication does not move across an op whose communication overlapc does not know",
+    "name that op in safe_communication, if other communication may move across it",
 )
 COLLECTIVE_ORDER = Cause(
     "collectives of one process group keep their order",
-    "reorder_collectives=1, if it is off; process groups of their own for what should not wait for each other",
+    "reorder_collectives=1, if it is off; separate process groups for collectives that should not wait for each other",
 )
 END = Cause(
-    "the graph ends with it, when nothing is left to compute",
-    "overlapc.no_sync over micro-batches, to reduce once for several; a fully_shard of its own for what comes last",
+    "the graph ends with it: no compute is left to hide it",
+    "overlapc.no_sync, to reduce once for several micro-batches; a separate fully_shard of the module that comes last",
 )
 BEGIN = Cause(
-    "the graph begins with it, before anything can be computed",
-    "a small group of what is used first; in backward, reshard_after_forward=False for it",
+    "the graph begins with it: no compute can run before it is done",
+    "a small fully_shard group for what is used first; in backward, reshard_after_forward=False for it",
 )
 BUSY = Cause(
-    "its queue is busy, or the compute around it hides others already",
+    "its queue is busy, or the compute around it already hides other collectives",
     "more to compute on each rank (batch, sequence), or fewer bytes (reshard_after_forward=False, lower precision)",
 )
 CHAIN = Cause(
-    "it takes what was computed just before, and what comes next needs it",
-    "compute that does not depend on it: larger or several micro-batches in a graph; or fewer ranks on this mesh axis",
+    "it reads what was computed just before it, and the next compute reads its result",
+    "independent compute: larger or several micro-batches in a graph; or fewer ranks on this mesh axis",
 )
-SLOWER = Cause("moves that would hide it make the simulated step longer", BUSY.advice)
+SLOWER = Cause("every move that hides it makes the simulated step longer", BUSY.advice)
 
 # The first that applies is the cause: what can be changed with an option, then the ends of a graph, then the rest.
 _BY_REASON: tuple[tuple[Cause, frozenset[Reason]], ...] = (

@@ -1,4 +1,4 @@
-"""From what the pass pipeline hands back to a `GraphRecord`."""
+"""From the result of the pass pipeline to a `GraphRecord`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def graph_record(
 ) -> GraphRecord:
     """The record of one compiled graph, as plain data.
 
-    fallbacks: eager calls by op, for want of a lowering; they are no
+    fallbacks: eager calls by op, without a lowering; they are no
     library calls that we chose, and not counted as such.
     attention: calls by kernel and reason, as the report is to say it.
     budget_bytes: the limit that was planned for, if not the schedule's own.

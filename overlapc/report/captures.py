@@ -1,4 +1,4 @@
-"""What Dynamo made of a program: the pieces that it captured, where it broke, what it compiled again and why."""
+"""What Dynamo made of a program: the pieces that it captured, graph breaks, recompilations and their reasons."""
 
 from __future__ import annotations
 

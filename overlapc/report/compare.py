@@ -52,7 +52,7 @@ class Row:
 
     @property
     def slowdown_error(self) -> float | None:
-        """By how many hundredths of its time alone contention was misjudged; None unless it had company throughout."""
+        """Error of predicted contention, in hundredths of its time alone; None unless it was overlapped throughout."""
         if self.beside is None or self.beside < 1 - APART or not self.alone_ns or self.measured_ns is None:
             return None
         return 100 * abs(self.measured_ns - self.predicted_ns) / self.alone_ns
@@ -214,4 +214,4 @@ def _quality(every: Iterable[Row]) -> Iterator[str]:
             yield f"  {len(alone)} with nothing beside them: half within {off:.0%}, {median(alone):.2f} of the estimate"
         beside = [points for row in found if (points := row.slowdown_error) is not None]
         if beside:
-            yield f"  {len(beside)} with company throughout: half within {median(beside):.0f} points of the time alone"
+            yield f"  {len(beside)} overlapped throughout: half within {median(beside):.0f} points of the time alone"

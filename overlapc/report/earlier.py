@@ -24,7 +24,7 @@ def users_estimator(estimates: str | Hook | None, graph: str) -> UserHook | Earl
 
 
 def earlier_run(path: str | Path, graph: str) -> EarlierRun:
-    """An estimator for `graph`. ConfigError for a file that holds no measurement of ours.
+    """An estimator for `graph`. ConfigError for a file that holds no measurement by overlapc.
 
     A record tells what a node was, and how much the simulator thought contention slowed it: its times go in without
     that, as the simulator will add it again. A bare trace knows names only, and its times go in as they are.

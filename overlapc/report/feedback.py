@@ -1,4 +1,4 @@
-"""Measured records as the runs that a device profile is fitted to, and what came of that as text."""
+"""Measured records as the runs that a device profile is fitted to, and the result of fitting as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from overlapc.documents import read_text
 from overlapc.errors import ConfigError
-from overlapc.estimators.calibration.feedback import Change, Feedback, feed_back, provenance
+from overlapc.estimators.calibration.feedback import Feedback, ProfileChange, feed_back, provenance
 from overlapc.estimators.calibration.observed import Run
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.profiles.profile_file import PROFILES, load_profile, profile_to_json
@@ -112,7 +112,7 @@ def feedback_text(feedback: Feedback) -> str:
     return "\n".join(lines)
 
 
-def _cells(change: Change) -> tuple[str, ...]:
+def _cells(change: ProfileChange) -> tuple[str, ...]:
     factor = f"x{change.after / change.before:.2f}" if change.before else ""
     was = "none" if change.before is None else f"{change.before:.4g}"
     return change.parameter, was, f"{change.after:.4g}", factor, str(change.nodes)

@@ -94,7 +94,7 @@ class Ledger:
             Gain(again_ns, again, "fewer activation checkpoints or reshard_after_forward=False, where memory allows")
         )
         if beyond_ns:
-            why = spent.bound()
+            why = spent.limiting_factor()
             found = [Gain(beyond_ns, why.why, why.advice)]  # whatever the device saves, the host takes as long
         least_ns = _LEAST * step.step_ns
         gains = sorted((each for each in found if each.ns > least_ns), key=lambda each: -each.ns)

@@ -1,4 +1,4 @@
-"""What a step is bound by, and what its compute consists of: the first thing to know before changing anything."""
+"""The limiting factor of a step, and what its compute consists of: the first thing to know before changing anything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"_\d+$")  # by which FX tells nodes of one op apart
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ComputeShare:
     """All compute of one kind in a step: a library op, or what was generated."""
 
     what: str
@@ -27,27 +27,27 @@ class Work:
 
 
 def sources(step: StepRecord) -> dict[str, float]:
-    """Who says how long nodes take -> the share of all their times together, the largest first."""
-    said: dict[str, float] = defaultdict(float)
+    """Source of estimates -> its share of the sum of all estimates, the largest first."""
+    by_source_ns: dict[str, float] = defaultdict(float)
     for graph, times in step.called:
         for node in parse(graph.schedule).nodes:
             if node.estimate is not None and node.estimate.ns:
-                said[node.estimate.source] += node.estimate.ns * times
-    whole = sum(said.values())
-    return {source: ns / whole for source, ns in sorted(said.items(), key=lambda item: -item[1])}
+                by_source_ns[node.estimate.source] += node.estimate.ns * times
+    whole_ns = sum(by_source_ns.values())
+    return {source: ns / whole_ns for source, ns in sorted(by_source_ns.items(), key=lambda item: -item[1])}
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
     """Where the time of a step goes, as predicted, over all of its graphs."""
 
-    device_ns: float  # a step, as far as the device goes
+    device_ns: float  # the step time of the device alone
     host_ns: float | None  # what the host needs for it; None: not known
-    compute_ns: float  # with what communication beside it costs it
-    slowed_ns: float  # which is this much, where it is known
-    exposed_ns: float  # compute stands still for communication
-    queues_ns: dict[str, float]  # how long each has something to do, the longest first
-    work: tuple[Work, ...]  # what compute consists of, the longest first
+    compute_ns: float  # includes slowed_ns
+    slowed_ns: float  # by which communication beside it makes compute longer; 0 where that is not known
+    exposed_ns: float  # compute waits for communication
+    queues_ns: dict[str, float]  # how long each queue is busy, the longest first
+    work: tuple[ComputeShare, ...]  # what compute consists of, the longest first
 
     @classmethod
     def of(cls, step: StepRecord) -> Spent:
@@ -71,11 +71,15 @@ class Spent:
             compute_ns - step.sum(lambda graph: graph.alone_ns or 0.0) if alone_known else 0.0,
             step.sum(lambda graph: graph.exposed_after_ns),
             dict(sorted(lanes.items(), key=lambda item: -item[1])),
-            tuple(sorted((Work(what, sum(each), len(each)) for what, each in work.items()), key=lambda row: -row.ns)),
+            tuple(
+                sorted(
+                    (ComputeShare(what, sum(each), len(each)) for what, each in work.items()), key=lambda row: -row.ns
+                )
+            ),
         )
 
-    def bound(self) -> Cause:
-        """What would have to become less for the step to become shorter."""
+    def limiting_factor(self) -> Cause:
+        """What must become less to make the step shorter."""
         queue, busy_ns = next(iter(self.queues_ns.items()), ("", 0.0))
         if self.host_ns is not None and self.host_ns > self.device_ns:
             return Cause(

@@ -1,4 +1,4 @@
-"""What a device holds while a graph runs, beyond what the graph itself knows of."""
+"""Memory that a device holds while a graph runs, beyond the tensors of the graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compiled step did and expects: plain data that every renderer reads.
+"""What a compiled step did and what is predicted for it: plain data that every renderer reads.
 
 A `GraphRecord` describes one compiled graph (a forward, a backward); a `StepRecord` holds all graphs of one process.
 Times are nanoseconds since the graph's first launch, as the simulator predicts them; sizes are bytes.
@@ -42,7 +42,7 @@ class CollectiveRow:
     group: str
     ranks: Count
     bytes: Count
-    estimate_ns: Ns | None  # None: nobody could estimate it
+    estimate_ns: Ns | None  # None: no estimate
     source: str
     hidden_before_ns: Ns
     exposed_before_ns: Ns
@@ -106,15 +106,15 @@ class GraphRecord:
     passes: tuple[PassRow, ...] = ()
     kernels: Count = 0  # generated kernels launched in one run
     externs: Count = 0  # library calls
-    fallbacks: Mapping[str, Count] = field(default_factory=dict)  # ops run eagerly for want of a lowering
+    fallbacks: Mapping[str, Count] = field(default_factory=dict)  # ops run eagerly without a lowering
     attention: Mapping[str, Count] = field(default_factory=dict)  # calls by kernel, sizes and why it is that kernel
-    unknown: tuple[str, ...] = ()  # nodes nobody could estimate; the times above leave them out
+    unknown: tuple[str, ...] = ()  # nodes without an estimate; the times above leave them out
     compile_seconds: Seconds = 0.0
     captured: str = ""  # with cuda_graphs: how many parts are captured, and what is not and why
     not_copied: Mapping[str, str] = field(default_factory=dict)  # transport=copy: collectives that are not, and why
     pool_bytes: int = 0  # of this rank's memory that is shared for copies
     tuned: str = ""  # with autotune: how many kernels were measured, and what other block sizes gain
-    measured: Measured | None = None  # None: nobody measured it
+    measured: Measured | None = None  # None: not measured
     host_ns: Ns | None = None  # what a call costs the host; None: the profile does not know
     profile: str = ""  # the device profile of these times, as the JSON of its file; "": none was named
     # What the schedule takes otherwise at the clock that the estimates are of; the simulator goes from there.

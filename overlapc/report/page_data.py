@@ -103,8 +103,8 @@ def _nodes(step: StepRecord) -> Data:
             known = {"what": _what(node), "of": node.origin.module, "line": node.origin.source}
             by = {} if node.estimate is None else {"by": node.estimate.source}
             facts[node.name] = {**known, **by, **facts.get(node.name, {})}
-        for name, said in facts.items():
-            found[f"{graph.name}/{name}"] = {key: value for key, value in said.items() if value}
+        for name, known in facts.items():
+            found[f"{graph.name}/{name}"] = {key: value for key, value in known.items() if value}
     return found
 
 

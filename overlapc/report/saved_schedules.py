@@ -1,4 +1,4 @@
-"""The schedules of a run in one file, with what the simulator needs to come to the same figures.
+"""The schedules of a run in one file, with what the simulator needs to reproduce the figures.
 
     schedule forward_0
     ...

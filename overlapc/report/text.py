@@ -34,7 +34,7 @@ _ROWS_SHOWN = 24  # a table longer than that leaves out collectives that are hid
 _EXPOSURES_SHOWN = 4
 _WORK_SHOWN = 4  # kinds of compute
 _NAMED = 3  # modules of an exposure
-_LEAST_SLOWED = 0.01  # of compute: what communication beside it costs is said from there on
+_LEAST_SLOWED = 0.01  # of compute: smaller slowdowns by communication are not printed
 
 
 def render(steps: Sequence[StepRecord], *, all_rows: bool = False) -> str:
@@ -128,7 +128,7 @@ def facts(graph: GraphRecord) -> Iterator[str]:
     if graph.tuned:
         yield f"block sizes  {graph.tuned}"
     if graph.unknown:
-        yield f"unknown      {_some(graph.unknown)}: nobody could estimate these, the times above leave them out"
+        yield f"unknown      {_some(graph.unknown)}: no estimate for these; the times above leave them out"
 
 
 def _pass_seconds(graph: GraphRecord) -> str:
@@ -151,7 +151,7 @@ def totals_text(step: StepRecord) -> str:
     kernels = step.sum(lambda graph: graph.kernels)
     fallbacks = step.sum(lambda graph: sum(graph.fallbacks.values()))
     spent = Spent.of(step)
-    why = spent.bound()
+    why = spent.limiting_factor()
     after = step.step_ns
     lines = [*_calls_lines(step), *captures_lines(step)]
     lines += _measured_lines(step)
@@ -199,7 +199,7 @@ def _calls_lines(step: StepRecord) -> Iterator[str]:
 
 
 def _slowed(spent: Spent) -> str:
-    """What compute loses to communication that hides behind it, if that is worth a word."""
+    """What compute loses to communication that hides behind it, if that is not negligible."""
     if spent.slowed_ns < _LEAST_SLOWED * spent.compute_ns:
         return ""
     return f", {ms(spent.slowed_ns)} of it because communication runs beside it"

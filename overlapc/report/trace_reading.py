@@ -152,7 +152,7 @@ def _of(number: int | str | None, marked: Mapping[int | str, Marked]) -> Marked 
 
 
 def _attach_host(spans: Iterable[_Event], order: Sequence[Marked]) -> None:
-    """On a CPU a mark is what it ran; a start gets the first things of gloo that began after it and are nobody's yet.
+    """A CPU's mark is what it ran; a start gets gloo's first events that began after it and belong to no other start.
 
     gloo begins collectives in the order they were issued, on threads of its own. What the user communicates between
     two starts is passed over: it began before the second.

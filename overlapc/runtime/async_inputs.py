@@ -1,14 +1,13 @@
-"""Results of collectives that nobody has waited for yet, as inputs of a compiled graph.
+"""Results of collectives in flight, as inputs of a compiled graph.
 
 Outside of graphs a functional collective returns an `AsyncCollectiveTensor`, which waits when it is first used. Such
 tensors reach a graph where tensor parallelism goes on across a graph break, or where each block is compiled by itself:
 bare, or within a DTensor. A graph computes with the memory of what they hold, which may not have arrived.
 
-What a bare one holds is no part of autograd's graph, and torch 2.13 hands just that to AOTAutograd: the input then
-seems to need no gradient, and what was computed before the graph gets none. So it is waited for before, in sight of
-autograd.
-Of one within another tensor autograd knows only the outer tensor, which stays what it is: what arrived takes the place
-of the collective within it.
+The tensor that a bare `AsyncCollectiveTensor` holds is no part of autograd's graph, and torch 2.13 passes just that
+tensor to AOTAutograd: the input then seems to need no gradient, and earlier computations get none. So the step waits
+for it first, recorded by autograd. Within another tensor, autograd knows only the outer tensor, which stays: the
+result takes the place of the collective within it.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def not_waited_for(inputs: Sequence[Any]) -> tuple[int, ...]:
-    """Positions of the inputs that are such results themselves."""
+    """Positions of the inputs that are themselves results in flight."""
     kind = _kind()
     return () if kind is None else tuple(at for at, value in enumerate(inputs) if isinstance(value, kind))
 
 
 def tensors_of_tensors(inputs: Sequence[Any]) -> tuple[int, ...]:
-    """Positions of the other inputs that hold tensors, as DTensors do: among these there may be such results."""
+    """Positions of the other inputs that hold tensors, as DTensors do, and may hold results in flight."""
     kind = _kind()
     if kind is None:
         return ()
@@ -129,7 +128,7 @@ def wait_within(value: Any) -> None:
 
 
 def waits_first(step: Callable[..., Any], late: Sequence[int], within: Sequence[int]) -> Callable[..., Any]:
-    """`step`, with its `late` inputs waited for before it is called, and what the inputs at `within` hold, too."""
+    """`step`, called after a wait for its `late` inputs and for what the inputs at `within` hold."""
     held: list[tuple[int, tuple[str, ...]]] | None = None
 
     def call(*inputs: Any) -> Any:

@@ -2,12 +2,12 @@
 graphs and steps, measured times.
 
 Safe for many ranks of one host at once: an entry is built under a file lock, written beside its place and renamed
-into it. What is found is checked against a voucher that was written last, a SHA-256 of the entry's name and content: a
-torn or damaged file, or one that belongs under another key, is built again, never loaded. Nothing in it is unpickled.
+into it. Each entry has a voucher, written last: a SHA-256 of its name and content. A torn or damaged file, or one under
+a wrong key, is built again, never loaded. Nothing is unpickled.
 
 Entries are code that runs as the user, so a folder or a file that other users own or may write to is not used
-(`refusal`). There, and where nothing can be written, what a process compiles goes to a folder of its own, with a
-warning.
+(`refusal`). In that case, and where nothing can be written, a process stores what it compiles in a temporary folder,
+with a warning.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOCK_TIMEOUT_S = 600.0
 
 _FORMAT = "2"  # of vouchers
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_warned: set[Path] = set()  # cache folders that this process does without
+_warned: set[Path] = set()  # cache folders that this process does not use
 _ELSEWHERE = "set OVERLAPC_CACHE_DIR to another folder"
 
 
@@ -61,7 +61,7 @@ class KernelCache:
         self._one = kind.removesuffix("s")
         self._seen: set[Path] = set()  # checked by this process already
         self._safe: set[Path] = set()  # folders in which others cannot write, by `refusal`
-        self._spare: KernelCache | None = None  # where this process keeps what `root` cannot take
+        self._spare: KernelCache | None = None  # the temporary folder, for what cannot be stored in `root`
 
     def path(self, key: str, suffix: str) -> Path:
         """Where the entry lies once it is built; 256 folders keep listings short."""
@@ -121,7 +121,7 @@ class KernelCache:
         return None if self._spare is None else self._spare.find(key, suffix)
 
     def read(self, key: str, suffix: str) -> bytes | None:
-        """The entry's content if a whole one is there; a torn or damaged one is as good as none."""
+        """The entry's content if a whole one is there; a torn or damaged one counts as none."""
         path = self.path(key, suffix)
         content = self._content(path)
         if content is None:
@@ -130,7 +130,7 @@ class KernelCache:
         return content
 
     def drop(self, key: str, suffix: str) -> None:
-        """Forgets an entry that is whole, but not what its reader expects: the next `get_or_build` makes it anew."""
+        """Removes a whole entry that its reader cannot use: the next `get_or_build` makes it again."""
         path = self.path(key, suffix)
         self._seen.discard(path)
         try:
@@ -205,7 +205,7 @@ class KernelCache:
         return hashlib.sha256(f"{_FORMAT} {self._kind}/{path.name}\n".encode() + content).hexdigest()
 
     def _refusal(self, path: Path) -> str | None:
-        """Why the folders that an entry lies in are not to be trusted; None where they are, or are not there yet."""
+        """Why the folders of an entry must not be trusted; None if they may be, or do not exist yet."""
         for folder in (self.folder, self.root, path.parent):
             if folder not in self._safe:
                 why = refusal(folder)
@@ -242,9 +242,9 @@ class KernelCache:
 
 
 def refusal(folder: Path) -> str | None:
-    """Why what lies in `folder` must not be run, and what to do; None for a folder that only its user, or root, writes.
+    """Why files in `folder` must not be run, and what to do; None for a folder that only its user, or root, can write.
 
-    As OpenSSH asks it of keys. A folder that is not there can hold nothing.
+    OpenSSH has the same rule for keys. A folder that does not exist holds nothing.
     """
     try:
         about = folder.stat()
@@ -309,7 +309,7 @@ def _read_own(path: Path) -> bytes | None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Makes it and those above, writable by the user alone whatever the umask is; a file in its place goes."""
+    """Makes the folder and its parents, writable by the user alone whatever the umask; removes a file in its place."""
     for each in (*reversed(folder.parents), folder):
         if each.is_dir():
             continue
@@ -323,7 +323,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _clear(path: Path, expected: Callable[[int], bool] = stat.S_ISREG) -> None:
-    """Removes what lies there and is not what is expected, such as a loop of links."""
+    """Removes a path of an unexpected kind, such as a loop of links."""
     try:
         if expected(path.stat().st_mode):
             return
@@ -345,7 +345,7 @@ def _remove(path: Path) -> None:
 
 @lru_cache(None)
 def _folder_of_process(number: int) -> Path:
-    """Where this process keeps what it can keep nowhere else."""
+    """The temporary folder of this process, for entries that it cannot store in the cache."""
     folder = tempfile.mkdtemp(prefix="overlapc-")
 
     def remove() -> None:

@@ -1,4 +1,4 @@
-"""Collectives that torch has no op for, or none that is safe.
+"""Collectives for which torch has no op, or no safe one.
 
 gloo runs a process group's collectives on two threads. When one is done, its thread notes the name of the operation in
 a string of the group, without a lock (`ProcessGroupGloo::runLoop`, torch 2.11 to 2.13). Names of up to 15 letters are

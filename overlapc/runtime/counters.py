@@ -1,4 +1,4 @@
-"""Counts where users of torch look for them: `torch._dynamo.utils.counters["overlapc"]`."""
+"""Counts in the place where users of torch look for them: `torch._dynamo.utils.counters["overlapc"]`."""
 
 from __future__ import annotations
 

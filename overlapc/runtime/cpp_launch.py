@@ -1,8 +1,8 @@
 """C++ kernels, from source text to a callable.
 
 Each kernel is one cache entry, so that all graphs and ranks share it whatever else is in them. The compiler takes
-longer to start than to compile a kernel (0.1 s against 0.01 s), so what a graph lacks is compiled together, a file per
-core, and the library of a file becomes the entry of every kernel in it.
+longer to start than to compile a kernel (0.1 s against 0.01 s), so all kernels that a graph needs and the cache lacks
+are compiled together, one file per core, and the library of a file becomes the entry of every kernel in it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def load_kernels(kernels: Sequence[CppKernel], cache_dir: Path) -> dict[str, Cal
 
 
 def _build_together(kernels: Sequence[CppKernel], cache: KernelCache, files: KernelCache, compiler: Compiler) -> None:
-    """Puts `kernels` into the cache by one run of the compiler. Where it fails, each is left to `build_library`."""
+    """Puts `kernels` into the cache by one run of the compiler. If that fails, `build_library` compiles each."""
     if len(kernels) < 2:
         return
     prelude = kernels[0].prelude

@@ -1,12 +1,12 @@
 """Parts of a compiled graph as CUDA graphs: the first call runs as it is, the second is captured, later ones replay.
 
-A captured part works on fixed addresses. An argument that lay at one address in the first and the second call is used
-where it lies; any other is copied into a buffer of the part's before a replay (and back, if the part changes it). When
+A captured part works on fixed addresses. An argument that had the same address in the first and the second call is read
+there; any other is copied into a buffer of the part before a replay (and back, if the part changes it). When
 an argument that was used in place has moved, the part is captured again and copies that one from then on: each argument
 costs at most one recapture. What parts make stays at one address, in a memory pool that the parts of a graph share,
 and the next call overwrites it; so what the graph returns is copied out of there (`Parts.copied`).
 
-`Recorder` is all that is asked of a device.
+`Recorder` is the interface to a device.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Recorder(Protocol):
     """Records what a function launches. Its parts are replayed in the order in which they were recorded."""
 
     def busy(self) -> bool:
-        """Whether somebody else is recording: then everything runs as it is, into their recording."""
+        """Whether a CUDA graph outside of overlapc is being captured: everything then runs into that capture."""
 
     def record(self, function: Function, given: Sequence[Tensor]) -> tuple[Callable[[], None], tuple[Any, ...]]:
         """(what calls `function` on this very memory again, the results that it fills), without any effect now."""
 
     def restart(self) -> None:
-        """Nothing that was recorded is needed any more."""
+        """Drops everything that was recorded."""
 
 
 class CudaGraphs:
@@ -80,7 +80,7 @@ _all_parts: WeakSet[Parts] = WeakSet()
 
 
 def release_cuda_graphs() -> None:
-    """Drops all CUDA graphs that overlapc captured in this process; the next calls capture anew.
+    """Drops all CUDA graphs that overlapc captured in this process; the next calls capture again.
 
     NCCL destroys no communicator while a CUDA graph holds launches of it: `destroy_process_group` would wait forever.
     """
@@ -90,7 +90,7 @@ def release_cuda_graphs() -> None:
 
 @cache
 def _release_with_groups() -> None:
-    """Has `torch.distributed.destroy_process_group` release them first: torch calls nobody before it destroys."""
+    """Has `torch.distributed.destroy_process_group` release them first: torch has no hook before it destroys."""
     destroy = dist.destroy_process_group
 
     @wraps(destroy)

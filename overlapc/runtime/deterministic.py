@@ -1,7 +1,7 @@
 """Deterministic mode: the same schedule and the same bits, run after run.
 
 On by `deterministic=True` (one compiled model) or `torch.use_deterministic_algorithms(True)` (the process). While such
-a graph is compiled and while it runs, torch's own switch is on, so that the one question every part asks is
+a graph is compiled and while it runs, torch's own switch is on, so that every part only needs to check
 `torch.are_deterministic_algorithms_enabled()`: nothing is measured on this machine to decide anything, nothing is
 added up by atomics, and library calls take their deterministic forms or raise.
 """
@@ -17,7 +17,7 @@ import torch
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """torch's switch on, if `wanted` and not so already; afterwards as it was."""
+    """Turns torch's switch on if `wanted`, and restores it afterwards."""
     if not wanted or torch.are_deterministic_algorithms_enabled():
         yield
         return

@@ -1,6 +1,6 @@
-"""DTensors that go into a compiled step, and gradients that are DTensors: its graphs know what is inside of them only.
+"""DTensors as inputs of a compiled step, and gradients that are DTensors; compiled graphs know only local tensors.
 
-AOTAutograd's wrapper derives the description (`DTensorSpec`) of every gradient anew in every backward, which takes a
+AOTAutograd's wrapper derives the description (`DTensorSpec`) of every gradient again in every backward, which takes a
 host as long as launching several kernels. Of static sizes it is the same each time: here it is derived once.
 """
 
@@ -20,7 +20,7 @@ Call = Callable[[list[Any]], Any]
 
 
 class KnownDTensors:
-    """What a step was compiled for, as far as its graphs do not look themselves, as they do at sizes.
+    """The DTensors a step was compiled for, as far as its graphs do not check them themselves (they check sizes).
 
     Dynamo's guards hold it, unless `overlapc.trust_modules` dropped them.
     """
@@ -58,7 +58,7 @@ def _text(spec: Any, dtype: torch.dtype, device: torch.device, requires_grad: bo
 class Remade:
     """Makes a gradient of what the backward graph returns: its local part at `at`, at `mesh_at` perhaps the mesh.
 
-    make: the same, slowly: it is asked when there is no description yet, or another mesh.
+    make: AOTAutograd's slow way, for a first description or another mesh.
     """
 
     __slots__ = ("_at", "_make", "_mesh", "_mesh_at", "_spec")

@@ -1,6 +1,6 @@
 """`overlapc::run_kernel`: a generated kernel as an op that graphs can hold and tracers can see.
 
-The op writes into its buffers (as far as anybody can tell, into all of them) and returns nothing.
+By its schema the op writes into all of its buffers; it returns nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _library.define("run_kernel(str kernel, Tensor(a!)[] buffers, SymInt[] sizes) ->
 
 
 def register(name: str, launcher: Callable[..., None]) -> None:
-    """Makes a kernel known by its name, which is its content's: a second one of that name is the same."""
+    """Registers a kernel by its name, which is a hash of its content: kernels of one name are equal."""
     _launchers[name] = launcher
 
 

@@ -1,14 +1,14 @@
-"""Checks, while a graph runs, that memory comes, is used and goes as its program says (`check_lifecycle=True`).
+"""Checks, while a graph runs, that memory is allocated, used and freed as its program says (`check_lifecycle=True`).
 
 The wrapper then reports every allocation, launch, collective, wait, take-over and free. An error, with the buffer's
 name, is a buffer
 
-* whose storage has another size than planned, that survives its free because somebody else holds it, that is gone
+* whose storage has another size than planned, that survives its free because another holder has it, that is freed
   before it, or that is never freed;
-* behind whose end something was written: memory of ours is followed by a few bytes that nobody may change;
+* behind whose end something was written: a few bytes that must not change follow memory that the graph allocates;
 * that is written, freed or handed on while a collective in flight still reads it, or used before it has arrived.
 
-Fresh and freed memory is filled with NaN, which shows in results when a graph, or a collective, reads it all the same.
+Fresh and freed memory is filled with NaN, which shows in results when a graph, or a collective, reads it nevertheless.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LET_GO_S = 30.0  # until a transport that holds a tensor after its wait counts 
 
 
 class LifecycleError(OverlapcError):
-    """Memory of a compiled graph did not live as planned."""
+    """Memory of a compiled graph was not allocated, used or freed as planned."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _Live:
     key: int  # of the storage: views of one have the same
     bytes: int  # 0 for a second name of a storage
     place: tuple[int, int]  # addresses of the first byte and behind the last
-    ours: bool = False  # memory that nobody outside of the graph may know
+    ours: bool = False  # memory that must not be held outside of the graph
     carved: bool = False  # a part of a pool, which other names have parts of, too
     heir: str = ""  # the name that takes this part of a pool over
 
@@ -113,14 +113,14 @@ class Lifecycle:
             self._add(name, value)
 
     def lent(self, values: Mapping[str, object]) -> None:
-        """These are in memory that somebody else keeps."""
+        """These are in memory that is kept outside of the graph."""
         for name, value in values.items():
             if isinstance(value, Tensor):
                 self._given.setdefault(_key(value), _weak(value))
                 self._add(name, value)
 
     def reused(self, name: str, tensor: Tensor) -> None:
-        """`name` is new memory, or that of an argument that nobody else holds."""
+        """`name` is new memory, or that of an argument that only this graph holds."""
         self._not_in_flight(name, _place(tensor), "takes memory over")
         self._add(name, tensor)
 
@@ -183,7 +183,7 @@ class Lifecycle:
     # --- memory that goes
 
     def freeing(self, values: Mapping[str, object]) -> None:
-        """These names are about to be dropped: what is ours alone is filled with NaN."""
+        """These names are about to be dropped: memory that only the graph holds is filled with NaN."""
         for name, tensor in values.items():
             entry = self._live.get(name)
             if entry is None or not isinstance(tensor, Tensor):
@@ -198,7 +198,7 @@ class Lifecycle:
                 _bytes_of(tensor, entry.carved).fill_(_POISON)
 
     def freed(self, names: Iterable[str]) -> None:
-        """These names are dropped: their storages must be gone, unless another name or the caller has them."""
+        """These names are dropped: their storages must be freed, unless another name or the caller has them."""
         for name in names:
             entry = self._live.pop(name, None)
             self._freed.add(name)
@@ -221,7 +221,7 @@ class Lifecycle:
         kept = {self._live[name].key for name in values if name in self._live} | self._given.keys()
         for name, entry in self._live.items():
             if entry.storage.expired():
-                raise self._error(name, "is to be alive at the end, but its memory is gone")
+                raise self._error(name, "must be alive at the end, but its memory is freed")
             if entry.key not in kept:
                 raise self._error(name, "was never freed, and is not returned")
         for name, value in values.items():

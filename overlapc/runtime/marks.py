@@ -1,4 +1,4 @@
-"""Names around what a compiled graph launches, for the profiler; off unless somebody measures.
+"""Names around what a compiled graph launches, for the profiler; off unless a measurement runs.
 
 A graph is printed a second time with a mark around every node, and that version runs while marks are on: without
 them a call costs one look at a flag.

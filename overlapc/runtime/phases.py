@@ -1,4 +1,4 @@
-"""How long the phases of compiling take, each without those that it begins."""
+"""Seconds of each phase of compiling, without the phases nested in it."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def seconds_by_phase() -> Mapping[str, float]:
 
 
 def clear() -> None:
-    """Begins anew."""
+    """Begins again."""
     _seconds.clear()

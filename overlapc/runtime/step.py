@@ -1,4 +1,4 @@
-"""A compiled forward and backward as one differentiable function, for graphs with nothing special about them.
+"""A compiled forward and backward as one differentiable function, for graphs without special inputs or outputs.
 
 AOTAutograd's own wrapper handles aliased outputs, inputs that get other memory and tensor subclasses; a graph that has
 none of these needs only what is here. That costs the host less, and it can be rebuilt from a few numbers (`StepPlan`),
@@ -188,7 +188,7 @@ def _marked(
 
 
 class _Differentiated(torch.autograd.Function):
-    """Gradients that say so when somebody differentiates them again.
+    """Gradients that raise an error when they are differentiated again.
 
     They are connected to what they were computed from: `autograd.grad` runs only what is between it and its inputs, and
     would take them for constants. `needed` makes them differentiable whatever that was.

@@ -1,4 +1,4 @@
-"""What a generated wrapper calls besides kernels and torch ops."""
+"""Functions that a generated wrapper calls besides kernels and torch ops."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def reused(source: Tensor, size: Sequence[int], stride: Sequence[int], dtype: to
     Otherwise new memory: for a backward that will run again, what a hook on saved tensors kept, or a view of another.
 
     Other threads may change these counts meanwhile, but only towards less. Who can get at the memory at all owns a
-    reference, which is counted; here all are the caller's, whose variable no other thread sees, and nobody makes a
+    reference, which is counted; here all are the caller's, whose variable no other thread sees, and nothing makes a
     reference of a weak one (torch's registry of collectives in flight compares weak ones, and never follows them). A
     thread that dropped its C++ reference and still has to drop the Python one is counted by Python until it has. What
     such a thread wrote, it wrote before the collective was waited for.

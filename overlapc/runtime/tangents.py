@@ -1,4 +1,4 @@
-"""The gradients that a compiled backward takes, brought into the form that it was compiled for."""
+"""Converts incoming gradients to the layout that a compiled backward expects."""
 
 from __future__ import annotations
 

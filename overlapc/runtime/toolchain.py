@@ -1,4 +1,4 @@
-"""The C++ compiler: which one, with which flags, and its errors in one readable piece. Triton: which version."""
+"""The C++ compiler: which one, with which flags, and readable errors. Triton: which version."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLAGS = (
     "-fPIC",
     "-shared",
     "-fopenmp",
-    # NaN, infinities and signed zeros stay right, so no -ffast-math; these two only say that nobody reads errno or
+    # NaN, infinities and signed zeros stay right, so no -ffast-math; these two only say that nothing reads errno or
     # the floating point flags, without which floor, round and every libm call stay scalar.
     "-fno-math-errno",
     "-fno-trapping-math",

@@ -37,7 +37,7 @@ def load_module(path: Path, name: str) -> ModuleType:
     # Asserts are left out without `debug`, which would also stop integers that wrap, as ours are meant to.
     interpreter.interpreter_builder.options = InterpreterOptions(debug=True, sanitize_overflow=False)
     with triton.knobs.runtime.scope():
-        # Generated modules import the prelude: as it is compiled, for whoever compiles in this process later.
+        # Generated modules import the prelude: as it is compiled, for later compilations in this process.
         triton.knobs.runtime.interpret = False
         importlib.import_module("overlapc.runtime.triton_prelude")
     module = _execute(path, name)
@@ -156,7 +156,7 @@ class InterpretedLauncher:
     def __call__(self, *arguments: Any) -> None:
         buffers = len(self._source.buffers)
         given = zip(arguments[:buffers], self._launch.pointers, strict=True)
-        tensors = [tensor.view(ELEMENT[pointer]) for tensor, pointer in given]  # the interpreter goes by dtypes
+        tensors = [tensor.view(ELEMENT[pointer]) for tensor, pointer in given]  # the interpreter decides by dtypes
         sizes = arguments[buffers:]
         scratch = [
             torch.empty(host_function(elements, self._source.sizes)(*sizes), dtype=dtype)

@@ -1,4 +1,4 @@
-"""What is known of a generated Triton kernel beside its text: how to launch it, and what a launch may assume.
+"""Data about a generated Triton kernel beside its text: how to launch it, and what a launch may assume.
 
 A kernel is compiled once per variant: which pointers are aligned to 16 bytes, which sizes are multiples of 16, and
 how wide indices must be.
@@ -37,7 +37,7 @@ ELEMENT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class TritonLaunch:
     """How to launch a generated kernel."""
 
     stages: tuple[Stage, ...]
@@ -84,10 +84,10 @@ class Variant:
     wide: bool  # indices need int64
 
 
-def launch_of(source: Source) -> Launch:
+def launch_of(source: Source) -> TritonLaunch:
     """The launch facts of a source that is Triton's."""
     launch = source.launch
-    assert isinstance(launch, Launch)
+    assert isinstance(launch, TritonLaunch)
     return launch
 
 

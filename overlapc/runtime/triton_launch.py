@@ -69,7 +69,7 @@ class Loaded:
     run: Run
     function: int  # in the driver
     binary: Binary
-    spills: int  # registers it keeps in memory, for want of room
+    spills: int  # registers it keeps in memory for lack of room
 
 
 def loaded(item: Wanted, binary: Binary, cubin: Path, device: int) -> Loaded:
@@ -189,7 +189,7 @@ class CudaLauncher:
 
     @property
     def spills(self) -> int:
-        """Registers that the loaded kernels keep in memory, for want of room."""
+        """Registers that the loaded kernels keep in memory for lack of room."""
         return sum(stage.spills for stages in self._loaded.values() for stage in stages)
 
     def _wanted(self, variant: Variant) -> list[Wanted]:

@@ -1,7 +1,7 @@
-"""Processes that compile Triton kernels side by side.
+"""Processes that compile Triton kernels in parallel.
 
 Compiling is mostly Python, so threads would take turns. Workers start while torch still traces the graph (`start`), are
-shared by the graphs that follow, and end when nobody needed them for a minute, or with this process.
+shared by the graphs that follow, and end after a minute without work, or with this process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks, while a graph runs, of what its kernels write and of which one fails (`check_values`, `sync_kernels`)."""
+"""Checks the values that kernels write, and finds the kernel that failed (`check_values`, `sync_kernels`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check(node: str, origin: str, kinds: tuple[str, ...], **written: Any) -> Non
                     f"{node} wrote {count} {kind} of {tensor.numel()} values to {name} {tuple(tensor.shape)}"
                     f"\n   at {origin}"
                     "\nhint: OVERLAPC_DUMP=kernels,program shows the kernel and what it read;"
-                    ' options={"native": False} runs every op as it stands'
+                    ' options={"native": False} calls the library op of every node'
                 )
 
 

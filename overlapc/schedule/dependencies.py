@@ -1,4 +1,4 @@
-"""What has to come before what, as arrays over positions in `Schedule.nodes`.
+"""Dependences between nodes, as arrays over positions in `Schedule.nodes`.
 
 Edges come from
 - data: a reader follows the node that defines what it reads;
@@ -8,7 +8,7 @@ Edges come from
 - collectives: starts of one process group keep their order, synchronous ones (COMM) among them; a COMM node that nobody
   vouches for is a barrier, which no start and no wait crosses.
 
-Which of two accesses (or collectives) is the earlier one is said by the order the schedule was first built
+Which of two accesses (or collectives) is the earlier one follows from the order the schedule was first built
 in: `replace_order` remembers it in `moved_from`. A pass that may change the order of collectives says so
 there, and its order is the one to keep from then on.
 """

@@ -126,7 +126,7 @@ class Node:
 
     @property
     def group(self) -> str:
-        """The process group that takes part; "" for what does not communicate, or nobody knows where."""
+        """The process group that takes part; "" for a node that does not communicate, or in an unknown group."""
         return "" if self.comm is None else self.comm.group
 
     @property
@@ -136,7 +136,7 @@ class Node:
 
     @property
     def is_barrier(self) -> bool:
-        """Whether no start and no wait crosses it: communication that nobody vouches for."""
+        """Whether no start and no wait crosses it: unknown communication that the user did not declare safe."""
         return self.kind is Kind.COMM and (self.comm is None or not self.comm.safe)
 
 
@@ -174,7 +174,7 @@ class Schedule:
         return {}
 
     def fact(self, name: str, make: Callable[[], _T], of: object = None) -> _T:
-        """What `make` says of this schedule, kept with it under `name`; made anew when asked `of` something else.
+        """What `make` says of this schedule, kept with it under `name`; made again when asked `of` something else.
 
         For what others compute of a schedule (dependences, liveness, a replay on one machine) and ask for often.
         """
@@ -264,7 +264,7 @@ class Schedule:
         return self._index.start_of
 
     def first_reader(self, node: Node | str) -> Node | None:
-        """The first node that reads something `node` writes, by that name; None when nobody does."""
+        """The first node that reads something `node` writes, by that name; None if no node does."""
         node = self.node(node if isinstance(node, str) else node.name)
         at = [self._readers[name][0] for name in node.writes if name in self._readers]
         return self.nodes[min(at)] if at else None

@@ -56,7 +56,7 @@ class _Draft:
             self._define(statement)
 
     def schedule(self) -> Schedule:
-        """All of it, with inputs of no size for buffers that nobody declared."""
+        """All of it, with inputs of no size for undeclared buffers."""
         aliases = [buffer.alias_of for buffer in self.buffers.values() if buffer.alias_of is not None]
         for name in [*(name for node in self.nodes for name in node.reads), *aliases]:
             if name not in self.buffers:
@@ -232,7 +232,7 @@ def _group(statement: Statement) -> tuple[str | None, int]:
 
 
 def _via(statement: Statement) -> str:
-    """`copy` of `via copy`; "" where nothing is said."""
+    """`copy` of `via copy`; "" without `via`."""
     if statement.peek("word") != "via":
         return ""
     statement.take("word")

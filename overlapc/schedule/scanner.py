@@ -1,4 +1,4 @@
-"""Text to statements, and statements to tokens; what a statement means is the parser's."""
+"""Splits text into statements and statements into tokens; the parser interprets them."""
 
 from __future__ import annotations
 

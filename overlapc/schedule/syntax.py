@@ -1,4 +1,4 @@
-"""What the text of a schedule may leave out, and its words: what printing and parsing must agree on."""
+"""Words and defaults of the text format of schedules, on which printer and parser must agree."""
 
 from __future__ import annotations
 

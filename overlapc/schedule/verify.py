@@ -1,4 +1,4 @@
-"""Rules that every schedule keeps: one small function a rule, run after every stage and pass.
+"""Rules that every schedule keeps: one small function for each rule, run after every stage and pass.
 
 A rule yields the problems it finds; `verify` raises ScheduleError for the first one, with the lines of the
 schedule around it. Every rule is linear in nodes and edges.

@@ -265,5 +265,5 @@ def test_deterministic_mode_measures_nothing(interpreted_triton: None, tmp_path:
 
 
 def test_others_must_wait_for_longer_than_a_rank_measures():
-    with pytest.raises(ConfigError, match="write a larger rank_timeout"):
+    with pytest.raises(ConfigError, match="raise rank_timeout"):
         Config(autotune=True, autotune_seconds=400)

@@ -1,6 +1,13 @@
 import pytest
 
-from overlapc.estimators.contention import Beside, Load, collective_stretches, compute_stretch, load_of, traffic_of
+from overlapc.estimators.contention import (
+    ComputeKind,
+    Contender,
+    collective_stretches,
+    compute_stretch,
+    contender_of,
+    traffic_of,
+)
 from overlapc.estimators.device import DeviceProfile, Link, Slowdown
 from overlapc.estimators.profiles.profile_file import load_profile, profile_from_json, profile_to_json
 from overlapc.estimators.timeline import simulate
@@ -17,11 +24,11 @@ def traffic(text=GATHER, profile=H200):
 
 def matmul(rows, columns):
     text = f"m = extern:mm(a, b) flops=9 write={rows * columns * 2}B in=bfloat16"
-    return load_of(parse(text).nodes[0])
+    return contender_of(parse(text).nodes[0])
 
 
 def moved(size):
-    return load_of(parse(f"k = kernel(a) read={size}B : 0B").nodes[0])
+    return contender_of(parse(f"k = kernel(a) read={size}B : 0B").nodes[0])
 
 
 @pytest.mark.parametrize(
@@ -39,7 +46,7 @@ def test_a_matmul_that_needs_few_multiprocessors_is_not_slowed():
 def test_without_known_multiprocessors_a_matmul_is_slowed_by_the_factor():
     profile = DeviceProfile("d", slowdowns={"other": Slowdown(1.3, 1.1)})
     assert compute_stretch(matmul(4096, 4096), [traffic(profile=profile)], profile) == 1.3
-    assert compute_stretch(Load(Beside.ATTENTION), [traffic(profile=profile)], profile) == 1.1
+    assert compute_stretch(Contender(ComputeKind.ATTENTION), [traffic(profile=profile)], profile) == 1.1
 
 
 POINTS = DeviceProfile(

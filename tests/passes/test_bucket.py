@@ -109,7 +109,7 @@ def test_a_step_that_would_be_slower_is_left_alone():
     """
     moved, reasons = bucketed(text, profile=DeviceProfile("quick", collective_floor_ns=1e3))
     assert order_of(moved) == order_of(parse(text))
-    assert reasons == {"a": "simulates slower", "c": "simulates slower"}
+    assert reasons == {"a": "undone: the simulated step became longer", "c": "undone: the simulated step became longer"}
 
 
 def test_what_has_to_come_after_a_member_comes_after_its_bucket():

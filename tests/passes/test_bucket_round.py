@@ -101,7 +101,7 @@ def test_what_is_covered_counts_all_that_is_on_the_queue():
     """
     moved, reasons = bucketed(passes_of((255, 400), (155, 300), (180, 5)))
     assert [node.name for node in moved.starts()] == ["a0", "b0", "a1+1", "a2+1"]
-    assert reasons["a0"] == reasons["b0"] == "nothing covers all of it: in pieces"
+    assert reasons["a0"] == reasons["b0"] == "no compute covers the whole bucket: cut into pieces"
     moved, _ = bucketed("warm = kernel(x) : 0B 900us;" + passes_of((255, 200), (155, 400), reductions=True))
     assert [node.name for node in moved.starts()] == ["a0", "b0", "a1+1"]
 

@@ -20,7 +20,7 @@ def test_ready_compute_fills_a_collectives_time():
             a = kernel(x) : 0B 50us; rs = reduce_scatter(a) @dp : 0B 40us; b = kernel(x) : 0B 50us
             s = wait(rs); y = kernel(s) : 0B 9us
         """,
-        reasons={"s": "compute that was ready fills its time"},
+        reasons={"s": "all compute that was ready runs beside it"},
     )
 
 
@@ -65,7 +65,9 @@ def test_what_simulates_slower_is_undone():
     """The scatter goes first, and the kernel beside it takes three times as long."""
     profile = DeviceProfile("slow", slowdowns={"other": Slowdown(3.0, 3.0)}, collective_slowdown=2.0)
     text = "rs = reduce_scatter(g) @dp : 0B 10us; s = wait(rs); y = kernel(s) : 0B 9us; b = kernel(x) : 0B 100us"
-    check_pass(fill_collectives, text, text, {"s": "simulates slower"}, Context(profile=profile))
+    check_pass(
+        fill_collectives, text, text, {"s": "undone: the simulated step became longer"}, Context(profile=profile)
+    )
 
 
 def test_what_exceeds_memory_is_undone():
@@ -95,7 +97,7 @@ def test_the_shortest_kernel_comes_first_where_a_collective_stands_behind_it():
             a = kernel(x) : 0B 9us; r = reduce_scatter(a) @tp : 0B 50us; c = kernel(x) : 0B 5us; b = kernel(x) : 0B 50us
             s = wait(r); y = kernel(s) : 0B 9us
         """,
-        reasons={"s": "compute that was ready fills its time"},
+        reasons={"s": "all compute that was ready runs beside it"},
         ctx=Context(profile=HELD),
     )
 

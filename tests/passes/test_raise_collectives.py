@@ -70,7 +70,9 @@ def test_what_simulates_slower_is_undone():
     """Overlapped, the gather takes 20 ns in which the kernel gets 7 ns done: 113 ns and not 110."""
     profile = DeviceProfile("slow", slowdowns={"other": Slowdown(3.0, 3.0)}, collective_slowdown=2.0)
     text = "h = kernel(x) : 1B 100ns; a = all_gather(p) @dp : 1B 10ns; w = wait(a); y = kernel(h, w) : 1B"
-    check_pass(raise_collectives, text, text, {"a": "simulates slower"}, Context(profile=profile))
+    check_pass(
+        raise_collectives, text, text, {"a": "undone: the simulated step became longer"}, Context(profile=profile)
+    )
 
 
 def test_more_memory_than_the_limit_undoes_it():

@@ -130,7 +130,10 @@ MOSTLY_IDLE = """
 
 @pytest.mark.parametrize(("heat", "covers"), [((), 1), (((700, 0.5), (1000, 1.0)), 2)], ids=["full-load", "idle"])
 def test_compute_covers_what_it_does_at_the_clock_that_the_step_leads_to(heat, covers):
-    schedule, profile = parse(MOSTLY_IDLE), DeviceProfile("gpu", throttle={"matmul": ((1, 2.0),)}, heat=heat)
+    schedule, profile = (
+        parse(MOSTLY_IDLE),
+        DeviceProfile("gpu", throttle={"matmul": ((1, 2.0),)}, clock_by_utilization=heat),
+    )
     result = run_pipeline(schedule, Context(profile=profile))
     order = order_of(result.schedule)
     assert len({"m", "k"}.intersection(order[order.index("rs") + 1 : order.index("s")])) >= covers

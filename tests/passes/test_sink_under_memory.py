@@ -140,7 +140,9 @@ def test_what_does_not_pay_is_undone():
     """Overlapped, the gather takes 20 ns in which the kernel gets 7 ns done: 113 ns and not 110."""
     profile = DeviceProfile("slow", slowdowns={"other": Slowdown(3.0, 3.0)}, collective_slowdown=2.0)
     text = "a = all_gather(p) @dp : 1B 10ns; w = wait(a); h = kernel(x) : 1B 100ns; y = kernel(h, w) : 1B"
-    check_pass(sink_under_memory, text, text, {"w": "simulates slower"}, Context(profile=profile))
+    check_pass(
+        sink_under_memory, text, text, {"w": "undone: the simulated step became longer"}, Context(profile=profile)
+    )
 
 
 def test_a_late_reduction_leaves_room_for_the_one_before_it():

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from overlapc.report.limiting_factor import Spent, Work, sources
+from overlapc.report.limiting_factor import ComputeShare, Spent, sources
 from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
 from overlapc.report.text import totals_text
 from tests.report.sample import FORWARD
@@ -35,7 +35,7 @@ def step(compute_us: float, queue_us: float, exposed_us: float, host_us: float |
     ],
 )
 def test_the_longest_is_named(compute_us, queue_us, exposed_us, host_us, why, advised):
-    cause = Spent.of(step(compute_us, queue_us, exposed_us, host_us)).bound()
+    cause = Spent.of(step(compute_us, queue_us, exposed_us, host_us)).limiting_factor()
     assert cause.why == why
     assert bool(cause.advice) == advised
 
@@ -49,7 +49,7 @@ def test_compute_is_added_up_by_library_op_and_all_that_is_generated_together():
         Span("ag", "compute", 41e3, 99e3, "idle"),
     )
     spent = Spent.of(StepRecord(graphs=(replace(FORWARD, after=Plan(99e3, spans)),)))
-    assert spent.work == (Work("mm", 30e3, 2), Work("generated kernels", 11e3, 2))
+    assert spent.work == (ComputeShare("mm", 30e3, 2), ComputeShare("generated kernels", 11e3, 2))
     assert spent.compute_ns == pytest.approx(41e3)
 
 
@@ -73,7 +73,7 @@ def test_what_compute_loses_to_communication_beside_it_is_said_where_it_is_known
 
 def test_a_step_of_nothing_is_bound_by_nothing():
     nothing = Spent.of(StepRecord(graphs=(replace(FORWARD, collectives=(), after=Plan(0.0)),)))
-    assert nothing.bound().why == "compute, 0% of the step; nothing in these graphs communicates"
+    assert nothing.limiting_factor().why == "compute, 0% of the step; nothing in these graphs communicates"
 
 
 def test_who_says_how_long_nodes_take_counts_by_time():

@@ -24,7 +24,7 @@ step time    0.360 ms -> 0.280 ms; no order can beat 0.260 ms (gap 7.7%)
 peak memory  2MiB -> 3MiB (budget 4MiB)
 kernels      1 generated, 1 library calls, 3 fallbacks (aten.topk 2, aten.sort 1)
 compiled in  1.50 s; passes: raise_collectives 0.002 s
-unknown      strange: nobody could estimate these, the times above leave them out"""
+unknown      strange: no estimate for these; the times above leave them out"""
 
 
 def test_the_table_of_one_graph():
@@ -50,9 +50,9 @@ bound by     communication: @dp takes 0.400 ms, all compute 0.320 ms, which cann
              try: more to compute on each rank (batch, sequence); fewer bytes (mp_policy, reshard_after_forward=False, \
 overlapc.no_sync); fewer ranks on this mesh axis (HSDP)
 exposed      0.200 ms -> 0.120 ms of communication
-  0.100 ms  a collective of forward (ag0): the graph begins with it, before anything can be computed
-            try: a small group of what is used first; in backward, reshard_after_forward=False for it
-  0.020 ms  a collective of forward (layers.1): to have more in flight at once would exceed the memory limit
+  0.100 ms  a collective of forward (ag0): the graph begins with it: no compute can run before it is done
+            try: a small fully_shard group for what is used first; in backward, reshard_after_forward=False for it
+  0.020 ms  a collective of forward (layers.1): more collectives in flight at once would exceed the memory limit
             try: a larger memory_budget; without one, a larger peak_increase
 busy @dp     0.400 ms
 compute      0.320 ms: mm0 50% (2), generated kernels 50% (2)

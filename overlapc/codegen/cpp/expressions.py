@@ -180,7 +180,7 @@ HEAVY = dict.fromkeys(_MATH | {"exp", "erf", "sigmoid", "pow"}, 10) | dict.fromk
     ("floor", "ceil", "trunc", "sqrt", "copysign"), 1
 )
 HEAVY |= dict.fromkeys(("random", "random_word"), 40)  # ten rounds of two products
-DEAR = 10  # exp and its like, which are rather kept than computed again
+EXPENSIVE = 10  # exp and similar functions: kept rather than computed again
 _SCAN_WEIGHT = 10  # each waits for the one before it
 # No vector version exists: the loop around it runs one element at a time.
 SCALAR_ONLY = frozenset({"lgamma", "nextafter"})
@@ -268,7 +268,7 @@ def definitions_of(text: str) -> str:
 
 
 def _templated(name: str, dtype: torch.dtype) -> bool:
-    """Whether the type must be said: small integer literals and conversions would deduce `int`."""
+    """Whether the type must be written: small integer literals and conversions would deduce `int`."""
     return not dtype.is_floating_point
 
 

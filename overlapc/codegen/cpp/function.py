@@ -1,4 +1,4 @@
-"""The text of one C++ function: values where they belong in a nest of loops, stores at the end of it."""
+"""The text of one C++ function: values at their places in a nest of loops, stores at the end."""
 
 from __future__ import annotations
 

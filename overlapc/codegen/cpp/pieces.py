@@ -1,4 +1,4 @@
-"""A loop in pieces within which conditions on positions do not change, so that masks and selects go away.
+"""A loop cut into pieces within which conditions on positions do not change, so that masks and selects are not needed.
 
     for p0 < 96: y[p0] = p0 < 32 ? a[p0] : b[p0 - 32]   ->   for p0 < 32: y[p0] = a[p0];  for 32 <= p0 < 96: y[p0] = …
 

@@ -17,7 +17,7 @@ import sympy
 import torch
 
 from overlapc.codegen.cpp.accumulators import Accumulator, accumulator
-from overlapc.codegen.cpp.expressions import C_TYPE, DEAR, index_text, store_text, weight
+from overlapc.codegen.cpp.expressions import C_TYPE, EXPENSIVE, index_text, store_text, weight
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
 from overlapc.codegen.cpp.plan import BLOCK, CHUNK_ROWS, CHUNKS, SHORT_SUM, TILE, Plan, chunk_count
 from overlapc.codegen.cpp.scans import ScanningFunction
@@ -228,7 +228,7 @@ class ReductionFunction(ScanningFunction):
         roots += [value for store in waiting for value in store.operands()]
         later = set(self.needed(roots, after))
         now = _unconditional([reduce.arg for reduce in reduces], known)
-        kept = [value for value in now if value in later and stages.varies[value] and weight(value) >= DEAR]
+        kept = [value for value in now if value in later and stages.varies[value] and weight(value) >= EXPENSIVE]
         size_bytes = sum(value.dtype.itemsize for value in kept) * int(plan.vector.size)
         size_bytes *= 1 if plan.rows is None else self.tile()
         return kept if size_bytes <= _ROW_BYTES else []

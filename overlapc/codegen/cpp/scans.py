@@ -18,7 +18,7 @@ import sympy
 import torch
 
 from overlapc.codegen.cpp.accumulators import Variable, limit_of
-from overlapc.codegen.cpp.expressions import C_TYPE, DEAR, index_text, weight
+from overlapc.codegen.cpp.expressions import C_TYPE, EXPENSIVE, index_text, weight
 from overlapc.codegen.cpp.function import Function
 from overlapc.codegen.cpp.loops import For
 from overlapc.codegen.cpp.plan import BLOCK, stride
@@ -73,7 +73,7 @@ class ScanningFunction(Function):
         if self.plan.columns or (vector.size.is_Integer and int(vector.size) <= _SHORT):
             return False
         given = self.needed([scan.arg for scan in scans], {})
-        return any(weight(value) >= DEAR for value in given) or not all(_waits(scan) for scan in scans)
+        return any(weight(value) >= EXPENSIVE for value in given) or not all(_waits(scan) for scan in scans)
 
     def _nest_in_blocks(
         self,

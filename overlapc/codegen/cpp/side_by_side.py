@@ -1,4 +1,4 @@
-"""Pieces of a loop that read the same memory, written as one loop.
+"""Pieces of a loop that read the same memory, merged into one loop.
 
     for p0 < 32: y[p0] = f(x[p0], x[p0 + 32]);   for 32 <= p0 < 64: y[p0] = g(x[p0], x[p0 - 32])
  -> for p0 < 32: a = x[p0]; b = x[p0 + 32]; y[p0] = f(a, b); y[p0 + 32] = g(b, a)

@@ -1,4 +1,4 @@
-"""Which values and stores of a kernel are known after how many reductions: what each of its passes computes."""
+"""Which values and stores of a kernel are known after how many reductions: what each pass computes."""
 
 from __future__ import annotations
 

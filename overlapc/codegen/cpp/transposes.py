@@ -1,4 +1,4 @@
-"""Reads that go through memory across the vector loop: blocks of them are turned round in registers first.
+"""Reads whose neighbouring elements are far apart in memory: blocks of them are transposed in registers first.
 
    for p0, p1: y[64*p0 + p1] = x[p0 + 100*p1]
 -> for each stripe of p0, each block of p1, each block of p0 in the stripe:

@@ -32,7 +32,7 @@ from overlapc.codegen.triton.tiling import Tiling, power_of_two
 from overlapc.codegen.triton.values import ValueWriter
 from overlapc.ir.body import Body, Load
 from overlapc.ir.ops import GRADIENT, SCORE, Attention, View
-from overlapc.runtime.triton_kernel import Launch, Stage
+from overlapc.runtime.triton_kernel import Stage, TritonLaunch
 
 _LOG2E = math.log2(math.e)
 _SMALLEST = 16  # tl.dot takes no smaller tile in any dim
@@ -138,7 +138,7 @@ def source(op: Attention, hint: str, comment: str, tiles: Mapping[str, Tile] | N
         stages.append(Stage(f"{hint}_{part}", sympy.Integer(function.programs), tile.warps, tile.stages))
         text += function_text(stages[-1].function, names, lines)
     pointers = tuple(POINTER[view.dtype] for view in views.values())
-    launch = Launch(tuple(stages), pointers, scratch, (), None)
+    launch = TritonLaunch(tuple(stages), pointers, scratch, (), None)
     return named_source(hint, text, tuple(view.buffer for view in views.values()), (), comment, launch)
 
 

@@ -26,7 +26,7 @@ from overlapc.codegen.triton.shape import KernelShape
 from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body
 from overlapc.ir.template import SIZE, Template, template_of
-from overlapc.runtime.triton_kernel import Launch, Stage
+from overlapc.runtime.triton_kernel import Stage, TritonLaunch
 
 _PROGRAMS = 16 * tilings.MULTIPROCESSORS  # that share the parts of a split reduction: a few rounds of the device
 
@@ -62,7 +62,7 @@ def combo_source(bodies: Sequence[Body], name: str, comment: str = "", tiling: T
         parameters += [f"{key}: tl.constexpr = {value}" for key, value in made.constants.items()]
         text += function_text(launched, parameters, lines)
         stages.append(Stage(launched, sympy.Integer(sum(counts)), function.num_warps, tiling.num_stages))
-    launch = Launch(
+    launch = TritonLaunch(
         stages=tuple(stages),
         pointers=tuple(kind for _, kind in tensors),
         scratch=tuple((item.dtype, item.elements * len(parts)) for item in made.scratch),

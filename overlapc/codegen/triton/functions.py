@@ -1,4 +1,4 @@
-"""The functions a kernel consists of, the memory between them and the constants they are compiled with."""
+"""The functions of a kernel, the memory between them and the constants they are compiled with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from overlapc.codegen.triton import tiling as tilings
 from overlapc.codegen.triton.shape import KernelShape
 from overlapc.codegen.triton.stage import StageWriter
 from overlapc.ir.indexing import numel
-from overlapc.runtime.triton_kernel import Launch
+from overlapc.runtime.triton_kernel import TritonLaunch
 
 HEADER = """import triton
 import triton.language as tl
@@ -129,7 +129,7 @@ def _parts(shape: KernelShape) -> Iterator[Scratch]:
 
 
 def named_source(
-    name: str, text: str, buffers: tuple[str, ...], sizes: tuple[sympy.Symbol, ...], comment: str, launch: Launch
+    name: str, text: str, buffers: tuple[str, ...], sizes: tuple[sympy.Symbol, ...], comment: str, launch: TritonLaunch
 ) -> KernelSource:
     """The source with a name of its own, by what it says and how it is launched."""
     digest = hashlib.sha256(repr((text, launch.identity())).encode()).hexdigest()[:12]

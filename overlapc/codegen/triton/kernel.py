@@ -27,7 +27,7 @@ from overlapc.codegen.triton.shape import KernelShape
 from overlapc.codegen.triton.tiling import Tiling, accesses_of
 from overlapc.ir.body import Body, Cast, Op
 from overlapc.ir.ops import Attention
-from overlapc.runtime.triton_kernel import Launch, Stage
+from overlapc.runtime.triton_kernel import Stage, TritonLaunch
 from overlapc.runtime.triton_launch import load_kernels
 
 
@@ -133,7 +133,7 @@ def _source(shape: KernelShape, comment: str, hints: tuple[int, ...]) -> KernelS
     text = f"# {shape.describe()}\n{HEADER}"
     text += "".join(function_text(function.name, made.parameters(), function.lines) for function in made.functions)
     dtypes = tilings.memory_dtypes(shape.body)
-    launch = Launch(
+    launch = TritonLaunch(
         stages=tuple(
             Stage(function.name, function.programs, function.num_warps, shape.tiling.num_stages)
             for function in made.functions

@@ -1,4 +1,4 @@
-"""Which accumulations a kernel makes, and in which pass over its data each of them is made."""
+"""Which reductions a kernel accumulates in which pass over its data."""
 
 from __future__ import annotations
 

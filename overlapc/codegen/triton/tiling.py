@@ -52,7 +52,7 @@ _STAGES = 3
 _CUBE = (32, 16, 32)
 _CUBE_WARPS = 16
 _AHEAD_BYTES = 80 * 1024  # two programs of an H100/H200 have room for it, and so has one of any device since 2020
-DEFAULT_HINT = 4096  # for a size nobody knows
+DEFAULT_HINT = 4096  # for an unknown size
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from overlapc.estimators.calibration.profiled_contention import Span, companies, held_multiprocessors
+from overlapc.estimators.calibration.profiled_contention import Span, contention_in, held_multiprocessors
 
 MARK = ("spin_kernel", 10_000)
 
@@ -20,7 +20,7 @@ def test_only_kernels_with_company_throughout_count():
     alone = [MARK, ("mm", 100), ("mm", 104)]
     beside = [MARK, ("mm", 120), ("mm", 150), ("mm", 154), ("mm", 110)]  # from 20204: the collective from the second on
     after = [MARK, ("mm", 102), ("fill", 5)]
-    found = companies(["mm"], spans(*alone, *beside, *after, nccl=[(20_324, 20_630)]), collective_ns=200)["mm"]
+    found = contention_in(["mm"], spans(*alone, *beside, *after, nccl=[(20_324, 20_630)]), collective_ns=200)["mm"]
     assert found.alone_ns == 102  # the median of what ran without: fills do not count
     assert found.compute == pytest.approx(152 / 102)
     assert found.collective == pytest.approx(306 / 200)
@@ -30,7 +30,7 @@ def test_only_kernels_with_company_throughout_count():
 def test_several_calls_have_phases_of_their_own():
     one = [MARK, ("a", 10), MARK, ("a", 20), MARK, ("a", 10)]
     other = [MARK, ("b", 30), MARK, ("b", 30), MARK, ("b", 30)]
-    found = companies(["a", "b"], spans(("load", 500), *one, *other, nccl=[(20_510, 20_530)]), collective_ns=20)
+    found = contention_in(["a", "b"], spans(("load", 500), *one, *other, nccl=[(20_510, 20_530)]), collective_ns=20)
     assert (found["a"].compute, found["a"].collective) == (2.0, 1.0)
     assert (found["b"].compute, found["b"].collective) == (None, None)  # it never had company
 
@@ -38,9 +38,9 @@ def test_several_calls_have_phases_of_their_own():
 def test_a_collective_that_waits_for_a_rank_is_no_company():
     """It holds multiprocessors but moves nothing: seen on four H200s, it left adds as fast as alone."""
     phases = [MARK, ("add", 10), MARK, ("add", 11), ("add", 13), MARK, ("add", 10)]
-    waiting = companies(["add"], spans(*phases, nccl=[(20_000, 20_200)]), collective_ns=20)["add"]
+    waiting = contention_in(["add"], spans(*phases, nccl=[(20_000, 20_200)]), collective_ns=20)["add"]
     assert (waiting.compute, waiting.collective) == (None, None)
-    moving = companies(["add"], spans(*phases, nccl=[(20_000, 20_021), (20_021, 20_041)]), collective_ns=20)["add"]
+    moving = contention_in(["add"], spans(*phases, nccl=[(20_000, 20_021), (20_021, 20_041)]), collective_ns=20)["add"]
     assert moving.compute == pytest.approx(1.2)
 
 

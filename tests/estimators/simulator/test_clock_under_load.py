@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from overlapc.estimators.calibration.measure_load import heat_of, share_at
-from overlapc.estimators.contention import Beside, load_of
+from overlapc.estimators.contention import ComputeKind, contender_of
 from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.estimators.measured import Call, MeasuredCalls, Times
 from overlapc.estimators.profiles.profile_file import profile_from_json, profile_to_json
@@ -17,7 +17,7 @@ from overlapc.schedule.text import parse
 THROTTLED = DeviceProfile(
     "gpu",
     throttle={"matmul": ((100, 1.5), (10_000, 1.2)), "attention": ((100, 1.3),)},
-    heat=((700, 0.7), (1000, 0.9)),
+    clock_by_utilization=((700, 0.7), (1000, 0.9)),
     collective_load=0.1,
 )
 BUSY = """m = extern:mm(a, b) flops=100 write=8B in=bfloat16 : 8B 150ns
@@ -88,7 +88,7 @@ def test_a_collective_begins_a_while_after_what_it_waits_for():
     assert simulate(parse(text), DeviceProfile("gpu")).step_ns == 130
 
 
-@pytest.mark.parametrize("profile", [DeviceProfile("gpu"), replace(THROTTLED, heat=())])
+@pytest.mark.parametrize("profile", [DeviceProfile("gpu"), replace(THROTTLED, clock_by_utilization=())])
 def test_without_known_throttling_nothing_changes(profile):
     timeline = simulate(parse(BUSY), profile)
     assert settled(timeline) is timeline
@@ -103,7 +103,7 @@ def test_what_was_measured_in_a_burst_is_estimated_at_full_load(tmp_path):
     calls = MeasuredCalls(
         lambda _: Call("k", torch.device("cpu"), lambda: pytest.fail("measured again")), times, THROTTLED
     )
-    assert load_of(node).beside is Beside.MATMUL
+    assert contender_of(node).kind is ComputeKind.MATMUL
     assert calls.estimate(node).ns == pytest.approx(1500)
 
 
