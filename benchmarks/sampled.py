@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 PHASES = ("imports", "dynamo", "aot", "compiler", "run")
@@ -31,49 +31,57 @@ _OF_MODULE = (  # the first whose name begins a module's: modules, because a clo
 
 
 class Sampled:
-    """`with Sampled() as sampled:`, then `sampled.seconds()`."""
+    """`with Sampled() as sampled:`, then `sampled.seconds()`.
 
-    def __init__(self, every_s: float = 0.003) -> None:
+    clock: what a moment counts for has passed on it since the last; with time.process_time, waiting counts for nothing.
+    """
+
+    def __init__(self, every_s: float = 0.003, clock: Callable[[], float] = time.perf_counter) -> None:
         self._every_s = every_s
-        self._seen: Counter[tuple[str, str]] = Counter()
+        self._clock = clock
+        self._seen: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self.moments = 0  # how many times the thread has looked so far
         self._total_s = 0.0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Sampled:
-        self._began = time.perf_counter()
+        self._began = self._clock()
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._done.set()
         self._thread.join()
-        self._total_s = time.perf_counter() - self._began
+        self._total_s = self._clock() - self._began
 
     def seconds(self) -> dict[str, float]:
         """By phase; they add up to the whole time."""
-        share = self._total_s / max(1, self._seen.total())
-        of_phase: Counter[str] = Counter()
-        for (phase, _), times in self._seen.items():
-            of_phase[phase] += times
-        return {phase: of_phase[phase] * share for phase in PHASES}
-
-    @property
-    def moments(self) -> int:
-        """How many times the thread has looked so far."""
-        return self._seen.total()
+        of_phase = dict.fromkeys(PHASES, 0.0)
+        for (phase, _), seconds in self._scaled().items():
+            of_phase[phase] += seconds
+        return of_phase
 
     def details(self, most: int = 12) -> dict[str, float]:
         """Seconds by phase and module: the package being imported, or the file at work."""
-        share = self._total_s / max(1, self._seen.total())
-        return {f"{phase}: {what}": times * share for (phase, what), times in self._seen.most_common(most)}
+        longest = sorted(self._scaled().items(), key=lambda each: -each[1])[:most]
+        return {f"{phase}: {what}": seconds for (phase, what), seconds in longest}
+
+    def _scaled(self) -> dict[tuple[str, str], float]:
+        """What was seen, as shares of the whole time, which begins and ends between two looks."""
+        share = self._total_s / (sum(self._seen.values()) or 1.0)
+        return {what: seconds * share for what, seconds in self._seen.items()}
 
     def _watch(self) -> None:
         me = threading.get_ident()
+        before = self._clock()
         while not self._done.wait(self._every_s):
             found = [_phase(frame) for ident, frame in sys._current_frames().items() if ident != me]
+            now = self._clock()
             # Backward on a GPU compiles on a thread of autograd's, for which the main thread waits.
-            self._seen[min(found, key=lambda each: PHASES.index(each[0]))] += 1
+            self._seen[min(found, key=lambda each: PHASES.index(each[0]))] += now - before
+            before = now
+            self.moments += 1
 
 
 def _phase(frame: FrameType) -> tuple[str, str]:

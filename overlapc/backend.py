@@ -21,12 +21,14 @@ from overlapc.errors import OverlapcError
 from overlapc.fx.versions import compiled_autograd, runs_under_ddp, runs_under_fsdp2
 from overlapc.report.captures import CAPTURES
 from overlapc.runtime.async_inputs import arrived, not_waited_for, plain_examples, tensors_of_tensors, waits_first
+from overlapc.runtime.counters import count
 from overlapc.runtime.steps import watch_optimizers
 from overlapc.runtime.triton_launch import get_ready
 from overlapc.warm.fingerprint import NotCacheable, user_graph_key
 from overlapc.warm.loading import environment_of, keeps, kept_step, next_number
 
 if TYPE_CHECKING:  # parts of the compiler
+    from overlapc.codegen.compiled_graph import CompiledGraph
     from overlapc.passes.base import Context
     from overlapc.schedule.model import Schedule
 
@@ -60,31 +62,43 @@ def overlapc(
         CAPTURES.note(number)
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
         late, within = not_waited_for(example_inputs), tensors_of_tensors(example_inputs)
-        if late or within:
-            if "cuda" in devices:
-                get_ready(config.cache_dir)
-            from overlapc.compilation import stages
-
-            examples = plain_examples(example_inputs, late)
-            with arrived(examples, within):
-                step = stages.compile_step(gm, examples, config, number, None)
-            return waits_first(step, late, within)
-        key = _step_key(gm, example_inputs, config, devices)
-        if key is not None and torch._dynamo.config.caching_precompile:
-            from overlapc.warm import precompile
-
-            environment = environment_of(config, devices)
-            precompile.record(gm, precompile.Kept(key, environment, options, mode, tuple(sorted(devices))))
-        kept = kept_step(key, config, number) if key is not None else None
-        if kept is not None:
-            return kept
-        if "cuda" in devices:
-            get_ready(config.cache_dir)  # while this process imports the compiler and traces
-        from overlapc.compilation import stages
-
-        return stages.compile_step(gm, example_inputs, config, number, key)
+        if not late and not within:
+            return _step(gm, example_inputs, config, number, devices, (options, mode))
+        examples = plain_examples(example_inputs, late)
+        with arrived(examples, within):
+            step = _step(gm, examples, config, number, devices)
+        return waits_first(step, late, within)
     except OverlapcError as error:
         raise _direct(error) from error.__cause__
+
+
+def _step(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    number: int,
+    devices: Collection[str],
+    as_given: tuple[Mapping[str, Any] | Config | None, str | None] | None = None,
+) -> Callable[..., Any]:
+    """The step that an earlier process kept, or compiled.
+
+    as_given: options and mode, for a step that a trace which torch keeps may call as it is.
+    """
+    key = _step_key(gm, example_inputs, config, devices)
+    usable = None if compiled_autograd(gm) else _agreement(gm, example_inputs, config)
+    if key is not None and as_given is not None and torch._dynamo.config.caching_precompile:
+        from overlapc import precompile
+
+        environment = environment_of(config, devices)
+        precompile.record(gm, precompile.Kept(key, environment, *as_given, tuple(sorted(devices))))
+    kept = kept_step(key, config, number, usable)
+    if kept is not None:
+        return kept
+    if "cuda" in devices:
+        get_ready(config.cache_dir)  # while this process imports the compiler and traces
+    from overlapc.compilation import stages
+
+    return stages.compile_step(gm, example_inputs, config, number, key)
 
 
 def plan_only(
@@ -160,10 +174,29 @@ def _step_key(gm: GraphModule, inputs: Sequence[Any], config: Config, devices: C
     """Under which the whole step is kept; None when it must be compiled each time."""
     if not keeps(config) or compiled_autograd(gm):
         return None
+    gather = sys.modules.get("overlapc.parallel.gather")
+    params = None if gather is None else gather.described_params
     try:
-        return user_graph_key(gm, inputs, "step", *environment_of(config, devices))
-    except NotCacheable:
+        return user_graph_key(gm, inputs, "step", *environment_of(config, devices), params=params)
+    except NotCacheable as reason:
+        count(f"step not kept: {reason}")
         return None
+
+
+def _agreement(
+    gm: GraphModule, inputs: Sequence[Any], config: Config
+) -> Callable[[Sequence[CompiledGraph]], bool] | None:
+    """What asks whether all ranks have kept this step too; None where no other rank compiles it.
+
+    Ranks meet about it whether or not they have it: what a rank keeps, and where, is its own.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return None
+    from overlapc.planning.agreed import all_have, ranks_of_step
+    from overlapc.planning.rank_notes import notes_of
+
+    members = ranks_of_step(inputs, config)
+    return None if members is None else lambda kept: all_have(members, kept, config, notes_of(gm, config))
 
 
 def _direct(error: OverlapcError) -> OverlapcError:

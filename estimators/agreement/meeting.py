@@ -31,6 +31,7 @@ import torch.distributed as dist
 from overlapc.errors import RanksDisagree
 from overlapc.estimators.agreement.departures import departed, is_watched
 from overlapc.estimators.agreement.timed_store import BoundedStore, NoAnswer
+from overlapc.runtime.phases import phase
 
 Decide: TypeAlias = Callable[[Mapping[int, bytes]], bytes]
 """What the ranks brought, by rank -> the verdict. Must not depend on which rank calls it. May raise RanksDisagree,
@@ -99,6 +100,7 @@ class Meetings:
         self._open: _Keys | None = None  # entered and not left: where a failure is to be told
         self._last_full = ""
 
+    @phase("rank agreement")
     def meet(
         self,
         at: str,

@@ -34,7 +34,7 @@ from overlapc.estimators.agreement.timed_store import connected
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.profiles.profile_file import profile_from_json, profile_to_json
 
-__all__ = ["Compilation", "Party", "canonical_lines", "party"]
+__all__ = ["Compilation", "Party", "canonical_lines", "party", "spanned_ranks"]
 
 _SHOWN_VARIANTS = 4  # of texts that differ; more are counted
 _SHOWN_CHARS = 200  # of a line
@@ -293,6 +293,20 @@ def _replaced(data: Any, numbers: Mapping[str, float], path: str = "") -> Any:
     if isinstance(data, list):
         return [_replaced(item, numbers, f"{path}/{at}") for at, item in enumerate(data)]
     return data
+
+
+def spanned_ranks(rank: int, groups: set[tuple[int, ...]], world_size: int) -> tuple[int, ...]:
+    """The ranks that compile a graph which communicates over `groups`, the same on all of them.
+
+    On a device mesh every rank sees its own row and its own column; together they span the same grid. Where they
+    do not (groups that lie on no grid), all ranks of the job.
+    """
+    span = {rank}
+    for group in groups:
+        span = {at + other - rank for at in span for other in group}
+    if min(span) < 0 or max(span) >= world_size:
+        return tuple(range(world_size))
+    return tuple(sorted(span))
 
 
 class _Process:

@@ -44,7 +44,7 @@ class CompiledGraph:
     counts: Mapping[str, int]  # what `counters["overlapc"]` says about it
     order: str  # hash of its collectives in order
     copies: tuple[KeptCopies, ...]  # collectives by copies, which all ranks open again together
-    agreed: Any  # what ranks agreed on (`planning.agreed_order.Agreed`); None for a graph that does not communicate
+    agreed: Any  # what ranks agreed on (`planning.agreed.Agreed`); None for a graph that does not communicate
     record: GraphRecord
 
     def named(self, name: str) -> CompiledGraph:

@@ -50,7 +50,7 @@ def plan_schedule(schedule: Schedule, ctx: Context) -> None:
 def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str) -> Callable[..., Any]:
     """Like compile_graph, but for fake tensors: the graph itself runs, as nothing is generated."""
     began = time.perf_counter()
-    with phase("lowering and fusion"):
+    with phase("graph"):
         _remember(_plan(gm, config, name), began)
     calls = STEPS.counter(name)
 

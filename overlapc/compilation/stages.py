@@ -68,7 +68,7 @@ def compile_graph(
     watch: StepWatch | None = None,
 ) -> Callable[..., Any]:
     """One graph of ATen ops and functional collectives: the whole way. `watch` sees the graphs of the step."""
-    with phase("lowering and fusion"), deterministic(config.deterministic):  # backward is compiled when it first runs
+    with phase("graph"), deterministic(config.deterministic):  # backward is compiled when it first runs
         key = _graph_key(gm, config, name)
         built = _build(gm, config, name, key=key)
     if watch is not None:
@@ -99,10 +99,10 @@ def _build(
         with phase("kernels"):
             call = bind(kept, config, name, began, gm=gm, copies=planned.copies)
         return Built(call, kept.record.after.step_ns, kept=True)
-    with phase("kernels"):
+    with phase("code"):
         generated = _generate(planned, inner, config, within)
+        compiled, objects = generated.printed(gm, tracked=config.check_lifecycle, checks=config.checks)
     _dump(generated, dumps)
-    compiled, objects = generated.printed(gm, tracked=config.check_lifecycle, checks=config.checks)
     graph = None
     if config.wrapper == "fx":
         from overlapc.codegen.fx import FxWrapper  # which registers an operator: not for those who do not need it

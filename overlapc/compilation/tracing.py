@@ -29,6 +29,8 @@ from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministic
 from overlapc.runtime.phases import phase
 
+_partition = phase("partition")(partition)
+
 GraphCompiler = Callable[..., Callable[..., Any]]  # of (gm, inputs, *, config, name)
 
 
@@ -69,7 +71,7 @@ def _traced(
     with phase("AOTAutograd"), deterministic(config.deterministic), gc_paused(), _tangents_of(gm):
         step = _folded(trace, gm, inputs, compilers) if config.trace_once and not compiled_autograd(gm) else None
         if step is None:
-            step = trace(gm, inputs, partition_fn=partition, **compilers)
+            step = trace(gm, inputs, partition_fn=_partition, **compilers)
     call = step if as_they_were is None else lambda *given: as_they_were(step(*given))
     return disable(call, reason="it is compiled")
 
@@ -79,17 +81,20 @@ def _folded(
 ) -> Callable[..., Any] | None:
     """What AOTAutograd makes of `gm` when equal blocks are traced once; None where they cannot be."""
     try:
-        folded = Folded(gm, inputs, trace)
+        with phase("equal blocks"):
+            folded = Folded(gm, inputs, trace)
     except Unfit as reason:
         count(f"blocks traced one by one: {reason}")
         return None
 
     def partition_unfolded(joint: GraphModule, joint_inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
-        folded.unfold(joint)
-        return partition(joint, joint_inputs, **options)
+        with phase("equal blocks"):
+            folded.unfold(joint)
+        return _partition(joint, joint_inputs, **options)
 
     def infer(graph: GraphModule, *args: Any) -> Any:
-        folded.unfold(graph)
+        with phase("equal blocks"):
+            folded.unfold(graph)
         return compilers["inference_compiler"](graph, *args)
 
     try:

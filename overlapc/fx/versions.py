@@ -247,6 +247,7 @@ class GradientMetadata:
     at: int
     mesh_at: int | None = None  # torch 2.13; before, who makes the DTensor knows the mesh
     make: Callable[[Sequence[Any]], torch.Tensor] | None = None  # the DTensor, of all results; None for a plain tensor
+    as_input: bool = True  # it is laid out as the input is
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +291,8 @@ def dtensor_step_metadata(outputs: Iterable[Any]) -> StepMetadata | None:
     inside = getattr(function, "maybe_subclass_metadata", None)
     if inside is None or not all(map(_is_simple, (*function.metadata.subclass_inp_meta, *inside.grad_input_metas))):
         return None
-    return _metadata(function.metadata, tuple(map(_gradient, inside.grad_input_metas)))
+    borders = zip(inside.grad_input_metas, function.metadata.subclass_inp_meta, strict=True)
+    return _metadata(function.metadata, tuple(_gradient(*each) for each in borders))
 
 
 def _attributes(border: Any) -> tuple[str, ...]:
@@ -310,13 +312,21 @@ def _is_simple(border: Any) -> bool:
     )
 
 
-def _gradient(border: Any) -> GradientMetadata:
+def _gradient(border: Any, of: Any) -> GradientMetadata:
+    """of: the note on the input that it is the gradient of."""
     attributes = _attributes(border)
     if not attributes:
-        return GradientMetadata(border.unwrapped_idx)
+        return GradientMetadata(border.unwrapped_idx, as_input=not _attributes(of))
     at = border.flat_tensor_start_idx
     mesh_at = at + 1 if "device_mesh" in attributes else None
-    return GradientMetadata(at, mesh_at, partial(border.creation_fn, is_runtime=True))
+    as_input = _form(border) == _form(of) if _attributes(of) == attributes else False
+    return GradientMetadata(at, mesh_at, partial(border.creation_fn, is_runtime=True), as_input)
+
+
+def _form(border: Any) -> tuple[Any, ...]:
+    """Placements and global sizes of the DTensor that it is AOTAutograd's note on; in torch 2.11 with the mesh."""
+    *spec, _requires_grad = border.meta
+    return (*spec, tuple(border.outer_size), tuple(border.outer_stride))
 
 
 def _metadata(found: Any, gradients: tuple[GradientMetadata, ...]) -> StepMetadata | None:

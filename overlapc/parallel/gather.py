@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,6 +148,23 @@ def halved(divisor: float) -> tuple[float, float]:
     while divisor % before == 0 and divisor / before > before:
         before *= 2
     return before, divisor / before
+
+
+class _Described(Mapping[str, Any]):
+    """By key of a sharded parameter: all that a graph which names it depends on, in plain values."""
+
+    def __getitem__(self, key: str) -> Any:
+        sharded = _params[key]
+        return sharded.way, sharded.label
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_params)
+
+    def __len__(self) -> int:
+        return len(_params)
+
+
+described_params = _Described()
 
 
 def param_of(key: str) -> ShardedParam:

@@ -12,71 +12,21 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from torch._guards import CompileContext
-
-from overlapc.codegen.compiled_graph import order_hash
-from overlapc.estimators.agreement.rank_agreement import Party
 from overlapc.passes.base import Context
 from overlapc.passes.bucket_cost import BucketCost, Sum, comm_of
 from overlapc.passes.merging import after_renamed, merged_node
 from overlapc.passes.run import Result, run_pipeline
-from overlapc.planning.transports import AgreedCopies
+from overlapc.planning.agreed import Agreed
 from overlapc.schedule import dependencies
 from overlapc.schedule.collectives import KINDS
 from overlapc.schedule.dependencies import Why
 from overlapc.schedule.model import COMMUNICATION, Comm, Node, Schedule
 from overlapc.schedule.verify import verify
 
-Key = tuple[object, ...]
-_Launch = tuple[str, tuple[str, ...]]  # its name, and the collectives that it stands for
-
 # What moves compute around launches whose order stays: one after the other, up to the first that keeps it.
 _PASSES = (("raise_collectives", "sink_waits"), ())
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """What ranks agreed on about one graph."""
-
-    collectives: tuple[tuple[str, Comm], ...]  # as passes were given them
-    launches: tuple[_Launch, ...]  # in the final order
-    lines: tuple[str, ...]  # the same as ranks compare it
-    copies: AgreedCopies | None = None  # None: the groups' libraries carry all of them
-
-    @property
-    def order(self) -> str:
-        """The hash by which a kept graph knows its order."""
-        return order_hash(self.lines)
-
-
-def key_of(name: str, collectives: Sequence[tuple[str, Comm]], options: object) -> Key | None:
-    """What a graph must have in common with one that was agreed on; None outside of Dynamo.
-
-    Graphs of one function have the number that Dynamo gave to its frame in common, however often it is compiled.
-    """
-    compile_id = CompileContext.current_compile_id()
-    if compile_id is None or compile_id.frame_id is None:
-        return None
-    return compile_id.frame_id, name.split("_")[0], tuple(collectives), repr(options)
-
-
-def compiles_again() -> bool:
-    """Whether Dynamo has compiled this frame before: after `torch._dynamo.reset()` its numbers begin anew."""
-    compile_id = CompileContext.current_compile_id()
-    return compile_id is not None and bool(compile_id.frame_compile_id)
-
-
-def forget_before_reset(party: Party) -> None:
-    """After `torch._dynamo.reset()`, nothing of what was agreed on before is followed: its memory for copies may be
-    gone on one rank and not yet on another. To be called for every graph."""
-    compile_id = CompileContext.current_compile_id()
-    if compile_id is None or compile_id.frame_id is None or compile_id.frame_compile_id:
-        return
-    if compile_id.frame_id < party.newest_frame:  # a new function; their numbers only grow
-        party.agreed.clear()
-    party.newest_frame = compile_id.frame_id
 
 
 def agreed_on(schedule: Schedule, result: Result, lines: Sequence[str]) -> Agreed:

@@ -18,12 +18,12 @@ from overlapc.autotune.fusions import KernelTimes
 from overlapc.autotune.products import ProductTimes, choice
 from overlapc.codegen import kernel as codegen
 from overlapc.codegen.bucket import merge_starts
-from overlapc.codegen.compiled_graph import CompiledGraph
+from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.codegen.copies import Copied, peak_with_pools
 from overlapc.config import Config
 from overlapc.errors import NoSharedMemory
 from overlapc.estimators.agreement.graph_text import canonical_lines
-from overlapc.estimators.agreement.rank_agreement import Compilation, Party, party
+from overlapc.estimators.agreement.rank_agreement import Compilation, Party, party, spanned_ranks
 from overlapc.estimators.base import Estimator, estimate_schedule
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.roofline import Roofline
@@ -46,7 +46,8 @@ from overlapc.lowering import Communication, lower
 from overlapc.lowering.product import Product
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
-from overlapc.planning.agreed_order import Agreed, agreed_on, compiles_again, follow, forget_before_reset, key_of
+from overlapc.planning.agreed import Agreed, compiles_again, forget_before_reset, key_of
+from overlapc.planning.agreed_order import agreed_on, follow
 from overlapc.planning.chosen_profile import profile_of
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.estimator_chain import chain_of
@@ -135,6 +136,7 @@ def plan_graph(
             gm.graph = before
             communication = _described(find_collectives(gm.graph, config.safe_communication))
     if planned is None:
+        lines: list[str] = []
         with _talks(members, config, name, gm) as talks:
             if talks is not None:
                 lines = canonical_lines(gm.graph, GroupNames(gm.graph).__getitem__)
@@ -150,6 +152,8 @@ def plan_graph(
                 return Reused(copies)
             planned = stages(config=config, communication=communication, talks=talks, agreed=None, passes=passes)
         assert planned is not None
+        if planned.agreed is not None:
+            planned = replace(planned, agreed=replace(planned.agreed, graph=order_hash(lines)))
         if members is not None and key is not None and planned.agreed is not None:
             members.agreed[key] = planned.agreed
     counts = {} if name.startswith("backward") else attention_counts(gm.graph)
@@ -252,20 +256,23 @@ def _scheduled(
     communication = _described(carried(gm, config.safe_communication, transports))
     if transports.exchanges:
         dumps.write("fx", "exchanged", lambda: gm.print_readable(print_output=False))
-    lowered = _lowered(gm, name, config, communication, talks)
+    with phase("lowering"):
+        lowered = _lowered(gm, name, config, communication, talks)
     _share_hints(lowered, talks)
     dumps.write("ir", "lowered", lambda: str(lowered))
     freeable = _freeable(gm, name)
     measure = _kernel_times(lowered, config, alone=talks is None)
-    ops, fusion = fuse_ops(lowered, config.fusion, freeable, measure=measure, refuse=_refuse_fused)
+    with phase("fusion"):
+        ops, fusion = fuse_ops(lowered, config.fusion, freeable, measure=measure, refuse=_refuse_fused)
+        schedule = to_schedule(ops, lowered, freeable, config.memory_budget, fusion.kernel_of)
     dumps.write("fusion", "decisions", lambda: str(fusion))
-    schedule = to_schedule(ops, lowered, freeable, config.memory_budget, fusion.kernel_of)
-    with phase("measuring"):
+    with phase("estimates"):
         tuning = _tuned(schedule, lowered, profile, config, talks)
     if tuning is not None:
         dumps.write("kernels", "tuning", lambda: str(tuning))
     chain = chain_of(profile, config, lowered, inner, tuning)
-    schedule = _estimated(schedule, chain, talks)
+    with phase("estimates"):
+        schedule = _estimated(schedule, chain, talks)
     if talks is not None:
         schedule = _with_common_sizes(schedule, talks)
     schedule = _beside_what_is_held(schedule)
@@ -318,20 +325,6 @@ def _members(communication: Mapping[Node, Communication], config: Config) -> Par
     groups = {found.comm.ranks for found in communication.values() if found.comm.ranks}
     ranks = spanned_ranks(dist.get_rank(), groups, dist.get_world_size())
     return party(ranks)
-
-
-def spanned_ranks(rank: int, groups: set[tuple[int, ...]], world_size: int) -> tuple[int, ...]:
-    """The ranks that compile a graph which communicates over `groups`, the same on all of them.
-
-    On a device mesh every rank sees its own row and its own column; together they span the same grid. Where they
-    do not (groups that lie on no grid), all ranks of the job.
-    """
-    span = {rank}
-    for group in groups:
-        span = {at + other - rank for at in span for other in group}
-    if min(span) < 0 or max(span) >= world_size:
-        return tuple(range(world_size))
-    return tuple(sorted(span))
 
 
 def collective_lines(schedule: Schedule) -> list[str]:

@@ -7,6 +7,7 @@ host as long as launching several kernels. Of static sizes it is the same each t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +18,36 @@ from torch.distributed.tensor import DTensor
 from overlapc.runtime.support import LayoutError
 
 Call = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Borders:
+    """What the graphs of a step take in place of its inputs, and what gradients are made of, in plain values."""
+
+    inputs: tuple[tuple[str, ...], ...]  # the attributes of each, none for the input itself
+    gradients: tuple[tuple[int, int | None, bool], ...]
+    """Of each input: the result of backward that is its local part, or all of it; the result that is its mesh, if one
+    is; whether it is a DTensor, which is then laid out as the input is."""
+
+    def step(
+        self, inputs: Sequence[Any], forward: Call, backward: Call, function: Callable[[Call, Call], Callable[..., Any]]
+    ) -> Callable[..., Any]:
+        """What `function` makes of graphs that take and return what DTensors hold. inputs: of the first call."""
+        gradients = [
+            Remade(at, mesh_at, _like(inputs[number]._spec, at, mesh_at)) if is_dtensor else at
+            for number, (at, mesh_at, is_dtensor) in enumerate(self.gradients)
+        ]
+        return function(taking_dtensors(forward, self.inputs), giving_dtensors(backward, gradients))
+
+
+def _like(spec: Any, at: int, mesh_at: int | None) -> Callable[[Sequence[Any]], Tensor]:
+    def make(results: Sequence[Any]) -> Tensor:
+        mesh = spec.mesh if mesh_at is None else results[mesh_at]
+        same = spec if mesh is spec.mesh else replace(spec, mesh=mesh)
+        made: Tensor = DTensor.__new__(DTensor, results[at], same, requires_grad=False)
+        return made
+
+    return make
 
 
 class KnownDTensors:

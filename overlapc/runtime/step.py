@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch._dynamo.decorators import skip
 
 from overlapc.errors import OverlapcError
 from overlapc.runtime.tangents import SizedTangent, Tangent
+
+if TYPE_CHECKING:  # a step of plain tensors does without DTensors
+    from overlapc.runtime.dtensors import Borders
 
 Call = Callable[[list[Any]], Any]
 Step = Callable[..., tuple[Any, ...]]
@@ -40,6 +43,7 @@ class StepPlan:
     )
     dynamic: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (output, its dims of symbolic size)
     deterministic: bool = True  # backward may run under torch.use_deterministic_algorithms
+    borders: Borders | None = None  # of a step that takes DTensors and is kept
 
     def of_static_sizes(self) -> bool:
         """Whether no size of the step is symbolic."""

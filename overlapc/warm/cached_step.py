@@ -1,25 +1,25 @@
 """A whole step, found by the graph that Dynamo captured: neither AOTAutograd nor the compiler is asked again.
 
-Kept are steps of plain tensors with nothing special about them (`watch`), of static sizes, that do not communicate. All
-others still start warm graph by graph (`cached_graph`).
+Kept are steps with nothing special about them (`watch`), of plain tensors and DTensors of static sizes. All others
+still start warm graph by graph (`cached_graph`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from overlapc.codegen.compiled_graph import CompiledGraph
 from overlapc.runtime.cache import KernelCache
 from overlapc.runtime.counters import count
-from overlapc.runtime.step import Call, StepPlan, step_function
+from overlapc.runtime.step import Call, Step, StepPlan, step_function
 from overlapc.warm import cached_graph
 from overlapc.warm.stored import UNREADABLE, decode, encode
 
-FORMAT = 2
+FORMAT = 3
 _SUFFIX = ".step.json"
 
 
@@ -57,7 +57,24 @@ def bound(plan: StepPlan, kept: Sequence[CompiledGraph], run: Callable[[Compiled
         return made[0](arguments)
 
     count("steps_from_cache")
-    return step_function(plan, run(kept[0]), backward)
+    forward, borders = run(kept[0]), plan.borders
+    if borders is None:
+        return step_function(plan, forward, backward)
+    from overlapc.runtime.dtensors import KnownDTensors
+
+    step: Step | None = None
+    known: KnownDTensors | None = None
+
+    def of_dtensors(*inputs: Any) -> Any:
+        nonlocal step, known
+        if step is None or known is None:
+            known = KnownDTensors(inputs)
+            step = borders.step(inputs, forward, backward, partial(step_function, plan))
+        else:
+            known.check(inputs)
+        return step(*inputs)
+
+    return of_dtensors
 
 
 @lru_cache(None)

@@ -7,11 +7,13 @@ graph is compiled every time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch.fx.node import Node
 
@@ -31,19 +33,23 @@ def graph_key(gm: fx.GraphModule, *context: str) -> str:
     return content_key(*context, *_lines(gm))
 
 
-def user_graph_key(gm: fx.GraphModule, inputs: Sequence[Any], *context: str) -> str:
-    """Hash of a graph as Dynamo captured it, on plain tensors of static sizes, and of `context`.
+def user_graph_key(
+    gm: fx.GraphModule, inputs: Sequence[Any], *context: str, params: Mapping[str, Any] | None = None
+) -> str:
+    """Hash of a graph as Dynamo captured it, on plain tensors and DTensors of static sizes, and of `context`.
 
+    params: what the strings stand for by which the graph names sharded parameters; these count up in a process.
     NotCacheable for what AOTAutograd would decide by looking at more than the graph says.
     """
     taken = [_user_input(value) for value in inputs]
-    return content_key(*context, *taken, str(shared_memory(inputs)), *_user_lines(gm))
+    return content_key(*context, *taken, str(shared_memory(inputs)), *_user_lines(gm, params or {}))
 
 
 def shared_memory(inputs: Sequence[Any]) -> list[list[int]]:
     """Which of `inputs` are views of one memory: AOTAutograd takes those together if one of them is changed."""
     found: dict[int, list[int]] = {}
-    for at, value in enumerate(inputs):
+    for at, given in enumerate(inputs):
+        value = getattr(given, "_local_tensor", given)  # of a DTensor
         if isinstance(value, torch.Tensor) and value.layout == torch.strided:
             found.setdefault(value.untyped_storage()._cdata, []).append(at)
     return [each for each in found.values() if len(each) > 1]
@@ -91,7 +97,9 @@ def _target(node: Node) -> str:
     target = node.target
     if isinstance(target, str | torch._ops.OpOverload):
         return str(target)
-    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', getattr(target, '__name__', ''))}"
+    name = getattr(target, "__name__", "")
+    qualified = getattr(target, "__qualname__", name)  # torch gives functions made by one function their names only
+    return f"{getattr(target, '__module__', '')}.{qualified}{'' if qualified.endswith(name) else f' {name}'}"
 
 
 def _argument(value: Any) -> str:
@@ -105,12 +113,23 @@ def _argument(value: Any) -> str:
         return f"{_argument(value.start)}:{_argument(value.stop)}:{_argument(value.step)}"
     if isinstance(value, str):
         return f"{value!r}{_ranks(value)}"
-    if value is None or isinstance(
-        value, bool | int | float | complex | torch.dtype | torch.device | torch.layout | torch.memory_format
+    if (
+        value is None
+        or value is ...
+        or isinstance(
+            value, bool | int | float | complex | torch.dtype | torch.device | torch.layout | torch.memory_format
+        )
     ):
         return repr(value)
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | sympy.Basic):
         return _value(value)
+    if dataclasses.is_dataclass(value) and type(value).__module__.startswith("overlapc."):
+        fields = ((each.name, getattr(value, each.name)) for each in dataclasses.fields(value))
+        return f"{type(value).__name__}({','.join(f'{name}={_argument(item)}' for name, item in fields)})"
+    if _is_of_dtensors(value, "Placement"):
+        return repr(value)
+    if type(value).__name__ == "DeviceMesh":
+        return _mesh(value)
     name = group_name_of(value) if hasattr(getattr(value, "real_obj", value), "group_name") else None
     if name is not None:
         return f"<group {name}{_ranks(name)}>"
@@ -151,6 +170,8 @@ def _size(size: int | torch.SymInt) -> str:
 
 
 def _user_input(value: Any) -> str:
+    if _is_of_dtensors(value, "DTensor"):
+        return _dtensor(value)
     if type(value).__name__ not in ("FakeTensor", "Tensor", "Parameter"):
         raise NotCacheable(f"an input is a {type(value).__name__}")
     if any(not isinstance(size, int) for size in (*value.shape, *value.stride())):
@@ -158,17 +179,47 @@ def _user_input(value: Any) -> str:
     return f"{_value(value)} {isinstance(value, torch.nn.Parameter)} {value.is_leaf}"
 
 
-def _user_lines(gm: fx.GraphModule) -> Iterator[str]:
+def _is_of_dtensors(value: Any, name: str) -> bool:
+    """Whether a value is of that class of torch's, which a process without DTensors need not import."""
+    kinds = type(value).__mro__[:-1]
+    ours = type(value).__module__.startswith("torch.distributed.tensor")
+    return ours and any(kind.__name__ == name for kind in kinds)
+
+
+def _dtensor(value: Any) -> str:
+    spec, local = value._spec, value._local_tensor
+    sizes = (*value.shape, *value.stride())
+    if any(not isinstance(size, int) for size in sizes):
+        raise NotCacheable("a DTensor among the inputs has symbolic sizes")
+    for placement in spec.placements:
+        if not _is_of_dtensors(placement, "Placement"):
+            raise NotCacheable(f"an input is placed by a {type(placement).__name__}")
+    whole = f"{sizes} {value.dtype} {spec.placements} {getattr(spec, 'shard_order', None)} {_mesh(spec.mesh)}"
+    flags = f"{value.requires_grad:d}{isinstance(value, torch.nn.Parameter):d}{value.is_leaf:d}"
+    return f"DTensor {whole} {flags} of {_user_input(local)}"
+
+
+def _mesh(mesh: Any) -> str:
+    """Its axes, their groups with ranks, and which rank this is: constants of the graph depend on that."""
+    axes = [f"{mesh.size(dim)} {_argument(mesh.get_group(dim).group_name)}" for dim in range(mesh.ndim)]
+    return f"mesh {mesh.device_type} {mesh.mesh_dim_names} {axes} rank {dist.get_rank()} of {dist.get_world_size()}"
+
+
+def _user_lines(gm: fx.GraphModule, params: Mapping[str, Any]) -> Iterator[str]:
     if any(True for _ in gm.parameters()) or any(True for _ in gm.buffers()):
         raise NotCacheable("the graph holds tensors of its own")
+
+    def described(leaf: Any) -> Any:
+        return params[leaf] if isinstance(leaf, str) and leaf in params else leaf
+
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "call_function", "call_method", "output"):
             raise NotCacheable(f"{node.name} is a {node.op}")
         if node.op == "call_function":
-            _expect_torch(node)
+            _expect_known(node)
         stack = node.meta.get("nn_module_stack") or {}
         module = next(reversed(stack.values()))[0] if stack else ""
-        args = f"{_argument(node.args)}|{_argument(node.kwargs)}"
+        args = "|".join(_argument(fx.node.map_aggregate(each, described)) for each in (node.args, node.kwargs))
         custom = str(node.meta.get("custom", ""))
         yield f"{node.op}|{node.name}|{_target(node)}|{args}|{custom}|{node.meta.get('stack_trace') or ''}|{module}"
 
@@ -176,8 +227,8 @@ def _user_lines(gm: fx.GraphModule) -> Iterator[str]:
 _KNOWN_NAMESPACES = frozenset({"aten", "prims"})
 
 
-def _expect_torch(node: Node) -> None:
-    """NotCacheable for a call whose meaning lies outside torch: its code is not in the key."""
+def _expect_known(node: Node) -> None:
+    """NotCacheable for a call whose meaning lies outside torch and overlapc: its code is not in the key."""
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
         raise NotCacheable(f"{node.name} calls {target}")
@@ -185,8 +236,11 @@ def _expect_torch(node: Node) -> None:
         name = target._qualified_op_name if isinstance(target, torch._ops.OpOverloadPacket) else target.name()
         known = name.split("::")[0] in _KNOWN_NAMESPACES
     else:
-        home = (getattr(target, "__module__", "") or "").split(".")[0]
-        known = home in ("torch", "_operator", "operator", "math", "builtins", "")
+        module = getattr(target, "__module__", "") or ""
+        if module.startswith("torch._dynamo") and getattr(target, "__closure__", None):
+            raise NotCacheable(f"{node.name} calls a function that Dynamo made, which holds values")
+        home = module.split(".")[0]
+        known = home in ("torch", "overlapc", "_operator", "operator", "math", "builtins", "")
         # Methods of C functions (`torch.sin`) have no module; by identity they are torch's.
         if home == "":
             known = _is_torch_function(target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -71,9 +71,18 @@ def _from_cache(compiled: CompiledGraph, *, config: Config, number: int) -> Call
     return bind(compiled, config, f"{kind}_{number}", time.perf_counter())
 
 
-def kept_step(key: str, config: Config, number: int | None = None) -> Callable[..., Any] | None:
-    """The step that an earlier process kept under `key`, if it did."""
-    kept = cached_step.find(key, config.cache_dir)
+def kept_step(
+    key: str | None,
+    config: Config,
+    number: int | None = None,
+    usable: Callable[[Sequence[CompiledGraph]], bool] | None = None,
+) -> Callable[..., Any] | None:
+    """The step that an earlier process kept under `key`, if it did, and if its graphs (none if not) are `usable`."""
+    kept = None if key is None else cached_step.find(key, config.cache_dir)
+    if kept is not None and any(graph.copies for graph in kept[1]):  # ranks open their memory graph by graph
+        kept = None
+    if usable is not None and not usable(() if kept is None else kept[1]):
+        return None
     number = next_number() if number is None else number
     return None if kept is None else cached_step.bound(*kept, partial(_from_cache, config=config, number=number))
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.fx.versions import StepMetadata, dtensor_step_metadata, mark_dynamic, step_metadata
 from overlapc.runtime.counters import count
-from overlapc.runtime.dtensors import KnownDTensors, Remade, giving_dtensors, taking_dtensors
+from overlapc.runtime.dtensors import Borders, KnownDTensors, Remade, giving_dtensors, taking_dtensors
 from overlapc.runtime.step import Call, StepPlan, step_function
 from overlapc.runtime.tangents import SizedTangent, Tangent
 from overlapc.warm.cached_step import keep
@@ -60,9 +60,11 @@ class StepWatch:
         """gm, inputs: as Dynamo captured them. key: of the step; None if it must not be kept."""
         self._plain = of_plain_tensors(gm, inputs)
         self._inputs = len(inputs)
+        self._output = gm.graph.output_node()
+        self._outputs = self._output.args  # others, once views are taken out of the graph
         # Inputs that lie in one memory are AOTAutograd's to guard, if one of them changes.
-        self._overlaps = self._plain and bool(shared_memory(inputs))
-        self._key = key if self._plain else None
+        self._overlaps = bool(shared_memory(inputs))
+        self._key = key
         self._cache_dir = cache_dir
         self._keys: list[str | None] = []  # of its graphs
         self._forward: _Graph | None = None
@@ -125,8 +127,10 @@ class StepWatch:
         return call
 
     def _finish(self) -> None:
-        """Makes the step once all is known that it takes, and keeps one of plain tensors."""
+        """Makes the step once all is known that it takes, and keeps it if a later process can make it again."""
         forward, backward, metadata = self._forward, self._backward, self._metadata
+        if self._output.args != self._outputs:
+            return
         if metadata is None or forward is None or self._hooked or (self._trains and backward is None):
             return
         self._forward = self._backward = None
@@ -137,17 +141,22 @@ class StepWatch:
         if plan is None:
             return
         call, call_back = forward.call, (backward or forward).call
+        kept = plan if self._plain else None
         if not self._plain:
             gradients = [
                 each.at if each.make is None else Remade(each.at, each.mesh_at, each.make)
                 for each in metadata.gradients
             ]
             call, call_back = taking_dtensors(call, metadata.inputs), giving_dtensors(call_back, gradients)
+            if all(each.as_input or not (backward or forward).returned[each.at] for each in metadata.gradients):
+                border = tuple((each.at, each.mesh_at, each.make is not None) for each in metadata.gradients)
+                kept = replace(plan, borders=Borders(metadata.inputs, border))
         self._ready = step_function(plan, call, call_back, mark_dynamic)
         keys = [each for each in self._keys if each is not None]
         guarded = self._overlaps and plan.changed
-        if self._key is not None and len(keys) == len(self._keys) and plan.of_static_sizes() and not guarded:
-            keep(self._key, plan, keys, self._cache_dir)
+        if self._key is None or kept is None or len(keys) < len(self._keys) or guarded or not plan.of_static_sizes():
+            return
+        keep(self._key, kept, keys, self._cache_dir)
 
 
 def _plan(metadata: StepMetadata, forward: _Graph, backward: _Graph | None, autocast: bool) -> StepPlan | None:

@@ -1,0 +1,228 @@
+"""The first training step of a sharded Hugging Face Llama, cold and warm: ours beside FSDP2 + compile by blocks.
+
+    python benchmarks/first_step.py                                     # narrow, 2 ranks on CPU
+    python benchmarks/first_step.py --fake                              # the first of them alone, communicating nothing
+    python benchmarks/first_step.py --device cuda --wide                # 1B parameters, 2 GPUs
+    python benchmarks/first_step.py --systems overlapc --breakdown      # where the time goes, by phase and by file
+
+*cold*: the first step with empty cache folders; *warm*: the same in the next processes, with what the first left there.
+Both begin when the model is sharded and on its device, and a collective and a product have run; they end with the
+optimizer's step. `cpu s` is what the first rank's process and its children used, which other work on the machine
+disturbs less. `eager` (FSDP2 without a compiler) is what a first step takes by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from sampled import PHASES, Sampled
+from tabulate import tabulate
+
+SYSTEMS = ("overlapc", "compile", "eager")
+
+
+def main() -> None:
+    args = arguments()
+    if args.worker:
+        found = measure(args)
+        if args.rank == 0:
+            print("RESULT " + json.dumps(found))
+        return
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for _ in range(args.rounds):
+        with tempfile.TemporaryDirectory(prefix="first_step") as folder:
+            for system in args.systems.split(","):
+                for start in ("cold", "warm"):
+                    result = run(system, start, Path(folder) / system, args)
+                    found.setdefault((system, start), []).append(result)
+                    print(
+                        f"{system} {start}: {result['first_s']:.2f} s", file=sys.stderr, flush=True
+                    )  # in case of a cut
+    show(args, found)
+
+
+def show(args: argparse.Namespace, found: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
+    """Tables: seconds of each system, and where those of the last round went."""
+    last = next(iter(found.values()))[-1]
+    print(f"{last['on']}, {args.nproc} ranks, {args.layers} layers, {last['parameters'] / 1e6:.0f}M parameters")
+    medians = {
+        at: {name: statistics.median(run[name] for run in runs) for name in ("first_s", "cpu_s")}
+        for at, runs in found.items()
+    }
+    rows = []
+    for (system, start), times in medians.items():
+        theirs = medians.get(("compile", start))
+        ratios = ["" if theirs is None else f"{times[name] / theirs[name]:.2f}" for name in ("first_s", "cpu_s")]
+        result = found[system, start][-1]
+        rows.append(
+            [system, start, times["first_s"], ratios[0], times["cpu_s"], ratios[1], result["step_s"], result["losses"]]
+        )
+    headers = ["system", "", "first step s", "/ compile", "cpu s", "/ compile", "later step s", "losses"]
+    print(tabulate(rows, headers, floatfmt=".2f"))
+    if args.breakdown:
+        phases = [[*at, *runs[-1]["sampled"].values()] for at, runs in found.items()]
+        print("\nseconds by sampling, first rank\n" + tabulate(phases, ["system", "", *PHASES], floatfmt=".2f"))
+    for (system, start), runs in found.items():
+        for what in ("phases", "files"):
+            if table := runs[-1].get(what):
+                print(f"\n{system}, {start}, {what}:")
+                print(tabulate(table.items(), floatfmt=".2f", tablefmt="plain"))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--nproc", type=int, default=2, help="ranks, one a GPU (default: %(default)s)")
+    parser.add_argument("--fake", action="store_true", help="run the first rank alone, over torch's fake process group")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--wide", action="store_true", help="hidden size 2048 and batch 2 x 4096, as a 1B model has it")
+    parser.add_argument("--systems", default="overlapc,compile", help=f"of {', '.join(SYSTEMS)}")
+    parser.add_argument("--rounds", type=int, default=1, help="pairs of cold and warm, each with new folders")
+    parser.add_argument("--timeout", type=float, default=280.0, help="seconds a process may take")
+    parser.add_argument("--profile", type=Path, help="write cProfile files PROFILE.<system>.<start> of the first rank")
+    parser.add_argument("--breakdown", action="store_true", help="say by sampling what the time went to")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run(system: str, start: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The processes of one start of one system, over the cache folders of that system; what the first rank measured."""
+    root = Path(__file__).resolve().parents[1]
+    folder.mkdir(exist_ok=True)
+    given = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH", "")))),
+        "OVERLAPC_CACHE_DIR": str(folder / "overlapc"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        "OVERLAPC_RANK_CHECK": "0" if args.fake else "1",
+        "FIRST_STEP_STORE": str(folder / f"store_{start}"),
+    }
+    command = [sys.executable, __file__, "--worker", system]
+    for name in ("device", "nproc", "layers"):
+        command += [f"--{name}", str(getattr(args, name))]
+    command += [f"--{name}" for name in ("wide", "fake") if getattr(args, name)]
+    ranks = []
+    for rank in range(1 if args.fake else args.nproc):
+        asked = ["--rank", str(rank)]
+        if rank == 0:
+            asked += ["--breakdown"] if args.breakdown else []
+            asked += ["--profile", f"{args.profile}.{system}.{start}"] if args.profile else []
+        pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        ranks.append(subprocess.Popen(command + asked, env=given, stdout=pipe, stderr=pipe, text=True))
+    try:
+        out, errors = ranks[0].communicate(timeout=args.timeout)
+    finally:
+        for each in ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                each.wait(timeout=5)
+            each.kill()
+    found = [line for line in out.splitlines() if line.startswith("RESULT ")]
+    if not found:
+        raise SystemExit(f"{system} failed ({ranks[0].returncode}):\n{out}\n{errors}")
+    result: dict[str, Any] = json.loads(found[0].removeprefix("RESULT "))
+    return result
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The first step and an ordinary one, on this rank."""
+    import torch
+    import torch.distributed as dist
+    from huggingface_models import CASES
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    import overlapc
+    from overlapc.report.captures import CAPTURES
+
+    if args.fake:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        store: Any = FakeStore()
+    else:
+        store = dist.FileStore(os.environ["FIRST_STEP_STORE"], args.nproc)
+    device = torch.device(args.device, args.rank) if args.device == "cuda" else torch.device("cpu")
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", store=store, rank=args.rank, world_size=args.nproc, device_id=device)
+    else:
+        dist.init_process_group("fake" if args.fake else "gloo", store=store, rank=args.rank, world_size=args.nproc)
+    case = CASES["llama-1b"]
+    shape = {**case.shape(not args.wide), "num_hidden_layers": args.layers}
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = case.make(shape)
+    model.train()
+    mesh = init_device_mesh(args.device, (args.nproc,), mesh_dim_names=("dp",))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in [module for module in model.modules() if type(module).__name__ in case.blocks]:
+        if args.worker == "compile":
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    inputs = case.inputs(shape, *(case.batch if args.wide else (1, 16)), args.device)
+    begun = torch.ones(64, 64, device=device, requires_grad=True)
+    (begun @ begun).sum().backward()
+    dist.all_reduce(begun.grad)
+    call: Any = model
+
+    def step() -> float:
+        loss = call(**inputs).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    sampled = Sampled(clock=time.perf_counter if args.device == "cuda" else time.process_time)
+    watched: contextlib.AbstractContextManager[Any] = sampled if args.breakdown else contextlib.nullcontext()
+    if args.profile:
+        watched = cProfile.Profile()
+    dist.barrier()
+    began, cpu_began = time.perf_counter(), sum(os.times()[:4])
+    with watched:
+        if args.worker == "overlapc":
+            call = torch.compile(overlapc.adopt_fsdp2(model), backend="overlapc")
+        losses = [step()]
+    first, cpu = time.perf_counter() - began, sum(os.times()[:4]) - cpu_began
+    if args.profile:
+        watched.dump_stats(args.profile)  # type: ignore[attr-defined]
+    phases = dict(CAPTURES.seconds())
+    later = []
+    for _ in range(3):
+        began = time.perf_counter()
+        losses.append(step())
+        later.append(time.perf_counter() - began)
+    dist.destroy_process_group()
+    return {
+        "first_s": first,
+        "cpu_s": cpu,
+        "step_s": min(later),
+        "losses": " ".join(f"{loss:.4f}" for loss in losses),
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "phases": {**phases, "all else": first - sum(phases.values())} if args.worker == "overlapc" else {},
+        "counters": dict(torch._dynamo.utils.counters["overlapc"]),
+        "sampled": sampled.seconds() if args.breakdown else {},
+        "files": sampled.details(40) if args.breakdown else {},
+        "on": f"torch {torch.__version__}, {torch.cuda.get_device_name() if args.device == 'cuda' else 'CPU'}",
+    }
+
+
+if __name__ == "__main__":
+    main()

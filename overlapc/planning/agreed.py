@@ -1,0 +1,99 @@
+"""What ranks agreed on about their graphs, and where they know it from: by what Dynamo compiles, or from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch._guards import CompileContext
+
+from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
+from overlapc.config import Config
+from overlapc.estimators.agreement.rank_agreement import Compilation, Party, party, spanned_ranks
+from overlapc.runtime.cache import content_key
+from overlapc.schedule.model import Comm
+
+if TYPE_CHECKING:
+    from overlapc.planning.transports import AgreedCopies
+
+Key = tuple[object, ...]
+_Launch = tuple[str, tuple[str, ...]]  # its name, and the collectives that it stands for
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What ranks agreed on about one graph."""
+
+    collectives: tuple[tuple[str, Comm], ...]  # as passes were given them
+    launches: tuple[_Launch, ...]  # in the final order
+    lines: tuple[str, ...]  # the same as ranks compare it
+    copies: AgreedCopies | None = None  # None: the groups' libraries carry all of them
+    graph: str = ""  # hash of the graph as ranks compare it
+
+    @property
+    def order(self) -> str:
+        """The hash by which a kept graph knows its order."""
+        return order_hash(self.lines)
+
+
+def key_of(name: str, collectives: Sequence[tuple[str, Comm]], options: object) -> Key | None:
+    """What a graph must have in common with one that was agreed on; None outside of Dynamo.
+
+    Graphs of one function have the number that Dynamo gave to its frame in common, however often it is compiled.
+    """
+    compile_id = CompileContext.current_compile_id()
+    if compile_id is None or compile_id.frame_id is None:
+        return None
+    return compile_id.frame_id, name.split("_")[0], tuple(collectives), repr(options)
+
+
+def compiles_again() -> bool:
+    """Whether Dynamo has compiled this frame before: after `torch._dynamo.reset()` its numbers begin anew."""
+    compile_id = CompileContext.current_compile_id()
+    return compile_id is not None and bool(compile_id.frame_compile_id)
+
+
+def forget_before_reset(party: Party) -> None:
+    """After `torch._dynamo.reset()`, nothing of what was agreed on before is followed: its memory for copies may be
+    gone on one rank and not yet on another. To be called for every graph."""
+    compile_id = CompileContext.current_compile_id()
+    if compile_id is None or compile_id.frame_id is None or compile_id.frame_compile_id:
+        return
+    if compile_id.frame_id < party.newest_frame:  # a new function; their numbers only grow
+        party.agreed.clear()
+    party.newest_frame = compile_id.frame_id
+
+
+def ranks_of_step(inputs: Iterable[Any], config: Config) -> Party | None:
+    """The ranks that compile a step of these inputs too, by the meshes of its DTensors; None without such."""
+    if not (config.rank_check and dist.is_available() and dist.is_initialized()):
+        return None
+    meshes = {value._spec.mesh for value in inputs if type(value).__name__ == "DTensor"}
+    groups = {tuple(dist.get_process_group_ranks(group)) for mesh in meshes for group in mesh.get_all_groups()}
+    return party(spanned_ranks(dist.get_rank(), groups, dist.get_world_size())) if groups else None
+
+
+def all_have(members: Party, kept: Sequence[CompiledGraph], config: Config, notes: dict[str, str]) -> bool:
+    """Whether every rank has kept a step of the same graphs in the same order of collectives; `kept` is this rank's.
+
+    They then follow these orders. A function that is compiled again may be so on one rank alone: then ranks do not
+    meet, and what this rank has must be what they agreed on before.
+    """
+    agreed = [each.agreed for each in kept]
+    keys = [key_of(each.name, each.agreed.collectives, config) for each in kept if each.agreed is not None]
+    known = [each for each in agreed if each is not None]
+    forget_before_reset(members)
+    if compiles_again():
+        return bool(kept) and all(
+            key in members.agreed and members.agreed[key].order == each.order
+            for key, each in zip(keys, known, strict=True)
+        )
+    graphs = ("" if each.agreed is None else each.agreed.graph for each in kept)
+    have = content_key(*graphs, *(each.order for each in kept)) if kept else ""
+    with Compilation(members.meetings, "kept step", config.rank_timeout, notes) as talks:
+        if not talks.agree_on_graph((), have):
+            return False
+    members.agreed.update(zip(keys, known, strict=True))
+    return True
