@@ -74,7 +74,7 @@ def show(args: argparse.Namespace, found: dict[tuple[str, str], list[dict[str, A
         phases = [[*at, *runs[-1]["sampled"].values()] for at, runs in found.items()]
         print("\nseconds by sampling, first rank\n" + tabulate(phases, ["system", "", *PHASES], floatfmt=".2f"))
     for (system, start), runs in found.items():
-        for what in ("phases", "files"):
+        for what in ("phases", "counters", "files"):
             if table := runs[-1].get(what):
                 print(f"\n{system}, {start}, {what}:")
                 print(tabulate(table.items(), floatfmt=".2f", tablefmt="plain"))

@@ -87,7 +87,7 @@ def _step(
     key = _step_key(gm, example_inputs, config, devices)
     usable = None if compiled_autograd(gm) else _agreement(gm, example_inputs, config)
     if key is not None and as_given is not None and torch._dynamo.config.caching_precompile:
-        from overlapc import precompile
+        from overlapc.warm import precompile
 
         environment = environment_of(config, devices)
         precompile.record(gm, precompile.Kept(key, environment, *as_given, tuple(sorted(devices))))

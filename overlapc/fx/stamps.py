@@ -206,7 +206,7 @@ def _is_plain(value: Any) -> bool:
         sizes = (*value.shape, *value.stride(), value.storage_offset())
         odd = value.layout != torch.strided or value.is_conj() or value.is_neg()
         return not odd and all(isinstance(each, int) for each in sizes)
-    return value is None
+    return value is None or type(value) is int  # the lengths of sequences that attention on GPUs returns
 
 
 def _shares(node: fx.Node, other: fx.Node) -> bool:

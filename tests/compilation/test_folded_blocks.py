@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from overlapc.compilation.tracing import step_of
 from overlapc.config import Config
 from overlapc.fx.labels import label_of
 from overlapc.fx.source import module_path
+from overlapc.fx.stamps import Names, Stamp, TracedBlock, append_copy
 from overlapc.runtime.counters import counted
 from tests.parallel.sharded import shard
 from tests.parallel.tiny import Tiny, batch
@@ -242,3 +245,26 @@ def test_sharded_blocks_have_their_own_parameters_and_collectives(reshard: bool 
         for name in ("forward_0", "backward_0"):
             assert graphs[1].lines(name) == graphs[0].lines(name)
             assert graphs[1].collectives(name) == graphs[0].collectives(name)
+
+
+def test_attention_of_gpus_which_returns_numbers_too_is_stamped() -> None:
+    aten = torch.ops.aten
+    with FakeTensorMode():
+        tensors = [torch.empty(1, 2, 16, 8, dtype=torch.bfloat16) for _ in range(6)]
+        small = torch.empty(2, dtype=torch.uint64)
+    graph = fx.Graph()
+    *operands, tangent = [graph.placeholder(name) for name in ("q", "k", "v", "tangents_1")]
+    attention = graph.call_function(aten._scaled_dot_product_flash_attention.default, tuple(operands))
+    attention.meta["val"] = (tensors[4], tensors[4].float(), None, None, 16, 16, small, small, small)
+    mixed, length = (graph.call_function(getitem, (attention, at)) for at in (0, 4))
+    grad = graph.call_function(aten.div.Tensor, (tangent, length))
+    for node, value in zip((*operands, tangent, mixed, length, grad), (*tensors[:5], 16, tensors[5]), strict=True):
+        node.meta["val"] = value
+    graph.output([mixed, grad, None, None])
+    traced = TracedBlock.of(graph, 1, [True])
+    stamped = fx.Graph()
+    given = [append_copy(stamped, node, {}) for node in (*operands, tangent)]
+    stamp = Stamp(traced, Names({}, {}, {}), 0)
+    (result,), (gradient,) = stamp.forward(stamped, given[:3]), stamp.backward(stamped, given[3:])
+    assert result.args[0].meta["val"][4:6] == (16, 16)
+    assert gradient.args[1].meta["val"] == 16
