@@ -61,8 +61,10 @@ def _speech(shape: Mapping[str, Any], rows: int, length: int, device: str) -> In
 
 
 def _latents(shape: Mapping[str, Any], rows: int, length: int, device: str) -> Inputs:
+    size = (rows, 4, shape["side"], shape["side"])
     return {
-        "latents": torch.randn(rows, 4, shape["side"], shape["side"], device=device),
+        "latents": torch.randn(size, device=device),
+        "noise": torch.randn(size, device=device),
         "times": torch.rand(rows, device=device),
         "classes": torch.randint(1000, (rows,), device=device),
     }
@@ -121,9 +123,8 @@ class DiT(nn.Module):
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
         self.out = nn.Linear(width, 16)
 
-    def forward(self, latents: Tensor, times: Tensor, classes: Tensor) -> Loss:
-        """times: `[rows]`, of [0, 1); classes: `[rows]` int64."""
-        noise = torch.randn_like(latents)
+    def forward(self, latents: Tensor, noise: Tensor, times: Tensor, classes: Tensor) -> Loss:
+        """noise: of the latents' shape; times: `[rows]`, of [0, 1); classes: `[rows]` int64."""
         at = times[:, None, None, None]
         noisy = (1 - at) * latents + at * noise
         rates = torch.exp(-math.log(10000) * torch.arange(128, device=times.device) / 128)
