@@ -68,7 +68,7 @@ def curve_of(node: Node, profile: DeviceProfile) -> tuple[str, int] | None:
 
 
 def _is_generated(node: Node) -> bool:
-    return node.kind is Kind.KERNEL and node.op == "kernel"
+    return node.kind is Kind.KERNEL and node.op != "product" and "attention" not in node.op
 
 
 def _calls_like(node: Node) -> str:
