@@ -59,8 +59,8 @@ def test_a_top_k_takes_few_rows_and_many_threads() -> None:
     key = Load("x", 64 * p0 + r0, F32)
     for _ in range(6):
         key = op("sub", key, Reduce("max", key, F32))
-    body = Body((loop(p0, 131072),), (loop(r0, 64),), (Store("y", p0, Reduce("max", key, F32), F32),))
-    tiling = choose(body, {})
+    stores = tuple(Store("y", 8 * p0 + at, Reduce("max", key, F32), F32) for at in range(8))
+    tiling = choose(Body((loop(p0, 131072),), (loop(r0, 64),), stores), {})
     assert (tiling.xblock, tiling.rblock, tiling.num_warps) == (16, 64, 8)
 
 

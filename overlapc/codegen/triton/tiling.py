@@ -139,8 +139,13 @@ def _contiguous_bytes(accesses: Sequence[Access], sizes: Mapping[sympy.Symbol, i
 
 
 def _elements(body: Body) -> int:
-    """How many elements of a tensor an iteration makes, about: loops are cut where conditions change."""
-    stored = Counter(store.buffer for store in body.stores if not store.is_total)
+    """How many elements of a tensor an iteration makes, about: loops are cut where conditions change.
+
+    What a reduction stores once a row, as each of a top-k, is no element of an iteration.
+    """
+    reduced = {loop.symbol for loop in body.reduction}
+    stores = [store for store in body.stores if not reduced or reduced & store.index.free_symbols]
+    stored = Counter(store.buffer for store in stores if not store.is_total)
     return power_of_two(max(stored.values(), default=1))
 
 
