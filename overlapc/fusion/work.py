@@ -75,7 +75,8 @@ def _loops_work(op: Loops, graph: LoweredGraph) -> Work:
     dtype = "float32"
     if op.body.dots():  # a multiplication and an addition a term; what comes before and after them does not count
         flops = 2 * iterations
-        dtype = str(next(load.memory_dtype for load in op.body.loads())).removeprefix("torch.")
+        loaded = [load.memory_dtype for load in op.body.loads()]  # none: a product of constants
+        dtype = str(loaded[0]).removeprefix("torch.") if loaded else dtype
     return Work(flops, sum(read.values()), written, dtype, _form(op, graph))
 
 

@@ -81,3 +81,11 @@ def test_gradients_of_a_small_network():
     expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
     found = torch.autograd.grad(compiled(model, matmul="native")(x).square().mean(), list(model.parameters()))
     torch.testing.assert_close(found, expected)
+
+
+def test_a_product_of_constants_reads_nothing():
+    def function(x):
+        twos = torch.full((4, 8), 2.0)
+        return torch.addmm(twos @ twos.t(), twos, twos.t(), beta=0.5) * x
+
+    torch.testing.assert_close(compiled(function, matmul="native")(torch.arange(4.0)), function(torch.arange(4.0)))
