@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch._guards import CompileContext
+from torch.distributed.device_mesh import DeviceMesh
 
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.config import Config
@@ -71,8 +72,19 @@ def ranks_of_step(inputs: Iterable[Any], config: Config) -> Party | None:
     if not (config.rank_check and dist.is_available() and dist.is_initialized()):
         return None
     meshes = {value._spec.mesh for value in inputs if type(value).__name__ == "DTensor"}
-    groups = {tuple(dist.get_process_group_ranks(group)) for mesh in meshes for group in mesh.get_all_groups()}
+    groups = {ranks for mesh in meshes for ranks in _ranks_along_axes(mesh)}
     return party(spanned_ranks(dist.get_rank(), groups, dist.get_world_size())) if groups else None
+
+
+def _ranks_along_axes(mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
+    """Of each axis, the ranks that this rank communicates with: from the mesh itself, as its process groups may be gone
+    (`destroy_process_group`) while tensors on it live on."""
+    here = mesh.get_coordinate()
+    if here is None:
+        return
+    for axis in range(mesh.ndim):
+        index = [slice(None) if other == axis else at for other, at in enumerate(here)]
+        yield tuple(mesh.mesh[tuple(index)].tolist())
 
 
 def all_have(members: Party, kept: Sequence[CompiledGraph], config: Config, notes: dict[str, str]) -> bool:

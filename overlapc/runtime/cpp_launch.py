@@ -145,7 +145,8 @@ def build_library(kernel: CppKernel, cache: KernelCache, compiler: Compiler) -> 
     """The kernel's shared library, from the cache or compiled now."""
 
     def build(library: Path) -> None:
-        comment = "".join(f"// {line}\n" for line in kernel.comment.splitlines())
+        # A line of the user's may end with a backslash, which would make the line below it a part of the comment.
+        comment = "".join(f"// {line}".rstrip("\\ \t") + "\n" for line in kernel.comment.splitlines())
         source = library.with_suffix(".cpp")
         source.write_text(comment + kernel.prelude + kernel.text)
         result = compiler.build(source, library)

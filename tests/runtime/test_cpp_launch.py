@@ -98,6 +98,14 @@ def test_what_a_graph_lacks_is_compiled_a_file_per_core(tmp_path: Path):
         assert torch.equal(y, x + at)
 
 
+def test_a_line_of_the_user_that_ends_with_a_backslash_leaves_the_code_below_it(tmp_path: Path):
+    one = 'extern "C" void one(long* out0, long threads) { *out0 = ONE; }\n'
+    kernel = CppKernel("one", one, 1, 0, "return x + 1, \\\nand so on \\ ", prelude="#define ONE 1\n")
+    out = torch.zeros(1, dtype=torch.int64)
+    load_kernels([kernel], tmp_path)["one"](out)
+    assert out.item() == 1
+
+
 def test_the_kernel_at_fault_is_named_among_others(tmp_path: Path):
     broken = CppKernel("broken", 'extern "C" void broken(long threads) { wrong(); }\n', 0, 0, "from layer 7")
     with pytest.raises(ToolchainError, match=r"broken\.cpp"):
