@@ -21,7 +21,6 @@ from functools import partial
 
 import sympy
 
-from overlapc.fusion.settle import settled, whole_number
 from overlapc.fusion.simplify import simplified
 from overlapc.fusion.unroll import JOINS
 from overlapc.ir.body import (
@@ -39,6 +38,7 @@ from overlapc.ir.body import (
 )
 from overlapc.ir.indexing import Ranges, bounds, simplify, substitute
 from overlapc.ir.rewriting import canonical, rebuild
+from overlapc.ir.settle import settled, whole_number
 
 MOST_PARTS = 8
 SHORTEST_PART = 16  # iterations of a loop that is left: whole sectors of a GPU's cache, 32 bytes in two-byte formats

@@ -18,7 +18,6 @@ import sympy
 
 from overlapc.fusion.deps import mutated, output_buffers
 from overlapc.fusion.loop_order import split_at_divisions
-from overlapc.fusion.settle import with_known_positions
 from overlapc.fusion.simplify import simplified
 from overlapc.fusion.unroll import unrolled
 from overlapc.ir.body import Body, Checked, Index, Load, Op, Store, Value, as_number, depends_on, op
@@ -26,6 +25,7 @@ from overlapc.ir.hazards import overwrites_in_place, scatters
 from overlapc.ir.indexing import Ranges, bounds, numel, position_in, simplify, substitute
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, Refuse, buffers_read, nothing_refused
 from overlapc.ir.rewriting import canonical, rewrite, rewrite_values
+from overlapc.ir.settle import with_known_positions
 from overlapc.ir.values import as_read, constant
 
 LARGEST_BODY = 256  # values of a kernel after inlining; keeps source readable and registers bounded

@@ -24,10 +24,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.errors import CompileError
 from overlapc.fx.decompositions import decompositions
-from overlapc.ir.body import Body, Cast, Checked, Constant, Index, Load, Loop, Op, Store, Value, topological
-from overlapc.ir.indexing import Ranges, bounds, loop_symbol, simplify, substitute
+from overlapc.ir.body import Body, Cast, Constant, Index, Load, Loop, Op, Store, Value, as_number, topological
+from overlapc.ir.indexing import Ranges, loop_symbol, simplify, substitute
 from overlapc.ir.ops import GRADIENT, SCORE, Attention, BlockLists, Handle, Loops, LoweredGraph, View
 from overlapc.ir.rewriting import rewrite_values
+from overlapc.ir.settle import settled
 from overlapc.ir.values import as_read, cast, constant
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.graph import lower
@@ -38,13 +39,10 @@ from overlapc.lowering.table import Impossible, lowers
 # Where `BlockMask.as_tuple()` has its lists in torch 2.11 to 2.13; sizes of a block and the mask function come last.
 _LISTS = {"keys": 2, "full_keys": 4, "queries": 6, "full_queries": 8}
 _SAMPLED_BLOCKS, _SAMPLES = 64, 8  # of a side, and positions in each, that tell which share of the blocks is kept
-_COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
-    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
-}  # fmt: skip
 _Call: TypeAlias = tuple[Handle, Sequence[Any]]  # a function's graph, and the tensors that it reads
 _ROW = sympy.Symbol("row", integer=True, nonnegative=True)
 _ON_POSITIONS: Mapping[str, Callable[..., Any]] = {
-    **_COMPARE,
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "abs": torch.abs, "neg": operator.neg,
     "floor_div": operator.floordiv, "remainder": operator.mod, "logical_and": torch.logical_and,
     "logical_or": torch.logical_or, "logical_not": torch.logical_not, "logical_xor": torch.logical_xor,
@@ -117,7 +115,7 @@ def backward(
 
 
 def _noted(context: Lowering, query: View, attention: Callable[[], Attention]) -> Attention:
-    """The attention, added to the graph; Impossible where there is no kernel for it. Both are said in the report."""
+    """Adds the attention to the graph, or raises Impossible where there is no kernel for it; the report says which."""
     sizes, dtype = ", ".join(map(str, query.size)), str(query.dtype).removeprefix("torch.")
     backward = " backward" if context.node.target is flex_attention_backward else ""
     what = f"flex attention{backward} of [{sizes}] {dtype}"
@@ -289,20 +287,20 @@ class _Inliner:
                 if each.body.loops:
                     self.rows[store.buffer] = self._row(store, each.body.loops[0].symbol)
                 else:
-                    self.values[store.buffer] = as_read(store, self.settled(store.value))
-        return [None if view is None else self.settled(self._element(view)) for view in graph.outputs]
+                    self.values[store.buffer] = as_read(store, self._in_place(store.value))
+        return [None if view is None else self._in_place(self._element(view)) for view in graph.outputs]
 
     def _row(self, store: Store, along: sympy.Symbol) -> Value:
         """What a store over a row writes at `_ROW`, as `bias[h]` in `bias[h][q]`."""
         if store.index != along:
             raise Impossible(f"its functions make {store.buffer} in an order of its own")
         inner = rewrite_values([store.value], lambda expr: substitute(expr, {along: _ROW}))
-        return as_read(store, self.settled(inner[store.value]))
+        return as_read(store, self._in_place(inner[store.value]))
 
     def _element(self, view: View) -> Value:
         return Load(view.buffer, view.layout.offset, view.dtype)
 
-    def settled(self, value: Value) -> Value:
+    def _in_place(self, value: Value) -> Value:
         """`value` of positions and tensors of the graph around, without questions whose answer the sizes tell."""
         return rewrite_values([value], replace=self._settle)[value]
 
@@ -311,18 +309,7 @@ class _Inliner:
             return self._load(value)
         if isinstance(value, Cast):
             return cast(value.arg, value.to) if isinstance(value.arg, Index | Constant) else None
-        if isinstance(value, Checked):
-            return value.arg if _is_true(value.condition) else None
-        if not isinstance(value, Op):
-            return None
-        if value.name in _COMPARE:
-            return self._compared(value)
-        if value.name == "where" and isinstance(value.args[0], Constant):
-            return value.args[1 if value.args[0].number else 2]
-        if value.name == "logical_and":
-            left, right = value.args
-            return right if _is_true(left) else left if _is_true(right) else None
-        return None
+        return settled(value, self.space.ranges)
 
     def _load(self, load: Load) -> Value | None:
         if load.buffer in self.values:
@@ -331,8 +318,9 @@ class _Inliner:
         known |= {symbol: sympy.Integer(value.number) for symbol, value in load.indirect if isinstance(value, Constant)}
         indirect = tuple((symbol, value) for symbol, value in load.indirect if symbol not in known)
         at = substitute(load.index, known)
+        mask = None if load.mask is None or as_number(load.mask) else load.mask
         if load.buffer in self.rows:
-            if indirect or not (load.mask is None or _is_true(load.mask)):
+            if indirect or mask is not None:
                 raise Impossible(f"its functions read {load.buffer}, which they make, where data say")
             row = self.rows[load.buffer]
             return rewrite_values([row], lambda expr: simplify(substitute(expr, {_ROW: at}), self.space.ranges))[row]
@@ -341,33 +329,7 @@ class _Inliner:
         view = self.buffers[load.buffer]
         self.space.captured[view.buffer] = view
         index = simplify(at + view.layout.offset, self.space.ranges)
-        mask = None if load.mask is None or _is_true(load.mask) else load.mask
         return Load(view.buffer, index, load.memory_dtype, mask, indirect)
-
-    def _compared(self, value: Op) -> Value | None:
-        """A comparison of positions that is the same for all of them."""
-        left, right = (_position(arg) for arg in value.args)
-        if left is None or right is None:
-            return None
-        found = bounds(sympy.expand(left - right), self.space.ranges)
-        if found is None or not all(end.is_Integer for end in found):
-            return None
-        low, high = map(int, found)
-        answers = {_COMPARE[value.name](each, 0) for each in {low, high, *({0} if low < 0 < high else ())}}
-        inside = low < 0 < high or (high > low and value.name in ("eq", "ne") and 0 in (low, high))
-        return Constant(answers.pop(), torch.bool) if len(answers) == 1 and not inside else None
-
-
-def _is_true(value: Value) -> bool:
-    return isinstance(value, Constant) and bool(value.number)
-
-
-def _position(value: Value) -> sympy.Expr | None:
-    if isinstance(value, Index):
-        return value.expr
-    if isinstance(value, Constant) and not value.dtype.is_floating_point:
-        return sympy.Integer(int(value.number))
-    return None
 
 
 # --- how much of it is computed

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import sympy
 
 from overlapc.codegen.cpp.plan import stride
-from overlapc.ir.body import Constant, Index, Loop, Op, Value
+from overlapc.ir.body import Loop, Op, Value
+from overlapc.ir.settle import whole_number
 
 MOST_PIECES = 16  # of one loop; every piece repeats its body
 SHORTEST_PIECE = 16  # iterations on average; shorter ones fill no vector
@@ -57,7 +58,7 @@ def _border(value: Value, symbol: sympy.Symbol) -> _Border | None:
     """Where a comparison of positions changes along `symbol`; None for any other value."""
     if not isinstance(value, Op) or value.name not in ("lt", "le", "gt", "ge"):
         return None
-    left, right = map(_position, value.args)
+    left, right = map(whole_number, value.args)
     if left is None or right is None:
         return None
     difference = sympy.expand(left - right)
@@ -69,14 +70,6 @@ def _border(value: Value, symbol: sympy.Symbol) -> _Border | None:
     less = value.name in ("lt", "le")  # of `left`; the other two are their opposites
     at = -rest + (0 if strictly else 1) if not falls else rest + (1 if strictly else 0)
     return _Border(at, less != falls)
-
-
-def _position(value: Value) -> sympy.Expr | None:
-    if isinstance(value, Index):
-        return value.expr
-    if isinstance(value, Constant) and not value.dtype.is_floating_point:
-        return sympy.Integer(int(value.number))
-    return None
 
 
 def _sorted(places: Iterable[sympy.Expr]) -> list[sympy.Expr] | None:

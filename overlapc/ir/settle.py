@@ -42,7 +42,9 @@ def whole_number(value: Value) -> sympy.Expr | None:
     """`value` as an index expression, where it is a position or a constant."""
     if isinstance(value, Index):
         return value.expr
-    return sympy.Integer(value.number) if isinstance(value, Constant) and isinstance(value.number, int) else None
+    if isinstance(value, Constant) and not value.dtype.is_floating_point:
+        return sympy.Integer(int(value.number))
+    return None
 
 
 def settled(value: Value, ranges: Ranges) -> Value:
