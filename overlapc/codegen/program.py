@@ -6,6 +6,7 @@ instruction is a class here, and the place in `build.py` that makes it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
-class Instruction:
+class Instruction(ABC):
     """One step of a program; `program` is the one that it is part of."""
 
     __slots__ = ()
@@ -74,17 +75,18 @@ class Instruction:
         """Why a CUDA graph may not hold it; None if it may."""
         return None
 
+    @abstractmethod
     def python(self, wrapper: PythonWrapper) -> list[str]:
         """Lines of Python."""
-        raise NotImplementedError(type(self).__name__)
 
     def tracked(self, wrapper: PythonWrapper, lines: list[str]) -> list[str]:
         """`lines`, which are `python`'s, with what the lifecycle tracker is told before and after them."""
         return lines
 
     def add_to(self, wrapper: FxWrapper) -> None:
-        """Adds the nodes of the FX graph. What programs for the FX wrapper never hold has none."""
-        raise NotImplementedError(type(self).__name__)
+        """Adds the nodes of the FX graph. Pools, copies and reused arguments have none: programs for the FX wrapper are
+        built without them."""
+        raise AssertionError(f"a program for the FX wrapper holds {self}")
 
 
 class NodeInstruction(Instruction):
@@ -95,13 +97,13 @@ class NodeInstruction(Instruction):
     op: Kernel | Extern | Wait
 
     @property
+    @abstractmethod
     def mark(self) -> tuple[str, int]:
         """How a profiler's mark names it, and how many works of gloo it starts (see runtime/marks.py)."""
-        raise NotImplementedError(type(self).__name__)
 
+    @abstractmethod
     def written(self, program: Program) -> list[str]:
         """Variables that hold what it wrote as soon as it ran."""
-        raise NotImplementedError(type(self).__name__)
 
 
 @dataclass(frozen=True, slots=True)
