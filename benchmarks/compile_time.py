@@ -29,6 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from caches import environment_with_caches
 from sampled import PHASES, Sampled
 from tabulate import tabulate
 
@@ -111,17 +112,7 @@ def arguments() -> argparse.Namespace:
 
 def run(system: str, phase: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
     """One process of one system over the cache folders of that system."""
-    root = Path(__file__).resolve().parents[1]
-    given = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH", "")))),
-        "OVERLAPC_CACHE_DIR": str(cache / "overlapc"),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-        "TRITON_CACHE_DIR": str(cache / "triton"),
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-        "TORCH_CACHING_PRECOMPILE": str(int(args.precompile)),
-    }
+    given = {**environment_with_caches(cache), "TORCH_CACHING_PRECOMPILE": str(int(args.precompile))}
     command = [sys.executable, __file__, "--worker", system]
     for name in ("device", "model", "layers", "seq"):
         command += [f"--{name}", str(getattr(args, name))]

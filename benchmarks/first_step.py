@@ -26,6 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from caches import environment_with_caches
 from sampled import PHASES, Sampled
 from tabulate import tabulate
 
@@ -99,16 +100,9 @@ def arguments() -> argparse.Namespace:
 
 def run(system: str, start: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The processes of one start of one system, over the cache folders of that system; what the first rank measured."""
-    root = Path(__file__).resolve().parents[1]
     folder.mkdir(exist_ok=True)
     given = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH", "")))),
-        "OVERLAPC_CACHE_DIR": str(folder / "overlapc"),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        **environment_with_caches(folder),
         "OVERLAPC_RANK_CHECK": "0" if args.fake else "1",
         "FIRST_STEP_STORE": str(folder / f"store_{start}"),
     }
@@ -142,10 +136,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The first step and an ordinary one, on this rank."""
     import torch
     import torch.distributed as dist
-    from huggingface_models import CASES
+    from huggingface_models import CASES, sharded
     from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     import overlapc
     from overlapc.report.captures import CAPTURES
@@ -164,17 +156,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         dist.init_process_group("fake" if args.fake else "gloo", store=store, rank=args.rank, world_size=args.nproc)
     case = CASES["llama-1b"]
     shape = {**case.shape(not args.wide), "num_hidden_layers": args.layers}
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = case.make(shape)
-    model.train()
-    mesh = init_device_mesh(args.device, (args.nproc,), mesh_dim_names=("dp",))
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for block in [module for module in model.modules() if type(module).__name__ in case.blocks]:
-        if args.worker == "compile":
-            block.compile()
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model = sharded(case, shape, args.device, compile_blocks=args.worker == "compile")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     inputs = case.inputs(shape, *(case.batch if args.wide else (1, 16)), args.device)
     begun = torch.ones(64, 64, device=device, requires_grad=True)

@@ -29,12 +29,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from filelock import FileLock
-from huggingface_models import CASES  # beside this file
+from huggingface_models import CASES, sharded  # beside this file
 from kernel_spans import kernel_times, longest, spans_of, times_by_class
 from tabulate import tabulate
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from turns import Turns, answer_on_rank, step_times
 
 import overlapc
@@ -53,17 +51,7 @@ class System:
         """The sharded model, not yet compiled."""
         case = CASES[self.args.model]
         shape = case.shape(self.args.tiny)
-        torch.manual_seed(0)
-        with torch.device(self.args.device):
-            model = case.make(shape)
-        model.train()
-        mesh = init_device_mesh(self.args.device, (dist.get_world_size(),), mesh_dim_names=("dp",))
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        for block in [module for module in model.modules() if type(module).__name__ in case.blocks]:
-            if self.name == "compile":
-                block.compile()
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        model = sharded(case, shape, self.args.device, compile_blocks=self.name == "compile")
         self.call: Callable[..., Any] = model
         if self.name == "overlapc":
             self.call = torch.compile(overlapc.adopt_fsdp2(model), backend="overlapc")

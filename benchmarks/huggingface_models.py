@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 Inputs = dict[str, Tensor]
 
@@ -30,6 +33,25 @@ class Case:
 
     def shape(self, tiny: bool) -> Mapping[str, Any]:
         return {**self.config, **self.tiny} if tiny else self.config
+
+
+def sharded(case: Case, shape: Mapping[str, Any], device: str, compile_blocks: bool) -> nn.Module:
+    """The model in training mode, its blocks and the whole of it sharded by FSDP2 over all ranks.
+
+    Weights are float32, drawn from one seed; compute is in bfloat16, gradients are reduced in float32.
+    """
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = case.make(shape)
+    model.train()
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in [module for module in model.modules() if type(module).__name__ in case.blocks]:
+        if compile_blocks:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
 
 
 def _made(model: str, config: str, **fixed: Any) -> Callable[[Mapping[str, Any]], nn.Module]:

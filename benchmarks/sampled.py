@@ -78,8 +78,10 @@ class Sampled:
         while not self._done.wait(self._every_s):
             found = [_phase(frame) for ident, frame in sys._current_frames().items() if ident != me]
             now = self._clock()
-            # Backward on a GPU compiles on a thread of autograd's, for which the main thread waits.
-            self._seen[min(found, key=lambda each: PHASES.index(each[0]))] += now - before
+            # Backward on a GPU compiles on autograd's thread while the main thread waits: of all threads, count the one
+            # in the earliest phase of PHASES.
+            phase, what = min(found, key=lambda of_thread: PHASES.index(of_thread[0]))
+            self._seen[phase, what] += now - before
             before = now
             self.moments += 1
 

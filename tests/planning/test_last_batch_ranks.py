@@ -65,19 +65,26 @@ def train(cache: str, steps: int, device: str = "cpu", **more: Any) -> dict[str,
         overlapc.fully_shard(each)
     overlapc.fully_shard(sharded)
     options = {"rank_timeout": 20.0, "native": False, "warm_start": True, "cache_dir": f"{cache}/{dist.get_rank()}"}
-    step = torch.compile(sharded, backend="overlapc", options={**options, **more})
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    losses, alone = steps_of(sharded, batches()[:steps], {**options, **more})
+    return {"losses": losses, "alone": alone, "compiled": counted("graph_compiles")}
+
+
+def steps_of(sharded: nn.Module, batches: list[list[Tensor]], options: dict[str, Any]) -> tuple[list[float], list[int]]:
+    """The mean loss of each step, and how many graphs this rank had compiled by itself after it."""
+    step = torch.compile(sharded, backend="overlapc", options=options)
+    parameters = list(sharded.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
     losses, alone = [], []
-    for batch in batches()[:steps]:
-        loss = step(batch[dist.get_rank()].to(device)).square().mean()
+    for batch in batches:
+        loss = step(batch[dist.get_rank()].to(parameters[0].device)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        losses.append(mean.item() / 2)
+        losses.append(mean.item() / dist.get_world_size())
         alone.append(counted("graphs_in_an_agreed_order"))
-    return {"losses": losses, "alone": alone, "compiled": counted("graph_compiles")}
+    return losses, alone
 
 
 def test_batches_of_other_sizes_on_one_rank_train_as_in_one_process(tmp_path: Path) -> None:
@@ -119,19 +126,7 @@ def with_replicas() -> tuple[list[float], list[int]]:
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     sharded = overlapc.fully_shard(model(), mesh=mesh)
-    step = torch.compile(sharded, backend="overlapc", options={"rank_timeout": 20.0, "native": False})
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    losses, alone = [], []
-    for batch in batches_of_four():
-        loss = step(batch[dist.get_rank()]).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        losses.append(mean.item() / 4)
-        alone.append(counted("graphs_in_an_agreed_order"))
-    return losses, alone
+    return steps_of(sharded, batches_of_four(), {"rank_timeout": 20.0, "native": False})
 
 
 def test_a_batch_of_another_size_on_one_rank_of_replicas() -> None:
