@@ -148,7 +148,7 @@ def test_prediction_is_compared_with_contention_and_flagged(gpu_trace):
     assert "100B predicted, 110B allocated at most (ratio 1.100" in totals
     assert "library calls: 1 of 1 measured, half within 33%, 1 off by more than 20%\n  1 with nothing beside" in totals
     assert "half within 33%, 1.33 of the estimate" in totals  # mm0 ran by itself: the estimate was wrong
-    assert "1 overlapped throughout: half within 0 points" in totals  # k0 took as long as was said, beside ag0
+    assert "1 overlapped throughout: half within 0 points" in totals  # k0 ran beside ag0, as long as predicted
 
 
 def test_a_trace_goes_to_its_rank_and_survives_a_file(gpu_trace, tmp_path):

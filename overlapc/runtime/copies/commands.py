@@ -126,7 +126,7 @@ def exchange(at: Places, turn: Turn, tensors: Sequence[Piece]) -> Iterator[Comma
 
 
 def exchange_with_others(at: Places, turn: Turn, tensors: Sequence[Piece]) -> Iterator[Command]:
-    """As `exchange`, but this rank's part for itself stays where it is: only the others' lie in its slots."""
+    """As `exchange`, but without a copy of the part that this rank has for itself; its slots hold the peers' parts."""
     yield from _begin(at, turn)
     yield from _pushed(at, turn, _parts(at, turn, tensors), lambda peer: at.rank - (at.rank > peer))
 

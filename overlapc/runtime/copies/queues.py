@@ -83,7 +83,7 @@ class ThreadQueue:
                 self._failed = error  # what comes behind would wait for what never was sent
                 done.set_exception(error)
             finally:
-                done.cancel()  # after any other error, which is a defect of overlapc, nobody waits forever
+                done.cancel()  # ends `wait` after any other error, too, which is a defect of overlapc
             del job, commands, done  # while nothing comes, nothing of the last one is held
 
     def _do(self, command: Command) -> None:
