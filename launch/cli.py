@@ -30,7 +30,7 @@ _BAD_INPUT = (ConfigError, ToolchainError, ScheduleError)  # the last from a sch
 _USAGE, _FAILED, _INTERRUPTED = 2, 1, 130
 
 app = typer.Typer(
-    help="Hides FSDP/TP communication behind compute: a torch.compile backend, and tools around it.",
+    help="A torch.compile backend that runs FSDP/TP communication beside compute, and its tools.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -58,9 +58,11 @@ Options = Annotated[
 def demo(
     nproc: Annotated[int, typer.Option(metavar="N", help="processes on this host, one a GPU")] = 2,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="gloo with C++ kernels, or NCCL with Triton")] = "cpu",
-    dtype: Annotated[str, typer.Option(metavar="fp32|bf16", help="of compute; gradients reduce in fp32")] = "fp32",
+    dtype: Annotated[
+        str, typer.Option(metavar="fp32|bf16", help="dtype of compute; gradients reduce in fp32")
+    ] = "fp32",
     tp: Annotated[int, typer.Option(metavar="N", help="tensor- and sequence-parallel ranks; divides --nproc")] = 1,
-    hsdp: Annotated[int, typer.Option(metavar="N", help="copies of the sharded parameters; divides --nproc")] = 1,
+    hsdp: Annotated[int, typer.Option(metavar="N", help="replicas of the sharded parameters; divides --nproc")] = 1,
     steps: Annotated[int, typer.Option(metavar="N", help="training steps of each of the two runs")] = 12,
     batch: Annotated[int, typer.Option(metavar="N", help="rows per data-parallel rank")] = 4,
     seq: Annotated[int, typer.Option(metavar="N", help="tokens (bytes) per row")] = 256,
@@ -69,7 +71,10 @@ def demo(
         bool, typer.Option("--no-reshard", help="keep parameters gathered between forward and backward")
     ] = False,
     profile: Annotated[
-        bool, typer.Option("--profile", help="measure 3 more steps: kernels and collectives beside their prediction")
+        bool,
+        typer.Option(
+            "--profile", help="measure 3 more steps and compare each kernel and collective with its prediction"
+        ),
     ] = False,
     out: Annotated[
         Path | None,
@@ -99,12 +104,12 @@ def demo(
 
 
 @app.command(
-    short_help="Run a script of yours on N ranks, and report.",
+    short_help="Run your script on N ranks, and report.",
     context_settings={"allow_interspersed_args": False},
     epilog="example: overlapc run --nproc 8 --passes none train.py --steps 20",
 )
 def run(
-    script: Annotated[str, typer.Argument(help="a Python script; what follows it are its own arguments")],
+    script: Annotated[str, typer.Argument(help="a Python script; arguments after it go to the script")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="...", help="arguments of the script", show_default=False)
     ] = None,
@@ -214,7 +219,9 @@ def plan(
     layers: Annotated[
         int, typer.Option(metavar="N", help="layers (default: all of the model)", show_default=False)
     ] = 0,
-    dtype: Annotated[str, typer.Option(metavar="fp32|bf16", help="of compute; gradients reduce in fp32")] = "bf16",
+    dtype: Annotated[
+        str, typer.Option(metavar="fp32|bf16", help="dtype of compute; gradients reduce in fp32")
+    ] = "bf16",
     no_reshard: Annotated[
         bool, typer.Option("--no-reshard", help="keep parameters gathered between forward and backward")
     ] = False,
@@ -238,10 +245,9 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Plan a model or a script of yours on N ranks, or run the passes on schedules. Needs no GPU and no ranks.
+    """Plan a model or your script on N ranks, or run the passes on schedules. Needs no GPU and no ranks.
 
-    A script runs up to where its first optimizer steps, as rank 0, on tensors without values; its own arguments say
-    what it builds.
+    A script runs as rank 0 up to its first optimizer step, on tensors without values; pass its arguments after --.
     """
     values = _values(passes, option)
     if profile is not None:
@@ -261,7 +267,7 @@ def plan(
         axes = {"world size": world_size.split(","), "seq": seq.split(","), "batch": batch.split(",")}
         axes["budget"] = [part.strip() for part in budget.split(",")]
         if is_script and mesh:
-            raise ConfigError("--mesh is for --model: a script makes its own, of what WORLD_SIZE and its arguments say")
+            raise ConfigError("--mesh is for --model: a script makes its mesh from WORLD_SIZE and its arguments")
         whole_plan = {"model": model, "mesh": mesh, "layers": layers, "dtype": dtype, "reshard": not no_reshard}
         with tempfile.TemporaryDirectory() as folder:
             named = values.get("profile") or Config.of({}).profile or "h200-nvlink"
@@ -274,7 +280,7 @@ def plan(
             raise MemoryBudgetError(str(found[0][1]))
         report = reports[0]
         print(sweep.table(axes, found) if len(found) > 1 else report)
-        more = ["of the script only what runs before its first optimizer steps"] if is_script else []
+        more = ["only what the script runs before its first optimizer step is planned"] if is_script else []
         print(sweep.assumed(machine, *more, *assumptions))
     for target in save or ():
         print(f"written to {report.save(target)}")
@@ -289,7 +295,7 @@ def _planner(
     whole: bool,
     assumptions: dict[str, None],
 ) -> Callable[[Mapping[str, str]], Any]:
-    """What plans one point of a sweep: a script, of which `assumptions` are added to, or the model of `settings`."""
+    """Makes the function that plans one point of a sweep; planning a script adds to `assumptions`."""
     from overlapc.launch.plan_model import PlanConfig, plan_model
     from overlapc.launch.plan_script import MOST_RANKS, plan_script
     from overlapc.launch.sweep import counts
@@ -398,9 +404,7 @@ def report(
             show_default=False,
         ),
     ] = None,
-    every: Annotated[
-        bool, typer.Option("--all", help="of long tables too, the collectives that are hidden wholly")
-    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="list fully hidden collectives in long tables, too")] = False,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -441,7 +445,7 @@ def diff(
         Path | None, typer.Option(metavar="FILE", help="write it as a page: diff.html", show_default=False)
     ] = None,
 ) -> None:
-    """Say what became longer and why: a step's parts, compute by kind, communication, causes of exposure, memory."""
+    """Show what became longer and why: parts of a step, compute by kind, communication, causes of exposure, memory."""
     from overlapc.report import difference
 
     steps = [_loaded(path).steps for path in (first, second)]
@@ -479,7 +483,7 @@ def _apart(first: Path, second: Path) -> tuple[str, str]:
 
 @app.command(epilog="example: overlapc doctor -o profile=my.json")
 def doctor(option: Options = None) -> None:
-    """Look at this machine: compiler, GPUs, links, cache, profile, and say what would be slow. Takes some seconds."""
+    """Check this machine: compiler, GPUs, links, cache and profile; names what would be slow. Takes some seconds."""
     _check_torch()
     from overlapc.launch.doctor import examine
 
@@ -519,7 +523,7 @@ def option_rows() -> list[tuple[str, str, str, str]]:
 
 @app.command("version")
 def show_version() -> None:
-    """Versions of overlapc and of what it builds on."""
+    """Show the versions of overlapc, torch and other libraries."""
     from overlapc.runtime.toolchain import find_compiler
 
     try:
@@ -542,7 +546,7 @@ def _version_of(package: str) -> str:
 
 
 def _variables(passes: str | None, given: Sequence[str] | None) -> dict[str, str]:
-    """OVERLAPC_ variables for the ranks; ConfigError for what a compilation would refuse."""
+    """OVERLAPC_ variables for the ranks; ConfigError for values that a compilation would refuse."""
     values = _values(passes, given)
     checked_options(values)
     return {variable_of(name): value for name, value in values.items()}
@@ -567,7 +571,7 @@ def _check_torch() -> None:
 
 
 def _run_folder() -> Path:
-    """A folder that no earlier run wrote to."""
+    """A new folder for a run."""
     name = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
     return next(Path("runs") / each for each in names if not (Path("runs") / each).exists())

@@ -25,7 +25,7 @@ from overlapc.runtime.counters import count
 from overlapc.runtime.steps import watch_optimizers
 from overlapc.runtime.triton_launch import get_ready
 from overlapc.warm.fingerprint import NotCacheable, user_graph_key
-from overlapc.warm.loading import environment_of, keeps, kept_step, next_number
+from overlapc.warm.loading import environment_of, load_step, next_number, uses_disk_cache
 
 if TYPE_CHECKING:  # parts of the compiler
     from overlapc.codegen.compiled_graph import CompiledGraph
@@ -80,9 +80,9 @@ def _step(
     devices: Collection[str],
     as_given: tuple[Mapping[str, Any] | Config | None, str | None] | None = None,
 ) -> Callable[..., Any]:
-    """The step that an earlier process kept, or compiled.
+    """Loads the step from the disk cache, or compiles it.
 
-    as_given: options and mode, for a step that a trace which torch keeps may call as it is.
+    as_given: options and mode, for a step that a trace which torch caches may call directly.
     """
     key = _step_key(gm, example_inputs, config, devices)
     usable = None if compiled_autograd(gm) else _agreement(gm, example_inputs, config)
@@ -90,8 +90,8 @@ def _step(
         from overlapc.warm import precompile
 
         environment = environment_of(config, devices)
-        precompile.record(gm, precompile.Kept(key, environment, *as_given, tuple(sorted(devices))))
-    kept = kept_step(key, config, number, usable)
+        precompile.record(gm, precompile.CachedStepKey(key, environment, *as_given, tuple(sorted(devices))))
+    kept = load_step(key, config, number, usable)
     if kept is not None:
         return kept
     if "cuda" in devices:
@@ -163,7 +163,7 @@ def _look_at_gathers(gm: GraphModule) -> None:
     if compiled_alone(gm.graph):
         _advise(
             "overlapc compiles a module of a sharded model by itself: communication is scheduled within one compiled"
-            " graph, so nothing hides what this one gathers and reduces. Each such module is compiled anew, and after"
+            " graph, so nothing hides what this one gathers and reduces. Each such module is compiled again, and after"
             f" torch._dynamo.config.recompile_limit ({torch._dynamo.config.recompile_limit}) of them Dynamo runs the"
             " others eagerly.\nhint: compile the outermost module, torch.compile(model); if you do, a graph break comes"
             " in between, which TORCH_LOGS=graph_breaks shows"
@@ -172,7 +172,7 @@ def _look_at_gathers(gm: GraphModule) -> None:
 
 def _step_key(gm: GraphModule, inputs: Sequence[Any], config: Config, devices: Collection[str]) -> str | None:
     """Under which the whole step is kept; None when it must be compiled each time."""
-    if not keeps(config) or compiled_autograd(gm):
+    if not uses_disk_cache(config) or compiled_autograd(gm):
         return None
     gather = sys.modules.get("overlapc.parallel.gather")
     params = None if gather is None else gather.described_params
@@ -186,17 +186,17 @@ def _step_key(gm: GraphModule, inputs: Sequence[Any], config: Config, devices: C
 def _agreement(
     gm: GraphModule, inputs: Sequence[Any], config: Config
 ) -> Callable[[Sequence[CompiledGraph]], bool] | None:
-    """What asks whether all ranks have kept this step too; None where no other rank compiles it.
+    """Makes the function that asks whether all ranks have cached this step; None where no other rank compiles it.
 
-    Ranks meet about it whether or not they have it: what a rank keeps, and where, is its own.
+    Ranks that have no cached step must ask, too: every rank has its own cache.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return None
     from overlapc.planning.agreed import all_have, ranks_of_step
     from overlapc.planning.rank_notes import notes_of
 
-    members = ranks_of_step(inputs, config)
-    return None if members is None else lambda kept: all_have(members, kept, config, notes_of(gm, config))
+    peers = ranks_of_step(inputs, config)
+    return None if peers is None else lambda kept: all_have(peers, kept, config, notes_of(gm, config))
 
 
 def _direct(error: OverlapcError) -> OverlapcError:

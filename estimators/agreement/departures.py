@@ -1,7 +1,7 @@
-"""Ranks of this host that have ended, as `overlapc run` sees it, told to those that wait for them.
+"""Ranks of this host that have ended, as `overlapc run` sees them: other ranks read this instead of waiting for them.
 
-The launching process writes `rank3/ended.json` into the folder of the run when rank 3 has ended, however that did;
-a rank that waits in a meeting reads it, and does not wait for a rank that cannot come any more.
+The launching process writes `rank3/ended.json` into the folder of the run when rank 3 has ended, for whatever reason;
+a rank that waits in a meeting reads it, and does not wait for a rank that has ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Departure:
         return "exited with code 0 in the middle of its script"
 
     def write(self, run_dir: Path) -> None:
-        """Tells the ranks; they see all of it or nothing."""
+        """Writes the departure; ranks see all of it or nothing."""
         folder = rank_dir(run_dir, self.rank)
         unfinished = folder / f"{ENDED}.unfinished"
         unfinished.write_text(json.dumps(asdict(self)))
@@ -52,7 +52,7 @@ def rank_dir(run_dir: Path, rank: int) -> Path:
 
 
 def departures(run_dir: Path) -> list[Departure]:
-    """All that were told of."""
+    """All departures that were written."""
     return [Departure(**json.loads(path.read_text())) for path in run_dir.glob(f"rank*/{ENDED}")]
 
 
@@ -66,7 +66,7 @@ def departed(ranks: Iterable[int]) -> Mapping[int, str]:
 
 
 def is_watched() -> bool:
-    """Whether `overlapc run` started this process, and tells of ranks that end."""
+    """Whether `overlapc run` started this process, and writes departures."""
     return bool(os.environ.get(RUN_DIR))
 
 

@@ -1,11 +1,11 @@
-"""An FX graph as text that is equal on all ranks exactly when they compile the same thing.
+"""An FX graph as text that is equal on two ranks exactly if they compile the same computation.
 
     v0 = placeholder : bf16 2d
     v1 = _c10d_functional.all_gather_into_tensor.default(v0, 4, <dp of 4>) : bf16 2d [128, 64] -> [512, 64]
     v2 = _c10d_functional.wait_tensor.default(v1) : bf16 2d
     v3 = aten.view.default(v2, [#, #]) : bf16 2d
 
-Left out, because ranks may rightly differ in it: names, sizes (uneven shards) except those that a collective
+Left out, because it may differ between ranks: names, sizes (uneven shards) except those that a collective
 needs equal, numbers that enter the arithmetic (the offset of a vocabulary shard), device indices and the
 names of process groups. Kept: operators, which result goes where, dims, flags, dtypes, number of dims.
 """
@@ -38,7 +38,7 @@ _SIZE = "#"  # stands for a number that ranks may differ in
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """What is asked again for every node with the same target."""
+    """What all nodes with the same target have in common."""
 
     name: str
     positional: tuple[tuple[str, bool], ...] = ()  # (argument, whether its numbers are kept)
@@ -89,7 +89,7 @@ def _line(node: fx.Node, names: Mapping[fx.Node, str], label: Callable[[str], st
 
 
 def _takes_a_part(node: fx.Node) -> bool:
-    """Whether `node` picks one of a list of alike tensors (split, chunk): tensor parallelism picks by the rank."""
+    """Whether `node` picks one of a list of equal tensors (split, chunk): tensor parallelism picks by rank."""
     if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
         return False
     source = node.args[0].target

@@ -1,11 +1,11 @@
-"""Meetings of ranks through the rendezvous store: everyone brings something, everyone leaves with one verdict.
+"""Meetings of ranks through the rendezvous store: each rank brings a value, all ranks leave with the same verdict.
 
 Ranks meet here and not in a collective: a collective with a missing rank hangs, a store has a timeout.
 
     rank 0   set arrival/0, add arrived (1) ............................ wait verdict, get, add read (1)
     rank 1   set arrival/1, add arrived (2 = all): decide, set verdict . wait verdict, get, add read (2 = all): delete
 
-Whoever arrives last decides, so that nobody waits for two things. The verdict is set once, by
+The rank that arrives last decides, so that no rank waits for two things. The verdict is set once, by
 compare_set: a rank that gives up, one that fails and one that decides may race, and still all of them leave
 with the same verdict. The last to read it deletes the meeting's keys. That is 5 requests per rank, plus one
 read and one delete per rank for the two that do the common work, whatever the number of ranks.
@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from overlapc.errors import RanksDisagree
 from overlapc.estimators.agreement.departures import departed, is_watched
-from overlapc.estimators.agreement.timed_store import BoundedStore, NoAnswer
+from overlapc.estimators.agreement.timed_store import NoAnswer, TimedStore
 from overlapc.runtime.phases import phase
 
 Decide: TypeAlias = Callable[[Mapping[int, bytes]], bytes]
@@ -47,7 +47,7 @@ _LINGER_S = 1.0  # rank 0 often hosts the store: how long its failure stays read
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """`[0, 1, 2, 5]` -> `0-2,5`; what comes after the eighth run is counted only."""
+    """`[0, 1, 2, 5]` -> `0-2,5`; after the eighth range only a count."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -93,7 +93,7 @@ class Meetings:
         if rank not in self.ranks:
             raise ValueError(f"rank {rank} is not one of the ranks that meet: {format_ranks(self.ranks)}")
         self.rank = rank
-        self._store = BoundedStore(store)
+        self._store = TimedStore(store)
         members = hashlib.sha256(repr((run, self.ranks)).encode()).hexdigest()[:16]
         self._prefix = f"overlapc/{members}"
         self._held = 0
@@ -110,13 +110,13 @@ class Meetings:
         contributors: Sequence[int] | None = None,
         notes: Notes = MappingProxyType({}),
     ) -> bytes:
-        """Bring `brought` to the next meeting and return what was decided there, the same on every rank.
+        """Brings `brought` to the next meeting and returns its decision, the same on every rank.
 
         at: what this meeting is about ("compilation 2 (forward), graph"); must be equal on all ranks.
         contributors: the ranks that bring something (default: all); the others only wait for the verdict.
-        notes: what may be why ranks come for different things.
+        notes: possible reasons for coming to different meetings.
         RanksDisagree, with the same text on every rank: ranks came for different things, a rank did not
-        come within `timeout_s`, a rank failed, or `decide` said so.
+        come within `timeout_s`, a rank failed, or `decide` returned an error.
         """
         awaited = self.ranks if contributors is None else tuple(contributors)
         if len(self.ranks) == 1:
@@ -155,9 +155,9 @@ class Meetings:
         return verdict[1:]
 
     def fail(self, reason: str) -> None:
-        """Tell the ranks to stop, and why: at the meeting this rank is in, otherwise at the next.
+        """Tells the ranks to stop, and why: at the meeting this rank is in, otherwise at the next.
 
-        Never raises for a store that is gone: the caller has an error of its own to report.
+        Never raises if the store does not answer: the caller is about to raise an error.
         """
         if len(self.ranks) == 1:
             return
@@ -175,7 +175,7 @@ class Meetings:
         return _Keys(f"{self._prefix}/{self._held}")
 
     def _publish(self, keys: _Keys, verdict: bytes) -> bytes:
-        """Set the verdict unless there is one; whichever stands now."""
+        """Sets the verdict unless there is one; returns the one that is set."""
         return self._store.compare_set(keys.verdict, verdict)
 
     def _close(self, keys: _Keys, awaited: Sequence[int], decide: Decide) -> None:
@@ -204,12 +204,12 @@ class Meetings:
             came |= ended
 
     def _ended(self, keys: _Keys, awaited: Sequence[int]) -> dict[int, str]:
-        """The ranks that will not come to this meeting, as they have ended, and how."""
+        """The ranks that cannot come to this meeting because they have ended, and how they ended."""
         ended = departed(awaited)
         return {rank: how for rank, how in ended.items() if not self._store.check(keys.arrival(rank))}
 
     def _give_up(self, keys: _Keys, at: str, awaited: Sequence[int], decide: Decide, timeout_s: float) -> bytes:
-        """Out of time: the first rank here finds out who is missing, the others wait for what it says."""
+        """After the timeout: the first rank here finds out which ranks are missing, the others wait for its verdict."""
         if self._store.add(keys.gave_up, 1) > 1:
             verdict = self._wait(keys, (), time.monotonic() + _GRACE_S)
             if verdict is not None:

@@ -1,6 +1,6 @@
 """Ranks agree on the graph, on estimates and on the order of collectives, or all stop with the same error.
 
-    with agreement.party().compilation("forward", timeout_s=300) as ranks:
+    with peers_of().agreement("forward", timeout_s=300) as ranks:
         ranks.agree_on_graph(canonical_lines(graph, label=...))
         times_ns = ranks.agree_on_medians(measured_ns)
         ...
@@ -34,7 +34,7 @@ from overlapc.estimators.agreement.timed_store import connected
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.profiles.profile_file import profile_from_json, profile_to_json
 
-__all__ = ["Compilation", "Party", "canonical_lines", "party", "spanned_ranks"]
+__all__ = ["GraphAgreement", "Peers", "canonical_lines", "peers_of", "spanned_ranks"]
 
 _SHOWN_VARIANTS = 4  # of texts that differ; more are counted
 _SHOWN_CHARS = 200  # of a line
@@ -48,7 +48,7 @@ _SAME_OPTIONS = (
 )
 
 
-class Party:
+class Peers:
     """The ranks that compile together, as one of them sees it. Counts their compilations."""
 
     def __init__(
@@ -60,17 +60,17 @@ class Party:
         self.newest_frame = -1  # Dynamo's number of the function that was compiled first for the last time
         self._compilations = itertools.count(1)
 
-    def compilation(self, label: str, timeout_s: float, notes: Notes = MappingProxyType({})) -> Compilation:
-        """The talks about the next graph. `label` ("forward") must be the same on all ranks, as must be how many
+    def agreement(self, label: str, timeout_s: float, notes: Notes = MappingProxyType({})) -> GraphAgreement:
+        """Rank agreement for the next graph. `label` ("forward") must be the same on all ranks, as must be how many
         compilations there are. `timeout_s` is how long a rank waits for others at each point. `notes` is what an error
         says of this rank, if ranks differ in it."""
-        return Compilation(self.meetings, f"compilation {next(self._compilations)} ({label})", timeout_s, notes)
+        return GraphAgreement(self.meetings, f"compilation {next(self._compilations)} ({label})", timeout_s, notes)
 
 
-class Compilation:
-    """What ranks settle while they compile one graph; all of them must ask for the same things in the same order.
+class GraphAgreement:
+    """What ranks agree on while they compile one graph; all ranks must call the same methods in the same order.
 
-    Every method is answered at the same point on all ranks, or raises RanksDisagree with the same text on
+    Every method returns at the same point on all ranks, or raises RanksDisagree with the same text on
     all of them: different contents, different points, a missing rank, or a rank that failed.
     """
 
@@ -80,7 +80,7 @@ class Compilation:
         self._timeout_s = timeout_s
         self._notes = notes
 
-    def __enter__(self) -> Compilation:
+    def __enter__(self) -> GraphAgreement:
         return self
 
     def __exit__(
@@ -142,11 +142,11 @@ class Compilation:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that compile together, in order."""
+        """The ranks that compile together, in order."""
         return self._meetings.ranks
 
     def tell(self, stage: str, text: str) -> list[str]:
-        """What every rank says at this point, in order of rank."""
+        """Every rank's text at this point, in order of rank."""
         return list(json.loads(self._agree(stage, "ranks say different things", (), text.encode(), _listed)))
 
     def agree_on_tables(self, tables: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
@@ -187,8 +187,8 @@ class Compilation:
             )
         variants: list[list[int]] = found["variants"]
         speakers = [ranks[0] for ranks in variants[:_SHOWN_VARIANTS]]
-        said = json.dumps([dict(self._notes), list(lines)]).encode()
-        text = zlib.compress(said, 1) if self._meetings.rank in speakers else b""
+        own = json.dumps([dict(self._notes), list(lines)]).encode()
+        text = zlib.compress(own, 1) if self._meetings.rank in speakers else b""
         split = " against ".join(name_ranks(ranks) for ranks in variants[:_SHOWN_VARIANTS])
         explain = partial(_explain, f"{at}: {what}", hint, variants)
         self._meetings.meet(f"{at} ({what}: {split})", text, explain, self._timeout_s, contributors=speakers)
@@ -245,9 +245,9 @@ def _longest(brought: Sequence[bytes]) -> bytes:
 
 
 def _explain(title: str, hint: str, variants: Sequence[Sequence[int]], brought: Mapping[int, bytes]) -> bytes:
-    """RanksDisagree that shows where the others leave the commonest text."""
-    said = {rank: json.loads(zlib.decompress(text)) for rank, text in brought.items()}
-    texts = {rank: lines for rank, (_, lines) in said.items()}
+    """RanksDisagree that shows the first difference from the commonest text."""
+    statements = {rank: json.loads(zlib.decompress(text)) for rank, text in brought.items()}
+    texts = {rank: lines for rank, (_, lines) in statements.items()}
     common, *others = [(ranks, texts[ranks[0]]) for ranks in variants[:_SHOWN_VARIANTS]]
     parts = [title]
     for ranks, lines in others:
@@ -260,7 +260,7 @@ def _explain(title: str, hint: str, variants: Sequence[Sequence[int]], brought: 
     unshown = [rank for ranks in variants[_SHOWN_VARIANTS:] for rank in ranks]
     if unshown:
         parts.append(f"{len(variants) - _SHOWN_VARIANTS} more versions on {name_ranks(unshown)}")
-    parts.extend(differences({rank: notes for rank, (notes, _) in said.items()}))
+    parts.extend(differences({rank: notes for rank, (notes, _) in statements.items()}))
     parts.append(f"hint: {hint}")
     raise RanksDisagree("\n".join(parts))
 
@@ -310,28 +310,28 @@ def spanned_ranks(rank: int, groups: set[tuple[int, ...]], world_size: int) -> t
 
 
 class _Process:
-    """This process's parties, so that its counts go on from one compilation to the next."""
+    """This process's `Peers`, whose counts go on from one compilation to the next."""
 
     def __init__(self) -> None:
         self._default_store: dist.Store | None = None
         self._generation = 0
-        self._parties: dict[tuple[int, ...], Party] = {}
+        self._peers: dict[tuple[int, ...], Peers] = {}
 
-    def party(self, ranks: Iterable[int] | None) -> Party:
+    def peers_of(self, ranks: Iterable[int] | None) -> Peers:
         if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
-            return Party(dist.HashStore(), 0, (0,))  # nobody to agree with
+            return Peers(dist.HashStore(), 0, (0,))  # one process: no other rank
         default = distributed_c10d._get_default_store()
         if default is not self._default_store:
             self._default_store = default
             self._generation += 1
-            self._parties = {}
+            self._peers = {}
         members = tuple(sorted(set(range(dist.get_world_size()) if ranks is None else ranks)))
-        if members not in self._parties:
-            self._parties[members] = Party(self._clone, dist.get_rank(), members, self._run())
-        return self._parties[members]
+        if members not in self._peers:
+            self._peers[members] = Peers(self._clone, dist.get_rank(), members, self._run())
+        return self._peers[members]
 
     def _clone(self) -> dist.Store:
-        """A connection of our own: a store answers one request at a time, and others must not wait while we wait."""
+        """A separate connection: each answers one request at a time, and others must not wait for this one."""
         assert self._default_store is not None
         return connected(self._default_store)
 
@@ -344,11 +344,11 @@ class _Process:
 _process = _Process()
 
 
-def party(ranks: Iterable[int] | None = None) -> Party:
-    """This process and those it compiles with: the global `ranks` (default: all of the job).
+def peers_of(ranks: Iterable[int] | None = None) -> Peers:
+    """The processes that compile with this one: the global `ranks` (default: all of the job).
 
-    The same object for the same ranks until the default process group is made anew, so that compilations are
+    The same object for the same ranks until the default process group is made again, so that compilations are
     counted through the job. Without a process group, or with torch's fake one, the process is alone and
     agrees with itself.
     """
-    return _process.party(ranks)
+    return _process.peers_of(ranks)

@@ -1,8 +1,8 @@
-"""A rendezvous store each request to which ends in time.
+"""A rendezvous store whose requests all end in time.
 
 A store's client obeys its timeout in `wait` and `get` only: where the process that hosts the store is stopped, or the
 network is down, `set`, `add`, `check`, `compare_set` and `clone` wait for an answer without end. So each request is
-made in a thread of its own, and its caller waits for that thread no longer than it wants to; Ctrl-C ends that, too.
+made in a thread of its own, and its caller waits for that thread for a limited time; Ctrl-C ends that wait, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CONNECT_S = 1.0  # for a host that neither takes nor refuses a connection
 
 
 def connected(store: dist.Store) -> dist.Store:
-    """A connection of its own to what `store` is connected to.
+    """A new connection to the server of `store`.
 
     DistNetworkError at once where the process that hosts it has ended: torch's client tries again until its timeout.
     """
@@ -48,10 +48,10 @@ def _over_tcp(store: dist.Store | None) -> dist.TCPStore | None:
 
 
 class NoAnswer(Exception):
-    """The store did not answer in time; says what it was asked."""
+    """The store did not answer in time; the message names the request."""
 
 
-class BoundedStore:
+class TimedStore:
     """A store, each request to which ends: with its answer, an error of the store, or NoAnswer."""
 
     def __init__(self, store: dist.Store | Callable[[], dist.Store]) -> None:
@@ -67,7 +67,7 @@ class BoundedStore:
         return f" ({store.host}:{store.port})" if store is not None else ""
 
     def set(self, key: str, value: bytes) -> None:
-        """What this rank brings."""
+        """Stores this rank's value."""
         self._ask("to take what this rank brings", lambda store: store.set(key, value))  # type: ignore[arg-type]
 
     def add(self, key: str, count: int) -> int:
@@ -92,20 +92,20 @@ class BoundedStore:
         return True
 
     def get(self, key: str) -> bytes:
-        """What is there."""
+        """The value under the key."""
         return self._ask("for the verdict", lambda store: store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """What is under each key."""
+        """The value under each key."""
         return self._ask("for what the ranks bring", lambda store: store.multi_get(list(keys)))
 
     def compare_set(self, key: str, value: bytes) -> bytes:
-        """`value`, unless there is something already, which then is returned."""
+        """Sets `value` unless the key has one; returns the key's value."""
         asked = "to take the verdict"
         return self._ask(asked, lambda store: store.compare_set(key, "", value))  # type: ignore[arg-type]
 
     def delete_key(self, key: str) -> None:
-        """There is nothing under it any more."""
+        """Removes the key."""
         self._ask("to forget the meeting", lambda store: store.delete_key(key))
 
     def _ask(

@@ -1,6 +1,6 @@
-"""Kernels measured on this device (`autotune`): each of a graph in a few block sizes, its times kept on disk.
+"""Kernels measured on this device (`autotune`): each kernel of a graph in a few block sizes, with times stored on disk.
 
-    tuning = tune(schedule, graph, weigh, cache_dir, seconds=60, talks=talks)
+    tuning = tune(schedule, graph, weigh, cache_dir, seconds=60, agreement=agreement)
     sources = generate_kernels(schedule, graph, tuning.sources)      # the fastest of each
     tuning.estimate(node)                                            # and what it took
 

@@ -1,4 +1,4 @@
-"""Times of tilings on disk: an entry a kernel, by its text, the device and the versions of what compiles it."""
+"""Times of tilings on disk: one entry for each kernel, by its text, the device and the versions of the compilers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which matrix products are faster as kernels of our own: measured on this device, once a shape, kept on disk.
+"""Which matrix products are faster as generated kernels: measured on this device, once for each shape, stored on disk.
 
 A product is timed by itself, under load as in a training step: the library's call, and our kernel with each of its
 tilings. What fusing its epilogue would save is not counted in: measured on an H200, fused epilogues of large products
@@ -26,7 +26,7 @@ from overlapc.lowering import lower
 from overlapc.lowering.product import Product
 
 NEVER = 1e18  # ns of what could not be measured: finite, as ranks agree on medians
-_OURS = "overlapc product, form 1"  # part of the key on disk: kernels of another form are measured anew
+_OURS = "overlapc product, form 1"  # part of the key on disk: kernels of another form are measured again
 
 
 class ProductTimes:
@@ -116,5 +116,5 @@ def _multiply(product: Product) -> Callable[..., Tensor]:
 
 
 def choice(times: Mapping[str, float]) -> Callable[[Product], bool]:
-    """Whether a product is to be a kernel of ours, by times of `ProductTimes` that all ranks agree on."""
+    """Whether a product is to be a generated kernel, by times of `ProductTimes` that all ranks agree on."""
     return lambda product: times[f"{product} ours"] < times[f"{product} library"]

@@ -1,4 +1,4 @@
-"""Which kernels are tried, in which tilings: from the heuristic one to the fastest around it, and on from there."""
+"""Which kernels are measured in which tilings: first tilings near the heuristic one, then near the fastest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs kernels in their tilings and takes their times.
+"""Runs kernels in their tilings and times them.
 
 Each runs alone, on made-up memory that is larger than the device's cache, so that it finds as little in it as after
 the kernels before it in a step.

@@ -1,4 +1,4 @@
-"""The fastest of each kernel's tilings, the same on all ranks.
+"""The fastest tiling of each kernel, the same on all ranks.
 
 Kernels that take most of a graph come first; equal ones are measured once, in all graphs and processes of a host, as
 times are kept by the text of a kernel, the device and the versions of what compiles it.
@@ -17,7 +17,7 @@ from overlapc.autotune.kept import KeptTimes
 from overlapc.autotune.search import Trial, explore, trials_of
 from overlapc.autotune.timing import measure
 from overlapc.codegen.kernel import KernelSource
-from overlapc.estimators.agreement.rank_agreement import Compilation
+from overlapc.estimators.agreement.rank_agreement import GraphAgreement
 from overlapc.ir.ops import LoweredGraph
 from overlapc.schedule.model import Estimate, Node, Schedule
 
@@ -96,18 +96,18 @@ def tune(
     cache_dir: Path,
     *,
     seconds: float,
-    talks: Compilation | None = None,
+    agreement: GraphAgreement | None = None,
 ) -> Tuning:
     """Measures the kernels of `schedule`. `weigh` estimates a node; `seconds` bounds what is spent on measuring."""
     kernels, trials = trials_of(schedule, graph, weigh)
     kept = KeptTimes(cache_dir, graph)
     known = {each.name: kept.read(each) for each in trials}
-    own, ranks = (0, 1) if talks is None else talks.place
+    own, ranks = (0, 1) if agreement is None else agreement.place
     share = [each for each in trials[own::ranks] if explore(each, known[each.name]).missing]
     measured = measure(share, known, graph, cache_dir, seconds)
     agreed: Mapping[str, Mapping[str, float]] = known | measured
-    if talks is not None:
-        agreed = _told(talks, kept, trials, agreed)
+    if agreement is not None:
+        agreed = _shared_times(agreement, kept, trials, agreed)
     for each in trials:
         if agreed[each.name] != known[each.name]:
             kept.write(each, agreed[each.name])
@@ -125,10 +125,10 @@ def choose(trial: Trial, times: Mapping[str, float]) -> Choice:
     return Choice(met[best], times[best], heuristic, trial.nodes)
 
 
-def _told(
-    talks: Compilation, kept: KeptTimes, trials: list[Trial], times: Mapping[str, Mapping[str, float]]
+def _shared_times(
+    agreement: GraphAgreement, kept: KeptTimes, trials: list[Trial], times: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Mapping[str, float]]:
     """What ranks know of each kernel; a rank on another device has keys of its own."""
     known = {kept.key(each): times[each.name] for each in trials if times[each.name]}
-    told = talks.agree_on_tables(known)
-    return {each.name: told.get(kept.key(each), {}) for each in trials}
+    tables = agreement.agree_on_tables(known)
+    return {each.name: tables.get(kept.key(each), {}) for each in trials}

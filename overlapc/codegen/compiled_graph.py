@@ -1,4 +1,4 @@
-"""What a compilation makes of one graph, as text: enough to run the graph and to report about it.
+"""The result of compiling one graph, as text: enough to run the graph and to report about it.
 
 Generated code is printed into it (`codegen.generated`); `warm.cached_graph` writes it to disk and reads it again.
 """
@@ -58,7 +58,7 @@ class CompiledGraph:
         """The wrapper of the graph that is called `name`."""
         return self.wrapper.replace(NAME, name)
 
-    def bind(
+    def function(
         self,
         cache_dir: Path,
         objects: Mapping[str, Any] | None = None,

@@ -33,7 +33,7 @@ _PLAIN = (int, float, bool, complex, str, torch.dtype, torch.device, torch.layou
 
 
 class FxWrapper:
-    """Turns a program into a graph: `bind` makes `module`, which takes the program's inputs one by one."""
+    """Turns a program into a graph: `function` makes `module`, which takes the program's inputs one by one."""
 
     module: GraphModule
 
@@ -50,7 +50,7 @@ class FxWrapper:
         self.computed: dict[sympy.Expr, Any] = {}
         self.tracer = GraphAppendingTracer(self.graph)  # one for all: a call of two sizes takes no proxies of two
 
-    def bind(self, launchers: Mapping[str, Launcher]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    def function(self, launchers: Mapping[str, Launcher]) -> Callable[[list[Any]], tuple[Any, ...]]:
         """The graph as a function of one list of arguments, which it empties (boxed)."""
         self.launchers = launchers
         for name in self.program.inputs:
@@ -123,7 +123,7 @@ class FxWrapper:
         launch: TritonLaunch = item.kernel.launch
         launcher: Any = self.launchers[item.kernel.name]
         device = item.op.device
-        views = [  # Triton goes by a tensor's dtype
+        views = [  # Triton decides by a tensor's dtype
             tensor
             if self.program.layouts[variable].dtype is ELEMENT[pointer]
             else self.call_function(torch.ops.aten.view.dtype, tensor, ELEMENT[pointer])

@@ -77,7 +77,7 @@ class PythonWrapper:
         self.waited = {item.variable for item in program.instructions if isinstance(item, WaitFor)}
         self.source = self._module(partition.steps if partition is not None else program.instructions, marked)
 
-    def bind(self, launchers: Mapping[str, Launcher]) -> Boxed:
+    def function(self, launchers: Mapping[str, Launcher]) -> Boxed:
         """The function, with kernels bound."""
         return function_of(self.source, f"<overlapc {self.program.name}>", {**self.objects, **launchers})
 
@@ -165,7 +165,7 @@ class PythonWrapper:
     # --- what instructions print themselves with
 
     def called(self, op: Extern) -> str:
-        """The call of `op`, which may write its result into memory of ours."""
+        """The call of `op`, which may write its result into memory of the graph."""
         args = [self.value(arg) for arg in op.args]
         args += [f"{name}={self.value(arg)}" for name, arg in op.kwargs.items()]
         if op.out and isinstance(op.result, View):

@@ -11,7 +11,7 @@ from overlapc.schedule.model import Kind
 
 
 def fallbacks_of(result: Result) -> dict[str, int]:
-    """Calls for want of a lowering, by op."""
+    """Calls without a lowering, by op."""
     found: Counter[str] = Counter()
     for node in result.schedule.nodes:
         op = node.payload.call if isinstance(node.payload, Start) else node.payload

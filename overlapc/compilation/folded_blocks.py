@@ -1,4 +1,4 @@
-"""Equal blocks of a model traced once: one block's joint graph stands for all that are like it.
+"""Equal blocks of a model are traced once: one block's joint graph stands for all equal blocks.
 
     Dynamo's graph:    x = layers.0(x, w0); x = layers.1(x, w1); …
     what is traced:    x = run_block(0, 0, x, w0); x = run_block(0, 1, x, w1); …      and layers.0 by itself

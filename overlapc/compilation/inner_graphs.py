@@ -16,7 +16,7 @@ from overlapc.runtime.support import unboxed
 
 @dataclass(frozen=True)
 class Built:
-    """A compiled graph, and what a run of it takes by the simulator; None for one that runs as it stands."""
+    """A compiled graph, and what a run of it takes by the simulator; None for one that is not compiled."""
 
     call: Callable[[list[Any]], Any]
     step_ns: float | None
@@ -36,7 +36,7 @@ def inner_graphs(gm: GraphModule, config: Config, name: str, build: Callable[...
 
 
 def times_of_inner(gm: GraphModule, inner: Mapping[GraphModule, Built]) -> EarlierRun:
-    """What calls of inner graphs take: a conditional its longer branch; how often a loop runs nobody knows."""
+    """Times of calls of inner graphs: a conditional takes as long as its longer branch, a loop has no estimate."""
     times: dict[str, list[float | None]] = {}
     for each in subgraphs(gm):
         times.setdefault(each.reader.name, []).append(None if is_loop(each.reader) else inner[each.module].step_ns)

@@ -1,4 +1,4 @@
-"""Steps that are planned and recorded but not compiled: for `overlapc plan`, where no such machine is at hand."""
+"""Steps that are planned and recorded but not compiled: for `overlapc plan`, which runs on another machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Found = Callable[[Schedule, Context], None]
 
 
 def plan_step(gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int) -> Callable[..., Any]:
-    """Forward and backward of `gm`, planned only: they run as they stand."""
+    """Forward and backward of `gm`, planned only: their FX graphs run uncompiled."""
     return step_of(_plan_only, gm, example_inputs, config, number)
 
 

@@ -1,4 +1,4 @@
-"""From an FX graph to a scheduled callable, stage by stage; `backend` is what torch calls."""
+"""From an FX graph to a scheduled callable, stage by stage; torch calls `backend`, which calls this."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from overlapc.units import human_bytes
 from overlapc.warm import cached_graph
 from overlapc.warm.environment import environment_key
 from overlapc.warm.fingerprint import NotCacheable, graph_key
-from overlapc.warm.loading import bind, keeps
+from overlapc.warm.loading import make_callable, uses_disk_cache
 from overlapc.warm.watch import StepWatch
 
 _log = logging.getLogger("overlapc")
@@ -87,7 +87,7 @@ def _build(
     began = time.perf_counter()
     guessed = guessed_size(gm.graph)
     if guessed is not None:
-        return Built(_as_it_stands(gm, guessed), None)
+        return Built(_uncompiled(gm, guessed), None)
     dumps = Dumps(config, name)
     inner = inner_graphs(gm, config, name, _build)
     key = None if inner else key
@@ -97,7 +97,7 @@ def _build(
     if isinstance(planned, Reused):
         assert kept is not None
         with phase("kernels"):
-            call = bind(kept, config, name, began, gm=gm, copies=planned.copies)
+            call = make_callable(kept, config, name, began, gm=gm, copies=planned.copies)
         return Built(call, kept.record.after.step_ns, kept=True)
     with phase("code"):
         generated = _generate(planned, inner, config, within)
@@ -109,7 +109,7 @@ def _build(
 
         graph = FxWrapper(generated.program, single=single)
     with phase("kernels"):
-        call = bind(compiled, config, name, began, objects=objects, within=within, graph=graph)
+        call = make_callable(compiled, config, name, began, objects=objects, within=within, graph=graph)
     dumps.write("program", "wrapper", lambda: graph.text() if graph else compiled.text(name), suffix="py")
     kept_now = key is not None and _keep(key, compiled, config)
     return Built(call, planned.result.after.step_ns, kept_now, graph.module if graph else None)
@@ -191,8 +191,8 @@ def _with_pool(
     return on_pool, replace(report, peak_bytes=peak + report.pool_bytes)
 
 
-def _as_it_stands(gm: GraphModule, node: Node) -> Callable[..., Any]:
-    """The graph run op by op, counted and said: the sizes it was traced with cannot be relied on."""
+def _uncompiled(gm: GraphModule, node: Node) -> Callable[..., Any]:
+    """The graph run op by op, with a count and a warning: the sizes it was traced with cannot be relied on."""
     count("graphs_as_they_stand")
     warnings.warn(
         f"overlapc runs a graph op by op: {node.name} = {node.target} gives a size that depends on data and was traced"
@@ -204,7 +204,7 @@ def _as_it_stands(gm: GraphModule, node: Node) -> Callable[..., Any]:
 
 def _graph_key(gm: GraphModule, config: Config, name: str) -> str | None:
     """Under which a graph of ATen ops is kept; None when it must be compiled each time."""
-    if not keeps(config):
+    if not uses_disk_cache(config):
         return None
     try:
         context = environment_key(config), profile_text(config, device_types(gm)), rank_in_graphs(config)
@@ -218,7 +218,7 @@ def _graph_key(gm: GraphModule, config: Config, name: str) -> str | None:
 
 def _keep(key: str, compiled: cached_graph.CompiledGraph, config: Config) -> bool:
     try:
-        cached_graph.keep(key, compiled, config.cache_dir)
+        cached_graph.store(key, compiled, config.cache_dir)
     except NotCacheable as reason:
         count(f"not kept: {reason}")
         return False

@@ -1,4 +1,4 @@
-"""A graph that its owner traced, whole: forward, loss and backward together, as torchtitan's graph_trainer has them."""
+"""Compiles a graph that the caller traced: forward, loss and backward together, as torchtitan's graph_trainer does."""
 
 from __future__ import annotations
 

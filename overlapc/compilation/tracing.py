@@ -1,4 +1,4 @@
-"""What Dynamo captured, handed to AOTAutograd, and what comes of it to a compiler of single graphs."""
+"""Passes what Dynamo captured to AOTAutograd, and the graphs that it makes to a compiler of single graphs."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.config import Config
-from overlapc.estimators.agreement.rank_agreement import Compilation, Party, party, spanned_ranks
+from overlapc.estimators.agreement.rank_agreement import GraphAgreement, Peers, peers_of, spanned_ranks
 from overlapc.runtime.cache import content_key
 from overlapc.schedule.model import Comm
 
@@ -56,24 +56,24 @@ def compiles_again() -> bool:
     return compile_id is not None and bool(compile_id.frame_compile_id)
 
 
-def forget_before_reset(party: Party) -> None:
+def forget_before_reset(peers: Peers) -> None:
     """After `torch._dynamo.reset()`, nothing of what was agreed on before is followed: its memory for copies may be
     gone on one rank and not yet on another. To be called for every graph."""
     compile_id = CompileContext.current_compile_id()
     if compile_id is None or compile_id.frame_id is None or compile_id.frame_compile_id:
         return
-    if compile_id.frame_id < party.newest_frame:  # a new function; their numbers only grow
-        party.agreed.clear()
-    party.newest_frame = compile_id.frame_id
+    if compile_id.frame_id < peers.newest_frame:  # a new function; their numbers only grow
+        peers.agreed.clear()
+    peers.newest_frame = compile_id.frame_id
 
 
-def ranks_of_step(inputs: Iterable[Any], config: Config) -> Party | None:
+def ranks_of_step(inputs: Iterable[Any], config: Config) -> Peers | None:
     """The ranks that compile a step of these inputs too, by the meshes of its DTensors; None without such."""
     if not (config.rank_check and dist.is_available() and dist.is_initialized()):
         return None
     meshes = {value._spec.mesh for value in inputs if type(value).__name__ == "DTensor"}
     groups = {ranks for mesh in meshes for ranks in _ranks_along_axes(mesh)}
-    return party(spanned_ranks(dist.get_rank(), groups, dist.get_world_size())) if groups else None
+    return peers_of(spanned_ranks(dist.get_rank(), groups, dist.get_world_size())) if groups else None
 
 
 def _ranks_along_axes(mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
@@ -87,8 +87,10 @@ def _ranks_along_axes(mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
         yield tuple(mesh.mesh[tuple(index)].tolist())
 
 
-def all_have(members: Party, kept: Sequence[CompiledGraph], config: Config, notes: dict[str, str]) -> bool:
-    """Whether every rank has kept a step of the same graphs in the same order of collectives; `kept` is this rank's.
+def all_have(peers: Peers, kept: Sequence[CompiledGraph], config: Config, notes: dict[str, str]) -> bool:
+    """Whether every rank's disk cache has a step of the same graphs with the same order of collectives.
+
+    `kept` is this rank's cached step.
 
     They then follow these orders. A function that is compiled again may be so on one rank alone: then ranks do not
     meet, and what this rank has must be what they agreed on before.
@@ -96,16 +98,15 @@ def all_have(members: Party, kept: Sequence[CompiledGraph], config: Config, note
     agreed = [each.agreed for each in kept]
     keys = [key_of(each.name, each.agreed.collectives, config) for each in kept if each.agreed is not None]
     known = [each for each in agreed if each is not None]
-    forget_before_reset(members)
+    forget_before_reset(peers)
     if compiles_again():
         return bool(kept) and all(
-            key in members.agreed and members.agreed[key].order == each.order
-            for key, each in zip(keys, known, strict=True)
+            key in peers.agreed and peers.agreed[key].order == each.order for key, each in zip(keys, known, strict=True)
         )
     graphs = ("" if each.agreed is None else each.agreed.graph for each in kept)
     have = content_key(*graphs, *(each.order for each in kept)) if kept else ""
-    with Compilation(members.meetings, "kept step", config.rank_timeout, notes) as talks:
-        if not talks.agree_on_graph((), have):
+    with GraphAgreement(peers.meetings, "cached step", config.rank_timeout, notes) as agreement:
+        if not agreement.agree_on_graph((), have):
             return False
-    members.agreed.update(zip(keys, known, strict=True))
+    peers.agreed.update(zip(keys, known, strict=True))
     return True

@@ -1,4 +1,4 @@
-"""The device profile that a compilation goes by."""
+"""The device profile that a compilation uses."""
 
 from __future__ import annotations
 

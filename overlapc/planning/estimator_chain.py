@@ -1,4 +1,4 @@
-"""Who is asked how long a node takes, in order; every estimate names its source.
+"""Which estimators are asked for the time of a node, in order; every estimate names its source.
 
 1. the user: a function, or a measured run of this job       (`estimates=`)
 2. conditionals and other graphs within this one             (simulated already)

@@ -1,4 +1,4 @@
-"""What passes are told of an option: `Config` to `Context`."""
+"""Converts the options in `Config` to the `Context` of passes."""
 
 from __future__ import annotations
 

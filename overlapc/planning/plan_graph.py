@@ -23,7 +23,7 @@ from overlapc.codegen.copies import Copied, peak_with_pools
 from overlapc.config import Config
 from overlapc.errors import NoSharedMemory
 from overlapc.estimators.agreement.graph_text import canonical_lines
-from overlapc.estimators.agreement.rank_agreement import Compilation, Party, party, spanned_ranks
+from overlapc.estimators.agreement.rank_agreement import GraphAgreement, Peers, peers_of, spanned_ranks
 from overlapc.estimators.base import Estimator, estimate_schedule
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.roofline import Roofline
@@ -116,20 +116,20 @@ def plan_graph(
         dumps.write("fx", "attention", lambda: "\n".join(f"{calls} {what}" for what, calls in attention.items()))
     communication = _described(find_collectives(gm.graph, config.safe_communication))
     stages = partial(_stages, gm, name=name, dumps=dumps, inner=inner, within=within, runs=runs)
-    members = _members(communication, config)
-    if members is not None:
-        forget_before_reset(members)
+    peers = _peers(communication, config)
+    if peers is not None:
+        forget_before_reset(peers)
     collectives = [(node.name, found.comm) for node, found in communication.items()]
-    key = key_of(name, collectives, config) if members else None
-    follows = members is not None and compiles_again()
-    agreed = members.agreed.get(key) if follows and members is not None else None
+    key = key_of(name, collectives, config) if peers else None
+    follows = peers is not None and compiles_again()
+    agreed = peers.agreed.get(key) if follows and peers is not None else None
     planned = None
     if agreed is not None:
         if kept is not None and kept.order == agreed.order:
             return Reused()
         before = _copied(gm.graph)
         alone = replace(config, autotune=False, benchmark_fusion=False, matmul=_unmeasured(config.matmul))
-        planned = stages(config=alone, communication=communication, talks=None, agreed=agreed, passes=passes)
+        planned = stages(config=alone, communication=communication, agreement=None, agreed=agreed, passes=passes)
         if planned is not None:
             count("graphs_in_an_agreed_order")
         else:
@@ -137,25 +137,27 @@ def plan_graph(
             communication = _described(find_collectives(gm.graph, config.safe_communication))
     if planned is None:
         lines: list[str] = []
-        with _talks(members, config, name, gm) as talks:
-            if talks is not None:
+        with _agreement(peers, config, name, gm) as agreement:
+            if agreement is not None:
                 lines = canonical_lines(gm.graph, GroupNames(gm.graph).__getitem__)
-                if not talks.agree_on_graph(lines, "" if kept is None else kept.order):
+                if not agreement.agree_on_graph(lines, "" if kept is None else kept.order):
                     kept = None
             copies: Mapping[str, GraphCopies] | None = {}
             if kept is not None and kept.copies:
-                assert talks is not None, "graphs with copies are kept where ranks meet"
-                copies = Transports.reopened(kept.copies, gm, config, talks, within)
+                assert agreement is not None, "graphs with copies are kept where ranks meet"
+                copies = Transports.reopened(kept.copies, gm, config, agreement, within)
             if kept is not None and copies is not None:
-                if members is not None and key is not None and kept.agreed is not None:
-                    members.agreed[key] = kept.agreed
+                if peers is not None and key is not None and kept.agreed is not None:
+                    peers.agreed[key] = kept.agreed
                 return Reused(copies)
-            planned = stages(config=config, communication=communication, talks=talks, agreed=None, passes=passes)
+            planned = stages(
+                config=config, communication=communication, agreement=agreement, agreed=None, passes=passes
+            )
         assert planned is not None
         if planned.agreed is not None:
             planned = replace(planned, agreed=replace(planned.agreed, graph=order_hash(lines)))
-        if members is not None and key is not None and planned.agreed is not None:
-            members.agreed[key] = planned.agreed
+        if peers is not None and key is not None and planned.agreed is not None:
+            peers.agreed[key] = planned.agreed
     counts = {} if name.startswith("backward") else attention_counts(gm.graph)
     return replace(planned, attention=attention + Counter(planned.lowered.attention), attention_counts=counts)
 
@@ -175,20 +177,20 @@ def _stages(
     within: bool,
     runs: bool,
     communication: dict[Node, Communication],
-    talks: Compilation | None,
+    agreement: GraphAgreement | None,
     agreed: Agreed | None,
     passes: Passes,
 ) -> Planned | None:
     """The stages behind the first meeting. agreed: whose order is to be followed; None where that cannot be."""
     profile = profile_of(config, device_types(gm))
-    if talks is not None:
-        profile = talks.agree_on_profile(profile)
+    if agreement is not None:
+        profile = agreement.agree_on_profile(profile)
     if pack(gm, _copy_costs(profile)):
         dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
     transports = Transports()
     if communication:
         if agreed is None:
-            transports = Transports.of(gm, config, talks, within, profile, runs)
+            transports = Transports.of(gm, config, agreement, within, profile, runs)
         elif agreed.copies is not None:
             transports = Transports.following(agreed.copies)
     stages = partial(
@@ -198,7 +200,7 @@ def _stages(
         name=name,
         inner=inner,
         profile=profile,
-        talks=talks,
+        agreement=agreement,
         agreed=agreed,
         passes=passes,
         dumps=dumps,
@@ -246,7 +248,7 @@ def _scheduled(
     name: str,
     inner: Estimator,
     profile: DeviceProfile,
-    talks: Compilation | None,
+    agreement: GraphAgreement | None,
     agreed: Agreed | None,
     passes: Passes,
     transports: Transports,
@@ -257,24 +259,24 @@ def _scheduled(
     if transports.exchanges:
         dumps.write("fx", "exchanged", lambda: gm.print_readable(print_output=False))
     with phase("lowering"):
-        lowered = _lowered(gm, name, config, communication, talks)
-    _share_hints(lowered, talks)
+        lowered = _lowered(gm, name, config, communication, agreement)
+    _share_hints(lowered, agreement)
     dumps.write("ir", "lowered", lambda: str(lowered))
     freeable = _freeable(gm, name)
-    measure = _kernel_times(lowered, config, alone=talks is None)
+    measure = _kernel_times(lowered, config, alone=agreement is None)
     with phase("fusion"):
         ops, fusion = fuse_ops(lowered, config.fusion, freeable, measure=measure, refuse=_refuse_fused)
         schedule = to_schedule(ops, lowered, freeable, config.memory_budget, fusion.kernel_of)
     dumps.write("fusion", "decisions", lambda: str(fusion))
     with phase("estimates"):
-        tuning = _tuned(schedule, lowered, profile, config, talks)
+        tuning = _tuned(schedule, lowered, profile, config, agreement)
     if tuning is not None:
         dumps.write("kernels", "tuning", lambda: str(tuning))
     chain = chain_of(profile, config, lowered, inner, tuning)
     with phase("estimates"):
-        schedule = _estimated(schedule, chain, talks)
-    if talks is not None:
-        schedule = _with_common_sizes(schedule, talks)
+        schedule = _estimated(schedule, chain, agreement)
+    if agreement is not None:
+        schedule = _with_common_sizes(schedule, agreement)
     schedule = _beside_what_is_held(schedule)
     context = replace(
         context_of(config, profile, chain),
@@ -293,8 +295,8 @@ def _scheduled(
         result = found
     dumps.write("passes", "walk", lambda: walk_through(result.after))
     dumps.write("passes", "schedule", lambda: to_dot(result.schedule), suffix="dot")
-    if talks is not None:
-        talks.agree_on_order(collective_lines(result.schedule))
+    if agreement is not None:
+        agreement.agree_on_order(collective_lines(result.schedule))
         agreed = agreed_on(schedule, result, collective_lines(result.schedule))
     return Planned(result, lowered, tuning, agreed=agreed)
 
@@ -310,21 +312,21 @@ def _described(collectives: Sequence[Collective]) -> dict[Node, Communication]:
     return {found.start: Communication(found.comm, asynchronous=not found.synchronous) for found in collectives}
 
 
-def _talks(
-    members: Party | None, config: Config, name: str, gm: GraphModule
-) -> AbstractContextManager[Compilation | None]:
-    if members is None:
+def _agreement(
+    peers: Peers | None, config: Config, name: str, gm: GraphModule
+) -> AbstractContextManager[GraphAgreement | None]:
+    if peers is None:
         return nullcontext()
-    return members.compilation(name.split("_")[0], config.rank_timeout, notes_of(gm, config))
+    return peers.agreement(name.split("_")[0], config.rank_timeout, notes_of(gm, config))
 
 
-def _members(communication: Mapping[Node, Communication], config: Config) -> Party | None:
+def _peers(communication: Mapping[Node, Communication], config: Config) -> Peers | None:
     """The ranks that compile this graph too; None when it does not communicate."""
     if not (config.rank_check and communication and dist.is_initialized()):
         return None
     groups = {found.comm.ranks for found in communication.values() if found.comm.ranks}
     ranks = spanned_ranks(dist.get_rank(), groups, dist.get_world_size())
-    return party(ranks)
+    return peers_of(ranks)
 
 
 def collective_lines(schedule: Schedule) -> list[str]:
@@ -356,11 +358,11 @@ def _lowered(
     name: str,
     config: Config,
     communication: Mapping[Node, Communication],
-    talks: Compilation | None,
+    agreement: GraphAgreement | None,
 ) -> LoweredGraph:
     """The graph in loop IR, matrix products as the configuration wants them."""
 
-    def walk(native: Callable[[Product], bool]) -> LoweredGraph:
+    def lowered_with(native: Callable[[Product], bool]) -> LoweredGraph:
         rounds = config.numerics == "eager"
         return lower(
             gm, name, partial(_generates, config), communication.get, native, _refuse, rounds, codegen.refuse_attention
@@ -368,18 +370,18 @@ def _lowered(
 
     measured = config.matmul == "autotune" and not torch.are_deterministic_algorithms_enabled()
     if not measured or "cuda" not in device_types(gm):
-        return walk(lambda product: config.matmul == "native")
+        return lowered_with(lambda product: config.matmul == "native")
     met: list[Product] = []
 
     def note(product: Product) -> bool:
         met.append(product)
         return False
 
-    walk(note)  # once to see which there are
+    lowered_with(note)  # once to see which there are
     times = ProductTimes(torch.device("cuda", torch.cuda.current_device()), config.cache_dir)(met)
-    if talks is not None:
-        times = talks.agree_on_medians(times)
-    return walk(choice(times))
+    if agreement is not None:
+        times = agreement.agree_on_medians(times)
+    return lowered_with(choice(times))
 
 
 def _kernel_times(lowered: LoweredGraph, config: Config, *, alone: bool) -> KernelTimes | None:
@@ -393,7 +395,7 @@ def _kernel_times(lowered: LoweredGraph, config: Config, *, alone: bool) -> Kern
 
 
 def _freeable(gm: GraphModule, name: str) -> set[str]:
-    """Inputs that nobody but the graph holds: what forward saved for backward, less parameters and inputs."""
+    """Inputs that only the graph holds: what forward saved for backward, except parameters and inputs."""
     if not name.startswith("backward"):
         return set()
     names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
@@ -409,32 +411,32 @@ def device_types(gm: GraphModule) -> set[str]:
     return {value.device.type for value in values if isinstance(value, torch.Tensor)}
 
 
-def _share_hints(lowered: LoweredGraph, talks: Compilation | None) -> None:
+def _share_hints(lowered: LoweredGraph, agreement: GraphAgreement | None) -> None:
     """Every rank plans for the same sizes: medians of what the ranks' symbols stood for when the graph was traced."""
-    if talks is None or not lowered.size_hints:
+    if agreement is None or not lowered.size_hints:
         return
-    agreed = talks.agree_on_medians({f"size {at}": hint for at, hint in enumerate(lowered.size_hints.values())})
+    agreed = agreement.agree_on_medians({f"size {at}": hint for at, hint in enumerate(lowered.size_hints.values())})
     for at, symbol in enumerate(lowered.size_hints):
         lowered.size_hints[symbol] = round(agreed[f"size {at}"])
 
 
-def _estimated(schedule: Schedule, chain: Estimator, talks: Compilation | None) -> Schedule:
+def _estimated(schedule: Schedule, chain: Estimator, agreement: GraphAgreement | None) -> Schedule:
     """`schedule` with estimates that are the same on every rank: the median of what each would say."""
     schedule = estimate_schedule(schedule, chain)
-    if talks is not None:
+    if agreement is not None:
         known = {node.name: node.estimate for node in schedule.nodes if node.estimate is not None}
-        agreed = talks.agree_on_medians({name: estimate.ns for name, estimate in known.items()})
+        agreed = agreement.agree_on_medians({name: estimate.ns for name, estimate in known.items()})
         schedule = schedule.with_estimates({name: Estimate(agreed[name], known[name].source) for name in known})
     return schedule
 
 
-def _with_common_sizes(schedule: Schedule, talks: Compilation) -> Schedule:
+def _with_common_sizes(schedule: Schedule, agreement: GraphAgreement) -> Schedule:
     """`schedule` with every buffer as large as on the rank where it is largest.
 
     Shards of a parameter that ranks cannot share evenly differ in size. Passes would otherwise stop at the memory
     limit of one rank and go on at that of another; and a budget has to hold on all.
     """
-    largest = talks.agree_on_largest({name: buffer.bytes for name, buffer in schedule.buffers.items()})
+    largest = agreement.agree_on_largest({name: buffer.bytes for name, buffer in schedule.buffers.items()})
     return replace(
         schedule, buffers={name: replace(each, bytes=largest[name]) for name, each in schedule.buffers.items()}
     )
@@ -456,13 +458,13 @@ def _merged(payloads: Sequence[IROp]) -> IROp | str:
 
 
 def _tuned(
-    schedule: Schedule, lowered: LoweredGraph, profile: DeviceProfile, config: Config, talks: Compilation | None
+    schedule: Schedule, lowered: LoweredGraph, profile: DeviceProfile, config: Config, agreement: GraphAgreement | None
 ) -> Tuning | None:
     """Times of its kernels in several block sizes, if they are asked for."""
     if not config.autotune or torch.are_deterministic_algorithms_enabled():
         return None
     seconds = config.autotune_seconds
-    return tune(schedule, lowered, Roofline(profile).estimate, config.cache_dir, seconds=seconds, talks=talks)
+    return tune(schedule, lowered, Roofline(profile).estimate, config.cache_dir, seconds=seconds, agreement=agreement)
 
 
 def _copy_costs(profile: DeviceProfile) -> CopyCosts:

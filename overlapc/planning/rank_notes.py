@@ -1,4 +1,4 @@
-"""What a rank tells of its compilation where ranks disagree: options, variables, versions and inputs of size 1."""
+"""What a rank reports about its compilation if ranks disagree: options, variables, versions and inputs of size 1."""
 
 from __future__ import annotations
 

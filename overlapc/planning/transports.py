@@ -1,4 +1,4 @@
-"""What carries each collective of a graph (`transport=`), and why not copies where these were asked for.
+"""What carries each collective of a graph (`transport=`), and the reason where copies were asked for but not used.
 
 Copies are slower for little data, as ranks wait for each other's flags. So what a unit of `fully_shard` gathers, or
 reduces, goes by copies where these take less, by the profile's times of copies; a profile without any says nothing.
@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from overlapc.codegen.copies import Copied, Copying, copying
 from overlapc.config import Config
 from overlapc.errors import NoSharedMemory
-from overlapc.estimators.agreement.rank_agreement import Compilation
+from overlapc.estimators.agreement.rank_agreement import GraphAgreement
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.from_profile import from_profile
 from overlapc.fx.arguments import argument
@@ -59,7 +59,7 @@ class Transports:
     """The choice for one graph: the same on all ranks that compile it, as it depends on what these told each other."""
 
     device: torch.device | None = None
-    talks: Compilation | None = None
+    agreement: GraphAgreement | None = None
     places: Mapping[int, Mapping[str, object]] = field(default_factory=dict)  # of each rank
     none: str = ""  # reason why no collective of the graph goes by copies; "" if some may, or none was asked to
     wanted: bool = False
@@ -76,14 +76,14 @@ class Transports:
         cls,
         gm: GraphModule,
         config: Config,
-        talks: Compilation | None,
+        agreement: GraphAgreement | None,
         within: bool,
         profile: DeviceProfile,
         runs: bool = True,
     ) -> Transports:
         """What this graph may use. Ranks meet once more if copies may be used.
 
-        runs: False for a graph that is only planned, for the machines of the profile, with nobody to ask.
+        runs: False for a graph that is only planned, for the machines of the profile: no other rank runs.
         """
         if not considers_copies(config, profile):
             return cls()
@@ -91,12 +91,12 @@ class Transports:
             per_host = config.ranks_per_host or profile.ranks_per_host
             places = {rank: {"host": rank // per_host, "device": rank} for rank in range(dist.get_world_size())}
             return cls(places=places, wanted=True, profile=profile, chooses=config.transport == AUTO)
-        found = cls._asked(gm, config, talks, within)
+        found = cls._asked(gm, config, agreement, within)
         found.profile, found.chooses = profile, config.transport == AUTO
         return found
 
     @classmethod
-    def _asked(cls, gm: GraphModule, config: Config, talks: Compilation | None, within: bool) -> Transports:
+    def _asked(cls, gm: GraphModule, config: Config, agreement: GraphAgreement | None, within: bool) -> Transports:
         """What copies may do for this graph where its ranks are, as these tell each other."""
         devices = {
             value.device
@@ -104,24 +104,24 @@ class Transports:
             for value in [node.meta.get("val")]
             if isinstance(value, torch.Tensor) and value.device.type != "meta"
         }
-        reason = _no_copies(config, talks, within, devices)
+        reason = _no_copies(config, agreement, within, devices)
         device = None if reason else next(iter(devices))
-        if talks is None:
+        if agreement is None:
             return cls(none=reason, wanted=True)
         mine = {"reason": reason, **({} if device is None else _place(device))}
         if config.ranks_per_host is not None:
             mine["host"] = f"{mine.get('host')}, {dist.get_rank() // config.ranks_per_host}"
-        told = [json.loads(text) for text in talks.tell("what can carry collectives", json.dumps(mine))]
+        told = [json.loads(text) for text in agreement.tell("what can carry collectives", json.dumps(mine))]
         reason = next((each["reason"] for each in told if each["reason"]), "")
-        return cls(device, talks, dict(zip(talks.ranks, told, strict=True)), reason, wanted=True)
+        return cls(device, agreement, dict(zip(agreement.ranks, told, strict=True)), reason, wanted=True)
 
     @classmethod
     def reopened(
-        cls, kept: Sequence[KeptCopies], gm: GraphModule, config: Config, talks: Compilation, within: bool
+        cls, kept: Sequence[KeptCopies], gm: GraphModule, config: Config, agreement: GraphAgreement, within: bool
     ) -> dict[str, GraphCopies] | None:
         """By group, copies that an earlier process kept; None, on all ranks, where ranks are such that copies cannot
         do it, or have no memory to share."""
-        asked = cls._asked(gm, config, talks, within)
+        asked = cls._asked(gm, config, agreement, within)
         if asked.none or asked.device is None or any(asked._apart(each.ranks, asked.device) for each in kept):
             return None
         names = {each.comm.group: group_of(each.start) or "" for each in find_collectives(gm.graph)}
@@ -130,7 +130,7 @@ class Transports:
         ]
         try:
             with unset_fake_temporarily():
-                opened = open_pools(wanted, asked.device, talks.ranks, talks.tell)
+                opened = open_pools(wanted, asked.device, agreement.ranks, agreement.tell)
         except NoSharedMemory:  # raised on all ranks; who plans anew says so
             return None
         return {each.group: GraphCopies.reopened(each, opened[each.group]) for each in kept}
@@ -227,19 +227,21 @@ class Transports:
         graph = copying(schedule)
         if not graph.starts:  # the same on all ranks, as the order of collectives is
             return {}
-        if self.talks is None:
+        if self.agreement is None:
             pools = self._kept(graph)
-            assert pools is not None, "`fits` said so"
+            assert pools is not None, "`fits` returned True"
             assert self.agreed is not None
             return graph.on(self.agreed.layouts, pools)
         mine = {group: to_text(each.events) for group, each in graph.groups.items()}
-        given = self.talks.tell("slots for copies", json.dumps(mine))
-        told = dict(zip(self.talks.ranks, map(json.loads, given), strict=True))
+        given = self.agreement.tell("slots for copies", json.dumps(mine))
+        told = dict(zip(self.agreement.ranks, map(json.loads, given), strict=True))
         layouts = {
             group: common([from_text(told[rank][group]) for rank in graph.ranks(group)]) for group in graph.groups
         }
         with unset_fake_temporarily():  # or what is done to the memory would be traced, and not done
-            opened = open_pools(graph.wanted(layouts, self.groups), self.device, self.talks.ranks, self.talks.tell)
+            opened = open_pools(
+                graph.wanted(layouts, self.groups), self.device, self.agreement.ranks, self.agreement.tell
+            )
         self.agreed = AgreedCopies(self.device, self.places, self.library, layouts)
         return graph.on(layouts, opened)
 
@@ -312,7 +314,9 @@ def _cost_ns(comms: Sequence[Comm], profile: DeviceProfile) -> float:
     return math.inf if estimate is None else estimate.ns * profile.slowdown(comm.carried).matmul
 
 
-def _no_copies(config: Config, talks: Compilation | None, within: bool, devices: Collection[torch.device]) -> str:
+def _no_copies(
+    config: Config, agreement: GraphAgreement | None, within: bool, devices: Collection[torch.device]
+) -> str:
     """Reason why nothing of a graph goes by copies, as this rank sees it."""
     if within:
         return "a graph within another"
@@ -322,7 +326,7 @@ def _no_copies(config: Config, talks: Compilation | None, within: bool, devices:
         return "CUDA graphs cannot hold copies that wait for other ranks"
     if config.check_lifecycle:
         return "check_lifecycle looks at memory that copies share"
-    if talks is None or dist.get_backend() == "fake":
+    if agreement is None or dist.get_backend() == "fake":
         return "ranks do not meet while compiling (rank_check)"
     if len(devices) != 1:
         return f"the graph is on {len(devices)} devices"

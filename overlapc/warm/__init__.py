@@ -1,4 +1,4 @@
-"""Warm start: what an earlier process compiled, found again by what it was compiled from.
+"""Warm start: finds what an earlier process compiled, by a hash of everything it was compiled from.
 
 `fingerprint` and `environment` say what a graph is compiled from, `stored` turns plain values into JSON and back,
 `cached_graph` keeps one compiled graph on disk, `cached_step` a whole step, so that AOTAutograd is not asked either.

@@ -1,4 +1,4 @@
-"""One compiled graph as it is kept on disk: the printed wrapper, its kernels' sources and its record.
+"""One compiled graph on disk: the printed wrapper, its kernels' sources and its record.
 
 An entry is found by `graph_key`; what it holds is text (see `stored`), and the compiled kernels have entries of their
 own. Ranks take an entry only if all of them have one with the same order of collectives (`CompiledGraph.order`).
@@ -38,7 +38,7 @@ def find(key: str, cache_dir: Path) -> CompiledGraph | None:
         return None
 
 
-def keep(key: str, graph: CompiledGraph, cache_dir: Path) -> None:
+def store(key: str, graph: CompiledGraph, cache_dir: Path) -> None:
     """Writes the entry. NotCacheable when something in it has no text."""
     lost = sorted(name for name, text in graph.objects.items() if not text)
     if lost:

@@ -1,4 +1,4 @@
-"""A whole step, found by the graph that Dynamo captured: neither AOTAutograd nor the compiler is asked again.
+"""A whole step on disk, found by the graph that Dynamo captured: neither AOTAutograd nor the compiler runs again.
 
 Kept are steps with nothing special about them (`watch`), of plain tensors and DTensors of static sizes. All others
 still start warm graph by graph (`cached_graph`).
@@ -23,7 +23,7 @@ FORMAT = 3
 _SUFFIX = ".step.json"
 
 
-def keep(key: str, plan: StepPlan, keys: Sequence[str], cache_dir: Path) -> None:
+def store(key: str, plan: StepPlan, keys: Sequence[str], cache_dir: Path) -> None:
     """Keeps the step whose graphs (forward, then backward if it trains) are kept under `keys`."""
     text = json.dumps({"format": FORMAT, "plan": encode(plan), "graphs": list(keys)})
     _cache(cache_dir).put(key, _SUFFIX, text)
@@ -47,7 +47,9 @@ def find(key: str, cache_dir: Path) -> tuple[StepPlan, list[CompiledGraph]] | No
     return (plan, kept) if len(kept) == len(found) else None
 
 
-def bound(plan: StepPlan, kept: Sequence[CompiledGraph], run: Callable[[CompiledGraph], Call]) -> Callable[..., Any]:
+def step_callable(
+    plan: StepPlan, kept: Sequence[CompiledGraph], run: Callable[[CompiledGraph], Call]
+) -> Callable[..., Any]:
     """The step as a function. `run` makes a graph callable; for backward that happens when it is first needed."""
     made: list[Call] = []
 

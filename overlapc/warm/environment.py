@@ -1,4 +1,4 @@
-"""What a compilation depends on beside its graph, as one hash: options, software, devices and the state of torch."""
+"""What a compilation depends on beside its graph, as one hash: options, software, devices and torch's global state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compilation starts from, as one hash: a graph of ATen ops, or as Dynamo captured it.
+"""The input of a compilation as one hash: a graph of ATen ops, or the graph that Dynamo captured.
 
 Two compilations with one fingerprint in one environment (`warm.environment`) would produce the same program. What
 cannot be told from outside (an operator of a user's library, a Python object in the graph) raises NotCacheable: such a

@@ -1,4 +1,4 @@
-"""Compiled graphs and kept steps made callable: bound to this process, counted and reported."""
+"""Makes compiled graphs and cached steps callable in this process, counts and reports them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def next_number() -> int:
     return next(_numbers)
 
 
-def keeps(config: Config) -> bool:
-    """Whether compiled graphs go to disk: not where somebody wants to see the stages, or the graph itself."""
+def uses_disk_cache(config: Config) -> bool:
+    """Whether compiled graphs go to disk: not where the user dumps stages, or wants the graph itself."""
     return bool(config.warm_start) and not (config.dump or config.debug) and config.wrapper == "python"
 
 
-def bind(
+def make_callable(
     compiled: CompiledGraph,
     config: Config,
     name: str,
@@ -56,8 +56,8 @@ def bind(
     graph: what runs instead of the generated function. copies: see CompiledGraph.
     """
     named = compiled.named(name)
-    plain = graph.bind if graph else None
-    call = deterministically(named.bind(config.cache_dir, objects, gm, plain, copies), config.deterministic)
+    plain = graph.function if graph else None
+    call = deterministically(named.function(config.cache_dir, objects, gm, plain, copies), config.deterministic)
     for counter, times in named.counts.items():
         count(counter, times)
     if not within:
@@ -68,23 +68,27 @@ def bind(
 def _from_cache(compiled: CompiledGraph, *, config: Config, number: int) -> Callable[[list[Any]], Any]:
     """A graph of a step that was found on disk."""
     kind = compiled.name.split("_")[0]
-    return bind(compiled, config, f"{kind}_{number}", time.perf_counter())
+    return make_callable(compiled, config, f"{kind}_{number}", time.perf_counter())
 
 
-def kept_step(
+def load_step(
     key: str | None,
     config: Config,
     number: int | None = None,
     usable: Callable[[Sequence[CompiledGraph]], bool] | None = None,
 ) -> Callable[..., Any] | None:
-    """The step that an earlier process kept under `key`, if it did, and if its graphs (none if not) are `usable`."""
+    """The step that the disk cache has under `key`; None without one, or where `usable` refuses its graphs.
+
+    `usable` is asked in any case, without graphs where there is no step."""
     kept = None if key is None else cached_step.find(key, config.cache_dir)
     if kept is not None and any(graph.copies for graph in kept[1]):  # ranks open their memory graph by graph
         kept = None
     if usable is not None and not usable(() if kept is None else kept[1]):
         return None
     number = next_number() if number is None else number
-    return None if kept is None else cached_step.bound(*kept, partial(_from_cache, config=config, number=number))
+    if kept is None:
+        return None
+    return cached_step.step_callable(*kept, partial(_from_cache, config=config, number=number))
 
 
 def environment_of(config: Config, devices: Collection[str]) -> tuple[str, str]:

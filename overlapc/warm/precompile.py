@@ -1,4 +1,4 @@
-"""A kept step that Dynamo need not trace again, where the user asks torch to keep what it captured.
+"""Loads a cached step without tracing, where the user asks torch to store what Dynamo captured.
 
     torch._dynamo.config.caching_precompile = True      # or TORCH_CACHING_PRECOMPILE=1
     …; torch.compiler.save_cache_artifacts()            # once, after the first steps
@@ -25,12 +25,12 @@ from overlapc.config import Config
 from overlapc.errors import OverlapcError
 from overlapc.runtime.counters import count
 from overlapc.warm.cached_step import find
-from overlapc.warm.loading import environment_of, kept_step
+from overlapc.warm.loading import environment_of, load_step
 from overlapc.warm.unguarded import Named, Unguarded, named
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedStepKey:
     """Where to find a step, and for what environment it was made."""
 
     key: str
@@ -48,12 +48,12 @@ class Kept:
         return Config.of(self.options, self.mode)
 
 
-class StepIsGone(OverlapcError):
+class CachedStepMissing(OverlapcError):
     """A step that torch kept the guards of is not to be had."""
 
 
 class StepArtifact(BackendCacheArtifact[Callable[..., Any]]):
-    """What torch pickles beside its guards; `content` is a `Kept`.
+    """What torch pickles beside its guards; `content` is a `CachedStepKey`.
 
     A step that is not to be had is an error while the artifact is unpickled: torch 2.13 then says so and compiles, but
     has no way back from an error in `after_deserialization`.
@@ -64,9 +64,9 @@ class StepArtifact(BackendCacheArtifact[Callable[..., Any]]):
     def after_deserialization(self) -> Callable[..., Any]:
         """The step."""
         _pass_over_names(self.content.ids)
-        step = kept_step(self.content.key, self.content.config)
+        step = load_step(self.content.key, self.content.config)
         if step is None:
-            raise _gone(self.content)
+            raise _missing(self.content)
         return step
 
     def __reduce__(self) -> tuple[Callable[..., StepArtifact], tuple[Any, ...]]:
@@ -84,7 +84,7 @@ class StepArtifact(BackendCacheArtifact[Callable[..., Any]]):
         return copied
 
 
-def record(gm: GraphModule, kept: Kept) -> None:
+def record(gm: GraphModule, kept: CachedStepKey) -> None:
     """Tells torch how to find the step that `gm`, as Dynamo captured it, is going to be; in Dynamo's call of a backend.
 
     Not where a later process could not tell whether the trace holds: torch then keeps nothing of it.
@@ -104,13 +104,13 @@ def record(gm: GraphModule, kept: Kept) -> None:
     PrecompileContext.record_artifact(artifact)
 
 
-def _unpickled(key: str, kept: Kept) -> StepArtifact:
+def _unpickled(key: str, kept: CachedStepKey) -> StepArtifact:
     if environment_of(kept.config, kept.devices) != kept.environment:
-        raise StepIsGone("the step was made by another version, or for another machine or state of torch")
+        raise CachedStepMissing("the step was made by another version, or for another machine or state of torch")
     for each in kept.names:
         each.expect(kept.module)
     if find(kept.key, kept.config.cache_dir) is None:
-        raise _gone(kept)
+        raise _missing(kept)
     return StepArtifact(key, kept)
 
 
@@ -118,8 +118,8 @@ def _refused(reason: str) -> StepArtifact:
     raise Unguarded(f"this trace was not kept: {reason}")
 
 
-def _gone(kept: Kept) -> StepIsGone:
-    return StepIsGone(f"the step is no longer kept in {kept.config.cache_dir}")
+def _missing(kept: CachedStepKey) -> CachedStepMissing:
+    return CachedStepMissing(f"the step is no longer kept in {kept.config.cache_dir}")
 
 
 # --- names that Dynamo makes up
@@ -130,9 +130,10 @@ def _names_made() -> int:
 
 
 def _pass_over_names(made: int) -> None:
-    """Has Dynamo number what it traces from here on behind what a kept trace puts into the same modules.
+    """Lets Dynamo number later names after those that a stored trace puts into the same modules.
 
-    torch 2.11 to 2.13 count from zero in every process, and fail when a guard of a kept trace does and they trace anew.
+    torch 2.11 to 2.13 count from zero in every process, which fails if a guard of a stored trace fails and they trace
+    again.
     """
     while _names_made() < made:
         pass

@@ -17,7 +17,7 @@ import torch
 from overlapc.warm.fingerprint import NotCacheable
 
 UNREADABLE = (KeyError, TypeError, ValueError, ImportError, AttributeError)
-"""What reading an entry of another make may raise; whole by its checksum, it is dropped and made anew."""
+"""What reading an entry of another make may raise; whole by its checksum, it is dropped and made again."""
 
 _PLAIN = (bool, int, float, str)
 

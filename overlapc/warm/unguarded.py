@@ -1,4 +1,4 @@
-"""Guards that torch leaves out when it keeps a trace, checked by name instead.
+"""Guards that torch leaves out when it stores a trace, checked by name instead.
 
 With `caching_precompile` torch 2.11 to 2.13 drops every guard on an object's identity, because an address means nothing
 in another process. So a model whose activation is another function would run the trace of the first one. What such a
@@ -63,7 +63,7 @@ class Named:
 def named(guards: Iterable[Guard], module: str) -> tuple[Named, ...]:
     """What must be as it is for a trace of a function in `module` to hold, beside the guards that torch keeps.
 
-    Unguarded if that cannot be said by name.
+    Unguarded if names do not determine it.
     """
     expressions = dict.fromkeys(_dropped(guards))
     return tuple(Named(each, _identity(_look_up(each, module), each)) for each in expressions)

@@ -1,4 +1,4 @@
-"""A step seen being compiled: from its second call on it runs without AOTAutograd's wrapper, if nothing is special.
+"""Watches a step being compiled: from its second call on it runs without AOTAutograd's wrapper, if that is possible.
 
 Of plain tensors, that is known while its graphs are compiled, and the step may be kept. What DTensors go in, and which
 gradients are DTensors, AOTAutograd tells only what it makes itself, so its first result is asked.
@@ -21,7 +21,7 @@ from overlapc.runtime.counters import count
 from overlapc.runtime.dtensors import Borders, KnownDTensors, Remade, giving_dtensors, taking_dtensors
 from overlapc.runtime.step import Call, StepPlan, step_function
 from overlapc.runtime.tangents import SizedTangent, Tangent
-from overlapc.warm.cached_step import keep
+from overlapc.warm.cached_step import store
 from overlapc.warm.fingerprint import shared_memory
 
 
@@ -104,9 +104,9 @@ class StepWatch:
             self._called = True
             return (self.function or compiled)(*inputs)
 
-        return step if self._plain else self._told_by_its_first_call(step)
+        return step if self._plain else self._known_after_first_call(step)
 
-    def _told_by_its_first_call(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _known_after_first_call(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """`step`, of which AOTAutograd tells us too little before."""
         known: KnownDTensors | None = None
 
@@ -156,7 +156,7 @@ class StepWatch:
         guarded = self._overlaps and plan.changed
         if self._key is None or kept is None or len(keys) < len(self._keys) or guarded or not plan.of_static_sizes():
             return
-        keep(self._key, kept, keys, self._cache_dir)
+        store(self._key, kept, keys, self._cache_dir)
 
 
 def _plan(metadata: StepMetadata, forward: _Graph, backward: _Graph | None, autocast: bool) -> StepPlan | None:

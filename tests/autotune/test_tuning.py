@@ -27,7 +27,7 @@ from overlapc.codegen.sources import generate_kernels, source_of
 from overlapc.codegen.triton import candidates
 from overlapc.config import Config
 from overlapc.errors import ConfigError, ToolchainError
-from overlapc.estimators.agreement.rank_agreement import Party
+from overlapc.estimators.agreement.rank_agreement import Peers
 from overlapc.estimators.calibration import clock
 from overlapc.fusion.build import to_schedule
 from overlapc.ir.body import Body
@@ -196,20 +196,20 @@ def test_the_time_is_bounded_and_the_heaviest_kernels_come_first(paced: Paced, t
     assert set(found.choices) == {source_of(op, lowered).name for op in first}
 
 
-def on_ranks(count: int, work: Callable[[Party, int], Tuning]) -> list[Tuning]:
+def on_ranks(count: int, work: Callable[[Peers, int], Tuning]) -> list[Tuning]:
     shared = dist.HashStore()
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(lambda rank: work(Party(shared, rank, range(count)), rank), range(count)))
+        return list(pool.map(lambda rank: work(Peers(shared, rank, range(count)), rank), range(count)))
 
 
 def test_ranks_divide_the_kernels_and_choose_alike(paced: Paced, tmp_path: Path):
     tuned(tmp_path / "1", count=3)  # rank 1 has them all in its cache, the others measure
     paced.loaded.clear()
 
-    def work(party: Party, rank: int) -> Tuning:
+    def work(peers: Peers, rank: int) -> Tuning:
         schedule, lowered = kernels(5)
-        with party.compilation("forward", 60) as talks:
-            return tune(schedule, lowered, weigh, tmp_path / str(rank), seconds=60, talks=talks)
+        with peers.agreement("forward", 60) as agreement:
+            return tune(schedule, lowered, weigh, tmp_path / str(rank), seconds=60, agreement=agreement)
 
     found = on_ranks(3, work)
     assert found[1:] == found[:1] * 2

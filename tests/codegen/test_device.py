@@ -57,7 +57,7 @@ def wrapper_of(function: Callable[..., Any], *devices: str, fused: bool = True) 
 
 def bound(wrapper: PythonWrapper, gpus: Gpus, launch: Callable[..., None]) -> Callable[[list[Any]], Any]:
     wrapper.objects["rt"] = gpus.rt
-    return wrapper.bind({kernel.name: launch for kernel in wrapper.program.kernels()})
+    return wrapper.function({kernel.name: launch for kernel in wrapper.program.kernels()})
 
 
 def test_its_gpu_is_current_while_it_runs():

@@ -51,7 +51,7 @@ def wrapped(function: Callable[..., Any], *inputs: Tensor) -> FxWrapper:
     sources = generate_kernels(schedule, lowered)
     program = build_program(schedule, lowered, sources)
     wrapper = FxWrapper(program)
-    wrapper.bind(generators.generator_for("cpu").load(program.kernels(), Config.of({}).cache_dir))
+    wrapper.function(generators.generator_for("cpu").load(program.kernels(), Config.of({}).cache_dir))
     return wrapper
 
 

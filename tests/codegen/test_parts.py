@@ -43,7 +43,7 @@ def nodes(partition: Partition) -> list[list[str]]:
 def bound(program: Program, partition: Partition, recorder: Repeated) -> Callable[[list[Any]], tuple[Any, ...]]:
     wrapper = PythonWrapper(program, partition=partition)
     wrapper.objects["Parts"] = functools.partial(Parts, recorder=recorder)
-    return wrapper.bind(generator_for("cpu").load(program.kernels(), Config.of({}).cache_dir))
+    return wrapper.function(generator_for("cpu").load(program.kernels(), Config.of({}).cache_dir))
 
 
 def straight(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

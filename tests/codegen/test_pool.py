@@ -33,7 +33,7 @@ def chain(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 def run(program: Program, *inputs: Tensor) -> tuple[Tensor, ...]:
     launchers = generator_for("cpu").load(program.kernels(), Config.of({}).cache_dir)
-    return PythonWrapper(program, tracked=True).bind(launchers)(list(inputs))
+    return PythonWrapper(program, tracked=True).function(launchers)(list(inputs))
 
 
 def test_temporaries_share_one_allocation_and_results_have_their_own():

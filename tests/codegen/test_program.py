@@ -47,7 +47,7 @@ def compiled(
     sources = generate_kernels(schedule, lowered)
     program = build_program(schedule, lowered, sources, donated=donated)
     wrapper = PythonWrapper(program)
-    return program, wrapper, wrapper.bind(generator_for("cpu").load(program.kernels(), Config.of({}).cache_dir))
+    return program, wrapper, wrapper.function(generator_for("cpu").load(program.kernels(), Config.of({}).cache_dir))
 
 
 def of(program: Program, kind: type) -> list[Any]:

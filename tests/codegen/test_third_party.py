@@ -182,6 +182,6 @@ def test_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     wrapper.objects["rt"] = types.SimpleNamespace(**vars(support) | {"empty": empty})
     x = torch.randn(6, 4)
-    (result,) = wrapper.bind(generators.load("mtia", wrapper.program.kernels(), Path()))([x])
+    (result,) = wrapper.function(generators.load("mtia", wrapper.program.kernels(), Path()))([x])
     torch.testing.assert_close(result, (x + 1) * x + 2)
     assert devices == ["mtia"]

@@ -59,12 +59,12 @@ if what == "vanish":  # in the middle of a step, which the other rank notices at
     dist.barrier()
 if what == "vanish_early":  # before its first compilation, in which the other rank waits for it
     import torch.distributed as dist
-    from overlapc.estimators.agreement.rank_agreement import party
+    from overlapc.estimators.agreement.rank_agreement import peers_of
     dist.init_process_group("gloo")
     dist.barrier()
     if rank == 1:
         (sys.exit if sys.argv[3] == "sys" else os._exit)(int(sys.argv[4]))
-    party().compilation("forward", 300.0).agree_on_graph([])
+    peers_of().agreement("forward", 300.0).agree_on_graph([])
 if what == "sleep":
     (out / f"{rank}.pid").write_text(str(os.getpid()))
     time.sleep(60)

@@ -13,7 +13,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlapc
-from overlapc.estimators.agreement.rank_agreement import party
+from overlapc.estimators.agreement.rank_agreement import peers_of
 from overlapc.runtime.counters import counted
 from tests.ranks import values_on_ranks
 
@@ -53,7 +53,7 @@ def starts(cache: str) -> list[dict[str, Any]]:
     """Training in a process that starts cold, and the first two steps of one that finds all of its graphs on disk."""
     cold = train(cache, len(ROWS))
     torch._dynamo.reset()
-    party().agreed.clear()
+    peers_of().agreed.clear()
     return [cold, train(cache, 2)]
 
 

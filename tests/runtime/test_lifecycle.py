@@ -45,7 +45,7 @@ def test_a_buffer_that_is_never_freed_is_named():
     tracked = PythonWrapper(program, tracked=True)
     kept = (line for line in tracked.source.splitlines() if f"'{freed}'" not in line or "life.freed" not in line)
     tracked.source = "\n".join(line for line in kept if not line.strip().startswith("del ") or freed not in line)
-    call = tracked.bind(generator_for("cpu").load(program.kernels(), Config.of({}).cache_dir))
+    call = tracked.function(generator_for("cpu").load(program.kernels(), Config.of({}).cache_dir))
     with pytest.raises(LifecycleError, match=f"test: {freed} was never freed"):
         call([x])
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from overlapc.errors import RanksDisagree
-from overlapc.estimators.agreement.rank_agreement import Party, party
+from overlapc.estimators.agreement.rank_agreement import Peers, peers_of
 from tests.ranks import Outcome, alive, run_on_ranks
 
 TIMEOUT_S = 1.5
@@ -29,31 +29,29 @@ def _scenarios() -> dict:
     rank, store = dist.get_rank(), distributed_c10d._get_default_store().clone()
     seen: dict = {}
 
-    def pair(name: str) -> Party:
-        return Party(store, rank, (0, 1), name)
+    def pair(name: str) -> Peers:
+        return Peers(store, rank, (0, 1), name)
 
-    with party().compilation("forward", 20) as ranks:
+    with peers_of().agreement("forward", 20) as ranks:
         ranks.agree_on_graph(LINES)
         seen["medians"] = ranks.agree_on_medians({"mm0": 1000.1 * (1 + 2 * rank), "mm1": 7.0})
         ranks.agree_on_order(["ag0", "rs0"])
-    seen["same_party"] = party() is party((1, 0))
+    seen["same_party"] = peers_of() is peers_of((1, 0))
 
     other = list(LINES)
     if rank == 1:
         other[120] = other[120].replace("mm", "add")
-    seen["graph"] = _error_of(lambda: pair("graph").compilation("forward", 20).agree_on_graph(other))
+    seen["graph"] = _error_of(lambda: pair("graph").agreement("forward", 20).agree_on_graph(other))
 
     pairs = pair("skipped")
-    pairs.compilation("forward", 20).agree_on_graph(LINES)
+    pairs.agreement("forward", 20).agree_on_graph(LINES)
     if rank == 0:  # rank 1 never compiles the second graph
-        seen["skipped"] = _error_of(lambda: pairs.compilation("forward", TIMEOUT_S).agree_on_graph(LINES))
+        seen["skipped"] = _error_of(lambda: pairs.agreement("forward", TIMEOUT_S).agree_on_graph(LINES))
 
-    seen["label"] = _error_of(
-        lambda: pair("label").compilation(("forward", "backward")[rank], 20).agree_on_graph(LINES)
-    )
+    seen["label"] = _error_of(lambda: pair("label").agreement(("forward", "backward")[rank], 20).agree_on_graph(LINES))
 
     def breaks() -> None:
-        with pair("failed").compilation("forward", 20) as ranks:
+        with pair("failed").agreement("forward", 20) as ranks:
             if rank == 1:
                 raise ValueError("no kernel for aten.frobnicate")
             ranks.agree_on_graph(LINES)
@@ -120,7 +118,7 @@ def test_no_process_is_left(outcomes: list[Outcome]) -> None:
 def _one_never_compiles_at_first() -> tuple[int, dict[str, float]]:
     """In the first attempt rank 1 leaves rank 0 alone; after the elastic restart it takes part."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    with party().compilation("forward", TIMEOUT_S if attempt == 0 else 20) as ranks:
+    with peers_of().agreement("forward", TIMEOUT_S if attempt == 0 else 20) as ranks:
         ranks.agree_on_graph(LINES)
         if attempt == 0 and dist.get_rank() == 1:
             time.sleep(60)  # stuck in a loop of its own; the launcher ends it when rank 0 fails

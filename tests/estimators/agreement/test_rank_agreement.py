@@ -16,18 +16,18 @@ import torch.distributed as dist
 from overlapc.errors import RanksDisagree
 from overlapc.estimators.agreement import rank_agreement
 from overlapc.estimators.agreement.meeting import format_ranks
-from overlapc.estimators.agreement.rank_agreement import Party
+from overlapc.estimators.agreement.rank_agreement import Peers
 
 LINES = [f"v{i} = aten.mm.default(v{i - 1}, v0) : bf16 2d" for i in range(1, 100)]
 
 
-def on_ranks(count: int, work: Callable[[Party, int], Any], store: dist.Store | None = None, run: str = "") -> list:
-    """`work(party, rank)` of each rank in a thread of its own; what it returned, or the error it raised."""
+def on_ranks(count: int, work: Callable[[Peers, int], Any], store: dist.Store | None = None, run: str = "") -> list:
+    """`work(peers, rank)` of each rank in a thread of its own; what it returned, or the error it raised."""
     shared = store or dist.HashStore()
 
     def one(rank: int) -> Any:
         try:
-            return work(Party(shared, rank, range(count), run), rank)
+            return work(Peers(shared, rank, range(count), run), rank)
         except (RanksDisagree, ValueError) as error:
             return error
 
@@ -46,9 +46,9 @@ def test_ranks_with_equal_contents_agree_and_leave_nothing_in_the_store() -> Non
     store = dist.HashStore()
     before = store.num_keys()
 
-    def work(party: Party, rank: int) -> dict[str, float]:
+    def work(peers: Peers, rank: int) -> dict[str, float]:
         for label in ("forward", "backward"):
-            with party.compilation(label, 20) as ranks:
+            with peers.agreement(label, 20) as ranks:
                 ranks.agree_on_graph(LINES)
                 medians = ranks.agree_on_medians({"a": rank, "b": 0.1 * rank})
                 ranks.agree_on_order(["ag0", "rs0"])
@@ -62,26 +62,26 @@ def test_ranks_with_equal_contents_agree_and_leave_nothing_in_the_store() -> Non
 @pytest.mark.parametrize("count", [2, 3, 4, 7])
 def test_medians_are_those_of_statistics(count: int) -> None:
     values = {rank: {"mm": 1.7**rank, "ag": 100.0 / (rank + 1)} for rank in range(count)}
-    outcomes = on_ranks(count, lambda party, rank: party.compilation("f", 20).agree_on_medians(values[rank]))
+    outcomes = on_ranks(count, lambda peers, rank: peers.agreement("f", 20).agree_on_medians(values[rank]))
     assert all(outcome == outcomes[0] for outcome in outcomes)
     assert outcomes[0] == {name: median(values[rank][name] for rank in range(count)) for name in ("mm", "ag")}
 
 
 def test_the_largest_of_each_size_is_exact() -> None:
     sizes = [{"a": 3, "b": 2**53 - 1}, {"a": 5, "b": 2**52 + 1}]
-    outcomes = on_ranks(2, lambda party, rank: party.compilation("f", 20).agree_on_largest(sizes[rank]))
+    outcomes = on_ranks(2, lambda peers, rank: peers.agreement("f", 20).agree_on_largest(sizes[rank]))
     assert outcomes == [{"a": 5, "b": 2**53 - 1}] * 2
 
 
 def test_no_estimates_at_all_have_no_medians() -> None:
-    assert on_ranks(2, lambda party, rank: party.compilation("f", 20).agree_on_medians({})) == [{}, {}]
+    assert on_ranks(2, lambda peers, rank: peers.agreement("f", 20).agree_on_medians({})) == [{}, {}]
 
 
 def test_estimates_of_different_things_are_named() -> None:
     text = one_text(
         on_ranks(
             3,
-            lambda party, rank: party.compilation("f", 20).agree_on_medians({"mm0": 1, "mm1" if rank else "mm2": 2}),
+            lambda peers, rank: peers.agreement("f", 20).agree_on_medians({"mm0": 1, "mm1" if rank else "mm2": 2}),
         )
     )
     assert "ranks estimated different things" in text
@@ -90,8 +90,8 @@ def test_estimates_of_different_things_are_named() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_without_a_median_stops_everyone(value: float) -> None:
-    def work(party: Party, rank: int) -> None:
-        with party.compilation("f", 20) as ranks:
+    def work(peers: Peers, rank: int) -> None:
+        with peers.agreement("f", 20) as ranks:
             ranks.agree_on_medians({"mm": value if rank == 1 else 1.0})
 
     first, second = on_ranks(2, work)
@@ -101,13 +101,13 @@ def test_a_value_without_a_median_stops_everyone(value: float) -> None:
 
 
 def test_the_first_difference_is_shown_with_who_has_which() -> None:
-    def work(party: Party, rank: int) -> None:
+    def work(peers: Peers, rank: int) -> None:
         lines = list(LINES)
         if rank == 3:
             lines[41] = "v42 = aten.add.Tensor(v41, v0) : bf16 2d"
         if rank == 5:
             del lines[90:]
-        party.compilation("forward", 20).agree_on_graph(lines)
+        peers.agreement("forward", 20).agree_on_graph(lines)
 
     text = one_text(on_ranks(8, work))
     assert text.startswith("compilation 1 (forward), graph: ranks compile different graphs\n")
@@ -121,26 +121,26 @@ def test_the_first_difference_is_shown_with_who_has_which() -> None:
 
 
 def test_many_different_graphs_make_a_short_error() -> None:
-    text = one_text(on_ranks(12, lambda party, rank: party.compilation("f", 20).agree_on_graph([f"x{rank}" * 500])))
+    text = one_text(on_ranks(12, lambda peers, rank: peers.agreement("f", 20).agree_on_graph([f"x{rank}" * 500])))
     assert "8 more versions on ranks 4-11" in text
     assert len(text) < 3000
 
 
 def test_different_orders_of_collectives_are_an_error() -> None:
     orders = {0: ["ag0", "ag1", "rs0"], 1: ["ag0", "rs0", "ag1"]}
-    text = one_text(on_ranks(2, lambda party, rank: party.compilation("f", 20).agree_on_order(orders[rank])))
+    text = one_text(on_ranks(2, lambda peers, rank: peers.agreement("f", 20).agree_on_order(orders[rank])))
     assert "ranks would issue collectives in different orders" in text
     assert "line 2:\n   rank 0 (1): ag1\n   rank 1 (1): rs0" in text
 
 
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_missing_rank_is_named_on_all_others_within_the_timeout(absent: int) -> None:
-    def work(party: Party, rank: int) -> float:
-        party.compilation("forward", 20).agree_on_graph(LINES)
+    def work(peers: Peers, rank: int) -> float:
+        peers.agreement("forward", 20).agree_on_graph(LINES)
         began = time.monotonic()
         if rank != absent:
             with pytest.raises(RanksDisagree) as caught:
-                party.compilation("forward", 0.3).agree_on_graph(LINES)
+                peers.agreement("forward", 0.3).agree_on_graph(LINES)
             assert str(caught.value).startswith(
                 f"rank {absent} did not reach compilation 2 (forward), graph within 0.3 s\n"
                 f"   waiting there: ranks {format_ranks([rank for rank in range(4) if rank != absent])}\n"
@@ -153,31 +153,31 @@ def test_a_missing_rank_is_named_on_all_others_within_the_timeout(absent: int) -
 
 def test_a_late_rank_gets_the_verdict_that_the_others_left_with() -> None:
     store = dist.HashStore()
-    early = Party(store, 0, (0, 1)).compilation("f", 0.1)
+    early = Peers(store, 0, (0, 1)).agreement("f", 0.1)
     with pytest.raises(RanksDisagree) as first:
         early.agree_on_graph(LINES)
     with pytest.raises(RanksDisagree) as second:
-        Party(store, 1, (0, 1)).compilation("f", 20).agree_on_graph(LINES)
+        Peers(store, 1, (0, 1)).agreement("f", 20).agree_on_graph(LINES)
     assert str(first.value) == str(second.value)
     assert "rank 1 did not reach" in str(first.value)
 
 
 def test_ranks_that_go_on_after_a_disagreement_can_agree_again() -> None:
-    def work(party: Party, rank: int) -> str:
+    def work(peers: Peers, rank: int) -> str:
         with pytest.raises(RanksDisagree):
-            party.compilation("f", 20).agree_on_graph([f"only on {rank}"])
-        party.compilation("f", 20).agree_on_graph(LINES)
+            peers.agreement("f", 20).agree_on_graph([f"only on {rank}"])
+        peers.agreement("f", 20).agree_on_graph(LINES)
         return "agreed"
 
     assert on_ranks(3, work) == ["agreed"] * 3
 
 
 def test_ranks_at_different_points_are_told_at_once() -> None:
-    def work(party: Party, rank: int) -> None:
+    def work(peers: Peers, rank: int) -> None:
         if rank == 0:
-            party.compilation("forward", 20).agree_on_graph(LINES)
+            peers.agreement("forward", 20).agree_on_graph(LINES)
         else:
-            party.compilation("forward", 20).agree_on_order(["ag0"])
+            peers.agreement("forward", 20).agree_on_order(["ag0"])
 
     began = time.monotonic()
     text = one_text(on_ranks(3, work))
@@ -186,8 +186,8 @@ def test_ranks_at_different_points_are_told_at_once() -> None:
 
 
 def test_a_failure_reaches_ranks_that_wait_and_ranks_that_come_later() -> None:
-    def work(party: Party, rank: int) -> None:
-        with party.compilation("forward", 20) as ranks:
+    def work(peers: Peers, rank: int) -> None:
+        with peers.agreement("forward", 20) as ranks:
             if rank == 1:
                 time.sleep(0.1)  # rank 0 waits by now
                 raise ValueError("no such op\nwith more lines")
@@ -205,27 +205,27 @@ def test_a_failure_reaches_ranks_that_wait_and_ranks_that_come_later() -> None:
 def test_an_interrupted_wait_frees_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C on one rank in the middle of a meeting: the failure is told at that meeting, not at the next."""
     store = dist.HashStore()
-    party = Party(store, 0, (0, 1))
+    peers = Peers(store, 0, (0, 1))
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(party.meetings, "_wait", interrupted)
-    with pytest.raises(KeyboardInterrupt), party.compilation("f", 20) as ranks:
+    monkeypatch.setattr(peers.meetings, "_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt), peers.agreement("f", 20) as ranks:
         ranks.agree_on_graph(LINES)
     with pytest.raises(RanksDisagree, match=r"rank 0 failed in compilation 1 \(f\): KeyboardInterrupt"):
-        Party(store, 1, (0, 1)).compilation("f", 20).agree_on_graph(LINES)
+        Peers(store, 1, (0, 1)).agreement("f", 20).agree_on_graph(LINES)
 
 
 def test_subgroups_meet_apart_and_count_apart() -> None:
     store = dist.HashStore()
 
     def one(rank: int) -> dict[str, float]:
-        pair = Party(store, rank, (0, 2) if rank % 2 == 0 else (1, 3))
+        pair = Peers(store, rank, (0, 2) if rank % 2 == 0 else (1, 3))
         for _ in range(1 + rank % 2):
-            pair.compilation("stage", 20).agree_on_graph([f"stage {rank % 2}"])
-        everyone = Party(store, rank, range(4))
-        return everyone.compilation("all", 20).agree_on_medians({"x": rank})
+            pair.agreement("stage", 20).agree_on_graph([f"stage {rank % 2}"])
+        everyone = Peers(store, rank, range(4))
+        return everyone.agreement("all", 20).agree_on_medians({"x": rank})
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(one, range(4))) == [{"x": 1.5}] * 4
@@ -234,8 +234,8 @@ def test_subgroups_meet_apart_and_count_apart() -> None:
 def test_a_restarted_job_does_not_read_what_the_last_one_left() -> None:
     store = dist.HashStore()
     with pytest.raises(RanksDisagree):
-        Party(store, 0, (0, 1), "job/0").compilation("f", 0.05).agree_on_graph(LINES)
-    outcomes = on_ranks(2, lambda party, rank: party.compilation("f", 20).agree_on_graph(LINES), store, "job/1")
+        Peers(store, 0, (0, 1), "job/0").agreement("f", 0.05).agree_on_graph(LINES)
+    outcomes = on_ranks(2, lambda peers, rank: peers.agreement("f", 20).agree_on_graph(LINES), store, "job/1")
     assert outcomes == [False, False]  # nobody has kept anything
 
 
@@ -243,19 +243,19 @@ def test_an_answer_of_another_job_in_the_same_store_is_not_taken_for_ours() -> N
     """A FileStore reused without deleting the file: the verdict lies there before anyone came."""
     store = dist.HashStore()
     for rank in (0, 1):
-        party = Party(store, rank, (0, 1))
-        keys = party.meetings._next()
-        party.meetings._held -= 1
+        peers = Peers(store, rank, (0, 1))
+        keys = peers.meetings._next()
+        peers.meetings._held -= 1
         if rank == 0:
             store.set(keys.verdict, '+{"digest": "' + "0" * 64 + '"}\n')
         with pytest.raises(RanksDisagree, match="the answer of another job"):
-            party.compilation("f", 20).agree_on_graph(LINES)
+            peers.agreement("f", 20).agree_on_graph(LINES)
 
 
 def test_a_single_rank_needs_no_store_traffic() -> None:
     store = dist.HashStore()
     before = store.num_keys()
-    with Party(store, 7, (7,)).compilation("f", 0.01) as ranks:
+    with Peers(store, 7, (7,)).agreement("f", 0.01) as ranks:
         ranks.agree_on_graph(LINES)
         assert ranks.agree_on_medians({"mm": 3.25}) == {"mm": 3.25}
         ranks.agree_on_order([])
@@ -264,32 +264,32 @@ def test_a_single_rank_needs_no_store_traffic() -> None:
 
 def test_without_a_process_group_the_process_is_alone() -> None:
     assert not dist.is_initialized()
-    assert rank_agreement.party().meetings.ranks == (0,)
+    assert rank_agreement.peers_of().meetings.ranks == (0,)
 
 
 def test_a_rank_outside_the_group_is_refused() -> None:
     with pytest.raises(ValueError, match="rank 3 is not one of the ranks that meet: 0-1"):
-        Party(dist.HashStore(), 3, (0, 1))
+        Peers(dist.HashStore(), 3, (0, 1))
 
 
 def test_other_stores_work_too(tmp_path) -> None:
     """FileStore has no extended API, and raises another error class on timeouts."""
 
-    def work(party: Party, rank: int) -> dict[str, float]:
-        return party.compilation("f", 20).agree_on_medians({"mm": rank})
+    def work(peers: Peers, rank: int) -> dict[str, float]:
+        return peers.agreement("f", 20).agree_on_medians({"mm": rank})
 
     assert on_ranks(2, work, dist.FileStore(str(tmp_path / "store"), 2)) == [{"mm": 0.5}] * 2
     with pytest.raises(RanksDisagree, match="rank 1 did not reach"):
-        Party(dist.FileStore(str(tmp_path / "other"), 2), 0, (0, 1)).compilation("f", 0.1).agree_on_graph([])
+        Peers(dist.FileStore(str(tmp_path / "other"), 2), 0, (0, 1)).agreement("f", 0.1).agree_on_graph([])
 
 
 def test_a_store_that_is_gone_is_an_error_with_a_cause() -> None:
     host = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=5), wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", host.port, 1, False, timedelta(seconds=5))
-    party = Party(client, 1, (0, 1))
+    peers = Peers(client, 1, (0, 1))
     del host
     with pytest.raises(RanksDisagree, match=r"lost the rendezvous store \(127.0.0.1:\d+\) at compilation 1"):
-        party.compilation("f", 3).agree_on_graph(LINES)
+        peers.agreement("f", 3).agree_on_graph(LINES)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("hash", 1000), ("tcp", 8)])
@@ -304,7 +304,7 @@ def test_many_ranks_agree_in_little_work_each(kind: str, count: int) -> None:
     def one(rank: int) -> tuple[float, dict[str, float]]:
         store = dist.TCPStore("127.0.0.1", host.port, 1, False, wait, wait_for_workers=False) if host else shared
         began = time.thread_time()
-        with Party(store, rank, range(count)).compilation("forward", 60) as ranks:
+        with Peers(store, rank, range(count)).agreement("forward", 60) as ranks:
             ranks.agree_on_graph(lines)
             medians = ranks.agree_on_medians({name: value + rank for name, value in values.items()})
             ranks.agree_on_order(LINES)
@@ -320,7 +320,7 @@ def test_many_ranks_agree_in_little_work_each(kind: str, count: int) -> None:
 def test_agreeing_on_a_large_graph_is_quick() -> None:
     lines = [f"v{i} = aten.mm.default(v{i - 1}, v0) : bf16 2d" for i in range(20_000)]
     began = time.monotonic()
-    assert on_ranks(8, lambda party, rank: party.compilation("f", 20).agree_on_graph(lines)) == [False] * 8
+    assert on_ranks(8, lambda peers, rank: peers.agreement("f", 20).agree_on_graph(lines)) == [False] * 8
     assert time.monotonic() - began < 2
 
 
@@ -335,7 +335,7 @@ def test_ranks_print_as_runs(ranks: list[int], text: str) -> None:
 def test_what_all_have_kept_is_used_and_what_some_have_is_not():
     def agree(kept: list[str]) -> list[Any]:
         return on_ranks(
-            len(kept), lambda party, rank: party.compilation("f", 20).agree_on_graph(["v0 = placeholder"], kept[rank])
+            len(kept), lambda peers, rank: peers.agreement("f", 20).agree_on_graph(["v0 = placeholder"], kept[rank])
         )
 
     assert agree(["order", "order", "order"]) == [True] * 3
@@ -346,10 +346,10 @@ def test_what_all_have_kept_is_used_and_what_some_have_is_not():
 def test_what_only_some_know_all_are_told() -> None:
     known = [{"a": {"x": 1.0}, "b": {"x": 10.0}}, {"a": {"x": 3.0, "y": 4.0}}, {}, {"b": {"x": 2.0}, "c": {"z": 0.1}}]
 
-    def work(party: Party, rank: int) -> tuple[tuple[int, int], dict[str, dict[str, float]]]:
-        with party.compilation("f", 20) as ranks:
+    def work(peers: Peers, rank: int) -> tuple[tuple[int, int], dict[str, dict[str, float]]]:
+        with peers.agreement("f", 20) as ranks:
             return ranks.place, ranks.agree_on_tables(known[rank])
 
     told = {"a": {"x": 3.0, "y": 4.0}, "b": {"x": 10.0}, "c": {"z": 0.1}}
     assert on_ranks(4, work) == [((rank, 4), told) for rank in range(4)]
-    assert Party(dist.HashStore(), 5, (5,)).compilation("f", 20).agree_on_tables(known[3]) == known[3]
+    assert Peers(dist.HashStore(), 5, (5,)).agreement("f", 20).agree_on_tables(known[3]) == known[3]

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from overlapc.errors import RanksDisagree
 from overlapc.estimators.agreement import timed_store
-from overlapc.estimators.agreement.rank_agreement import Party, party
-from overlapc.estimators.agreement.timed_store import BoundedStore, connected
+from overlapc.estimators.agreement.rank_agreement import Peers, peers_of
+from overlapc.estimators.agreement.timed_store import TimedStore, connected
 from tests.ranks import run_on_ranks
 
 TIMEOUT_S = 0.2
@@ -72,9 +72,9 @@ def store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=60), wait_for_workers=False)
 
 
-def meet(party: Party) -> None:
+def meet(peers: Peers) -> None:
     """One compilation, from the first meeting to the last, and a failure after it."""
-    with party.compilation("forward", TIMEOUT_S) as ranks:
+    with peers.agreement("forward", TIMEOUT_S) as ranks:
         ranks.agree_on_graph(["v0 = placeholder"])
         ranks.agree_on_medians({"mm": 1.0})
         raise ValueError("told to the others")
@@ -87,9 +87,9 @@ def met(network: Network, monkeypatch: pytest.MonkeyPatch, run: str, at: int, fa
     """
     requests, began = 0, 0.0
     rank1 = threading.get_ident()
-    inner = BoundedStore._made
+    inner = TimedStore._made
 
-    def counted(store: BoundedStore, *what: Any) -> object:
+    def counted(store: TimedStore, *what: Any) -> object:
         nonlocal requests, began
         if threading.get_ident() == rank1:
             requests += 1
@@ -102,13 +102,13 @@ def met(network: Network, monkeypatch: pytest.MonkeyPatch, run: str, at: int, fa
 
     def other() -> None:
         with pytest.raises((RanksDisagree, ValueError)):
-            meet(Party(theirs, 0, (0, 1), run))
+            meet(Peers(theirs, 0, (0, 1), run))
 
-    monkeypatch.setattr(BoundedStore, "_made", counted)
+    monkeypatch.setattr(TimedStore, "_made", counted)
     thread = threading.Thread(target=other)
     thread.start()
     with pytest.raises((RanksDisagree, ValueError)) as caught:
-        meet(Party(own, 1, (0, 1), run))
+        meet(Peers(own, 1, (0, 1), run))
     seconds = time.monotonic() - began
     thread.join()
     monkeypatch.undo()
@@ -140,7 +140,7 @@ def test_a_rank_that_comes_when_the_host_of_the_store_has_ended_is_told_at_once(
     own = network.connect()
     network.cut()
     with pytest.raises(RanksDisagree, match=r"rank 1 lost the rendezvous store at compilation 1 \(forward\), graph"):
-        meet(Party(lambda: connected(own), 1, (0, 1), "ended before"))
+        meet(Peers(lambda: connected(own), 1, (0, 1), "ended before"))
 
 
 def one_stops(folder: str) -> float:
@@ -160,7 +160,7 @@ def one_stops(folder: str) -> float:
     began = time.monotonic()
     try:
         with pytest.raises(RanksDisagree, match=r"does not answer rank 1 at compilation 1 \(forward\), graph"):
-            party().compilation("forward", TIMEOUT_S).agree_on_graph(["v0 = placeholder"])
+            peers_of().agreement("forward", TIMEOUT_S).agree_on_graph(["v0 = placeholder"])
     finally:
         os.kill(host, signal.SIGCONT)
     return time.monotonic() - began
