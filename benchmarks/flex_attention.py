@@ -30,7 +30,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from overlapc.codegen.kernel import KernelSource, register
+from overlapc.codegen.generators import KernelSource, register
 from overlapc.codegen.triton import TritonGenerator, attention
 from overlapc.codegen.triton.attention import Tile
 from overlapc.errors import ToolchainError

@@ -43,7 +43,7 @@ from overlapc.launch.demo import DemoConfig, shard
 from overlapc.launch.llama import Llama, LlamaConfig, tensor_parallel
 from overlapc.report import record
 from overlapc.report.compare import graph_text, rows, totals_text
-from overlapc.report.memory import peaks
+from overlapc.report.held_memory import peaks
 from overlapc.report.model import StepRecord
 from overlapc.report.record import Report
 from overlapc.report.trace_reading import read_trace

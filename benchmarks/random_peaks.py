@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 import overlapc
 from overlapc.errors import MemoryBudgetError
 from overlapc.report import record
-from overlapc.report.memory import peaks
+from overlapc.report.held_memory import peaks
 from overlapc.schedule.text import parse
 
 _CUDA_BLOCK = 512  # bytes to which torch's allocator rounds every block up

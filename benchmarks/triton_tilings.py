@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.held_out_kernels import HELD_OUT
 from benchmarks.kernel_cases import PROBLEMS, RARE, SCALES, Inputs, Problem
 from benchmarks.models import decompositions, lowered, partition
-from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton import tiling as tilings
 from overlapc.codegen.triton.candidates import alternatives

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from overlapc.estimators.device import DeviceProfile, Link, Table
 from overlapc.estimators.links import crossed, ranks_by_host
-from overlapc.schedule.collectives import COPY
+from overlapc.schedule.collective_kinds import COPY
 from overlapc.schedule.model import Comm, Estimate, Node
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from overlapc.estimators.calibration.workloads import launcher
-from overlapc.schedule.collectives import KINDS
+from overlapc.schedule.collective_kinds import KINDS
 from overlapc.schedule.model import Estimate, Node
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}

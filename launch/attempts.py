@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest
 
 from overlapc.estimators.agreement.departures import RUN_DIR
 from overlapc.launch.stall import StallWatch
-from overlapc.launch.watch import Watch, forget
+from overlapc.launch.watch_ranks import Watch, forget
 
 
 class Attempts(DefaultLogsSpecs):

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from overlapc.errors import ConfigError
 from overlapc.estimators.agreement.departures import RUN_DIR, rank_dir
 from overlapc.estimators.calibration.effort import Effort
-from overlapc.estimators.calibration.measure import Measurement
+from overlapc.estimators.calibration.measure_machine import Measurement
 from overlapc.estimators.calibration.quick_profile import (
     Derived,
     cpu_derived,

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from overlapc.estimators.calibration.clock import collective_ns
-from overlapc.estimators.calibration.measure import Measurement
 from overlapc.estimators.calibration.measure_contention import ContentionMeasurement
+from overlapc.estimators.calibration.measure_machine import Measurement
 from overlapc.estimators.calibration.workloads import agreed, calls_for
+from overlapc.runtime.copies.command_queues import unsupported
 from overlapc.runtime.copies.commands import aligned
 from overlapc.runtime.copies.layout import Release, Start, Take, place
 from overlapc.runtime.copies.pool import Form, GraphCopies, Pool, Wanted, open_pools
-from overlapc.runtime.copies.queues import unsupported
-from overlapc.schedule.collectives import COPY
+from overlapc.schedule.collective_kinds import COPY
 
 _FORMS = {"all_gather": Form.GATHERED, "all_to_all": Form.EXCHANGED}
 _NAME = "all ranks"

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.backend import overlapc
 from overlapc.estimators.calibration.clock import compute_ns
-from overlapc.estimators.calibration.measure import Measurement
+from overlapc.estimators.calibration.measure_machine import Measurement
 from overlapc.estimators.calibration.profiled_contention import kernels_of
 from overlapc.estimators.calibration.quick_profile import median_of
 from overlapc.report import record

@@ -380,7 +380,7 @@ def calibrate(
 
 
 def _feed_back(profile: str, records: Sequence[Path], target: Path, name: str) -> None:
-    from overlapc.report.feedback import feedback_text, refine
+    from overlapc.report.measured_runs import feedback_text, refine
 
     feedback, document = refine(profile, records)
     if name:

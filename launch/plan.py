@@ -14,8 +14,8 @@ from overlapc.estimators.from_profile import from_profile
 from overlapc.estimators.profiles.profile_file import load_profile
 from overlapc.passes.run import run_pipeline
 from overlapc.planning.pass_context import context_of
-from overlapc.report.build import graph_record
 from overlapc.report.earlier import users_estimator
+from overlapc.report.graph_record import graph_record
 from overlapc.report.model import StepRecord
 from overlapc.report.record import Report
 from overlapc.report.saved_schedules import kept

@@ -21,7 +21,7 @@ from overlapc.errors import ConfigError, OverlapcError, ToolchainError
 from overlapc.estimators.agreement.departures import RUN_DIR, rank_dir
 from overlapc.launch.stall import SECONDS, tell_of_steps
 from overlapc.launch.torchrun import RankError
-from overlapc.launch.watch import finished, started
+from overlapc.launch.watch_ranks import finished, started
 
 _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], None]
 _LAUNCHING = (__file__, runpy.__file__, "<frozen runpy>")  # files that lead to the user's script

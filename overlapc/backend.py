@@ -156,7 +156,7 @@ def _advise_against_hooks(whose: str, hint: str) -> None:
 
 
 def _look_at_gathers(gm: GraphModule) -> None:
-    from overlapc.parallel.alone import compiled_alone
+    from overlapc.parallel.separate_blocks import compiled_alone
     from overlapc.parallel.writes import refuse_writes
 
     refuse_writes(gm.graph)

@@ -25,7 +25,7 @@ from __future__ import annotations
 from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.bucket_round import Alike, Cut, Round
 from overlapc.passes.judge import keep_if_better
-from overlapc.schedule.collectives import several_in_one
+from overlapc.schedule.collective_kinds import several_in_one
 from overlapc.schedule.model import Schedule
 
 # Last what may need the results of those before: an all-reduce those of a reduce-scatter, or of what replaces one.

@@ -11,7 +11,7 @@ from overlapc.passes.bucket_cost import BucketCost, Sum, comm_of, ns_of
 from overlapc.passes.bucket_places import Bucket, Places
 from overlapc.passes.merging import merged_node, with_merged
 from overlapc.passes.reasons import Reason
-from overlapc.schedule.collectives import KINDS, one_dtype
+from overlapc.schedule.collective_kinds import KINDS, one_dtype
 from overlapc.schedule.model import COMPUTE, Comm, Kind, Node, Schedule
 
 # A piece takes at least this many times the latency of one collective, so that latency is at most a tenth of it.

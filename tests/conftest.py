@@ -33,7 +33,7 @@ LONGEST = (
     "test_comparisons.py",
     "test_copies_ranks.py",
     "launch/test_calibrate.py",
-    "runtime/test_collectives.py",
+    "runtime/test_collective_ops.py",
 )
 
 

@@ -21,7 +21,7 @@ import overlapc
 from overlapc.errors import OverlapcError, PeerLost
 from overlapc.estimators.device import Link
 from overlapc.estimators.profiles.profile_file import link_to_json, load_profile, profile_to_json
-from overlapc.runtime.copies import queues
+from overlapc.runtime.copies import command_queues
 from tests.ranks import values_on_ranks
 
 STEPS = 10
@@ -44,23 +44,23 @@ def delays(device: str) -> Any:
     """A context in which copies start late at random, and what computes beside them, too."""
     dice = random.Random(dist.get_rank())
     if device == "cuda":
-        enqueue = queues.StreamQueue.run
+        enqueue = command_queues.StreamQueue.run
 
-        def late_run(self: queues.StreamQueue, commands: Any) -> torch.cuda.Event:
+        def late_run(self: command_queues.StreamQueue, commands: Any) -> torch.cuda.Event:
             for stream in (self._stream, torch.cuda.current_stream()):
                 with torch.cuda.stream(stream):
                     torch.cuda._sleep(dice.randrange(1 << 20) if dice.random() < 0.3 else 1)
             return enqueue(self, commands)
 
-        return mock.patch.object(queues.StreamQueue, "run", late_run)
-    plain = queues.ThreadQueue._do
+        return mock.patch.object(command_queues.StreamQueue, "run", late_run)
+    plain = command_queues.ThreadQueue._do
 
-    def late(self: queues.ThreadQueue, command: Any) -> None:
+    def late(self: command_queues.ThreadQueue, command: Any) -> None:
         if dice.random() < 0.1:
             time.sleep(dice.random() * 2e-3)
         plain(self, command)
 
-    return mock.patch.object(queues.ThreadQueue, "_do", late)
+    return mock.patch.object(command_queues.ThreadQueue, "_do", late)
 
 
 def trained(
@@ -144,7 +144,7 @@ def out_of_memory(folder: str) -> tuple[str, str, Any]:
     given = torch.full((8192,), dist.get_rank() + 1.0).bfloat16(), ranks, group
     profile = profile_knowing(Link(1e14, 10.0), Path(folder, f"{dist.get_rank()}.json"))
     there = "/nowhere" if dist.get_rank() == 1 else "/dev/shm"
-    with mock.patch("overlapc.runtime.copies.memory.FOLDER", there):
+    with mock.patch("overlapc.runtime.copies.shared_memory.FOLDER", there):
         compiled = torch.compile(summed, backend="overlapc", options={"transport": "copy", "warm_start": False})
         with pytest.raises(OverlapcError) as caught:
             compiled(*given)

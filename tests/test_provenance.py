@@ -12,7 +12,7 @@ from overlapc.lowering.provenance import provenance
 from overlapc.parallel import access
 from overlapc.report import record
 from tests.codegen.interpreted import triton_on_cpu
-from tests.lowering.compare import compiled
+from tests.lowering.against_eager import compiled
 
 ACCESS = access.__file__  # between a sharded module and the call of it
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from overlapc.schedule.collectives import KINDS
+from overlapc.schedule.collective_kinds import KINDS
 
 _DTYPES = {
     torch.bfloat16: "bf16",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from overlapc.schedule.collectives import NAMES
+from overlapc.schedule.collective_kinds import NAMES
 
 MEASURING_S = 120.0  # longest that measuring a CPU on first use may take
 MIB = 2**20

@@ -2,7 +2,7 @@
 
     python -m overlapc.estimators.calibration.quick_profile [FILE]      write the quick CPU profile (default: print it)
 
-Two processes, as two ranks of one host would, measure at the same time for about ten seconds (measure.py says what).
+Two processes measure at the same time, as two ranks of one host would, for about ten seconds (see measure_machine.py).
 `overlapc calibrate` measures more, on CPUs and on GPUs.
 """
 
@@ -26,10 +26,10 @@ import torch.distributed as dist
 from overlapc.errors import CalibrationError
 from overlapc.estimators.calibration.effort import MEASURING_S, Effort
 from overlapc.estimators.calibration.fit import fit, fit_copies
-from overlapc.estimators.calibration.measure import Measurement
+from overlapc.estimators.calibration.measure_machine import Measurement
 from overlapc.estimators.profiles.processor import cpu_name
 from overlapc.estimators.profiles.profile_file import FORMAT, link_to_json, profile_from_json, table_from_json
-from overlapc.schedule.collectives import COPY
+from overlapc.schedule.collective_kinds import COPY
 
 Derived = dict[str, tuple[Any, str]]  # quantity -> its value and where that comes from
 RANKS = 2

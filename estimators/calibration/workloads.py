@@ -81,7 +81,7 @@ def launcher(
 def gathers_together(
     group: dist.ProcessGroup, wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], device: torch.device
 ) -> Launch:
-    """Puts a gather of each of `shards` in flight, as a graph's bucket does (on the host: runtime/collectives.py)."""
+    """Launches a gather of each of `shards`, as a graph's bucket does (on the host: runtime/collective_ops.py)."""
 
     def apart() -> dist.Work:
         *works, last = [group._allgather_base(whole, shard) for whole, shard in zip(wholes, shards, strict=True)]

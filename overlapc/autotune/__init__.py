@@ -5,7 +5,8 @@
     tuning.estimate(node)                                            # and what it took
 
 search.py says which tilings come next, timing.py runs them, kept.py keeps their times, tuning.py puts that together.
-Before there is a schedule, products.py times matrix products beside the library, and fusions.py kernels that may fuse.
+Before there is a schedule, product_choice.py times matrix products against the library, and fusions.py times kernels
+that may fuse.
 """
 
 from overlapc.autotune.tuning import Choice, Tuning, tune

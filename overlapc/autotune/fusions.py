@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from overlapc.codegen.kernel import generator_for
+from overlapc.codegen.generators import generator_for
 from overlapc.estimators.calibration.clock import clock_for, compute_ns
 from overlapc.fusion.fuse import Timing
 from overlapc.ir.ops import Loops, LoweredGraph

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from overlapc.codegen.kernel import Alternative, KernelSource
+from overlapc.codegen.generators import Alternative, KernelSource
 from overlapc.codegen.sources import alternatives_of, source_of
 from overlapc.codegen.trial import refuse
 from overlapc.ir.ops import Combo, Loops, LoweredGraph, loops_of

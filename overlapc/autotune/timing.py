@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.autotune.search import NEVER, Trial, explore
-from overlapc.codegen.kernel import Generator, KernelSource, Launcher, generator_for
+from overlapc.codegen.generators import Generator, KernelSource, Launcher, generator_for
 from overlapc.codegen.trial import memory_sets
 from overlapc.errors import ToolchainError
 from overlapc.estimators.calibration.clock import cache_bytes, clock_for, compute_ns

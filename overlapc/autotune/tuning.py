@@ -16,7 +16,7 @@ from pathlib import Path
 from overlapc.autotune.kept import KeptTimes
 from overlapc.autotune.search import Trial, explore, trials_of
 from overlapc.autotune.timing import measure
-from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.generators import KernelSource
 from overlapc.estimators.agreement.rank_agreement import GraphAgreement
 from overlapc.ir.ops import LoweredGraph
 from overlapc.schedule.model import Estimate, Node, Schedule

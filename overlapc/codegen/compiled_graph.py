@@ -15,8 +15,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from overlapc.codegen import kernel as codegen
-from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen import generators
+from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.objects import Boxed, function_of, rebuild
 from overlapc.report.model import GraphRecord
 from overlapc.runtime.copies.pool import GraphCopies, KeptCopies
@@ -80,7 +80,7 @@ class CompiledGraph:
         for device_type, source in self.kernels:
             by_device.setdefault(device_type, []).append(source)
         for device_type, sources in by_device.items():
-            space.update(codegen.load(device_type, sources, cache_dir))
+            space.update(generators.load(device_type, sources, cache_dir))
         plain = self._function(self.wrapper, "", space) if runs is None else runs(space)
         call = switching(plain, lambda: self._function(self.marked, " marked", space), STEPS.counter(self.name))
         if self.record.infers and self.record.changes_inputs:
@@ -89,7 +89,7 @@ class CompiledGraph:
         return call
 
     def _function(self, source: str, what: str, space: Mapping[str, Any]) -> Boxed:
-        return function_of(source.replace(NAME, self.name), f"<overlapc {self.name}{what}>", codegen.direct(space))
+        return function_of(source.replace(NAME, self.name), f"<overlapc {self.name}{what}>", generators.direct(space))
 
 
 def _attribute(gm: GraphModule | None, path: str) -> Any:

@@ -10,7 +10,7 @@ from overlapc.fx.exchange import EXCHANGE
 from overlapc.ir.ops import Start as StartOp
 from overlapc.runtime.copies.layout import Event, Layout, Release, Start, Take, check, place
 from overlapc.runtime.copies.pool import Form, GraphCopies, KeptCopies, Pool, Wanted
-from overlapc.schedule.collectives import COPY
+from overlapc.schedule.collective_kinds import COPY
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Node, Schedule
 from overlapc.schedule.pools import pooled

@@ -21,7 +21,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from overlapc.codegen.kernel import Launcher
+from overlapc.codegen.generators import Launcher
 from overlapc.codegen.program import Call, Launch, Program
 from overlapc.fx.versions import boxed
 from overlapc.ir.ops import Handle, Layout, Provenance, View

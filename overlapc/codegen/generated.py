@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from overlapc.codegen.compiled_graph import NAME, CompiledGraph, order_hash
-from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.parts import Partition
 from overlapc.codegen.program import Program
 from overlapc.codegen.python import PythonWrapper

@@ -59,7 +59,7 @@ _MODULES = frozenset(
         "_operator",
         "math",
         "builtins",
-        "overlapc.runtime.collectives",
+        "overlapc.runtime.collective_ops",
         "overlapc.runtime.philox",
         "overlapc.runtime.support",
     }

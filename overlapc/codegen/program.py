@@ -1,7 +1,7 @@
 """A compiled graph as a flat list of instructions; wrappers are printers of it, `build` makes it.
 
 Each class of instruction says by itself what it reads and makes, how it prints and where it runs: a new kind of
-instruction is a class here, and the place in `build.py` that makes it.
+instruction is a class here, and the place in `program_builder.py` that makes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import sympy
 import torch
 
-from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.generators import KernelSource
 from overlapc.ir.ops import (
     Extern,
     Handle,
@@ -29,7 +29,7 @@ from overlapc.ir.ops import (
     views_in,
 )
 from overlapc.runtime import support
-from overlapc.runtime.collectives import gathers_apart
+from overlapc.runtime.collective_ops import gathers_apart
 
 if TYPE_CHECKING:
     from overlapc.codegen.capturable import Rules

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch.utils._sympy.printers import PythonPrinter
 
-from overlapc.codegen.kernel import Launcher
+from overlapc.codegen.generators import Launcher
 from overlapc.codegen.objects import Boxed, function_of, rebuild, text_of
 from overlapc.codegen.parts import Part, Partition
 from overlapc.codegen.program import (
@@ -31,7 +31,7 @@ _KNOWN: Mapping[str, str] = {
     "math": "math",
     "mark": "overlapc.runtime.marks:mark",
     "Lifecycle": "overlapc.runtime.lifecycle:Lifecycle",
-    "values": "overlapc.runtime.values",
+    "values": "overlapc.runtime.check_values",
     "Parts": "overlapc.runtime.cuda_graphs:Parts",
 }
 _sizes = PythonPrinter()
@@ -57,7 +57,7 @@ class PythonWrapper:
     ) -> None:
         """marked: with a profiler's mark around every node (runtime/marks.py). tracked: every allocation and free is
         checked against the plan (runtime/lifecycle.py). checks: "nan", "inf" and "sync" look at each node after it ran
-        (runtime/values.py). partition: the program as parts for CUDA graphs (runtime/cuda_graphs.py)."""
+        (runtime/check_values.py). partition: the program as parts for CUDA graphs (runtime/cuda_graphs.py)."""
         self.program = program
         self.tracked = tracked
         self.checks = checks

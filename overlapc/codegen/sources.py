@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from overlapc.codegen import kernel as codegen
-from overlapc.codegen.kernel import Alternative, KernelSource
+from overlapc.codegen import generators
+from overlapc.codegen.generators import Alternative, KernelSource
 from overlapc.errors import CompileError
 from overlapc.ir.ops import Attention, Combo, Kernel, Loops, LoweredGraph, loops_of
 from overlapc.schedule.model import Schedule
@@ -45,16 +45,16 @@ def generate_kernels(
 
 def _refused(op: Loops | Attention) -> str | None:
     if isinstance(op, Attention):
-        return codegen.refuse_attention(op)
-    return codegen.generator_for(op.device.type).refuse(op.body)
+        return generators.refuse_attention(op)
+    return generators.generator_for(op.device.type).refuse(op.body)
 
 
 def source_of(op: Kernel, graph: LoweredGraph) -> KernelSource:
     """The kernel of `op` as heuristics would have it."""
     comment = "\n".join((f"{' '.join(op.origin.fx)} | {op.origin.source}", *op.origin.lines[1:_LINES]))
     if isinstance(op, Attention):
-        return codegen.attention_source(op, comment)
-    generator = codegen.generator_for(op.device.type)
+        return generators.attention_source(op, comment)
+    generator = generators.generator_for(op.device.type)
     if isinstance(op, Combo):
         return generator.combine([part.body for part in op.parts], _hint(op), comment)
     return generator.generate(op.body, _hint(op), comment, graph.size_hints)
@@ -63,7 +63,7 @@ def source_of(op: Kernel, graph: LoweredGraph) -> KernelSource:
 def alternatives_of(op: Loops | Combo, graph: LoweredGraph, around: Any = None) -> Sequence[Alternative]:
     """What `source_of` gives, or the one with the tiling `around`; then the same kernel, its work divided otherwise."""
     bodies = [part.body for part in loops_of(op)]
-    return codegen.generator_for(op.device.type).alternatives(bodies, _hint(op), graph.size_hints, around)
+    return generators.generator_for(op.device.type).alternatives(bodies, _hint(op), graph.size_hints, around)
 
 
 def _hint(op: Loops | Combo) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from overlapc.fusion.build import op_name
+from overlapc.fusion.to_schedule import op_name
 from overlapc.ir.ops import Extern, Start
 from overlapc.passes.run import Result
 from overlapc.schedule.model import Kind

@@ -20,7 +20,7 @@ from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.plan_graph import Passes, Planned, plan_graph
 from overlapc.report import record
-from overlapc.report.build import graph_record
+from overlapc.report.graph_record import graph_record
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
 from overlapc.runtime.steps import STEPS

@@ -13,12 +13,12 @@ from typing import Any
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule, Node
 
-from overlapc.codegen.build import build_program
+from overlapc.codegen.buffer_pool import peak_bytes, pooled
 from overlapc.codegen.copies import kept_copies, peak_with_pools
 from overlapc.codegen.generated import Generated
 from overlapc.codegen.parts import split
-from overlapc.codegen.pool import peak_bytes, pooled
 from overlapc.codegen.program import Program
+from overlapc.codegen.program_builder import build_program
 from overlapc.codegen.sources import generate_kernels, kernels_of
 from overlapc.compilation.counts import counts_of, fallbacks_of
 from overlapc.compilation.inner_graphs import Built, inner_graphs, times_of_inner
@@ -33,7 +33,7 @@ from overlapc.planning.dumps import Dumps
 from overlapc.planning.plan_graph import Planned, Reused, collective_lines, device_types, plan_graph
 from overlapc.planning.transports import rank_in_graphs
 from overlapc.report import record
-from overlapc.report.build import graph_record
+from overlapc.report.graph_record import graph_record
 from overlapc.report.model import GraphRecord
 from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministic

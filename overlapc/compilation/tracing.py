@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from overlapc.compilation.folded_blocks import Folded
 from overlapc.config import Config
 from overlapc.fx.aliased_outputs import views_outside
-from overlapc.fx.attention import drop_masks
+from overlapc.fx.attention_masks import drop_masks
 from overlapc.fx.blocks import Unfit
 from overlapc.fx.decompositions import decompositions
 from overlapc.fx.partition import partition

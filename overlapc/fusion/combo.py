@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from overlapc.fusion.groups import Group, Groups
+from overlapc.fusion.kernel_groups import Group, Groups
 from overlapc.fusion.merge import Refusal
 from overlapc.fusion.report import FusionReport
 from overlapc.ir.body import Body

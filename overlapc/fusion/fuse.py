@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 from overlapc.fusion.combo import combine
 from overlapc.fusion.cuts import cut
-from overlapc.fusion.groups import Group, Groups
+from overlapc.fusion.kernel_groups import Group, Groups
 from overlapc.fusion.legality import Ways, one_kernel, verdict
 from overlapc.fusion.merge import Refusal, same_space
 from overlapc.fusion.mixed_order import crosses
 from overlapc.fusion.report import FusionReport
 from overlapc.fusion.score import Score, score
 from overlapc.fusion.simplify import simplified
+from overlapc.ir.conversions import numbers_last, rounded_once
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, Refuse, nothing_refused
-from overlapc.ir.values import numbers_last, rounded_once
 
 NEIGHBOURS = 8  # readers of one buffer that are paired with each other: keeps candidates linear in the graph
 FARTHEST = 512  # positions apart that two readers may stand: fusing farther ones lengthens live ranges

@@ -21,12 +21,12 @@ from overlapc.fusion.loop_order import split_at_divisions
 from overlapc.fusion.simplify import simplified
 from overlapc.fusion.unroll import unrolled
 from overlapc.ir.body import Body, Checked, Index, Load, Op, Store, Value, as_number, depends_on, op
+from overlapc.ir.conversions import as_read, constant
 from overlapc.ir.hazards import overwrites_in_place, scatters
 from overlapc.ir.indexing import Ranges, bounds, numel, position_in, simplify, substitute
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, Refuse, buffers_read, nothing_refused
 from overlapc.ir.rewriting import canonical, rewrite, rewrite_values
 from overlapc.ir.settle import with_known_positions
-from overlapc.ir.values import as_read, constant
 
 LARGEST_BODY = 256  # values of a kernel after inlining; keeps source readable and registers bounded
 FEW = 64  # one element of so many

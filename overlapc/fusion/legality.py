@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from overlapc.fusion.groups import Group, Groups
+from overlapc.fusion.kernel_groups import Group, Groups
 from overlapc.fusion.loop_order import in_order_of, scattered_bytes, untiled_bytes
 from overlapc.fusion.merge import Refusal, merge, without_stores
 from overlapc.fusion.mixed_order import crosses, merge_across, skips

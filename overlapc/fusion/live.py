@@ -2,7 +2,7 @@
 
 A fused kernel runs where its later part ran. What only the earlier part reads then lives longer, which is harmless
 where memory is not scarce; what becomes local to the kernel does not live at all. What a kernel writes over an argument
-that dies there (codegen/build.py) takes no memory of its own.
+that dies there (codegen/program_builder.py) takes no memory of its own.
 """
 
 from __future__ import annotations

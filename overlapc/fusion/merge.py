@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import sympy
 
 from overlapc.ir.body import Body, Load, Loop, Store, Value, op
+from overlapc.ir.conversions import as_read, constant
 from overlapc.ir.indexing import exact_quotient, is_one, loop_symbol, numel
 from overlapc.ir.rewriting import canonical, rewrite, with_loops
-from overlapc.ir.values import as_read, constant
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from torch import Tensor, fx
 from overlapc.errors import CompileError
 from overlapc.fx.communication import group_of, is_asynchronous, is_collective, is_wait, kind_of, op_of
 from overlapc.fx.exchange import EXCHANGE
-from overlapc.fx.groups import GroupNames
+from overlapc.fx.group_names import GroupNames
 from overlapc.fx.labels import ParamLabel, label_of
 from overlapc.fx.versions import size_hint
-from overlapc.schedule.collectives import KINDS
+from overlapc.schedule.collective_kinds import KINDS
 from overlapc.schedule.model import Comm
 
 _SELF_WAITING = frozenset({"_dtensor::shard_dim_alltoall"})  # launch, wait and nothing else

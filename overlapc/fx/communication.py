@@ -8,7 +8,7 @@ from torch import fx
 from overlapc.fx.arguments import declared_arguments
 from overlapc.fx.subgraphs import nodes_within
 from overlapc.fx.versions import group_name_of
-from overlapc.schedule.collectives import KINDS
+from overlapc.schedule.collective_kinds import KINDS
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _KINDS = {**{kind.op: kind.name for kind in KINDS.values()}, "shard_dim_alltoall": "all_to_all"}

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from overlapc.fx.arguments import argument
+from overlapc.fx.node_writer import Writer
 from overlapc.fx.versions import resolve_group
-from overlapc.fx.writer import Writer
 
 aten, prims, _c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
 

@@ -27,7 +27,7 @@ from torch._prims_common import make_contiguous_strides_for
 
 from overlapc.fx.arguments import argument
 from overlapc.fx.labels import ParamLabel
-from overlapc.fx.writer import Writer
+from overlapc.fx.node_writer import Writer
 
 aten, fsdp, _c10d = torch.ops.aten, torch.ops.fsdp, torch.ops._c10d_functional
 _WAIT = _c10d.wait_tensor.default

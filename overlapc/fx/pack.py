@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from overlapc.fx.arguments import argument
 from overlapc.fx.gathers import CARRIERS, parameter_gathers
 from overlapc.fx.labels import ParamLabel, label_of
-from overlapc.fx.writer import Writer
+from overlapc.fx.node_writer import Writer
 
 aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 

@@ -32,12 +32,12 @@ from overlapc.fx.compared import save_what_is_compared
 from overlapc.fx.drawn import draw_early, draw_late
 from overlapc.fx.duplicates import merge_duplicates
 from overlapc.fx.gathers import Gather, parameter_gathers
+from overlapc.fx.node_writer import Writer
 from overlapc.fx.precision import note_coarse
 from overlapc.fx.random import draw_once
 from overlapc.fx.recompute import backward_nodes, recompute_expansions
 from overlapc.fx.rng_state import describe, unwrap_attention
 from overlapc.fx.versions import return_no_tangents
-from overlapc.fx.writer import Writer
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch._prims_common import make_contiguous_strides_for
 
-from overlapc.fx.writer import described_like
+from overlapc.fx.node_writer import described_like
 from overlapc.runtime import philox
 
 aten = torch.ops.aten

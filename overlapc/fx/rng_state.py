@@ -17,7 +17,7 @@ from torch import fx
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 from overlapc.fx.arguments import declared_arguments
-from overlapc.fx.writer import Writer, fake_result
+from overlapc.fx.node_writer import Writer, fake_result
 
 
 def unwrap_attention(forward: fx.GraphModule, backward: fx.GraphModule) -> None:

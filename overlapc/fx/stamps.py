@@ -19,8 +19,8 @@ from torch.fx.node import map_arg
 from overlapc.fx.arguments import declared_arguments, is_written
 from overlapc.fx.blocks import Stretch, Unfit
 from overlapc.fx.labels import KEY
+from overlapc.fx.node_writer import described_like, fake_result
 from overlapc.fx.versions import belongs_to_backward, fake_like
-from overlapc.fx.writer import described_like, fake_result
 
 _NUMBER = re.compile(r"_\d+$")
 _CHECKPOINT = "ac_graph_id"  # where torch notes which call of a checkpoint a node belongs to

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import sympy
 
 from overlapc.ir.body import Body, Checked, Constant, Index, Load, Op, Value, as_number
+from overlapc.ir.conversions import constant
 from overlapc.ir.indexing import Ranges, bounds, simplify, substitute
 from overlapc.ir.rewriting import rewrite
-from overlapc.ir.values import constant
 
 COMPARES = frozenset("lt ge le gt eq ne".split())
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from overlapc.fx.precision import is_coarse
 from overlapc.fx.versions import symbol_hint
 from overlapc.ir.body import Body, Constant, Index, Load, Loop, Store, Value
+from overlapc.ir.conversions import cast, number, without_trivial_reductions
 from overlapc.ir.indexing import is_one, is_plain, loop_symbol
 from overlapc.ir.ops import (
     Extern,
@@ -37,7 +38,6 @@ from overlapc.ir.ops import (
     views_in,
 )
 from overlapc.ir.rewriting import canonical
-from overlapc.ir.values import cast, number, without_trivial_reductions
 from overlapc.lowering.precision import coarsened
 from overlapc.lowering.provenance import provenance
 from overlapc.lowering.schema import has_side_effects, mutated, returned_argument, users_through_views

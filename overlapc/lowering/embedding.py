@@ -10,9 +10,9 @@ import sympy
 import torch
 
 from overlapc.ir.body import Body, Index, Load, Store, Value, compute_dtype, op
+from overlapc.ir.conversions import cast, constant
 from overlapc.ir.indexing import flat_index, loop_symbol, numel
 from overlapc.ir.ops import Layout, View
-from overlapc.ir.values import cast, constant
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.indexing import Place, both, masked_element, picked, place, positioned
 from overlapc.lowering.scatter import Position, contiguous, contiguous_strides, refuse_if_deterministic, store_at

@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from overlapc.errors import CompileError
 from overlapc.fx.decompositions import decompositions
 from overlapc.ir.body import Body, Cast, Constant, Index, Load, Loop, Op, Store, Value, as_number, topological
+from overlapc.ir.conversions import as_read, cast, constant
 from overlapc.ir.indexing import Ranges, loop_symbol, simplify, substitute
 from overlapc.ir.ops import GRADIENT, SCORE, Attention, BlockLists, Handle, Loops, LoweredGraph, View
 from overlapc.ir.rewriting import rewrite_values
 from overlapc.ir.settle import settled
-from overlapc.ir.values import as_read, cast, constant
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.graph import lower
 from overlapc.lowering.precision import FORGIVING, coarsened

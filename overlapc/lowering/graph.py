@@ -20,6 +20,7 @@ from overlapc.fx.communication import is_wait
 from overlapc.fx.control import done, order_of
 from overlapc.fx.precision import is_noted, note_coarse
 from overlapc.fx.subgraphs import carries_graphs
+from overlapc.ir.conversions import is_number
 from overlapc.ir.ops import (
     Extern,
     Handle,
@@ -37,7 +38,6 @@ from overlapc.ir.ops import (
     nothing_refused,
     views_in,
 )
-from overlapc.ir.values import is_number
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.provenance import provenance
 from overlapc.lowering.schema import binds_sizes, is_effect_token, is_view

@@ -10,9 +10,9 @@ import sympy
 import torch
 
 from overlapc.ir.body import Body, Checked, Index, Load, Value, op
+from overlapc.ir.conversions import cast, constant
 from overlapc.ir.indexing import is_one, loop_symbol
 from overlapc.ir.ops import View
-from overlapc.ir.values import cast, constant
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.table import Impossible, lowers
 

@@ -9,9 +9,9 @@ import torch
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from overlapc.ir.body import Index, Value, op
+from overlapc.ir.conversions import cast
 from overlapc.ir.indexing import is_one
 from overlapc.ir.ops import View
-from overlapc.ir.values import cast
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.indexing import both, masked_element, positioned, within
 from overlapc.lowering.scatter import Position

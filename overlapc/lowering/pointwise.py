@@ -12,8 +12,8 @@ import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 
 from overlapc.ir.body import LOW_PRECISION, Body, Cast, Constant, Index, Value, op
+from overlapc.ir.conversions import cast, constant
 from overlapc.ir.ops import View
-from overlapc.ir.values import cast, constant
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.table import Impossible, lowers, lowers_by_name
 

@@ -14,9 +14,9 @@ import sympy
 import torch
 
 from overlapc.ir.body import Body, Cast, Loop, Reduce, Value, op
+from overlapc.ir.conversions import cast
 from overlapc.ir.indexing import loop_symbol
 from overlapc.ir.ops import View
-from overlapc.ir.values import cast
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.table import Impossible, lowers
 

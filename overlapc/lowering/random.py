@@ -10,9 +10,9 @@ import sympy
 import torch
 
 from overlapc.ir.body import Index, Load, Value, op
+from overlapc.ir.conversions import cast, constant
 from overlapc.ir.indexing import flat_index
 from overlapc.ir.ops import View
-from overlapc.ir.values import cast, constant
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.indexing import positioned
 from overlapc.lowering.scatter import contiguous_strides

@@ -9,9 +9,9 @@ import sympy
 import torch
 
 from overlapc.ir.body import Body, Loop, Reduce, Value, compute_dtype, op
+from overlapc.ir.conversions import cast, constant, converted
 from overlapc.ir.indexing import loop_symbol, numel
 from overlapc.ir.ops import View
-from overlapc.ir.values import cast, constant, converted
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.pointwise import settled, truth
 from overlapc.lowering.table import Impossible, lowers

@@ -9,8 +9,8 @@ import sympy
 import torch
 
 from overlapc.ir.body import Body, Scan, Value, compute_dtype
+from overlapc.ir.conversions import converted
 from overlapc.ir.ops import View
-from overlapc.ir.values import converted
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.reduction import normalized, reduction_loops
 from overlapc.lowering.table import lowers

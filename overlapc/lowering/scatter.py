@@ -15,8 +15,8 @@ import sympy
 import torch
 
 from overlapc.ir.body import Body, Checked, Index, Load, Store, Value, compute_dtype, op
+from overlapc.ir.conversions import cast, constant
 from overlapc.ir.ops import Layout, View
-from overlapc.ir.values import cast, constant
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.indexing import (
     Place,

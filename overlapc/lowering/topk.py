@@ -8,8 +8,8 @@ import sympy
 import torch
 
 from overlapc.ir.body import Body, Index, Reduce, Value, op
+from overlapc.ir.conversions import cast, constant
 from overlapc.ir.ops import View
-from overlapc.ir.values import cast, constant
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.reduction import nonempty, reduction_loops
 from overlapc.lowering.table import Impossible, lowers

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from overlapc.errors import ConfigError
 from overlapc.fx.labels import ParamLabel, annotate
-from overlapc.runtime.collectives import gather_apart
+from overlapc.runtime.collective_ops import gather_apart
 
 _ops = torch.ops._c10d_functional
 

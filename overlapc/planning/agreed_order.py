@@ -20,7 +20,7 @@ from overlapc.passes.merging import after_renamed, merged_node
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.agreed import Agreed
 from overlapc.schedule import dependencies
-from overlapc.schedule.collectives import KINDS
+from overlapc.schedule.collective_kinds import KINDS
 from overlapc.schedule.dependencies import Why
 from overlapc.schedule.model import COMMUNICATION, Comm, Node, Schedule
 from overlapc.schedule.verify import verify

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from overlapc.codegen.alone import calls_of
+from overlapc.codegen.library_calls import calls_of
 from overlapc.config import Config
 from overlapc.estimators.base import Estimator, FirstKnown
 from overlapc.estimators.device import DeviceProfile

@@ -15,9 +15,9 @@ from torch.fx import GraphModule, Node
 
 from overlapc.autotune import Tuning, tune
 from overlapc.autotune.fusions import KernelTimes
-from overlapc.autotune.products import ProductTimes, choice
-from overlapc.codegen import kernel as codegen
-from overlapc.codegen.bucket import merge_starts
+from overlapc.autotune.product_choice import ProductTimes, choice
+from overlapc.codegen import generators
+from overlapc.codegen.bucket_payload import merge_starts
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.codegen.copies import Copied, peak_with_pools
 from overlapc.config import Config
@@ -28,14 +28,14 @@ from overlapc.estimators.base import Estimator, estimate_schedule
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.roofline import Roofline
 from overlapc.fusion import fuse_ops
-from overlapc.fusion.build import to_schedule
 from overlapc.fusion.combo import kind_of, one_launch
-from overlapc.fx.attention import attention_counts, attention_kernels
+from overlapc.fusion.to_schedule import to_schedule
+from overlapc.fx.attention_masks import attention_counts, attention_kernels
 from overlapc.fx.canonical import canonicalize
 from overlapc.fx.collectives import Collective, find_collectives
 from overlapc.fx.control import inline_control_deps
 from overlapc.fx.fsdp2 import clean_up
-from overlapc.fx.groups import GroupNames
+from overlapc.fx.group_names import GroupNames
 from overlapc.fx.inferred_labels import infer_labels
 from overlapc.fx.pack import CopyCosts, pack
 from overlapc.fx.random import draw_once
@@ -56,8 +56,8 @@ from overlapc.planning.rank_notes import notes_of
 from overlapc.planning.transports import AUTO, Transports, carried
 from overlapc.report import record
 from overlapc.report.drawing import to_dot
-from overlapc.report.memory import held_bytes
-from overlapc.report.walk import walk_through
+from overlapc.report.held_memory import held_bytes
+from overlapc.report.walk_through import walk_through
 from overlapc.runtime.copies.pool import GraphCopies
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
@@ -342,15 +342,15 @@ def collective_lines(schedule: Schedule) -> list[str]:
 
 
 def _generates(config: Config, device: torch.device) -> bool:
-    return bool(config.native) and codegen.has_generator(device.type)
+    return bool(config.native) and generators.has_generator(device.type)
 
 
 def _refuse(device: torch.device, body: Body) -> str | None:
-    return codegen.generator_for(device.type).refuse(body)
+    return generators.generator_for(device.type).refuse(body)
 
 
 def _refuse_fused(device: torch.device, body: Body) -> str | None:
-    return codegen.generator_for(device.type).refuse_fused(body)
+    return generators.generator_for(device.type).refuse_fused(body)
 
 
 def _lowered(
@@ -365,7 +365,14 @@ def _lowered(
     def lowered_with(native: Callable[[Product], bool]) -> LoweredGraph:
         rounds = config.numerics == "eager"
         return lower(
-            gm, name, partial(_generates, config), communication.get, native, _refuse, rounds, codegen.refuse_attention
+            gm,
+            name,
+            partial(_generates, config),
+            communication.get,
+            native,
+            _refuse,
+            rounds,
+            generators.refuse_attention,
         )
 
     measured = config.matmul == "autotune" and not torch.are_deterministic_algorithms_enabled()

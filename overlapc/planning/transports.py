@@ -28,12 +28,12 @@ from overlapc.fx.arguments import argument
 from overlapc.fx.collectives import Collective, find_collectives
 from overlapc.fx.communication import group_of, is_asynchronous
 from overlapc.fx.exchange import EXCHANGE, Place, exchange_reductions, refusal, travelling_bytes
+from overlapc.runtime.copies.command_queues import unsupported
 from overlapc.runtime.copies.commands import MOST_RANKS
 from overlapc.runtime.copies.layout import Layout, common, from_text, to_text
-from overlapc.runtime.copies.memory import FOLDER
 from overlapc.runtime.copies.pool import GraphCopies, KeptCopies, Pool, Wanted, kept_pools, open_pools
-from overlapc.runtime.copies.queues import unsupported
-from overlapc.schedule.collectives import COPY, KINDS
+from overlapc.runtime.copies.shared_memory import FOLDER
+from overlapc.schedule.collective_kinds import COPY, KINDS
 from overlapc.schedule.model import Comm, Kind, Schedule
 from overlapc.schedule.model import Node as ScheduleNode
 

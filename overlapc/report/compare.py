@@ -9,7 +9,7 @@ from statistics import median
 from tabulate import tabulate
 
 from overlapc.estimators.calibration.observed import APART
-from overlapc.report.memory import peaks
+from overlapc.report.held_memory import peaks
 from overlapc.report.model import GraphRecord, StepRecord
 from overlapc.report.times import ms, us
 from overlapc.schedule.model import Kind, Node

@@ -11,9 +11,9 @@ from pathlib import Path
 from tabulate import tabulate
 
 from overlapc.report.advice import exposures
+from overlapc.report.held_memory import peaks
 from overlapc.report.ledger import Ledger
 from overlapc.report.limiting_factor import Spent
-from overlapc.report.memory import peaks
 from overlapc.report.model import StepRecord, measured_step
 from overlapc.report.times import ms
 from overlapc.units import human_bytes

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from overlapc.errors import ConfigError
 from overlapc.report import record
-from overlapc.report.build import shown_origin
+from overlapc.report.graph_record import shown_origin
 from overlapc.report.model import GraphRecord, Measured, Span
 from overlapc.report.record import NothingCompiled, Report
 from overlapc.report.trace_reading import Marked, Trace, merged, read_trace, run_times, typical

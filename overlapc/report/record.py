@@ -16,7 +16,7 @@ import torch.distributed as dist
 from overlapc import documents
 from overlapc.errors import ConfigError, OverlapcError
 from overlapc.report.captures import CAPTURES
-from overlapc.report.memory import forward_of, inputs
+from overlapc.report.held_memory import forward_of, inputs
 from overlapc.report.model import GraphRecord, StepRecord
 from overlapc.runtime.steps import STEPS
 from overlapc.schedule.model import Buffer

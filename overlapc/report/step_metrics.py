@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from overlapc.report import report_of_process
+from overlapc.report.held_memory import peaks
 from overlapc.report.ledger import utilization
 from overlapc.report.limiting_factor import Spent
-from overlapc.report.memory import peaks
 from overlapc.report.record import NothingCompiled
 from overlapc.runtime.steps import STEPS
 

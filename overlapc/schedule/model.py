@@ -48,7 +48,7 @@ class Comm:
     reduce_scatter the unreduced input, all_reduce, broadcast and point_to_point the tensor once.
     """
 
-    collective: str  # a row of `schedule.collectives`, "point_to_point" or "unknown"
+    collective: str  # a row of `schedule.collective_kinds`, "point_to_point" or "unknown"
     bytes: int
     group: str  # who takes part, and whose order all ranks keep: a name equal on all ranks, such as the mesh axis "dp"
     size: int  # ranks in the group; 0 when not known

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from overlapc.errors import clipped, unknown_name
 from overlapc.gc_paused import gc_paused
-from overlapc.schedule.collectives import TRANSPORTS
+from overlapc.schedule.collective_kinds import TRANSPORTS
 from overlapc.schedule.model import Buffer, Comm, Estimate, Kind, Node, Origin, Schedule, Work
 from overlapc.schedule.scanner import MOST_RANKS, Statement, statements
 from overlapc.schedule.syntax import KINDS, default_buffer, default_bytes, default_kind

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from overlapc.schedule.collectives import COPY
+from overlapc.schedule.collective_kinds import COPY
 from overlapc.schedule.model import Kind, Schedule
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from overlapc.errors import ScheduleError
-from overlapc.schedule import collectives
+from overlapc.schedule import collective_kinds
 from overlapc.schedule.model import Buffer, Kind
 
 KINDS = {kind.value: kind for kind in Kind}
@@ -16,7 +16,7 @@ _ALIASING = (Kind.WAIT, Kind.VIEW)
 
 def default_kind(op: str) -> Kind | None:
     """The kind of a node whose statement names only its op; None for an op that needs KIND: before it."""
-    return Kind.START if op in collectives.KINDS else KINDS.get(op)
+    return Kind.START if op in collective_kinds.KINDS else KINDS.get(op)
 
 
 def default_buffer(kind: Kind, reads: Sequence[str], writes: Sequence[str], at: int) -> Buffer:
@@ -28,7 +28,7 @@ def default_buffer(kind: Kind, reads: Sequence[str], writes: Sequence[str], at: 
 
 def default_bytes(collective: str, reads: Sequence[str], writes: Sequence[str], buffers: Mapping[str, Buffer]) -> int:
     """Bytes of a collective by its own definition (see `Comm`), of the storage behind what it reads or writes."""
-    kind = collectives.KINDS.get(collective)
+    kind = collective_kinds.KINDS.get(collective)
     return sum(_storage_bytes(name, buffers) for name in (writes if kind is not None and kind.output_sized else reads))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from overlapc.codegen.kernel import foreign
+from overlapc.codegen.generators import foreign
 from overlapc.config import NOT_IN_KEY, Config
 from overlapc.runtime.cache import content_key
 from overlapc.runtime.toolchain import triton_version

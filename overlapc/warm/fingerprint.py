@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.fx.node import Node
 
 from overlapc.errors import OverlapcError
-from overlapc.fx.groups import ranks_of
+from overlapc.fx.group_names import ranks_of
 from overlapc.fx.precision import is_coarse
 from overlapc.fx.versions import group_name_of, size_hint
 from overlapc.runtime.cache import content_key

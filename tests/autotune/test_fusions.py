@@ -13,8 +13,8 @@ from overlapc.fusion import fuse_ops
 from overlapc.fusion.fuse import Timing
 from overlapc.ir.ops import Loops
 from overlapc.runtime.counters import counted
-from tests.fusion.build import extern, graph, names, pointwise
-from tests.lowering.compare import compiled
+from tests.fusion.small_graphs import extern, graph, names, pointwise
+from tests.lowering.against_eager import compiled
 
 assert overlapc.codegen.cpp.CppGenerator
 

@@ -20,24 +20,24 @@ import torch.distributed as dist
 from overlapc.autotune import Tuning, timing, tune
 from overlapc.autotune.search import Trial
 from overlapc.autotune.tuning import choose
-from overlapc.codegen import kernel as generators
+from overlapc.codegen import generators
 from overlapc.codegen.cpp.kernel import CppGenerator
-from overlapc.codegen.kernel import Alternative, KernelSource
+from overlapc.codegen.generators import Alternative, KernelSource
 from overlapc.codegen.sources import generate_kernels, source_of
 from overlapc.codegen.triton import candidates
 from overlapc.config import Config
 from overlapc.errors import ConfigError, ToolchainError
 from overlapc.estimators.agreement.rank_agreement import Peers
 from overlapc.estimators.calibration import clock
-from overlapc.fusion.build import to_schedule
+from overlapc.fusion.to_schedule import to_schedule
 from overlapc.ir.body import Body
 from overlapc.ir.ops import Loops, LoweredGraph
 from overlapc.report import record
 from overlapc.runtime.counters import counted
 from overlapc.schedule.model import Estimate, Node, Schedule
 from tests.codegen.interpreted import triton_on_cpu
-from tests.fusion.build import extern, graph, pointwise
-from tests.lowering.compare import compiled
+from tests.fusion.small_graphs import extern, graph, pointwise
+from tests.lowering.against_eager import compiled
 
 
 class Paced(CppGenerator):

@@ -25,14 +25,14 @@ def starts(root: str) -> list[dict[str, Any]]:
     """The step compiled three times: cold, with rank 1's times lost, and with all times there."""
     import triton
 
-    from overlapc.codegen import cpp, kernel
+    from overlapc.codegen import cpp, generators
     from overlapc.codegen import triton as ours
 
     class OnCpu(ours.TritonGenerator):
         device_type = "cpu"
 
     assert cpp.CppGenerator  # registered first, as it would be later
-    kernel.register(OnCpu())
+    generators.register(OnCpu())
     ours.candidates.MOST = 2
     triton.knobs.runtime.interpret = True
     rank = dist.get_rank()

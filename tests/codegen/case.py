@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.generators import KernelSource
 from overlapc.ir.body import Body
 from tests.codegen.terms import bf16, boolean, f16
 

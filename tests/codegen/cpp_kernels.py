@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from overlapc.codegen.cpp import CppGenerator
-from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.generators import KernelSource
 from overlapc.ir.body import Body
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import triton
 
 import overlapc.codegen.cpp  # noqa: F401 (registers the generator)
-from overlapc.codegen import kernel as generators
+from overlapc.codegen import generators
 from overlapc.codegen.triton import TritonGenerator
 
 

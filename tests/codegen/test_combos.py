@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from overlapc.codegen.cpp import CppGenerator
-from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.combo import combo_source
 from overlapc.codegen.triton.tiling import Tiling

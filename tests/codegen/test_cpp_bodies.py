@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from overlapc.codegen.cpp import CppGenerator
 from overlapc.codegen.cpp_load import prelude
-from overlapc.codegen.kernel import generator_for
+from overlapc.codegen.generators import generator_for
 from overlapc.ir.body import Body, Load, Store, Value
 from overlapc.ir.rewriting import rewrite_values
 from overlapc.runtime.toolchain import find_compiler

@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import overlapc.codegen.triton  # noqa: F401 (registers the generator)
-from overlapc.codegen.build import build_program
+from overlapc.codegen.program_builder import build_program
 from overlapc.codegen.python import PythonWrapper
 from overlapc.codegen.sources import generate_kernels
 from overlapc.fusion import fuse_ops
-from overlapc.fusion.build import to_schedule
+from overlapc.fusion.to_schedule import to_schedule
 from overlapc.lowering import lower
 from overlapc.runtime import support
 

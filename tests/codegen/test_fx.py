@@ -13,19 +13,19 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mut
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import overlapc.codegen.cpp  # noqa: F401 (registers the generator)
-from overlapc.codegen import kernel as generators
-from overlapc.codegen.build import build_program
+from overlapc.codegen import generators
 from overlapc.codegen.fx import FxWrapper
+from overlapc.codegen.program_builder import build_program
 from overlapc.codegen.sources import generate_kernels
 from overlapc.config import Config
 from overlapc.fusion import fuse_ops
-from overlapc.fusion.build import to_schedule
+from overlapc.fusion.to_schedule import to_schedule
 from overlapc.fx.canonical import canonicalize
 from overlapc.fx.collectives import find_collectives
 from overlapc.lowering import Communication, lower
-from overlapc.runtime.collectives import gather_apart
+from overlapc.runtime.collective_ops import gather_apart
 from tests.codegen.interpreted import triton_on_cpu
-from tests.lowering.compare import compiled, same
+from tests.lowering.against_eager import compiled, same
 from tests.worlds import fake_world
 
 SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

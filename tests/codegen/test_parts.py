@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from overlapc.codegen.kernel import generator_for
+from overlapc.codegen.generators import generator_for
 from overlapc.codegen.objects import rebuild
 from overlapc.codegen.parts import LEAST_NODES, Part, Partition, split
 from overlapc.codegen.program import Call, Launch, Program, Return, WaitFor

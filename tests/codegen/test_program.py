@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import overlapc.codegen.cpp  # noqa: F401 (registers the generator)
-from overlapc.codegen.build import build_program
-from overlapc.codegen.kernel import generator_for
+from overlapc.codegen.generators import generator_for
 from overlapc.codegen.program import Allocate, Call, Free, Launch, Program, Reuse, TakeOver, WaitFor
+from overlapc.codegen.program_builder import build_program
 from overlapc.codegen.python import PythonWrapper
 from overlapc.codegen.sources import generate_kernels
 from overlapc.config import Config
 from overlapc.fusion import fuse_ops
-from overlapc.fusion.build import to_schedule
+from overlapc.fusion.to_schedule import to_schedule
 from overlapc.ir.ops import Extern, Start
 from overlapc.lowering import lower
 from overlapc.runtime.support import LayoutError
-from tests.fusion.build import comm, graph, pointwise, start, view, wait
+from tests.fusion.small_graphs import comm, graph, pointwise, start, view, wait
 
 
 def compiled(

@@ -8,13 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import overlapc.codegen.cpp  # noqa: F401 (registers the generator)
-from overlapc.codegen import build
-from overlapc.codegen.build import build_program
-from overlapc.codegen.pool import peak_bytes, pooled
+from overlapc.codegen import program_builder
+from overlapc.codegen.buffer_pool import peak_bytes, pooled
 from overlapc.codegen.program import Program
+from overlapc.codegen.program_builder import build_program
 from overlapc.codegen.sources import generate_kernels
 from overlapc.fusion import fuse_ops
-from overlapc.fusion.build import to_schedule
+from overlapc.fusion.to_schedule import to_schedule
 from overlapc.ir.ops import LoweredGraph
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
@@ -39,7 +39,7 @@ def test_memory_holds_what_is_read_in_any_order_of_any_program(recipe: list[Step
     changed = {graph.root(view.buffer) for op in ops for view in getattr(op, "mutates", ())}
     donated = [name for name in graph.inputs if name not in changed and data.draw(st.booleans())]
     schedule = data.draw(reordered(to_schedule(ops, graph, donated)))
-    with patch.object(build, "SMALLEST_REUSED", 0):
+    with patch.object(program_builder, "SMALLEST_REUSED", 0):
         made = build_program(schedule, graph, generate_kernels(schedule, graph), donated=donated)
     assert check(made, schedule, graph) <= analyze(schedule).peak_bytes
     check(pooled(made), schedule, graph)

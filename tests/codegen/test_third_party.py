@@ -16,14 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.backend import overlapc
-from overlapc.codegen import kernel as generators
-from overlapc.codegen.build import build_program
-from overlapc.codegen.kernel import Alternative, KernelSource, Launcher
+from overlapc.codegen import generators
+from overlapc.codegen.generators import Alternative, KernelSource, Launcher
+from overlapc.codegen.program_builder import build_program
 from overlapc.codegen.python import PythonWrapper
 from overlapc.codegen.sources import generate_kernels
 from overlapc.config import Config
 from overlapc.fusion import fuse_ops
-from overlapc.fusion.build import to_schedule
+from overlapc.fusion.to_schedule import to_schedule
 from overlapc.ir.body import Body, Constant, Load, Op
 from overlapc.lowering import lower
 from overlapc.runtime import support

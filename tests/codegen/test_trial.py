@@ -11,7 +11,7 @@ from overlapc.codegen.trial import memory_sets, refuse
 from overlapc.fusion import fuse_ops
 from overlapc.ir.ops import Loops, LoweredGraph, loops_of
 from overlapc.lowering import lower
-from tests.fusion.build import change, graph, view
+from tests.fusion.small_graphs import change, graph, view
 
 CPU = torch.device("cpu")
 

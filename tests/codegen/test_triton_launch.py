@@ -11,7 +11,7 @@ import sympy
 import torch
 import triton
 
-from overlapc.codegen.kernel import generator_for
+from overlapc.codegen.generators import generator_for
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.tiling import choose
 from overlapc.errors import ToolchainError

@@ -19,7 +19,7 @@ from overlapc.codegen.triton.tiling import Tiling
 from overlapc.ir.body import Body, Cast, Index, Load, Store, Value, op
 from tests.codegen.interpreted import triton_on_cpu
 from tests.codegen.terms import f32, i64, loop, number, p0, r0, s0, total
-from tests.lowering.compare import compiled
+from tests.lowering.against_eager import compiled
 
 
 def variance(divisor: Value, length: int | sympy.Expr = 40) -> Body:

@@ -14,7 +14,7 @@ from overlapc.estimators.profiles.profile_file import load_profile, profile_from
 from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context
 from overlapc.passes.run import run_pipeline
-from overlapc.report.build import graph_record
+from overlapc.report.graph_record import graph_record
 from overlapc.report.model import StepRecord
 from overlapc.report.record import Report, load
 from overlapc.schedule.text import parse

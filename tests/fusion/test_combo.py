@@ -13,7 +13,7 @@ from overlapc.fusion.report import FusionReport
 from overlapc.fusion.work import work_of
 from overlapc.ir.body import Body, Checked, Constant, op
 from overlapc.ir.ops import Combo, IROp, LoweredGraph
-from tests.fusion.build import extern, graph, kernel, overwrite, pointwise, start, view, wait
+from tests.fusion.small_graphs import extern, graph, kernel, overwrite, pointwise, start, view, wait
 from tests.ir.bodies import P, loops_of, put, x
 
 

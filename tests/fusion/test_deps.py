@@ -6,7 +6,7 @@ import sympy
 
 from overlapc.fusion.deps import edges, has_effect, without_dead_ops
 from overlapc.ir.ops import Extern, Handle, IROp, LoweredGraph
-from tests.fusion.build import barrier, extern, graph, kernel, names, overwrite, pointwise, start, view, wait
+from tests.fusion.small_graphs import barrier, extern, graph, kernel, names, overwrite, pointwise, start, view, wait
 from tests.ir.bodies import loops_of, put, x
 
 

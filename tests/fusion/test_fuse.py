@@ -19,8 +19,20 @@ from overlapc.fusion.fuse import Fuser, fuse
 from overlapc.fusion.report import FusionReport
 from overlapc.ir.body import Body, Reduce, op
 from overlapc.ir.ops import IROp, Loops, LoweredGraph, Start, Wait
-from tests.fusion.build import ELEMENTS, barrier, extern, graph, kernel, names, overwrite, pointwise, start, view, wait
 from tests.fusion.programs import capture
+from tests.fusion.small_graphs import (
+    ELEMENTS,
+    barrier,
+    extern,
+    graph,
+    kernel,
+    names,
+    overwrite,
+    pointwise,
+    start,
+    view,
+    wait,
+)
 from tests.ir.bodies import P, R, loops_of, put, x
 
 CUDA = torch.device("cuda")

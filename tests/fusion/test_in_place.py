@@ -14,9 +14,9 @@ from overlapc.fusion.deps import edges, without_dead_ops
 from overlapc.ir.hazards import scatters
 from overlapc.ir.ops import Loops
 from overlapc.lowering import lower
-from tests.fusion.build import change, graph, names, pointwise
+from tests.fusion.small_graphs import change, graph, names, pointwise
 from tests.ir.interpret import run_ops
-from tests.lowering.compare import compiled, same
+from tests.lowering.against_eager import compiled, same
 
 
 def reasons(made):

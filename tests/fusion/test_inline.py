@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.inline import inline
 from overlapc.ir.ops import IROp, Loops
-from tests.fusion.build import extern, graph, names, overwrite, pointwise
 from tests.fusion.programs import capture
+from tests.fusion.small_graphs import extern, graph, names, overwrite, pointwise
 from tests.ir.interpret import run_ops
 
 A = torch.arange(24.0).reshape(4, 6) - 7

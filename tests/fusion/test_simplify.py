@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from overlapc.fusion.simplify import simplified
 from overlapc.ir.body import Body, Cast, Constant, Index, Load, Op, Reduce, Store, Value, op
-from overlapc.ir.values import numbers_last, rounded_once
+from overlapc.ir.conversions import numbers_last, rounded_once
 from tests.ir.bodies import P, R, loops_of, put, x
 from tests.ir.interpret import run_body
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.fx.top_k import LONG_ROW, group_of, topk_of_groups
-from tests.lowering.compare import compiled
+from tests.lowering.against_eager import compiled
 
 LENGTH = 2 * LONG_ROW
 

@@ -19,7 +19,7 @@ from overlapc.errors import CompileError, ConfigError
 from overlapc.estimators.agreement.departures import departures
 from overlapc.launch import torchrun, worker
 from overlapc.launch.torchrun import check_world
-from overlapc.launch.watch import Watch
+from overlapc.launch.watch_ranks import Watch
 
 TIMEOUT_S = 120
 

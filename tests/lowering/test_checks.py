@@ -13,7 +13,7 @@ from overlapc.fusion import fuse_ops
 from overlapc.ir.body import Body, Checked, Constant, Load, Loop, Store, op
 from overlapc.ir.indexing import loop_symbol
 from overlapc.ir.ops import Layout, Loops, LoweredGraph, View
-from tests.lowering.compare import compiled, same
+from tests.lowering.against_eager import compiled, same
 
 TABLE = torch.randn(5, 3)
 

@@ -11,7 +11,7 @@ import torch
 from overlapc.report import record
 from overlapc.runtime.counters import counted
 from overlapc.schedule.text import parse
-from tests.lowering.compare import compiled, same
+from tests.lowering.against_eager import compiled, same
 
 SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 

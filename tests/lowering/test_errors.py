@@ -9,7 +9,7 @@ import torch
 
 from overlapc.errors import CompileError
 from overlapc.lowering import table
-from tests.lowering.compare import compiled
+from tests.lowering.against_eager import compiled
 
 
 @pytest.mark.parametrize("error", [AssertionError, KeyError, TypeError, ValueError])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from overlapc.runtime.counters import counted
-from tests.lowering.compare import same
+from tests.lowering.against_eager import same
 
 CALLS = [
     lambda x, y: torch._foreach_add([x, y], [y, x], alpha=2),

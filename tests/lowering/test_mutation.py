@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.lowering.compare import compiled, same
+from tests.lowering.against_eager import compiled, same
 
 SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 

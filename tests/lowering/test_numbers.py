@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.lowering import lower
 from tests.codegen.interpreted import triton_on_cpu
-from tests.lowering.compare import compiled, same
+from tests.lowering.against_eager import compiled, same
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 

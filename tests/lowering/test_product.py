@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlapc.runtime.counters import counted
-from tests.lowering.compare import compiled
+from tests.lowering.against_eager import compiled
 
 
 def check(function: Callable[..., Any], *args: Tensor, kernels: int, dynamic: bool = False, **tolerance: float) -> None:

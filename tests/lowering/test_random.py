@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from overlapc.fx import random
 from overlapc.runtime import philox
-from tests.lowering.compare import compiled
+from tests.lowering.against_eager import compiled
 
 N = 1 << 16
 

@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.codegen.interpreted import triton_on_cpu
-from tests.lowering.compare import compiled, same
+from tests.lowering.against_eager import compiled, same
 
 NUMBERS = torch.tensor([[0.5, -1.0, -1.0, math.nan, 2.0, math.nan], [math.inf, 3.0, math.inf, -math.inf, 0.0, 1.0]])
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from tests.lowering.compare import compiled, same
+from tests.lowering.against_eager import compiled, same
 
 aten = torch.ops.aten
 SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from overlapc.runtime.counters import counted
 from tests.codegen.interpreted import triton_on_cpu
-from tests.lowering.compare import compiled, same
+from tests.lowering.against_eager import compiled, same
 
 SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from overlapc.runtime.counters import counted
-from tests.lowering.compare import compiled, same
+from tests.lowering.against_eager import compiled, same
 
 SHAPES = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 

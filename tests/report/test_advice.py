@@ -12,7 +12,7 @@ from overlapc.passes.reasons import Reason
 from overlapc.passes.run import run_pipeline
 from overlapc.report import advice
 from overlapc.report.advice import cause_of, exposures
-from overlapc.report.build import graph_record
+from overlapc.report.graph_record import graph_record
 from overlapc.report.model import CollectiveRow, Plan, Span, StepRecord
 from overlapc.schedule.text import parse
 from tests.report.sample import FORWARD

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlapc.codegen.kernel import generator_for
+from overlapc.codegen.generators import generator_for
 from overlapc.codegen.program import Free
 from overlapc.codegen.python import PythonWrapper
 from overlapc.config import Config

@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from overlapc.backend import overlapc as overlapc_backend
 from overlapc.errors import OverlapcError
 from overlapc.runtime import support
-from overlapc.runtime.collectives import gather_apart
+from overlapc.runtime.collective_ops import gather_apart
 from overlapc.runtime.counters import counted
 from overlapc.runtime.step import StepPlan, Tangent, step_function
 from overlapc.warm.watch import of_plain_tensors

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.errors import ToolchainError
 from overlapc.runtime import triton_binary, triton_workers

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from overlapc.codegen.cpp.expressions import C_TYPE, constant_text
-from overlapc.codegen.cpp.plan import BLOCK
+from overlapc.codegen.cpp.loop_plan import BLOCK
 from overlapc.ir.body import Reduce
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from overlapc.codegen.cpp.function import Function
-from overlapc.codegen.cpp.plan import PARALLEL_WORK, plan
+from overlapc.codegen.cpp.loop_plan import PARALLEL_WORK, plan
 from overlapc.codegen.cpp.reduce import ReductionFunction
 from overlapc.ir.body import Body
 from overlapc.ir.template import SIZE, template_of

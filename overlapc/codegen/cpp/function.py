@@ -8,9 +8,9 @@ import sympy
 
 from overlapc.codegen.cpp.accumulators import Variable
 from overlapc.codegen.cpp.expressions import index_text
+from overlapc.codegen.cpp.loop_plan import BLOCK, CONFLICT_BLOCK, PARALLEL_WORK, ROWS, TILE, TRANSPOSE_BLOCK, Plan
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
 from overlapc.codegen.cpp.pieces import Piece, pieces
-from overlapc.codegen.cpp.plan import BLOCK, CONFLICT_BLOCK, PARALLEL_WORK, ROWS, TILE, TRANSPOSE_BLOCK, Plan
 from overlapc.codegen.cpp.side_by_side import Moved, side_by_side
 from overlapc.codegen.cpp.transposes import tiles_of
 from overlapc.codegen.cpp.values import ValueWriter

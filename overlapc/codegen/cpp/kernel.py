@@ -9,7 +9,7 @@
         int32_t total2 = ordered(-INFINITY, INT32_MAX);
         ...
 
-`plan.py` decides the loops; `function.py` and `reduce.py` write them; `expressions.py` and `prelude.h` give every
+`loop_plan.py` decides the loops; `function.py` and `reduce.py` write them; `expressions.py` and `prelude.h` give every
 operation its C++.
 """
 
@@ -26,10 +26,10 @@ import sympy
 from overlapc.codegen.cpp.combo import combo_text
 from overlapc.codegen.cpp.expressions import MEMORY_TYPE, definitions_of, index_text
 from overlapc.codegen.cpp.function import Function
-from overlapc.codegen.cpp.plan import plan
+from overlapc.codegen.cpp.loop_plan import plan
 from overlapc.codegen.cpp.reduce import ReductionFunction
 from overlapc.codegen.cpp_load import load_kernels
-from overlapc.codegen.kernel import Alternative, KernelSource, Launcher, register
+from overlapc.codegen.generators import Alternative, KernelSource, Launcher, register
 from overlapc.ir.body import Body, Cast
 from overlapc.ir.rewriting import with_sums
 from overlapc.ir.template import template_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import sympy
 
-from overlapc.codegen.cpp.plan import stride
+from overlapc.codegen.cpp.loop_plan import stride
 from overlapc.ir.body import Loop, Op, Value
 from overlapc.ir.settle import whole_number
 

@@ -18,10 +18,10 @@ import torch
 
 from overlapc.codegen.cpp.accumulators import Accumulator, accumulator
 from overlapc.codegen.cpp.expressions import C_TYPE, EXPENSIVE, index_text, store_text, weight
+from overlapc.codegen.cpp.loop_plan import BLOCK, CHUNK_ROWS, CHUNKS, SHORT_SUM, TILE, Plan, chunk_count
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
-from overlapc.codegen.cpp.plan import BLOCK, CHUNK_ROWS, CHUNKS, SHORT_SUM, TILE, Plan, chunk_count
+from overlapc.codegen.cpp.reduction_stages import Stages
 from overlapc.codegen.cpp.scans import ScanningFunction
-from overlapc.codegen.cpp.stages import Stages
 from overlapc.ir.body import Body, Loop, Op, Reduce, Store, Value
 from overlapc.ir.indexing import numel
 

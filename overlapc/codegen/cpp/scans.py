@@ -20,8 +20,8 @@ import torch
 from overlapc.codegen.cpp.accumulators import Variable, limit_of
 from overlapc.codegen.cpp.expressions import C_TYPE, EXPENSIVE, index_text, weight
 from overlapc.codegen.cpp.function import Function
+from overlapc.codegen.cpp.loop_plan import BLOCK, stride
 from overlapc.codegen.cpp.loops import For
-from overlapc.codegen.cpp.plan import BLOCK, stride
 from overlapc.ir.body import Scan, Value
 
 _SHORT = 32  # elements of a row, up to which arrays and calls cost more than they save

@@ -14,8 +14,8 @@ import sympy
 import torch
 
 from overlapc.codegen.cpp.expressions import MEMORY_TYPE, index_text
+from overlapc.codegen.cpp.loop_plan import TILED_BYTES, TILED_COLUMNS, TILED_STRIPE, stride
 from overlapc.codegen.cpp.loops import For, blocks, stripes
-from overlapc.codegen.cpp.plan import TILED_BYTES, TILED_COLUMNS, TILED_STRIPE, stride
 from overlapc.ir.body import Body, Load, Loop
 
 

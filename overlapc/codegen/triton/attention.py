@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.triton.axes import Scope
 from overlapc.codegen.triton.expressions import POINTER, converted
 from overlapc.codegen.triton.functions import HEADER, function_text, named_source

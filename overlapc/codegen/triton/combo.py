@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.triton import tiling as tilings
 from overlapc.codegen.triton.expressions import POINTER
 from overlapc.codegen.triton.functions import HEADER, Function, Functions, function_text, functions_of, named_source

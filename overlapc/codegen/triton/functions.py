@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch.utils._sympy.functions import FloorDiv
 
-from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.triton import products
 from overlapc.codegen.triton import tiling as tilings
 from overlapc.codegen.triton.shape import KernelShape

@@ -16,7 +16,7 @@ from typing import Any
 import sympy
 import torch
 
-from overlapc.codegen.kernel import Alternative, KernelSource, Launcher, register
+from overlapc.codegen.generators import Alternative, KernelSource, Launcher, register
 from overlapc.codegen.triton import attention, products
 from overlapc.codegen.triton import tiling as tilings
 from overlapc.codegen.triton.candidates import alternatives

@@ -21,8 +21,8 @@ from overlapc.codegen.triton.expressions import (
 from overlapc.codegen.triton.pairs import Pair
 from overlapc.codegen.triton.shape import KernelShape, axis_symbol, term
 from overlapc.ir.body import Cast, Checked, Constant, Index, Load, Op, Reduce, Scan, Store, Value
+from overlapc.ir.conversions import constant
 from overlapc.ir.indexing import exact_quotient
-from overlapc.ir.values import constant
 
 _ORIGIN_CHARACTERS = 300  # of what a check says about where it comes from
 _PAIR = sympy.Symbol("pair", integer=True, nonnegative=True)  # the index variable of tiles of pairs

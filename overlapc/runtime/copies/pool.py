@@ -22,10 +22,10 @@ from torch.distributed import distributed_c10d
 
 from overlapc.errors import CompileError, NoSharedMemory, OverlapcError, PeerLost
 from overlapc.runtime.copies import commands
+from overlapc.runtime.copies.command_queues import Queue, queue_on
 from overlapc.runtime.copies.commands import Piece, Turn
 from overlapc.runtime.copies.layout import Layout
-from overlapc.runtime.copies.memory import Memory, Offer, offer
-from overlapc.runtime.copies.queues import Queue, queue_on
+from overlapc.runtime.copies.shared_memory import Memory, Offer, offer
 
 Tell = Callable[[str, str], Sequence[str]]
 """(stage, this rank's text) -> the texts of all ranks that compile this graph, in order of rank, or RanksDisagree."""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from overlapc.errors import OverlapcError, PeerLost
-from overlapc.runtime.copies import commands, queues
+from overlapc.runtime.copies import command_queues, commands
 from overlapc.runtime.copies.layout import Event, Release, Start, Take, place
 from overlapc.runtime.copies.pool import Form, GraphCopies, Pool, Wanted, kept_pools, open_pools
 from tests.ranks import values_on_ranks
@@ -155,15 +155,15 @@ def cases_of(step: int) -> list[Case]:
 @contextmanager
 def delays(seed: int) -> Iterator[None]:
     """Commands take random times."""
-    plain = queues.ThreadQueue._do
+    plain = command_queues.ThreadQueue._do
     dice = random.Random(seed)
 
-    def late(self: queues.ThreadQueue, command: commands.Command) -> None:
+    def late(self: command_queues.ThreadQueue, command: commands.Command) -> None:
         if dice.random() < 0.1:
             time.sleep(dice.random() * 2e-3)
         plain(self, command)
 
-    with mock.patch.object(queues.ThreadQueue, "_do", late):
+    with mock.patch.object(command_queues.ThreadQueue, "_do", late):
         yield
 
 
@@ -235,19 +235,22 @@ def fetched_by_a_slow_peer(rule: str) -> bool:
     events: list[Event] = [Take(0, size), Start((0,)), Release(0), Take(1, 2 * size), Start((1,)), Release(1)]
     layout = place(events)
     copies = GraphCopies(pool_of(layout.bytes), layout, [PULLED, GATHERED])
-    pulled, plain = commands.pulled_gather, queues.ThreadQueue._do
+    pulled, plain = commands.pulled_gather, command_queues.ThreadQueue._do
 
     def gathered(*given: Any) -> Iterator[commands.Command]:
         for each in pulled(*given):
             if rule == "careful" or not (isinstance(each, commands.Until) and each.what.startswith("fetched")):
                 yield each
 
-    def slow(self: queues.ThreadQueue, command: commands.Command) -> None:
+    def slow(self: command_queues.ThreadQueue, command: commands.Command) -> None:
         if rank == 1 and isinstance(command, commands.Copy):
             time.sleep(0.2)
         plain(self, command)
 
-    with mock.patch.object(commands, "pulled_gather", gathered), mock.patch.object(queues.ThreadQueue, "_do", slow):
+    with (
+        mock.patch.object(commands, "pulled_gather", gathered),
+        mock.patch.object(command_queues.ThreadQueue, "_do", slow),
+    ):
         (result,) = copies.start(0, [torch.full((rows,), rank + 1.0)])
         copies.wait(0)
         shard = copies.shard(1, 0, (rows,), (1,), torch.float32).fill_(7.0)

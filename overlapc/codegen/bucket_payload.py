@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from overlapc.ir.ops import Extern, Start, View
-from overlapc.runtime.collectives import all_gather_bytes_coalesced
-from overlapc.schedule.collectives import COPY, KINDS
+from overlapc.runtime.collective_ops import all_gather_bytes_coalesced
+from overlapc.schedule.collective_kinds import COPY, KINDS
 
 _c10d = torch.ops._c10d_functional
 _NAMES = tuple(kind.op for kind in KINDS.values() if kind.coalesced)
@@ -39,7 +39,7 @@ def merge_starts(starts: Sequence[Start]) -> Start | str:
     results = [view for start in starts for view in _as_list(start.call.result)]
     if not all(isinstance(view, View) for view in (*inputs, *results)):
         return "not all are tensors"
-    if first.comm.via == COPY:  # `codegen.build` puts what runs copies of any tensors in place of the op
+    if first.comm.via == COPY:  # `codegen.program_builder` puts what runs copies of any tensors in place of the op
         if any(start.call.target is not first.call.target for start in starts):
             return "ops differ"
         return _merged(starts, first.call.target, (inputs, *rest), results)

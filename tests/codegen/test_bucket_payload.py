@@ -6,9 +6,9 @@ import pytest
 import sympy
 import torch
 
-from overlapc.codegen.bucket import merge_starts
+from overlapc.codegen.bucket_payload import merge_starts
 from overlapc.ir.ops import Extern, Layout, Provenance, Start, View
-from overlapc.runtime.collectives import all_gather_bytes_coalesced
+from overlapc.runtime.collective_ops import all_gather_bytes_coalesced
 from overlapc.schedule.model import Comm
 
 c10d = torch.ops._c10d_functional

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from overlapc.fusion.build import op_name, to_schedule
+from overlapc.fusion.to_schedule import op_name, to_schedule
 from overlapc.ir.ops import IROp
 from overlapc.schedule.dependencies import Why, of
 from overlapc.schedule.model import Kind
-from tests.fusion.build import barrier, extern, graph, overwrite, pointwise, start, wait
+from tests.fusion.small_graphs import barrier, extern, graph, overwrite, pointwise, start, wait
 
 
 def test_every_op_is_a_node_of_its_kind() -> None:

@@ -10,7 +10,7 @@ import torch
 from overlapc.codegen.python import PythonWrapper
 from overlapc.config import Config
 from overlapc.errors import ConfigError
-from overlapc.runtime.values import ValueCheckError
+from overlapc.runtime.check_values import ValueCheckError
 from tests.codegen.test_program import compiled
 
 
@@ -40,7 +40,7 @@ def test_the_node_that_writes_a_bad_value_is_named_with_its_line(tmp_path: Path,
         x = torch.full((8, 8), -1.0)
     with pytest.raises(ValueCheckError, match=rf"inference_\d+: \w+ wrote \d+ {kind} of") as error:
         run(tmp_path, x, check_values=kind)
-    assert "test_values.py" in str(error.value)
+    assert "test_check_values.py" in str(error.value)
 
 
 def test_without_the_option_nobody_looks(tmp_path: Path):

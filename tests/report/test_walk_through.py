@@ -2,7 +2,7 @@ import re
 
 from overlapc.estimators.timeline import simulate
 from overlapc.report.drawing import to_dot
-from overlapc.report.walk import long, walk_through
+from overlapc.report.walk_through import long, walk_through
 from overlapc.schedule.text import parse
 
 TEXT = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlapc.fusion.order import MergingOrder
+from overlapc.fusion.merging_order import MergingOrder
 
 
 @st.composite

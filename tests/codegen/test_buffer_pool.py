@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from overlapc.codegen.kernel import generator_for
-from overlapc.codegen.pool import ALIGNMENT_BYTES, Arena, pooled
+from overlapc.codegen.buffer_pool import ALIGNMENT_BYTES, Arena, pooled
+from overlapc.codegen.generators import generator_for
 from overlapc.codegen.program import Allocate, Carve, Pool, Program
 from overlapc.codegen.python import PythonWrapper
 from overlapc.config import Config

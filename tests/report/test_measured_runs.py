@@ -11,7 +11,7 @@ from overlapc.errors import ConfigError
 from overlapc.estimators.calibration.observed import estimated
 from overlapc.estimators.profiles.profile_file import load_profile, profile_to_json
 from overlapc.launch.cli import main
-from overlapc.report.feedback import refine, runs_of
+from overlapc.report.measured_runs import refine, runs_of
 from overlapc.report.model import Measured, StepRecord
 from overlapc.report.record import Report
 from overlapc.schedule.text import parse

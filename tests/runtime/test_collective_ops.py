@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlapc.parallel import fully_shard
-from overlapc.runtime.collectives import gather_apart, gathers_apart
+from overlapc.runtime.collective_ops import gather_apart, gathers_apart
 from overlapc.runtime.toolchain import find_compiler
 from tests.ranks import values_on_ranks
 
@@ -88,7 +88,7 @@ def test_gathers_in_flight_leave_the_heap_as_it_was(tmp_path: Path):
     environment |= {"OVERLAPC_CACHE_DIR": str(tmp_path / "cache"), "STORE": str(tmp_path / "store")}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.runtime.test_collectives"],
+            [sys.executable, "-m", "tests.runtime.test_collective_ops"],
             env=environment | {"RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,

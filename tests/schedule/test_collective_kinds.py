@@ -3,7 +3,7 @@
 import torch
 
 from overlapc.estimators.timeline import simulate
-from overlapc.schedule.collectives import COPY, KINDS, LIBRARY, several_in_one
+from overlapc.schedule.collective_kinds import COPY, KINDS, LIBRARY, several_in_one
 from overlapc.schedule.text import parse
 
 TWO = "a = all_gather(p) @dp : 4MiB 9us; b = reduce_scatter(q) @dp{via} : 4MiB 7us; w = wait(a); v = wait(b)"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from overlapc.fusion.deps import edges, output_buffers
 from overlapc.fusion.live import LiveBytes
 from overlapc.fusion.merge import Refusal
-from overlapc.fusion.order import MergingOrder, Reach
+from overlapc.fusion.merging_order import MergingOrder, Reach
 from overlapc.ir.body import Body, Checked, topological
 from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start, Wait, buffers_read, buffers_written
 

@@ -10,11 +10,11 @@ import torch
 from overlapc.errors import CalibrationError, ConfigError
 from overlapc.estimators.calibration.clock import CpuClock, collective_ns, compute_ns, launch_ns
 from overlapc.estimators.calibration.effort import Attention, Effort
-from overlapc.estimators.calibration.measure import Measurement
 from overlapc.estimators.calibration.measure_contention import mean_of, slowdown_of
+from overlapc.estimators.calibration.measure_machine import Measurement
 from overlapc.estimators.calibration.quick_profile import cpu_derived, median_of, profile_document
 from overlapc.estimators.profiles.profile_file import profile_from_json, profile_to_json
-from overlapc.schedule.collectives import NAMES
+from overlapc.schedule.collective_kinds import NAMES
 from tests.ranks import values_on_ranks
 
 TINY = Effort(

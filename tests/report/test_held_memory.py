@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from overlapc.report.memory import peaks
+from overlapc.report.held_memory import peaks
 from tests.report.sample import FORWARD
 
 MIB = 2**20

@@ -10,7 +10,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from overlapc.autotune.products import NEVER, ProductTimes, choice
+from overlapc.autotune.product_choice import NEVER, ProductTimes, choice
 from overlapc.codegen.triton import products
 from overlapc.lowering.product import Product
 from tests.codegen.interpreted import interpreting

@@ -17,7 +17,7 @@ import sympy
 import torch
 
 from overlapc.codegen.copies import Copied
-from overlapc.codegen.kernel import KernelSource
+from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.program import (
     Allocate,
     BindSize,
@@ -57,7 +57,7 @@ from overlapc.ir.ops import (
     named_in,
     views_in,
 )
-from overlapc.runtime.collectives import SAFE_ON_HOST
+from overlapc.runtime.collective_ops import SAFE_ON_HOST
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 

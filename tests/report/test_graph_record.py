@@ -10,7 +10,7 @@ import pytest
 from overlapc.estimators.device import DeviceProfile
 from overlapc.passes.base import Context
 from overlapc.passes.run import run_pipeline
-from overlapc.report.build import graph_record
+from overlapc.report.graph_record import graph_record
 from overlapc.report.model import StepRecord
 from overlapc.report.record import Report, load
 from overlapc.report.text import graph_text
