@@ -29,9 +29,9 @@ _NAME_OF: dict[Any, str] = {
 
 
 def merge_starts(starts: Sequence[Start]) -> Start | str:
-    """One start that launches what `starts` do, in their order, and defines what they do; or why it cannot be.
+    """One start that launches the collectives of `starts`, in order, with all outputs; or why there is none.
 
-    Coalesced starts may be merged once more. All have to agree in everything but their tensors.
+    Coalesced starts may be merged again. All starts must be equal but for their tensors.
     """
     first = starts[0]
     rest = first.call.args[1:]  # reduction, group size, group

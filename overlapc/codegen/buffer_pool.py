@@ -39,7 +39,7 @@ ALIGNMENT_BYTES = 512  # what torch's CUDA allocator gives, and more than any ke
 
 
 class Arena:
-    """Offsets for buffers that come and go: the smallest hole that fits, else the end."""
+    """Offsets of buffers in one allocation: best fit among the holes, else the end."""
 
     def __init__(self) -> None:
         self.bytes = 0  # of the whole pool so far
@@ -63,7 +63,7 @@ class Arena:
         return offset
 
     def give_back(self, offset: int) -> None:
-        """The buffer at `offset` is no more; its hole joins its neighbours."""
+        """Frees the buffer at `offset`; its hole joins neighbouring holes."""
         size = self._taken.pop(offset)
         at = bisect.bisect_left(self._holes, (offset, 0))
         if at < len(self._holes) and self._holes[at][0] == offset + size:
@@ -84,7 +84,7 @@ class _Chain:
 
 
 def pooled(program: Program) -> Program:
-    """`program` with one allocation a device for what does not leave it; itself when there is nothing to pool."""
+    """`program` with one allocation a device for buffers that do not leave it; the same object if there are none."""
     chains = _chains(program)
     if not chains:
         return program

@@ -54,7 +54,7 @@ def _is_group(leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class Rules:
-    """What may be captured of one program: what is on `home`, with collectives that `takes` accepts."""
+    """What may be captured of one program: nodes on device `home`, and collectives that `takes` accepts."""
 
     program: Program
     home: torch.device

@@ -27,13 +27,13 @@ NAME = "GRAPHNAME"  # stands in wrappers for the graph's name, which counts up i
 
 
 def order_hash(lines: Sequence[str]) -> str:
-    """By which a kept graph knows the order of its collectives, one a line."""
+    """Hash of the order of collectives (one a line), which is stored with a graph."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """What is left of a compilation: enough to run the graph and to report about it."""
+    """The result of a compilation, as text: enough to run the graph and to report about it."""
 
     name: str
     wrapper: str  # Python source, with GRAPHNAME for the name

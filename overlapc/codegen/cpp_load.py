@@ -13,7 +13,7 @@ from overlapc.runtime.cpp_launch import load_kernels as launchers_of
 
 
 def load_kernels(sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
-    """Compiles what is not in the cache, all at once; a launcher for each name. ToolchainError on failure."""
+    """Compiles sources that the cache lacks, all at once; a launcher for each name. ToolchainError on failure."""
     kernels = [
         CppKernel(
             source.name,

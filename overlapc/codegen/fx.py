@@ -78,7 +78,7 @@ class FxWrapper:
         name: str | None = None,
         origin: Provenance | None = None,
     ) -> None:
-        """`variable` is what the call returns from here on. name: of the node, where that is not the variable's."""
+        """From here on `variable` is the result of the call. name: of the node, if not the variable's."""
         node = self._named(name or variable, target, args, kwargs)
         self.env[variable] = node if origin is None else self._located(node, origin)
 
@@ -88,7 +88,7 @@ class FxWrapper:
         self.graph.output(results[0] if self.single else results)
 
     def call(self, item: Call) -> None:
-        """The node of a call, and those that take its result apart."""
+        """Adds the node of a call, and nodes that select its results."""
         op = item.op
         args, kwargs = self.value(tuple(op.args)), self.value(dict(op.kwargs))
         if op.out and isinstance(op.result, View):
@@ -211,7 +211,7 @@ class FxWrapper:
         return self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
 
     def _located(self, node: Node, origin: Provenance) -> Node:
-        """Where the node comes from, as readers of graphs expect it."""
+        """Sets the stack trace of the node to its origin, as readers of graphs expect it."""
         if origin.source:
             path, _, rest = origin.source.partition(":")
             line, _, code = rest.partition(": ")

@@ -20,7 +20,7 @@ from overlapc.runtime.copies.pool import KeptCopies
 
 @dataclass(frozen=True)
 class Generated:
-    """A graph's code before it is printed, and what is said of it."""
+    """The program of a graph before it is printed, with its record."""
 
     program: Program
     kernels: Sequence[tuple[str, KernelSource]]  # device type and source

@@ -39,7 +39,7 @@ class KernelSource:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A kernel's source with the work divided in one way; `tiling` says how, in the generator's own terms."""
+    """A kernel's source in one tiling; `tiling` is in the generator's own terms."""
 
     source: KernelSource
     tiling: Any = field(default=None, compare=False)
@@ -93,7 +93,7 @@ class AttentionGenerator(Protocol):
     """A generator that has kernels for attention, too."""
 
     def refuse_attention(self, op: Attention) -> str | None:
-        """Why this attention cannot be generated, or None: then it is called as it stands."""
+        """Why this attention cannot be generated (torch's op is then called), or None."""
 
     def attention(self, op: Attention, comment: str = "") -> KernelSource:
         """Source of its kernel; it takes the buffers of `op.given` and of `op.outputs`."""
@@ -132,7 +132,7 @@ def generator_for(device_type: str) -> Generator:
 
 
 def has_generator(device_type: str) -> bool:
-    """Whether there is a generator; ours are imported when they are first asked for."""
+    """Whether there is a generator; overlapc's own are imported at the first query."""
     if device_type not in _generators and device_type in _OURS:
         importlib.import_module(_OURS[device_type])
     return device_type in _generators
@@ -144,7 +144,7 @@ def foreign() -> list[str]:
 
 
 def load(device_type: str, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
-    """`Generator.load`, without importing a generator of overlapc that nothing was generated with: a warm start."""
+    """`Generator.load`, without an import of the generator where a warm start needs only its launchers."""
     if device_type in _generators or device_type not in _LOADERS:
         return generator_for(device_type).load(sources, cache_dir)
     launchers: Mapping[str, Launcher] = importlib.import_module(_LOADERS[device_type]).load_kernels(sources, cache_dir)

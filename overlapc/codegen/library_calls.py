@@ -17,7 +17,7 @@ from overlapc.schedule.model import Node
 
 
 def calls_of(graph: LoweredGraph) -> Callable[[Node], Call | None]:
-    """For nodes of the schedule of `graph`: the call, or None for what is not measured."""
+    """Makes a function from a schedule node of `graph` to its library call, or None for nodes that are not measured."""
 
     def call_of(node: Node) -> Call | None:
         op = node.payload
@@ -45,7 +45,7 @@ def _called(target: Any, args: Any, kwargs: Any) -> object:
 
 
 def _at_hints(tree: Any, graph: LoweredGraph) -> Any:
-    """The same with every size as the number it was traced with; tensors stay layouts."""
+    """`tree` with the traced number for every size; tensors stay layouts."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, View):

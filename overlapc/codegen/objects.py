@@ -20,7 +20,7 @@ Boxed = Callable[[list[Any]], tuple[Any, ...]]
 
 
 def function_of(source: str, filename: str, names: Mapping[str, Any]) -> Boxed:
-    """`call` of a wrapper's source, over what it calls by name."""
+    """The function `call` of a wrapper's source; `names` holds the objects that it calls."""
     # Registered so that tracebacks and debuggers show the generated lines.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     space = dict(names)

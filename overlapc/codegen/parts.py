@@ -61,7 +61,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A program as parts and what runs between them. `leaving`: variables in memory of parts that are returned."""
+    """A program as captured parts and instructions between them. `leaving`: returned variables in memory of parts."""
 
     steps: tuple[Instruction | Part, ...]
     cuts: tuple[Cut, ...]
@@ -69,7 +69,7 @@ class Partition:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What is captured, in order."""
+        """The captured parts, in order."""
         return tuple(step for step in self.steps if isinstance(step, Part))
 
     def summary(self) -> str:
@@ -166,7 +166,7 @@ def _cut_collectives(program: Program, refused: dict[int, str], edges: set[int])
 
 
 def _in_flight(spans: Mapping[int, int], points: list[int]) -> dict[int, list[int]]:
-    """At each point, which collectives were launched before it and are waited for after it, by their launches."""
+    """For each point, the launches of collectives that are in flight there."""
     found: dict[int, list[int]] = {}
     flying: list[int] = []
     for at in points:

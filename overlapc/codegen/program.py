@@ -48,23 +48,23 @@ class Instruction(ABC):
 
     @property
     def device(self) -> torch.device | None:
-        """The device that must be current; None where that does not matter."""
+        """The device that must be current; None if any may be."""
         return None
 
     def reads(self, program: Program) -> tuple[str, ...]:
-        """Variables that must be there before."""
+        """Variables that must be defined before."""
         return ()
 
     def makes(self) -> tuple[str, ...]:
-        """Variables that are there afterwards, and were not there or were something else before."""
+        """Variables that the instruction defines or redefines."""
         return ()
 
     def overwrites(self, program: Program) -> tuple[str, ...]:
-        """Variables, there before, whose contents change."""
+        """Variables, defined before, whose contents change."""
         return ()
 
     def frees(self) -> tuple[str, ...]:
-        """Variables that are not there afterwards."""
+        """Variables that are deleted."""
         return ()
 
     def allocates(self, program: Program) -> tuple[tuple[str, sympy.Expr], ...]:
@@ -103,7 +103,7 @@ class NodeInstruction(Instruction):
 
     @abstractmethod
     def written(self, program: Program) -> list[str]:
-        """Variables that hold what it wrote as soon as it ran."""
+        """Variables that hold the results right after the instruction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class Allocate(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Pool(Instruction):
-    """Memory that several buffers are carved from."""
+    """An allocation that several buffers are carved from."""
 
     outside_captures: ClassVar[bool] = True
     variable: str
@@ -235,7 +235,7 @@ class Carve(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class TakeOver(Instruction):
-    """A dying buffer's memory under a new name and layout of equal bytes."""
+    """Reuses the memory of a dead buffer under a new name and layout of equal bytes."""
 
     variable: str
     source: str
@@ -294,7 +294,7 @@ class Reuse(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Shared(Instruction):
-    """A buffer's place in memory that ranks share: `by(size, stride, dtype)` gives it."""
+    """A buffer in memory that ranks share; `by(size, stride, dtype)` returns it."""
 
     variable: str
     layout: Layout
@@ -499,7 +499,7 @@ class Release(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Free(Instruction):
-    """Variables that nothing uses any more."""
+    """Deletes variables that no later instruction uses."""
 
     variables: tuple[str, ...]
 
@@ -545,7 +545,7 @@ Home = Allocate | TakeOver | Reuse | Shared
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a wrapper prints. `variables` gives each buffer's variable, `layouts` that variable's own layout."""
+    """Instructions that a wrapper prints. `variables` has each buffer's variable, `layouts` that variable's layout."""
 
     name: str
     inputs: tuple[str, ...]

@@ -22,7 +22,7 @@ def fuse_ops(
     measure: Measure | None = None,
     refuse: Refuse = nothing_refused,
 ) -> tuple[list[IROp], FusionReport]:
-    """The live ops of `graph`, fused where that saves memory traffic, and the account of it.
+    """The live ops of `graph`, fused where that saves memory traffic, and a report of fusions and refusals.
 
     `freeable` names inputs whose memory ends with their last reader; `seed` tries fusions in random order (tests);
     `measure` times kernels, so that only fusions that are faster stay; kernels that `refuse` has a reason against are

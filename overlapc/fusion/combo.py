@@ -42,7 +42,7 @@ Kind = tuple[torch.device, Body]
 
 
 def kind_of(op: Kernel) -> Kind | None:
-    """Equal for kernels that one launch can do; None for one that shares its launch with no other."""
+    """A key that is equal for kernels that one launch can run; None for a kernel that cannot share a launch."""
     if isinstance(op, Attention):
         return None
     body = loops_of(op)[0].body
@@ -55,7 +55,7 @@ def kind_of(op: Kernel) -> Kind | None:
 
 
 def one_launch(ops: Sequence[Loops | Combo]) -> Combo | str:
-    """One launch of kernels of one kind that need nothing of each other, or why that cannot be."""
+    """One launch of independent kernels of one kind, or the reason why there is none."""
     buffers = {name for op in ops for name in (*buffers_read(op), *buffers_written(op))}
     if len(buffers) > MOST_POINTERS:
         return _TOO_MANY
@@ -66,7 +66,7 @@ def one_launch(ops: Sequence[Loops | Combo]) -> Combo | str:
 
 
 def combine(groups: Groups, report: FusionReport) -> None:
-    """Puts kernels into launches of several, each into the first of its kind that may take it."""
+    """Combines kernels into launches, each into the first launch of its kind that can take it."""
     stretch = _stretches(groups)
     rough = Counter((stretch[group.number], _rough_kind(group.op)) for group in groups)
     launches: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
@@ -87,7 +87,7 @@ def combine(groups: Groups, report: FusionReport) -> None:
 
 
 def _try_combine(groups: Groups, report: FusionReport, one: int, other: int) -> bool:
-    """Puts two groups of kernels of one kind into one launch, or notes why not."""
+    """Combines two groups of kernels of one kind into one launch, or records the refusal."""
     a, b = map(groups.__getitem__, groups.in_order(one, other))
     refusal = _combined(groups, a, b)
     if refusal is None:
@@ -98,7 +98,7 @@ def _try_combine(groups: Groups, report: FusionReport, one: int, other: int) -> 
 
 
 def _combined(groups: Groups, a: Group, b: Group) -> Refusal | None:
-    """Puts one launch in the place of two, or says why not; `a` stands earlier."""
+    """Replaces two launches by one, or returns the reason why not; `a` is the earlier one."""
     if len(a.reads | b.reads | a.writes | b.writes) > MOST_POINTERS:
         return Refusal(_TOO_MANY)
     if a.number in groups.order.before[b.number]:
@@ -118,7 +118,7 @@ def _combined(groups: Groups, a: Group, b: Group) -> Refusal | None:
 
 
 def _stretches(groups: Groups) -> dict[int, int]:
-    """For each group, how many library calls and communications stand before it."""
+    """For each group, the number of library calls and communication nodes before it."""
     found: dict[int, int] = {}
     passed = 0
     for number in groups.order.order():

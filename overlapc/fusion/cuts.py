@@ -48,7 +48,7 @@ _ORDERS = ("lt", "ge", "le", "gt")
 
 
 def cut(body: Body) -> Body:
-    """`body` with its loops cut into equal parts at whose borders conditions change; the same object if there are none.
+    """`body` with its loops cut into equal parts where conditions change; the same object if no condition does.
 
     Sums of a reduction loop that is cut are added up in another order.
     """
@@ -81,7 +81,7 @@ def _guards(body: Body) -> set[Value]:
 
 
 def _part(loop: Loop, body: Body, guards: set[Value]) -> int | None:
-    """Iterations of the equal parts of `loop` between whose borders no condition changes; None without few of them."""
+    """Iterations of the equal parts of `loop` within which no condition changes; None without few such parts."""
     if not loop.size.is_Integer:
         return None
     size = int(loop.size)
@@ -172,7 +172,7 @@ def _at(place: Mapping[sympy.Symbol, sympy.Expr], ranges: Ranges, expr: sympy.Ex
 
 
 def _stored(store: Store, known: Mapping[Value, Value], index: sympy.Expr) -> list[Store]:
-    """`store` in one part; nothing where its mask never holds."""
+    """`store` in one part; no store where its mask is never true."""
     mask = None if store.mask is None else known[store.mask]
     if mask is not None and as_number(mask) is False:
         return []

@@ -47,7 +47,7 @@ def symbols_used(op: IROp) -> set[str]:
 
 
 def reads_of(op: IROp, graph: LoweredGraph) -> set[str]:
-    """Buffers the op needs, those that bring a size it uses included."""
+    """Buffers that the op reads, those that define a size it uses included."""
     reads = buffers_read(op)
     if graph.sources:
         reads |= {graph.sources[name] for name in symbols_used(op) if name in graph.sources}
@@ -86,12 +86,12 @@ def without_dead_ops(graph: LoweredGraph) -> list[IROp]:
 
 @dataclass(slots=True)
 class Edges:
-    """Who must come before whom, by position in a list of ops."""
+    """Dependences by position in a list of ops."""
 
     before: list[set[int]]  # for each op, the ops it needs done
 
     def need(self, position: int, earlier: int | None) -> None:
-        """`position` runs after `earlier`; None and itself do not matter."""
+        """Adds the edge from `earlier` to `position`, unless `earlier` is None or `position` itself."""
         if earlier is not None and earlier != position:
             self.before[position].add(earlier)
 
@@ -117,12 +117,12 @@ def edges(ops: Sequence[IROp], graph: LoweredGraph) -> Edges:
 
 
 def has_effect(op: IROp) -> bool:
-    """Whether the op does something that no buffer shows: draws random numbers, asserts, calls the unknown."""
+    """Whether the op has effects beyond its buffers: draws random numbers, asserts, calls an unknown function."""
     return isinstance(op, Extern) and not op.pure and not op.mutates and op.comm is None
 
 
 def mutated(op: IROp) -> tuple[View, ...]:
-    """What the op overwrites, by the names that the new contents have."""
+    """Buffers that the op overwrites, by the names of the new contents."""
     call = op.call if isinstance(op, Start) else op
     return call.mutates if isinstance(call, Extern | Loops | Combo) else ()
 
@@ -151,7 +151,7 @@ def _order_memory(found: Edges, ops: Sequence[IROp], graph: LoweredGraph) -> Non
 
 
 def _order_as_asked(found: Edges, ops: Sequence[IROp], graph: LoweredGraph) -> None:
-    """Order that the graph asks for; what was dead needs no turn."""
+    """Adds the order that the graph requests (`LoweredGraph.order`) between ops that are not dead."""
     if graph.order:
         position = {op.name: at for at, op in enumerate(ops)}
         for later, earlier in graph.order.items():

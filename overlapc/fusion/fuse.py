@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from overlapc.fusion.combo import combine
 from overlapc.fusion.cuts import cut
 from overlapc.fusion.kernel_groups import Group, Groups
-from overlapc.fusion.legality import Ways, one_kernel, verdict
+from overlapc.fusion.legality import LoopChanges, one_kernel, verdict
 from overlapc.fusion.merge import Refusal, same_space
 from overlapc.fusion.mixed_order import crosses
 from overlapc.fusion.report import FusionReport
@@ -28,12 +28,12 @@ from overlapc.ir.ops import IROp, Loops, LoweredGraph, Refuse, nothing_refused
 NEIGHBOURS = 8  # readers of one buffer that are paired with each other: keeps candidates linear in the graph
 FARTHEST = 512  # positions apart that two readers may stand: fusing farther ones lengthens live ranges
 # With loops as they are, then crosswise too, then in any order.
-ROUNDS = (Ways(), Ways(across=True), Ways(across=True, reorders=True))
+ROUNDS = (LoopChanges(), LoopChanges(across=True), LoopChanges(across=True, reorders=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What running a kernel showed."""
+    """The measured time and register spills of a kernel."""
 
     ns: float
     spills: int = 0  # registers that did not fit, of a GPU's kernel
@@ -51,7 +51,7 @@ def fuse(
     measure: Measure | None = None,
     refuse: Refuse = nothing_refused,
 ) -> tuple[list[IROp], FusionReport]:
-    """`ops` with kernels fused, in a legal order, and the account of it.
+    """`ops` with kernels fused, in a legal order, and a report of fusions and refusals.
 
     `freeable` names inputs that only the graph holds. With `combos`, kernels of one kind then share launches.
     With `measure`, a fusion stays only if its kernel is faster than the two alone, and spills no registers. None makes
@@ -83,17 +83,17 @@ class Fuser:
         self.refuse = refuse
         self.shuffle = shuffle
         self.report = FusionReport()
-        self.ways = ROUNDS[0]  # of the round that is on
+        self.changes = ROUNDS[0]  # of the round that is on
         self.settled: set[tuple[int, int, int, int, int]] = set()  # refused pairs, as they were then and what was tried
 
     def run(self) -> None:
-        """Rounds until nothing fuses, in each of `ROUNDS`' ways; then with loops cut where their conditions change."""
+        """Runs rounds until no kernels fuse, for each entry of `ROUNDS`, then again with cut loops."""
         self._rounds()
         if self._cut():
             self._rounds()
 
     def _rounds(self) -> None:
-        for self.ways in ROUNDS:
+        for self.changes in ROUNDS:
             while self.round():
                 pass
 
@@ -111,14 +111,14 @@ class Fuser:
         return found
 
     def simplify(self) -> None:
-        """Every kernel without what its neighbours needed it to say."""
+        """Simplifies the body of every kernel, now that no other kernel will be fused into it."""
         for group in self.groups:
             if isinstance(group.op, Loops):
                 body = rounded_once(numbers_last(simplified(group.op.body)))
                 group.op = dataclasses.replace(group.op, body=body)
 
     def finished(self) -> FusionReport:
-        """The account of all rounds, without refusals of what came together another way."""
+        """The report of all rounds, without refusals of kernels that were fused later in another way."""
         group_of = {name: group for group in self.groups for name in group.members}
         self.report.refused = {
             (a, b): reason for (a, b), reason in self.report.refused.items() if group_of[a] is not group_of[b]
@@ -169,17 +169,17 @@ class Fuser:
 
     def _may_align(self, first: int, second: int) -> bool:
         a, b = self.groups[first].kernel.body, self.groups[second].kernel.body
-        return same_space(a, b) or (self.ways.across and crosses(a, b))
+        return same_space(a, b) or (self.changes.across and crosses(a, b))
 
     def _attempt(self, first: int, second: int) -> tuple[int, int, int, int, int]:
-        """The two groups as they are, and which ways to merge them this round would try."""
+        """A key for an attempt to merge the two groups in their current state in this round."""
         a, b = self.groups[first], self.groups[second]
-        across = self.ways.across and crosses(a.kernel.body, b.kernel.body)
-        reorders = self.ways.reorders and not (a.kernel.body.reduction and b.kernel.body.reduction)
+        across = self.changes.across and crosses(a.kernel.body, b.kernel.body)
+        reorders = self.changes.reorders and not (a.kernel.body.reduction and b.kernel.body.reduction)
         return first, second, a.grown, b.grown, across + reorders
 
     def try_merge(self, first: int, second: int) -> bool:
-        """Fuses two groups, `first` standing earlier, or notes why not."""
+        """Fuses two groups, of which `first` is the earlier one, or records the refusal."""
         a, b = self.groups[first], self.groups[second]
         refusal = self._merged(a, b)
         if refusal is not None:
@@ -188,8 +188,8 @@ class Fuser:
         return refusal is None
 
     def _merged(self, a: Group, b: Group) -> Refusal | None:
-        """Puts one kernel in the place of two, or says why not."""
-        body = verdict(self.groups, a, b, self.ways, self.refuse)
+        """Replaces two kernels by one, or returns the refusal."""
+        body = verdict(self.groups, a, b, self.changes, self.refuse)
         if isinstance(body, Refusal):
             return body
         local = self.groups.local(a, b)
@@ -206,7 +206,7 @@ class Fuser:
 
 
 def _slower(a: Group, b: Group, fused: Loops, measure: Measure) -> Refusal | None:
-    """Why measurement speaks against a fusion, if it does."""
+    """The reason why a measured fusion is refused, or None."""
     both = measure(fused)
     alone = [measure(group.kernel) for group in (a, b)]
     if isinstance(both, str):

@@ -20,7 +20,7 @@ from overlapc.ir.ops import Combo, IROp, Loops, LoweredGraph, Start, Wait, buffe
 
 @dataclass(slots=True)
 class Group:
-    """Kernels fused or combined so far; a group of any other op never merges."""
+    """Kernels fused or combined so far. A group of another kind of op never merges."""
 
     number: int
     op: IROp
@@ -37,7 +37,7 @@ class Group:
 
     @property
     def kernel(self) -> Loops:
-        """The op of a group that is generated code."""
+        """The generated kernel of the group."""
         assert isinstance(self.op, Loops), f"{self.op.name} is no generated kernel"
         return self.op
 
@@ -74,17 +74,17 @@ class Groups:
         return iter(self._groups.values())
 
     def ops(self) -> list[IROp]:
-        """All ops that are left, in a legal order."""
+        """The ops of all remaining groups, in a legal order."""
         return [self._groups[number].op for number in self.order.order()]
 
     # --- questions about two groups
 
     def in_order(self, a: int, b: int) -> tuple[int, int]:
-        """The two numbers, that of the group that stands earlier first."""
+        """The two group numbers, the earlier group's first."""
         return (a, b) if self.order.position[a] < self.order.position[b] else (b, a)
 
     def bytes_of(self, name: str) -> int:
-        """Bytes of a buffer at the traced sizes; 0 for what is no tensor."""
+        """Bytes of a buffer at the traced sizes; 0 for a value that is no tensor."""
         known = self._sizes.get(name)
         if known is None:
             view = self.graph.views.get(name)
@@ -99,7 +99,7 @@ class Groups:
         return local - _with_checks((a.kernel.body, b.kernel.body), unread) if unread else local
 
     def obstacle(self, a: Group, b: Group) -> Refusal | None:
-        """Why one launch may not do what both do, whatever it looks like, if anything stands against it."""
+        """The reason why no launch can do the work of both groups, or None."""
         if a.op.device != b.op.device:  # type: ignore[union-attr]
             return Refusal("they run on different devices")
         # A kernel that a start waits for would have to wait for a communication that it did not need, or a start
@@ -120,7 +120,7 @@ class Groups:
         return None
 
     def _stays_and_moves(self, a: Group, b: Group) -> tuple[Group, Group]:
-        """The group in whose place both would run, as `MergingOrder.merge` puts them, and the other."""
+        """The group at whose position both would run (as `MergingOrder.merge` decides), and the other one."""
         first, second = self.in_order(a.number, b.number)
         if self.order.may_run_early(first, second):
             return self._groups[first], self._groups[second]

@@ -19,15 +19,15 @@ LITTLE = 64  # one part of so many in what a kernel moves is not worth fusing fo
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
-    """How kernels may merge, beside with their loops as they are."""
+class LoopChanges:
+    """Transformations of loops that a merge may use in one round."""
 
     across: bool = False  # whether their loops may cross
     reorders: bool = False  # whether loops may change their order
 
 
-def verdict(groups: Groups, a: Group, b: Group, ways: Ways, refuse: Refuse) -> Body | Refusal:
-    """The merged body, or why the two kernels stay apart."""
+def verdict(groups: Groups, a: Group, b: Group, changes: LoopChanges, refuse: Refuse) -> Body | Refusal:
+    """The merged body, or the reason why the two kernels stay separate."""
     if (a.dots or b.dots) and a.kernel.body.reduction and b.kernel.body.reduction:
         return Refusal("a matrix product shares its kernel with no other reduction")
     if len(a.reads | b.reads | a.writes | b.writes) > MOST_BUFFERS:
@@ -42,12 +42,12 @@ def verdict(groups: Groups, a: Group, b: Group, ways: Ways, refuse: Refuse) -> B
     merged = merge(a.kernel.body, b.kernel.body)
     if not isinstance(merged, Refusal) and _goes_crosswise(groups, a, b, merged):
         merged = Refusal("they go through what they share in different orders")
-    if isinstance(merged, Refusal) and ways.across and crosses(a.kernel.body, b.kernel.body):
+    if isinstance(merged, Refusal) and changes.across and crosses(a.kernel.body, b.kernel.body):
         across = merge_across(a.kernel.body, b.kernel.body, groups.graph.hint, groups.bytes_of)
         if isinstance(across, Refusal):
             across = Refusal(f"{merged.reason}; crosswise: {across.reason}")
         merged = across
-    if isinstance(merged, Refusal) and ways.reorders and not (a.kernel.body.reduction and b.kernel.body.reduction):
+    if isinstance(merged, Refusal) and changes.reorders and not (a.kernel.body.reduction and b.kernel.body.reduction):
         merged = _reordered(groups, a, b) or merged
     if isinstance(merged, Refusal):
         return merged
@@ -69,7 +69,7 @@ def verdict(groups: Groups, a: Group, b: Group, ways: Ways, refuse: Refuse) -> B
 
 
 def _only_alike(groups: Groups, a: Group, b: Group) -> bool:
-    """Whether two kernels look alike and share but a scalar: fused in pairs they would be of another kind."""
+    """Whether two kernels are of one kind and share little: unfused they can share a launch with more of their kind."""
     if not a.writes.isdisjoint(b.reads) or rough_kind(a.kernel.body) != rough_kind(b.kernel.body):
         return False
     shared = sum(map(groups.bytes_of, a.reads & b.reads))
@@ -77,7 +77,7 @@ def _only_alike(groups: Groups, a: Group, b: Group) -> bool:
 
 
 def _goes_crosswise(groups: Groups, a: Group, b: Group, merged: Body) -> bool:
-    """Whether one would go over rows and the other over columns, as sizes that happen to be equal allow."""
+    """Whether the merged kernel strides over memory that one kernel reads by rows and the other by columns."""
     if not merged.reduction:
         return False
     shared = a.reads & b.reads
@@ -90,7 +90,7 @@ def _goes_crosswise(groups: Groups, a: Group, b: Group, merged: Body) -> bool:
 
 
 def _leaves_tiles(groups: Groups, a: Group, b: Group, merged: Body) -> bool:
-    """Whether the element-wise one of two turns round what it reads, which in tiles of the other's rows cannot be."""
+    """Whether the element-wise kernel transposes its input, which tiles over the other kernel's rows cannot do."""
     if not merged.reduction or (a.kernel.body.reduction and b.kernel.body.reduction):
         return False
     apart = sum(untiled_bytes(group.kernel.body, groups.bytes_of) for group in (a, b))
@@ -100,7 +100,7 @@ def _leaves_tiles(groups: Groups, a: Group, b: Group, merged: Body) -> bool:
 
 
 def _unsafe_change(groups: Groups, a: Group, b: Group, merged: Body) -> Refusal | None:
-    """Why the merged kernel may not change memory in place, if it may not."""
+    """The reason why the merged kernel must not change memory in place, or None."""
     for view in (*a.kernel.mutates, *b.kernel.mutates):
         root = groups.graph.root(view.buffer)
         stores = [store for store in merged.stores if groups.graph.root(store.buffer) == root]
@@ -113,7 +113,7 @@ def _unsafe_change(groups: Groups, a: Group, b: Group, merged: Body) -> Refusal 
 
 
 def _reordered(groups: Groups, a: Group, b: Group) -> Body | None:
-    """Both kernels in one, their loops in the order of the largest buffer they share; None where it costs more."""
+    """The merged kernel with loops in the memory order of the largest shared buffer; None where that costs more."""
     shared = max((a.reads | a.writes) & b.reads or b.writes & a.reads, key=lambda name: (groups.bytes_of(name), name))
     first, second = (in_order_of(group.kernel.body, shared, groups.graph.hint) for group in (a, b))
     if first is None or second is None:
@@ -127,7 +127,7 @@ def _reordered(groups: Groups, a: Group, b: Group) -> Body | None:
 
 
 def one_kernel(a: Group, b: Group, body: Body, local: set[str]) -> Loops:
-    """The kernel of `body`, which does what both groups do and keeps `local` buffers to itself."""
+    """The op of `body`, the merged kernel of both groups; `local` buffers exist only inside it."""
     return Loops(
         b.op.name,
         a.kernel.device,

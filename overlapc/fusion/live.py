@@ -23,7 +23,7 @@ SLACK_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Bytes more, or fewer, that are live while the ops from `start` to before `end` run."""
+    """A change of the live bytes while the ops from `start` to before `end` run."""
 
     start: int
     end: int
@@ -89,7 +89,7 @@ class LiveBytes:
     def moved(
         self, reads: Collection[str], writes: Collection[str], at: int, to: int, local: AbstractSet[str]
     ) -> list[Change]:
-        """What changes when an op that ran at `at` runs at `to`, and `local` buffers no longer touch memory."""
+        """The changes when an op moves from `at` to `to` and `local` buffers are no longer allocated."""
         changes = [
             Change(self.first[name], self.last[name] + 1, -self.bytes_of(name)) for name in local & self.last.keys()
         ]
@@ -102,14 +102,14 @@ class LiveBytes:
         return [*changes, *(Change(at, to, -self.bytes_of(name)) for name in made)]
 
     def rewritten(self, op: IROp, at: int, to: int, local: AbstractSet[str]) -> list[Change]:
-        """What changes in memory written over when `op` takes the place of what ran at `at` and at `to`."""
+        """The changes in memory that is overwritten in place when `op` replaces the ops at `at` and at `to`."""
         return [
             Change(at, at + 1, self.in_place[at]),
             Change(to, to + 1, self.in_place[to] - self._in_place(op, to, local)),
         ]
 
     def fits(self, changes: Sequence[Change]) -> bool:
-        """Whether these leave the peak as it is, but for `SLACK_BYTES`."""
+        """Whether these changes raise the peak by at most `SLACK_BYTES`."""
         borders = sorted({border for change in changes for border in (change.start, change.end)})
         for start, end in itertools.pairwise(borders):
             here = [change.bytes for change in changes if change.start <= start < change.end]
@@ -121,7 +121,7 @@ class LiveBytes:
     def move(
         self, reads: Collection[str], writes: Collection[str], at: int, to: int, local: AbstractSet[str], op: IROp
     ) -> None:
-        """What ran at op `at` now runs at `to`, and `op` does what both did."""
+        """Records that the op at `at` moved to `to`, where `op` replaces both."""
         changes = self.moved(reads, writes, at, to, local) + self.rewritten(op, at, to, local)
         self.in_place[at], self.in_place[to] = 0, self._in_place(op, to, local)
         for change in changes:

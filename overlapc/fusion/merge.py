@@ -15,7 +15,7 @@ from overlapc.ir.rewriting import canonical, rewrite, with_loops
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why two kernels stay apart, in words that a report can print."""
+    """The reason why two kernels stay separate, as a report prints it."""
 
     reason: str
 
@@ -24,7 +24,7 @@ class Refusal:
 
 
 def merge(first: Body, second: Body) -> Body | Refusal:
-    """A kernel that does `first`, then `second`; stores of both are kept.
+    """The body of `first` followed by `second`; the stores of both are kept.
 
     Legal when both run over the same iterations and every read by `second` of what `first` stores is at the very
     index of that store. Loads of other buffers do not matter.
@@ -186,7 +186,7 @@ def _over(body: Body, outer: Refined, inner: Refined, which: int) -> Body:
 
 
 def same_space(first: Body, second: Body) -> bool:
-    """A quick test that `align` could work out, on element counts alone."""
+    """A quick necessary test for `align`, on element counts alone."""
     a, b = first.numel(), second.numel()
     if first.reduction and second.reduction:
         return a == b and first.reduction_numel() == second.reduction_numel()

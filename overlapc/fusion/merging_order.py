@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 class MergingOrder:
-    """Groups are numbered by their first op; a merged group keeps the smaller number."""
+    """A legal order of groups. A group has the number of its first op; a merged group keeps the smaller one."""
 
     def __init__(self, before: Sequence[Iterable[int]]) -> None:
         """`before[i]` are the ops that op i needs; ops stand in a legal order already."""
@@ -24,7 +24,7 @@ class MergingOrder:
         self.slots: list[int | None] = list(range(len(before)))
 
     def dependents(self, first: int, second: int) -> set[int]:
-        """Groups that stand between two groups and need the first one (itself not among them)."""
+        """Groups between two groups that depend on the first one, without the first one itself."""
         limit = self.position[second]
         found = {group for group in self.after[first] if self.position[group] < limit}
         stack = list(found)
@@ -36,7 +36,7 @@ class MergingOrder:
         return found
 
     def may_run_early(self, first: int, second: int) -> bool:
-        """Whether the second group needs the first one, and all else that it needs stands before the first one."""
+        """Whether the second group depends on the first, and all its other dependences come before the first."""
         start = self.position[first]
         return first in self.before[second] and all(
             needed == first or self.position[needed] < start for needed in self.before[second]
@@ -80,7 +80,7 @@ class MergingOrder:
             neighbours[gone] = set()
 
     def order(self) -> list[int]:
-        """All groups that are left, in a legal order."""
+        """The remaining groups, in a legal order."""
         return [group for group in self.slots if group is not None]
 
 

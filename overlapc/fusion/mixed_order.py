@@ -32,7 +32,7 @@ MOST_COLUMNS = 16384  # a program keeps a total of each in registers
 
 
 def crosses(first: Body, second: Body) -> bool:
-    """A quick test that `merge_across` could work out, on element counts alone."""
+    """A quick necessary test for `merge_across`, on element counts alone."""
     if first.reduction and second.reduction:
         return first.numel() == second.reduction_numel() and first.reduction_numel() == second.numel()
     if not first.reduction and not second.reduction:
@@ -42,7 +42,7 @@ def crosses(first: Body, second: Body) -> bool:
 
 
 def merge_across(first: Body, second: Body, hint: Callable[[sympy.Expr], int], bytes_of: Bytes) -> Body | Refusal:
-    """A kernel that does both, its loops those of one and crosswise to those of the other; or why there is none.
+    """A kernel that does the work of both over the loops of one, crosswise to the other's; or the refusal.
 
     `hint` gives sizes as traced, `bytes_of` what each buffer holds.
     """
@@ -71,7 +71,7 @@ def _skipped(body: Body, bytes_of: Bytes) -> int:
 
 
 def _both_reduce(first: Body, second: Body, hint: Callable[[sympy.Expr], int]) -> tuple[Body, Body] | Refusal:
-    """Both over the loops of the one that reduces rows."""
+    """The merged body of a row and a column reduction, over the loops of the row reduction."""
     flipped = hint(first.numel()) < hint(second.numel())  # columns are fewer than rows
     columns = first if flipped else second
     if not columns.numel().is_Integer:
@@ -112,7 +112,7 @@ def _as_total(store: Store) -> Store:
 
 
 def _one_reduces(first: Body, second: Body) -> tuple[Body, Body] | Refusal:
-    """The element-wise one over the reduction loops, then the parallel loops of the other."""
+    """The merged body of a reduction and an element-wise kernel, which runs over the reduction's loops."""
     reducing, plain = (first, second) if first.reduction else (second, first)
     across = (*reducing.reduction, *reducing.loops)
     refined = refine([loop.size for loop in across], [loop.size for loop in plain.loops])

@@ -81,7 +81,7 @@ _FRACTION_BITS = {torch.bfloat16: 7, torch.float16: 10}
 
 
 def as_read(store: Store, value: Value) -> Value:
-    """What a reader of `store` that is joined to its kernel computes with: the stored `value`, rounded as in memory."""
+    """What a reader fused into the kernel of `store` computes with: `value`, rounded as in memory."""
     if store.wide or store.memory_dtype not in LOW_PRECISION or _is_rounded(value, store.memory_dtype):
         return value
     return Cast(value, store.memory_dtype)
@@ -101,7 +101,7 @@ def numbers_last(body: Body) -> Body:
 
 
 def rounded_once(body: Body) -> Body:
-    """`body` without conversions that its stores make anyway; the same object if there are none."""
+    """`body` without conversions that its stores repeat; the same object if there are none."""
     stores = tuple(
         dataclasses.replace(store, value=store.value.arg)
         if isinstance(store.value, Cast) and store.value.to is store.memory_dtype and store.mode == "set"
@@ -112,7 +112,7 @@ def rounded_once(body: Body) -> Body:
 
 
 def _is_rounded(value: Value, dtype: torch.dtype) -> bool:
-    """Whether rounding to `dtype` would change nothing, going by how the value is made."""
+    """Whether the value is known to be rounded to `dtype` already, from the operation that makes it."""
     pending, seen = [value], {value}
     while pending:
         value = pending.pop()
@@ -147,7 +147,7 @@ _IDENTITY = {"sum": 0, "dot": 0, "prod": 1, "any": False, "all": True}
 
 
 def without_trivial_reductions(body: Body) -> Body:
-    """`body` with reductions over no element, or over one, replaced by what they yield."""
+    """`body` with every reduction over at most one element replaced by its result."""
     empty = any(loop.size == 0 for loop in body.reduction)
     if not body.reduction or not (empty or all(is_one(loop.size) for loop in body.reduction)):
         return body

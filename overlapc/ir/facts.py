@@ -10,7 +10,7 @@ _OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le"}
 
 
 def learn(condition: Value, holds: bool, facts: dict[Value, bool]) -> None:
-    """Adds what follows from a condition that holds or not: itself, its parts, and its opposite."""
+    """Adds to `facts` everything that follows from `condition` being true or false: itself, its parts, its opposite."""
     facts[condition] = holds
     if not isinstance(condition, Op):
         return
@@ -27,7 +27,7 @@ def learn(condition: Value, holds: bool, facts: dict[Value, bool]) -> None:
 
 
 def known_truth(condition: Value, facts: Mapping[Value, bool]) -> bool | None:
-    """Whether a condition holds, going by `facts`; None where they do not say."""
+    """The truth of a condition according to `facts`; None if they do not decide it."""
     if condition in facts:
         return facts[condition]
     if isinstance(condition, Op) and condition.name == "logical_and":
@@ -37,7 +37,7 @@ def known_truth(condition: Value, facts: Mapping[Value, bool]) -> bool | None:
 
 
 def unseen_where_masked(body: Body) -> frozenset[Load]:
-    """Loads whose value matters only where their mask holds: whatever stands for it elsewhere is selected away."""
+    """Loads whose value is used only where their mask is true: elsewhere a select replaces it."""
     masked = [load for load in body.loads() if load.mask is not None]
     if not masked:
         return frozenset()

@@ -8,7 +8,7 @@ from overlapc.ir.body import Body, Load, Reduce, Store, Value, depends_on, reduc
 
 
 def scatters(body: Body) -> bool:
-    """Whether iterations may hit elements in any order, several of them the same, or leave elements as they are."""
+    """Whether iterations may write elements in any order, several to the same one, or leave some unwritten."""
     return any(store.is_atomic or store.indirect or store.mask is not None for store in body.stores)
 
 

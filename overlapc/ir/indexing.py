@@ -192,7 +192,7 @@ def _low_digit(expr: sympy.Expr, divisor: sympy.Expr, ranges: Ranges) -> tuple[s
 
 
 def _rejoined(expr: sympy.Expr) -> sympy.Expr:
-    """Quotient and remainder of one division put together again: `64*(x // 64) + x % 64` is x."""
+    """`expr` with quotient and remainder of one division rejoined: `64*(x // 64) + x % 64` becomes x."""
     if not isinstance(expr, sympy.Add) or not expr.has(ModularIndexing):
         return expr
     for term in expr.args:

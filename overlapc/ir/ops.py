@@ -22,7 +22,7 @@ Refuse = Callable[[torch.device, Body], str | None]
 
 
 def nothing_refused(device: torch.device, body: Body) -> str | None:
-    """The `Refuse` of what takes every kernel."""
+    """A `Refuse` that refuses no kernel."""
     return None
 
 
@@ -61,7 +61,7 @@ class Layout:
         return self.storage_numel() * self.dtype.itemsize
 
     def dim_order(self) -> list[int]:
-        """Dims from the outermost in memory to the innermost; dims of size 1 where they stand."""
+        """Dims from the outermost in memory to the innermost; dims of size 1 keep their positions."""
 
         def key(dim: int) -> tuple[int, int]:
             step = self.stride[dim]
@@ -94,7 +94,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A run-time value that is no strided tensor: a number, a size (`expr` names it), a module, a sparse tensor."""
+    """A run-time value other than a strided tensor: a number, a size (with `expr`), a module, a sparse tensor."""
 
     buffer: str
     expr: sympy.Expr | None = None
@@ -114,7 +114,7 @@ class Provenance:
         return self.lines[0] if self.lines else ""
 
     def joined(self, other: Provenance) -> Provenance:
-        """Both, each node and line once, this one's place first."""
+        """The union of two origins, without duplicates; module and line of this one come first."""
         fx, lines = (tuple(dict.fromkeys(both)) for both in (self.fx + other.fx, self.lines + other.lines))
         return Provenance(fx, lines, self.module or other.module)
 
@@ -138,7 +138,7 @@ class Loops:
 
 @dataclass(frozen=True, slots=True)
 class Combo:
-    """Generated kernels that need nothing of each other, in one launch; `overlapc.fusion.combo` says which may."""
+    """Independent generated kernels in one launch; `overlapc.fusion.combo` decides which may share one."""
 
     name: str
     parts: tuple[Loops, ...]
@@ -171,7 +171,7 @@ class BlockLists:
 
     @property
     def views(self) -> tuple[View, ...]:
-        """Everything read of it."""
+        """The views of all its tensors, which a kernel reads."""
         return tuple(view for pair in self.lists.values() for view in pair)
 
 
@@ -206,12 +206,12 @@ class Attention:
 
     @property
     def functions(self) -> tuple[Body, ...]:
-        """Those that there are."""
+        """The functions that are not None."""
         return tuple(body for body in (self.score, self.mask, self.gradient) if body is not None)
 
     @property
     def given(self) -> tuple[View, ...]:
-        """Everything read."""
+        """All views that the kernel reads."""
         return (*self.tensors.values(), *self.blocks.views, *self.captured)
 
     @property
@@ -223,13 +223,13 @@ RefuseAttention = Callable[[Attention], str | None]
 
 
 def attention_refused(op: Attention) -> str | None:
-    """The `RefuseAttention` of a device without such kernels."""
+    """A `RefuseAttention` that refuses every attention: for devices without such kernels."""
     return f"no generated attention on {op.device.type}"
 
 
 @dataclass(frozen=True, slots=True)
 class Extern:
-    """A call of `target`: library kernels, fallbacks and everything we do not generate.
+    """A call of `target`: library kernels, fallbacks and every other op without generated code.
 
     `args` and `kwargs` hold views, handles, sympy sizes and Python values. `result` mirrors what the call returns,
     with a view for each tensor and a handle for everything else.
@@ -251,12 +251,12 @@ class Extern:
 
     @property
     def arguments(self) -> tuple[Any, dict[str, Any]]:
-        """All of them, as one structure."""
+        """`args` and `kwargs` as one structure."""
         return self.args, dict(self.kwargs)
 
     @property
     def outputs(self) -> tuple[View | Handle, ...]:
-        """What the call defines; arguments that it returns are not among them."""
+        """Views that the call defines; arguments that it returns are not among them."""
         given = {view.buffer for view in (*given_to(self), *self.mutates)}
         return tuple(leaf for leaf in named_in(self.result) if leaf.buffer not in given)
 
@@ -294,14 +294,14 @@ IROp = Kernel | Extern | Start | Wait
 
 
 def loops_of(op: IROp) -> tuple[Loops, ...]:
-    """The loop kernels that launching `op` runs; none for what is not generated."""
+    """The loop kernels that launching `op` runs; none for an op without generated code."""
     if isinstance(op, Combo):
         return op.parts
     return (op,) if isinstance(op, Loops) else ()
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """Leaves of nested tuples, lists and dicts; a view is one."""
+    """Leaves of nested tuples, lists and dicts; a view is a leaf."""
     return pytree.tree_leaves(tree)
 
 
@@ -311,7 +311,7 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def named_in(tree: Any) -> list[View | Handle]:
-    """Everything in a structure that has a name: views, and handles of what is no tensor."""
+    """Views and handles in a structure, which have names."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, View | Handle)]
 
 
@@ -321,7 +321,7 @@ def views_in(tree: Any) -> list[View]:
 
 
 def given_to(op: IROp) -> Iterator[View | Handle]:
-    """What an extern, start, wait or attention is given; other kernels' reads are the loads of their bodies."""
+    """Views and handles that an extern, start, wait or attention reads. Other kernels read by loads."""
     if isinstance(op, Attention):
         yield from op.given
     elif isinstance(op, Wait):

@@ -371,14 +371,14 @@ class Lowering:
         return renamed
 
     def rename(self, view: View) -> None:
-        """What `view` names is from here on what its memory holds."""
+        """From here on `view` names the contents of its memory."""
         root = self.mutated[view.buffer]
         self.graph.aliases[view.buffer] = self.latest.get(root, root)
         self.graph.views[view.buffer] = view
         self.latest[root] = view.buffer
 
     def results_of(self, call: Extern) -> Any:
-        """What readers of a call get: views, and numbers as expressions."""
+        """The results of a call as readers get them: views, and numbers as expressions."""
 
         def leaf(value: Any) -> Any:
             return value.expr if isinstance(value, Handle) and value.expr is not None else value
@@ -387,7 +387,7 @@ class Lowering:
 
 
 def _promotable(arg: Any) -> Any:
-    """What torch's promotion rules look at: a dtype and whether it is a tensor, a 0-dim tensor or a number."""
+    """The input of torch's promotion rules: a dtype, and whether it is a tensor, a 0-dim tensor or a number."""
     if isinstance(arg, View):
         return _tensor_of(len(arg.size), arg.dtype)
     if isinstance(arg, sympy.Expr):

@@ -134,7 +134,7 @@ def _noted(context: Lowering, query: View, attention: Callable[[], Attention]) -
 
 
 def _is_fixed(view: View) -> bool:
-    """Whether its sizes are numbers."""
+    """Whether all sizes of the view are numbers."""
     return all(part.is_Integer for part in (*view.layout.size, *view.layout.stride, view.layout.offset))
 
 
@@ -167,7 +167,7 @@ class _Space:
         return [View(self.context.name_for(at), layout) for at, layout in enumerate(layouts)]
 
     def attention(self, results: Mapping[str, View], block_mask: Sequence[Any], scale: float) -> Attention:
-        """The attention without functions, if the device has a kernel for it."""
+        """The attention without functions; Impossible if the device has no kernel for it."""
         *_, query_size, key_size, _ = block_mask
         needed = ("keys", "queries") if "grad_out" in self.tensors else ("keys",)
         found = {kind: (block_mask[at], block_mask[at + 1]) for kind, at in _LISTS.items() if kind.endswith(needed)}

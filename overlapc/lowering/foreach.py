@@ -44,7 +44,7 @@ BINARY = {
 
 
 def each(context: Lowering, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[View]:
-    """`rule` on the first of every list, the second, …; what is no list goes to all."""
+    """Applies `rule` to the first elements of all lists, the second ones, …; other arguments go to every call."""
     results = []
     for item in range(len(context.value_of())):
 

@@ -53,7 +53,7 @@ GENERATED_DTYPES = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Communication:
-    """What a node that communicates moves, and whether a separate wait follows."""
+    """The communication of a node, and whether a separate wait follows."""
 
     comm: Any  # overlapc.schedule.model.Comm
     asynchronous: bool
@@ -96,7 +96,7 @@ def lower(
 
 
 class GraphLowering:
-    """The nodes of one graph in order; what a node's results are is kept in the context."""
+    """Lowers the nodes of one graph in order; the context holds their results."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class GraphLowering:
         self.flying: set[str] = set()  # results of collectives, until their wait
 
     def run(self, node: Node) -> None:
-        """Lowers one node, which comes after all that it reads."""
+        """Lowers one node, after all nodes that it reads."""
         self.context.node = node
         count = len(self.graph.ops)
         if node.op == "placeholder":
@@ -129,7 +129,7 @@ class GraphLowering:
         self._order(node, self.graph.ops[count:])
 
     def _order(self, node: Node, made: Sequence[IROp]) -> None:
-        """Notes what makes which buffer, and what the graph wants `made` to run after."""
+        """Records the op that makes each buffer, and the ops that `made` has to run after."""
         self.made_by.update((name, op.name) for op in made for name in buffers_written(op))
         mark = order_of(node)
         if mark is not None:
@@ -159,7 +159,7 @@ class GraphLowering:
         return Handle(node.name)
 
     def _resolved(self, given: View) -> View:
-        """An input whose numbers are the conjugates or negatives of what its memory holds, as they are."""
+        """An input with its conjugate or negative bit resolved into memory."""
         name = f"{self.context.node.name}_resolved"
         view = View(name, given.layout)
         self.context.add(

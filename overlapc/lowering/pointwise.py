@@ -382,7 +382,7 @@ def convert_element_type(context: Lowering, x: View, dtype: torch.dtype) -> View
 
 
 def settled(context: Lowering, value: Value, x: View) -> Value:
-    """An element of `x` as a step function, a search or a whole number must see it: in its own precision."""
+    """An element of `x` in its own precision, as a step function, a search or a conversion to an integer needs it."""
     return value if context.rounds or x.dtype not in LOW_PRECISION else Cast(value, x.dtype)
 
 
@@ -405,7 +405,7 @@ def copy(context: Lowering, destination: View, source: View, non_blocking: bool 
 
 @lowers(aten.copy_.default)
 def copy_(context: Lowering, destination: View, source: View, non_blocking: bool = False) -> View:
-    """Straight into the destination; what computes the source may then store there itself."""
+    """Copies straight into the destination, so that the kernel that computes the source may store there itself."""
     if source == destination:
         return destination
     if destination.buffer in {view.buffer for view in context.given.values()}:

@@ -37,7 +37,7 @@ Position = tuple[sympy.Expr, ...]
 
 @dataclass(frozen=True, slots=True)
 class Accumulator:
-    """Memory that iterations combine in: its dtype, and how elements get there and back."""
+    """The memory in which iterations combine elements: its dtype, and conversions to it and back."""
 
     dtype: torch.dtype
     mode: str
@@ -126,7 +126,7 @@ def scatter_into(
 
 
 def store_at(target: View, spot: Place, value: Value, mode: str) -> Store:
-    """A store to a place that may come from memory."""
+    """A store to an element whose position may be read from memory."""
     return Store(target.buffer, spot.index, cast(value, target.dtype), target.dtype, mode, spot.inside, spot.indirect)
 
 
@@ -205,7 +205,7 @@ def scatter_reduce(
 
 @lowers(aten.scatter.value)
 def scatter_value(context: Lowering, x: View, dim: int, index: View, number: Any) -> View:
-    """A scatter of one number per row, as in the gradient of a loss, fuses: each element asks whether it is meant."""
+    """A scatter of one number per row, as in a loss' gradient: an element-wise kernel that compares indices."""
     if not x.size or not index.size:
         raise Impossible("a tensor without dims")
     dim = dim % len(x.size)

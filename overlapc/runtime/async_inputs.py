@@ -59,14 +59,14 @@ def plain_examples(inputs: Sequence[Any], late: Sequence[int]) -> list[Any]:
 
 
 def _contexts() -> Any:
-    """By tensor, what Dynamo noted of each input that it has traced."""
+    """Dynamo's tracing context of each traced input, by tensor."""
     found = torch._guards.TracingContext.try_get()
     return {} if found is None else found.tensor_to_context
 
 
 @contextmanager
 def arrived(examples: Sequence[Any], within: Iterable[int]) -> Iterator[None]:
-    """The tensors at the positions `within` hold what their collectives gave while they are traced.
+    """While tracing, tensors at the positions `within` hold the results of their collectives.
 
     Afterwards they hold the collectives again, for which Dynamo checks the guards that it has just made.
     """
@@ -93,7 +93,7 @@ def arrived(examples: Sequence[Any], within: Iterable[int]) -> Iterator[None]:
 
 
 def _arrived_context(value: Any, context: Any) -> Any:
-    """What Dynamo noted of `value`, without the collectives within it."""
+    """Dynamo's tracing context of `value`, without the collectives within it."""
     kind = _kind()
     inner = dict(context.inner_contexts)
     for name in value.__tensor_flatten__()[0]:
@@ -122,7 +122,7 @@ def _tensors_in(value: Any) -> tuple[str, ...]:
 
 
 def wait_within(value: Any) -> None:
-    """Puts what arrived in the place of each collective that `value` holds."""
+    """Waits for each collective that `value` holds and replaces it by its result."""
     for holder, name, collective in list(_collectives_in(value)):
         setattr(holder, name, collective.trigger_wait())
 

@@ -49,7 +49,7 @@ def content_key(*parts: str | bytes) -> str:
 
 
 class KernelCache:
-    """Files under `root/<kind>`, each with a `.sha256` beside it that vouches for it.
+    """Files under `root/<kind>`, each with its hash in a `.sha256` file.
 
     `kind` also names the counters: `kernel_compiles` and `kernel_cache_hits` for "kernels".
     """
@@ -194,14 +194,14 @@ class KernelCache:
         return whole
 
     def _content(self, path: Path) -> bytes | None:
-        """What the file holds, if its voucher names this entry and only this user could have written it."""
+        """The file's content if its `.sha256` is right and only this user could have written both, else None."""
         if self._refusal(path) is not None:
             return None
         content, voucher = _read_own(path), _read_own(_voucher(path))
         return content if content is not None and voucher == self._vouch(path, content).encode() else None
 
     def _vouch(self, path: Path, content: bytes) -> str:
-        """What vouches for `content` as the entry `path`, and as no other entry."""
+        """The hash of `content` as the entry `path`; another entry has another hash for the same content."""
         return hashlib.sha256(f"{_FORMAT} {self._kind}/{path.name}\n".encode() + content).hexdigest()
 
     def _refusal(self, path: Path) -> str | None:

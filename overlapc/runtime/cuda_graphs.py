@@ -72,7 +72,7 @@ class CudaGraphs:
 
 @lru_cache(None)
 def _stream(device: int) -> torch.cuda.Stream:
-    """Where this device's captures run; one for all, as each stream gets a cuBLAS workspace."""
+    """The stream of this device's captures; one for all, because each stream gets a cuBLAS workspace."""
     return torch.cuda.Stream(device)
 
 
@@ -123,14 +123,14 @@ class Parts:
         return make
 
     def copied(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The same in memory of their own, which later calls do not touch."""
+        """Copies in memory of their own, which later calls do not overwrite."""
         with torch.no_grad():
             buffers = [_Buffer.like(tensor) for tensor in tensors]
             _copy([buffer.flat for buffer in buffers], tensors)
         return tuple(buffer.tensor for buffer in buffers)
 
     def forget(self, number: int) -> None:
-        """Drops what was recorded of this part and of those behind it.
+        """Drops the recordings of this part and of all later parts.
 
         A new recording of it may put its results where parts behind it, recorded before, have their temporaries.
         """

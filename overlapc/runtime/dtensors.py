@@ -22,7 +22,7 @@ Call = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Borders:
-    """What the graphs of a step take in place of its inputs, and what gradients are made of, in plain values."""
+    """What the graphs of a step take in place of DTensors, and the parts of its gradients, as plain values."""
 
     inputs: tuple[tuple[str, ...], ...]  # the attributes of each, none for the input itself
     gradients: tuple[tuple[int, int | None, bool], ...]
@@ -61,7 +61,7 @@ class KnownDTensors:
         self._known = [(at, *_known_of(value)) for at, value in enumerate(inputs) if isinstance(value, DTensor)]
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """LayoutError if a DTensor is another than it was."""
+        """LayoutError if a DTensor's mesh, placements, dtype, device or `requires_grad` have changed."""
         for at, spec, dtype, device, requires_grad in self._known:
             value = inputs[at]
             local = value._local_tensor

@@ -49,7 +49,7 @@ class SizedTangent:
 
 
 def _plain(given: Any, output: int) -> Tensor:
-    """`given` without what holds it: a collective that was not waited for yet, for instance."""
+    """`given` without a wrapper, such as a collective in flight."""
     if not is_traceable_wrapper_subclass(given):
         return given
     coerce = getattr(given, "__coerce_same_metadata_as_tangent__", None)

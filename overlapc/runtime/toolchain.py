@@ -48,7 +48,7 @@ class Compiler:
     identity: str  # version and target CPU: part of every cache key
 
     def build(self, source: Path, library: Path) -> subprocess.CompletedProcess[str]:
-        """Compiles one file to a shared library; the caller looks at `returncode` and `stderr`."""
+        """Compiles one file to a shared library; the caller checks `returncode` and `stderr`."""
         return subprocess.run(self.command_line(source, library), capture_output=True, text=True)
 
     def command_line(self, source: Path, library: Path) -> list[str]:

@@ -46,7 +46,7 @@ class Wanted:
     key: str
 
     def found(self, cache_dir: Path) -> tuple[Binary, Path] | None:
-        """(what to know of it, its cubin) if a whole entry is there."""
+        """(launch facts, cubin) if the cache has a whole entry."""
         cubin = _entries(cache_dir).find(self.key, ".cubin")
         text = _entries(cache_dir).read(self.key, ".json")
         return None if cubin is None or text is None else (Binary.parse(text.decode()), cubin)
@@ -94,7 +94,7 @@ def wanted(source: Source, stage: Stage, variant: Variant, target: Target, cache
 
 
 def stage_options(source: Source, stage: Stage) -> dict[str, Any]:
-    """What Triton is told about a stage beside its arguments."""
+    """Triton's compile options of a stage."""
     # LLVM and ptxas would make one rounding of a product and a sum where they stand side by side, that is in one kernel
     # and not in another. What is to have one rounding says so (`ops.fma`, libdevice's functions).
     options: dict[str, Any] = {"num_warps": stage.num_warps, "enable_fp_fusion": False}

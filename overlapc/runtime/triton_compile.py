@@ -44,14 +44,14 @@ class Specification:
 
     @classmethod
     def parse(cls, text: str) -> Specification:
-        """What `text` gave."""
+        """Parses a line that `text` made."""
         data = json.loads(text)
         return cls(**data | {name: tuple(data[name]) for name in ("types", "multiples", "target")})
 
 
 @dataclass(frozen=True)
 class Binary:
-    """What a launch must know of a cubin."""
+    """Facts about a cubin that a launch needs."""
 
     entry: str  # the kernel's name in it
     shared_bytes: int
@@ -73,7 +73,7 @@ class Binary:
 
     @classmethod
     def parse(cls, text: str) -> Binary:
-        """What `text` gave."""
+        """Parses a line that `text` made."""
         return cls(**json.loads(text))
 
 
@@ -127,7 +127,7 @@ def warm_up() -> None:
 
 
 def serve() -> None:
-    """Compiles what comes in, a line each, and answers with a line: see `answered`."""
+    """Compiles the specification on each line of stdin and answers with a line: see `answered`."""
     warm_up()
     for line in sys.stdin:
         try:

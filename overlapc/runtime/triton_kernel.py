@@ -48,7 +48,7 @@ class TritonLaunch:
     hints: tuple[int, ...] = ()  # likely values of the sizes, in order: which variant to compile ahead
 
     def identity(self) -> str:
-        """What tells two kernels of equal text apart."""
+        """The launch facts that distinguish kernels of equal text."""
         stages = [(stage.function, str(stage.programs), stage.num_warps, stage.num_stages) for stage in self.stages]
         return repr((stages, self.pointers, [(str(dtype), str(size)) for dtype, size in self.scratch], self.constants))
 
@@ -59,7 +59,7 @@ class TritonLaunch:
 
 
 class Source(Protocol):
-    """What is needed of a `KernelSource`."""
+    """The fields of a `KernelSource` that launching needs."""
 
     @property
     def name(self) -> str: ...

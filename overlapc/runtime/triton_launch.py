@@ -30,7 +30,7 @@ _WARP = 32  # threads
 
 
 def get_ready(cache_dir: Path) -> None:
-    """Starts what compiling and loading kernels will need, beside this thread: workers, and the launcher in C."""
+    """Starts compile workers and builds the launcher in C, in another thread."""
 
     def run() -> None:
         triton_workers.start()
@@ -122,7 +122,7 @@ class CudaLauncher:
         return [getattr(module, stage.function) for stage in launch_of(self._source).stages]
 
     def usual(self) -> list[Wanted]:
-        """What `prepare` will load."""
+        """The variants that `prepare` will load."""
         return self._wanted(self._usual)
 
     def prepare(self, device: int) -> None:

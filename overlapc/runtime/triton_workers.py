@@ -88,7 +88,7 @@ class Workers:
 
 
 class _Shared:
-    """This process's workers, and when to let them go."""
+    """This process's workers, and when to end them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

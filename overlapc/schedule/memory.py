@@ -23,7 +23,7 @@ from overlapc.schedule.pools import pooled
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """What does not depend on the order, with nodes as indices into `schedule.nodes`.
+    """Facts about storages that do not depend on the order; nodes are indices into `schedule.nodes`.
 
     touches: storages (ids) that a node keeps alive and that may die; allocates: bytes that come to be at it, and
     pool_allocates those of them that do in pools.
@@ -68,7 +68,7 @@ class MemoryProfile:
 
 
 def lifetimes(schedule: Schedule) -> Lifetimes:
-    """Storages of a schedule and who touches them. Kept with the schedule; O(names read and written)."""
+    """Storages of a schedule and the nodes that use them. Cached with the schedule; O(names read and written)."""
     base = schedule.moved_from
     return schedule.fact(
         "lifetimes", lambda: _lifetimes(schedule) if base is None else _reordered(lifetimes(base), base, schedule)
@@ -140,7 +140,7 @@ def _lifetimes(schedule: Schedule) -> Lifetimes:
 
 
 def analyze(schedule: Schedule) -> MemoryProfile:
-    """Live bytes and frees of a schedule in its present order. Kept with the schedule; O(nodes)."""
+    """Live bytes and frees of a schedule in its current order. Cached with the schedule; O(nodes)."""
     return schedule.fact("memory", lambda: _profile(lifetimes(schedule), range(len(schedule.nodes))))
 
 
@@ -169,7 +169,7 @@ def _profile(life: Lifetimes, order: Sequence[int]) -> MemoryProfile:
 
 
 class _Row:
-    """A number for each position, and the largest, which is found again only when it may have become smaller."""
+    """A number for each position and their maximum, which is searched for again only when it may have decreased."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self.values = list(values)
@@ -194,7 +194,7 @@ class _Row:
 
 
 class _Window(NamedTuple):
-    """What a stretch of an order comes to."""
+    """Live bytes and frees within a stretch of an order."""
 
     outside: list[int]  # bytes while each node runs that do not lie in pools
     in_pools: list[int]
@@ -229,7 +229,7 @@ class MemoryTimeline:
 
     @property
     def during_bytes(self) -> list[int]:
-        """What is live while each node runs."""
+        """Bytes that are live while each node runs, in the current order."""
         return [size + self.in_pools.most for size in self.outside.values]
 
     @property
@@ -249,11 +249,11 @@ class MemoryTimeline:
         return max(found.outside) + self.in_pools.most
 
     def try_pools(self, low: int, nodes: Sequence[int]) -> int:
-        """The most that lies in pools within positions low.. if `nodes` (those already there) stood in this order."""
+        """The most bytes in pools within positions low.. if `nodes` (those already there) were in this order."""
         return max(self._try(low, nodes).in_pools)
 
     def apply(self, low: int, nodes: Sequence[int]) -> None:
-        """Put `nodes`, which stand at positions low.. now, in this order there. Costs less if it was tried last."""
+        """Reorders the nodes at positions low.. into the order `nodes`. Costs less if this order was tried last."""
         found, self._tried = self._try(low, nodes), None
         for storage, node in found.deaths.items():
             self._free(self._death[storage], storage, -1)
@@ -276,7 +276,7 @@ class MemoryTimeline:
             self.apply(low, self.order[high : high + to - low] + block)
 
     def _try(self, low: int, nodes: Sequence[int]) -> _Window:
-        """What `_window` finds, which is found once for what is tried several times."""
+        """The result of `_window`, cached for the last order that was tried."""
         tried = self._tried
         if tried is None or tried[0] != low or tried[1] != list(nodes):
             tried = self._tried = low, list(nodes), self._window(low, nodes)
@@ -299,7 +299,7 @@ class MemoryTimeline:
         return outside, self.in_pools.values[at - 1] - self._pool_freed[node]
 
     def _compare(self, low: int, high: int) -> None:
-        """ScheduleError unless what is kept equals what recomputing gives."""
+        """ScheduleError unless the incremental numbers equal recomputed ones."""
         whole = _profile(self._life, self.order).during_bytes
         for at, (kept, found) in enumerate(zip(self.during_bytes, whole, strict=True)):
             if kept != found:

@@ -61,18 +61,18 @@ class Comm:
 
     @property
     def queue(self) -> str:
-        """The resource that it occupies in flight, in order with others on it: the group's library or its copies."""
+        """The resource that a collective in flight occupies, first in, first out: the group's library or copies."""
         return f"{self.group} via {self.via}" if self.via else self.group
 
     @property
     def carried(self) -> str:
-        """What it does and by what, as profiles name what they measured: `all_gather`, `all_gather via copy`."""
+        """Kind and transport, as profiles name their tables: `all_gather`, `all_gather via copy`."""
         return f"{self.collective} via {self.via}" if self.via else self.collective
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a compute node does; bytes count each buffer once, by what is really accessed."""
+    """The work of a compute node. `bytes` counts the accessed bytes of each buffer once."""
 
     flops: int = 0
     read_bytes: int = 0
@@ -126,17 +126,17 @@ class Node:
 
     @property
     def group(self) -> str:
-        """The process group that takes part; "" for a node that does not communicate, or in an unknown group."""
+        """The process group of a node that communicates; "" for other nodes and for unknown groups."""
         return "" if self.comm is None else self.comm.group
 
     @property
     def queue(self) -> str:
-        """The queue that it occupies in flight; "" as above."""
+        """The queue that the node occupies in flight; "" where `group` is ""."""
         return "" if self.comm is None else self.comm.queue
 
     @property
     def is_barrier(self) -> bool:
-        """Whether no start and no wait crosses it: unknown communication that the user did not declare safe."""
+        """Whether no start and no wait may cross it: unknown communication that the user did not declare safe."""
         return self.kind is Kind.COMM and (self.comm is None or not self.comm.safe)
 
 
@@ -174,9 +174,9 @@ class Schedule:
         return {}
 
     def fact(self, name: str, make: Callable[[], _T], of: object = None) -> _T:
-        """What `make` says of this schedule, kept with it under `name`; made again when asked `of` something else.
+        """The result of `make()`, cached with the schedule under `name`; made again if `of` is another object.
 
-        For what others compute of a schedule (dependences, liveness, a replay on one machine) and ask for often.
+        For results that others compute from a schedule and need often: dependences, liveness, a replay on one machine.
         """
         if name not in self._facts or not _same(self._facts[name][0], of):
             self._facts[name] = of, make()
@@ -184,7 +184,7 @@ class Schedule:
         return found
 
     def known_fact(self, name: str, of: object = None) -> Any:
-        """The same if it is known already, else None."""
+        """The cached result of `fact(name, ..., of)`; None if there is none."""
         about, found = self._facts.get(name, (None, None))
         return found if _same(about, of) else None
 
@@ -202,7 +202,7 @@ class Schedule:
         return self.nodes[self.position(name)]
 
     def position(self, name: str) -> int:
-        """Where in the order the node of that name is."""
+        """The position of the node of that name."""
         try:
             return self._index.position[name]
         except KeyError:
@@ -210,7 +210,7 @@ class Schedule:
 
     @property
     def positions(self) -> Mapping[str, int]:
-        """Where in the order each node is, by name."""
+        """The position of each node, by name."""
         return self._index.position
 
     @property
@@ -349,7 +349,7 @@ class _Index:
 
     @classmethod
     def reordered(cls, base: Schedule, schedule: Schedule) -> _Index | None:
-        """That of `schedule` from that of `base`; None unless it has the same nodes, but for their order and times."""
+        """The index of `schedule` from that of `base`; None unless their nodes differ only in order and estimates."""
         position = {node.name: at for at, node in enumerate(schedule.nodes)}
         if base.buffers is not schedule.buffers or len(position) != len(base.nodes):
             return None

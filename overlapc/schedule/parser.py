@@ -34,7 +34,7 @@ def parse(text: str) -> Schedule:
 
 @dataclass
 class _Draft:
-    """What has been read so far."""
+    """The statements parsed so far."""
 
     name: str = "schedule"
     budget_bytes: int | None = None
@@ -56,7 +56,7 @@ class _Draft:
             self._define(statement)
 
     def schedule(self) -> Schedule:
-        """All of it, with inputs of no size for undeclared buffers."""
+        """The parsed schedule; undeclared buffers become inputs of size 0."""
         aliases = [buffer.alias_of for buffer in self.buffers.values() if buffer.alias_of is not None]
         for name in [*(name for node in self.nodes for name in node.reads), *aliases]:
             if name not in self.buffers:
@@ -157,7 +157,7 @@ class _Keys:
 
     @classmethod
     def of(cls, statement: Statement) -> _Keys:
-        """Those that come next."""
+        """The pairs that come next in `statement`."""
         keys = cls()
         while (key := statement.peek("word")) is not None:
             if key not in _KEYS:

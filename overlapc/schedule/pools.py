@@ -17,14 +17,14 @@ from overlapc.schedule.model import Kind, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """By name of storage."""
+    """The storages of a schedule that lie in pools, by name."""
 
     brought: Mapping[str, str]  # what a start brings -> the start
     shards: Mapping[str, str]  # what a kernel writes -> what is gathered, in which this is this rank's part
 
 
 def pooled(schedule: Schedule) -> Pooled:
-    """Does not depend on the order of nodes; kept with the schedule."""
+    """The storages that lie in pools. Does not depend on the order of nodes; cached with the schedule."""
     base = schedule.moved_from
     return schedule.fact("pooled", lambda: _pooled(schedule) if base is None else pooled(base))
 

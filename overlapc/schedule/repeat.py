@@ -28,7 +28,7 @@ _Names = tuple[tuple[str, ...], ...]  # names in groups, such as all that a node
 
 
 class Irregular(ScheduleError):
-    """Schedules of few layers from which that of more does not follow; the message says where."""
+    """The schedules of few layers do not determine that of more layers; the message names the place."""
 
 
 def repeated(few: Mapping[int, Schedule], layers: int) -> Schedule:
@@ -77,7 +77,7 @@ class _Line:
         return self.stems == other.stems and self.like == other.like
 
     def names(self) -> _Names:
-        """The names that it was made of."""
+        """The line's names, with its numbers put back into the stems."""
         numbers = map(str, self.numbers)
 
         def whole(stem: tuple[str, ...]) -> str:
@@ -157,7 +157,7 @@ class _Part:
     a_repetition: Sequence[tuple[int, ...]] | None = None
 
     def lines(self, more: int) -> Iterator[_Line]:
-        """With so many layers more than the fewest."""
+        """The lines of a schedule with `more` layers more than the smallest one."""
         for repetition in range(1 if self.a_repetition is None else more + 1):
             for at, line in enumerate(self.first):
                 numbers = _plus(line.numbers, self.a_layer[at], more)
@@ -167,7 +167,7 @@ class _Part:
 
 
 def _parts(first: Sequence[_Line], second: Sequence[_Line], third: Sequence[_Line]) -> Iterator[_Part]:
-    """What the three schedules consist of, in turn what stays and what repeats."""
+    """The parts of the three schedules: alternately lines that stay and lines that repeat."""
     done = [0, 0, 0]  # lines of each that are in a part
 
     def part(length: int, *, repeats: bool = False) -> _Part:

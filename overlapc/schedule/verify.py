@@ -24,7 +24,7 @@ _SHOWN = 6  # lines of the schedule that an error shows
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong at a position, and up to which position to show the order; None shows no lines."""
+    """A broken rule, its position, and the position up to which to show the order (None shows no lines)."""
 
     message: str
     at: int | None = None
@@ -65,7 +65,7 @@ def problems(
     limit_bytes: int | None = None,
     merged: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> Iterator[Problem]:
-    """Everything that `verify` would complain about, worst first."""
+    """All broken rules that `verify` would report, worst first."""
     yield from reads_are_defined(schedule)
     if reference is not None:
         yield from is_complete(schedule, reference, merged)

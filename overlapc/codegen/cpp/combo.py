@@ -19,7 +19,7 @@ from overlapc.ir.template import SIZE, template_of
 
 
 def combo_text(bodies: Sequence[Body], arguments: dict[str, str]) -> tuple[str, tuple[str, ...]]:
-    """The text, its function named KERNEL_NAME, and the buffers it takes.
+    """The text, in which the function is called KERNEL_NAME, and the buffers that it takes.
 
     `bodies` have one template; `arguments` names the template's buffers, in the order of parameters.
     """

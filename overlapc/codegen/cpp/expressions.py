@@ -260,7 +260,7 @@ _BEHIND = {"exponential": "exp", "sigmoid": "exp", "error_function": "erf", "pow
 
 
 def definitions_of(text: str) -> str:
-    """What must come before the text of a kernel: definitions of the functions that it calls."""
+    """Definitions of the functions that the text of a kernel calls; they come before it."""
     calls = set(_CALLED.findall(text))
     names = {name.removesuffix("f") if name != "erf" else name for same, name in calls if same}
     names |= {_BEHIND[name] for same, name in calls if not same and name in _BEHIND}

@@ -179,7 +179,7 @@ class Function(ValueWriter):
         self.close()
 
     def declare(self, variables: Sequence[Variable]) -> None:
-        """One of each, or one for each column, at its identity."""
+        """Declares each variable, or one for each column, with its identity as the value."""
         for variable in variables:
             if self.plan.columns:
                 self.line(f"{variable.kind} {variable.name}[{self.tile()}];")
@@ -218,7 +218,7 @@ class Function(ValueWriter):
         return loop
 
     def write(self) -> None:
-        """The loops and what is in them."""
+        """Writes the loops and their contents."""
         plan = self.plan
         parallel = [plain(loop) for loop in plan.outer]
         inner = [plain(loop) for loop in plan.serial]

@@ -63,7 +63,7 @@ class CppGenerator:
         return None
 
     def refuse_fused(self, body: Body) -> str | None:
-        """None: what can be fused can be generated."""
+        """None: every fused kernel can be generated."""
         return None
 
     def generate(
@@ -85,7 +85,7 @@ class CppGenerator:
     def alternatives(
         self, bodies: Sequence[Body], hint: str, size_hints: Mapping[str, int] | None = None, around: Any = None
     ) -> list[Alternative]:
-        """One: the C++ compiler and OpenMP divide the work."""
+        """Only one source: the C++ compiler and OpenMP divide the work."""
         (body, *more) = bodies
         return [Alternative(self.combine(bodies, hint) if more else self.generate(body, hint, size_hints=size_hints))]
 
@@ -102,7 +102,7 @@ def _named(
     comment: str,
     checks: tuple[str, ...],
 ) -> KernelSource:
-    """The source whose function is called what `hint` says and the text's hash."""
+    """The source, with its function named by `hint` and the text's hash."""
     prefix = re.sub(r"\W+", "_", hint)[:_HINT_CHARACTERS].strip("_") or "kernel"
     text = definitions_of(text) + text
     name = f"{prefix}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"

@@ -167,7 +167,7 @@ def _accesses(body: Body, values: Iterable[Value]) -> list[_Access]:
 
 @lru_cache(100_000)
 def stride(index: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr | None:
-    """How far `index` moves when `symbol` grows by one; None when that depends on where it is."""
+    """The difference of `index` when `symbol` grows by one; None if it is not constant."""
     if symbol not in index.free_symbols:
         return sympy.S.Zero
     step = sympy.expand(index.xreplace({symbol: symbol + 1}) - index)
@@ -186,7 +186,7 @@ def symbols_read(values: Iterable[Value]) -> dict[Value, frozenset[sympy.Symbol]
 def _vector_loop(
     loops: tuple[Loop, ...], accesses: list[_Access], hints: Mapping[str, int], prefer: set[sympy.Symbol]
 ) -> Loop | None:
-    """The loop whose neighbours in memory are used soonest; of equal ones the innermost that threads may share."""
+    """The loop along which most accesses are contiguous; of equal ones the innermost that threads may share."""
     best, best_cost = None, 0.0
     for position, loop in enumerate(loops):
         lanes = min(16, max(1, size_hint(loop.size, hints)))

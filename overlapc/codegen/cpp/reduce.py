@@ -31,7 +31,7 @@ _ROW_BYTES = 64 * 1024  # on each thread's stack, and still in the nearest cache
 
 
 class ReductionFunction(ScanningFunction):
-    """Writes one kernel with reduction loops."""
+    """Writes the function of one kernel with reduction loops."""
 
     def __init__(self, body: Body, plan: Plan, arguments: Mapping[str, str], sizes: Sequence[sympy.Symbol]) -> None:
         super().__init__(body, plan, arguments, sizes)

@@ -8,7 +8,7 @@ from overlapc.ir.body import Body, Constant, Index, Load, Op, Reduce, Store, Val
 
 
 class Stages:
-    """Stage n is what n reductions, one after the other, must come before."""
+    """Values and stores of a body by stage: those of stage n need n reductions, one after the other, before them."""
 
     def __init__(self, body: Body) -> None:
         reduced = {loop.symbol for loop in body.reduction}

@@ -22,7 +22,7 @@ from overlapc.ir.rewriting import rebuild
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """One piece as iterations of the first compute it."""
+    """One piece, computed in iterations of the first piece."""
 
     shift: int  # its first iteration
     facts: Mapping[Value, bool]

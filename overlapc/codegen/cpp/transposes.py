@@ -21,7 +21,7 @@ from overlapc.ir.body import Body, Load, Loop
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The loads that are turned round, over the two loops that are blocked together."""
+    """The loads that are transposed in tiles, over the two loops that are blocked together."""
 
     names: Mapping[Load, str]  # of each load's tile
     blocked: Loop  # a row of a tile for each of its iterations

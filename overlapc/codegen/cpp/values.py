@@ -24,7 +24,7 @@ from overlapc.ir.body import Body, Cast, Checked, Constant, Index, Load, Op, Sto
 
 
 class ValueWriter(Writer):
-    """Writes values and stores of `body` where its lines have come to; `known` names what was computed further up."""
+    """Writes values and stores of `body` at the end of its lines; `known` names values of earlier lines."""
 
     def __init__(self, body: Body, arguments: Mapping[str, str]) -> None:
         """`arguments` are the names of the function's parameters by buffer."""
@@ -64,7 +64,7 @@ class ValueWriter(Writer):
         return operation_text(value, [known[arg] for arg in value.args])
 
     def element(self, load: Load, known: Mapping[Value, str]) -> str:
-        """What is read: the number, or the bits of one in a format that nothing is computed in."""
+        """The element that is read: a number, or its bits in a format without arithmetic."""
         raw = load.memory_dtype in FORMAT
         zero = f"{MEMORY_TYPE[load.memory_dtype]}(0)" if raw else constant_text(0, load.dtype)
         if load.mask is not None and self.facts.get(load.mask) is False:
@@ -127,7 +127,7 @@ class ValueWriter(Writer):
         return stored
 
     def needed(self, roots: Iterable[Value], known: Mapping[Value, str]) -> list[Value]:
-        """What must be computed for `roots` when `known` is there already, operands first."""
+        """Values that must be computed for `roots` in addition to `known`, operands first."""
         found: set[Value] = set()
         stack = [root for root in roots if root not in known]
         while stack:

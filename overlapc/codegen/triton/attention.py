@@ -91,7 +91,7 @@ def _fitted(tile: Tile, op: Attention) -> Tile:
 
 
 def refuse(op: Attention) -> str | None:
-    """Why there is no such kernel, or None; the functions' operations are looked at elsewhere."""
+    """Reason this attention is unsupported, or None. Operations of its functions are checked elsewhere."""
     query, key, value = (op.tensors[role] for role in ("query", "key", "value"))
     if query.dtype not in _DTYPES:
         return f"attention of {query.dtype}"
@@ -118,7 +118,7 @@ def refuse(op: Attention) -> str | None:
 
 
 def source(op: Attention, hint: str, comment: str, tiles: Mapping[str, Tile] | None = None) -> KernelSource:
-    """The kernel's functions and how they are launched."""
+    """The source of the kernel: its functions and how they are launched."""
     tiles = tiles or choose(op)
     heads, batch = int(op.tensors["query"].size[1]), int(op.tensors["query"].size[0])
     views: dict[str, View] = {**op.tensors, **list_arguments(op)}

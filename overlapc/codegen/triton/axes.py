@@ -178,7 +178,7 @@ class AxisWriter:
         return scope
 
     def close_axis(self, axis: str) -> None:
-        """Names of an axis end with the loop over its tiles."""
+        """Forgets the names of an axis after the loop over its tiles."""
         for loop in self.kernel.axes[axis]:
             self.symbols.pop(loop.symbol, None)
         self.masks.pop(axis, None)

@@ -127,7 +127,7 @@ def _products(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) -> 
 
 
 def _stages(tiling: Tiling) -> Iterator[Tiling]:
-    """More and fewer tiles of a loop on their way from memory; 0 loads a tile when it is needed."""
+    """More and fewer pipeline stages; 0 loads a tile when it is needed."""
     others = (0, 2, 3, 4) if tiling.num_stages else (3,)
     yield from (replace(tiling, num_stages=stages) for stages in others if stages != tiling.num_stages)
 

@@ -33,7 +33,7 @@ _PROGRAMS = 16 * tilings.MULTIPROCESSORS  # that share the parts of a split redu
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one part of a launch is given."""
+    """The arguments of one part of a launch."""
 
     tensors: Mapping[str, str]  # the template's buffers -> arguments of the launch
     known: Mapping[sympy.Symbol, int]  # SIZE, where the template has one

@@ -287,7 +287,7 @@ def converted_name(text: str, source: torch.dtype, to: torch.dtype) -> str:
 
 
 def neutral(kind: str, dtype: torch.dtype) -> str:
-    """What leaves a reduction of `kind` over `dtype` unchanged."""
+    """The neutral element of a reduction of `kind` over `dtype`."""
     if kind in ("sum", "dot", "prod"):
         one = kind == "prod"
         return number_text(float(one) if dtype.is_floating_point else int(one))

@@ -65,7 +65,7 @@ class TritonGenerator:
         return next((f"index {part} has no Triton form" for part in parts if part is not None), None)
 
     def refuse_fused(self, body: Body) -> str | None:
-        """None: what can be fused can be generated."""
+        """None: every fused kernel can be generated."""
         return None
 
     def generate(
@@ -148,7 +148,7 @@ def _source(shape: KernelShape, comment: str, hints: tuple[int, ...]) -> KernelS
 
 
 def _has(dtype: torch.dtype) -> bool:
-    """Whether the GPU, or with none here the ones that we plan for, can have elements of `dtype` in memory."""
+    """Whether the GPU (without one, the GPUs that are planned for) can hold elements of `dtype` in memory."""
     if dtype is torch.float8_e4m3fn and torch.cuda.is_available():
         return torch.cuda.get_device_capability() >= (8, 9)  # its conversions came with Ada
     return dtype in POINTER

@@ -85,7 +85,7 @@ class KernelShape:
         return max(1, min(8, most, 16 // min(load.memory_dtype.itemsize for load in loads), tiling.rblock))
 
     def is_one_a_lane(self, load: Load) -> bool:
-        """Whether neighbours along r that a thread holds all read the same, as a channel's weight."""
+        """Whether all neighbours along r that a thread holds read the same element, such as a channel's weight."""
         r = self.tiling.r
         if self.lane_width == 1 or len(r) < 2 or load.operands():
             return False

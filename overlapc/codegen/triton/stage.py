@@ -92,7 +92,7 @@ class StageWriter(ValueWriter):
         return self.lines
 
     def independent_loads(self) -> list[Load]:
-        """What is read whatever the reductions give: asked for at once, before threads wait for each other."""
+        """Loads that do not depend on reductions: issued first, before threads wait for each other."""
         depth = reduction_depth([value for store in self.kernel.body.stores for value in store.operands()])
         return [load for load in self.kernel.body.loads() if not depth.get(load)]
 

@@ -258,7 +258,7 @@ def _has_row_values(
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """What the tiling of a reduction is chosen from. Sizes are hints."""
+    """Facts from which the tiling of a reduction is chosen. Sizes are hints."""
 
     body: Body
     x: tuple[Loop, ...]
@@ -408,7 +408,7 @@ def _stages(body: Body, tile: int) -> int:
 
 
 def _levels(body: Body) -> list[list[Accumulation]]:
-    """What a loop over r accumulates, by pass."""
+    """The accumulations of a loop over r, by pass."""
     return accumulations(body, True, torch.int32)
 
 

@@ -324,7 +324,7 @@ class ValueWriter(AxisWriter):
         return f"tl.load({pointer}{arguments})"
 
     def eviction(self, load: Load) -> str:
-        """What the cache should do with a load in a loop over r: keep what is read again, drop what is not."""
+        """The cache's eviction policy for a load in a loop over r: keep elements that are read again, drop others."""
         axes = self.axes_of(load)
         if self.kernel.tiling.form not in ("looped", "split") or "r" not in axes or load.indirect:
             return ""
