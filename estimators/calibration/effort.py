@@ -13,7 +13,7 @@ _LLAMA_LAYER = (4096, 16 * MIB, 4 * MIB, 4 * MIB, 16 * MIB, 4096, 56 * MIB, 56 *
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionShape:
     """Causal attention of `heads` queries that share `kv_heads` keys and values."""
 
     batch: int
@@ -39,11 +39,11 @@ class Effort:
     collective_dtypes: Sequence[str]
     beside_bytes: int  # of collectives, and of copies, that run beside something
     beside_matmul: tuple[int, int, int]
-    attention: Mapping[str, Sequence[Attention]] = field(default_factory=dict)
+    attention: Mapping[str, Sequence[AttentionShape]] = field(default_factory=dict)
     # On a GPU contention depends on how a matmul's tiles fill the device: shapes of one wave, of few and of many.
     beside_matmuls: Sequence[tuple[int, int, int]] = ()
     beside_moved: Sequence[int] = ()  # bytes that memory-bound kernels read and write
-    beside_attention: Attention | None = None
+    beside_attention: AttentionShape | None = None
     channels: Sequence[int] = ()  # process groups of so many channels are measured too
     layer: Sequence[int] = ()  # elements of the tensors that a coalesced collective moves
     generated_bytes: Sequence[int] = ()  # read and written by a generated kernel
@@ -74,7 +74,7 @@ class Effort:
         squares = [(size, size, size) for size in (64, 128, 256, 512, 1024)]
         return cls(
             matmuls={"fp32": squares, "bf16": squares},
-            attention={"fp32": [Attention(1, 4, 2, seq, 64) for seq in (128, 512)]},
+            attention={"fp32": [AttentionShape(1, 4, 2, seq, 64) for seq in (128, 512)]},
             copy_bytes=32 * MIB,
             collectives=NAMES,
             collective_bytes=[2**16, 2**18, MIB, 4 * MIB, 16 * MIB],
@@ -94,7 +94,7 @@ class Effort:
         bf16 += [(4096, 4096, 32000), (8192, 4096, 14336)]
         return cls(
             matmuls={"bf16": bf16, "fp32": [(size, size, size) for size in (512, 1024, 2048, 4096)]},
-            attention={"bf16": [Attention(1, 32, 8, seq, 128) for seq in (512, 1024, 2048, 4096, 8192)]},
+            attention={"bf16": [AttentionShape(1, 32, 8, seq, 128) for seq in (512, 1024, 2048, 4096, 8192)]},
             copy_bytes=1024 * MIB,
             collectives=NAMES,
             collective_bytes=[2**power for power in range(16, 31, 2)],
@@ -104,7 +104,7 @@ class Effort:
             beside_matmul=(8192, 4096, 14336),
             beside_matmuls=[(4096, 4096, columns) for columns in (1024, 2048, 4096, 7168, 14336, 32768)],
             beside_moved=[8 * MIB, 32 * MIB, 96 * MIB, 512 * MIB],
-            beside_attention=Attention(1, 32, 8, 4096, 128),
+            beside_attention=AttentionShape(1, 32, 8, 4096, 128),
             channels=(16, 8, 4),
             layer=_LLAMA_LAYER,
             generated_bytes=[2**power for power in range(18, 31, 3)],

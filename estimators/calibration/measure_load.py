@@ -20,7 +20,7 @@ from statistics import median
 import torch
 
 from overlapc.estimators.calibration.clock import Clock, Launch, burst_ns, collective_ns, compute_ns
-from overlapc.estimators.calibration.effort import Attention, Effort
+from overlapc.estimators.calibration.effort import AttentionShape, Effort
 from overlapc.estimators.calibration.workloads import (
     agreed,
     all_agreed,
@@ -163,7 +163,7 @@ class LoadMeasurement:
             "matmul", 2 * math.prod(shape), partial(torch.mm, *operands(self.device, shape, torch.bfloat16))
         )
 
-    def _attend(self, case: Attention) -> Call:
+    def _attend(self, case: AttentionShape) -> Call:
         return partial(attend, *attention_inputs(self.device, case, torch.bfloat16))
 
 

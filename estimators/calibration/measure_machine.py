@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from overlapc.estimators.calibration.clock import Clock, clock_for, collective_ns, compute_ns, launch_ns
-from overlapc.estimators.calibration.effort import Attention, Effort
+from overlapc.estimators.calibration.effort import AttentionShape, Effort
 from overlapc.estimators.calibration.measure_contention import ContentionMeasurement
 from overlapc.estimators.calibration.measure_load import LoadMeasurement
 from overlapc.estimators.calibration.profiled_contention import kernel_ns
@@ -147,7 +147,7 @@ class Measurement:
 
         return launch
 
-    def _attention(self, case: Attention, dtype: torch.dtype) -> tuple[float, float]:
+    def _attention(self, case: AttentionShape, dtype: torch.dtype) -> tuple[float, float]:
         """ns of forward and of backward."""
         query, key, value = (each.requires_grad_() for each in attention_inputs(self.device, case, dtype))
         with torch.no_grad():

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlapc.estimators.calibration.clock import Clock, Launch, wait_all
-from overlapc.estimators.calibration.effort import MIB, Attention
+from overlapc.estimators.calibration.effort import MIB, AttentionShape
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -27,7 +27,7 @@ def operands(device: torch.device, shape: tuple[int, int, int], dtype: torch.dty
     return random(device, rows, inner, dtype=dtype), random(device, columns, inner, dtype=dtype).t()
 
 
-def attention_inputs(device: torch.device, case: Attention, dtype: torch.dtype) -> list[Tensor]:
+def attention_inputs(device: torch.device, case: AttentionShape, dtype: torch.dtype) -> list[Tensor]:
     """Queries, keys and values."""
     shape = (case.batch, case.heads, case.seq, case.width)
     shared = (case.batch, case.kv_heads, case.seq, case.width)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.codegen.generators import generator_for
 from overlapc.estimators.calibration.clock import clock_for, compute_ns
-from overlapc.fusion.fuse import Timing
+from overlapc.fusion.fuse import KernelTiming
 from overlapc.ir.ops import Loops, LoweredGraph
 
 
@@ -19,9 +19,9 @@ class KernelTimes:
     def __init__(self, graph: LoweredGraph, cache_dir: Path) -> None:
         self.graph = graph
         self.cache_dir = cache_dir
-        self.known: dict[str, Timing] = {}  # by the name of the source, which says what it does
+        self.known: dict[str, KernelTiming] = {}  # by the name of the source, which says what it does
 
-    def __call__(self, op: Loops) -> Timing | str:
+    def __call__(self, op: Loops) -> KernelTiming | str:
         """Its time, launch included where nothing hides it; or why there is none. ToolchainError if it fails."""
         generator = generator_for(op.device.type)
         reason = generator.refuse(op.body)
@@ -35,7 +35,7 @@ class KernelTimes:
                 memory = {root: self._memory(root) for root in map(self.graph.root, source.buffers)}
                 tensors = [memory[self.graph.root(name)] for name in source.buffers]
                 ns = compute_ns(clock_for(op.device), lambda: launcher(*tensors, *sizes))
-            self.known[source.name] = Timing(ns, getattr(launcher, "spills", 0))
+            self.known[source.name] = KernelTiming(ns, getattr(launcher, "spills", 0))
         return self.known[source.name]
 
     def _memory(self, root: str) -> torch.Tensor:

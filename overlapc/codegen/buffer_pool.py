@@ -21,12 +21,12 @@ import torch
 
 from overlapc.codegen.program import (
     Allocate,
+    AllocatePool,
     Call,
     Carve,
     Free,
     Instruction,
     NodeInstruction,
-    Pool,
     Program,
     Return,
     TakeOver,
@@ -110,7 +110,7 @@ def pooled(program: Program) -> Program:
             if done:
                 body.append(Free(done))
     first = _first_of_body(body)
-    pools = [Pool(names[device], device, arena.bytes) for device, arena in arenas.items()]
+    pools = [AllocatePool(names[device], device, arena.bytes) for device, arena in arenas.items()]
     return replace(program, instructions=(*body[:first], *pools, *body[first:]))
 
 

@@ -35,7 +35,7 @@ LEAST_NODES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CapturedPart:
     """Instructions captured together, as a function of `inputs` that returns `outputs` (variables)."""
 
     name: str
@@ -63,14 +63,14 @@ class Cut:
 class Partition:
     """A program as captured parts and instructions between them. `leaving`: returned variables in memory of parts."""
 
-    steps: tuple[Instruction | Part, ...]
+    steps: tuple[Instruction | CapturedPart, ...]
     cuts: tuple[Cut, ...]
     leaving: tuple[str, ...]
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[CapturedPart, ...]:
         """The captured parts, in order."""
-        return tuple(step for step in self.steps if isinstance(step, Part))
+        return tuple(step for step in self.steps if isinstance(step, CapturedPart))
 
     def summary(self) -> str:
         """`2 captured parts of 14 nodes; outside: 1 x waits for the device to know its result (nonzero)`."""
@@ -191,7 +191,7 @@ class _Builder:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.steps: list[Instruction | Part] = []
+        self.steps: list[Instruction | CapturedPart] = []
         self.next = 0  # position of the first instruction that is not in `steps`
         self.parts = 0
         self.captured: set[str] = set()  # variables in memory of parts
@@ -247,7 +247,7 @@ class _Builder:
             if isinstance(item, TakeOver) and item.source in self.captured:
                 self.captured.add(item.variable)
 
-    def _part(self, items: tuple[Instruction, ...], last: int) -> Part:
+    def _part(self, items: tuple[Instruction, ...], last: int) -> CapturedPart:
         program = self.program
         inputs: dict[str, None] = {}
         made: set[str] = set()
@@ -259,7 +259,7 @@ class _Builder:
             written.update(item.overwrites(program))
             freed.update(item.frees())
         given = [name for name in inputs if name not in program.constants]
-        return Part(
+        return CapturedPart(
             f"part_{self.parts}",
             items,
             tuple(given),

@@ -185,7 +185,7 @@ class Allocate(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class Pool(Instruction):
+class AllocatePool(Instruction):
     """An allocation that several buffers are carved from."""
 
     outside_captures: ClassVar[bool] = True

@@ -12,7 +12,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from overlapc.codegen.generators import Launcher
 from overlapc.codegen.objects import Boxed, function_of, rebuild, text_of
-from overlapc.codegen.parts import Part, Partition
+from overlapc.codegen.parts import CapturedPart, Partition
 from overlapc.codegen.program import (
     Call,
     CheckInput,
@@ -81,7 +81,7 @@ class PythonWrapper:
         """The function, with kernels bound."""
         return function_of(self.source, f"<overlapc {self.program.name}>", {**self.objects, **launchers})
 
-    def _module(self, steps: Sequence[Instruction | Part], marked: bool) -> str:
+    def _module(self, steps: Sequence[Instruction | CapturedPart], marked: bool) -> str:
         device = first = next((found for found in map(_gpu, steps) if found is not None), None)
         looked_at = [item for item in steps if isinstance(item, CheckInput)]
         functions: list[str] = []
@@ -95,9 +95,9 @@ class PythonWrapper:
             if wanted not in (None, device):
                 device = wanted
                 body.append(f"rt.enter_device({device})")
-            if isinstance(item, Part):
+            if isinstance(item, CapturedPart):
                 functions += self._function(item)
-            body += self._calling(item) if isinstance(item, Part) else self._lines(item, marked)
+            body += self._calling(item) if isinstance(item, CapturedPart) else self._lines(item, marked)
         if first is not None:
             body = _on_device(first, body)
         if self.program.on_failure:
@@ -115,7 +115,7 @@ class PythonWrapper:
         tracker = [f"life = Lifecycle({self.program.name!r}, args)"] if self.tracked else []
         return [*lines, *_indented(_unpacked(self.program.inputs, *tracker))]
 
-    def _function(self, part: Part) -> list[str]:
+    def _function(self, part: CapturedPart) -> list[str]:
         """The definition of a captured part."""
         inner, written = (
             [at for at, name in enumerate(part.inputs) if name in names] for names in (part.inner, part.written)
@@ -125,7 +125,7 @@ class PythonWrapper:
         decorated = f"@parts.part(inner={inner}, written={written})"
         return ["", "", decorated, f"def {part.name}(args):", *_indented(lines)]
 
-    def _calling(self, part: Part) -> list[str]:
+    def _calling(self, part: CapturedPart) -> list[str]:
         box = f"box = [{', '.join(part.inputs)}]"
         drops = [f"del {', '.join(sorted(part.freed))}"] if part.freed else []
         results = f"{_tuple(part.outputs)} = " if part.outputs else ""
@@ -279,9 +279,9 @@ class PythonWrapper:
         return _tuple([self.size(size) for size in sizes])
 
 
-def _gpu(item: Instruction | Part) -> int | None:
+def _gpu(item: Instruction | CapturedPart) -> int | None:
     """The GPU that must be current for `item`; None where that does not matter."""
-    if isinstance(item, Part):
+    if isinstance(item, CapturedPart):
         return next((found for found in map(_gpu, item.instructions) if found is not None), None)
     return item.device.index if item.device is not None and item.device.type == "cuda" else None
 

@@ -32,14 +32,14 @@ ROUNDS = (LoopChanges(), LoopChanges(across=True), LoopChanges(across=True, reor
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class KernelTiming:
     """The measured time and register spills of a kernel."""
 
     ns: float
     spills: int = 0  # registers that did not fit, of a GPU's kernel
 
 
-Measure = Callable[[Loops], Timing | str]  # a kernel's timing, or why there is none
+Measure = Callable[[Loops], KernelTiming | str]  # a kernel's timing, or why there is none
 
 
 def fuse(
@@ -213,7 +213,7 @@ def _slower(a: Group, b: Group, fused: Loops, measure: Measure) -> Refusal | Non
         return Refusal(f"it could not be measured: {both}")
     if both.spills:
         return Refusal(f"measured: fused it spills {both.spills} registers")
-    apart_ns = sum(timing.ns for timing in alone if isinstance(timing, Timing))
-    if both.ns < apart_ns or not all(isinstance(timing, Timing) for timing in alone):
+    apart_ns = sum(timing.ns for timing in alone if isinstance(timing, KernelTiming))
+    if both.ns < apart_ns or not all(isinstance(timing, KernelTiming) for timing in alone):
         return None
     return Refusal(f"measured: {both.ns / 1e3:.1f} us fused, {apart_ns / 1e3:.1f} us apart")

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from overlapc.fx.arguments import declared_arguments, is_written
 from overlapc.fx.duplicates import storage_of
-from overlapc.fx.node_writer import Writer
+from overlapc.fx.node_writer import NodeWriter
 from overlapc.fx.versions import belongs_to_backward, inputs_changed_unseen, inputs_written_after
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ def copy_changed_inputs(joint: fx.Graph, forward_outputs: int) -> dict[str, str]
         gradients = [at for at in range(forward_outputs, len(results)) if results[at] is node and node not in unseen]
         if not readers and not gradients:
             continue
-        copy = Writer(inputs[-1].next, node).call(aten.clone.default, node)
+        copy = NodeWriter(inputs[-1].next, node).call(aten.clone.default, node)
         copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # to the partitioner: never to be computed again
         for reader in readers:
             reader.replace_input_with(node, copy)

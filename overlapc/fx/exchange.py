@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from overlapc.fx.arguments import argument
-from overlapc.fx.node_writer import Writer
+from overlapc.fx.node_writer import NodeWriter
 from overlapc.fx.versions import resolve_group
 
 aten, prims, _c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
@@ -125,7 +125,7 @@ def _exchange(start: fx.Node, place: Place) -> None:
     group = argument(start, 2 if whole else 3)
     reduced: Tensor = argument(start, 0).meta["val"]
     dtype = reduced.dtype
-    write = Writer(start, start)
+    write = NodeWriter(start, start)
     given = _as_computed(argument(start, 0), dtype, write)
     if whole:
         given = _in_parts(write, given, ranks)
@@ -134,7 +134,7 @@ def _exchange(start: fx.Node, place: Place) -> None:
     value: Tensor = given.meta["val"]
     rows = value.shape[0] // ranks
     sent = write.call(EXCHANGE, given, ranks, group)
-    write = Writer(wait, start)
+    write = NodeWriter(wait, start)
     arrived = write.call(_c10d.wait_tensor.default, sent)
     parts = write.call(aten.view.default, arrived, [ranks - 1, rows, *value.shape[1:]])
     here = write.call(aten.view.default, given, [ranks, rows, *value.shape[1:]])
@@ -160,7 +160,7 @@ def _exchange(start: fx.Node, place: Place) -> None:
     start.graph.erase_node(start)
 
 
-def _in_parts(write: Writer, node: fx.Node, ranks: int) -> fx.Node:
+def _in_parts(write: NodeWriter, node: fx.Node, ranks: int) -> fx.Node:
     """`node` as one row of numbers that divides by the ranks, zeros behind it."""
     value: Tensor = node.meta["val"]
     if not value.is_contiguous():
@@ -170,13 +170,13 @@ def _in_parts(write: Writer, node: fx.Node, ranks: int) -> fx.Node:
     return write.call(aten.constant_pad_nd.default, flat, [0, missing]) if missing else flat
 
 
-def _cast(write: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _cast(write: NodeWriter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     if node.meta["val"].dtype == dtype:
         return node
     return write.call(prims.convert_element_type.default, node, dtype)
 
 
-def _as_computed(node: fx.Node, dtype: torch.dtype, write: Writer) -> fx.Node:
+def _as_computed(node: fx.Node, dtype: torch.dtype, write: NodeWriter) -> fx.Node:
     """What `node` was before it was cast up to `dtype`, moved as it was; itself if it was not cast."""
     narrow = _narrowest(node)
     return node if narrow is None or narrow == dtype else _moved(node, narrow, write)
@@ -204,7 +204,7 @@ def _pads_with_zero(node: fx.Node) -> bool:
     return node.target is not aten.constant_pad_nd.default or len(node.args) < 3 or argument(node, 2) == 0
 
 
-def _moved(node: fx.Node, narrow: torch.dtype, write: Writer) -> fx.Node:
+def _moved(node: fx.Node, narrow: torch.dtype, write: NodeWriter) -> fx.Node:
     """`node` as made of what was not yet cast."""
     if node.meta["val"].dtype == narrow:
         return node

@@ -27,7 +27,7 @@ from torch._prims_common import make_contiguous_strides_for
 
 from overlapc.fx.arguments import argument
 from overlapc.fx.labels import ParamLabel
-from overlapc.fx.node_writer import Writer
+from overlapc.fx.node_writer import NodeWriter
 
 aten, fsdp, _c10d = torch.ops.aten, torch.ops.fsdp, torch.ops._c10d_functional
 _WAIT = _c10d.wait_tensor.default
@@ -75,7 +75,7 @@ def split_buckets(graph: fx.Graph) -> int:
 def _copy_in(node: fx.Node, flat: _Flat) -> None:
     """`all_gather_copy_in(inputs, out, sizes, numel, rank) -> (this rank's part of out, out)` without its aliasing."""
     inputs, out, numel, rank = (argument(node, at) for at in (0, 1, 3, 4))
-    write = Writer(node, node)
+    write = NodeWriter(node, node)
     dtype = out.meta["val"].dtype
     parts = [_flattened(write, _cast(write, each, dtype)) for each in inputs]
     mine = write.call(aten.cat.default, parts)
@@ -106,13 +106,13 @@ def _copy_out(node: fx.Node, flat: _Flat) -> bool:
         parts = _gathered_apart(node, start, shards)
         flat.replaced = [*path, *flat.replaced]
     else:
-        write = Writer(node, node)
+        write = NodeWriter(node, node)
         pieces = write.call(aten.split_with_sizes.default, gathered, list(sizes), 1)
         parts = [_contiguous(write, _item(write, pieces, at)) for at in range(len(sizes))]
     for base, part in zip(outs, parts, strict=True):
         result = results.get(base)
         if result is not None:
-            write = Writer(node, node)
+            write = NodeWriter(node, node)
             shape = list(argument(node, "_all_bases")[base].meta["val"].shape)
             result.replace_all_uses_with(write.call(aten.view.default, part, shape))
     return True
@@ -129,7 +129,7 @@ def _chunk_cat(node: fx.Node, flat: _Flat) -> bool:
     base = _base(node, "out")
     if base is None or argument(node, "dim") != 0:
         return False
-    write = Writer(node, node)
+    write = NodeWriter(node, node)
     ranks: int = argument(node, "num_chunks")
     into: Tensor = argument(node, "_all_bases")[base].meta["val"]
     padded = []
@@ -177,7 +177,7 @@ def _split_reduction(start: fx.Node, flat: _Flat) -> None:
         at = _part_of(view, gradients, offsets, ranks)
         assert at is not None
         size: list[int] = list(argument(view, 1))
-        write = Writer(view, view)
+        write = NodeWriter(view, view)
         part = reduced[at]
         # On ranks without padding, too: all have to have the same nodes.
         if gradients[at].target is aten.constant_pad_nd.default:
@@ -217,10 +217,10 @@ def _part_of(view: fx.Node, gradients: list[fx.Node], offsets: list[int], ranks:
     return None
 
 
-def _launcher(anchor: fx.Node, start: fx.Node, number: int) -> Writer:
+def _launcher(anchor: fx.Node, start: fx.Node, number: int) -> NodeWriter:
     """Nodes of the `number`-th tensor of a bucket, labelled with the bucket as their unit."""
     label = ParamLabel(group=start.name, param=f"{start.name}.{number}", axis="")
-    return Writer(anchor, start, label.as_annotation())
+    return NodeWriter(anchor, start, label.as_annotation())
 
 
 def _source(node: fx.Node, launch: Any) -> tuple[fx.Node | None, list[fx.Node]]:
@@ -254,23 +254,23 @@ def _results(node: fx.Node) -> dict[int, fx.Node]:
     return {argument(user, 1) - 1: user for user in node.users if argument(user, 1)}
 
 
-def _cast(write: Writer, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _cast(write: NodeWriter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     if node.meta["val"].dtype == dtype:
         return node
     return write.call(torch.ops.prims.convert_element_type.default, node, dtype)
 
 
-def _contiguous(write: Writer, node: fx.Node) -> fx.Node:
+def _contiguous(write: NodeWriter, node: fx.Node) -> fx.Node:
     if node.meta["val"].is_contiguous():
         return node
     return write.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
 
-def _flattened(write: Writer, node: fx.Node) -> fx.Node:
+def _flattened(write: NodeWriter, node: fx.Node) -> fx.Node:
     return node if node.meta["val"].ndim == 1 else write.call(aten.view.default, _contiguous(write, node), [-1])
 
 
-def _item(write: Writer, pieces: fx.Node, at: int) -> fx.Node:
+def _item(write: NodeWriter, pieces: fx.Node, at: int) -> fx.Node:
     return write.call(operator.getitem, pieces, at)
 
 

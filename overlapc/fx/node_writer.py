@@ -18,7 +18,7 @@ def described_like(node: fx.Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in _CARRIED if key in node.meta}
 
 
-class Writer:
+class NodeWriter:
     """Appends calls before `anchor`, described like `like`; `custom` is what `fx.labels` reads."""
 
     def __init__(self, anchor: fx.Node, like: fx.Node, custom: dict[str, Any] | None = None) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from overlapc.fx.arguments import argument
 from overlapc.fx.gathers import CARRIERS, parameter_gathers
 from overlapc.fx.labels import ParamLabel, label_of
-from overlapc.fx.node_writer import Writer
+from overlapc.fx.node_writer import NodeWriter
 
 aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -155,16 +155,16 @@ def _pack_reductions(members: Sequence[_Member]) -> None:
             behind = node
 
 
-def _copied_out(write: Writer, piece: fx.Node, member: _Member) -> None:
+def _copied_out(write: NodeWriter, piece: fx.Node, member: _Member) -> None:
     """Let readers of the member's result read a copy of `piece`, in memory of its own."""
     copy = write.call(aten.clone.default, piece, memory_format=torch.contiguous_format)
     result = write.call(aten.view.default, copy, list(_value(member.wait).shape))
     member.wait.replace_all_uses_with(result)
 
 
-def _writer(anchor: fx.Node, members: Sequence[_Member]) -> Writer:
+def _writer(anchor: fx.Node, members: Sequence[_Member]) -> NodeWriter:
     label = replace(members[0].label, param=f"{members[0].label.param}+{len(members) - 1}")
-    return Writer(anchor, members[0].start, label.as_annotation())
+    return NodeWriter(anchor, members[0].start, label.as_annotation())
 
 
 def _value(node: fx.Node) -> Tensor:

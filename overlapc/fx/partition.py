@@ -32,7 +32,7 @@ from overlapc.fx.compared import save_what_is_compared
 from overlapc.fx.drawn import draw_early, draw_late
 from overlapc.fx.duplicates import merge_duplicates
 from overlapc.fx.gathers import Gather, parameter_gathers
-from overlapc.fx.node_writer import Writer
+from overlapc.fx.node_writer import NodeWriter
 from overlapc.fx.precision import note_coarse
 from overlapc.fx.random import draw_once
 from overlapc.fx.recompute import backward_nodes, recompute_expansions
@@ -108,7 +108,7 @@ def _gather_from_part(gather: Gather) -> dict[str, str]:
     rows = wait.meta["val"].shape[0] // label.post_size
     users = tuple(wait.users)
 
-    write = Writer(wait.next, wait)
+    write = NodeWriter(wait.next, wait)
     rows_of_rank = write.call(aten.slice.Tensor, wait, 0, label.post_rank * rows, (label.post_rank + 1) * rows)
     part = write.call(aten.clone.default, rows_of_rank)  # its own memory, or the slice would keep the whole alive
     start = write.call(_c10d.all_gather_into_tensor.default, part, label.post_size, label.post_group)

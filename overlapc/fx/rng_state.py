@@ -17,7 +17,7 @@ from torch import fx
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 from overlapc.fx.arguments import declared_arguments
-from overlapc.fx.node_writer import Writer, fake_result
+from overlapc.fx.node_writer import NodeWriter, fake_result
 
 
 def unwrap_attention(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
@@ -26,7 +26,7 @@ def unwrap_attention(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         return
     for node in list(backward.graph.nodes):
         if node.target is run_with_rng_state and draws_nothing(node.args[1], node.args[2:], node.kwargs):
-            node.replace_all_uses_with(Writer(node, node).call(*node.args[1:], **node.kwargs))
+            node.replace_all_uses_with(NodeWriter(node, node).call(*node.args[1:], **node.kwargs))
             state = node.args[0]
             assert isinstance(state, fx.Node), f"{node} has its state from {state}"
             assert state.op == "placeholder", f"{node} has its state from {state}"
@@ -51,7 +51,7 @@ def _unwrap_saving(forward: fx.GraphModule) -> bool:
         if node.target is not run_and_save_rng_state or not draws_nothing(node.args[0], node.args[1:], node.kwargs):
             continue
         found = True
-        call = Writer(node, node).call(*node.args, **node.kwargs)
+        call = NodeWriter(node, node).call(*node.args, **node.kwargs)
         for user in list(node.users):
             assert user.target is operator.getitem, f"{user} takes the state and the result of {node} together"
             if user.args[1] == 0:

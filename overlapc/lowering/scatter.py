@@ -36,7 +36,7 @@ Position = tuple[sympy.Expr, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Accumulator:
+class AtomicAccumulator:
     """The memory in which iterations combine elements: its dtype, and conversions to it and back."""
 
     dtype: torch.dtype
@@ -45,20 +45,20 @@ class Accumulator:
     leave: Callable[[Value], Value]
 
 
-def accumulator(dtype: torch.dtype, mode: str) -> Accumulator:
+def accumulator(dtype: torch.dtype, mode: str) -> AtomicAccumulator:
     """How elements of `dtype` are combined by `mode`, one of a store's."""
     if mode == "set":
-        return Accumulator(dtype, mode, lambda value: value, lambda value: value)
+        return AtomicAccumulator(dtype, mode, lambda value: value, lambda value: value)
     if dtype.is_floating_point:
         wide = compute_dtype(dtype)
         if mode == "add":
-            return Accumulator(wide, mode, lambda value: cast(value, wide), lambda value: value)
+            return AtomicAccumulator(wide, mode, lambda value: cast(value, wide), lambda value: value)
         bits = torch.int32 if wide == torch.float32 else torch.int64
-        return Accumulator(bits, mode, lambda value: ordered(cast(value, wide), mode), from_ordered)
+        return AtomicAccumulator(bits, mode, lambda value: ordered(cast(value, wide), mode), from_ordered)
     if dtype == torch.bool:
         mode = "min" if mode == "min" else "max"  # a sum of bools is whether any is true
     wide = dtype if dtype in (torch.int32, torch.int64) else torch.int32
-    return Accumulator(wide, mode, lambda value: cast(value, wide), lambda value: value)
+    return AtomicAccumulator(wide, mode, lambda value: cast(value, wide), lambda value: value)
 
 
 def ordered(value: Value, mode: str) -> Value:

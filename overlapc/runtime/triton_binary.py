@@ -37,7 +37,7 @@ def triton_module() -> ModuleType:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CubinRequest:
     """One stage of a kernel in one variant."""
 
     source: Source
@@ -72,7 +72,7 @@ class Wanted:
         return self.keep(Binary.of(compiled), compiled.asm["cubin"], cache_dir)
 
 
-def wanted(source: Source, stage: Stage, variant: Variant, target: Target, cache_dir: Path) -> Wanted:
+def wanted(source: Source, stage: Stage, variant: Variant, target: Target, cache_dir: Path) -> CubinRequest:
     """A stage of a source for a variant. Writes nothing and asks Triton nothing."""
     launch = launch_of(source)
     pointers = [*launch.pointers, *(_POINTER[dtype] for dtype, _ in launch.scratch)]
@@ -90,7 +90,7 @@ def wanted(source: Source, stage: Stage, variant: Variant, target: Target, cache
         options=stage_options(source, stage),
         target=target,
     )
-    return Wanted(source, stage, what, content_key(_toolchain(), source.text, what.identity()))
+    return CubinRequest(source, stage, what, content_key(_toolchain(), source.text, what.identity()))
 
 
 def stage_options(source: Source, stage: Stage) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def stage_options(source: Source, stage: Stage) -> dict[str, Any]:
     return options
 
 
-def compile_ahead(each: Mapping[str, Wanted], cache_dir: Path) -> None:
+def compile_ahead(each: Mapping[str, CubinRequest], cache_dir: Path) -> None:
     """Compiles what is missing of `each`, by key, in workers; what fails is left for `Wanted.obtain` to report."""
     missing = [item for item in each.values() if item.found(cache_dir) is None]
     if not triton_workers.worth_it(len(missing)):

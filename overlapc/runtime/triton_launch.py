@@ -20,7 +20,15 @@ from overlapc.runtime import triton_workers
 from overlapc.runtime.counters import count
 from overlapc.runtime.native_launcher import launcher_type
 from overlapc.runtime.support import empty_cuda
-from overlapc.runtime.triton_binary import Target, Wanted, compile_ahead, refused, triton_module, wanted, write_module
+from overlapc.runtime.triton_binary import (
+    CubinRequest,
+    Target,
+    compile_ahead,
+    refused,
+    triton_module,
+    wanted,
+    write_module,
+)
 from overlapc.runtime.triton_compile import Binary, load_module
 from overlapc.runtime.triton_kernel import Source, Variant, host_function, launch_of, usual_variant, variant_of
 
@@ -72,7 +80,7 @@ class Loaded:
     spills: int  # registers it keeps in memory for lack of room
 
 
-def loaded(item: Wanted, binary: Binary, cubin: Path, device: int) -> Loaded:
+def loaded(item: CubinRequest, binary: Binary, cubin: Path, device: int) -> Loaded:
     """A compiled stage, loaded onto `device`. ToolchainError where the driver refuses it.
 
     torch 2.11 to 2.13: `_load_kernel` returns the function and its registers and spills, of late behind the module.
@@ -121,7 +129,7 @@ class CudaLauncher:
         module: ModuleType = load_module(write_module(self._source, self._cache_dir))
         return [getattr(module, stage.function) for stage in launch_of(self._source).stages]
 
-    def usual(self) -> list[Wanted]:
+    def usual(self) -> list[CubinRequest]:
         """The variants that `prepare` will load."""
         return self._wanted(self._usual)
 
@@ -192,7 +200,7 @@ class CudaLauncher:
         """Registers that the loaded kernels keep in memory for lack of room."""
         return sum(stage.spills for stages in self._loaded.values() for stage in stages)
 
-    def _wanted(self, variant: Variant) -> list[Wanted]:
+    def _wanted(self, variant: Variant) -> list[CubinRequest]:
         stages = launch_of(self._source).stages
         return [wanted(self._source, stage, variant, self._target, self._cache_dir) for stage in stages]
 

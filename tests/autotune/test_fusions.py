@@ -10,7 +10,7 @@ import torch
 import overlapc.codegen.cpp  # registers the generator
 from overlapc.autotune.fusions import KernelTimes
 from overlapc.fusion import fuse_ops
-from overlapc.fusion.fuse import Timing
+from overlapc.fusion.fuse import KernelTiming
 from overlapc.ir.ops import Loops
 from overlapc.runtime.counters import counted
 from tests.fusion.small_graphs import extern, graph, names, pointwise
@@ -26,8 +26,8 @@ def two_readers():
 def times(fused_ns: float, spills: int = 0):
     """Single kernels take 100 ns; one that stores twice what is said."""
 
-    def measure(op: Loops) -> Timing:
-        return Timing(100.0) if len(op.body.stores) == 1 else Timing(fused_ns, spills)
+    def measure(op: Loops) -> KernelTiming:
+        return KernelTiming(100.0) if len(op.body.stores) == 1 else KernelTiming(fused_ns, spills)
 
     return measure
 
@@ -44,7 +44,7 @@ def test_a_fusion_that_is_faster_stays() -> None:
         (times(201.0), "measured: 0.2 us fused, 0.2 us apart"),
         (times(10.0, spills=3), "measured: fused it spills 3 registers"),
         (
-            lambda op: "no scan on cpu" if len(op.body.stores) > 1 else Timing(1.0),
+            lambda op: "no scan on cpu" if len(op.body.stores) > 1 else KernelTiming(1.0),
             "it could not be measured: no scan on",
         ),
     ],
@@ -59,7 +59,7 @@ def test_kernels_are_run_once_and_take_time(tmp_path: Path) -> None:
     made = graph([pointwise("x", "a"), extern("m", "x"), pointwise("y", "b")], ["m", "y"])
     measure = KernelTimes(made, tmp_path)
     first, second = (measure(made.ops[at]) for at in (0, 2))
-    assert isinstance(first, Timing)
+    assert isinstance(first, KernelTiming)
     assert first.ns > 0
     assert second is first  # of equal text
 

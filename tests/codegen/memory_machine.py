@@ -9,12 +9,12 @@ import torch
 
 from overlapc.codegen.program import (
     Allocate,
+    AllocatePool,
     Call,
     Carve,
     Free,
     Instruction,
     Launch,
-    Pool,
     Program,
     Return,
     Reuse,
@@ -70,7 +70,7 @@ class Machine:
     def _step(self, item: Instruction) -> None:
         if isinstance(item, Allocate):
             self._new(item.variable, Block(self._bytes(item.layout)))
-        elif isinstance(item, Pool):
+        elif isinstance(item, AllocatePool):
             self.pools[item.variable] = item.bytes
         elif isinstance(item, Carve):
             self._carve(item)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from overlapc.codegen.buffer_pool import ALIGNMENT_BYTES, Arena, pooled
 from overlapc.codegen.generators import generator_for
-from overlapc.codegen.program import Allocate, Carve, Pool, Program
+from overlapc.codegen.program import Allocate, AllocatePool, Carve, Program
 from overlapc.codegen.python import PythonWrapper
 from overlapc.config import Config
 from overlapc.errors import ConfigError
@@ -40,7 +40,7 @@ def test_temporaries_share_one_allocation_and_results_have_their_own():
     x, w = torch.randn(32, 32), torch.randn(32, 32)
     program, _, _ = compiled(chain, x, w)
     on_pool = pooled(program)
-    (pool,) = of(on_pool, Pool)
+    (pool,) = of(on_pool, AllocatePool)
     kept = {item.variable for item in of(on_pool, Allocate)}
     assert len(kept) < len(of(program, Allocate))
     outputs = run(on_pool, x, w)

@@ -7,7 +7,7 @@ import sympy
 import torch
 
 from overlapc.codegen.cpp import CppGenerator
-from overlapc.codegen.cpp.pieces import Piece, pieces
+from overlapc.codegen.cpp.pieces import LoopPiece, pieces
 from overlapc.ir.body import Body, Constant, Index, Load, Reduce, Store, Value, op
 from tests.codegen.cpp_kernels import Kernels
 from tests.codegen.terms import loop, p0, p1, r0, s0
@@ -119,7 +119,7 @@ def test_what_follows_from_conditions_is_known_too():
     ],
 )
 def test_a_loop_stays_whole(conditions: list[Value], size: int):
-    assert pieces(conditions, loop(p0, size)) == [Piece()]
+    assert pieces(conditions, loop(p0, size)) == [LoopPiece()]
 
 
 def test_a_border_and_a_size_known_at_launch():

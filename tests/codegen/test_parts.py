@@ -17,7 +17,7 @@ from torch import Tensor
 
 from overlapc.codegen.generators import generator_for
 from overlapc.codegen.objects import rebuild
-from overlapc.codegen.parts import LEAST_NODES, Part, Partition, split
+from overlapc.codegen.parts import LEAST_NODES, CapturedPart, Partition, split
 from overlapc.codegen.program import Call, Launch, Program, Return, WaitFor
 from overlapc.codegen.python import PythonWrapper
 from overlapc.config import Config
@@ -189,9 +189,9 @@ def shape(text: str, takes: bool = True) -> str:
     """The same words with brackets around parts."""
     words = []
     for step in split(written(text), "cpu", lambda op: takes).steps:
-        held = step.instructions if isinstance(step, Part) else (step,)
+        held = step.instructions if isinstance(step, CapturedPart) else (step,)
         inner = " ".join(i.op.name.split("_")[0] for i in held if isinstance(i, Call | WaitFor))
-        words.append(f"[{inner}]" if isinstance(step, Part) else inner)
+        words.append(f"[{inner}]" if isinstance(step, CapturedPart) else inner)
     return " ".join(words).strip()
 
 

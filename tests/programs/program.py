@@ -8,7 +8,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -100,10 +100,6 @@ class Program:
     def load(self, device: str = "cpu", changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """A namespace with `inputs` and `f`; `changed` are other values of names of the prelude."""
         return load(self.code(), device, changed)
-
-    def without_results(self, keep: tuple[str, ...]) -> Program:
-        """The same with fewer results."""
-        return replace(self, results=keep)
 
 
 def namespace(device: str, changed: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.errors import ToolchainError
 from overlapc.runtime import triton_binary, triton_workers
-from overlapc.runtime.triton_binary import Wanted, compile_ahead, wanted
+from overlapc.runtime.triton_binary import CubinRequest, compile_ahead, wanted
 from overlapc.runtime.triton_kernel import Variant, usual_variant
 from tests.multigpu.test_triton_gpu import swiglu_body
 
@@ -25,11 +25,11 @@ def source_of(size: int) -> KernelSource:
     return TritonGenerator().generate(swiglu_body(size), "swiglu")
 
 
-def stages(source: KernelSource, cache: Path, variant: Variant | None = None) -> list[Wanted]:
+def stages(source: KernelSource, cache: Path, variant: Variant | None = None) -> list[CubinRequest]:
     return [wanted(source, stage, variant or usual_variant(source), H200, cache) for stage in source.launch.stages]
 
 
-def three(cache: Path) -> dict[str, Wanted]:
+def three(cache: Path) -> dict[str, CubinRequest]:
     """Kernels that differ in their size."""
     return {each.key: each for size in (1000, 2048, 4096 * 4096) for each in stages(source_of(size), cache)}
 

@@ -8,9 +8,9 @@ import sympy
 
 from overlapc.codegen.cpp.accumulators import Variable
 from overlapc.codegen.cpp.expressions import index_text
-from overlapc.codegen.cpp.loop_plan import BLOCK, CONFLICT_BLOCK, PARALLEL_WORK, ROWS, TILE, TRANSPOSE_BLOCK, Plan
+from overlapc.codegen.cpp.loop_plan import BLOCK, CONFLICT_BLOCK, PARALLEL_WORK, ROWS, TILE, TRANSPOSE_BLOCK, LoopPlan
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
-from overlapc.codegen.cpp.pieces import Piece, pieces
+from overlapc.codegen.cpp.pieces import LoopPiece, pieces
 from overlapc.codegen.cpp.side_by_side import Moved, side_by_side
 from overlapc.codegen.cpp.transposes import tiles_of
 from overlapc.codegen.cpp.values import ValueWriter
@@ -20,7 +20,7 @@ from overlapc.ir.body import Body, Reduce, Scan, Store, Value
 class Function(ValueWriter):
     """Writes one kernel without reductions, and holds what `ReductionFunction` shares with it."""
 
-    def __init__(self, body: Body, plan: Plan, arguments: Mapping[str, str], sizes: Sequence[sympy.Symbol]) -> None:
+    def __init__(self, body: Body, plan: LoopPlan, arguments: Mapping[str, str], sizes: Sequence[sympy.Symbol]) -> None:
         """`sizes` are parameters, too."""
         super().__init__(body, arguments)
         self.plan = plan
@@ -100,7 +100,7 @@ class Function(ValueWriter):
         """The loop around the lines of `finish` and the `values` that `roots` need there, in pieces where it pays."""
         self.write_lines(loop.before)
         assert loop.loop is not None
-        parts = pieces(values, loop.loop) if divisible else [Piece()]
+        parts = pieces(values, loop.loop) if divisible else [LoopPiece()]
         together = self._side_by_side(parts, loop, roots, known)
         if together is not None:
             self._write_side_by_side(together, loop, known, finish)
@@ -116,7 +116,7 @@ class Function(ValueWriter):
         self.write_lines(loop.after)
 
     def _side_by_side(
-        self, parts: Sequence[Piece], loop: For, roots: Sequence[Value], known: Mapping[Value, str]
+        self, parts: Sequence[LoopPiece], loop: For, roots: Sequence[Value], known: Mapping[Value, str]
     ) -> list[Moved] | None:
         """`parts` as one loop, where their iterations may run in any order and no name depends on the loop's."""
         symbol = str(loop.name)

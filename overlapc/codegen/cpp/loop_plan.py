@@ -58,7 +58,7 @@ UNKNOWN_SIZE = 512  # a symbolic size without a hint
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoopPlan:
     """Loops by role; every loop of the body is in exactly one of them."""
 
     outer: tuple[Loop, ...]  # parallel loops that may run on threads, outermost first
@@ -74,7 +74,7 @@ class Plan:
     work_per_iteration: int  # additions in one innermost iteration
 
 
-def plan(body: Body, size_hints: Mapping[str, int] | None = None) -> Plan:
+def plan(body: Body, size_hints: Mapping[str, int] | None = None) -> LoopPlan:
     """The loop structure for `body`; deterministic in the body and the hints."""
     values = body.values()
     accesses = _accesses(body, values)
@@ -112,7 +112,7 @@ def plan(body: Body, size_hints: Mapping[str, int] | None = None) -> Plan:
     simd = vector is not None and (vector in body.reduction or vector.symbol in safe)
     simd = simd and not any(isinstance(value, Op) and value.name in SCALAR_ONLY for value in values)
     threads = bool(safe) or split is not None
-    return Plan(outer, serial, reduction, vector, columns, rows, blocked, split, simd, threads, work)
+    return LoopPlan(outer, serial, reduction, vector, columns, rows, blocked, split, simd, threads, work)
 
 
 def _rows_together(body: Body, outer: tuple[Loop, ...], hints: Mapping[str, int]) -> Loop | None:

@@ -21,7 +21,7 @@ SHORTEST_PIECE = 16  # iterations on average; shorter ones fill no vector
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LoopPiece:
     """Iterations from `begin` up to `end` (None: the loop's own), and bool values that are known there."""
 
     begin: sympy.Expr | None = None
@@ -37,20 +37,20 @@ class _Border:
     below: bool
 
 
-def pieces(values: Sequence[Value], loop: Loop) -> list[Piece]:
+def pieces(values: Sequence[Value], loop: Loop) -> list[LoopPiece]:
     """Pieces of `loop` in order, for a body of `values` (operands first); one when it should stay whole."""
     borders = {value: border for value in values if (border := _border(value, loop.symbol)) is not None}
     places = _sorted({border.at for border in borders.values()})
     if places is not None and loop.size.is_Integer:
         places = [at for at in places if not at.is_Integer or 0 < at < loop.size]
         if int(loop.size) < SHORTEST_PIECE * (len(places) + 1):
-            return [Piece()]
+            return [LoopPiece()]
     if not places or len(places) >= MOST_PIECES:
-        return [Piece()]
+        return [LoopPiece()]
     found = []
     for begin, end in zip([None, *places], [*places, None], strict=True):
         known = {value: border.below == _is_before(begin, border.at) for value, border in borders.items()}
-        found.append(Piece(begin, end, _consequences(values, known)))
+        found.append(LoopPiece(begin, end, _consequences(values, known)))
     return found
 
 

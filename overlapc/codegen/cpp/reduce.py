@@ -18,7 +18,7 @@ import torch
 
 from overlapc.codegen.cpp.accumulators import Accumulator, accumulator
 from overlapc.codegen.cpp.expressions import C_TYPE, EXPENSIVE, index_text, store_text, weight
-from overlapc.codegen.cpp.loop_plan import BLOCK, CHUNK_ROWS, CHUNKS, SHORT_SUM, TILE, Plan, chunk_count
+from overlapc.codegen.cpp.loop_plan import BLOCK, CHUNK_ROWS, CHUNKS, SHORT_SUM, TILE, LoopPlan, chunk_count
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
 from overlapc.codegen.cpp.reduction_stages import Stages
 from overlapc.codegen.cpp.scans import ScanningFunction
@@ -33,7 +33,7 @@ _ROW_BYTES = 64 * 1024  # on each thread's stack, and still in the nearest cache
 class ReductionFunction(ScanningFunction):
     """Writes the function of one kernel with reduction loops."""
 
-    def __init__(self, body: Body, plan: Plan, arguments: Mapping[str, str], sizes: Sequence[sympy.Symbol]) -> None:
+    def __init__(self, body: Body, plan: LoopPlan, arguments: Mapping[str, str], sizes: Sequence[sympy.Symbol]) -> None:
         super().__init__(body, plan, arguments, sizes)
         self.stages = Stages(body)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from overlapc.codegen.cpp.pieces import Piece
+from overlapc.codegen.cpp.pieces import LoopPiece
 from overlapc.ir.body import Constant, Load, Loop, Op, Value
 from overlapc.ir.rewriting import rebuild
 
@@ -29,7 +29,7 @@ class Moved:
     values: Mapping[Value, Value]  # the piece's -> the same `shift` iterations on, without conditions known there
 
 
-def side_by_side(parts: Sequence[Piece], needed: Sequence[Sequence[Value]], loop: Loop) -> list[Moved] | None:
+def side_by_side(parts: Sequence[LoopPiece], needed: Sequence[Sequence[Value]], loop: Loop) -> list[Moved] | None:
     """The pieces of `loop`, of one length each, side by side; None where they do not share a read.
 
     `needed` holds for each piece what it computes, operands first.

@@ -9,7 +9,7 @@ import torch
 
 from overlapc.errors import CalibrationError, ConfigError
 from overlapc.estimators.calibration.clock import CpuClock, collective_ns, compute_ns, launch_ns
-from overlapc.estimators.calibration.effort import Attention, Effort
+from overlapc.estimators.calibration.effort import AttentionShape, Effort
 from overlapc.estimators.calibration.measure_contention import mean_of, slowdown_of
 from overlapc.estimators.calibration.measure_machine import Measurement
 from overlapc.estimators.calibration.quick_profile import cpu_derived, median_of, profile_document
@@ -19,7 +19,7 @@ from tests.ranks import values_on_ranks
 
 TINY = Effort(
     matmuls={"fp32": [(8, 8, 8), (16, 16, 16), (8, 16, 32)], "bf16": [(8, 8, 8)]},
-    attention={"fp32": [Attention(1, 2, 1, 8, 4), Attention(1, 2, 1, 16, 4)]},
+    attention={"fp32": [AttentionShape(1, 2, 1, 8, 4), AttentionShape(1, 2, 1, 16, 4)]},
     copy_bytes=4096,
     collectives=NAMES,
     collective_bytes=[256, 4096],
