@@ -39,7 +39,9 @@ def merge_starts(starts: Sequence[Start]) -> Start | str:
     results = [view for start in starts for view in _as_list(start.call.result)]
     if not all(isinstance(view, View) for view in (*inputs, *results)):
         return "not all are tensors"
-    if first.comm.via == COPY:  # `codegen.program_builder` puts what runs copies of any tensors in place of the op
+    if (
+        first.comm.via == COPY
+    ):  # `codegen.program_builder` replaces the op by a function that runs copies of any tensors
         if any(start.call.target is not first.call.target for start in starts):
             return "ops differ"
         return _merged(starts, first.call.target, (inputs, *rest), results)

@@ -35,7 +35,7 @@ from overlapc.ir.ops import given_to, sees_where_memory_begins, views_in
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 
-ALIGNMENT_BYTES = 512  # what torch's CUDA allocator gives, and more than any kernel assumes
+ALIGNMENT_BYTES = 512  # alignment of torch's CUDA allocator, more than any kernel assumes
 
 
 class Arena:

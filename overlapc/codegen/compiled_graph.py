@@ -41,7 +41,7 @@ class CompiledGraph:
     objects: Mapping[str, str]  # what the wrapper calls: name -> how to find it (`codegen.objects.rebuild`)
     constants: Mapping[str, str]  # name -> path of the attribute of the FX graph that holds it
     kernels: tuple[tuple[str, KernelSource], ...]  # device type and source, each kernel once
-    counts: Mapping[str, int]  # what `counters["overlapc"]` says about it
+    counts: Mapping[str, int]  # its counts for `counters["overlapc"]`
     order: str  # hash of its collectives in order
     copies: tuple[KeptCopies, ...]  # collectives by copies, which all ranks open again together
     agreed: Any  # what ranks agreed on (`planning.agreed.Agreed`); None for a graph that does not communicate

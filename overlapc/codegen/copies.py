@@ -1,4 +1,4 @@
-"""A schedule's collectives by copies: their slots in each group's pool, and the functions that generated code calls."""
+"""Collectives of a schedule that go by copies: their slots in each group's pool, and functions for generated code."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def kept_copies(copies: Mapping[str, Copied]) -> list[KeptCopies]:
 def copying(schedule: Schedule) -> Copying:
     """What goes by copies."""
     groups: dict[str, _OfGroup] = {}
-    group_of: dict[str, str] = {}  # what copies bring -> the group
+    group_of: dict[str, str] = {}  # result of a copied collective -> the group
     forms = forms_of(schedule)
     for node in schedule.starts():
         if node.name in forms:

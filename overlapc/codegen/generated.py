@@ -1,4 +1,4 @@
-"""A program printed: as what can be kept of it, the wrapper's text, its kernels' sources and its record."""
+"""Prints a program: the wrapper's text, its kernels' sources and its record, which can be cached."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Generated:
     kernels: Sequence[tuple[str, KernelSource]]  # device type and source
     parts: Partition | None  # for CUDA graphs
     report: GraphRecord
-    counts: Mapping[str, int]  # what `counters["overlapc"]` says about it
+    counts: Mapping[str, int]  # its counts for `counters["overlapc"]`
     order: Sequence[str]  # its collectives, one a line
     agreed: object = None  # see CompiledGraph
     copies: Sequence[KeptCopies] = ()

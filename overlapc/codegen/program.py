@@ -1,6 +1,6 @@
-"""A compiled graph as a flat list of instructions; wrappers are printers of it, `build` makes it.
+"""A compiled graph as a flat list of instructions: `program_builder` makes it, wrappers print it.
 
-Each class of instruction says by itself what it reads and makes, how it prints and where it runs: a new kind of
+Each class of instruction defines what it reads and makes, how it prints and where it runs: a new kind of
 instruction is a class here, and the place in `program_builder.py` that makes it.
 """
 
@@ -462,7 +462,7 @@ class WaitFor(NodeInstruction):
 
     variable: str
     op: Wait
-    by: Callable[[], None] | None = None  # what blocks it; None: the library that started it
+    by: Callable[[], None] | None = None  # the function that blocks; None: the library's wait
 
     @property
     def mark(self) -> tuple[str, int]:
@@ -553,7 +553,7 @@ class Program:
     variables: Mapping[str, str]
     layouts: Mapping[str, Layout]
     constants: Mapping[str, Any]
-    on_failure: tuple[Callable[[], None], ...] = ()  # told before an exception leaves the program
+    on_failure: tuple[Callable[[], None], ...] = ()  # called before an exception leaves the program
 
     def kernels(self) -> list[KernelSource]:
         """Every kernel once, in order of first launch."""

@@ -162,7 +162,7 @@ class PythonWrapper:
         self.header.append("layouts = rt.Layouts()")
         return [f"if not layouts.known({names}):", *_indented(lines), f"    layouts.learn({names})"]
 
-    # --- what instructions print themselves with
+    # --- helpers with which instructions print themselves
 
     def called(self, op: Extern) -> str:
         """The call of `op`, which may write its result into memory of the graph."""
@@ -259,7 +259,7 @@ class PythonWrapper:
             return repr(value)
         if isinstance(value, torch.memory_format):
             return str(value)
-        if isinstance(value, torch._ops.OpOverload):  # what a wrapping op calls; the graph may call it, too
+        if isinstance(value, torch._ops.OpOverload):  # the op behind a wrapping op; the graph may call it, too
             return self.target(value)
         return self.name_of(value, "object")
 

@@ -1,6 +1,6 @@
 """Kernels of one kind over many tensors in one launch: an optimizer's step, the norms of all gradients, their casts.
 
-What they share is the launch, not memory traffic, so they combine last, and only where nothing is lost by it: neither
+They share a launch, not memory traffic, so they combine last, and only where this has no disadvantage: neither
 needs the other, no library call or communication runs between them (a gradient's cast would wait for the next
 gradient, and its reduction with it), and the peak of memory stays where it is. Once there are buckets,
 `passes/share_launches.py` asks the same of kernels (`kind_of`, `one_launch`).

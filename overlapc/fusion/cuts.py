@@ -1,4 +1,4 @@
-"""Loops cut where conditions on their position change, so that one iteration makes an element of every part.
+"""Cuts loops where conditions on their position change, so that one iteration computes an element of every part.
 
     for p0 < R, p1 < 128:  y[128*p0 + p1] = where(p1 < 64, -x[128*p0 + p1 + 64], x[128*p0 + p1 - 64])
  -> for p0 < R, p1 < 64:   y[128*p0 + p1] = -x[128*p0 + p1 + 64];  y[128*p0 + p1 + 64] = x[128*p0 + p1]
@@ -6,9 +6,9 @@
     for p0 < R, p1 < 2:     y[2*p0 + p1] = where(p1 == 0, a[p0], b[p0])
  -> for p0 < R:             y[2*p0] = a[p0];  y[2*p0 + 1] = b[p0]
 
-Joined tensors, halves that change places (rotary embeddings), elements that take turns and gradients of slices are such
+Joined tensors, swapped halves (rotary embeddings), interleaved elements and gradients of slices are such
 loops. Every element is then read once, without a mask, and a kernel that runs over one part, such as the activation of
-one half of a product, has the same loops. Done when nothing fuses any more as it stands.
+one half of a product, has the same loops. Runs when no kernels fuse without it.
 """
 
 from __future__ import annotations

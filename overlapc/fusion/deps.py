@@ -136,7 +136,7 @@ def _order_memory(found: Edges, ops: Sequence[IROp], graph: LoweredGraph) -> Non
             found.need(position, writer.get(name))
             readers[graph.root(name)].append(position)
         if isinstance(op, Wait) and op.source.buffer in started:
-            start = ops[started[op.source.buffer]]  # what it reads or overwrites is in use until here
+            start = ops[started[op.source.buffer]]  # buffers that it reads or overwrites are in use until here
             for name in (*buffers_read(start), *(view.buffer for view in mutated(start))):
                 readers[graph.root(name)].append(position)
         for view in mutated(op):

@@ -84,7 +84,7 @@ class Fuser:
         self.shuffle = shuffle
         self.report = FusionReport()
         self.changes = ROUNDS[0]  # of the round that is on
-        self.settled: set[tuple[int, int, int, int, int]] = set()  # refused pairs, as they were then and what was tried
+        self.settled: set[tuple[int, int, int, int, int]] = set()  # refused attempts, by `_attempt`
 
     def run(self) -> None:
         """Runs rounds until no kernels fuse, for each entry of `ROUNDS`, then again with cut loops."""

@@ -1,4 +1,4 @@
-"""Element-wise kernels put into their readers, where that moves no more bytes.
+"""Inlines element-wise kernels into their readers, where that moves no more bytes.
 
     t[p0] = x[p0] + 1;  y[p0] = t[p0] * 2        ->   y[p0] = (x[p0] + 1) * 2
 
@@ -64,13 +64,13 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_re
             users[name].add(position)
         for view in mutated(op_):
             overwritten[graph.root(view.buffer)].append(position)
-    # Once more for readers of few elements: what they read may have been put into them since.
+    # A second pass for readers of few elements, into which producers may have been inlined by now.
     for position, few in ((position, few) for few in (False, True) for position in range(len(now))):
         producer = now[position]
         if not isinstance(producer, Loops):
             continue
         if not few:
-            # Only now: before, it was a reader, and a loop reads at one index what its terms read at several.
+            # Only after the passes above: as a reader it was a loop that reads at one index, its terms read at several.
             now[position] = producer = dataclasses.replace(producer, body=simplified(unrolled(producer.body)))
         if len(producer.outputs) != 1 or producer.name in ordered:
             continue

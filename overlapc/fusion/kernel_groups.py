@@ -1,7 +1,7 @@
 """Kernels while they fuse: groups of ops, what they read and write, where they run and what they wait for.
 
-A group that takes another's place must keep five accounts true at once: who reads and writes each buffer, the order,
-the memory that is live, and which waits come before and which starts after. `Groups` is the one place that does.
+When one group replaces two, five data structures change together: readers and writers of each buffer, the order,
+live memory, the waits before each group, and the starts after it. Only `Groups` changes them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from overlapc.ir.template import rough_kind
 
 LARGEST_KERNEL = 512  # values in one kernel: longer ones spill registers and take long to compile
 MOST_BUFFERS = 48  # arguments of one kernel
-LITTLE = 64  # one part of so many in what a kernel moves is not worth fusing for
+LITTLE = 64  # sharing less than this fraction (1 / LITTLE) of a kernel's bytes is not worth a fusion
 
 
 @dataclass(frozen=True, slots=True)

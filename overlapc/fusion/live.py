@@ -1,8 +1,8 @@
 """How much memory is live while each op runs, so that fusion does not raise the peak.
 
-A fused kernel runs where its later part ran. What only the earlier part reads then lives longer, which is harmless
-where memory is not scarce; what becomes local to the kernel does not live at all. What a kernel writes over an argument
-that dies there (codegen/program_builder.py) takes no memory of its own.
+A fused kernel runs where its later part ran. Buffers that only the earlier part reads live longer, which is harmless
+if memory is not scarce; buffers local to the kernel are not allocated. A result written over an argument
+that dies there (codegen/program_builder.py) needs no memory of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loops put into another order, so that two kernels visit what they share in the same order.
+"""Reorders loops, so that two kernels visit the buffers that they share in the same order.
 
     y[4*p0 + p1] = exp(x[4*p0 + p1]);  z[3*p0 + p1] = y[p0 + 4*p1]      over (3, 4) and (4, 3)
  -> the second over (3, 4) as well: z[p0 + 3*p1] = y[4*p0 + p1], and now they merge

@@ -1,4 +1,4 @@
-"""The account of a fusion: what became one kernel or one launch, and why the rest stayed apart."""
+"""The report of fusion: kernels that were fused or share a launch, and the reason of each refusal."""
 
 from __future__ import annotations
 

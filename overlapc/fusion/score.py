@@ -1,7 +1,7 @@
-"""Which of two possible fusions is tried first: an earlier one may stand in the way of a later one.
+"""The order in which fusions are tried: an early one may prevent a later one.
 
 dot + its epilogue  before  row sum + row sum, element-wise + element-wise  before  row sum + element-wise,
-and among equals what saves more memory traffic, then what stood closer together.
+and among equals the one that saves more memory traffic, then the one whose kernels are closer together.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from overlapc.ir.body import Body
 class Score:
     """How good a fusion promises to be; the larger is tried first."""
 
-    template: bool  # a matrix product with what is around it: it holds a tile of the result, and takes no other sums
-    alike: bool  # both reduce, or neither does: kernels of one kind keep its shape, and more of them can follow
-    saved_bytes: int  # of memory traffic: what they share
+    template: bool  # a matrix product with its neighbours: its kernel holds a tile, and no other reductions
+    alike: bool  # both reduce, or neither does: the fused kernel keeps its kind, so that more kernels can fuse with it
+    saved_bytes: int  # bytes of memory traffic saved: the buffers that both access
     closeness: int  # minus the positions between them in the original order
 
 

@@ -20,7 +20,7 @@ from overlapc.ir.facts import known_truth, learn
 from overlapc.ir.indexing import loop_symbol
 from overlapc.ir.rewriting import canonical, rebuild, with_loops, with_values
 
-REACH = 64  # values looked at below one `where`: what guards itself lies near
+REACH = 64  # values examined below one `where`: a value with an equal guard of its own is near
 
 
 def simplified(body: Body) -> Body:
@@ -65,7 +65,7 @@ def _guarded_once(where: Op, uses: Mapping[Value, int]) -> Value:
         nonlocal left
         left -= 1
         if not isinstance(value, Op | Cast) or left < 0:
-            return value  # not into addresses and reductions: these are computed whatever the branch
+            return value  # not into addresses and reductions, which are computed in both branches
         if isinstance(value, Op) and value.name == "where":
             condition, yes, no = value.args
             truth = known_truth(condition, facts)

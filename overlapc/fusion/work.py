@@ -68,12 +68,12 @@ def _loops_work(op: Loops, graph: LoweredGraph) -> Work:
         whole = graph.hint(graph.views[store.buffer].layout.storage_bytes())
         touched = iterations * store.memory_dtype.itemsize
         written += min(whole, touched)
-        if store.is_atomic:  # combined with what is there
+        if store.is_atomic:  # combined with the element's old value
             read[store.buffer] = min(whole, touched)
     # One operation a value and iteration: element-wise kernels are bound by memory, so a rough count will do.
     flops = iterations * sum(isinstance(value, Op | Reduce | Scan) for value in values)
     dtype = "float32"
-    if op.body.dots():  # a multiplication and an addition a term; what comes before and after them does not count
+    if op.body.dots():  # a multiplication and an addition a term; prologue and epilogue do not count
         flops = 2 * iterations
         loaded = [load.memory_dtype for load in op.body.loads()]  # none: a product of constants
         dtype = str(loaded[0]).removeprefix("torch.") if loaded else dtype
@@ -105,7 +105,7 @@ def extern_flops(op: Extern, graph: LoweredGraph) -> int:
         if not isinstance(leaf, View):
             return graph.hint(leaf) if hasattr(leaf, "free_symbols") else leaf
         size = torch.Size(_shape(leaf, graph))
-        # A formula that was registered with `get_raw` is given tensors, others what torch's wrapper makes of those.
+        # A formula registered with `get_raw` takes tensors, others take the shapes that torch's wrapper makes of them.
         return size if hasattr(formula, "__wrapped__") else torch.empty(size, dtype=leaf.dtype, device="meta")
 
     args, kwargs, result = (tree_map(plain, tree) for tree in (list(op.args), dict(op.kwargs), op.result))

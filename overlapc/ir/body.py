@@ -35,7 +35,7 @@ _made: WeakValueDictionary[tuple[Any, ...], Value]
 class _Interned(type):
     """Returns the one existing value for equal arguments."""
 
-    _fields: tuple[str, ...]  # what tells values of this class apart
+    _fields: tuple[str, ...]  # fields that distinguish values of this class
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if "_fields" not in cls.__dict__:

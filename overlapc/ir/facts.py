@@ -1,4 +1,4 @@
-"""What a condition says about others, for branches of a `where`."""
+"""Truth values that follow from other conditions, for branches of a `where`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def unseen_where_masked(body: Body) -> frozenset[Load]:
     masked = [load for load in body.loads() if load.mask is not None]
     if not masked:
         return frozenset()
-    known: dict[Value, frozenset[tuple[Value, bool]]] = {}  # what holds wherever the value matters
+    known: dict[Value, frozenset[tuple[Value, bool]]] = {}  # facts that hold wherever the value is used
 
     def used(value: Value, facts: frozenset[tuple[Value, bool]]) -> None:
         known[value] = known[value] & facts if value in known else facts
@@ -58,7 +58,7 @@ def unseen_where_masked(body: Body) -> frozenset[Load]:
                 learn(value.args[0], holds, facts)
                 used(branch, known[value] | frozenset(facts.items()))
         else:
-            # Addresses are computed whatever is selected, and so is what is reduced or checked.
+            # Addresses, reduced values and checked values are computed whichever branch is selected.
             passed = nothing if isinstance(value, Load | Reduce | Scan | Checked) else known[value]
             for operand in value.operands():
                 used(operand, passed)

@@ -196,7 +196,7 @@ class Attention:
     score: Body | None
     mask: Body | None
     gradient: Body | None
-    captured: tuple[View, ...]  # what the functions read
+    captured: tuple[View, ...]  # tensors that the functions read
     kept: float | None  # share of the blocks that the mask leaves; None where only run time knows
     origin: Provenance = field(default_factory=Provenance, compare=False)
 

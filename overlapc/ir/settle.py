@@ -1,4 +1,4 @@
-"""Conditions on positions that always hold, or never, and what they leave.
+"""Removes conditions on positions that always hold, or never hold.
 
     where(p0 >= 0, a, b)   ->   a
     load x[i0], i0 = p0 checked to be in 0 … n-1   ->   load x[p0]

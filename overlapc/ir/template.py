@@ -1,4 +1,4 @@
-"""Kernels that differ only in their buffers, and perhaps in one size: what one function can do for all of them.
+"""Templates of kernels that differ only in their buffers, and perhaps in one size: one function can serve all of them.
 
    y[p0] = exp(a[p0]) for p0 < 4096;  z[p0] = exp(b[p0]) for p0 < 100
 -> both are  b1[p0] = exp(b0[p0]) for p0 < n
@@ -22,8 +22,8 @@ class Template:
     """A body over buffers b0, b1, …; where `size` is given, its one loop has `SIZE` iterations."""
 
     body: Body
-    buffers: tuple[str, ...]  # what b0, b1, … stand for
-    size: int | None  # what SIZE stands for
+    buffers: tuple[str, ...]  # the buffers that b0, b1, … replace
+    size: int | None  # the number that SIZE replaces
 
 
 def template_of(body: Body) -> Template:

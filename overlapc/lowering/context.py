@@ -1,4 +1,4 @@
-"""What lowering rules build ops with: names, sizes, layouts, kernels and calls of the node that is being lowered."""
+"""The interface with which lowering rules build ops: names, sizes, layouts, kernels and calls of a node."""
 
 from __future__ import annotations
 

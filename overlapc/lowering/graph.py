@@ -218,7 +218,7 @@ class GraphLowering:
         if is_wait(node):
             source = args[0]
             if not isinstance(source, View) or source.buffer not in self.flying:
-                return source  # a wait for what never was in flight is the tensor itself
+                return source  # a wait for a tensor that was never in flight is the tensor itself
             result = View(node.name, source.layout)
             self.graph.aliases[result.buffer] = source.buffer
             # The wait covers its whole start: results that were not waited for keep their own wait.

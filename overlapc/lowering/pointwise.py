@@ -229,7 +229,7 @@ def power(context: Lowering, base: Any, exponent: Any) -> View:
     def value(*values: Value) -> Value:
         x, y = (cast(each, dtype) for each in as_read(context, "pow", (base, exponent), values))
         number = y.number if isinstance(y, Constant) else None
-        if number in (2, 3):  # what eager does for these exponents, bit by bit
+        if number in (2, 3):  # eager's implementation for these exponents, with equal bits
             square = op("mul", x, x)
             return square if number == 2 else op("mul", square, x)
         if number == -2 and dtype.is_floating_point:

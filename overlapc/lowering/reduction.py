@@ -89,7 +89,7 @@ def mean(context: Lowering, x: View, dim: Any = None, keepdim: bool = False, *, 
     count = numel(x.size[at] for at in normalized(dim, len(x.size)))
 
     def finish(value: Value) -> Value:
-        on_cpu = x.layout.device.type == "cpu"  # where eager converts to float32, whatever the result is rounded to
+        on_cpu = x.layout.device.type == "cpu"  # where eager converts to float32, for every dtype of the result
         given = cast(value, out) if on_cpu else converted(value, x.dtype, result)
         return op("div", Reduce("sum", given, out), cast(context.scalar(count), out))
 

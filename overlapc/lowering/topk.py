@@ -16,7 +16,7 @@ from overlapc.lowering.table import Impossible, lowers
 
 aten = torch.ops.aten
 MOST_CHOSEN = 16  # of a row's largest elements: each takes a reduction over the row
-LONGEST_CHOICE = 2048  # elements a row, times how many of them are chosen: what a router chooses experts from
+LONGEST_CHOICE = 2048  # elements a row, times the number chosen: sizes at which a router chooses experts
 
 
 @lowers(aten.topk.default)
@@ -27,7 +27,7 @@ def topk(context: Lowering, x: View, k: Any, dim: int = -1, largest: bool = True
     """
     if not x.size or not isinstance(k, int) or not 1 <= k <= MOST_CHOSEN:
         raise Impossible(f"the first {k} of a row")
-    if x.dtype != torch.float32:  # equal elements are common in shorter formats, and eager has its own order of them
+    if x.dtype != torch.float32:  # equal elements are common in shorter formats, and eager orders them differently
         raise Impossible(f"the largest of {x.dtype}")
     dim = dim % len(x.size)
     if not x.size[dim].is_Integer or int(x.size[dim]) * k > LONGEST_CHOICE or not largest:

@@ -61,7 +61,7 @@ class KernelCache:
         self._one = kind.removesuffix("s")
         self._seen: set[Path] = set()  # checked by this process already
         self._safe: set[Path] = set()  # folders in which others cannot write, by `refusal`
-        self._spare: KernelCache | None = None  # the temporary folder, for what cannot be stored in `root`
+        self._spare: KernelCache | None = None  # the temporary folder, for entries that cannot be stored in `root`
 
     def path(self, key: str, suffix: str) -> Path:
         """Where the entry lies once it is built; 256 folders keep listings short."""

@@ -65,7 +65,7 @@ class Lifecycle:
         # The caller's memory, which may outlive us. Weak references keep a key from being another storage's later.
         self._given = {_key(each): _weak(each) for each in inputs if isinstance(each, Tensor)}
         self._guarded: dict[int, int] = {}  # key -> bytes before the guard
-        self._carried: set[int] = set()  # keys of what a collective was given or returned
+        self._carried: set[int] = set()  # keys of a collective's arguments and results
         self._flights: list[_Flight] = []
 
     # --- memory that comes

@@ -14,7 +14,7 @@ from torch import Tensor
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)  # what the key grows by in each round
+WEYL = (0x9E3779B9, 0xBB67AE85)  # increments of the key in each round
 _MASK = 0xFFFFFFFF
 # Steps between neighbouring numbers of [0, 1) that a dtype resolves up to 1, as a power of two.
 UNIFORM_BITS = {torch.float32: 24, torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}

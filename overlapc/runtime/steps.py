@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_KEPT = 64  # steps: what is typical is what most of the last ones called
+_KEPT = 64  # steps: the majority of the last ones defines the typical step
 
 Calls = tuple[tuple[str, int], ...]  # graph and how often, of those that were called
 
@@ -31,7 +31,7 @@ class Steps:
 
     seen: int = 0  # steps that have ended and called something
     stepped: int = 0  # times that an optimizer stepped
-    tokens: int = 0  # of a step on all ranks, as the script says; 0: it does not
+    tokens: int = 0  # of a step on all ranks, as given by the script; 0 if it gave none
     ends_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))  # when the last steps ended, by the host
     counts: dict[str, list[int]] = field(default_factory=dict)  # graph -> one number: calls in all
     recent: deque[Calls] = field(default_factory=lambda: deque(maxlen=_KEPT))

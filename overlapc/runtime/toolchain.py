@@ -93,7 +93,7 @@ def _describe(command: tuple[str, ...]) -> Compiler:
     flags = [*_FLAGS, "-march=native" if target.returncode == 0 else ""]
     if not is_clang:
         flags.extend(_GCC_FLAGS)
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":  # what torch's own kernels use here
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":  # as torch's own kernels use here
         flags += ["-mprefer-vector-width=512", "-DVECTORS_OF_64_BYTES"]
     libraries = [_openmp_library(), *(["-lmvec"] if _has_libmvec() else []), "-lm"]
     identity = "\n".join((version.stdout, target.stdout, torch.__version__))  # the macros name every CPU feature

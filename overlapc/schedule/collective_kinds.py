@@ -1,6 +1,6 @@
 """The kinds of collectives, one row each: how bytes count, how several are launched as one, and what can carry them.
 
-Who must know what a collective does asks this table, so that a new kind or transport is a row and not a search.
+All code that depends on the kind of a collective reads this table, so that a new kind or transport is one row.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-LIBRARY = ""  # `Comm.via` of what the process group's own library (NCCL, gloo) carries
+LIBRARY = ""  # `Comm.via` of a collective over the process group's library (NCCL, gloo)
 COPY = "copy"  # copies between the memories of ranks of one host (copy engines on GPUs), which take no multiprocessors
 
 

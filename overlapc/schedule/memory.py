@@ -111,7 +111,7 @@ def _lifetimes(schedule: Schedule) -> Lifetimes:
         if node.kind is Kind.START:
             users += [touches[wait] for wait in waits.get(at, ())]
             endless = at not in waits
-        # A kernel that writes this rank's part of what is gathered begins to use the memory of the whole.
+        # A kernel that writes this rank's part of a gather's result needs the memory of the whole result from then on.
         gathered = [lying.shards[name] for name in node.writes if name in lying.shards]
         for name in (*node.reads, *node.writes, *gathered):
             root = schedule.root(name)

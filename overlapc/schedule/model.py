@@ -54,10 +54,10 @@ class Comm:
     size: int  # ranks in the group; 0 when not known
     dtype: str = ""
     ranks: tuple[int, ...] = ()  # this rank's group in global ranks, when known
-    unit: str = ""  # what is gathered and reduced together: the module that `fully_shard` was given; "" for none
+    unit: str = ""  # parameters gathered and reduced together: the module given to `fully_shard`; "" for none
     channels: int = 0  # the SM budget of its process group (NCCL's max_ctas); 0: the library's own choice
     safe: bool = False  # of a COMM: what it does is known or declared, and communication on other groups may cross it
-    via: str = ""  # what carries it: "" for the process group's library, "copy" for copies
+    via: str = ""  # transport: "" for the process group's library, "copy" for copies
 
     @property
     def queue(self) -> str:

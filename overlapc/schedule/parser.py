@@ -42,7 +42,7 @@ class _Draft:
     nodes: list[Node] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     node_names: set[str] = field(default_factory=set)
-    unsized: list[int] = field(default_factory=list)  # nodes whose collective moves what its definition says
+    unsized: list[int] = field(default_factory=list)  # nodes whose collective has the bytes of its definition
 
     def add(self, statement: Statement) -> None:
         """Takes one statement."""

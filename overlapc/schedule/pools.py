@@ -1,4 +1,4 @@
-"""What of a schedule lies in memory that ranks share: tensors that copies bring, and what kernels write there for them.
+"""Buffers of a schedule in memory that ranks share: results of copies, and kernel outputs that copies send from there.
 
     c = kernel(p); a = all_gather(c) @dp via copy; w = wait(a); y = kernel(w)
 
@@ -19,8 +19,8 @@ from overlapc.schedule.model import Kind, Schedule
 class Pooled:
     """The storages of a schedule that lie in pools, by name."""
 
-    brought: Mapping[str, str]  # what a start brings -> the start
-    shards: Mapping[str, str]  # what a kernel writes -> what is gathered, in which this is this rank's part
+    brought: Mapping[str, str]  # result of a start -> the start
+    shards: Mapping[str, str]  # a kernel's output -> the gather's result of which it is this rank's part
 
 
 def pooled(schedule: Schedule) -> Pooled:

@@ -46,7 +46,7 @@ def combo_text(bodies: Sequence[Body], arguments: dict[str, str]) -> tuple[str, 
             together_work += work
     parameters = [*(f"void* t{at}" for at in range(len(buffers))), "int64_t threads"]
     lines.append(f'extern "C" void KERNEL_NAME({", ".join(parameters)}) {{')
-    if together_work >= PARALLEL_WORK:  # each is too small for threads of its own
+    if together_work >= PARALLEL_WORK:  # each kernel is too small for several threads
         lines.append("  #pragma omp parallel for num_threads(threads) schedule(dynamic)")
         lines.append(f"  for (int64_t at = 0; at < {len(together)}; ++at) switch (at) {{")
         lines += [f"    case {at}: {call} break;" for at, call in enumerate(together)]

@@ -1,8 +1,8 @@
 """C++ functions with reductions: rows, columns, and long reductions split into chunks.
 
 A kernel makes one pass over the reduction loops for each depth of reductions, then one for its inner stores that have
-to wait for all of them; what varies with a reduction loop is computed again in every pass from data that is still in
-cache, unless it is dear.
+to wait for all of them; values that vary with a reduction loop are computed again in every pass, from data still in
+cache, unless they are expensive.
 
 Where stores total the columns (`Store.is_total`), a thread takes a chunk of rows at a time and adds up to a row of
 totals for that chunk; the chunks' rows are combined in order at the end.

@@ -151,7 +151,7 @@ class _Array:
     """A block of what is scanned, and then of the results."""
 
     kind: str
-    identity: str  # what a scan begins with
+    identity: str  # initial state of a scan
     function: str  # of prelude.h: (array, how much of it counts, what all blocks before add up to); "" for places
     given: str = "{}"  # an element from a value
     result: str = "{}"  # a value from an element

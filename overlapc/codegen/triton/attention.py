@@ -6,7 +6,7 @@ keys and values, a program for a tile of keys, then of queries, a program for a 
     for i in range(0, count * 2):                   # tiles in the blocks that this row of blocks has
         k = block * 128 + i % 2 * 64 + tl.arange(0, 64)
         scores = ops.dot(queries, tl.trans(keys), ...)
-        v0 = ...                                    # what the score function makes of them
+        v0 = ...                                    # results of the score function
         scores = tl.where(v1, v0, float("-inf"))    # where the mask function lets them count; not in full blocks
         ...
         block = tl.load(blocks + (i + 1) // 2)      # a step ahead of where it is needed
@@ -193,7 +193,7 @@ class _Function:
         self.by_key = False  # tiles are [keys, queries]
         self.written = 0  # functions of scores, for names of their own
         own = op.score is None and op.scale > 0
-        self.factor = op.scale * _LOG2E if own else _LOG2E  # what makes exponents to base 2 of `scores`
+        self.factor = op.scale * _LOG2E if own else _LOG2E  # factor that turns `scores` into exponents to base 2
         self.scales = not own
         precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
         self.precision = f'"{precision}"'
@@ -322,7 +322,7 @@ class _Function:
         self._changes(emit, full)
         emit(f"grad_query_sum = ops.dot({self._low('changes')}, keys, grad_query_sum, {self.precision})")
 
-    # --- which tile, and what lies where
+    # --- the tile of a program, and positions in memory
 
     def _program(self, over: str, size: int) -> None:
         """Number of the tile, head and batch of this program; long rows of blocks come first where a mask is causal."""

@@ -1,4 +1,4 @@
-"""Accesses to elements that take turns in memory: gate and up of a product, the two parts of a complex number.
+"""Accesses to elements that alternate in memory: gate and up of a product, the two parts of a complex number.
 
     a = load x[2*p0];  b = load x[2*p0 + 1]
 

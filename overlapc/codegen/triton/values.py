@@ -24,7 +24,7 @@ from overlapc.ir.body import Cast, Checked, Constant, Index, Load, Op, Reduce, S
 from overlapc.ir.conversions import constant
 from overlapc.ir.indexing import exact_quotient
 
-_ORIGIN_CHARACTERS = 300  # of what a check says about where it comes from
+_ORIGIN_CHARACTERS = 300  # of a check's message about its origin
 _PAIR = sympy.Symbol("pair", integer=True, nonnegative=True)  # the index variable of tiles of pairs
 _ORDER = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
@@ -37,8 +37,8 @@ class ValueWriter(AxisWriter):
         self.names: dict[Value, str] = {}
         self.value_axes: dict[Value, frozenset[str]] = {}
         self.count = 0
-        self.zero_outside = False  # whether what lies outside of a tile must read as 0
-        self.rereads = False  # whether a later pass reads what this one does
+        self.zero_outside = False  # whether elements outside of a tile must read as 0
+        self.rereads = False  # whether a later pass reads the same elements again
 
     def fresh(self) -> str:
         self.count += 1
