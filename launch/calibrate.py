@@ -43,7 +43,7 @@ LIMIT_S = 420  # a rank that is not done by then prints where it stands and exit
 
 @dataclass(frozen=True)
 class CalibrateConfig:
-    """What `overlapc calibrate` was asked for."""
+    """The arguments of `overlapc calibrate`."""
 
     nproc: int = 2
     device: str = "cpu"
@@ -53,7 +53,7 @@ class CalibrateConfig:
     copies_for: str = ""  # a profile, by name or file, that only what copies take is measured for
 
     def check(self) -> None:
-        """ConfigError for what cannot be measured here."""
+        """ConfigError for quantities that cannot be measured on this machine."""
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"--device {self.device}: cpu or cuda")
         check_world(self.nproc, self.device)
@@ -79,7 +79,7 @@ class CalibrateConfig:
 
 
 def work(cfg: CalibrateConfig, out: Path, run_dir: Path) -> None:
-    """What each rank does; rank 0 writes `out`."""
+    """The work of each rank; rank 0 writes `out`."""
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     rank, device = int(os.environ["RANK"]), torch.device("cpu")
     if cfg.device == "cuda":

@@ -54,7 +54,7 @@ class LossesDiffer(OverlapcError):
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """What `overlapc demo` can vary. `batch` is rows per data-parallel rank, `seq` tokens per row."""
+    """The arguments of `overlapc demo`. `batch` is rows per data-parallel rank, `seq` tokens per row."""
 
     nproc: int = 2
     device: str = "cpu"
@@ -93,7 +93,7 @@ class DemoConfig:
 
     @property
     def reference(self) -> str:
-        """What the compiled run is compared with."""
+        """The name of the run that the compiled run is compared with."""
         return "eager FSDP2" if self.sharded else "eager"
 
     @property
@@ -126,7 +126,7 @@ class Run:
 
 
 def work(cfg: DemoConfig, run_dir: Path) -> None:
-    """What each rank does. LossesDiffer when fp32 losses are further apart than FP32_TOLERANCE."""
+    """The work of each rank. LossesDiffer when fp32 losses are further apart than FP32_TOLERANCE."""
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     device = torch.device("cpu")
     if cfg.device == "cuda":

@@ -79,7 +79,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def libraries() -> Iterator[Finding]:
-    """What collectives run on."""
+    """The libraries for collectives."""
     if torch.cuda.is_available() and dist.is_nccl_available():
         yield Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     elif torch.cuda.is_available():
@@ -124,7 +124,7 @@ def measured(device: torch.device, profile: DeviceProfile) -> Iterator[Finding]:
 
 
 def compared(what: str, reached: float, promised: float | None, unit: float, name: str) -> Finding:
-    """A rate that was measured beside what the profile says of it."""
+    """A measured rate compared with the profile's."""
     if promised is None:
         return Finding(what, f"{reached / unit:.3g} {name}; the profile does not know it", "overlapc calibrate")
     off = reached / promised - 1

@@ -108,7 +108,7 @@ def _run(path: Path) -> None:
 
 
 def _failed(path: Path, error: Exception) -> str:
-    """What a script died of, at the innermost line that is neither torch's nor ours."""
+    """The error of a script, at the innermost line outside of torch and overlapc."""
     own = _others(traceback.extract_tb(error.__traceback__))
     inner = getattr(error, "inner_exception", error)
     first = next(iter(str(inner).strip().splitlines()), "")
@@ -120,7 +120,7 @@ def _failed(path: Path, error: Exception) -> str:
 
 
 def _others(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """The frames that are neither torch's nor ours, the innermost last."""
+    """The frames outside of torch and overlapc, the innermost last."""
     return [frame for frame in frames if not frame.filename.startswith(_NOT_THE_SCRIPT)] or list(frames)
 
 

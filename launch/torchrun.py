@@ -34,7 +34,7 @@ class JobFailed(OverlapcError):
 
 @dataclass(frozen=True)
 class RankError:
-    """What the excepthook of a rank wrote down (launch/worker.py)."""
+    """The error that a rank's excepthook wrote (launch/worker.py)."""
 
     rank: int
     at_ns: int  # wall clock, to find the first
@@ -151,7 +151,7 @@ def cpus() -> int:
 
 
 def _failure(attempt: Attempts, exit_codes: Mapping[int, int]) -> JobFailed | None:
-    """What ended an attempt on this host; None if the launcher did, for ranks of other hosts."""
+    """The error that ended an attempt on this host; None if the launcher ended it, for ranks of other hosts."""
     assert attempt.watch is not None, "an attempt that is over has begun"
     assert attempt.stall is not None, "an attempt that is over has begun"
     if attempt.stall.findings:

@@ -86,7 +86,7 @@ def _recorder(run_dir: Path, rank: int) -> _Hook:
 
 
 def _from_the_script_on(trace: TracebackType | None) -> TracebackType | None:
-    """`trace` without the frames that led to the script: ours, and Python's way of running it."""
+    """`trace` without the frames that led to the script: overlapc's, and Python's own."""
     inner = trace
     while inner is not None and inner.tb_frame.f_code.co_filename in _LAUNCHING:
         inner = inner.tb_next

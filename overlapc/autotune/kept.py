@@ -27,7 +27,7 @@ class KeptTimes:
         self._keys: dict[str, str] = {}
 
     def key(self, trial: Trial) -> str:
-        """What the times of a kernel's tilings depend on; sources contain all sizes but those of symbols."""
+        """Cache key of the times of a kernel's tilings; sources contain all sizes but those of symbols."""
         if trial.name not in self._keys:
             sizes = [f"{symbol}={self._graph.hint(symbol)}" for symbol in trial.heuristic.sizes]
             names = [each.source.name for each in trial.first]
@@ -36,7 +36,7 @@ class KeptTimes:
         return self._keys[trial.name]
 
     def read(self, trial: Trial) -> dict[str, float]:
-        """What earlier processes measured."""
+        """The times that earlier processes measured."""
         text = self._cache.read(self.key(trial), _SUFFIX)
         if text is None:
             return {}
@@ -58,5 +58,5 @@ class KeptTimes:
 
 @functools.cache
 def _prelude() -> bytes:
-    """What every Triton kernel calls: its text is part of none of them."""
+    """Text of the prelude that every Triton kernel calls, and which is not part of their texts."""
     return Path(__file__).parents[1].joinpath("runtime", "triton_prelude.py").read_bytes()

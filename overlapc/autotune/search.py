@@ -31,7 +31,7 @@ class Trial:
 
     @property
     def heuristic(self) -> KernelSource:
-        """What is used where nothing is measured."""
+        """The source in the heuristic tiling, used without measurements."""
         return self.first[0].source
 
     @property
@@ -41,7 +41,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Explored:
-    """How far times lead: the tilings that were met, and those among them that are to be measured next."""
+    """The state of a search: the tilings that it reached, and those among them to measure next."""
 
     met: Mapping[str, KernelSource]  # by name
     missing: tuple[KernelSource, ...]
@@ -85,7 +85,7 @@ def trial_of(op: Loops | Combo, graph: LoweredGraph, nodes: tuple[str, ...]) -> 
 def explore(trial: Trial, times: Mapping[str, float]) -> Explored:
     """Follows `times` (ns by name of the source) from the heuristic tiling: the neighbours of the fastest, and so on.
 
-    Whoever has the same times meets the same tilings.
+    Equal times lead to equal tilings.
     """
     met = {each.source.name: each for each in trial.first}
     fastest_ns = times.get(trial.name, math.inf)

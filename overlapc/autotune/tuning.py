@@ -26,7 +26,7 @@ _GAIN = 0.97  # of the heuristic tiling's time: what another must stay under, as
 
 @dataclass(frozen=True)
 class Choice:
-    """What was measured of one kernel."""
+    """The measurements of one kernel."""
 
     source: KernelSource  # the one to use
     chosen_ns: float
@@ -128,7 +128,7 @@ def choose(trial: Trial, times: Mapping[str, float]) -> Choice:
 def _shared_times(
     agreement: GraphAgreement, kept: KeptTimes, trials: list[Trial], times: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Mapping[str, float]]:
-    """What ranks know of each kernel; a rank on another device has keys of its own."""
+    """The times of each kernel that all ranks share; a rank on another device has keys of its own."""
     known = {kept.key(each): times[each.name] for each in trials if times[each.name]}
     tables = agreement.agree_on_tables(known)
     return {each.name: tables.get(kept.key(each), {}) for each in trials}

@@ -56,7 +56,7 @@ def drop_masks(gm: GraphModule, *, eager_dropout: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is known of an attention's mask."""
+    """The proven properties of an attention's mask."""
 
     why: str  # as the report says it
     outcome: str  # what that comes to: CAUSAL, FULL, WINDOW, or something else
@@ -157,7 +157,7 @@ class _Rewriter:
 
 
 def _what_it_is(grid: Grid, scores: tuple[sympy.Expr, ...], shape_env: ShapeEnv | None) -> Verdict:
-    """The verdict on a mask that follows from positions, on scores of these sizes."""
+    """The verdict on a mask that follows from positions, for scores of these sizes."""
     rows, columns = scores[-2:]
     padded = (*[sympy.S.One] * (len(scores) - len(grid.size)), *grid.size)
     if len(padded) > len(scores) or any(n not in (1, extent) for n, extent in zip(padded, scores, strict=True)):

@@ -31,12 +31,12 @@ _HARMLESS = frozenset({torch._C._log_api_usage_once})
 
 
 class Unfit(Exception):
-    """Why a stretch, or a whole graph, is traced without folding."""
+    """The reason why a stretch, or a whole graph, is traced without folding."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """The nodes of one block, all that they take from elsewhere, and those whose values are used elsewhere."""
+    """The nodes of one block, its operands from elsewhere, and its results that are used elsewhere."""
 
     block: str  # path of its module
     nodes: tuple[fx.Node, ...]
@@ -45,7 +45,7 @@ class Stretch:
     form: Any  # equal for stretches that are traced alike
 
     def all_nodes(self) -> Iterator[fx.Node]:
-        """Those of the graphs that its nodes carry, too; in the same order for stretches of one form."""
+        """All nodes, those of nested graphs included; in the same order for stretches of one form."""
         for node in self.nodes:
             yield node
             yield from nodes_within(node)
@@ -82,7 +82,7 @@ def as_module(stretch: Stretch) -> fx.GraphModule:
 
 
 def replace_by_calls(graph: fx.Graph, calls: Sequence[tuple[Stretch, Callable[..., Any], tuple[Any, ...]]]) -> None:
-    """Puts `target(*constants, *operands)`, which returns all results, in the place of each stretch."""
+    """Replaces each stretch by `target(*constants, *operands)`, which returns all its results."""
     now: dict[fx.Node, fx.Node] = {}  # result of a stretch -> what stands for it
     for stretch, target, constants in calls:
         last = stretch.nodes[-1]
@@ -160,7 +160,7 @@ def _next_block(node: fx.Node) -> str:
 
 
 class _Modes:
-    """What a graph changes for the nodes behind: whether gradients are recorded, autocast."""
+    """Modes that a graph changes for later nodes: whether gradients are recorded, autocast."""
 
     def __init__(self) -> None:
         self._gradients = True
@@ -172,7 +172,7 @@ class _Modes:
         return self._gradients and not self._open
 
     def after(self, node: fx.Node) -> None:
-        """Takes the change of one node. Unfit for one of unknown effect."""
+        """Applies the mode change of one node. Unfit for a node of unknown effect."""
         if not _changes_modes(node):
             return
         name = getattr(node.target, "__name__", "")
@@ -187,7 +187,7 @@ class _Modes:
 
 
 def _changes_modes(node: fx.Node) -> bool:
-    """Whether a node is called for what it does, as it gives nothing to compute with."""
+    """Whether a node is called for its effect, because it returns nothing to compute with."""
     return node.op in ("call_function", "call_method") and not isinstance(
         node.meta.get("example_value"), Tensor | tuple | list | int | float
     )
@@ -266,7 +266,7 @@ def _stretch(block: str, nodes: Sequence[fx.Node], describe: Describe) -> Stretc
 
 
 def _described(node: fx.Node) -> tuple[Any, ...]:
-    """What tracing asks of a tensor. Unfit for what is none, holds others, or is of symbolic size."""
+    """Properties of a tensor that tracing reads. Unfit for other values, tensor subclasses and symbolic sizes."""
     value = node.meta.get("example_value")
     if not isinstance(value, Tensor) or type(value) not in (FakeTensor, Tensor, torch.nn.Parameter):
         raise Unfit(f"{node.name} is a {type(value).__name__}")

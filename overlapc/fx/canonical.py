@@ -55,7 +55,7 @@ def _plain_ops(graph: fx.Graph) -> int:
 
 
 def _drop_identity_views(graph: fx.Graph) -> int:
-    """A view with its input's shape says nothing; `DTensor.to_local` leaves one before every gather."""
+    """Removes views with their input's shape; `DTensor.to_local` leaves one before every gather."""
     changed = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         source = node.args[0]
@@ -70,7 +70,7 @@ def _drop_identity_views(graph: fx.Graph) -> int:
 
 
 def _launch_of(value: Any) -> Any:
-    """The launch whose result `value` is, when it is a part of a coalesced one; else `value`."""
+    """The launch of which `value` is a result, if that launch is coalesced; else `value`."""
     return value.args[0] if isinstance(value, fx.Node) and value.target is operator.getitem else value
 
 

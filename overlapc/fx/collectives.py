@@ -47,7 +47,7 @@ def find_collectives(graph: fx.Graph, safe: frozenset[str] = frozenset()) -> lis
 
 
 def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset()) -> Comm:
-    """What `node` moves: a gather its output, a scatter its input."""
+    """The communication of `node`; a gather counts the bytes of its output, a scatter those of its input."""
     kind = kind_of(node)
     group = group_of(node)
     if kind in KINDS and KINDS[kind].output_sized and node.target is not EXCHANGE:  # whose output lacks a part
@@ -70,7 +70,7 @@ def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset(
 
 
 def unit_of(label: ParamLabel | None) -> str:
-    """What a parameter is gathered with, for `Comm.unit`: the module that `fully_shard` was given."""
+    """`Comm.unit` of a labelled parameter: the module given to `fully_shard`, which is gathered as a whole."""
     return "" if label is None else label.group or "root"
 
 

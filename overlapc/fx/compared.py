@@ -55,7 +55,7 @@ def save_what_is_compared(graph: fx.Graph, backward: set[fx.Node]) -> int:
 
 
 def _results(node: fx.Node) -> Iterable[fx.Node]:
-    """The node, and what takes its result apart."""
+    """The node, and the nodes that select its results."""
     return (node, *(user for user in node.users if user.target is operator.getitem))
 
 

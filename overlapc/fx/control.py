@@ -21,7 +21,7 @@ _KEY = "overlapc_after"
 
 
 def done(*earlier: Any) -> None:
-    """Marks what a node must run after; computes nothing."""
+    """Marks the nodes after which a node must run; computes nothing."""
 
 
 has_side_effect(done)

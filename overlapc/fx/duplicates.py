@@ -84,7 +84,7 @@ def _storages_of_results(graph: fx.Graph) -> set[int | None]:
 
 
 def storage_of(node: fx.Node) -> int | None:
-    """Which memory a node's value lies in; None where it has none."""
+    """The storage of a node's value; None if it has none."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
@@ -95,7 +95,7 @@ def storage_of(node: fx.Node) -> int | None:
 
 
 def _key(value: Any) -> Any:
-    """`value` as what hashes and compares as it: 1, 1.0 and True differ, nodes are themselves."""
+    """A hashable key of `value`: 1, 1.0 and True differ, a node is its own key."""
     if isinstance(value, fx.Node) or value is None:
         return value
     if isinstance(value, list | tuple):

@@ -71,7 +71,7 @@ class Gather:
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """All of it, in an order in which it runs."""
+        """All nodes of the gather, in execution order."""
         return (*self.before, self.start, self.wait, *self.after)
 
 
@@ -112,7 +112,7 @@ def merge_gathers(graph: fx.Graph) -> int:
 
 
 def _carriers_before(start: fx.Node) -> Iterator[fx.Node]:
-    """Casts, pads and views that a launch's inputs come through."""
+    """Casts, pads and views through which a launch's inputs pass."""
     seen: set[fx.Node] = set()
     pending = list(start.all_input_nodes)
     while pending:
@@ -124,7 +124,7 @@ def _carriers_before(start: fx.Node) -> Iterator[fx.Node]:
 
 
 def _waits_behind(start: fx.Node) -> Iterator[fx.Node]:
-    """The waits for a launch; with the parts of a coalesced one, which are waited for one by one."""
+    """The waits for a launch; of a coalesced one also those for its parts."""
     for user in start.users:
         if user.target is _c10d.wait_tensor.default:
             yield user

@@ -47,7 +47,7 @@ def infer_labels(graph: fx.Graph) -> int:
 
 
 def _gather_of_an_input(start: fx.Node) -> list[fx.Node]:
-    """What lies between an input of the graph and the wait for its gather; empty where something is computed first."""
+    """The nodes between an input of the graph and the wait for its gather; empty if the input is computed on first."""
     chain = [start, *(user for user in start.users if user.target is _c10d.wait_tensor.default)]
     node = start.args[0]
     while isinstance(node, fx.Node) and node.target in CARRIERS:
@@ -57,7 +57,7 @@ def _gather_of_an_input(start: fx.Node) -> list[fx.Node]:
 
 
 def _reduction_to_an_output(start: fx.Node) -> list[fx.Node]:
-    """A reduction and what its result goes through; empty unless all of that only moves, casts or scales it."""
+    """A reduction and the later nodes up to an output; empty unless these only move, cast or scale the result."""
     chain = [start]
     for user in _behind(start):
         if user.op == "output":

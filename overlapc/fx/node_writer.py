@@ -14,7 +14,7 @@ _CARRIED = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "custom", "
 
 
 def described_like(node: fx.Node) -> dict[str, Any]:
-    """Meta data of `node` that says where it comes from, for a node made in its place."""
+    """Metadata about the origin of `node`, for a node that replaces it."""
     return {key: node.meta[key] for key in _CARRIED if key in node.meta}
 
 
@@ -37,7 +37,7 @@ class NodeWriter:
 
 
 def fake_result(node: fx.Node) -> Any:
-    """What the call gives for the fake values of its arguments, in a graph that has a fake tensor somewhere."""
+    """The result of the call on the fake values of its arguments, in a graph with at least one fake tensor."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     values = itertools.chain((args, kwargs), (other.meta.get("val") for other in node.graph.nodes))
     leaves = itertools.chain.from_iterable(map(pytree.tree_leaves, values))

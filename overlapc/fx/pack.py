@@ -29,14 +29,14 @@ aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
 @dataclass(frozen=True, slots=True)
 class CopyCosts:
-    """What decides, in ns: all of it known to be equal on all ranks."""
+    """The costs that decide about packing, in ns; equal on all ranks."""
 
     tensor_ns: float  # that one more tensor adds to a coalesced collective
     kernel_ns: float  # of a kernel that does next to nothing
     byte_ns: float  # of reading or writing one byte of device memory
 
     def saved_ns(self, sent_bytes: int, received_bytes: int) -> float:
-        """What copying one tensor in and out saves; negative if it takes longer."""
+        """Time that copying one tensor in and out saves, in ns; negative if copying takes longer."""
         return self.tensor_ns - self.kernel_ns - 2 * (sent_bytes + received_bytes) * self.byte_ns
 
 
@@ -51,12 +51,12 @@ class _Member:
 
     @property
     def given(self) -> Tensor:
-        """What the collective takes, as a fake tensor."""
+        """The collective's input, as a fake tensor."""
         return _value(argument(self.start, 0))
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What the members of one flat tensor have in common."""
+        """The properties in which members of one flat tensor must agree."""
         return (self.label.group, self.start.target, str(self.start.args[1:]), self.given.dtype)
 
 
@@ -78,7 +78,7 @@ def pack(graph_module: fx.GraphModule, costs: CopyCosts) -> int:
 
 
 def _gathers(graph: fx.Graph) -> Iterator[_Member]:
-    """Gathers of what is made of an input by casts and views alone, so that they can start anywhere."""
+    """Gathers whose input is a graph input behind casts and views only, so that they can start anywhere."""
     for found in parameter_gathers(graph):
         made_of = argument((*found.before, found.start)[0], 0)
         if isinstance(made_of, fx.Node) and made_of.op == "placeholder":
@@ -86,7 +86,7 @@ def _gathers(graph: fx.Graph) -> Iterator[_Member]:
 
 
 def _reductions(graph: fx.Graph) -> Iterator[_Member]:
-    """Reductions whose results go nowhere but out of the graph, so that they can end anywhere."""
+    """Reductions whose results only leave the graph, so that they can end anywhere."""
     for start in graph.find_nodes(op="call_function", target=_c10d.reduce_scatter_tensor.default, sort=True):
         label, wait = label_of(start), next(iter(start.users), None)
         if label is None or wait is None or len(start.users) > 1:
@@ -104,7 +104,7 @@ def _reductions(graph: fx.Graph) -> Iterator[_Member]:
 
 
 def _worth_it(members: Sequence[_Member], costs: CopyCosts) -> Iterator[list[_Member]]:
-    """Of each run of members that are alike, those that are better copied, if that pays for the flat one, too."""
+    """Of each run of equal members, those for which copying is faster, if the flat collective is then faster, too."""
     for _, run in itertools.groupby(members, key=lambda member: member.alike):
         saved_ns = {member: _saved_ns(member, costs) for member in run}
         small = [member for member, ns in saved_ns.items() if ns > 0]

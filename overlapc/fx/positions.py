@@ -32,7 +32,7 @@ class Positions:
         self.shape_env: ShapeEnv | None = None  # of the first symbolic size
 
     def grid(self, node: Any) -> Grid | None:
-        """What is known of the value of `node`."""
+        """The grid of the value of `node`, if it is known."""
         return self._known.get(node)
 
     def learn(self, node: fx.Node, grid: Grid) -> None:
@@ -40,7 +40,7 @@ class Positions:
         self._known[node] = grid
 
     def visit(self, node: fx.Node) -> None:
-        """Takes note of the value of the next node, in the order of the graph, and of what it changes in place."""
+        """Records the value of the next node, in the order of the graph, and its changes in place."""
         if node.op not in ("call_function", "call_method", "call_module"):
             return
         if not _is_torchs(node):
@@ -80,13 +80,13 @@ class Positions:
             self._known |= dict.fromkeys([*names, node], after)
 
     def forget(self, node: fx.Node) -> None:
-        """Nothing is known any more of what lies in the memory of `node`."""
+        """Forgets all values in the memory of `node`."""
         memory = _memory(node)
         for each in [each for each in self._known if _memory(each) == memory]:
             del self._known[each]
 
     def extent(self, size: int | torch.SymInt) -> sympy.Expr:
-        """A size as an expression."""
+        """`size` as an expression."""
         if isinstance(size, torch.SymInt):
             self.shape_env = self.shape_env or size.node.shape_env
             return size.node.expr

@@ -192,7 +192,7 @@ def _supported(x: Tensor) -> bool:
 
 
 def random_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Random op -> what it is made of."""
+    """Random op -> its decomposition."""
     return {
         aten.rand.default: _factory(ops.uniform),
         aten.randn.default: _factory(ops.normal),

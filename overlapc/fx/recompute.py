@@ -26,7 +26,7 @@ _VIEWS = frozenset(
 
 
 def recompute_expansions(graph: fx.Graph) -> int:
-    """Mark such values of a joint graph as never saved; how many there are. What the user's checkpoints say stays."""
+    """Marks such values of a joint graph as never saved; returns their number. Policies of checkpoints stay."""
     roots: dict[fx.Node, frozenset[fx.Node] | None] = {}  # None: not made element by element
     backward = backward_nodes(graph)
     marked = 0
@@ -41,7 +41,7 @@ def recompute_expansions(graph: fx.Graph) -> int:
 
 
 def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """What depends on tangents."""
+    """The nodes that depend on tangents."""
     backward: set[fx.Node] = set()
     for node in graph.nodes:
         tangent = node.op == "placeholder" and "tangents" in str(node.target)
@@ -51,7 +51,7 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _roots(node: fx.Node, roots: Mapping[fx.Node, frozenset[fx.Node] | None]) -> frozenset[fx.Node] | None:
-    """What `node` is made of element by element; None if it is not, or of too much."""
+    """The tensors from which `node` is computed element by element; None if it is not, or from too many."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return None
@@ -66,7 +66,7 @@ def _roots(node: fx.Node, roots: Mapping[fx.Node, frozenset[fx.Node] | None]) ->
 
 
 def _expands(node: fx.Node, roots: frozenset[fx.Node] | None) -> bool:
-    """Whether a float32 value is larger than all that it is made of."""
+    """Whether a float32 value is larger than all the tensors that it is computed from."""
     value = node.meta.get("val")
     if not roots or node.target in _VIEWS or not isinstance(value, Tensor) or value.dtype is not torch.float32:
         return False

@@ -30,7 +30,7 @@ class Subgraph:
 
 
 def subgraphs(gm: GraphModule) -> Iterator[Subgraph]:
-    """Every graph that `gm` carries and that can be compiled on its own, in order."""
+    """Every nested graph of `gm` that can be compiled on its own, in order."""
     for node in gm.graph.find_nodes(op="get_attr"):
         readers = [reader for reader in node.users if carries_graphs(reader)]
         module = carried(node)
@@ -50,7 +50,7 @@ def carried(node: Node) -> GraphModule | None:
 
 
 def nodes_within(node: Node) -> Iterator[Node]:
-    """All nodes of all graphs that `node` is given, at any depth."""
+    """All nodes of all graphs among the arguments of `node`, at any depth."""
     for argument in node.all_input_nodes if node.op == "call_function" else ():
         module = carried(argument)
         if module is not None:
@@ -75,5 +75,5 @@ def return_tuple(module: GraphModule) -> bool:
 
 
 def _described(module: GraphModule) -> bool:
-    """Whether every argument says what it is, as the arguments of a graph must."""
+    """Whether every argument has metadata, as the arguments of a graph must."""
     return all("val" in node.meta for node in module.graph.find_nodes(op="placeholder"))

@@ -54,7 +54,7 @@ class _Region:
 
 
 def remove_fills(graph: fx.Graph) -> int:
-    """Does the above for all inputs; returns how many regions were removed. CompileError for a write of the user's."""
+    """Removes the regions of all inputs; returns their number. CompileError if the user writes to one."""
     position = {node: at for at, node in enumerate(graph.nodes)}
     removed = 0
     resized: dict[fx.Node, list[fx.Node]] = defaultdict(list)

@@ -48,7 +48,7 @@ def check_torch_version(version: str | None = None) -> tuple[int, int]:
 
 
 def sized_by_data(op: torch._ops.OpOverload) -> bool:
-    """Whether the data decide how large the results are; torch 2.11 does not say so of `_unique`."""
+    """Whether the sizes of the results depend on data; torch 2.11 does not mark `_unique` so."""
     return torch.Tag.dynamic_output_shape in op.tags or op is torch.ops.aten._unique.default
 
 
@@ -71,7 +71,7 @@ def in_backward() -> bool:
 
 
 def fsdp2_state(module: nn.Module) -> Any:
-    """What FSDP2 holds about a module that was given to its `fully_shard`, or None."""
+    """FSDP2's state of a module that was given to its `fully_shard`, or None."""
     return _get_module_state(module) if isinstance(module, FSDPModule) else None
 
 
@@ -242,7 +242,7 @@ def donated_inputs() -> list[int] | None:
 
 @dataclass(frozen=True, slots=True)
 class GradientMetadata:
-    """Where among the backward graph's results the gradient of an input is, or its local part and its mesh."""
+    """Indices, among the backward graph's results, of an input's gradient, or of its local part and mesh."""
 
     at: int
     mesh_at: int | None = None  # torch 2.13; before, who makes the DTensor knows the mesh
@@ -252,7 +252,7 @@ class GradientMetadata:
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """What AOTAutograd found out about a step, as far as who calls its graphs must know."""
+    """AOTAutograd's metadata of a step, as far as a caller of its graphs needs it."""
 
     inputs: tuple[tuple[str, ...], ...]  # the attributes of each that its graphs take, none for the input itself
     differentiable: tuple[bool, ...]  # by output
@@ -412,7 +412,7 @@ def fake_like(value: FakeTensor, base: torch.Tensor | None, shift: int) -> FakeT
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """A number to plan with for a size that may be symbolic.
+    """The hint of a size that may be symbolic, for planning.
 
     Sizes that depend on data have no hint; torch's partitioner assumes 4096 for them, and so does overlapc.
     """
@@ -422,7 +422,7 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def symbol_hint(size: torch.SymInt | torch.SymFloat, symbol: Any) -> int | None:
-    """What `symbol` stood for when the graph of `size` was traced; None for one known only at run time."""
+    """The value of `symbol` when the graph of `size` was traced; None for one known only at run time."""
     shape_env = size.node.shape_env
     if shape_env is None:
         return None
@@ -457,12 +457,12 @@ class Broken:
 
 
 def compile_id() -> str:
-    """Of what Dynamo compiles now, as its logs write it; "" where it compiles nothing."""
+    """The id of Dynamo's current compilation, as its logs write it; "" outside of compilations."""
     return str(torch._guards.CompileContext.current_compile_id() or "")
 
 
 def traced() -> list[Traced]:
-    """In order, what torch keeps of its last 64 compilations."""
+    """torch's records of its last 64 compilations, in order."""
     from torch._dynamo.utils import get_compilation_metrics
 
     return [
