@@ -37,7 +37,7 @@ class ComputeKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A compute node as contention sees it. results: elements that a matmul writes; 0 when not known."""
+    """The facts of a compute node that decide contention. results: elements that a matmul writes; 0 if unknown."""
 
     kind: ComputeKind
     results: int = 0
@@ -46,7 +46,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """A collective as contention sees it. demand: the share of its link's bandwidth that it takes when alone."""
+    """The facts of a collective that decide contention. demand: the share of link bandwidth that it takes alone."""
 
     slowdown: Slowdown
     link: str
@@ -54,7 +54,7 @@ class Traffic:
 
 
 def contender_of(node: Node) -> Contender:
-    """How contention sees `node` (KERNEL or EXTERN)."""
+    """The `Contender` of a node (KERNEL or EXTERN)."""
     work = node.work
     loops = node.kind is Kind.KERNEL and node.op == "kernel"  # other kernels are products and attention
     if loops or work is None or work.flops <= 0:
@@ -66,7 +66,7 @@ def contender_of(node: Node) -> Contender:
 
 
 def traffic_of(node: Node, profile: DeviceProfile) -> Traffic:
-    """How contention sees `node` (START or COMM)."""
+    """The `Traffic` of a node (START or COMM)."""
     comm = node.comm
     if comm is None:
         return Traffic(profile.slowdown("unknown"), "", 0.0)

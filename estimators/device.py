@@ -105,7 +105,7 @@ class HostCosts:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """What estimators and the simulator know about a machine."""
+    """The measured and published numbers of a machine that estimators and the simulator use."""
 
     name: str
     flops_per_s: Mapping[str, Rate] = field(default_factory=dict)  # by dtype; "vector" for generated kernels
@@ -156,7 +156,7 @@ class DeviceProfile:
 
     @property
     def collective_latency_ns(self) -> float:
-        """What a collective within a host costs beside moving its bytes at full bandwidth."""
+        """Latency of a collective within a host: its time beyond moving its bytes at full bandwidth."""
         ways = self.host_link.protocols if self.host_link is not None else ()
         return self.collective_floor_ns + max((each.base_ns + each.step_ns for each in ways), default=0.0)
 

@@ -15,7 +15,7 @@ from overlapc.schedule.model import Kind, Schedule
 
 
 def host_ns(schedule: Schedule, profile: DeviceProfile) -> float | None:
-    """The host's time for one call of the graph; None where the profile does not know.
+    """The host's time for one call of the graph, in ns; None if the profile has no host costs.
 
     None, too, where the host computes itself: then the simulator's time is the host's.
     """

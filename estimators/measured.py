@@ -48,14 +48,14 @@ class Times:
 
     @property
     def path(self) -> Path:
-        """Where they are kept."""
+        """The file of the times."""
         return self._cache.path(self._key, _SUFFIX)
 
     def get(self, key: str) -> float | None:
         return self._known.get(key)
 
     def put(self, key: str, ns: float) -> None:
-        """Keeps a time; what others kept meanwhile stays. A folder that cannot be written costs only the keeping."""
+        """Stores a time beside those of other processes. If the folder cannot be written, nothing is stored."""
         self._known[key] = ns
         try:
             self._cache.update(self._key, _SUFFIX, self._with)
@@ -78,7 +78,7 @@ def _times(kept: bytes | None) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class MeasuredCalls:
-    """Knows the calls that `call_of` can make by themselves; measures those that no process has measured yet."""
+    """Estimates library calls that `call_of` can make separately, by measuring each once for all processes."""
 
     call_of: Callable[[Node], Call | None]
     times: Times
@@ -112,7 +112,7 @@ def measure(call: Call) -> float | None:
 
 
 def machine_of(device: torch.device) -> str:
-    """The device and the versions of the libraries behind it: what a measured time is true for."""
+    """The device and the versions of its libraries, for which a measured time is valid."""
     return f"{_device_name(device)}, {_versions(device)}"
 
 

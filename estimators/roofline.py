@@ -14,7 +14,7 @@ from overlapc.schedule.model import COMPUTE, Estimate, Kind, Node, Work
 
 @dataclass(frozen=True)
 class Roofline:
-    """Knows KERNEL and EXTERN nodes that say what they do; a node without `work` is unknown, never free."""
+    """Estimates KERNEL and EXTERN nodes that have `work`; a node without `work` is unknown, never free."""
 
     profile: DeviceProfile
 
@@ -51,7 +51,7 @@ class Roofline:
 
 
 def curve_of(node: Node, profile: DeviceProfile) -> tuple[str, int] | None:
-    """The curve of a profile that decides a node's estimate, and its size there; None if something else does."""
+    """The curve of a profile that decides a node's estimate, and the node's size on it; None if no curve does."""
     work, estimate = node.work, Roofline(profile).estimate(node)
     if work is None or estimate is None:
         return None
@@ -72,7 +72,7 @@ def _is_generated(node: Node) -> bool:
 
 
 def _calls_like(node: Node) -> str:
-    """The curve of what does the same work; its dtype comes behind it."""
+    """The name of the curve of equal work, without the dtype."""
     if "attention" not in node.op:
         return "matmul"
     return "attention_backward" if node.op.endswith("backward") else "attention"

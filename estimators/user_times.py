@@ -21,7 +21,7 @@ class UserHook:
     name: str = "user"
 
     def estimate(self, node: Node) -> Estimate | None:
-        """What the function says; ConfigError when that is no time."""
+        """The function's result; ConfigError if that is no time."""
         result = self.hook(node)
         if result is None or isinstance(result, Estimate):
             found = result
@@ -38,7 +38,7 @@ class UserHook:
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """Times that nodes took in an earlier run: by name in the same graph, else by what they do."""
+    """Times that nodes took in an earlier run: found by name in the same graph, else by signature."""
 
     by_name: Mapping[str, tuple[str, float]]  # node of this graph -> its signature ("" when not known), ns
     by_signature: Mapping[str, float] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class EarlierRun:
         return cls(by_name, {signature: median(times) for signature, times in like.items()}, name)
 
     def estimate(self, node: Node) -> Estimate | None:
-        """A node that has the name but does something else than then is not the same node."""
+        """The time of the node of that name, unless its signature has changed; else that of an equal signature."""
         own = signature_of(node)
         signature, ns = self.by_name.get(node.name, (None, 0.0))
         if signature is not None and signature in ("", own):
@@ -65,7 +65,7 @@ class EarlierRun:
 
 
 def signature_of(node: Node) -> str:
-    """What decides a node's time: op, sizes, dtype and group size, but not its name or place."""
+    """The fields that decide a node's time: op, sizes, dtype and group size, but not its name or place."""
     parts: list[object] = [node.kind.value, node.op]
     if node.work is not None:
         work = node.work

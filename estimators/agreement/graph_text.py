@@ -38,7 +38,7 @@ _SIZE = "#"  # stands for a number that ranks may differ in
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """What all nodes with the same target have in common."""
+    """The properties that all nodes with the same target share."""
 
     name: str
     positional: tuple[tuple[str, bool], ...] = ()  # (argument, whether its numbers are kept)

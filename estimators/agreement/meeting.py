@@ -239,7 +239,7 @@ class Meetings:
 
 
 def _same_place(arrivals: Mapping[int, bytes]) -> dict[int, bytes]:
-    """What each rank brought; RanksDisagree when they came for different things."""
+    """The contributions by rank; RanksDisagree if the ranks are at different points."""
     brought: dict[int, bytes] = {}
     notes: dict[int, Notes] = {}
     places: dict[str, list[int]] = {}
@@ -258,7 +258,7 @@ def _same_place(arrivals: Mapping[int, bytes]) -> dict[int, bytes]:
 
 
 def differences(notes: Mapping[int, Notes]) -> list[str]:
-    """What ranks note that others do not, a line each below one that says so; empty if all note the same."""
+    """Lines about notes in which ranks differ, below a heading; empty if all notes are equal."""
     lines = []
     for name in sorted({name for noted in notes.values() for name in noted}):
         by_value: dict[str, list[int]] = {}

@@ -221,7 +221,7 @@ def _compare(combine: Callable[[Sequence[bytes]], bytes], brought: Mapping[int, 
 
 
 def _common(brought: Sequence[bytes]) -> bytes:
-    """What all brought, if it is the same; else nothing."""
+    """The contribution of all ranks if these are equal; else an empty one."""
     return brought[0] if len(set(brought)) == 1 else b""
 
 

@@ -52,7 +52,7 @@ class NoAnswer(Exception):
 
 
 class TimedStore:
-    """A store, each request to which ends: with its answer, an error of the store, or NoAnswer."""
+    """A store whose requests always end: with the answer, an error of the store, or NoAnswer."""
 
     def __init__(self, store: dist.Store | Callable[[], dist.Store]) -> None:
         """store: or what connects to it, called at the first request."""

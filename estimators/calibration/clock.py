@@ -23,7 +23,7 @@ _MOST_CALLS = 100  # in one sample; a GPU's queue of launches holds about a thou
 
 
 class Clock(Protocol):
-    """Marks points in what was launched. Marks may be compared after `sync`."""
+    """Marks points in the sequence of launches. Marks may be compared after `sync`."""
 
     @property
     def queued(self) -> bool:

@@ -57,7 +57,7 @@ class Effort:
 
     @classmethod
     def quick(cls) -> Effort:
-        """About ten seconds on two cores: what is measured when a machine's CPU is first compiled for."""
+        """About ten seconds on two cores: for the automatic measurement at the first compilation for a CPU."""
         return cls(
             matmuls={"fp32": [(512, 512, 512)], "bf16": [(512, 512, 512)]},
             copy_bytes=32 * MIB,
@@ -70,7 +70,7 @@ class Effort:
 
     @classmethod
     def cpu(cls) -> Effort:
-        """What `overlapc calibrate` measures on a CPU."""
+        """The sizes that `overlapc calibrate` measures on a CPU."""
         squares = [(size, size, size) for size in (64, 128, 256, 512, 1024)]
         return cls(
             matmuls={"fp32": squares, "bf16": squares},
@@ -87,7 +87,7 @@ class Effort:
 
     @classmethod
     def gpu(cls) -> Effort:
-        """What `overlapc calibrate` measures on a GPU: sizes of transformers from small to Llama-8B and above."""
+        """The sizes that `overlapc calibrate` measures on a GPU: transformers from small to Llama-8B and above."""
         bf16 = [(size, size, size) for size in (256, 512, 1024, 2048)]
         for rows in (1024, 4096):
             bf16 += [(rows, 4096, 1024), (rows, 4096, 4096), (rows, 4096, 14336), (rows, 14336, 4096)]

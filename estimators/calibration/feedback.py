@@ -54,7 +54,7 @@ class Error:
 
 @dataclass(frozen=True)
 class Feedback:
-    """The profile that came out and why."""
+    """The fitted profile, its changes, and the errors before and after."""
 
     profile: DeviceProfile
     changes: tuple[ProfileChange, ...]
@@ -66,7 +66,7 @@ _Fit = Callable[[DeviceProfile, Sequence[ObservedNode]], tuple[DeviceProfile, li
 
 
 def feed_back(profile: DeviceProfile, runs: Sequence[Run]) -> Feedback:
-    """`profile` fitted to runs. Unchanged where they have nothing to tell."""
+    """`profile` fitted to runs. Quantities that the runs say nothing about stay."""
     now, tried = profile, profile
     changes: list[ProfileChange] = []
     refused = []
@@ -247,7 +247,7 @@ def _fit_contention(profile: DeviceProfile, seen: Sequence[ObservedNode]) -> tup
 
 
 def _field(each: ObservedNode, slowdown: Slowdown, profile: DeviceProfile) -> str:
-    """The field of `Slowdown` that a node's time tells something about."""
+    """The field of `Slowdown` that a node's time depends on."""
     assert each.load is not None
     if each.node.comm is not None:
         return "own_memory" if each.load.kind is ComputeKind.MEMORY else "own_matmul"
@@ -282,17 +282,17 @@ def _fitted(
 
 
 def _common_factor(members: Sequence[ObservedNode], slowdown: Slowdown, profile: DeviceProfile) -> float | None:
-    """What all points of a curve are off by; None beyond what is believed."""
+    """The factor by which all points of a curve are off; None if it is implausible."""
     factor = median(each.measured_ns / each.alone_ns / _beside(each, slowdown, profile) for each in members)
     return factor if 1 / MOST_FACTOR <= factor <= MOST_FACTOR else None
 
 
 def _beside(each: ObservedNode, slowdown: Slowdown, profile: DeviceProfile) -> float:
-    """How much longer compute takes beside its company if that slows it so."""
+    """How much longer compute takes beside its collective if that slows it so."""
     assert each.load is not None
     assert each.overlapping is not None
-    company = Node("company", Kind.START, each.overlapping.collective, comm=each.overlapping)
-    return compute_stretch(each.load, [replace(traffic_of(company, profile), slowdown=slowdown)], profile)
+    beside = Node("beside", Kind.START, each.overlapping.collective, comm=each.overlapping)
+    return compute_stretch(each.load, [replace(traffic_of(beside, profile), slowdown=slowdown)], profile)
 
 
 def _in_time(factor: float) -> float | None:
@@ -300,7 +300,7 @@ def _in_time(factor: float) -> float | None:
 
 
 def provenance(feedback: Feedback, source: str) -> list[dict[str, Any]]:
-    """What a profile file says of the changes."""
+    """The changes as a profile file states them."""
     return [
         {
             "parameter": each.parameter,

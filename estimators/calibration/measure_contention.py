@@ -78,7 +78,7 @@ class ContentionMeasurement:
         self.quantities["multiprocessors"] = multiprocessors
 
     def of_copies(self, launch: Launch, alone_ns: float) -> dict[str, Any]:
-        """What a collective by copies and compute cost each other on a GPU: a `Slowdown`. No multiprocessor is held."""
+        """The `Slowdown` of a collective by copies and compute on a GPU. No multiprocessor is occupied."""
         times = self._measured(launch, alone_ns, piece_ns(launch))
         return {**slowdown_of(self.effort, self._multiprocessors(), times), "multiprocessors": 1.0}
 
@@ -146,7 +146,7 @@ class ContentionMeasurement:
             self.say(f"all_gather beside {kind}")
             own_call_ns = compute_ns(clock, call)
             call_ns = agreed(own_call_ns, device)
-            # The first to be done must have had company all the time: the other is given twice the work.
+            # The first to be done must have been overlapped all the time: the other is given twice the work.
             slowed_ns, _ = beside_ns(clock, launch, 1, call, max(1, int(alone_ns / call_ns / 2.5)))
             found[kind] = max(1.0, slowed_ns / own_call_ns)
             _, slowed_ns = beside_ns(clock, launch, 1, call, max(1, math.ceil(2 * alone_ns / call_ns)))

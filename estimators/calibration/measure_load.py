@@ -50,7 +50,7 @@ class TimedWork:
 
 @dataclass(frozen=True)
 class LoadMeasurement:
-    """Measures what load does. full: launches the work that makes the device as hot as it gets."""
+    """Measures the clock under load. full: launches the work under which the clock falls most."""
 
     effort: Effort
     device: torch.device
@@ -64,7 +64,7 @@ class LoadMeasurement:
             self.say("matmuls and attention in bursts and under load")
             throttle = self._throttle()
             self.say("a layer with pauses")
-            return {"throttle": throttle, "clock_by_utilization": self._heat(throttle)}
+            return {"throttle": throttle, "clock_by_utilization": self._clock_by_utilization(throttle)}
 
     def _throttle(self) -> dict[str, Curve]:
         """By kind: FLOPs, and how many times as long they take under load as in a short burst."""
@@ -80,7 +80,7 @@ class LoadMeasurement:
             throttle.setdefault(work.kind, []).append([work.flops, max(1.0, hot / cool)])
         return {kind: sorted(points) for kind, points in throttle.items()}
 
-    def _heat(self, throttle: Mapping[str, Curve]) -> Curve:
+    def _clock_by_utilization(self, throttle: Mapping[str, Curve]) -> Curve:
         """Thousandths of the time that the device computes, and the clock of full load as a part of the clock then."""
         works = self._layer()
         bursts = self._bursts(works, throttle)
@@ -88,13 +88,15 @@ class LoadMeasurement:
         found = []
         for idle in self.effort.heat_idle:
             busy_ns, period_ns = self._settled(works, alone_ns, idle * alone_ns)
-            found.append([1000.0 * busy_ns / period_ns, heat_of(bursts, busy_ns)])
+            found.append([1000.0 * busy_ns / period_ns, clock_ratio_of(bursts, busy_ns)])
         return sorted(found)
 
-    def collective_load(self, throttle: Mapping[str, Curve], heat: Curve, launches: Sequence[Launch]) -> float:
-        """What collectives draw while they run, as a part of what compute draws. All ranks must ask for it at once.
+    def collective_load(
+        self, throttle: Mapping[str, Curve], clock_by_utilization: Curve, launches: Sequence[Launch]
+    ) -> float:
+        """Power that collectives draw, as a part of the power that compute draws. All ranks must call it together.
 
-        throttle, heat: as `measured` found them on this rank. launches: collectives for the pauses of a layer.
+        throttle, clock_by_utilization: results of `measured` on this rank. launches: collectives for pauses of a layer.
         """
         with torch.no_grad():
             works = self._layer()
@@ -112,7 +114,9 @@ class LoadMeasurement:
             drawn = []  # as parts of the time: so much more than was computed
             for pause in (None, communicate):  # what the device is off the curve by now is no collective's
                 busy_ns, period_ns = self._settled(works, work_ns, pause_ns, pause)
-                drawn.append(share_at(heat, heat_of(bursts, busy_ns)) - busy_ns / period_ns)
+                drawn.append(
+                    utilization_at(clock_by_utilization, clock_ratio_of(bursts, busy_ns)) - busy_ns / period_ns
+                )
             return min(1.0, max(0.0, (drawn[1] - drawn[0]) * period_ns / pause_ns))
 
     def _bursts(self, works: Sequence[TimedWork], throttle: Mapping[str, Curve]) -> list[tuple[float, float]]:
@@ -167,7 +171,7 @@ class LoadMeasurement:
         return partial(attend, *attention_inputs(self.device, case, torch.bfloat16))
 
 
-def heat_of(bursts: Sequence[tuple[float, float]], taken_ns: float) -> float:
+def clock_ratio_of(bursts: Sequence[tuple[float, float]], taken_ns: float) -> float:
     """The clock of full load as a part of the clock at which calls take `taken_ns` together.
 
     bursts: each call's ns at the highest clock, and how many times as long it takes at full load. Between the highest
@@ -183,9 +187,9 @@ def heat_of(bursts: Sequence[tuple[float, float]], taken_ns: float) -> float:
     return (low + high) / 2
 
 
-def share_at(heat: Curve, value: float) -> float:
-    """The utilization (of 1) at which `heat` has that value; a line joins two measured points."""
-    shares, values = zip(*heat, strict=True)
+def utilization_at(clock_by_utilization: Curve, value: float) -> float:
+    """The utilization (of 1) at which `clock_by_utilization` has that value; a line joins two measured points."""
+    shares, values = zip(*clock_by_utilization, strict=True)
     at = bisect_left(values, value)
     if at == 0 or at == len(values):
         return float(shares[min(at, len(values) - 1)]) / 1000

@@ -186,7 +186,7 @@ class Measurement:
                 self.tables.append({"collective": collective, "ranks": group.size(), "dtype": dtype, "points": points})
 
     def _gap(self, group: dist.ProcessGroup) -> None:
-        """What passes between a kernel and a collective behind it, and back: a chain of both, less what they take."""
+        """The gap between a kernel and the next collective, and back: a chain of both, less their own times."""
         size = self.effort.collective_bytes[0]
         launch = launcher("all_gather", group, size, DTYPES[self.effort.collective_dtypes[0]], self.device)
         small = random(self.device, 16, dtype=torch.float32)
@@ -211,7 +211,7 @@ class Measurement:
         self.quantities["collective_gap_ns"] = max(0.0, agreed(_median(samples), self.device) - alone_ns - kernel_ns)
 
     def _coalesced(self, group: dist.ProcessGroup) -> None:
-        """What one more tensor adds to a coalesced gather: small tensors, as what is large hides it.
+        """Time that one more tensor adds to a coalesced gather: of small tensors, because large ones hide it.
 
         On 4 H200s the nine tensors of a Llama-8B layer took as long side by side as one tensor of their size.
         """

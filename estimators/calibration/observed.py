@@ -45,22 +45,22 @@ class ObservedNode:
 
     @property
     def was_alone(self) -> bool:
-        """Whether it was seen to have nothing beside it."""
+        """Whether nothing ran beside it."""
         return self.beside is not None and self.beside <= APART
 
     @property
     def seen_alone_ns(self) -> float:
-        """What it would have taken with nothing beside it, as far as the prediction of that goes."""
+        """Its measured time without the predicted slowdown by nodes beside it."""
         return self.measured_ns if self.was_alone else self.measured_ns * self.alone_ns / self.predicted_ns
 
     @property
     def overlapped_throughout(self) -> bool:
-        """Whether it was seen to have something beside it all the time."""
+        """Whether other work ran beside it for its whole duration."""
         return self.beside is not None and self.beside >= 1 - APART
 
     @property
     def off(self) -> float:
-        """How far the prediction is off, as the logarithm of a factor."""
+        """The error of the prediction: the absolute logarithm of measured over predicted time."""
         return abs(math.log(self.measured_ns / self.predicted_ns))
 
 

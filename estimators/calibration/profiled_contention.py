@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from overlapc.estimators.calibration.clock import Launch, wait_all
 from overlapc.estimators.contention import waves
 
-_ALL = 0.98  # of a kernel's time with company, to count as company throughout
+_ALL = 0.98  # share of a kernel's time that must be overlapped to count as overlapped throughout
 _MAIN = 0.3  # kernels shorter than this share of the longest are preparation (fills, casts), not what is measured
 _MARK_CYCLES = 20_000  # of the kernels between phases; about ten microseconds
 _PHASE_NS = 5e6  # of a call alone

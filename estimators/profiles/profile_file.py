@@ -124,7 +124,7 @@ def _slowdown(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _points(listed: Iterable[tuple[float, float]]) -> tuple[tuple[int, float], ...]:
-    """Ascending; between two points of one size nothing could be told."""
+    """Points in ascending order, each size once."""
     points = tuple(sorted((int(size), float(value)) for size, value in listed))
     for (low, _), (high, _) in itertools.pairwise(points):
         if low == high:
@@ -133,7 +133,7 @@ def _points(listed: Iterable[tuple[float, float]]) -> tuple[tuple[int, float], .
 
 
 def link_to_json(link: Link) -> dict[str, Any]:
-    """What a profile file holds of a link."""
+    """A link as a profile file holds it."""
     data: dict[str, Any] = {"bytes_per_s": link.bytes_per_s, "step_ns": link.step_ns}
     if link.protocols:
         data["protocols"] = [asdict(each) for each in link.protocols]
@@ -146,7 +146,7 @@ def table_from_json(entry: Mapping[str, Any]) -> Table:
 
 
 def profile_to_json(profile: DeviceProfile) -> dict[str, Any]:
-    """What `profile_from_json` reads back to an equal profile."""
+    """The object that `profile_from_json` reads back to an equal profile."""
     values: dict[str, Any] = {f"flops_per_s.{dtype}": rate for dtype, rate in profile.flops_per_s.items()}
     for key in (
         "memory_bytes_per_s", "kernel_floor_ns", "kernel_gap_ns", "launch_ns", "synchronous",

@@ -39,7 +39,7 @@ def profile_for(device_type: str, cache_dir: Path) -> DeviceProfile:
 
 
 def _measure(path: Path) -> None:
-    """Writes what this machine is like."""
+    """Measures this machine and writes its profile."""
     from overlapc.estimators.calibration.quick_profile import measure  # once a machine
 
     path.write_text(" " * 2**16)  # so that a full disk is noticed before ten seconds are spent

@@ -30,15 +30,15 @@ def settled(timeline: Timeline) -> Timeline:
 
 
 def estimates_at_load(schedule: Schedule, profile: DeviceProfile, step_ns: float) -> dict[str, Estimate]:
-    """What takes another time than as estimated, at the clock that these nodes leave if all of them take `step_ns`."""
+    """Estimates that change at the clock under the load of these nodes, if all of them together take `step_ns`."""
     if not changes_clock(profile) or step_ns <= 0:
         return {}
-    heat = rate_at(profile.clock_by_utilization, round(1000 * _busy_ns(schedule, profile) / step_ns))
+    clock_ratio = rate_at(profile.clock_by_utilization, round(1000 * _busy_ns(schedule, profile) / step_ns))
     estimates = {}
     for node in schedule.nodes:
         times = _times(node, profile)
         if times > 1.0 and node.estimate is not None:
-            at_load = max(1.0, times * heat) / times
+            at_load = max(1.0, times * clock_ratio) / times
             estimates[node.name] = Estimate(node.estimate.ns * at_load, node.estimate.source)
     return estimates
 

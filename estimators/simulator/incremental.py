@@ -25,7 +25,7 @@ _BLOCK = 24  # nodes: states before short blocks are compared sooner, those befo
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What `Timeline` says of an order in sum."""
+    """The totals of a `Timeline`."""
 
     step_ns: float
     exposed_ns: float
@@ -51,7 +51,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """What happens in nodes that follow each other."""
+    """The replay of consecutive nodes."""
 
     state: _State  # before the first
     took_ns: float
@@ -127,7 +127,7 @@ class Replay:
         )
 
     def apply(self, low: int, nodes: Sequence[int]) -> None:
-        """Put `nodes`, which stand at positions low.. now, in this order there. Free of charge if it was tried last."""
+        """Reorders the nodes at positions low.. into the order `nodes`. Costs nothing if this order was tried last."""
         trial, self.timing = self._try(low, nodes), self.try_window(low, nodes)
         self._trial = None
         self.order[low : low + len(nodes)] = nodes

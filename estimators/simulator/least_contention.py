@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overlapc.estimators.simulator.machine import Costs, Step
+from overlapc.estimators.simulator.machine import Costs, StepKind
 
 _FINEST = 1e-5  # of a price: further steps change a bound by less than that share of the collectives' time
 
@@ -32,9 +32,9 @@ def least_contention_ns(costs: Costs, idle_ns: float) -> float:
     kernels: dict[int, float] = {}  # load -> time of its kernels
     queues: list[dict[int, float]] = [{} for _ in range(costs.queues)]  # of each: traffic -> time of its collectives
     for at, step in enumerate(costs.step):
-        if step == Step.COMPUTE:
+        if step == StepKind.COMPUTE:
             kernels[costs.load[at]] = kernels.get(costs.load[at], 0.0) + costs.ns[at]
-        elif step == Step.START:
+        elif step == StepKind.START:
             collectives = queues[costs.queue[at]]
             collectives[costs.traffic[at]] = collectives.get(costs.traffic[at], 0.0) + costs.ns[at]
     return max((_Prices(costs, kernels, each, idle_ns).highest_ns() for each in queues if each), default=0.0)
@@ -74,7 +74,7 @@ class _Prices:
         return best
 
     def _bound_ns(self, prices: Sequence[float]) -> float:
-        """What prices of at most 1 prove."""
+        """The bound that prices of at most 1 prove."""
         bound = sum(price * ns for price, ns in zip(prices, self.collectives_ns, strict=True))
         for row, ns in self.kernels_ns.items():
             worth = max(price * gain - loss for price, (gain, loss) in zip(prices, row, strict=True))

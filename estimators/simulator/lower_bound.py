@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.simulator.least_contention import least_contention_ns
-from overlapc.estimators.simulator.machine import Costs, Step, costs_of
+from overlapc.estimators.simulator.machine import Costs, StepKind, costs_of
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why
 from overlapc.schedule.model import Schedule
@@ -30,11 +30,11 @@ def lower_bound_ns(schedule: Schedule, profile: DeviceProfile) -> float:
     """At most the step time of every legal order of `schedule` on `profile`."""
     costs = costs_of(schedule, profile)
     step, count = costs.step, len(schedule.nodes)
-    launched = [at for at in range(count) if step[at] == Step.COMPUTE or costs.is_collective(at)]
+    launched = [at for at in range(count) if step[at] == StepKind.COMPUTE or costs.is_collective(at)]
     if not launched:
         return 0.0
-    on_stream = [at for at in launched if step[at] != Step.START]
-    gap = [costs.gap_ns if step[at] in (Step.COMPUTE, Step.COMM) else 0.0 for at in range(count)]
+    on_stream = [at for at in launched if step[at] != StepKind.START]
+    gap = [costs.gap_ns if step[at] in (StepKind.COMPUTE, StepKind.COMM) else 0.0 for at in range(count)]
     takes = [0.0] * count  # the gap before it included
     for at in launched:
         takes[at] = gap[at] + costs.ns[at]
@@ -50,8 +50,8 @@ def lower_bound_ns(schedule: Schedule, profile: DeviceProfile) -> float:
     if on_stream:
         machines.append(one_machine_ns(head, takes, tail, on_stream))
         ends_ns = min(head[at] for at in on_stream) + min(tail[at] for at in on_stream)
-        idle_ns = ends_ns + sum(costs.ns[at] for at in on_stream if step[at] == Step.COMM) + sum(gap)
-        kernels_ns = sum(costs.ns[at] for at in on_stream if step[at] == Step.COMPUTE)
+        idle_ns = ends_ns + sum(costs.ns[at] for at in on_stream if step[at] == StepKind.COMM) + sum(gap)
+        kernels_ns = sum(costs.ns[at] for at in on_stream if step[at] == StepKind.COMPUTE)
         machines.append(kernels_ns + idle_ns + least_contention_ns(costs, idle_ns) - count * _ROUNDING_NS)
     return max(host_ns, *machines)
 
@@ -65,13 +65,13 @@ def _heads_and_tails(
     head, tail = [0.0] * count, [0.0] * count
 
     def between(before: int, after: int) -> float:
-        """What passes between their beginnings: a START is issued at once, and only its wait takes its time."""
-        if step[before] == Step.START and costs.waits_for.get(after) != before:
+        """The least time between their beginnings: a START is issued at once, and only its wait takes time."""
+        if step[before] == StepKind.START and costs.waits_for.get(after) != before:
             return 0.0
         return takes[before]
 
     for at in range(count):
-        if step[at] == Step.COMPUTE or costs.is_collective(at):
+        if step[at] == StepKind.COMPUTE or costs.is_collective(at):
             head[at] = max(0.0, costs.launch_ns - gap[at])
         for before in deps.preds[at]:
             if deps.why[before, at] is not Why.COLLECTIVE_ORDER:
@@ -80,7 +80,7 @@ def _heads_and_tails(
         for before in deps.preds[at]:
             if deps.why[before, at] is Why.COLLECTIVE_ORDER:
                 continue
-            if step[before] != Step.START or costs.waits_for.get(at) == before:
+            if step[before] != StepKind.START or costs.waits_for.get(at) == before:
                 tail[before] = max(tail[before], tail[at] + takes[at])
     return head, tail
 

@@ -41,8 +41,8 @@ def on_grid(ns: float) -> float:
     return (ns + _ROUNDER) - _ROUNDER
 
 
-class Step(IntEnum):
-    """What a node is to the machine."""
+class StepKind(IntEnum):
+    """The kinds of nodes that the machine distinguishes."""
 
     NOTHING = 0  # views, no-ops, and waits for nothing
     COMPUTE = 1
@@ -60,7 +60,7 @@ class _NodeCosts(NamedTuple):
 
 
 class Costs:
-    """What a replay has to know about the nodes of a schedule; lists are by position in it.
+    """Facts about the nodes of a schedule that a replay needs; lists are by position.
 
     Loads and traffic are numbers here, so that what a mix of them costs is looked up and not computed again.
     """
@@ -81,7 +81,7 @@ class Costs:
         self.step = [each.step for each in found]
         self.waits_for: Mapping[int, int] = schedule.started
         for wait in self.waits_for:
-            self.step[wait] = int(Step.WAIT)
+            self.step[wait] = int(StepKind.WAIT)
         names = sorted({node.queue for node in schedule.nodes} | {""})
         number = {name: queue for queue, name in enumerate(names)}  # the same in every order
         self.queue = [number[node.queue] for node in schedule.nodes]
@@ -91,7 +91,7 @@ class Costs:
 
     def is_collective(self, at: int) -> bool:
         """Whether the node at a position runs on a queue."""
-        return self.step[at] in (Step.START, Step.COMM)
+        return self.step[at] in (StepKind.START, StepKind.COMM)
 
     def _node(self, node: Node) -> _NodeCosts:
         known = self._of.get(node.name)
@@ -101,14 +101,14 @@ class Costs:
         load = traffic = _NOTHING
         kind = node.kind
         if kind is Kind.KERNEL or kind is Kind.EXTERN:
-            step = Step.COMPUTE
+            step = StepKind.COMPUTE
             load = _number(contender_of(node), self._contender_ids, self.contenders)
         elif kind is Kind.START or kind is Kind.COMM:
-            step = Step.START if kind is Kind.START else Step.COMM
+            step = StepKind.START if kind is Kind.START else StepKind.COMM
             traffic = _number(traffic_of(node, self.profile), self._traffic_ids, self.traffics)
             ns = on_grid(ns + self.profile.collective_gap_ns) if node.estimate is not None else ns
         else:
-            step = Step.NOTHING  # a wait too, until it is known to wait for something
+            step = StepKind.NOTHING  # a wait too, until it is known to wait for something
         found = self._of[node.name] = _NodeCosts(node, int(step), ns, load, traffic)
         return found
 
@@ -173,7 +173,7 @@ class Machine:
         costs, start, end = self.costs, self.start, self.end
         steps, durations, loads = costs.step, costs.ns, costs.load
         launch_ns, gap_ns, synchronous = costs.launch_ns, costs.gap_ns, costs.profile.synchronous
-        compute, nothing, wait, begins = map(int, (Step.COMPUTE, Step.NOTHING, Step.WAIT, Step.START))
+        compute, nothing, wait, begins = map(int, (StepKind.COMPUTE, StepKind.NOTHING, StepKind.WAIT, StepKind.START))
         for at in nodes:
             step = steps[at]
             if step == compute:

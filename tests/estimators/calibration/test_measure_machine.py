@@ -58,7 +58,7 @@ def test_four_ranks_measure_everything_for_themselves_and_for_pairs():
     assert profile.throttled("matmul", 1024) >= 1
     (paused, _), (busy, _) = profile.clock_by_utilization  # of a thousand
     assert 0 <= paused < 500 < busy <= 1000
-    assert all(0 < heat <= 1 for _, heat in profile.clock_by_utilization)
+    assert all(0 < clock_ratio <= 1 for _, clock_ratio in profile.clock_by_utilization)
     assert 0 <= profile.collective_load <= 1
     assert profile.host_link.bytes_per_s > 0
     assert profile.flops_per_s["vector"] == profile.flops_per_s["fp32"] / 4
@@ -96,9 +96,9 @@ def test_medians_keep_what_is_no_number():
 
 def test_a_step_waits_for_the_device_with_the_lowest_clock():
     ranks = [
-        {"quantities": {"clock_by_utilization": [[700.0 + at, 0.7], [1000.0, heat]], "kernel_floor_ns": 1.0 + at},
+        {"quantities": {"clock_by_utilization": [[700.0 + at, 0.7], [1000.0, ratio]], "kernel_floor_ns": 1.0 + at},
          "tables": [], "curves": {}, "facts": {}}
-        for at, heat in enumerate((0.9, 0.96, 0.92))
+        for at, ratio in enumerate((0.9, 0.96, 0.92))
     ]  # fmt: skip
     quantities = profile_document("x", "o", ranks, lambda _: {})["quantities"]
     assert quantities["clock_by_utilization"]["value"] == [[702.0, 0.7], [1000.0, 0.96]]

@@ -32,7 +32,7 @@ def test_several_calls_have_phases_of_their_own():
     other = [MARK, ("b", 30), MARK, ("b", 30), MARK, ("b", 30)]
     found = contention_in(["a", "b"], spans(("load", 500), *one, *other, nccl=[(20_510, 20_530)]), collective_ns=20)
     assert (found["a"].compute, found["a"].collective) == (2.0, 1.0)
-    assert (found["b"].compute, found["b"].collective) == (None, None)  # it never had company
+    assert (found["b"].compute, found["b"].collective) == (None, None)  # it never was overlapped
 
 
 def test_a_collective_that_waits_for_a_rank_is_no_company():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from overlapc.estimators.calibration.measure_load import heat_of, share_at
+from overlapc.estimators.calibration.measure_load import clock_ratio_of, utilization_at
 from overlapc.estimators.contention import ComputeKind, contender_of
 from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.estimators.measured import Call, MeasuredCalls, Times
@@ -52,8 +52,8 @@ def test_in_between_it_changes_evenly_and_collectives_count_for_a_part(part):
     text = BUSY + "\ng = all_gather(k) @dp : 8B 30ns\nw = wait(g)"
     after = settled(simulate(parse(text), replace(THROTTLED, collective_load=part)))
     busy = round(1000 * (380 + 30 * part) / 410) / 1000
-    heat = 0.7 + 0.2 * math.log(busy / 0.7) / math.log(1 / 0.7)
-    assert after.schedule.node("m").estimate.ns == pytest.approx(150 * heat)
+    clock_ratio = 0.7 + 0.2 * math.log(busy / 0.7) / math.log(1 / 0.7)
+    assert after.schedule.node("m").estimate.ns == pytest.approx(150 * clock_ratio)
 
 
 def test_what_a_collective_slows_is_no_hotter_for_that():
@@ -69,15 +69,15 @@ def test_what_a_collective_slows_is_no_hotter_for_that():
 def test_one_clock_explains_what_a_layer_takes():
     """A call slower than its own limit, one at it, and one that no clock slows."""
     bursts = [(100.0, 1.4), (100.0, 1.1), (50.0, 1.0)]
-    assert heat_of(bursts, 250.0) == pytest.approx(1 / 1.4, abs=1e-3)
-    assert heat_of(bursts, 100 * 1.12 + 100 + 50) == pytest.approx(0.8, abs=1e-3)
-    assert heat_of(bursts, 100 * 1.33 + 100 * 1.045 + 50) == pytest.approx(0.95, abs=1e-3)
-    assert heat_of(bursts, 999.0) == pytest.approx(1.0, abs=1e-3)
+    assert clock_ratio_of(bursts, 250.0) == pytest.approx(1 / 1.4, abs=1e-3)
+    assert clock_ratio_of(bursts, 100 * 1.12 + 100 + 50) == pytest.approx(0.8, abs=1e-3)
+    assert clock_ratio_of(bursts, 100 * 1.33 + 100 * 1.045 + 50) == pytest.approx(0.95, abs=1e-3)
+    assert clock_ratio_of(bursts, 999.0) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_a_clock_says_how_much_of_the_time_was_computed():
-    heat = [[600.0, 0.7], [800.0, 0.8], [1000.0, 1.0]]
-    assert [share_at(heat, value) for value in (0.6, 0.7, 0.75, 0.8, 0.95, 1.0)] == pytest.approx(
+    clock_ratio = [[600.0, 0.7], [800.0, 0.8], [1000.0, 1.0]]
+    assert [utilization_at(clock_ratio, value) for value in (0.6, 0.7, 0.75, 0.8, 0.95, 1.0)] == pytest.approx(
         [0.6, 0.6, 0.7, 0.8, 0.95, 1.0]
     )
 
