@@ -71,8 +71,8 @@ def rebuild(text: str, copies: Mapping[str, GraphCopies] = MappingProxyType({}))
     module, _, path = text.partition(":")
     if module == "copies":
         group, method, *given = json.loads(path)
-        bound = getattr(copies[group], method)
-        return partial(bound, *given) if given else bound
+        run = getattr(copies[group], method)
+        return partial(run, *given) if given else run
     if module == "owned":
         return support.owned(rebuild(path))
     if module == "torch.device":

@@ -78,7 +78,7 @@ class PythonWrapper:
         self.source = self._module(partition.steps if partition is not None else program.instructions, marked)
 
     def function(self, launchers: Mapping[str, Launcher]) -> Boxed:
-        """The function, with kernels bound."""
+        """The function, which calls these launchers."""
         return function_of(self.source, f"<overlapc {self.program.name}>", {**self.objects, **launchers})
 
     def _module(self, steps: Sequence[Instruction | CapturedPart], marked: bool) -> str:
@@ -200,7 +200,7 @@ class PythonWrapper:
         return self._sizes(layout.size), self._sizes(layout.stride)
 
     def size(self, expr: sympy.Expr) -> str:
-        """A number, or what computes it from sizes that are bound."""
+        """A number, or an expression over sizes that are defined before."""
         return str(_sizes.doprint(expr))
 
     def target(self, target: Any) -> str:

@@ -84,8 +84,8 @@ class Load(Value):
         return compute_dtype(self.memory_dtype)
 
     def operands(self) -> tuple[Value, ...]:
-        bound = tuple(value for _, value in self.indirect)
-        return bound if self.mask is None else (*bound, self.mask)
+        index_values = tuple(value for _, value in self.indirect)
+        return index_values if self.mask is None else (*index_values, self.mask)
 
     def indices(self) -> tuple[sympy.Expr, ...]:
         return (self.index,)
@@ -265,8 +265,8 @@ class Store:
     wide: bool = False  # readers in the same kernel get the value as it was before it was rounded to `memory_dtype`
 
     def operands(self) -> tuple[Value, ...]:
-        bound = tuple(value for _, value in self.indirect)
-        return (self.value, *bound) if self.mask is None else (self.value, *bound, self.mask)
+        index_values = tuple(value for _, value in self.indirect)
+        return (self.value, *index_values) if self.mask is None else (self.value, *index_values, self.mask)
 
     @property
     def is_atomic(self) -> bool:
@@ -356,15 +356,15 @@ class Body:
     def size_symbols(self) -> list[sympy.Symbol]:
         """Symbols that are neither loops nor indirect: the sizes a launch must pass, by name."""
         exprs = [loop.size for loop in (*self.loops, *self.reduction)]
-        bound: set[sympy.Symbol] = {loop.symbol for loop in (*self.loops, *self.reduction)}
+        own_symbols: set[sympy.Symbol] = {loop.symbol for loop in (*self.loops, *self.reduction)}
         for value in self.values():
             exprs.extend(value.indices())
             if isinstance(value, Load):
-                bound.update(symbol for symbol, _ in value.indirect)
+                own_symbols.update(symbol for symbol, _ in value.indirect)
         for store in self.stores:
             exprs.append(store.index)
-            bound.update(symbol for symbol, _ in store.indirect)
-        return sorted(free_symbols(exprs) - bound, key=str)
+            own_symbols.update(symbol for symbol, _ in store.indirect)
+        return sorted(free_symbols(exprs) - own_symbols, key=str)
 
     def __str__(self) -> str:
         from overlapc.ir.printer import print_body

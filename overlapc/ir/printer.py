@@ -50,7 +50,7 @@ def _value(value: Value, names: dict[Value, str]) -> str:
     kind = dtype_name(value.dtype)
     if isinstance(value, Load):
         text = f"load {value.buffer}[{value.index}]: {dtype_name(value.memory_dtype)}"
-        text += "".join(f", {symbol}={names[bound]}" for symbol, bound in value.indirect)
+        text += "".join(f", {symbol}={names[index]}" for symbol, index in value.indirect)
         return text + (f", if {names[value.mask]}" if value.mask is not None else "")
     if isinstance(value, Index):
         return f"index {value.expr}: {kind}"
@@ -72,5 +72,5 @@ def _store(store: Store, names: dict[Value, str], body: Body, varies: dict[Value
     text = "" if inner or not body.reduction else "outer "
     text += "store" if store.mode == "set" else f"store {store.mode}"
     text += f" {store.buffer}[{store.index}]: {dtype_name(store.memory_dtype)} = {names[store.value]}"
-    text += "".join(f", {symbol}={names[bound]}" for symbol, bound in store.indirect)
+    text += "".join(f", {symbol}={names[index]}" for symbol, index in store.indirect)
     return text + (f", if {names[store.mask]}" if store.mask is not None else "")

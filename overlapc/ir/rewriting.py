@@ -28,9 +28,9 @@ from overlapc.ir.indexing import free_symbols, loop_symbol, simplify, substitute
 def rebuild(value: Value, operands: tuple[Value, ...], index: Callable[[sympy.Expr], sympy.Expr]) -> Value:
     """`value` over other operands (in the order of `operands()`) and with each index expression mapped."""
     if isinstance(value, Load):
-        bound = tuple((symbol, new) for (symbol, _), new in zip(value.indirect, operands, strict=False))
+        indirect = tuple((symbol, new) for (symbol, _), new in zip(value.indirect, operands, strict=False))
         mask = operands[-1] if value.mask is not None else None
-        return Load(value.buffer, index(value.index), value.memory_dtype, mask, bound)
+        return Load(value.buffer, index(value.index), value.memory_dtype, mask, indirect)
     if isinstance(value, Op):
         return Op(value.name, operands, value.dtype, value.coarse)
     if isinstance(value, Cast):

@@ -23,8 +23,8 @@ COMPARES = frozenset("lt ge le gt eq ne".split())
 
 def with_known_positions(body: Body) -> Body:
     """`body` with loads at a position that is computed, not read, as plain loads; the same object if there are none."""
-    bound = [value for load in body.loads() for _, value in load.indirect]
-    if not any(isinstance(value.arg if isinstance(value, Checked) else value, Index) for value in bound):
+    index_values = [value for load in body.loads() for _, value in load.indirect]
+    if not any(isinstance(value.arg if isinstance(value, Checked) else value, Index) for value in index_values):
         return body
     ranges = body.ranges()
     return rewrite(body, body.loops, body.reduction, replace=lambda value: _at_known_position(settled(value, ranges)))

@@ -241,10 +241,10 @@ def _operation(op: Op, args: list[str], dtype: torch.dtype, kind: str) -> str:
         return args[0]
     if name == "round":
         return f"nearbyint{suffix}({args[0]})"  # halves to even
-    bound = [as_number(arg) for arg in op.args]
-    if name in ("maximum", "minimum") and dtype.is_floating_point and bound[-1] is not None and bound[-1] == bound[-1]:
+    limit = as_number(op.args[-1])
+    if name in ("maximum", "minimum") and dtype.is_floating_point and limit is not None and limit == limit:
         sign = "<" if name == "maximum" else ">"
-        return f"{args[0]} {sign} {args[1]} ? {args[1]} : {args[0]}"  # the bound is not NaN: one comparison will do
+        return f"{args[0]} {sign} {args[1]} ? {args[1]} : {args[0]}"  # the limit is not NaN: one comparison is enough
     if name in _PRELUDE:
         return (
             f"{_PRELUDE[name]}<{kind}>({', '.join(args)})"

@@ -73,8 +73,8 @@ def _moved(
             if not facts[value.mask]:
                 new[value] = Constant(0, value.dtype)
                 continue
-            bound = tuple((name, new.get(index, index)) for name, index in value.indirect)
-            new[value] = Load(value.buffer, value.index.xreplace(later), value.memory_dtype, None, bound)
+            indirect = tuple((name, new.get(index, index)) for name, index in value.indirect)
+            new[value] = Load(value.buffer, value.index.xreplace(later), value.memory_dtype, None, indirect)
             continue
         operands = tuple(new.get(operand, operand) for operand in value.operands())
         new[value] = rebuild(value, operands, lambda expr: expr.xreplace(later))

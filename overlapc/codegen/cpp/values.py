@@ -144,7 +144,7 @@ class ValueWriter(Writer):
         if isinstance(value, Op) and value.name == "where" and value.args[0] in self.facts:
             return (value.args[1 if self.facts[value.args[0]] else 2],)
         if isinstance(value, Load) and value.mask is not None and value.mask in self.facts:
-            return tuple(bound for _, bound in value.indirect) if self.facts[value.mask] else ()
+            return tuple(index for _, index in value.indirect) if self.facts[value.mask] else ()
         return value.operands()
 
     def define(self, values: Iterable[Value], known: dict[Value, str]) -> None:
