@@ -101,29 +101,29 @@ class TimedStore:
 
     def compare_set(self, key: str, value: bytes) -> bytes:
         """Sets `value` unless the key has one; returns the key's value."""
-        asked = "to take the verdict"
-        return self._ask(asked, lambda store: store.compare_set(key, "", value))  # type: ignore[arg-type]
+        purpose = "to take the verdict"
+        return self._ask(purpose, lambda store: store.compare_set(key, "", value))  # type: ignore[arg-type]
 
     def delete_key(self, key: str) -> None:
         """Removes the key."""
         self._ask("to forget the meeting", lambda store: store.delete_key(key))
 
     def _ask(
-        self, asked: str, request: Callable[[dist.Store], Result], stop: Callable[[], bool] | None = None
+        self, purpose: str, request: Callable[[dist.Store], Result], stop: Callable[[], bool] | None = None
     ) -> Result:
         if self._pending is not None and self._pending.is_alive():
             # A caller gave that request up, which still holds the connection.
             assert self._store is not None
-            self._store = self._made("to take another connection", partial(connected, self._store), None)
+            self._store = self._in_thread("to take another connection", partial(connected, self._store), None)
         if self._store is None:
-            self._store = self._made("to take a connection", self._connect, None)
+            self._store = self._in_thread("to take a connection", self._connect, None)
         store = self._store
         if isinstance(store, dist.HashStore):  # in this process: it answers
             return request(store)
-        return self._made(asked, lambda: request(store), stop)
+        return self._in_thread(purpose, lambda: request(store), stop)
 
-    def _made(self, asked: str, request: Callable[[], Result], stop: Callable[[], bool] | None) -> Result:
-        """`request()`, made in another thread, which ends when there is an answer, or with the process."""
+    def _in_thread(self, purpose: str, request: Callable[[], Result], stop: Callable[[], bool] | None) -> Result:
+        """The result of `request()` in another thread, which ends with the request, or with the process."""
         results: list[Result] = []
         errors: list[BaseException] = []
 
@@ -144,7 +144,7 @@ class TimedStore:
             if stop is not None and stop():
                 raise _Stopped
             if left_s <= 0:
-                raise NoAnswer(asked)
+                raise NoAnswer(purpose)
         self._pending = None
         if errors:
             raise errors[0]

@@ -31,7 +31,7 @@ from overlapc.codegen.program import (
     Return,
     TakeOver,
 )
-from overlapc.ir.ops import given_to, sees_where_memory_begins, views_in
+from overlapc.ir.ops import inputs_of, sees_where_memory_begins, views_in
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 
@@ -160,7 +160,7 @@ def _seen_from_the_start(program: Program) -> Iterable[str]:
     for item in program.instructions:
         if isinstance(item, Call) and sees_where_memory_begins(item.op):
             yield from (
-                program.variables[leaf.buffer] for leaf in given_to(item.op) if leaf.buffer in program.variables
+                program.variables[leaf.buffer] for leaf in inputs_of(item.op) if leaf.buffer in program.variables
             )
 
 

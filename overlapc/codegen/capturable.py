@@ -17,7 +17,7 @@ import torch.distributed as dist
 from overlapc.codegen.program import Call, Launch, Program
 from overlapc.fx.rng_state import draws_nothing
 from overlapc.fx.versions import group_name_of
-from overlapc.ir.ops import Extern, Handle, Layout, given_to, sees_where_memory_begins, tree_leaves, views_in
+from overlapc.ir.ops import Extern, Handle, Layout, inputs_of, sees_where_memory_begins, tree_leaves, views_in
 
 # Library calls of aten that neither synchronize, nor let the host choose what to launch by what is on the device.
 _LIBRARY_CALLS = frozenset(
@@ -104,7 +104,7 @@ class Rules:
 
     def _values(self, item: Call) -> str | None:
         op = item.op
-        for leaf in given_to(op):
+        for leaf in inputs_of(op):
             if isinstance(leaf, Handle):
                 return f"reads {leaf.buffer}, which is no tensor"
         for view in (*views_in(op.arguments), *op.mutates, *views_in(op.result)):

@@ -96,7 +96,7 @@ class AttentionGenerator(Protocol):
         """Why this attention cannot be generated (torch's op is then called), or None."""
 
     def attention(self, op: Attention, comment: str = "") -> KernelSource:
-        """Source of its kernel; it takes the buffers of `op.given` and of `op.outputs`."""
+        """Source of its kernel; it takes the buffers of `op.inputs` and of `op.outputs`."""
 
 
 def refuse_attention(op: Attention) -> str | None:

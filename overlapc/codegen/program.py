@@ -24,7 +24,7 @@ from overlapc.ir.ops import (
     View,
     Wait,
     buffers_written,
-    given_to,
+    inputs_of,
     named_in,
     views_in,
 )
@@ -373,7 +373,7 @@ class Call(NodeInstruction):
 
     def reads(self, program: Program) -> tuple[str, ...]:
         out = [self.op.result] if self.op.out else []
-        return tuple(_variable(leaf, program) for leaf in (*given_to(self.op), *self.op.mutates, *out))
+        return tuple(_variable(leaf, program) for leaf in (*inputs_of(self.op), *self.op.mutates, *out))
 
     def makes(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.results)

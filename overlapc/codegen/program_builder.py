@@ -52,7 +52,7 @@ from overlapc.ir.ops import (
     View,
     Wait,
     buffers_read,
-    given_to,
+    inputs_of,
     loops_of,
     named_in,
     views_in,
@@ -207,12 +207,12 @@ class _Builder:
         for node in self.schedule.nodes:
             op: IROp = node.payload
             if isinstance(op, Attention):
-                found |= {view.buffer for view in op.given}
+                found |= {view.buffer for view in op.inputs}
             elif isinstance(op, Loops | Combo):
                 found |= {load.buffer for part in loops_of(op) for load in part.body.loads()}
                 found |= {view.buffer for view in op.mutates}
             else:
-                found |= {leaf.buffer for leaf in given_to(op) if self._is_other_view(leaf)}
+                found |= {leaf.buffer for leaf in inputs_of(op) if self._is_other_view(leaf)}
         found |= {leaf.buffer for leaf in named_in(self.graph.outputs) if self._is_other_view(leaf)}
         return {self.graph.root(name) for name in found}
 

@@ -11,7 +11,7 @@ from torch._higher_order_ops.flex_attention import flex_attention, flex_attentio
 from torch.utils.flop_counter import flop_registry
 
 from overlapc.ir.body import Load, Op, Reduce, Scan
-from overlapc.ir.ops import Attention, Combo, Extern, IROp, Loops, LoweredGraph, View, given_to, loops_of, tree_map
+from overlapc.ir.ops import Attention, Combo, Extern, IROp, Loops, LoweredGraph, View, inputs_of, loops_of, tree_map
 from overlapc.schedule.model import Work
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ def work_of(op: IROp, graph: LoweredGraph) -> Work:
         )
         return replace(works[0], flops=flops, read_bytes=read_bytes, write_bytes=write_bytes)  # all of one form
     read: dict[str, int] = {}
-    for view in given_to(op):
+    for view in inputs_of(op):
         if isinstance(view, View):
             read[view.buffer] = max(read.get(view.buffer, 0), _view_bytes(view, graph))
     written = sum(_view_bytes(view, graph) for view in op.outputs if isinstance(view, View))
@@ -41,7 +41,7 @@ def work_of(op: IROp, graph: LoweredGraph) -> Work:
     elif isinstance(op, Extern):
         written += sum(_view_bytes(view, graph) for view in op.mutates)
         flops = extern_flops(op, graph)
-        first = next((view for view in given_to(op) if isinstance(view, View)), None)
+        first = next((view for view in inputs_of(op) if isinstance(view, View)), None)
         dtype = str(first.dtype).removeprefix("torch.") if first is not None else ""
     return Work(flops, sum(read.values()), written, dtype)
 

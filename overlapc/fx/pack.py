@@ -50,14 +50,14 @@ class _Member:
     moves: tuple[fx.Node, ...]  # casts and views before a gather; what a reduction's result goes through behind it
 
     @property
-    def given(self) -> Tensor:
+    def input(self) -> Tensor:
         """The collective's input, as a fake tensor."""
         return _value(argument(self.start, 0))
 
     @property
     def alike(self) -> tuple[Any, ...]:
         """The properties in which members of one flat tensor must agree."""
-        return (self.label.group, self.start.target, str(self.start.args[1:]), self.given.dtype)
+        return (self.label.group, self.start.target, str(self.start.args[1:]), self.input.dtype)
 
 
 def pack(graph_module: fx.GraphModule, costs: CopyCosts) -> int:
@@ -113,7 +113,7 @@ def _worth_it(members: Sequence[_Member], costs: CopyCosts) -> Iterator[list[_Me
 
 
 def _saved_ns(member: _Member, costs: CopyCosts) -> float:
-    sizes = [each.numel() * each.element_size() for each in (member.given, _value(member.wait))]
+    sizes = [each.numel() * each.element_size() for each in (member.input, _value(member.wait))]
     if not all(isinstance(size, int) for size in sizes):
         return 0.0
     return costs.saved_ns(*sizes)

@@ -210,7 +210,7 @@ class Attention:
         return tuple(body for body in (self.score, self.mask, self.gradient) if body is not None)
 
     @property
-    def given(self) -> tuple[View, ...]:
+    def inputs(self) -> tuple[View, ...]:
         """All views that the kernel reads."""
         return (*self.tensors.values(), *self.blocks.views, *self.captured)
 
@@ -257,7 +257,7 @@ class Extern:
     @property
     def outputs(self) -> tuple[View | Handle, ...]:
         """Views that the call defines; arguments that it returns are not among them."""
-        given = {view.buffer for view in (*given_to(self), *self.mutates)}
+        given = {view.buffer for view in (*inputs_of(self), *self.mutates)}
         return tuple(leaf for leaf in named_in(self.result) if leaf.buffer not in given)
 
 
@@ -320,14 +320,14 @@ def views_in(tree: Any) -> list[View]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, View)]
 
 
-def given_to(op: IROp) -> Iterator[View | Handle]:
+def inputs_of(op: IROp) -> Iterator[View | Handle]:
     """Views and handles that an extern, start, wait or attention reads. Other kernels read by loads."""
     if isinstance(op, Attention):
-        yield from op.given
+        yield from op.inputs
     elif isinstance(op, Wait):
         yield op.source
     elif isinstance(op, Start):
-        yield from given_to(op.call)
+        yield from inputs_of(op.call)
     elif isinstance(op, Extern):
         yield from named_in(op.arguments)
 
@@ -356,7 +356,7 @@ def buffers_read(op: IROp) -> set[str]:
     if isinstance(op, Loops | Combo):
         parts = loops_of(op)
         return {load.buffer for part in parts for load in part.body.loads()}.union(*(part.before for part in parts))
-    return {view.buffer for view in given_to(op)}
+    return {view.buffer for view in inputs_of(op)}
 
 
 def buffers_written(op: IROp) -> list[str]:

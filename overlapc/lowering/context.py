@@ -63,7 +63,7 @@ class Lowering:
         self.refuse_attention = refuse_attention
         self.env: dict[Node, Any] = {}
         self.latest: dict[str, str] = {}  # root buffer -> its name after the latest mutation
-        self.given: dict[str, View] = {}  # copy of an input -> the input
+        self.original_inputs: dict[str, View] = {}  # copy of an input -> the input
         self.mutated: dict[str, str] = {}  # name after a mutation -> root buffer
         self.functions: dict[tuple[Any, ...], LoweredGraph] = {}  # of attentions, which layers have in common
         self.known: set[str] = set()  # symbols that the arguments or an earlier op bring

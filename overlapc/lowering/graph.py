@@ -165,7 +165,7 @@ class GraphLowering:
         self.context.add(
             Extern(name, owned(aten.alias.default), (given,), {}, view, origin=provenance(self.context.node))
         )
-        self.context.given[name] = given
+        self.context.original_inputs[name] = given
         return view
 
     def _constant(self, node: Node) -> Any:
@@ -182,8 +182,12 @@ class GraphLowering:
 
     def _call(self, node: Node) -> Any:
         args, kwargs = self._resolve(node.args), self._resolve(node.kwargs)
-        if node.target is aten.copy_.default and isinstance(args[0], View) and args[0].buffer in self.context.given:
-            args = (self.context.given[args[0].buffer], *args[1:])  # the caller's tensor, not our copy of it
+        if (
+            node.target is aten.copy_.default
+            and isinstance(args[0], View)
+            and args[0].buffer in self.context.original_inputs
+        ):
+            args = (self.context.original_inputs[args[0].buffer], *args[1:])  # the caller's tensor, not our copy of it
         value = node.meta.get("val")
         target = node.target
         if target is done:

@@ -175,17 +175,17 @@ def index_select(context: Lowering, x: View, dim: int, index: View) -> View:
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """`x[indices]`: where its index tensors' dims stand among those of the result, and what each position means."""
+    """`x[indices]`: the dims of its index tensors in the result, and the position in `x` of each element."""
 
     x: View
-    given: Mapping[int, View]  # dim of x -> its index tensor
+    indices: Mapping[int, View]  # dim of x -> its index tensor
     shape: tuple[sympy.Expr, ...]  # that the index tensors have in common
     start: int  # the dim of the result at which that shape begins
 
     @property
     def size(self) -> tuple[sympy.Expr, ...]:
         """Of the result."""
-        kept = [extent for dim, extent in enumerate(self.x.size) if dim not in self.given]
+        kept = [extent for dim, extent in enumerate(self.x.size) if dim not in self.indices]
         return (*kept[: self.start], *self.shape, *kept[self.start :])
 
     def at(self, context: Lowering, position: Sequence[sympy.Expr]) -> tuple[list[sympy.Expr], dict[int, Value]]:
@@ -193,8 +193,8 @@ class Indexed:
         end = self.start + len(self.shape)
         here = position[self.start : end]
         rest = iter((*position[: self.start], *position[end:]))
-        at = [sympy.S.Zero if dim in self.given else next(rest) for dim in range(len(self.x.size))]
-        wanted = {dim: index_value(context, each, here, self.x.size[dim]) for dim, each in self.given.items()}
+        at = [sympy.S.Zero if dim in self.indices else next(rest) for dim in range(len(self.x.size))]
+        wanted = {dim: index_value(context, each, here, self.x.size[dim]) for dim, each in self.indices.items()}
         return at, wanted
 
 

@@ -408,7 +408,7 @@ def copy_(context: Lowering, destination: View, source: View, non_blocking: bool
     """Copies straight into the destination, so that the kernel that computes the source may store there itself."""
     if source == destination:
         return destination
-    if destination.buffer in {view.buffer for view in context.given.values()}:
+    if destination.buffer in {view.buffer for view in context.original_inputs.values()}:
         raise Impossible("memory that holds the negatives or conjugates of its numbers")
     if not destination.layout.is_dense():
         raise Impossible("a destination with holes or overlaps")

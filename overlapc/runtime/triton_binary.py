@@ -45,7 +45,7 @@ class CubinRequest:
     what: Specification
     key: str
 
-    def found(self, cache_dir: Path) -> tuple[Binary, Path] | None:
+    def find(self, cache_dir: Path) -> tuple[Binary, Path] | None:
         """(launch facts, cubin) if the cache has a whole entry."""
         cubin = _entries(cache_dir).find(self.key, ".cubin")
         text = _entries(cache_dir).read(self.key, ".json")
@@ -57,16 +57,16 @@ class CubinRequest:
         _entries(cache_dir).put(self.key, ".json", binary.text())
         return binary, path
 
-    def written(self, cache_dir: Path) -> Specification:
-        """What to compile, its module written: not always where it was to lie (`KernelCache`)."""
+    def specification(self, cache_dir: Path) -> Specification:
+        """What to compile, after writing its module, perhaps not to `what.path` (see `KernelCache`)."""
         return replace(self.what, path=str(write_module(self.source, cache_dir)))
 
     def obtain(self, cache_dir: Path) -> tuple[Binary, Path]:
         """The entry, compiled here if it is missing. ToolchainError for what Triton refuses."""
-        found = self.found(cache_dir)
+        found = self.find(cache_dir)
         if found is not None:
             return found
-        what = self.written(cache_dir)
+        what = self.specification(cache_dir)
         with explained(self.source, self.stage.function, what.path):
             compiled = compile_now(what)
         return self.keep(Binary.of(compiled), compiled.asm["cubin"], cache_dir)
@@ -108,10 +108,10 @@ def stage_options(source: Source, stage: Stage) -> dict[str, Any]:
 
 def compile_ahead(each: Mapping[str, CubinRequest], cache_dir: Path) -> None:
     """Compiles what is missing of `each`, by key, in workers; what fails is left for `Wanted.obtain` to report."""
-    missing = [item for item in each.values() if item.found(cache_dir) is None]
+    missing = [item for item in each.values() if item.find(cache_dir) is None]
     if not triton_workers.worth_it(len(missing)):
         return
-    answers = triton_workers.compile_all([item.written(cache_dir) for item in missing])
+    answers = triton_workers.compile_all([item.specification(cache_dir) for item in missing])
     for item, answer in zip(missing, answers, strict=True):
         if answer is not None:
             item.keep(*answer, cache_dir)

@@ -72,9 +72,9 @@ def test_what_a_worker_refuses_the_launcher_compiles_and_explains(tmp_path: Path
     broken = dataclasses.replace(source, text=source.text.replace("tl.load(", "tl.lord("))
     bad = {each.key: each for each in stages(broken, tmp_path)}
     compile_ahead({**good, **bad}, tmp_path)
-    assert all(each.found(tmp_path) for each in good.values())
+    assert all(each.find(tmp_path) for each in good.values())
     for each in bad.values():
-        assert each.found(tmp_path) is None
+        assert each.find(tmp_path) is None
         with pytest.raises(ToolchainError, match=rf"Triton refused .* of {broken.name}"):
             each.obtain(tmp_path)
 
@@ -105,7 +105,7 @@ def test_a_damaged_entry_is_compiled_again(tmp_path: Path):
     for damage in (lambda: cubin.write_bytes(whole[:100]), lambda: cubin.with_suffix(".json").write_text("{")):
         damage()
         triton_binary._entries.cache_clear()  # a process checks an entry once: this is the next one
-        assert each.found(tmp_path) is None
+        assert each.find(tmp_path) is None
         assert each.obtain(tmp_path) == (binary, cubin)
         assert cubin.read_bytes() == whole
 
