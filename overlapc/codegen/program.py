@@ -540,7 +540,7 @@ class Return(Instruction):
         wrapper.output(self.values)
 
 
-Home = Allocate | TakeOver | Reuse | Shared
+OutputMemory = Allocate | TakeOver | Reuse | Shared
 
 
 @dataclass(frozen=True, slots=True)

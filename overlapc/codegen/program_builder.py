@@ -25,9 +25,9 @@ from overlapc.codegen.program import (
     CheckInput,
     ExpectLayout,
     Free,
-    Home,
     Instruction,
     Launch,
+    OutputMemory,
     Program,
     Release,
     Return,
@@ -128,7 +128,7 @@ class _Builder:
                 self._call(op, False)
             self._free(dying)
             self._release(dying)
-        self._give_back()
+        self._free_spare()
         self.instructions.append(Return(self.graph.outputs))
         names = [*self.graph.inputs, *self.graph.constants, *(n for node in self.schedule.nodes for n in node.writes)]
         return Program(
@@ -201,7 +201,7 @@ class _Builder:
     def _layouts_relied_on(self) -> set[str]:
         """Buffers whose traced layout generated code builds on: kernels, and views made here.
 
-        What only calls see, and as it came, may differ: some ops' fake results do (`_embedding_bag`).
+        Buffers that only calls read, unchanged, may have another layout: some ops' fake results do (`_embedding_bag`).
         """
         found: set[str] = set()
         for node in self.schedule.nodes:
@@ -238,15 +238,15 @@ class _Builder:
         readers = Counter(root for part in parts for root in {self.graph.root(name) for name in buffers_read(part)})
         shared = {root for root in dying if readers[root] > 1}  # parts run side by side: none may overwrite these
         if isinstance(op, Attention):
-            self._settle([self._new_home(view) for view in op.outputs])
+            self._allocate([self._memory_apart(view) for view in op.outputs])
         else:
-            self._settle([self._home(view, part, dying, shared) for part in parts for view in part.outputs])
+            self._allocate([self._memory_for(view, part, dying, shared) for part in parts for view in part.outputs])
         kernel = self.kernels[op.name]
         roots = [self._variable(name) for name in kernel.buffers]
         self.instructions.append(Launch(kernel, op, tuple(self.taken.get(root, root) for root in roots)))
 
-    def _home(self, view: View, op: Loops, dying: set[str], shared: set[str]) -> Home:
-        """Memory for a kernel's output: its place in what ranks share, an argument's that dies here, what was freed
+    def _memory_for(self, view: View, op: Loops, dying: set[str], shared: set[str]) -> OutputMemory:
+        """Memory for a kernel's output: its place in shared memory, a dying argument's, a buffer's that was freed
         just now, or new."""
         self.layouts[view.buffer] = view.layout
         if view in self.shards:
@@ -254,7 +254,7 @@ class _Builder:
             return Shared(view.buffer, view.layout, partial(by.copies.shard, by.index, at))
         self.planned.add(view.buffer)
         for root in sorted((dying & self.planned) - shared):
-            if self._may_become(root, view, op.body):
+            if self._can_reuse(root, view, op.body):
                 dying.discard(root)
                 self.taken[root] = view.buffer
                 return TakeOver(view.buffer, root, view.layout)
@@ -265,18 +265,18 @@ class _Builder:
         if size.is_Integer and size < SMALLEST_REUSED:
             return Allocate(view.buffer, view.layout)
         for root in sorted((dying & self.donated) - shared):
-            if self._may_become(root, view, op.body):
+            if self._can_reuse(root, view, op.body):
                 self.donated.discard(root)
                 return Reuse(view.buffer, root, view.layout)
         return Allocate(view.buffer, view.layout)
 
-    def _new_home(self, view: View) -> Home:
-        """Memory for what is written while arguments are still read: what was freed just now, or new."""
+    def _memory_apart(self, view: View) -> OutputMemory:
+        """Memory for an output that is written while arguments are read: a buffer that was freed just now, or new."""
         self.planned.add(view.buffer)
         self.layouts[view.buffer] = view.layout
         return self._spare(view) or Allocate(view.buffer, view.layout)
 
-    def _may_become(self, root: str, view: View, body: Body) -> bool:
+    def _can_reuse(self, root: str, view: View, body: Body) -> bool:
         """Whether `body` may write `view` in the memory of `root`."""
         there = self.layouts[root]
         same = (there.storage_bytes(), there.device) == (view.layout.storage_bytes(), view.layout.device)
@@ -286,11 +286,11 @@ class _Builder:
         spare = self.spare.pop((view.layout.device, view.layout.storage_bytes()), None)
         return None if spare is None else TakeOver(view.buffer, spare, view.layout)
 
-    def _settle(self, homes: Collection[Home]) -> None:
-        """What may be new memory comes after `_give_back`: both at once would be more than any plan expects."""
-        self.instructions += [home for home in homes if isinstance(home, TakeOver)]
-        self._give_back()
-        self.instructions += [home for home in homes if not isinstance(home, TakeOver)]
+    def _allocate(self, memories: Collection[OutputMemory]) -> None:
+        """Allocates new memory after `_free_spare`: both at once would exceed the planned peak."""
+        self.instructions += [each for each in memories if isinstance(each, TakeOver)]
+        self._free_spare()
+        self.instructions += [each for each in memories if not isinstance(each, TakeOver)]
 
     def _may_overwrite(self, body: Body, read: str, written: str) -> bool:
         """Whether the kernel may store `written` in the memory that it reads as `read`, and writes nowhere else."""
@@ -304,10 +304,10 @@ class _Builder:
         )
 
     def _call(self, op: Extern, starts: bool) -> None:
-        homes: list[Home] = []
+        memories: list[OutputMemory] = []
         if op.out and isinstance(op.result, View):
-            homes.append(self._new_home(op.result))
-        self._settle(homes)
+            memories.append(self._memory_apart(op.result))
+        self._allocate(memories)
         given = {view.buffer for view in op.mutates} | {leaf.buffer for leaf in named_in(op.arguments)}
         results = [(leaf, path) for leaf, path in _paths(op.result, ()) if leaf.buffer not in given]
         self.instructions.append(Call(op, tuple((leaf.buffer, path) for leaf, path in results), starts))
@@ -328,7 +328,7 @@ class _Builder:
     # --- memory
 
     def _free(self, dying: set[str]) -> None:
-        """Buffers that die here: planned ones may be taken over by the very next allocation of their size.
+        """Frees buffers that die here; the very next allocation of their size may reuse planned ones.
 
         Holding them any longer would raise the peak over what the schedule was planned with.
         """
@@ -342,14 +342,14 @@ class _Builder:
         if freed:
             self.instructions.append(Free(tuple(freed)))
 
-    def _give_back(self) -> None:
+    def _free_spare(self) -> None:
         if self.spare:
             self.instructions.append(Free(tuple(self.spare.values())))
             self.spare = {}
 
 
 def _shards(schedule: Schedule, copies: Mapping[str, Copied]) -> dict[View, tuple[Copied, int]]:
-    """What kernels may write to its place in a pool, where a start is given it as they make it -> whose and which."""
+    """Kernel outputs that a start reads unchanged, which may be written into a pool -> collective, index."""
     found: dict[View, tuple[Copied, int]] = {}
     for node in schedule.nodes:
         if node.name in copies:
