@@ -87,7 +87,7 @@ def met(network: Network, monkeypatch: pytest.MonkeyPatch, run: str, at: int, fa
     """
     requests, began = 0, 0.0
     rank1 = threading.get_ident()
-    inner = TimedStore._made
+    inner = TimedStore._in_thread
 
     def counted(store: TimedStore, *what: Any) -> object:
         nonlocal requests, began
@@ -104,7 +104,7 @@ def met(network: Network, monkeypatch: pytest.MonkeyPatch, run: str, at: int, fa
         with pytest.raises((RanksDisagree, ValueError)):
             meet(Peers(theirs, 0, (0, 1), run))
 
-    monkeypatch.setattr(TimedStore, "_made", counted)
+    monkeypatch.setattr(TimedStore, "_in_thread", counted)
     thread = threading.Thread(target=other)
     thread.start()
     with pytest.raises((RanksDisagree, ValueError)) as caught:
