@@ -1,4 +1,4 @@
-# make demo | make test: each makes .venv and installs what it needs by itself.
+# make demo | make test | make test-slow: each makes .venv and installs what it needs by itself.
 #   PYTHON=python3.12   the interpreter to start from (default: python3)
 #   VENV=               empty: install nothing, use PYTHON as it is (a machine that already has all packages)
 #   ARGS="..."          more arguments for the demo or for pytest
@@ -16,13 +16,16 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.overlapc-installed
 endif
 
-.PHONY: demo test format clean
+.PHONY: demo test test-slow format clean
 
 demo: $(READY)
 	$(PY) -m overlapc.launch.cli demo $(ARGS)
 
 test: $(READY)
 	$(PY) tools/check.py $(ARGS)
+
+test-slow: $(READY)
+	$(PY) -m pytest -m slow $(ARGS)
 
 format: $(READY)
 	$(PY) -m ruff check --fix .

@@ -74,18 +74,20 @@ def run_on_ranks(
     env: dict[str, str] | None = None,
     max_restarts: int = 0,
     backend: str = "gloo",
+    prepare: Callable[[], Any] = int,
 ) -> list[Outcome]:
     """Run `function(*args)` on `nproc` ranks; arguments and values must pickle.
 
     A rank whose function raises still lets the others finish, except with `max_restarts`: then it fails as
     a user's would, and all ranks are started again. LaunchFailed after `timeout_s`, or without an outcome.
     env: more variables, set before the function is called but after torch was imported.
+    prepare: called once, before ranks are forked: imports of seconds, which ranks then share.
     """
     with _STARTING:
         server = _server()
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         ends = time.monotonic() + timeout_s
-        job = _Job(Path(folder), function, args, timeout_s, ends, max_restarts, backend)
+        job = _Job(Path(folder), function, args, timeout_s, ends, max_restarts, backend, prepare)
         log = _launched(server, job, nproc, env or {})
         outcomes = []
         for rank in range(nproc):
@@ -116,6 +118,7 @@ class _Job:
     ends: float  # when that has passed, on the clock of time.monotonic
     max_restarts: int
     backend: str
+    prepare: Callable[[], Any]
 
 
 @lru_cache(None)
@@ -177,6 +180,7 @@ def _launch(job: _Job, nproc: int, environment: dict[str, str]) -> None:
             start_method="fork" if job.backend == "gloo" else "spawn",
             logs_specs=DefaultLogsSpecs(log_dir=str(job.out / "torchrun")),
         )
+    job.prepare()
     elastic_launch(how, _work)(job)
 
 

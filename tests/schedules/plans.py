@@ -5,15 +5,16 @@ python tests/schedules/plans.py          # writes <case>.plan beside every <case
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from overlapc.config import Config
 from overlapc.estimators.from_profile import from_profile
 from overlapc.estimators.profiles.profile_file import load_profile
+from overlapc.launch.plan import plan_text
 from overlapc.passes.base import Context
-from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.pass_context import context_of
-from overlapc.schedule.memory import analyze
+from overlapc.report.model import GraphRecord
 from overlapc.schedule.model import COMPUTE, Schedule
 from overlapc.schedule.text import parse
 from overlapc.units import human_bytes
@@ -28,35 +29,45 @@ def context() -> Context:
     return context_of(Config(), profile, from_profile(profile))
 
 
-def planned(path: Path) -> Result:
-    """One schedule of the corpus, estimated as today's profile says, through the default passes."""
-    ctx = context()
-    assert ctx.estimate is not None
+def incoming(path: Path) -> Schedule:
+    """One schedule of the corpus, estimated as today's profile says."""
+    estimate = context().estimate
+    assert estimate is not None
     schedule = parse(path.read_text())
-    return run_pipeline(schedule.with_estimates({node.name: ctx.estimate(node) for node in schedule.nodes}), ctx)
+    return schedule.with_estimates({node.name: estimate(node) for node in schedule.nodes})
 
 
-def plan_text(result: Result) -> str:
+@cache
+def planned(path: Path) -> GraphRecord:
+    """What `overlapc plan` makes of that schedule by default."""
+    (graph,) = plan_text(str(incoming(path)), Config(profile="h200-nvlink")).steps[0].graphs
+    return graph
+
+
+def positions_text(graph: GraphRecord) -> str:
     """Step, exposed time and peak before and after, and where each collective starts and is waited for."""
-    before, after = result.before, result.after
+    figures = (
+        ("before", graph.before, graph.exposed_before_ns, graph.incoming_peak_bytes),
+        ("after", graph.after, graph.exposed_after_ns, graph.peak_bytes),
+    )
     lines = [
         f"{'':8}{'step ms':>9}{'exposed':>9}{'peak':>11}",
         *(
-            f"{name:8}{each.step_ns / 1e6:9.2f}{each.exposed_ns / 1e6:9.2f}"
-            f"{human_bytes(analyze(each.schedule).peak_bytes):>11}"
-            for name, each in (("before", before), ("after", after))
+            f"{name:8}{order.step_ns / 1e6:9.2f}{exposed_ns / 1e6:9.2f}{human_bytes(peak_bytes):>11}"
+            for name, order, exposed_ns, peak_bytes in figures
         ),
-        f"bound   {after.lower_bound_ns / 1e6:9.2f}",
+        f"bound   {graph.lower_bound_ns / 1e6:9.2f}",
         "",
     ]
-    schedule = result.schedule
+    schedule = parse(graph.schedule)
     following = _next_compute(schedule)
+    exposed_of = {row.name: row.exposed_after_ns for row in graph.collectives}
     for start in schedule.starts():
         wait = schedule.wait_of(start)
         at = schedule.position(start.name)
         until = "nobody" if wait is None else following[schedule.position(wait.name)]
         group = "" if start.comm is None else start.comm.group
-        exposed = after.collectives[start.name].exposed_ns / 1e3
+        exposed = exposed_of[start.name] / 1e3
         lines.append(
             f"{start.op} {start.name} @{group}: starts before {following[at]}, waited for before {until}"
             + (f", exposed {exposed:.0f}us" if exposed >= 1 else "")
@@ -75,4 +86,4 @@ def _next_compute(schedule: Schedule) -> list[str]:
 
 if __name__ == "__main__":
     for case in CORPUS:
-        case.with_suffix(".plan").write_text(plan_text(planned(case)))
+        case.with_suffix(".plan").write_text(positions_text(planned(case)))

@@ -4,13 +4,13 @@ import pytest
 
 from overlapc.config import Config
 from overlapc.estimators.timeline import simulate
-from overlapc.launch.plan import plan_text as plan_text_of_file
+from overlapc.launch.plan import plan_text
 from overlapc.passes.run import run_pipeline
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Estimate, Schedule
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
-from tests.schedules.plans import CORPUS, context, plan_text, planned
+from tests.schedules.plans import CORPUS, context, incoming, planned, positions_text
 
 
 def stretched(schedule: Schedule, times: float) -> Schedule:
@@ -34,24 +34,25 @@ def test_text_reads_back(path):
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
 def test_plans_are_the_committed_ones(path):
     """A change here is meant to be looked at: run tests/schedules/plans.py and see `git diff`."""
-    assert plan_text(planned(path)).splitlines() == path.with_suffix(".plan").read_text().splitlines()
+    assert positions_text(planned(path)).splitlines() == path.with_suffix(".plan").read_text().splitlines()
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
 def test_plans_fit_and_are_no_slower(path):
-    result, ctx = planned(path), context()
-    assert analyze(result.schedule).peak_bytes <= ctx.limit_bytes(result.before.schedule)
-    assert result.after.step_ns <= result.before.step_ns
-    before, after = (simulate(stretched(each, 1.5), ctx.profile) for each in (result.before.schedule, result.schedule))
+    schedule, graph, ctx = incoming(path), planned(path), context()
+    assert graph.name == schedule.name
+    final = parse(graph.schedule)
+    assert analyze(final).peak_bytes <= ctx.limit_bytes(schedule)
+    assert graph.after.step_ns <= graph.before.step_ns
+    before, after = (simulate(stretched(each, 1.5), ctx.profile) for each in (schedule, final))
     assert after.step_ns <= before.step_ns
 
 
-@pytest.mark.parametrize("passes", ["default", "none", "raise_collectives,sink_waits"])
+@pytest.mark.parametrize("passes", ["none", "raise_collectives,sink_waits"])
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
-def test_overlapc_plan_takes_any_of_it(path, passes):
+def test_overlapc_plan_takes_other_passes(path, passes):
     text = path.read_text()
-    config = Config(profile="h200-nvlink", passes=None if passes == "default" else passes)
-    (graph,) = plan_text_of_file(text, config).steps[0].graphs
+    (graph,) = plan_text(text, Config(profile="h200-nvlink", passes=passes)).steps[0].graphs
     assert graph.name == parse(text).name
     assert graph.after.step_ns <= graph.before.step_ns
 
@@ -62,10 +63,10 @@ def test_only_the_ends_of_a_large_step_are_exposed(direction, times):
     """Llama-8B shape, 8 layers, FSDP over 4 H200s: all but the first gathers (up to those of the second layer, as they
     come one after the other) and the last reductions are hidden, even if every collective takes half as long again."""
     (path,) = [path for path in CORPUS if path.stem == f"llama_8b_fsdp4.{direction}"]
-    result = planned(path)
-    timeline = simulate(stretched(result.schedule, times), context().profile)
+    final = parse(planned(path).schedule)
+    timeline = simulate(stretched(final, times), context().profile)
     exposed = {name: each.exposed_ns for name, each in timeline.collectives.items()}
-    starts = [node.name for node in result.schedule.starts()]
+    starts = [node.name for node in final.starts()]
     inner = starts[6:] if direction == "forward" else starts[:-4]
     assert sum(exposed[name] for name in inner) <= 0.001 * timeline.step_ns
     # What is left is the first gathers and the last reductions: 2.9% and 2.2% by the profile of 2026-11-21, which knows
@@ -77,8 +78,8 @@ def test_only_the_ends_of_a_large_step_are_exposed(direction, times):
 def test_the_lower_bound_of_a_large_step_is_near(stem):
     """Next to nothing is exposed there: what is left is what collectives and compute cost each other in any order."""
     (path,) = [path for path in CORPUS if path.stem == stem]
-    after = planned(path).after
-    assert after.lower_bound_ns <= after.step_ns <= 1.02 * after.lower_bound_ns
+    graph = planned(path)
+    assert graph.lower_bound_ns <= graph.after.step_ns <= 1.02 * graph.lower_bound_ns
 
 
 def test_without_buckets_and_plan_the_same_step_is_slower():

@@ -13,12 +13,13 @@ from torch import nn
 
 from overlapc.runtime.counters import counted
 from tests.ranks import values_on_ranks
-from tests.trainers.recipes import furthest, recipe
+from tests.trainers.recipes import furthest, needs, recipe
 
-pytest.importorskip("accelerate", reason="needs accelerate")
-pytest.importorskip("transformers", reason="needs transformers")
-
-pytestmark = pytest.mark.timeout(600)  # six trainings in one launch, on a machine that may be busy
+pytestmark = [
+    needs("accelerate"),
+    needs("transformers"),
+    pytest.mark.timeout(600),  # six trainings in one launch, on a machine that may be busy
+]
 
 STEPS, MICRO, ROWS, LENGTH, VOCABULARY = 10, 2, 2, 8, 64
 
@@ -126,9 +127,16 @@ def work(folder: str) -> dict[str, Any]:
     return found
 
 
+def prepare() -> None:
+    from transformers import LlamaForCausalLM, Trainer
+
+    assert LlamaForCausalLM
+    assert Trainer  # which imports accelerate
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return values_on_ranks(work, 2, str(tmp_path_factory.mktemp("runs")), timeout_s=580)
+    return values_on_ranks(work, 2, str(tmp_path_factory.mktemp("runs")), timeout_s=580, prepare=prepare)
 
 
 @pytest.mark.parametrize("trainer", CASES)

@@ -15,9 +15,9 @@ from overlapc.runtime.counters import counted
 from tests.parallel.sharded import shard
 from tests.parallel.tiny import Tiny
 from tests.ranks import values_on_ranks
-from tests.trainers.recipes import furthest, recipe
+from tests.trainers.recipes import furthest, needs, recipe
 
-pytest.importorskip("lightning", reason="needs lightning")
+pytestmark = needs("lightning")
 
 STEPS, MICRO = 10, 2
 
@@ -79,8 +79,14 @@ def work(folder: str) -> dict[str, Any]:
     return found
 
 
+def prepare() -> None:
+    from lightning.fabric import Fabric
+
+    assert Fabric
+
+
 def test_ten_steps_are_those_of_fabric_without_us(tmp_path: Path):
-    for outcome in values_on_ranks(work, 2, str(tmp_path), timeout_s=280):
+    for outcome in values_on_ranks(work, 2, str(tmp_path), timeout_s=280, prepare=prepare):
         theirs, ours, resumed = outcome["False, False"], outcome["True, False"], outcome["True, True"]
         assert ours["collectives"] > 0
         assert furthest(ours["losses"], theirs["losses"]) < 1e-4

@@ -13,10 +13,10 @@ import torch
 from overlapc.runtime.counters import counted
 from tests.ranks import values_on_ranks
 from tests.trainers import titan
-from tests.trainers.recipes import furthest, recipe
+from tests.trainers.recipes import furthest, needs, recipe
 
-pytest.importorskip("torchtitan", reason="needs torchtitan")
 pytestmark = [
+    needs("torchtitan"),
     pytest.mark.skipif(torch.__version__ < "2.13", reason="torchtitan 0.3 needs torch 2.13"),
     pytest.mark.timeout(600),  # seven trainings in one launch, on a machine that may be busy
 ]
@@ -54,7 +54,7 @@ def work(folder: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], dict[str, Any]]]:
-    return values_on_ranks(work, 2, str(tmp_path_factory.mktemp("titan")), timeout_s=580)
+    return values_on_ranks(work, 2, str(tmp_path_factory.mktemp("titan")), timeout_s=580, prepare=titan.on_cpus)
 
 
 @pytest.mark.parametrize("case", CASES)
