@@ -241,7 +241,9 @@ def plan(
     save: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="schedule.txt, report.html, trace.pftrace, record.json; may repeat", show_default=False
+            metavar="FILE",
+            help="schedule.txt, report.html, trace.pftrace, record.json; of several plans .html, a plot; may repeat",
+            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -260,29 +262,47 @@ def plan(
 
         report = plan_text(read_text(file), Config.of(values))
         print(report)
-    else:
-        _check_torch()
-        from overlapc.launch import sweep
+        _save(report, save)
+        return
+    _check_torch()
+    from overlapc.launch import sweep
+    from overlapc.report import plans
+    from overlapc.report.record import Report
 
-        axes = {"world size": world_size.split(","), "seq": seq.split(","), "batch": batch.split(",")}
-        axes["budget"] = [part.strip() for part in budget.split(",")]
-        if is_script and mesh:
-            raise ConfigError("--mesh is for --model: a script makes its mesh from WORLD_SIZE and its arguments")
-        whole_plan = {"model": model, "mesh": mesh, "layers": layers, "dtype": dtype, "reshard": not no_reshard}
-        with tempfile.TemporaryDirectory() as folder:
-            named = values.get("profile") or Config.of({}).profile or "h200-nvlink"
-            values["profile"], machine = sweep.hardware(named, gpus_per_host, network, Path(folder))
-            assumptions: dict[str, None] = {}
-            plan_one = _planner(file, arguments or (), values, whole_plan, machine.ranks_per_host, whole, assumptions)
-            found = list(sweep.sweep(axes, plan_one))
-        reports = [each for _, each in found if not isinstance(each, str)]
-        if not reports:
-            raise MemoryBudgetError(str(found[0][1]))
-        report = reports[0]
-        print(sweep.table(axes, found) if len(found) > 1 else report)
-        more = ["only what the script runs before its first optimizer step is planned"] if is_script else []
-        print(sweep.assumed(machine, *more, *assumptions))
+    axes = {"world size": world_size.split(","), "seq": seq.split(","), "batch": batch.split(",")}
+    axes["budget"] = [part.strip() for part in budget.split(",")]
+    several = len(sweep.points(axes)) > 1
+    if is_script and mesh:
+        raise ConfigError("--mesh is for --model: a script makes its mesh from WORLD_SIZE and its arguments")
+    for target in save or () if several else ():
+        if target.suffix != ".html":
+            raise ConfigError(f"--save {target.name}: several plans save as .html, other forms are of one plan")
+    whole_plan = {"model": model, "mesh": mesh, "layers": layers, "dtype": dtype, "reshard": not no_reshard}
+    with tempfile.TemporaryDirectory() as folder:
+        named = values.get("profile") or Config.of({}).profile or "h200-nvlink"
+        values["profile"], machine = sweep.hardware(named, gpus_per_host, network, Path(folder))
+        assumptions: dict[str, None] = {}
+        plan_one = _planner(file, arguments or (), values, whole_plan, machine.ranks_per_host, whole, assumptions)
+        found = list(sweep.sweep(axes, plan_one))
+    steps = [each for _, each in found if not isinstance(each, str)]
+    if not steps:
+        raise MemoryBudgetError(str(found[0][1]))
+    more = ["only what the script runs before its first optimizer step is planned"] if is_script else []
+    assumed = sweep.assumed(machine, *more, *assumptions)
+    if not several:
+        report = Report((steps[0],))
+        print(f"{report}\n{assumed}")
+        _save(report, save)
+        return
+    print(f"{plans.table(axes, found)}\n{assumed}")
     for target in save or ():
+        _writable(target.parent)
+        target.write_text(plans.page(axes, found, assumed), encoding="utf-8")
+        print(f"written to {target}")
+
+
+def _save(report: Any, targets: Sequence[Path] | None) -> None:
+    for target in targets or ():
         print(f"written to {report.save(target)}")
 
 

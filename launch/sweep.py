@@ -1,30 +1,24 @@
-"""Plans for several jobs in one table, and the hardware that they are planned for."""
+"""Plans for several jobs, and the hardware that they are planned for."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from tabulate import tabulate
-
 from overlapc.errors import ConfigError, MemoryBudgetError
 from overlapc.estimators.device import DeviceProfile, Link
 from overlapc.estimators.profiles.profile_file import load_profile, profile_to_json
-from overlapc.report.limiting_factor import Spent
+from overlapc.report.plans import Axes, Outcome, Point
 from overlapc.report.record import Report
-from overlapc.report.times import ms
-from overlapc.units import human_bytes, parse_count
+from overlapc.units import parse_count
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(b|B)/s")
 _PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _MOST = 64  # plans of one sweep
-_FIGURES = ("step", "exposed", "no order can beat", "peak", "bound by")
-
-Point = Mapping[str, str]  # what varies -> its value in this plan
 
 
 def counts(text: str, name: str, most: int) -> list[int]:
@@ -35,7 +29,7 @@ def counts(text: str, name: str, most: int) -> list[int]:
         raise ConfigError(f"--{name} {text}: {error}") from None
 
 
-def points(axes: Mapping[str, Sequence[str]]) -> list[Point]:
+def points(axes: Axes) -> list[Point]:
     """Every combination, the last axis fastest. ConfigError for more than one table is good for."""
     found: list[Point] = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
     if len(found) > _MOST:
@@ -43,31 +37,13 @@ def points(axes: Mapping[str, Sequence[str]]) -> list[Point]:
     return found
 
 
-def sweep(axes: Mapping[str, Sequence[str]], plan: Callable[[Point], Report]) -> Iterator[tuple[Point, Report | str]]:
-    """Each plan, or why its step does not fit into the memory."""
+def sweep(axes: Axes, plan: Callable[[Point], Report]) -> Iterator[tuple[Point, Outcome]]:
+    """The step of each plan, or why it does not fit into the memory."""
     for point in points(axes):
         try:
-            yield point, plan(point)
+            yield point, plan(point).steps[0]
         except MemoryBudgetError as error:
             yield point, str(error).splitlines()[0]
-
-
-def table(axes: Mapping[str, Sequence[str]], found: Sequence[tuple[Point, Report | str]]) -> str:
-    """What varies, and the result."""
-    varied = [name for name, values in axes.items() if len(values) > 1]
-    rows = [[*(point[name] for name in varied), *_figures(report)] for point, report in found]
-    numbers = ("right",) * (len(varied) + len(_FIGURES) - 1)
-    return tabulate(rows, (*varied, *_FIGURES), disable_numparse=True, colalign=(*numbers, "left"))
-
-
-def _figures(report: Report | str) -> tuple[str, ...]:
-    if isinstance(report, str):
-        return "", "", "", "", report
-    (step,) = report.steps
-    spent = Spent.of(step)
-    peak = max(graph.peak_bytes for graph, _ in step.called)
-    why = re.split(r"[:;,]", spent.limiting_factor().why)[0]
-    return ms(step.step_ns), ms(spent.exposed_ns), ms(step.lower_bound_ns), human_bytes(peak), why
 
 
 def hardware(name: str, per_host: int, network: str, folder: Path) -> tuple[str, DeviceProfile]:

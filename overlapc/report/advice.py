@@ -54,6 +54,10 @@ CHAIN = Cause(
     "it reads what was computed just before it, and the next compute reads its result",
     "independent compute: larger or several micro-batches in a graph; or fewer ranks on this mesh axis",
 )
+UNFORESEEN = Cause(
+    "predicted to be hidden, but it took longer than estimated, or began late because another rank came late",
+    "overlapc calibrate --from FILE feeds the measured times back into the profile; ranks with equal work",
+)
 SLOWER = Cause("every move that hides it makes the simulated step longer", BUSY.advice)
 
 # The first that applies is the cause: what can be changed with an option, then the ends of a graph, then the rest.
@@ -88,26 +92,33 @@ class Exposure:
     cause: Cause
     graph: str
     rows: tuple[CollectiveRow, ...]  # the longest first
-    calls: int = 1  # of the graph, in a step
-
-    @property
-    def exposed_ns(self) -> float:
-        """How long compute stands still for these collectives in a step."""
-        return self.calls * sum(row.exposed_after_ns for row in self.rows)
+    exposed_ns: float  # how long compute stands still for these collectives in a step
 
 
-def exposures(step: StepRecord) -> list[Exposure]:
-    """What is exposed in a step, by graph and cause, the worst first; what costs next to nothing is left out."""
+def exposures(step: StepRecord, *, measured: bool = False) -> list[Exposure]:
+    """What is exposed in a step, by graph and cause, the worst first; what costs next to nothing is left out.
+
+    measured: by what was measured (`exposed_is_measured`), not by the prediction.
+    """
     found: list[Exposure] = []
     for graph, calls in step.called:
-        by_cause: dict[Cause, list[CollectiveRow]] = {}
+        by_cause: dict[Cause, list[tuple[float, CollectiveRow]]] = {}
+        exposed = graph.measured.exposed if measured and graph.measured else None
         for row, cause in _causes(graph):
-            by_cause.setdefault(cause, []).append(row)
+            ns = row.exposed_after_ns if exposed is None else exposed.get(row.name, 0.0)
+            if ns > 0:
+                by_cause.setdefault(UNFORESEEN if row.exposed_after_ns < _LITTLE * ns else cause, []).append((ns, row))
         for cause, rows in by_cause.items():
-            rows.sort(key=lambda row: -row.exposed_after_ns)
-            found.append(Exposure(cause, graph.name, tuple(rows), calls))
+            rows.sort(key=lambda item: -item[0])
+            found.append(Exposure(cause, graph.name, tuple(row for _, row in rows), calls * sum(ns for ns, _ in rows)))
     least_ns = _LEAST * sum(each.exposed_ns for each in found)
     return sorted((each for each in found if each.exposed_ns >= least_ns), key=lambda each: -each.exposed_ns)
+
+
+def exposed_is_measured(step: StepRecord) -> bool:
+    """Whether each graph of a step was measured, collective by collective (older records hold only the sum)."""
+    seen = [graph.measured for graph, _ in step.called]
+    return bool(seen) and all(each is not None and (each.exposed or not each.exposed_ns) for each in seen)
 
 
 def _causes(graph: GraphRecord) -> Iterator[tuple[CollectiveRow, Cause]]:
@@ -130,8 +141,7 @@ def _causes(graph: GraphRecord) -> Iterator[tuple[CollectiveRow, Cause]]:
         elif not behind:
             beginning.discard(row.group)
         seen.add(row.group)
-        if row.exposed_after_ns > 0:
-            yield row, cause
+        yield row, cause
 
 
 class _Around:

@@ -72,6 +72,6 @@ def _from_trace(path: Path) -> Seen:
     seen: dict[tuple[str, str], list[float]] = {}
     for graph, runs in trace.runs.items():
         for run in runs:
-            for node, ns in run_times(run, lambda _: False, trace.on_device).nodes.items():
+            for node, ns in run_times(run, {}, trace.on_device).nodes.items():
                 seen.setdefault((graph, node), []).append(ns)
     return {key: ("", median(times)) for key, times in seen.items()}

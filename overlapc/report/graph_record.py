@@ -43,6 +43,7 @@ def graph_record(
         budget_bytes=budget_bytes if budget_bytes is not None else final.budget_bytes,
         collectives=tuple(_row(row, result) for row in result.collectives),
         memory=memory_of(result.after),
+        memory_before=memory_of(result.before),
         passes=tuple(PassRow(report.name, report.seconds, dict(report.reasons)) for report in result.reports),
         kernels=_count(final, Kind.KERNEL),
         externs=max(0, _count(final, Kind.EXTERN) - sum((fallbacks or {}).values())),

@@ -22,7 +22,7 @@ _HERE = Path(__file__).parent
 
 def render(steps: Sequence[StepRecord]) -> str:
     """The whole page: the steps of every rank; figures and tables of the first."""
-    return _template().render(
+    return template("page.html.jinja").render(
         steps=steps,
         ledger_of=Ledger.of,
         tiles=tiles,
@@ -35,23 +35,26 @@ def render(steps: Sequence[StepRecord]) -> str:
         measured=compare.totals_text,
         compared=compare.graph_text,
         ms=text.ms,
-        data=_embedded(json.dumps(page_data(steps), separators=(",", ":"))),
-        uplot=_uplot(),
-        uplot_css=(_HERE / "vendor" / "uPlot.min.css").read_text(),
-        script=(_HERE / "page.js").read_text(),
-        style=(_HERE / "page.css").read_text(),
+        data=embedded(page_data(steps)),
+        **drawing_parts("page.js"),
     )
 
 
-def _uplot() -> str:
-    """The library with its license, and without the address in its first line: a page reaches nothing."""
+def drawing_parts(script: str) -> dict[str, str]:
+    """What a template embeds to draw with: uPlot, the styles, and our script of that name."""
+    # uPlot with its license, and without the address in its first line: a page reaches nothing.
     source = (_HERE / "vendor" / "uPlot.iife.min.js").read_text().partition("\n")[2]
-    return f"/* uPlot 1.6.32\n{(_HERE / 'vendor' / 'uPlot.LICENSE').read_text()}*/\n{source}"
+    return {
+        "uplot": f"/* uPlot 1.6.32\n{(_HERE / 'vendor' / 'uPlot.LICENSE').read_text()}*/\n{source}",
+        "uplot_css": (_HERE / "vendor" / "uPlot.min.css").read_text(),
+        "script": (_HERE / script).read_text(),
+        "style": (_HERE / "page.css").read_text(),
+    }
 
 
-def _embedded(data: str) -> str:
-    """JSON that may stand in a script element, whatever names say."""
-    return data.replace("<", "\\u003c")
+def embedded(data: object) -> str:
+    """As JSON that may stand in a script element, whatever names say."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _sort_keys(graph: GraphRecord) -> list[list[float | str]]:
@@ -66,7 +69,8 @@ def _sort_keys(graph: GraphRecord) -> list[list[float | str]]:
 
 
 @cache
-def _template() -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """A template of this folder."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
         autoescape=True,
@@ -74,4 +78,4 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    return environment.get_template("page.html.jinja")
+    return environment.get_template(name)

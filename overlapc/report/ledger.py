@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlapc.estimators.profiles.profile_file import profile_from_json
-from overlapc.report.advice import Cause, Exposure, exposures
-from overlapc.report.limiting_factor import Spent
+from overlapc.report.advice import Cause, Exposure, exposed_is_measured, exposures
+from overlapc.report.limiting_factor import FOR_THE_HOST, Spent
 from overlapc.report.model import Measured, StepRecord, measured_step, seen_ns
 from overlapc.report.times import ms
 from overlapc.schedule.model import COMPUTE, Kind, Node
@@ -43,11 +43,12 @@ class Gain:
     ns: float
     why: str
     advice: str
+    measured: bool = False  # else predicted
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """A step's time as predicted: what it consists of, what bounds it, what to change."""
+    """A step's time as predicted: what it consists of, what bounds it; and what to change, as measured if it was."""
 
     step_ns: float
     parts: tuple[Part, ...]
@@ -83,9 +84,10 @@ class Ledger:
             ceilings.append(Ceiling("without recomputation", step.step_ns - again_ns))
         if beyond_ns:
             ceilings.append(Ceiling("a host that is fast enough", spent.device_ns))
+        seen = measured_step(step) if exposed_is_measured(step) else None
         found = [
-            Gain(sum(each.exposed_ns for each in alike), f"{_graphs(alike)}: {cause.why}", cause.advice)
-            for cause, alike in _by_cause(step).items()
+            Gain(sum(each.exposed_ns for each in alike), f"{_graphs(alike)}: {cause.why}", cause.advice, bool(seen))
+            for cause, alike in _by_cause(step, bool(seen)).items()
         ]
         slowed = "communication beside compute slows it"
         found.append(Gain(spent.slowed_ns, slowed, 'fewer bytes; options={"transport": "copy"} within a host'))
@@ -93,18 +95,20 @@ class Ledger:
         found.append(
             Gain(again_ns, again, "fewer activation checkpoints or reshard_after_forward=False, where memory allows")
         )
-        if beyond_ns:
+        if seen is not None:
+            found.append(Gain(seen.late_ns, "the device waits for the host's next launch", FOR_THE_HOST, True))
+        elif beyond_ns:
             why = spent.limiting_factor()
             found = [Gain(beyond_ns, why.why, why.advice)]  # whatever the device saves, the host takes as long
-        least_ns = _LEAST * step.step_ns
+        least_ns = _LEAST * (seen or step).step_ns
         gains = sorted((each for each in found if each.ns > least_ns), key=lambda each: -each.ns)
         shown = tuple(part for part in parts if part.ns > 0)
         return cls(step.step_ns, shown, tuple(ceilings), tuple(gains), utilization(step))
 
 
-def _by_cause(step: StepRecord) -> dict[Cause, list[Exposure]]:
+def _by_cause(step: StepRecord, measured: bool) -> dict[Cause, list[Exposure]]:
     found: dict[Cause, list[Exposure]] = defaultdict(list)
-    for each in exposures(step):
+    for each in exposures(step, measured=measured):
         found[each.cause].append(each)
     return found
 

@@ -16,6 +16,11 @@ _LITTLE = 0.05  # of a step: less than that is not what makes it slow
 _GENERATED = "generated kernels"
 _NUMBER = re.compile(r"_\d+$")  # by which FX tells nodes of one op apart
 
+FOR_THE_HOST = (
+    "more work in each launch (batch, sequence); cuda_graphs=True, for small models; larger groups of"
+    " fully_shard; guard_filter_fn=overlapc.trust_modules, for parameters that are DTensors"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ComputeShare:
@@ -84,8 +89,7 @@ class Spent:
         if self.host_ns is not None and self.host_ns > self.device_ns:
             return Cause(
                 f"the host: it needs {ms(self.host_ns)}, the device {ms(self.device_ns)}",
-                "more work in each launch (batch, sequence); cuda_graphs=True, for small models; larger groups of"
-                " fully_shard; guard_filter_fn=overlapc.trust_modules, for parameters that are DTensors",
+                FOR_THE_HOST,
             )
         if busy_ns > self.compute_ns:
             return Cause(

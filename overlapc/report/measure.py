@@ -13,11 +13,13 @@ measure more steps and let only the `last` of them count.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 
 import torch
@@ -28,7 +30,7 @@ from overlapc.report import record
 from overlapc.report.graph_record import shown_origin
 from overlapc.report.model import GraphRecord, Measured, Span
 from overlapc.report.record import NothingCompiled, Report
-from overlapc.report.trace_reading import Marked, Trace, merged, read_trace, run_times, typical
+from overlapc.report.trace_reading import Marked, Stall, Trace, merged, read_trace, run_times, typical
 from overlapc.runtime.copies.pool import pools_bytes
 from overlapc.runtime.marks import marked
 from overlapc.schedule.model import COMMUNICATION, Schedule
@@ -95,19 +97,22 @@ def with_trace(graph: GraphRecord, trace: Trace, last: int = 0) -> GraphRecord:
     if not runs:
         return graph
     schedule = parse(graph.schedule)
-    collectives = {node.name for node in schedule.nodes if node.kind in COMMUNICATION}
-    each = [run_times(run, collectives.__contains__, trace.on_device) for run in runs]
+    collective_of = {node.name: node.name for node in schedule.nodes if node.kind in COMMUNICATION}
+    collective_of |= {wait.name: schedule.start_of(wait).name for wait in schedule.waits()}
+    each = [run_times(run, collective_of, trace.on_device) for run in runs]
     times = typical(each)
+    by_run = [run.exposed_by for run in each]
+    exposed = {name: median(run.get(name, 0.0) for run in by_run) for name in dict.fromkeys(itertools.chain(*by_run))}
     nearest = min(range(len(runs)), key=lambda at: abs(each[at].step_ns - times.step_ns))
     measured = Measured(
         len(runs), times.step_ns, times.compute_ns, times.comm_ns, times.exposed_ns, times.idle_ns, times.nodes,
-        times.beside, times.late_ns, tuple(_spans(runs[nearest], schedule)),
+        times.beside, times.late_ns, tuple(_spans(runs[nearest], each[nearest].stalls, schedule)), exposed,
     )  # fmt: skip
     return replace(graph, measured=measured)
 
 
-def _spans(run: Sequence[Marked], schedule: Schedule) -> Iterator[Span]:
-    """What a run launched, on the lanes of the simulator, from the first thing on."""
+def _spans(run: Sequence[Marked], stalls: Sequence[Stall], schedule: Schedule) -> Iterator[Span]:
+    """What a run launched and waited for, on the lanes of the simulator, from the first thing on."""
     begin_ns = min((start for each in run for start, _ in each.work), default=0.0)
     for each in run:
         name = each.label.node
@@ -116,6 +121,11 @@ def _spans(run: Sequence[Marked], schedule: Schedule) -> Iterator[Span]:
             lane = f"@{node.queue or 'unknown'}" if node.kind in COMMUNICATION else "compute"
             for start, end in merged(each.work):
                 yield Span(name, lane, start - begin_ns, end - begin_ns, node.kind.value, shown_origin(node.origin))
+    for stall in stalls:
+        start, end = (at_ns - begin_ns for at_ns in stall.interval)
+        yield Span(
+            stall.collective, "compute", start, end, "idle", shown_origin(schedule.node(stall.collective).origin)
+        )
 
 
 def report_with_trace(report: Report, path: str | os.PathLike[str]) -> Report:

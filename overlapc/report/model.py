@@ -87,6 +87,7 @@ class Measured:
     beside: Mapping[str, Share] = field(default_factory=dict)
     late_ns: Ns = 0.0  # of the idle time: in which the host had yet to launch the next kernel
     spans: tuple[Span, ...] = ()  # of the run whose step is nearest to the median: what ran where, and when
+    exposed: Mapping[str, Ns] = field(default_factory=dict)  # collective -> its part of exposed_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class GraphRecord:
     budget_bytes: Count | None = None
     collectives: tuple[CollectiveRow, ...] = ()
     memory: tuple[tuple[Ns, Count], ...] = ()  # (time, live bytes) at every change, in the final order
+    memory_before: tuple[tuple[Ns, Count], ...] = ()  # the same in the incoming order
     passes: tuple[PassRow, ...] = ()
     kernels: Count = 0  # generated kernels launched in one run
     externs: Count = 0  # library calls

@@ -139,13 +139,17 @@
       scales: { y: { range: [0, 1] } }, series: [{}, { show: true, paths: () => null, points: { show: false } }],
       axis: { values: () => [], grid: { show: false }, ticks: { show: false } }, hooks: { draw: [paint] },
     }), [[0, end / 1e6], [0, 1]], byId("timeline"));
-    const own = of(data.ranks[shown.rank]), points = (own.orders.after || {}).memory || [];
-    if (points.length) {
-      const budget = own.peak.budget, xs = [...points.map(point => point[0] / 1e6), own.orders.after.end / 1e6];
-      const ys = [...points.map(point => point[1]), points[points.length - 1][1]];
-      const series = [{}, { stroke: color("--memory"), fill: color("--memory") + "55", width: 1.5, paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } }];
-      const columns = [xs, ys];
-      if (budget) { series.push({ stroke: color("--idle"), dash: [6, 4], width: 1.5, points: { show: false } }); columns.push(xs.map(() => budget)); }
+    const own = of(data.ranks[shown.rank]);
+    const curves = ["after", "before"].filter(name => shown.orders.has(name) && (own.orders[name] || {}).memory).map(name => own.orders[name]);
+    if (curves.length) {
+      const budget = own.peak.budget, paths = uPlot.paths.stepped({ align: 1 }), points = { show: false };
+      const all = curves.flatMap(({ memory, end }, curve) => [...memory, [end, memory[memory.length - 1][1]]].map(point => [...point, curve]));
+      all.sort((a, b) => a[0] - b[0]);
+      const columns = [all.map(point => point[0] / 1e6), ...curves.map((_, curve) => all.map(point => point[2] === curve ? point[1] : undefined))];
+      const series = [{}, ...curves.map(each => each === own.orders.after
+        ? { stroke: color("--memory"), fill: color("--memory") + "55", width: 1.5, paths, points }
+        : { stroke: color("--soft"), width: 1, paths, points })];
+      if (budget) { series.push({ stroke: color("--idle"), dash: [6, 4], width: 1.5, points }); columns.push(columns[0].map(() => budget)); }
       memory = new uPlot(options(180, {
         scales: { y: { range: (u, low, high) => [0, Math.max(high, budget || 0) * 1.08 || 1] } }, series,
         axis: { values: (u, ticks) => ticks.map(bytes), incrs: Array.from({ length: 50 }, (_, at) => 2 ** at) },
@@ -255,9 +259,11 @@
   });
   count();
   draw();
-  // For whoever scripts a page: the time that is shown, in ms; how much of the timeline was painted last, and how long that took.
+  // For whoever scripts a page: the time that is shown, in ms; the highest point of each curve of memory, after the passes,
+  // before, the budget; how much of the timeline was painted last, and how long that took.
   window.overlapcTimeline = {
     range: () => [plot.scales.x.min, plot.scales.x.max],
+    memory: () => (memory ? memory.data.slice(1).map(column => Math.max(...column.filter(each => each !== undefined))) : []),
     drawn: () => ({ bands: bands.length, spans: painted, ms: paintMs }),
   };
   let pending = 0;

@@ -49,33 +49,33 @@ def lanes_of(spans: Iterable[Span]) -> list[str]:
 def _orders(step: StepRecord) -> Data:
     graphs = sequence(step)
     orders = {
-        "before": _order([(graph, graph.before) for graph in graphs]),
-        "after": _order([(graph, graph.after) for graph in graphs], memory=True),
+        "before": _order([(graph, graph.before, graph.memory_before) for graph in graphs]),
+        "after": _order([(graph, graph.after, graph.memory) for graph in graphs]),
     }
-    measured = [(graph, Plan(graph.measured.step_ns, graph.measured.spans)) for graph in graphs if graph.measured]
-    if measured and len(measured) == len(graphs) and all(plan.spans for _, plan in measured):
+    measured = [(graph, Plan(graph.measured.step_ns, graph.measured.spans), ()) for graph in graphs if graph.measured]
+    if measured and len(measured) == len(graphs) and all(plan.spans for _, plan, _ in measured):
         orders["measured"] = _order(measured)
     return orders
 
 
-def _order(plans: Sequence[tuple[GraphRecord, Plan]], memory: bool = False) -> Data:
-    """Graphs one behind the other; a span is lane, kind, begin and end in ns, node (of an idle one, the collective)."""
-    lanes = lanes_of(span for _, plan in plans for span in plan.spans)
+def _order(plans: Sequence[tuple[GraphRecord, Plan, Sequence[tuple[float, int]]]]) -> Data:
+    """Graphs one behind the other, each with its live memory, where that is known; a span is lane, kind, begin and end
+    in ns, node (of an idle one, the collective)."""
+    lanes = lanes_of(span for _, plan, _ in plans for span in plan.spans)
     spans: list[list[Any]] = []
     points: list[tuple[int, int]] = []
     borders: list[tuple[int, str]] = []
     offset_ns = 0.0
-    for graph, plan in plans:
+    for graph, plan, memory in plans:
         borders.append((round(offset_ns), graph.name))
         for span in plan.spans:
             if span.end_ns > span.start_ns:
                 begin, end = round(offset_ns + span.start_ns), round(offset_ns + span.end_ns)
                 spans.append([lanes.index(span.lane), KINDS.index(span.kind), begin, end, f"{graph.name}/{span.node}"])
-        if memory:
-            points += [(round(offset_ns + at_ns), size) for at_ns, size in thinned(graph.memory)]
+        points += [(round(offset_ns + at_ns), size) for at_ns, size in thinned(memory)]
         offset_ns += plan.step_ns
     data: Data = {"end": round(offset_ns), "lanes": lanes, "spans": spans, "borders": borders}
-    return {**data, "memory": points} if memory else data
+    return {**data, "memory": points} if points else data
 
 
 def thinned(memory: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:

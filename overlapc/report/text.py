@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from tabulate import tabulate
 
 from overlapc.report import compare
-from overlapc.report.advice import Exposure, exposures
+from overlapc.report.advice import Exposure, exposed_is_measured, exposures
 from overlapc.report.captures import captures_lines
 from overlapc.report.ledger import tokens_per_s
 from overlapc.report.limiting_factor import Spent, sources
@@ -157,8 +157,10 @@ def totals_text(step: StepRecord) -> str:
     lines += _measured_lines(step)
     lines += [f"step time    {ms(step.step_before_ns)} -> {ms(after)}; {bound_text(after, step.lower_bound_ns)}"]
     lines += [f"bound by     {why.why}", *([f"             try: {why.advice}"] if why.advice else [])]
-    lines += [f"exposed      {ms(exposed_before)} -> {ms(spent.exposed_ns)} of communication"]
-    worst = exposures(step)
+    seen = measured_step(step) if exposed_is_measured(step) else None
+    as_seen = "" if seen is None else f"; measured {ms(seen.exposed_ns)}:"
+    lines += [f"exposed      {ms(exposed_before)} -> {ms(spent.exposed_ns)} of communication{as_seen}"]
+    worst = exposures(step, measured=seen is not None)
     for exposure in worst[:_EXPOSURES_SHOWN]:
         lines += _exposure_lines(exposure)
     rest_ns = sum(exposure.exposed_ns for exposure in worst[_EXPOSURES_SHOWN:])

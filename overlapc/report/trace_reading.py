@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -58,6 +58,24 @@ class RunTimes:
     late_ns: float  # of the idle time: in which the host had yet to launch the next kernel
     nodes: Mapping[str, float]  # node -> ns, of all that were seen to run
     beside: Mapping[str, float]  # node -> the share of that in which communication (of a collective: compute) ran, too
+    stalls: Sequence[Stall] = ()  # the exposed communication, in order
+
+    @property
+    def exposed_by(self) -> Mapping[str, float]:
+        """Collective -> how long compute stands still for it, in ns."""
+        found: dict[str, float] = {}
+        for stall in self.stalls:
+            start, end = stall.interval
+            found[stall.collective] = found.get(stall.collective, 0.0) + end - start
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Compute stands still for a collective."""
+
+    collective: str
+    interval: Interval
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -183,30 +201,55 @@ def _runs(order: Sequence[Marked]) -> dict[str, list[list[Marked]]]:
     return runs
 
 
-def run_times(run: Sequence[Marked], communicates: Callable[[str], bool], on_device: bool) -> RunTimes:
-    """Totals of one run, and each node's own time. `communicates` tells a collective's name."""
-    work: dict[str, list[Interval]] = {}
-    compute: list[Interval] = []
-    comm: list[Interval] = []
-    for marked in run:
-        if marked.work:
-            # The parts of one collective may run at once; the kernels of one call follow each other.
-            work[marked.label.node] = merged(marked.work)
-            (comm if communicates(marked.label.node) else compute).extend(marked.work)
-    compute, comm = merged(compute), merged(comm)
-    nodes = {node: length(each) for node, each in work.items()}
+def run_times(run: Sequence[Marked], collective_of: Mapping[str, str], on_device: bool) -> RunTimes:
+    """Totals of one run, and each node's own time. collective_of: of starts and waits, the start's name."""
+    work = {marked.label.node: merged(marked.work) for marked in run if marked.work}
+    # The parts of one collective may run at once; the kernels of one call follow each other.
+    flights = {node: each for node, each in work.items() if node in collective_of}
+    compute = merged(span for node, each in work.items() if node not in collective_of for span in each)
+    comm = merged(span for each in flights.values() for span in each)
     computed, communicated = Covered.by(compute), Covered.by(comm)
-    beside = {node: (computed if communicates(node) else communicated).share(each) for node, each in work.items()}
+    beside = {node: (computed if node in flights else communicated).share(each) for node, each in work.items()}
     busy = merged([*compute, *comm])
     # On a CPU the host is the compute stream, and what it does between the nodes is part of the step.
     bounds = busy if on_device else merged([*busy, *(marked.host for marked in run)])
     step_ns = bounds[-1][1] - bounds[0][0] if bounds else 0.0
-    gaps = list(_gaps(run, communicates)) if on_device else []
-    exposed = length(busy) - length(compute) - communicated.met(gap.between for gap in gaps)
+    gaps = list(_gaps(run, collective_of)) if on_device else []
+    exposed = without(comm, merged([*compute, *(gap.between for gap in gaps)]))
+    exposed_ns = length(exposed)
     return RunTimes(
-        step_ns, length(compute), length(comm), exposed, step_ns - length(compute) - exposed,
-        sum(gap.late_ns for gap in gaps), nodes, beside,
+        step_ns, length(compute), length(comm), exposed_ns, step_ns - length(compute) - exposed_ns,
+        sum(gap.late_ns for gap in gaps), {node: length(each) for node, each in work.items()}, beside,
+        tuple(_stalls(run, collective_of, flights, exposed)),
     )  # fmt: skip
+
+
+def _stalls(
+    run: Sequence[Marked],
+    collective_of: Mapping[str, str],
+    flights: Mapping[str, Sequence[Interval]],
+    exposed: Sequence[Interval],
+) -> Iterator[Stall]:
+    """Exposed time by what is waited for: by the waits before the next kernel in their order, as far as their
+    collectives still run; else (a CPU's host is busy between two kernels) by what is in flight."""
+    waited: list[list[str]] = [[]]  # before each kernel, and behind the last
+    begins: list[float] = []  # of kernels
+    for marked in run:
+        collective = collective_of.get(marked.label.node)
+        if collective is None and marked.work:
+            begins.append(min(start for start, _ in marked.work))
+            waited.append([])
+        elif collective is not None and marked.label.how != "start":
+            waited[-1].append(collective)
+    for start, end in exposed:
+        for collective in waited[bisect_right(begins, start)]:
+            until = min(end, flights[collective][-1][1]) if collective in flights else start
+            if until > start:
+                yield Stall(collective, (start, until))
+                start = until
+        if start < end:
+            flying = [name for name, each in flights.items() if Covered.by(each).met([(start, end)])]
+            yield Stall(flying[0], (start, end))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,13 +260,13 @@ class _Gap:
     late_ns: float  # of it, before the host began to launch that next one
 
 
-def _gaps(run: Sequence[Marked], communicates: Callable[[str], bool]) -> Iterator[_Gap]:
+def _gaps(run: Sequence[Marked], collective_of: Mapping[str, str]) -> Iterator[_Gap]:
     """Between kernels of a device's compute stream, in the order of their launches."""
     end, waited = math.inf, False
     for marked in run:
         if marked.label.how == "start":
             continue
-        if marked.label.how == "wait" or communicates(marked.label.node):
+        if marked.label.how == "wait" or marked.label.node in collective_of:
             waited = True
             continue
         for number, (begin, until) in enumerate(merged(marked.work)):
@@ -283,6 +326,22 @@ class Covered:
             for at in range(max(0, bisect_right(self.starts, start) - 1), bisect_right(self.starts, end)):
                 met += max(0.0, min(end, self.intervals[at][1]) - max(start, self.starts[at]))
         return met
+
+
+def without(intervals: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """What of `intervals` is in none of `others`; both as `merged` makes them."""
+    left = []
+    starts = [start for start, _ in others]
+    for start, end in intervals:
+        for other_start, other_end in others[max(0, bisect_right(starts, start) - 1) :]:
+            if other_start >= end:
+                break
+            if other_start > start:
+                left.append((start, other_start))
+            start = max(start, other_end)
+        if start < end:
+            left.append((start, end))
+    return left
 
 
 def length(intervals: Iterable[Interval]) -> float:

@@ -68,7 +68,7 @@ def script(tmp_path):
 def test_a_script_is_planned_for_any_number_of_ranks_in_one_table(script, capsys, tmp_path):
     trace_rules.clear_lru_cache()  # as in a process that has compiled nothing
     path = script()
-    saved = tmp_path / "record.json"
+    saved = tmp_path / "plans.html"
     arguments = ["plan", str(path), "--world-size", "16,512", "--network", "400Gb/s", "--save", str(saved), "--", "2"]
     assert main(arguments) == 0
     text = capsys.readouterr().out
@@ -78,6 +78,7 @@ def test_a_script_is_planned_for_any_number_of_ranks_in_one_table(script, capsys
     few, many = (float(row[3]) for row in rows)  # exposed: 8 ranks of a group lie on two hosts, 256 on 64
     assert many > few
     assert "50 GB/s a GPU between hosts (--network 400Gb/s)" in text
+    assert "<td>512</td>" in saved.read_text()
     assert not dist.is_initialized()
     assert torch.empty(1).to("cpu").item() is not None  # torch is as it was
     add = torch.compile(lambda x: x + torch.tensor(2.0), backend="eager", fullgraph=True)

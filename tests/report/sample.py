@@ -76,6 +76,7 @@ FORWARD = GraphRecord(
         ),
     ),
     memory=((0.0, 2**20), (100_000.0, 3 * 2**20), (280_000.0, 2**20)),
+    memory_before=((0.0, 2**20), (100_000.0, 2 * 2**20), (280_000.0, 2**20)),
     passes=(PassRow("raise_collectives", 0.002, {"ag1": "%mm0 covers it"}),),
     kernels=1,
     externs=1,

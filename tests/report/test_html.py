@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from overlapc.report import html
+from overlapc.report import advice, html
 from overlapc.report.ledger import Ceiling, Ledger, bars, tiles, utilization
 from overlapc.report.model import Measured, Plan, Span, StepRecord
 from overlapc.report.page_data import page_data, sequence, thinned
@@ -148,6 +148,27 @@ def test_what_was_seen_of_a_step_comes_before_what_is_predicted_and_tokens_are_o
     for _, whole_ns, parts in (seen, predicted):
         assert sum(part.ns for part in parts) == pytest.approx(whole_ns)
     assert [part.kind for part in seen[2]] == ["extern", "idle", "gap", "host"]
+
+
+def test_what_to_do_follows_the_measurement_where_there_is_one():
+    """ag0 was predicted to be exposed for 100 us, ag1 for 20, rs0 not at all."""
+    hidden = replace(FORWARD.collectives[1], name="rs0", exposed_after_ns=0.0, causes=("HIDDEN",))
+    graph = replace(FORWARD, collectives=(*FORWARD.collectives, hidden))
+    exposed = {"ag0": 15e3, "ag1": 40e3, "rs0": 35e3}
+    seen = Measured(3, 300e3, 170e3, 200e3, 90e3, 40e3, late_ns=25e3, exposed=exposed)
+    step = StepRecord(graphs=(replace(graph, measured=seen),), calls={"forward": 2})
+    gains = {gain.why: (gain.ns, gain.measured) for gain in Ledger.of(step).gains}
+    assert gains == {
+        f"forward: {advice.MEMORY.why}": (80e3, True),
+        f"forward: {advice.UNFORESEEN.why}": (70e3, True),
+        "the device waits for the host's next launch": (50e3, True),
+        f"forward: {advice.BEGIN.why}": (30e3, True),
+    }
+    assert "<small>measured; try: overlapc calibrate --from" in html.render((step,))
+    assert "0.240 ms of communication; measured 0.180 ms:" in totals_text(step)
+    old = replace(step, graphs=(replace(graph, measured=replace(seen, exposed={})),))  # of a version that knew the sum
+    assert not any(gain.measured for gain in Ledger.of(old).gains)
+    assert "measured 0.180" not in totals_text(old).partition("exposed ")[2]
 
 
 def test_compute_is_divided_by_what_it_is():

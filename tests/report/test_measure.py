@@ -1,6 +1,7 @@
 """Traces are matched to nodes: a synthetic one of a GPU, real ones of a CPU."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -108,8 +109,36 @@ def test_a_gap_that_waits_for_no_collective_is_idle_whatever_flies_beside_it(tmp
     measured = with_trace(GRAPH, read_trace(path)).measured
     assert (measured.step_ns, measured.compute_ns) == (75 * US, 35 * US)
     assert measured.exposed_ns == 20 * US  # from the end of k2 to that of ag0, for which mm0 waits
+    assert measured.exposed == {"ag0": 20 * US}
+    assert [(span.node, span.start_ns, span.end_ns) for span in measured.spans if span.kind == "idle"] == [
+        ("ag0", 40 * US, 60 * US)
+    ]
     assert measured.idle_ns == (3 + 10 + 5 + 2) * US
     assert measured.late_ns == 5 * US
+
+
+def test_compute_stands_still_for_the_collective_that_the_next_kernel_waits_for(tmp_path):
+    """Two gathers, one behind the other; both waits come before mm0, and behind it nothing waits for the third."""
+    schedule = SCHEDULE.replace(
+        "k0 =", "ag1 = all_gather(p) @dp(4) : 4MiB 50us\nag2 = all_gather(p) @tp(4) : 4MiB 9us\nk0 ="
+    )
+    schedule = schedule.replace("w0 = wait(ag0)", "w0 = wait(ag0)\nw1 = wait(ag1)") + "w2 = wait(ag2)\n"
+    events = [
+        mark("start", "ag0", 0, 2), launch(0, 1), kernel(0, 100, 30, "ncclDevKernel_AllGather"),
+        mark("start", "ag1", 2, 2), launch(1, 3), kernel(1, 130, 40, "ncclDevKernel_AllGather"),
+        mark("start", "ag2", 4, 2), launch(2, 5), kernel(2, 110, 120, "ncclDevKernel_AllGather"),
+        mark("launch", "k0", 6, 3), launch(3, 7), kernel(3, 100, 20),
+        mark("wait", "w0", 10, 1), mark("wait", "w1", 11, 1),
+        mark("call", "mm0", 13, 5), launch(4, 14), kernel(4, 170, 30),
+        mark("wait", "w2", 20, 1),
+    ]  # fmt: skip
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    measured = with_trace(replace(GRAPH, schedule=schedule), read_trace(path)).measured
+    assert measured.exposed == {"ag0": 10 * US, "ag1": 40 * US, "ag2": 30 * US}
+    assert sum(measured.exposed.values()) == measured.exposed_ns == 80 * US
+    waits = [(span.node, span.start_ns, span.end_ns) for span in measured.spans if span.kind == "idle"]
+    assert waits == [("ag0", 20 * US, 30 * US), ("ag1", 30 * US, 70 * US), ("ag2", 100 * US, 130 * US)]
 
 
 def test_only_the_last_runs_count_when_asked(tmp_path):

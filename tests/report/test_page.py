@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from overlapc.report import plans
 from overlapc.report.model import GraphRecord, Plan, Span, StepRecord
 from overlapc.report.record import Report
 from tests.report.sample import FORWARD, REPORT
+from tests.report.test_plans import AXES, FOUND
 
 CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -100,6 +102,37 @@ def test_dragging_and_the_wheel_zoom_and_a_double_click_shows_the_whole_step(ope
     assert high - low == pytest.approx(0.18 * 0.8, abs=0.02)
     page.mouse.dblclick(x, y)
     assert shown_ms(page) == pytest.approx(whole)
+
+
+def test_memory_is_drawn_before_and_after_and_beside_the_budget(opened):
+    page = opened(REPORT)
+    assert page.evaluate("overlapcTimeline.memory()") == [3 * 2**20, 2 * 2**20, 4 * 2**20]
+    page.locator("#order-before").uncheck()
+    assert page.evaluate("overlapcTimeline.memory()") == [3 * 2**20, 4 * 2**20]
+
+
+def test_several_plans_are_a_plot_with_axes_and_units(browser, tmp_path):
+    path = tmp_path / "plans.html"
+    path.write_text(plans.page(AXES, FOUND, "assumed"))
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.goto(f"file://{path}")
+    assert page.evaluate("overlapcPlans.axes()") == ["GPUs", "tokens/s a GPU"]
+    assert page.evaluate("overlapcPlans.data()[0]") == [8, 64]
+    assert page.locator("#lines span").all_inner_texts() == ["no budget", "budget 70GiB"]
+    page.locator("#measure").select_option(label="step, ms")
+    assert page.evaluate("overlapcPlans.axes()") == ["GPUs", "step, ms"]
+    assert page.evaluate("overlapcPlans.data().slice(1)") == [[1, 2], [None, 2.5]]
+    box = page.locator("#plot .u-over").bounding_box()
+    page.mouse.move(box["x"] + 3, box["y"] + 100)
+    assert page.locator("#point").inner_text().split("\n") == [
+        "8 GPUs: step, ms", "no budget", "1", "budget 70GiB", "does not fit",
+    ]  # fmt: skip
+    page.set_viewport_size({"width": 390, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.close()
+    assert not wrong
 
 
 def test_tables_sort_and_filter(opened):

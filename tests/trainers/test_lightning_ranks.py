@@ -6,7 +6,6 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
