@@ -46,6 +46,7 @@ FOUR = (
     Case("tp-fsdp", dp=2, tp=2, layers=1),
     Case("hsdp-copies", dp=2, replicas=2, transport="copy", per_host=2, layers=1),
     Case("tp-fsdp-copies", dp=2, tp=2, transport="copy", layers=1),
+    Case("fsdp-hosts-copies", dp=4, transport="copy", per_host=2, layers=1),
 )
 
 
@@ -138,4 +139,4 @@ def check(outcomes: list[Any], cases: tuple[Case, ...]) -> None:
             assert seen["counters"]["collectives"] > 0
             assert (seen["counters"].get("collectives_by_copies", 0) > 0) == (case.transport == "copy")
             by_library = seen["counters"].get("collectives_not_by_copies", 0)
-            assert by_library > 0 or case.per_host is None, "replicas are on different hosts"
+            assert by_library > 0 or case.per_host is None, "what crosses hosts does not go by copies"

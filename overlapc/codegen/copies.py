@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from overlapc.errors import ScheduleError
-from overlapc.fx.exchange import EXCHANGE
+from overlapc.fx.exchange import EXCHANGE, blocks_of
 from overlapc.ir.ops import Start as StartOp
 from overlapc.runtime.copies.layout import Event, Layout, Release, Start, Take, check, place
 from overlapc.runtime.copies.pool import Form, GraphCopies, KeptCopies, Pool, Wanted
@@ -84,7 +84,8 @@ class Copying:
         shard_of = {whole: shard for shard, whole in lying.shards.items()}
         found: dict[str, Copied] = {}
         for group, of_group in self.groups.items():
-            copies = GraphCopies(pools[group], layouts[group], [form for _, form in of_group.starts])
+            forms, blocks = [form for _, form in of_group.starts], [_blocks(node) for node, _ in of_group.starts]
+            copies = GraphCopies(pools[group], layouts[group], forms, blocks)
             for index, (node, form) in enumerate(of_group.starts):
                 roots = [self.schedule.root(name) for name in node.writes]
                 held = frozenset(roots) if form.in_pool else frozenset()
@@ -165,6 +166,13 @@ def _form(node: Node, in_pool: bool) -> Form:
         assert in_pool, "the sum that reads an exchange stands in its graph"
         return Form.FROM_OTHERS
     return Form.EXCHANGED if in_pool else Form.TAKEN_OUT
+
+
+def _blocks(start: Node) -> int:
+    """Of how many blocks its tensors are, each of which is gathered or exchanged by itself."""
+    payload = start.payload
+    assert payload is None or isinstance(payload, StartOp)
+    return blocks_of(payload.call.target, payload.call.args) if payload is not None else 1
 
 
 def peak_with_pools(schedule: Schedule, shared_bytes: int | None = None) -> int:

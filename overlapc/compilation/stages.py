@@ -111,7 +111,7 @@ def _build(
     with phase("kernels"):
         call = make_callable(compiled, config, name, began, objects=objects, within=within, graph=graph)
     dumps.write("program", "wrapper", lambda: graph.text() if graph else compiled.text(name), suffix="py")
-    kept_now = key is not None and _keep(key, compiled, config)
+    kept_now = key is not None and planned.lasting and _keep(key, compiled, config)
     return Built(call, planned.result.after.step_ns, kept_now, graph.module if graph else None)
 
 

@@ -12,7 +12,7 @@ from overlapc.schedule.collective_kinds import KINDS
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _KINDS = {**{kind.op: kind.name for kind in KINDS.values()}, "shard_dim_alltoall": "all_to_all"}
-_OURS = {"exchange": "all_to_all"}  # in overlapc's own namespace
+_OURS = {"exchange": "all_to_all", "gather_blocks": "all_gather"}  # in overlapc's own namespace
 # The ops of the last three are unknown; all of them communicate.
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
 _NOT_COMMUNICATION = ("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group")

@@ -11,45 +11,82 @@ of the sums:
 
     r = wait(all_reduce(cast(g), "sum"))
  -> p = wait(exchange(flat(g))); s = cast(p[0]) + cast(flat(g)[1]) + ...; r = wait(all_gather(s))
+
+A group that has several ranks on each of several hosts first adds up within hosts; the library reduces across them what
+is left, a share for each rank of a host, in float32. Its gathers go the other way: shards of ranks that have the same
+place on their hosts across these, and all of that within a host.
+
+    r = wait(reduce_scatter(cast(g), "avg"))
+ -> p = wait(exchange(g, within, blocks=hosts)); s = cast(p[0]) + cast(g[1]) + ...
+    r = wait(reduce_scatter(s, "sum", across)) / ranks
+
+    w = wait(all_gather(p))
+ -> a = wait(all_gather(p, across)); w = wait(gather_blocks(a, within, blocks=hosts))
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from overlapc.fx.arguments import argument
+from overlapc.fx.arguments import argument, declared_arguments
 from overlapc.fx.node_writer import NodeWriter
 from overlapc.fx.versions import resolve_group
 
 aten, prims, _c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
 
 _library = torch.library.Library("overlapc", "FRAGMENT")
-_library.define("exchange(Tensor given, int ranks, str group_name) -> Tensor")
+_library.define("exchange(Tensor given, int ranks, str group_name, int blocks=1) -> Tensor")
+_library.define("gather_blocks(Tensor shard, int ranks, str group_name, int blocks) -> Tensor")
 EXCHANGE = torch.ops.overlapc.exchange.default
+GATHER_BLOCKS = torch.ops.overlapc.gather_blocks.default
 
 
-def _others(given: Tensor, ranks: int, group: str) -> Tensor:
+def _others(given: Tensor, ranks: int, group: str, blocks: int = 1) -> Tensor:
     return given.new_empty((given.shape[0] // ranks * (ranks - 1), *given.shape[1:]))
 
 
+def _gathered(shard: Tensor, ranks: int, group: str, blocks: int) -> Tensor:
+    return shard.new_empty((shard.shape[0] * ranks, *shard.shape[1:]))
+
+
+# These two are for a graph that runs as it stands: where copies run it, nothing is waited for in them.
+
+
 @torch.library.impl(_library, "exchange", "CompositeExplicitAutograd")
-def exchanged(given: Tensor, ranks: int, group: str) -> Tensor:
+def exchanged(given: Tensor, ranks: int, group: str, blocks: int = 1) -> Tensor:
     """What the other ranks have for this one in an all-to-all of equal parts, in order of rank; to be waited for.
 
-    This is for a graph that runs as it stands: where copies run it, nothing is waited for here.
+    blocks: `given` is of so many, each with a part for every rank; what a rank gets of another stays together.
     """
     rows = given.shape[0] // ranks
-    parts = _c10d.wait_tensor(_c10d.all_to_all_single(given, [rows] * ranks, [rows] * ranks, group))
+    sent = given.unflatten(0, (blocks, ranks, -1)).transpose(0, 1).flatten(0, 2).contiguous()
+    parts = _c10d.wait_tensor(_c10d.all_to_all_single(sent, [rows] * ranks, [rows] * ranks, group))
     own = dist.get_rank(resolve_group(group)) * rows
     return torch.cat([parts[:own], parts[own + rows :]])
 
 
+@torch.library.impl(_library, "gather_blocks", "CompositeExplicitAutograd")
+def gathered_blocks(shard: Tensor, ranks: int, group: str, blocks: int) -> Tensor:
+    """Each of the blocks that a shard is of, gathered by itself: block by block, in order of rank; to be waited for."""
+    parts = _c10d.wait_tensor(_c10d.all_gather_into_tensor(shard, ranks, group))
+    return parts.unflatten(0, (ranks, blocks, -1)).transpose(0, 1).flatten(0, 2).contiguous()
+
+
 torch.library.register_fake("overlapc::exchange", _others, lib=_library)
+torch.library.register_fake("overlapc::gather_blocks", _gathered, lib=_library)
+
+
+def blocks_of(target: Any, args: Sequence[Any]) -> int:
+    """Of how many blocks are the tensors of a collective, each of which is gathered or exchanged by itself."""
+    given = {declared.name: value for declared, value in declared_arguments(target, args, {})}
+    return int(given.get("blocks", 1))
+
 
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 # Ops that move elements and compute nothing, so that a cast may come after them as well as before.
@@ -66,10 +103,13 @@ REDUCTIONS = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
 
 
 class Place(NamedTuple):
-    """Which of how many ranks this one is."""
+    """Which of how many ranks this one is: of a group on one host, or of its ranks on this rank's host."""
 
     rank: int
     ranks: int
+    hosts: int = 1
+    within: str = ""  # of several hosts: torch's name of the group of these ranks
+    across: str = ""  # and of those that have this rank's place on every host
 
 
 def exchange_reductions(graph_module: fx.GraphModule, place_of: Callable[[fx.Node], Place | None]) -> int:
@@ -88,6 +128,18 @@ def exchange_reductions(graph_module: fx.GraphModule, place_of: Callable[[fx.Nod
         graph.lint()
         graph_module.recompile()
     return count
+
+
+def gather_by_hosts(start: fx.Node, place: Place) -> None:
+    """Rewrites a gather of a canonical graph, over several hosts: across these first."""
+    (wait,) = start.users
+    write = NodeWriter(start, start)
+    across = write.call(_c10d.all_gather_into_tensor.default, argument(start, 0), place.hosts, place.across)
+    arrived = write.call(_c10d.wait_tensor.default, across)
+    within = write.call(GATHER_BLOCKS, arrived, place.ranks, place.within, place.hosts)
+    wait.replace_all_uses_with(NodeWriter(wait, start).call(_c10d.wait_tensor.default, within))
+    wait.graph.erase_node(wait)
+    start.graph.erase_node(start)
 
 
 def travelling_bytes(start: fx.Node) -> int:
@@ -120,9 +172,10 @@ def _is_impure(node: fx.Node) -> bool:
 
 def _exchange(start: fx.Node, place: Place) -> None:
     (wait,) = start.users
-    rank, ranks = place
+    rank, ranks, hosts = place.rank, place.ranks, place.hosts
     how, whole = argument(start, 1), start.target is _c10d.all_reduce.default
-    group = argument(start, 2 if whole else 3)
+    group = place.within or argument(start, 2 if whole else 3)
+    blocks = [] if whole or hosts == 1 else [hosts]
     reduced: Tensor = argument(start, 0).meta["val"]
     dtype = reduced.dtype
     write = NodeWriter(start, start)
@@ -132,22 +185,24 @@ def _exchange(start: fx.Node, place: Place) -> None:
     elif not given.meta["val"].is_contiguous():
         given = write.call(aten.clone.default, given, memory_format=torch.contiguous_format)
     value: Tensor = given.meta["val"]
-    rows = value.shape[0] // ranks
-    sent = write.call(EXCHANGE, given, ranks, group)
+    rows = value.shape[0] // math.prod(blocks, start=ranks)
+    sent = write.call(EXCHANGE, given, ranks, group, *blocks)
     write = NodeWriter(wait, start)
     arrived = write.call(_c10d.wait_tensor.default, sent)
-    parts = write.call(aten.view.default, arrived, [ranks - 1, rows, *value.shape[1:]])
-    here = write.call(aten.view.default, given, [ranks, rows, *value.shape[1:]])
-    own = write.call(aten.select.int, here, 0, rank)
+    parts = write.call(aten.view.default, arrived, [ranks - 1, *blocks, rows, *value.shape[1:]])
+    here = write.call(aten.view.default, given, [*blocks, ranks, rows, *value.shape[1:]])
+    own = write.call(aten.select.int, here, len(blocks), rank)
     adds_in = torch.float64 if dtype == torch.float64 else torch.float32
     total: fx.Node | None = None
     for at in range(ranks):
         part = own if at == rank else write.call(aten.select.int, parts, 0, at - (at > rank))
         part = _cast(write, part, adds_in)
         total = part if total is None else write.call(aten.add.Tensor, total, part)
-    if how == "avg":
-        total = write.call(aten.div.Tensor, total, ranks)
     assert total is not None
+    if hosts > 1:
+        total = _across_hosts(write, total, place, whole=whole)
+    if how == "avg":
+        total = write.call(aten.div.Tensor, total, ranks * hosts)
     result = _cast(write, total, dtype)
     if whole:
         gathered = write.call(_c10d.all_gather_into_tensor.default, result, ranks, group)
@@ -158,6 +213,17 @@ def _exchange(start: fx.Node, place: Place) -> None:
     wait.replace_all_uses_with(result)
     wait.graph.erase_node(wait)
     start.graph.erase_node(start)
+
+
+def _across_hosts(write: NodeWriter, total: fx.Node, place: Place, *, whole: bool) -> fx.Node:
+    """What ranks of this host have in sum, added up across hosts: all of it, or this host's block."""
+    if whole:
+        started = write.call(_c10d.all_reduce.default, total, "sum", place.across)
+    else:
+        shape = total.meta["val"].shape
+        flat = write.call(aten.view.default, total, [shape[0] * shape[1], *shape[2:]])
+        started = write.call(_c10d.reduce_scatter_tensor.default, flat, "sum", place.hosts, place.across)
+    return write.call(_c10d.wait_tensor.default, started)
 
 
 def _in_parts(write: NodeWriter, node: fx.Node, ranks: int) -> fx.Node:

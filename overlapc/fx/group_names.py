@@ -11,6 +11,8 @@ from overlapc.fx.communication import group_of, is_collective, kind_of
 from overlapc.fx.labels import label_of
 from overlapc.fx.versions import resolve_group
 
+OURS = "overlapc_"  # how torch's description of a group begins that overlapc made; its name in schedules follows
+
 
 def ranks_of(group: str) -> tuple[int, ...]:
     """Global ranks of a process group by its name."""
@@ -20,10 +22,11 @@ def ranks_of(group: str) -> tuple[int, ...]:
 class GroupNames:
     """Names of a graph's process groups that are equal on all ranks, and differ between groups.
 
-    torch's own names count up per process and so differ between ranks. A group is called by, in this order:
-    the mesh axis that `fully_shard` wrote on its nodes; the axis that `DeviceMesh` wrote into the group's
-    description; "world"; its shape, such as "2x4" for two ranks that are four apart. Of two groups with the
-    same axis name all but the first (in graph order, which ranks share) get their shape appended: "tp.2x4".
+    torch's own names count up per process and so differ between ranks. A group is called by, in this order: the
+    name that overlapc gave it; the mesh axis that `fully_shard` wrote on its nodes; the axis that `DeviceMesh`
+    wrote into the group's description; "world"; its shape, such as "2x4" for two ranks that are four apart. Of two
+    groups with the same axis name all but the first (in graph order, which ranks share) get their shape appended:
+    "tp.2x4".
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -44,7 +47,7 @@ class GroupNames:
         self._ranks = {group: ranks_of(group) for group in order}
         taken: dict[str, int] = {}
         for group in order:
-            name = axis_of.get(group) or _described(group)
+            name = _ours(group) or axis_of.get(group) or _described(group)
             count = taken.get(name, 0)
             taken[name] = count + 1
             if count:
@@ -58,6 +61,11 @@ class GroupNames:
     def ranks(self, group: str) -> tuple[int, ...]:
         """Global ranks of a group; KeyError likewise."""
         return self._ranks[group]
+
+
+def _ours(group: str) -> str:
+    description: str = resolve_group(group).group_desc
+    return description.removeprefix(OURS) if description.startswith(OURS) else ""
 
 
 def _described(group: str) -> str:

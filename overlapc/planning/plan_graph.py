@@ -86,6 +86,7 @@ class Planned:
     attention: Mapping[str, int] = field(default_factory=dict)  # what the report says of it, and of how many calls
     attention_counts: Mapping[str, int] = field(default_factory=dict)
     agreed: Agreed | None = None  # what ranks agreed on, of a graph that communicates
+    lasting: bool = True  # False for a graph that communicates over process groups which were made for it
 
 
 def plan_graph(
@@ -222,7 +223,7 @@ def _stages(
         return replace(planned, not_copied={", ".join(sorted(transports.groups)): str(error).splitlines()[0]})
     if planned.agreed is not None and copies:
         planned = replace(planned, agreed=replace(planned.agreed, copies=transports.agreed))
-    return replace(planned, copies=copies, not_copied=transports.reasons)
+    return replace(planned, copies=copies, not_copied=transports.reasons, lasting=not transports.divides)
 
 
 def _check_budget(schedule: Schedule) -> None:
@@ -256,7 +257,7 @@ def _scheduled(
 ) -> Planned | None:
     """The stages once it is known what may carry collectives, up to the agreement on their order."""
     communication = _described(carried(gm, config.safe_communication, transports))
-    if transports.exchanges:
+    if transports.rewritten:
         dumps.write("fx", "exchanged", lambda: gm.print_readable(print_output=False))
     with phase("lowering"):
         lowered = _lowered(gm, name, config, communication, agreement)

@@ -2,6 +2,7 @@
 
 Copies are slower for little data, as ranks wait for each other's flags. So what a unit of `fully_shard` gathers, or
 reduces, goes by copies where these take less, by the profile's times of copies; a profile without any says nothing.
+What a group of several hosts does is divided: copies within each host, the group's library across hosts.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.from_profile import from_profile
 from overlapc.fx.arguments import argument
 from overlapc.fx.collectives import Collective, find_collectives
-from overlapc.fx.communication import group_of, is_asynchronous
-from overlapc.fx.exchange import EXCHANGE, Place, exchange_reductions, refusal, travelling_bytes
+from overlapc.fx.communication import group_of
+from overlapc.fx.exchange import EXCHANGE, Place, exchange_reductions, gather_by_hosts, refusal, travelling_bytes
+from overlapc.planning.host_groups import divided, hosts_of, process_groups
 from overlapc.runtime.copies.command_queues import unsupported
 from overlapc.runtime.copies.commands import MOST_RANKS
 from overlapc.runtime.copies.layout import Layout, common, from_text, to_text
@@ -38,6 +40,7 @@ from overlapc.schedule.model import Comm, Kind, Schedule
 from overlapc.schedule.model import Node as ScheduleNode
 
 AUTO, LIBRARY_ONLY = "auto", "nccl"  # of `Config.transport`
+GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 REDUCTIONS = ("reduce_scatter", "all_reduce")  # that an exchange and a sum can take the place of
 
 
@@ -63,7 +66,8 @@ class Transports:
     places: Mapping[int, Mapping[str, object]] = field(default_factory=dict)  # of each rank
     none: str = ""  # reason why no collective of the graph goes by copies; "" if some may, or none was asked to
     wanted: bool = False
-    exchanges: Collection[Node] = ()  # made of reductions here
+    rewritten: bool = False  # collectives of the graph became others that copies can carry
+    divides: bool = False  # groups of several hosts among them
     profile: DeviceProfile = IDEAL
     chooses: bool = False  # transport=auto: what costs less by the group's library stays there
     library: frozenset[Unit] = frozenset()  # what is moved faster by the group's library
@@ -108,7 +112,7 @@ class Transports:
         device = None if reason else next(iter(devices))
         if agreement is None:
             return cls(none=reason, wanted=True)
-        mine = {"reason": reason, **({} if device is None else _place(device))}
+        mine = {"reason": reason, "groups": process_groups(), **({} if device is None else _place(device))}
         if config.ranks_per_host is not None:
             mine["host"] = f"{mine.get('host')}, {dist.get_rank() // config.ranks_per_host}"
         told = [json.loads(text) for text in agreement.tell("what can carry collectives", json.dumps(mine))]
@@ -140,35 +144,73 @@ class Transports:
         """What a graph may use that goes by what ranks agreed on about one with the same collectives."""
         return cls(agreed.device, None, agreed.places, wanted=True, library=agreed.library, agreed=agreed)
 
-    def exchange(self, gm: GraphModule, found: Sequence[Collective]) -> None:
-        """Makes an exchange and a sum of each reduction that can be one and that copies can carry."""
+    def rewrite(self, gm: GraphModule, found: Sequence[Collective]) -> None:
+        """Makes of collectives what copies can carry: an exchange and a sum of a reduction, and of what a group of
+        several hosts does a part within each and one across them."""
         if not self.wanted or self.none:
             return
         if self.chooses and self.agreed is None:
             self.library = by_library([(each.comm, self._by_copies(each)) for each in found], self.profile)
-        takes = {
-            each.start: Place(each.comm.ranks.index(dist.get_rank()), each.comm.size)
-            for each in found
-            if each.comm.collective in REDUCTIONS
-            and unit_of(each.comm) not in self.library
-            and self._refused(each.start, each.comm.ranks) is None
-        }
-        before = set(gm.graph.nodes)
-        exchange_reductions(gm, takes.get)
-        self.exchanges = {node for node in gm.graph.nodes if node not in before and is_asynchronous(node)}
+        places = {each.start: place for each in found for place in [self._place(each)] if place is not None}
+        gathers = [start for start, place in places.items() if start.target is GATHER and place.hosts > 1]
+        for start in gathers:
+            gather_by_hosts(start, places[start])
+        self.divides = any(place.hosts > 1 for place in places.values())
+        self.rewritten = exchange_reductions(gm, places.get) > 0 or bool(gathers)
+
+    def _place(self, each: Collective) -> Place | None:
+        """This rank's among those that a collective is rewritten for; None for one that stays as it is."""
+        comm = each.comm
+        if unit_of(comm) in self.library or comm.collective not in (*REDUCTIONS, "all_gather"):
+            return None
+        if self._refused(each.start, comm.ranks) is None:
+            return Place(comm.ranks.index(dist.get_rank()), comm.size)
+        hosts = self._hosts(each)
+        if hosts is None:
+            return None
+        groups = divided(group_of(each.start) or "", comm.group, hosts, alone=self.agreed is not None)
+        if groups is None:
+            return None
+        own = groups.ranks_within.index(dist.get_rank())
+        return Place(own, len(groups.ranks_within), len(hosts), groups.within, groups.across)
+
+    def _hosts(self, each: Collective) -> list[tuple[int, ...]] | None:
+        """The ranks of each host, if a collective can be divided into a part within each and one across them."""
+        start, ranks = each.start, each.comm.ranks
+        if len(each.waits) != 1 or self._shapeless(start, len(ranks)) or any(rank not in self.places for rank in ranks):
+            return None
+        if not argument(start, 0).meta["val"].dim() or (each.comm.collective in REDUCTIONS and refusal(start)):
+            return None
+        hosts = hosts_of(ranks, lambda rank: self.places[rank]["host"])
+        if hosts is None or len({self.places[rank].get("groups") for rank in ranks}) > 1:
+            return None
+        device = argument(start, 0).meta["val"].device
+        return None if any(self._apart(of_one, device) for of_one in hosts) else hosts
 
     def _by_copies(self, each: Collective) -> Sequence[Comm]:
-        """The collectives by copies that would replace `each`; none if it cannot go by copies."""
+        """What would replace `each`, with what copies can carry by copies; nothing if they can carry none of it."""
         comm = each.comm
-        if self._refused(each.start, comm.ranks) is not None:
+        hosts = [comm.ranks] if self._refused(each.start, comm.ranks) is None else self._hosts(each)
+        if hosts is None:
             return []
-        if comm.collective == "all_gather" or (comm.collective == "all_to_all" and _even(each)):
+        within, across = comm, comm
+        if len(hosts) > 1:
+            mine, own = next((ranks, ranks.index(dist.get_rank())) for ranks in hosts if dist.get_rank() in ranks)
+            group = comm.group
+            within = replace(comm, group=f"{group}_within", ranks=mine, size=len(mine))
+            ranks_across = tuple(ranks[own] for ranks in hosts)
+            share = comm.bytes // len(mine)
+            across = replace(comm, group=f"{group}_across", ranks=ranks_across, size=len(hosts), bytes=share)
+        beside = [across] if len(hosts) > 1 else []
+        gather = replace(within, collective="all_gather", via=COPY)
+        if comm.collective == "all_gather":
+            return [*beside, gather]
+        if comm.collective == "all_to_all" and len(hosts) == 1 and _even(each):
             return [replace(comm, via=COPY)]
         if comm.collective not in REDUCTIONS:
             return []
-        exchange = replace(comm, collective="all_to_all", via=COPY, bytes=travelling_bytes(each.start))
-        gathers = [replace(comm, collective="all_gather", via=COPY)] if comm.collective == "all_reduce" else []
-        return [exchange, *gathers]
+        exchange = replace(within, collective="all_to_all", via=COPY, bytes=travelling_bytes(each.start))
+        return [exchange, *beside, *([gather] if comm.collective == "all_reduce" else [])]
 
     def chosen(self, found: Sequence[Collective]) -> list[Collective]:
         """The collectives, each with what carries it."""
@@ -190,7 +232,7 @@ class Transports:
             return "so little is moved faster by the group's library"
         if each.synchronous or kind is None:
             return "not a collective that is started and waited for"
-        if each.start not in self.exchanges and kind.name in REDUCTIONS:
+        if kind.name in REDUCTIONS:
             return refusal(each.start) or self._refused(each.start, each.comm.ranks) or "its op takes a list of tensors"
         if not kind.by_copies:
             return f"{kind.name} is not done by copies yet"
@@ -202,21 +244,28 @@ class Transports:
 
     def _refused(self, start: Node, ranks: Sequence[int]) -> str | None:
         """Reason why copies cannot reach all ranks of this collective."""
+        return self._shapeless(start, len(ranks)) or self._apart(ranks, argument(start, 0).meta["val"].device)
+
+    def _shapeless(self, start: Node, ranks: int) -> str | None:
+        """Reason why what a collective moves cannot be divided among ranks."""
         value = argument(start, 0).meta.get("val") if isinstance(argument(start, 0), Node) else None
         if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
             return "its size is symbolic"
-        if start.target is torch.ops._c10d_functional.all_reduce.default and value.numel() < len(ranks):
+        if start.target is torch.ops._c10d_functional.all_reduce.default and value.numel() < ranks:
             return "it has fewer elements than ranks"
-        return self._apart(ranks, value.device)
+        return None
 
     def _apart(self, ranks: Sequence[int], device: torch.device) -> str | None:
         """Reason why copies cannot reach all of these ranks."""
-        if not 1 < len(ranks) <= MOST_RANKS or any(rank not in self.places for rank in ranks):
-            return f"its group has {len(ranks)} ranks"
-        places = [self.places[rank] for rank in ranks]
-        if len({place["host"] for place in places}) > 1:
+        known = [self.places[rank] for rank in ranks if rank in self.places]
+        hosts = len({place["host"] for place in known})
+        if hosts == len(ranks) > 1:
+            return "its ranks are on different hosts"
+        if hosts > 1:
             return "its group spans several hosts"
-        if len({place["device"] for place in places}) < len(places) and device.type != "cpu":
+        if not 1 < len(ranks) <= MOST_RANKS or len(known) < len(ranks):
+            return f"its group has {len(ranks)} ranks"
+        if len({place["device"] for place in known}) < len(known) and device.type != "cpu":
             return "ranks of its group share a GPU"
         return None
 
@@ -301,8 +350,11 @@ def by_library(collectives: Sequence[tuple[Comm, Sequence[Comm]]], profile: Devi
     found = set()
     for unit, members in units.items():
         library_ns = _cost_ns([comm for comm, _ in members], profile)
-        copies_ns = [_cost_ns(launch, profile) for launch in zip(*(by_copies for _, by_copies in members), strict=True)]
-        if library_ns < sum(copies_ns):
+        by_queue: dict[str, float] = {}  # launches on different queues overlap with those of other units
+        for launch in zip(*(by_copies for _, by_copies in members), strict=True):
+            queue = launch[0].queue
+            by_queue[queue] = by_queue.get(queue, 0.0) + _cost_ns(launch, profile)
+        if library_ns < max(by_queue.values()):
             found.add(unit)
     return frozenset(found)
 
@@ -344,5 +396,5 @@ def _place(device: torch.device) -> dict[str, object]:
 
 def carried(gm: GraphModule, safe: frozenset[str], transports: Transports) -> list[Collective]:
     """Every launch of a canonical graph with what carries it; reductions that copies carry are rewritten first."""
-    transports.exchange(gm, find_collectives(gm.graph, safe))
+    transports.rewrite(gm, find_collectives(gm.graph, safe))
     return transports.chosen(find_collectives(gm.graph, safe))

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from overlapc.fx.exchange import EXCHANGE, Place, exchange_reductions, refusal, travelling_bytes
+from overlapc.fx.communication import is_asynchronous
+from overlapc.fx.exchange import EXCHANGE, Place, exchange_reductions, gather_by_hosts, refusal, travelling_bytes
 from tests.worlds import fake_world
 
 _c10d = torch.ops._c10d_functional
@@ -109,6 +110,47 @@ def test_an_all_reduce_is_an_exchange_a_sum_and_a_gather(shape):
     result = gm.graph.output_node().args[0].meta["val"]
     assert (result.shape, result.dtype) == (x.shape, torch.float32)
     assert ops(gm)["add"] == RANKS - 1
+
+
+HOSTS = Place(1, RANKS // 2, hosts=2, within="", across="")
+
+
+def over_hosts(function, x: Tensor) -> fx.GraphModule:
+    """A collective of four ranks on two hosts, divided."""
+    with fake_world(RANKS) as group:
+        place = HOSTS._replace(within=group, across=group)
+        gm = make_fx(lambda x: function(x, group), tracing_mode="fake")(x)
+        if exchange_reductions(gm, lambda start: place) == 0:
+            (gather,) = gm.graph.find_nodes(op="call_function", target=_c10d.all_gather_into_tensor.default)
+            gather_by_hosts(gather, place)
+    gm.graph.lint()
+    return gm
+
+
+def collectives(gm: fx.GraphModule) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """What is moved, in order."""
+    return [
+        (node.target._opname, tuple(node.args[0].meta["val"].shape), node.args[0].meta["val"].dtype)
+        for node in gm.graph.nodes
+        if is_asynchronous(node)
+    ]
+
+
+def test_a_group_of_several_hosts_adds_up_within_them_first_and_gathers_across_them_first():
+    x = torch.randn(12, 3, dtype=torch.bfloat16)
+    gm = over_hosts(lambda x, group: reduced(x.float(), group), x)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert collectives(gm) == [("exchange", (12, 3), bf16), ("reduce_scatter_tensor", (6, 3), fp32)]
+    (division,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.div.Tensor)
+    assert division.args[1] == RANKS
+    assert gm.graph.output_node().args[0].meta["val"].shape == (3, 3)
+    gm = over_hosts(lambda x, group: _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, RANKS, group)), x)
+    assert collectives(gm) == [("all_gather_into_tensor", (12, 3), bf16), ("gather_blocks", (24, 3), bf16)]
+    assert gm.graph.output_node().args[0].meta["val"].shape == (48, 3)
+    gm = over_hosts(lambda x, group: _c10d.wait_tensor(_c10d.all_reduce(x.float(), "sum", group)), x)
+    assert collectives(gm) == [
+        ("exchange", (36,), bf16), ("all_reduce", (18,), fp32), ("all_gather_into_tensor", (18,), fp32)
+    ]  # fmt: skip
 
 
 def test_what_is_not_contiguous_is_reduced_by_the_library():

@@ -10,11 +10,13 @@ starts them: 1, 2, ... the same on all ranks. At its head lie three flags for ev
 All only grow, and collectives run in order on one queue, so a wait for `flag >= number` needs no reset and no lock.
 Each tensor that a collective brings lies in a slot, the same on all ranks, and is read there: each part is *pushed*
 from where it lies to the slot of whoever needs it, which for a gather is everybody and for an exchange (all-to-all) its
-owner. What a rank has for itself is best not copied at all: the kernel that makes a shard writes it to its place in the
-slot, and whoever adds up parts reads this rank's own where it lies. Where a result outlives the graph, a gather is
-*pulled* instead (the shard goes to this rank's slot, and peers copy it from there to memory of theirs), and what an
-exchange pushed is *taken out* of the slot when it is there. Peers are served in turn from rank + 1: no two ranks copy
-to (or from) the same one at a time. What a rank copies to itself may be on its way beside that.
+owner. A tensor of several blocks is gathered, or exchanged, block by block: its parts are as many pieces, which is how
+the ranks of one host serve a group of several hosts. What a rank has for itself is best not copied at all: the kernel
+that makes a shard writes it to its place in the slot, and whoever adds up parts reads this rank's own where it lies.
+Where a result outlives the graph, a gather is *pulled* instead (the shard goes to this rank's slot, and peers copy it
+from there to memory of theirs), and what an exchange pushed is *taken out* of the slot when it is there. Peers are
+served in turn from rank + 1: no two ranks copy to (or from) the same one at a time. What a rank copies to itself may be
+on its way beside that.
 """
 
 from __future__ import annotations
@@ -57,11 +59,12 @@ class Until(NamedTuple):
 Command: TypeAlias = Copy | Post | Until
 
 
-class Piece(NamedTuple):
-    """A tensor of this rank: its address and bytes."""
+class Given(NamedTuple):
+    """A tensor of this rank: its address and bytes, and of how many blocks it is, each gathered or exchanged alone."""
 
     address: int
     bytes: int
+    blocks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,90 +108,123 @@ def aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def gather(at: Places, turn: Turn, shards: Sequence[Piece]) -> Iterator[Command]:
-    """The shards of all ranks lie in this rank's slots, in order of rank. A shard of its own may lie there already."""
-    sources = [_Source(shard.address, 0, shard.bytes, slot) for shard, slot in zip(shards, turn.slots, strict=True)]
-    yield from _begin(at, turn)
-    for address, _, part, slot in sources:
-        own = at.bases[at.rank] + slot + at.rank * part
-        if address != own:
-            yield Copy(own, address, part, own=True)
-    yield from _pushed(at, turn, sources, lambda peer: at.rank)
-
-
-def exchange(at: Places, turn: Turn, tensors: Sequence[Piece]) -> Iterator[Command]:
-    """Part r of each tensor goes to rank r; the parts for this rank lie in its slots in order of rank."""
-    sources = _parts(at, turn, tensors)
-    yield from _begin(at, turn)
-    for address, step, part, slot in sources:
-        yield Copy(at.bases[at.rank] + slot + at.rank * part, address + at.rank * step, part, own=True)
-    yield from _pushed(at, turn, sources, lambda peer: at.rank)
-
-
-def exchange_with_others(at: Places, turn: Turn, tensors: Sequence[Piece]) -> Iterator[Command]:
-    """As `exchange`, but without a copy of the part that this rank has for itself; its slots hold the peers' parts."""
-    yield from _begin(at, turn)
-    yield from _pushed(at, turn, _parts(at, turn, tensors), lambda peer: at.rank - (at.rank > peer))
-
-
-class _Source(NamedTuple):
-    """What a rank sends of one tensor: the part for rank r lies r steps behind the address."""
+class _Pieces(NamedTuple):
+    """A part of a tensor: one piece a block, `step` bytes apart."""
 
     address: int
     step: int
-    bytes: int  # of a part
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One tensor of a collective: what this rank sends of it, and how what is brought lies."""
+
+    given: Given
     slot: int  # offset
+    ranks: int
+    shares: bool  # each rank gets a part of its own; else all get the same
+
+    @property
+    def piece_bytes(self) -> int:
+        return self.given.bytes // self.given.blocks // (self.ranks if self.shares else 1)
+
+    def for_rank(self, rank: int) -> _Pieces:
+        """What this rank has for another."""
+        size, address = self.piece_bytes, self.given.address
+        return _Pieces(address + rank * size, self.ranks * size) if self.shares else _Pieces(address, size)
+
+    def brought(self, address: int, place: int) -> _Pieces:
+        """The `place`-th part of what is brought to an address: a piece in each block of a shard, all of a share."""
+        size = self.piece_bytes
+        if self.shares:
+            return _Pieces(address + place * size * self.given.blocks, size)
+        return _Pieces(address + place * size, self.ranks * size)
+
+    def copies(self, target: _Pieces, source: _Pieces, own: bool = False) -> Iterator[Copy]:
+        """Of all pieces of a part."""
+        for block in range(self.given.blocks):
+            to, of = target.address + block * target.step, source.address + block * source.step
+            yield Copy(to, of, self.piece_bytes, own)
 
 
-def _parts(at: Places, turn: Turn, tensors: Sequence[Piece]) -> list[_Source]:
-    sizes = [tensor.bytes // len(at.bases) for tensor in tensors]
-    given = zip(tensors, sizes, turn.slots, strict=True)
-    return [_Source(tensor.address, part, part, slot) for tensor, part, slot in given]
+def _tensors(at: Places, turn: Turn, given: Sequence[Given], *, shares: bool) -> list[_Tensor]:
+    return [_Tensor(each, slot, len(at.bases), shares) for each, slot in zip(given, turn.slots, strict=True)]
 
 
-def _pushed(at: Places, turn: Turn, sources: Sequence[_Source], place: Callable[[int], int]) -> Iterator[Command]:
+def gather(at: Places, turn: Turn, shards: Sequence[Given]) -> Iterator[Command]:
+    """The shards of all ranks lie in this rank's slots, in order of rank. A shard of its own may lie there already."""
+    tensors = _tensors(at, turn, shards, shares=False)
+    yield from _begin(at, turn)
+    for tensor in tensors:
+        own = tensor.brought(at.bases[at.rank] + tensor.slot, at.rank)
+        if tensor.given.address != own.address:
+            yield from tensor.copies(own, tensor.for_rank(at.rank), own=True)
+    yield from _pushed(at, turn, tensors, lambda peer: at.rank)
+
+
+def exchange(at: Places, turn: Turn, given: Sequence[Given]) -> Iterator[Command]:
+    """Part r of each tensor goes to rank r; the parts for this rank lie in its slots in order of rank."""
+    tensors = _tensors(at, turn, given, shares=True)
+    yield from _begin(at, turn)
+    for tensor in tensors:
+        own = tensor.brought(at.bases[at.rank] + tensor.slot, at.rank)
+        yield from tensor.copies(own, tensor.for_rank(at.rank), own=True)
+    yield from _pushed(at, turn, tensors, lambda peer: at.rank)
+
+
+def exchange_with_others(at: Places, turn: Turn, given: Sequence[Given]) -> Iterator[Command]:
+    """As `exchange`, but without a copy of the part that this rank has for itself; its slots hold the peers' parts."""
+    yield from _begin(at, turn)
+    yield from _pushed(at, turn, _tensors(at, turn, given, shares=True), lambda peer: at.rank - (at.rank > peer))
+
+
+def _pushed(at: Places, turn: Turn, tensors: Sequence[_Tensor], place: Callable[[int], int]) -> Iterator[Command]:
     """place: how many parts lie in front of this rank's in the slot of a peer."""
-    yield from _sent(at, turn, sources, place)
+    yield from _sent(at, turn, tensors, place)
     for peer in at.peers:
         yield Until(at.sent(at.rank, peer), turn.number, peer, "sent its part")
 
 
-def _sent(at: Places, turn: Turn, sources: Sequence[_Source], place: Callable[[int], int]) -> Iterator[Command]:
+def _sent(at: Places, turn: Turn, tensors: Sequence[_Tensor], place: Callable[[int], int]) -> Iterator[Command]:
     for peer in at.peers:
-        for address, step, part, slot in sources:
-            yield Copy(at.bases[peer] + slot + place(peer) * part, address + peer * step, part)
+        for tensor in tensors:
+            there = tensor.brought(at.bases[peer] + tensor.slot, place(peer))
+            yield from tensor.copies(there, tensor.for_rank(peer))
         yield Post(at.sent(peer, at.rank), turn.number)
 
 
-def exchange_taken_out(at: Places, turn: Turn, tensors: Sequence[Piece], results: Sequence[int]) -> Iterator[Command]:
+def exchange_taken_out(at: Places, turn: Turn, given: Sequence[Given], results: Sequence[int]) -> Iterator[Command]:
     """As `exchange`, and the parts for this rank end at `results`, outside of the slots."""
-    sources = _parts(at, turn, tensors)
+    tensors = _tensors(at, turn, given, shares=True)
     yield from _begin(at, turn)
-    for (address, step, part, _), result in zip(sources, results, strict=True):
-        yield Copy(result + at.rank * part, address + at.rank * step, part, own=True)
-    yield from _sent(at, turn, sources, lambda peer: at.rank)
+    for tensor, result in zip(tensors, results, strict=True):
+        yield from tensor.copies(tensor.brought(result, at.rank), tensor.for_rank(at.rank), own=True)
+    yield from _sent(at, turn, tensors, lambda peer: at.rank)
     for peer in at.peers:
         yield Until(at.sent(at.rank, peer), turn.number, peer, "sent its part")
-        for (_, _, part, slot), result in zip(sources, results, strict=True):
-            yield Copy(result + peer * part, at.bases[at.rank] + slot + peer * part, part)
+        for tensor, result in zip(tensors, results, strict=True):
+            arrived = tensor.brought(at.bases[at.rank] + tensor.slot, peer)
+            yield from tensor.copies(tensor.brought(result, peer), arrived)
 
 
-def pulled_gather(at: Places, turn: Turn, shards: Sequence[Piece], results: Sequence[int]) -> Iterator[Command]:
+def pulled_gather(at: Places, turn: Turn, shards: Sequence[Given], results: Sequence[int]) -> Iterator[Command]:
     """`results` are the addresses, outside of the slots, that the shards of all ranks go to, in order of rank.
 
     It is done when the peers have fetched this rank's shard, too: then its slot may be written by whoever comes next.
     """
+    tensors = _tensors(at, turn, shards, shares=False)
     yield from _begin(at, turn)
-    for shard, result in zip(shards, results, strict=True):
-        yield Copy(result + at.rank * shard.bytes, shard.address, shard.bytes, own=True)
-    for shard, slot in zip(shards, turn.slots, strict=True):
-        yield Copy(at.bases[at.rank] + slot, shard.address, shard.bytes)
+    for tensor, result in zip(tensors, results, strict=True):
+        yield from tensor.copies(tensor.brought(result, at.rank), tensor.for_rank(at.rank), own=True)
+    for tensor in tensors:
+        yield Copy(at.bases[at.rank] + tensor.slot, tensor.given.address, tensor.given.bytes)
     for peer in at.peers:
         yield Post(at.sent(peer, at.rank), turn.number)
     for peer in at.peers:
         yield Until(at.sent(at.rank, peer), turn.number, peer, "sent its shard")
-        for shard, slot, result in zip(shards, turn.slots, results, strict=True):
-            yield Copy(result + peer * shard.bytes, at.bases[peer] + slot, shard.bytes)
+        for tensor, result in zip(tensors, results, strict=True):
+            shard = _Pieces(at.bases[peer] + tensor.slot, tensor.piece_bytes)
+            yield from tensor.copies(tensor.brought(result, peer), shard)
         yield Post(at.fetched(peer, at.rank), turn.number)
     for peer in at.peers:
         yield Until(at.fetched(at.rank, peer), turn.number, peer, "fetched this rank's shard")

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from overlapc.errors import CompileError, NoSharedMemory, OverlapcError, PeerLost
 from overlapc.runtime.copies import commands
 from overlapc.runtime.copies.command_queues import Queue, queue_on
-from overlapc.runtime.copies.commands import Piece, Turn
+from overlapc.runtime.copies.commands import Given, Turn
 from overlapc.runtime.copies.layout import Layout
 from overlapc.runtime.copies.shared_memory import Memory, Offer, offer
 
@@ -170,15 +170,16 @@ def _pool(wanted: Wanted, device: torch.device) -> Pool:
     key = (wanted.group, device)
     pool = _pools.get(key)
     if pool is None or pool.ranks != wanted.ranks:
-        pool = _pools[key] = Pool(wanted.group, wanted.name, wanted.ranks, device, _timeout_s(wanted.group))
+        pool = _pools[key] = Pool(wanted.group, wanted.name, wanted.ranks, device, timeout_s(wanted.group))
     return pool
 
 
-def _timeout_s(group: str) -> float:
+def timeout_s(group: str) -> float:
     """How long a rank waits for another in a collective: the timeout of the process group."""
     found: Any = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     backends = [found._get_backend(device) for device in found._device_types]
-    return float(max(each.options._timeout.total_seconds() for each in backends))
+    limits = [each.options._timeout for each in backends if each.options is not None]  # torch's fake backend has none
+    return float(max(limits, default=distributed_c10d.default_pg_timeout).total_seconds())
 
 
 class Form(Enum):
@@ -211,6 +212,7 @@ class KeptCopies:
     ranks: tuple[int, ...]
     layout: Layout
     forms: tuple[str, ...]
+    blocks: tuple[int, ...]
 
 
 @dataclass
@@ -222,12 +224,16 @@ class _Views:
 
 
 class GraphCopies:
-    """A graph's collectives on one pool, as its generated code starts, waits for and releases them by their index."""
+    """A graph's collectives on one pool, as its generated code starts, waits for and releases them by their index.
 
-    def __init__(self, pool: Pool, layout: Layout, forms: Sequence[Form]) -> None:
+    blocks: of the tensors of each collective; see `commands`.
+    """
+
+    def __init__(self, pool: Pool, layout: Layout, forms: Sequence[Form], blocks: Sequence[int] | None = None) -> None:
         self.pool = pool
         self.layout = layout
         self.forms = tuple(forms)
+        self.blocks = (1,) * len(self.forms) if blocks is None else tuple(blocks)
         self._base = 0  # the number of the first collective of the present run
         self._released = 0  # and of its first release
         self._ahead: set[int] = set()  # collectives to come, for which something lies in the pool already
@@ -237,12 +243,13 @@ class GraphCopies:
     @property
     def kept(self) -> KeptCopies:
         """What `reopened` takes."""
-        return KeptCopies(self.pool.name, self.pool.ranks, self.layout, tuple(form.value for form in self.forms))
+        forms = tuple(form.value for form in self.forms)
+        return KeptCopies(self.pool.name, self.pool.ranks, self.layout, forms, self.blocks)
 
     @classmethod
     def reopened(cls, kept: KeptCopies, pool: Pool) -> GraphCopies:
         """The same copies on a pool of this process."""
-        return cls(pool, kept.layout, [Form(name) for name in kept.forms])
+        return cls(pool, kept.layout, [Form(name) for name in kept.forms], kept.blocks)
 
     def shard(self, index: int, at: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for this rank's shard of the `at`-th tensor that collective `index` will gather: in its slot."""
@@ -269,15 +276,16 @@ class GraphCopies:
         slots = tuple(self.layout.slots[tensor].offset for tensor in begin.tensors)
         turn = Turn(self._base + index, slots, self._released + begin.settled, self._released + begin.needed)
         given = [tensor.contiguous() for tensor in tensors]
-        pieces = [Piece(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in given]
+        blocks = self.blocks[index]
+        moved = [Given(tensor.data_ptr(), tensor.numel() * tensor.element_size(), blocks) for tensor in given]
         at = pool.memory.places
         if form.in_pool:
             results = self._lying().results.get(index) or self._made(index, slots, given)
-            todo = _PUSHED[form](at, turn, pieces)
+            todo = _PUSHED[form](at, turn, moved)
         else:
             results = [tensor.new_empty(_brought(form, tensor, len(at.bases))) for tensor in given]
             run = commands.pulled_gather if form is Form.PULLED else commands.exchange_taken_out
-            todo = run(at, turn, pieces, [result.data_ptr() for result in results])
+            todo = run(at, turn, moved, [result.data_ptr() for result in results])
         # What is read and written must not be given back before.
         self._flying[index] = pool.queue.run(todo), (*given, *results)
         if index in self._ahead:

@@ -1,0 +1,34 @@
+"""Which ranks share a host, as the two kinds of groups that a group of several hosts is divided into."""
+
+import pytest
+import torch.distributed as dist
+
+from overlapc.fx.versions import resolve_group
+from overlapc.planning.host_groups import divided, hosts_of
+from tests.worlds import fake_world
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ("aabb", [(0, 1), (2, 3)]),
+        ("aaaa", [(0, 1, 2, 3)]),
+        ("abcd", [(0,), (1,), (2,), (3,)]),
+        ("abab", None),
+        ("aaab", None),
+        ("aabbaa", None),
+    ],
+)
+def test_hosts_follow_each_other_and_have_as_many_ranks(hosts, expected):
+    assert hosts_of(range(len(hosts)), hosts.__getitem__) == expected
+
+
+def test_a_rank_is_in_the_group_of_its_host_and_in_that_of_its_place_and_makes_them_once():
+    with fake_world(8, rank=5) as world:
+        hosts = [(0, 1, 2, 3), (4, 5, 6, 7)]
+        assert divided(world, "dp", hosts, alone=True) is None
+        groups = divided(world, "dp", hosts, alone=False)
+        assert groups is not None
+        assert dist.get_process_group_ranks(resolve_group(groups.within)) == [4, 5, 6, 7]
+        assert dist.get_process_group_ranks(resolve_group(groups.across)) == [1, 5]
+        assert divided(world, "dp", hosts, alone=True) is groups
