@@ -112,6 +112,8 @@ class GraphLowering:
         self.comm_of = comm_of
         self.made_by: dict[str, str] = {}  # buffer -> the op that wrote it
         self.flying: set[str] = set()  # results of collectives, until their wait
+        self.copied_views: set[str] = set()  # which hold the elements of a view, and nothing else of its memory
+        self.strided_from: dict[str, View] = {}  # copy made by `as_strided` -> the input's view that it counted in
 
     def run(self, node: Node) -> None:
         """Lowers one node, after all nodes that it reads."""
@@ -203,10 +205,17 @@ class GraphLowering:
         if comm is not None or is_wait(node):
             return self._communicate(node, args, kwargs, comm)
         if is_view(node) and isinstance(args[0], View):
-            if self._is_described(args[0], value) and not self._starts_at_callers_memory(node, args[0]):
+            whole = self.strided_from.get(args[0].buffer) if target is aten.as_strided.default else None
+            if whole is not None:
+                args, kwargs = (whole, *args[1:3], self._offset_in_memory(node)), {}
+            elif self._is_described(args[0], value) and not self._starts_at_callers_memory(node, args[0]):
                 return self._view(node, args[0], value)
             # Memory reuse must never meet a result that shares memory without saying so.
-            return self.context.extern(owned(target), args, kwargs, pure=True)
+            copied = self.context.extern(owned(target), args, kwargs, pure=True)
+            if target is aten.as_strided.default:
+                self.strided_from[copied.buffer] = args[0]
+            self.copied_views.add(copied.buffer)
+            return copied
         rule = lowering_of(target)
         if rule is not None and self._can_generate(value, args, kwargs):
             count = len(self.graph.ops)
@@ -267,9 +276,10 @@ class GraphLowering:
         def leaf(tensor: Any) -> Any:
             assert isinstance(tensor, torch.Tensor), f"view op returned {type(tensor).__name__}"
             layout = self.context.layout(tensor)
-            return View(
-                base.buffer, Layout(layout.device, layout.dtype, layout.size, layout.stride, layout.offset + shift)
-            )
+            layout = dataclasses.replace(layout, offset=layout.offset + shift)
+            if base.buffer in self.copied_views and node.target is aten.as_strided.default:
+                _check_within(node, layout, self.graph.views[base.buffer].layout)
+            return View(base.buffer, layout)
 
         return torch.utils._pytree.tree_map(leaf, value)
 
@@ -297,10 +307,31 @@ class GraphLowering:
         """
         if node.target is not aten.as_strided.default or self.graph.root(base.buffer) not in self.graph.inputs:
             return False
-        return (node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")) is not None
+        return _given_offset(node) is not None
+
+    def _offset_in_memory(self, node: Node) -> Any:
+        """Where the result of an `as_strided` begins, for one of an `as_strided` with an offset: in the same memory."""
+        given = _given_offset(node)
+        return self.context.expr(self._argument_value(node).storage_offset()) if given is None else self._resolve(given)
 
     def _argument_value(self, node: Node) -> torch.Tensor:
         first = node.args[0]
         assert isinstance(first, Node)
         value = first.meta.get("val")
         return value if isinstance(value, torch.Tensor) else getattr(self.gm, str(first.target))
+
+
+def _check_within(node: Node, strided: Layout, copied: Layout) -> None:
+    """CompileError for elements that `as_strided` takes from outside of the view that was copied."""
+    last = strided.offset + sum((size - 1) * step for size, step in zip(strided.size, strided.stride, strict=True))
+    end = sum((size - 1) * step for size, step in zip(copied.size, copied.stride, strict=True))
+    if not (strided.offset.is_nonnegative and (end - last).is_nonnegative):
+        raise CompileError(
+            f"{node.name}: as_strided reads past a view of another dtype or of conjugates, into the rest of its memory"
+            f"\n   at {provenance(node).source or 'unknown line'}\nhint: as_strided first, then view(dtype)"
+        )
+
+
+def _given_offset(node: Node) -> Any:
+    """The `storage_offset` that an `as_strided` is given; None for that of its tensor."""
+    return node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")

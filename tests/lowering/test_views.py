@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from overlapc.errors import CompileError
 from overlapc.runtime.counters import counted
 from tests.lowering.against_eager import compiled, same
 
@@ -114,6 +115,28 @@ def test_a_view_counts_from_where_the_callers_memory_begins():
     for x in (memory[6:16].clone(), memory[6:16], memory[:10], memory[8:18]):  # no guard tells them apart
         for got, wanted in zip(compiled_once(x), function(x), strict=True):
             assert torch.equal(got, wanted)
+
+
+def test_a_view_of_a_view_counts_from_where_the_callers_memory_begins():
+    def function(x):
+        part = x.as_strided((5,), (1,), 1)
+        return part.as_strided((3, 2), (1, 1), 0) + 1, part[1:].as_strided((3,), (4,)) * 2, part.as_strided((2,), (9,))
+
+    memory = torch.arange(40.0)
+    torch._dynamo.reset()
+    compiled_once = torch.compile(function, backend="overlapc")
+    for x in (memory[:20].clone(), memory[20:]):
+        for got, wanted in zip(compiled_once(x), function(x), strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_a_view_that_reads_past_a_copied_one_is_refused():
+    def function(x):
+        return x[4:].view(torch.int32).as_strided((3,), (1,), 0) + 1
+
+    torch._dynamo.reset()
+    with pytest.raises(CompileError, match="as_strided reads past a view of another dtype"):
+        torch.compile(function, backend="overlapc")(torch.arange(20.0))
 
 
 def test_a_gradients_view_counts_from_where_the_gradients_memory_begins():

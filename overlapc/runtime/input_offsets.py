@@ -1,0 +1,117 @@
+"""Steps that hold only for inputs at the same place in their memory, which neither Dynamo nor AOTAutograd guards.
+
+Two kinds of programs compute with how far into its memory an input begins, and AOTAutograd traces that as a constant:
+`as_strided` with an offset, in its gradient and where it is written to, and changes of an input that lies in one memory
+with another. Called with inputs elsewhere, such a step would be wrong, so it runs eagerly then, as Dynamo captured it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from overlapc.runtime.counters import count
+
+
+def offsets_traced(gm: GraphModule, inputs: Sequence[Any]) -> dict[int, int]:
+    """Position -> elements of its memory before an input, for inputs whose place in memory was traced as a constant."""
+    known = {
+        at: value
+        for at, value in enumerate(inputs)
+        if isinstance(value, Tensor)
+        and not is_traceable_wrapper_subclass(value)
+        and value.layout == torch.strided
+        and isinstance(value.storage_offset(), int)
+    }
+    strided = set(_strided_memories(gm))
+    if not strided and len({_memory(value) for value in known.values()}) == len(known):
+        return {}
+    examples = _examples(gm)
+    return {
+        at: int(value.storage_offset())
+        for at, value in known.items()
+        if _counts(value, examples[at], strided) or _changes_beside_another(at, known, examples)
+    }
+
+
+def eagerly_elsewhere(step: Callable[..., Any], eager: GraphModule, offsets: dict[int, int]) -> Callable[..., Any]:
+    """`step` for inputs at these offsets; for others `eager`, the same computation op by op."""
+    warned = False
+
+    def call(*inputs: Any) -> Any:
+        nonlocal warned
+        for at, offset in offsets.items():
+            if inputs[at].storage_offset() != offset:
+                break
+        else:
+            return step(*inputs)
+        count("calls_run_eagerly_for_offsets")
+        if not warned:
+            warned = True
+            warnings.warn(
+                f"overlapc runs a call eagerly: it was compiled for an input that begins {offset} elements into its"
+                f" memory, and this one begins at {inputs[at].storage_offset()}. as_strided with an offset, or a change"
+                " of an input that shares memory with another, computes with that\nhint: give the compiled function"
+                " the whole tensor, and slice it there",
+                stacklevel=2,
+            )
+        return eager(*inputs)
+
+    return call
+
+
+def as_captured(gm: GraphModule) -> GraphModule:
+    """`gm` as it is now; rewriting the graph of `gm` leaves it as it is."""
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return GraphModule(gm, graph)
+
+
+def _examples(gm: GraphModule) -> list[Any]:
+    return [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+
+
+def _counts(value: Tensor, example: Any, strided: Collection[int | None]) -> bool:
+    """Whether `as_strided` reads the input's memory, and does so for a gradient or a change."""
+    read = None in strided or (isinstance(example, Tensor) and _memory(example) in strided)
+    return read and (value.requires_grad or _changes(example))
+
+
+def _changes_beside_another(at: int, inputs: dict[int, Tensor], examples: Sequence[Any]) -> bool:
+    shared = any(other != at and _memory(value) == _memory(inputs[at]) for other, value in inputs.items())
+    return shared and _changes(examples[at])
+
+
+def _changes(example: Any) -> bool:
+    """Whether the graph changes the memory of an input: Dynamo did so with its example."""
+    return isinstance(example, Tensor) and example._version > 0
+
+
+def _strided_memories(gm: GraphModule) -> Iterator[int | None]:
+    """The memory that each `as_strided` with an offset counts in; None for that of a graph within `gm`: unknown."""
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.nodes:
+                if _counts_from_the_start(node):
+                    example = node.args[0].meta.get("example_value")
+                    known = module is gm and isinstance(example, Tensor) and not is_traceable_wrapper_subclass(example)
+                    yield _memory(example) if known else None
+
+
+def _counts_from_the_start(node: Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if not str(name).startswith("as_strided") or not node.args or not isinstance(node.args[0], Node):
+        return False
+    at = 4 if "scatter" in str(name) else 3
+    given = node.args[at] if len(node.args) > at else node.kwargs.get("storage_offset")
+    return given is not None
+
+
+def _memory(value: Tensor) -> int:
+    return int(value.untyped_storage()._cdata)

@@ -1,0 +1,73 @@
+"""Inputs elsewhere in their memory than those that a step was compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from overlapc.runtime.counters import counted
+
+EAGERLY = "calls_run_eagerly_for_offsets"
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture(autouse=True)
+def fresh_counters() -> None:
+    torch._dynamo.utils.counters.clear()
+
+
+def gradients(function: Callable[..., Tensor], memory: Tensor, begin: int) -> tuple[Tensor, ...]:
+    x, w = memory[begin : begin + 8].requires_grad_(), torch.arange(3.0).requires_grad_()
+    return torch.autograd.grad(function(x, w).sum(), (x, w))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_gradient_through_as_strided(nested: bool) -> None:
+    def strided(x: Tensor, w: Tensor) -> Tensor:
+        return torch.as_strided(x, (2, 3), (3, 1), 4).sin() * w
+
+    def checkpointed(x: Tensor, w: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(strided, x, w, use_reentrant=False)
+
+    function = checkpointed if nested else strided
+    compiled = torch.compile(function, backend="overlapc", dynamic=False)
+    memory = torch.randn(40)
+    torch.testing.assert_close(gradients(compiled, memory, 2), gradients(function, memory, 2))
+    assert not counted(EAGERLY)
+    with pytest.warns(UserWarning, match="compiled for an input that begins 2 elements into its memory"):
+        found = gradients(compiled, memory, 0)
+    torch.testing.assert_close(found, gradients(function, memory, 0))
+    assert counted(EAGERLY) == 1
+
+
+def test_an_input_changes_beside_another_in_one_memory() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(2)
+        y.add_(1)
+        return x + y
+
+    def called(function: Callable[..., Tensor], first: int, second: int) -> tuple[Tensor, Tensor]:
+        memory = torch.arange(40.0)
+        return function(memory[first : first + 6], memory[second : second + 6]), memory
+
+    compiled = torch.compile(function, backend="overlapc", dynamic=False)
+    torch.testing.assert_close(called(compiled, 0, 2), called(function, 0, 2))
+    with pytest.warns(UserWarning, match="runs a call eagerly"):
+        torch.testing.assert_close(called(compiled, 5, 7), called(function, 5, 7))
+    torch.testing.assert_close(called(compiled, 0, 3), called(function, 0, 3))
+
+
+def test_inputs_that_nothing_changes_may_lie_anywhere() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return x * y + x.as_strided((2,), (1,), 0).sum()
+
+    compiled = torch.compile(function, backend="overlapc", dynamic=False)
+    memory = torch.randn(40)
+    for begin in (0, 3, 17):
+        given = memory[begin : begin + 6], memory[begin + 1 : begin + 7]
+        torch.testing.assert_close(compiled(*given), function(*given))
+    assert not counted(EAGERLY)
