@@ -12,9 +12,9 @@ result before the last one has arrived, none sent before the last one is compute
   neighbours, if that simulates faster than each on its own;
 - gathers start where the first of them did, with the casts and views that the others need in front; reductions where
   the last did, with what reads them behind. A collective that cannot move there begins a bucket of its own;
-- a bucket that no compute can cover (the first gathers of a step, the last reductions) is cut into pieces, each
-  long enough that latency does not matter: so the first is there sooner, and the last is shorter;
-- if whole buckets exceed the memory limit or simulate slower, all are cut into pieces; if those do too, none is made.
+- a bucket is cut wherever that makes the step shorter (`bucket_cuts.py`): most are not, but no compute can cover the
+  first gathers of a step and its last reductions, and there the first tensors are used, or sent, before the others;
+- if whole buckets exceed the memory limit or simulate slower, all are cut in halves until they do not.
 
 Keeps: data dependences, mutations and barriers. Collectives of a group are passed only where
 `Context.reorder_collectives` allows it.
@@ -22,49 +22,79 @@ Keeps: data dependences, mutations and barriers. Collectives of a group are pass
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from overlapc.passes.base import Context, PassReport, register_pass
-from overlapc.passes.bucket_round import Alike, Cut, Round
-from overlapc.passes.judge import keep_if_better
+from overlapc.passes.bucket_cuts import cuts, in_order
+from overlapc.passes.bucket_round import Alike, Partition, Round
+from overlapc.passes.judge import cost, keep_if_better
 from overlapc.schedule.collective_kinds import several_in_one
 from overlapc.schedule.model import Schedule
 
 # Last what may need the results of those before: an all-reduce those of a reduce-scatter, or of what replaces one.
 ROUNDS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
+# What is exposed where buckets are cut may be another collective then: so often all that is exposed is looked at.
+CUTS = 3
 
 
 @register_pass("bucket")
 def bucket(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
-    """Whole units first, then pieces; see the module."""
-    across, report, joined = _merged(schedule, ctx, Cut(across=True))
-    kept, said = keep_if_better(schedule, across, ctx, report)
-    if joined:
-        within, report, _ = _merged(schedule, ctx, Cut())
-        kept, said = _better((kept, said), keep_if_better(schedule, within, ctx, report), ctx)
-    if kept is schedule and across is not schedule:
-        in_pieces, report, _ = _merged(schedule, ctx, Cut(everything=True))
-        kept, said = keep_if_better(schedule, in_pieces, ctx, report)
-    if kept is not schedule or not report.merged:
-        return kept, said
-    undone = PassReport("bucket", counted=True)
-    for name, members in report.merged.items():
-        for member in members:
-            undone.because(member, said.limits[name])
-    return schedule, undone
+    """Whole units, cut where that pays; see the module."""
+    partition, undone = _best_whole(schedule, replace(ctx, most_moves=None))
+    if partition is None:
+        return schedule, undone
+    partition = _cut(schedule, partition, replace(ctx, most_moves=None))
+    merged, report, _ = _merged(schedule, ctx, partition)
+    return merged, report
 
 
-def _better(
-    one: tuple[Schedule, PassReport], other: tuple[Schedule, PassReport], ctx: Context
-) -> tuple[Schedule, PassReport]:
-    return one if ctx.timeline(one[0]).step_ns < ctx.timeline(other[0]).step_ns else other
+def _best_whole(schedule: Schedule, ctx: Context) -> tuple[Partition | None, PassReport]:
+    """The largest buckets that fit and are no slower than none; else none, and why."""
+    best: tuple[float, Partition] | None = None
+    partition, undone = Partition(across=True), PassReport("bucket", counted=True)
+    while True:
+        merged, report, joined = _merged(schedule, ctx, partition)
+        kept, said = keep_if_better(schedule, merged, ctx, report)
+        if kept is merged and (report.merged or not undone.reasons):
+            step_ns = ctx.timeline(merged).step_ns
+            best = best if best is not None and best[0] < step_ns else (step_ns, partition)
+        if joined:
+            partition = Partition()
+        elif best is not None or not report.merged:
+            return None if best is None else best[1], undone
+        else:
+            for name, members in report.merged.items():
+                for member in members:
+                    undone.because(member, said.limits[name])
+            halves = {members[len(members) // 2] for members in report.merged.values()}
+            partition = Partition(begins=partition.begins | halves)
 
 
-def _merged(schedule: Schedule, ctx: Context, cut: Cut) -> tuple[Schedule, PassReport, bool]:
+def _cut(schedule: Schedule, partition: Partition, ctx: Context) -> Partition:
+    """`partition`, finer where that makes the step shorter."""
+    merged, report, _ = _merged(schedule, ctx, partition)
+    ordered = in_order(merged, ctx)
+    for _ in range(CUTS):
+        members = {name: [schedule.node(each) for each in names] for name, names in report.merged.items()}
+        begins = cuts(ordered, members, ctx)
+        finer = replace(partition, begins=partition.begins | begins)
+        merged, report, _ = _merged(schedule, ctx, finer)
+        if not begins or keep_if_better(schedule, merged, ctx, report)[0] is not merged:
+            break
+        again = in_order(merged, ctx)
+        if cost(again, ctx) >= cost(ordered, ctx):
+            break
+        partition, ordered = finer, again
+    return partition
+
+
+def _merged(schedule: Schedule, ctx: Context, partition: Partition) -> tuple[Schedule, PassReport, bool]:
     """All rounds, one for collectives that are alike, each on what the one before left; whether units were joined."""
     report, joined = PassReport("bucket", counted=True), False
     comms = [node.comm for node in schedule.starts() if node.comm and not node.mutates]
     alike = dict.fromkeys(Alike.of(comm) for comm in comms if comm.unit and several_in_one(comm.collective, comm.via))
     for each in sorted(alike, key=lambda each: ROUNDS.index(each.collective)):
-        round_ = Round(schedule, ctx, each, cut, report)
+        round_ = Round(schedule, ctx, each, partition, report)
         schedule = round_.run()
         joined |= round_.joined
     return schedule, report, joined

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from overlapc.passes.base import Context
+from overlapc.passes.merging import merged_node
 from overlapc.schedule.model import Comm, Estimate, Node
 
 
@@ -75,6 +77,21 @@ class BucketCost:
         if self._ctx.estimate is None:
             return None
         return self._ctx.estimate(replace(like, estimate=None, comm=replace(comm_of(like), bytes=size_bytes)))
+
+
+def bucket_node(members: Sequence[Node], payload: Any, cost: BucketCost) -> Node:
+    """One launch of all `members`; their collective itself where there is only one."""
+    if len(members) == 1:
+        return members[0]
+    comm, total = comm_of(members[0]), Sum.of(members)
+    dtypes = {comm_of(member).dtype for member in members}
+    node = merged_node(members, payload)
+    return replace(
+        node,
+        comm=replace(comm, bytes=total.bytes, dtype=comm.dtype if len(dtypes) == 1 else "mixed"),
+        estimate=cost.estimate(total),
+        origin=replace(node.origin, module=comm.unit),
+    )
 
 
 def ns_of(node: Node) -> float:

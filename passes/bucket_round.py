@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 from overlapc.passes.base import Context, PassReport
-from overlapc.passes.bucket_cost import BucketCost, Sum, comm_of, ns_of
+from overlapc.passes.bucket_cost import BucketCost, Sum, bucket_node, comm_of, ns_of
 from overlapc.passes.bucket_places import Bucket, Places
-from overlapc.passes.merging import merged_node, with_merged
+from overlapc.passes.merging import with_merged
 from overlapc.passes.reasons import Reason
 from overlapc.schedule.collective_kinds import KINDS, one_dtype
 from overlapc.schedule.model import COMPUTE, Comm, Kind, Node, Schedule
 
-# A piece takes at least this many times the latency of one collective, so that latency is at most a tenth of it.
-PIECE_FLOORS = 10.0
 # A bucket that takes at most this many latencies would hardly take longer with more in it.
 LATENCY_BOUND = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How buckets are made.
+class Partition:
+    """Which collectives share buckets, beyond what units say.
 
     across: units that nothing covers and that are mostly latency may share a bucket.
-    everything: every bucket is cut.
+    begins: collectives that do not join the bucket in front of them.
     """
 
     across: bool = False
-    everything: bool = False
+    begins: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +49,14 @@ class Alike:
 class Round:
     """Merging collectives that are alike. Nodes are positions."""
 
-    def __init__(self, schedule: Schedule, ctx: Context, alike: Alike, cut: Cut, report: PassReport) -> None:
+    def __init__(
+        self, schedule: Schedule, ctx: Context, alike: Alike, partition: Partition, report: PassReport
+    ) -> None:
         self.schedule = schedule
         self.nodes = schedule.nodes
         self.ctx = ctx
         self.alike = alike
-        self.cut = cut
+        self.partition = partition
         self.forward = KINDS[alike.collective].brings_inputs
         self.joined = False  # whether a run holds more than one unit
         self.report = report
@@ -72,7 +72,7 @@ class Round:
 
     def run(self) -> Schedule:
         """The schedule with this round's buckets, or itself."""
-        buckets = [found for each, whole in self._units() for found in self._in_pieces(each, whole)]
+        buckets = [found for each in self._units() for found in self._in_parts(each)]
         merged = [(each, node) for each in buckets if len(each.members) > 1 and (node := self._node(each.members))]
         if self.ctx.most_moves is not None:
             del merged[self.ctx.most_moves - len(self.report.merged) :]
@@ -80,26 +80,26 @@ class Round:
 
     # Which collectives belong together
 
-    def _units(self) -> list[tuple[Bucket, bool]]:
-        """The largest buckets there could be, and whether each is to stay whole."""
+    def _units(self) -> list[Bucket]:
+        """The largest buckets there may be."""
         runs = self._runs()
         units = [self.place(run) for run in runs]
-        if self.cut.across:
+        if self.partition.across:
             joined = self._joined(runs, self._covered(units))
             self.joined = len(joined) < len(runs)
             units = [self.place(run) for run in joined] if self.joined else units
-        covered = self._covered(units)
-        return [
-            (each, hidden and not self.cut.everything)
-            for placed, hidden in zip(units, covered, strict=True)
-            for each in placed
-        ]
+        return [each for placed in units for each in placed]
 
-    def _in_pieces(self, each: Bucket, whole: bool) -> list[Bucket]:
-        parts = [each.members] if whole else self._pieces(each.members)
-        if len(parts) > 1:
-            for at in each.members:
-                self.report.because(self.nodes[at], Reason.PIECES)
+    def _in_parts(self, whole: Bucket) -> list[Bucket]:
+        parts: list[list[int]] = []
+        for at in whole.members:
+            if not parts or self.nodes[at].name in self.partition.begins:
+                parts.append([])
+            parts[-1].append(at)
+        if len(parts) == 1:
+            return [whole]
+        for at in whole.members:
+            self.report.because(self.nodes[at], Reason.CUT)
         return [found for part in parts for found in self.place(part)]
 
     def _runs(self) -> list[list[int]]:
@@ -154,21 +154,6 @@ class Round:
     def _bucket_ns(self, members: Sequence[int]) -> float:
         return self.cost.ns(Sum.of(self.nodes[at] for at in members))
 
-    def _pieces(self, members: list[int]) -> list[list[int]]:
-        """Pieces in order; what is left over goes along with the one that is furthest from where nothing else runs."""
-        least_ns = PIECE_FLOORS * self.cost.latency_ns
-        parts: list[list[int]] = [[]]
-        total = Sum()
-        for at in members if self.forward else reversed(members):
-            if parts[-1] and self.cost.ns(total) >= least_ns:
-                parts.append([])
-                total = Sum()
-            parts[-1].append(at)
-            total.add(self.nodes[at])
-        if len(parts) > 1 and self.cost.ns(total) < least_ns:
-            parts[-2:] = [parts[-2] + parts[-1]]
-        return parts if self.forward else [part[::-1] for part in reversed(parts)]
-
     # The merged nodes
 
     def _node(self, members: Sequence[int]) -> Node | None:
@@ -181,16 +166,7 @@ class Round:
                 for node in nodes:
                     self.report.because(node, Reason.NO_BUCKET, payload)
                 return None
-        dtypes = {comm_of(node).dtype for node in nodes}
-        total = Sum.of(nodes)
-        comm = comm_of(nodes[0])
-        node = merged_node(nodes, payload)
-        return replace(
-            node,
-            comm=replace(comm, bytes=total.bytes, dtype=comm.dtype if len(dtypes) == 1 else "mixed"),
-            estimate=self.cost.estimate(total),
-            origin=replace(node.origin, module=comm.unit),
-        )
+        return bucket_node(nodes, payload, self.cost)
 
     def _rebuilt(self, merged: Sequence[tuple[Bucket, Node]]) -> Schedule:
         """A new schedule: its order is the one that dependences among collectives count from."""

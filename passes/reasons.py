@@ -24,7 +24,7 @@ class Reason(Enum):
     SCHEDULE_END = "end of schedule"
     WOULD_EXPOSE = "would expose {}"
     READER = "{} reads it"
-    PIECES = "no compute covers the whole bucket: cut into pieces"  # the first arrives sooner, the last is shorter
+    CUT = "its bucket is cut: whole, it would cost more time or memory"
     NO_BUCKET = "cannot be merged: {}"
     MERGED = "bucket of {}"
     FILLED = "all compute that was ready runs beside it"

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from overlapc.passes.base import Context
-from overlapc.passes.bucket_cost import BucketCost, Sum, comm_of
-from overlapc.passes.merging import after_renamed, merged_node
+from overlapc.passes.bucket_cost import BucketCost, bucket_node, comm_of
+from overlapc.passes.merging import after_renamed
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.agreed import Agreed
 from overlapc.schedule import dependencies
@@ -91,15 +91,7 @@ def _bucket(name: str, members: Sequence[Node], ctx: Context) -> Node | None:
         payload = ctx.merge_payloads([member.payload for member in members])
         if isinstance(payload, str):
             return None
-    total = Sum.of(members)
-    comm = comm_of(members[0])
-    dtypes = {comm_of(member).dtype for member in members}
-    return replace(
-        merged_node(members, payload),
-        name=name,
-        comm=replace(comm, bytes=total.bytes, dtype=comm.dtype if len(dtypes) == 1 else "mixed"),
-        estimate=BucketCost(ctx, members[0]).estimate(total),
-    )
+    return replace(bucket_node(members, payload, BucketCost(ctx, members[0])), name=name)
 
 
 def _sorted(schedule: Schedule, agreed: Agreed, place: Sequence[int], rank: Sequence[int]) -> list[int] | None:

@@ -76,7 +76,7 @@ _BY_REASON: tuple[tuple[Cause, frozenset[Reason]], ...] = (
                 Reason.WOULD_EXPOSE,
                 Reason.FILLED,
                 Reason.REFINED,
-                Reason.PIECES,
+                Reason.CUT,
             }
         ),
     ),

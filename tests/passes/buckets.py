@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from hypothesis import strategies as st
+
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context, Pass
@@ -9,7 +11,7 @@ from overlapc.passes.bucket import bucket
 from overlapc.schedule.model import Schedule
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
-from tests.graphs import order_of
+from tests.graphs import order_of, schedules
 
 FLOOR = DeviceProfile("floor", collective_floor_ns=10e3)
 ROOMY = Context(profile=FLOOR, reorder_collectives=True, budget_bytes=1000)
@@ -24,6 +26,7 @@ LAYER = """
 """
 
 BACKWARD = """
+    warm = kernel(x) : 0B 900us
     a = all_gather(p) @dp unit=m : 8B 30us; u = wait(a); g = kernel(u) : 8B 50us
     r = reduce_scatter(g) @dp unit=m : 4B 30us; s = wait(r)
     b = all_gather(q) @dp unit=m : 8B 30us; v = wait(b); h = kernel(v) : 8B 50us
@@ -47,7 +50,7 @@ def bucketed(text: str, run: Pass = bucket, **context: object) -> tuple[Schedule
 def units(each_us: float, count: int = 4) -> str:
     """`count` modules of one gather each, and one kernel each."""
     gathers = [f"a{at} = all_gather(p{at}) @dp unit=m{at} : 8B {each_us}us" for at in range(count)]
-    uses = [f"w{at} = wait(a{at}); k{at} = kernel(w{at}) : 0B 5us" for at in range(count)]
+    uses = [f"w{at} = wait(a{at}); k{at} = kernel(w{at}) : 0B 1us" for at in range(count)]
     return ";".join(gathers + uses)
 
 
@@ -62,3 +65,17 @@ def passes_of(*units: tuple[int, int], reductions: bool = False) -> str:
         lines += [*starts, kernel] if reductions else starts
         ready += waits if reductions else [*waits, kernel]
     return "; ".join([*lines, *ready]).format(*["reduce_scatter" if reductions else "all_gather"] * (2 * len(units)))
+
+
+@st.composite
+def with_units(draw: st.DrawFn) -> Schedule:
+    """Random schedules whose collectives belong to one of two modules or to none."""
+    schedule = draw(schedules(most_nodes=20))
+    unit = st.sampled_from(["m", "m", "n", ""])
+    return replace(
+        schedule,
+        nodes=tuple(
+            replace(node, comm=replace(node.comm, unit=draw(unit))) if node.comm is not None else node
+            for node in schedule.nodes
+        ),
+    )

@@ -13,8 +13,8 @@ from overlapc.passes.run import run_pipeline
 from overlapc.schedule.model import Schedule
 from overlapc.schedule.text import parse
 from overlapc.schedule.verify import verify
-from tests.graphs import order_of, peak, schedules
-from tests.passes.buckets import LAYER, ROOMY, bucketed
+from tests.graphs import order_of, peak
+from tests.passes.buckets import LAYER, ROOMY, bucketed, with_units
 
 
 def test_gathers_of_a_module_start_as_one_where_the_first_did():
@@ -148,20 +148,6 @@ def test_a_merge_that_loses_something_is_caught():
     )
     with pytest.raises(ScheduleError, match=r"a\+1 does without d of b"):
         verify(broken, "test", reference=schedule, merged=report.merged)
-
-
-@st.composite
-def with_units(draw: st.DrawFn) -> Schedule:
-    """Random schedules whose collectives belong to one of two modules or to none."""
-    schedule = draw(schedules(most_nodes=20))
-    unit = st.sampled_from(["m", "m", "n", ""])
-    return replace(
-        schedule,
-        nodes=tuple(
-            replace(node, comm=replace(node.comm, unit=draw(unit))) if node.comm is not None else node
-            for node in schedule.nodes
-        ),
-    )
 
 
 SLOW = DeviceProfile("slow", slowdowns={"other": Slowdown(1.5, 2.0)}, collective_slowdown=1.5, collective_floor_ns=2)

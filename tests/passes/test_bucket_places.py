@@ -93,7 +93,7 @@ def test_no_start_goes_behind_a_reduction_without_leave_to_pass_others():
         g = kernel(x) : 4B 5us; r = reduce_scatter(g) @dp unit=m : 2B 30us; s = wait(r)
         c = all_reduce(s) @replicate : 2B 30us; q = all_reduce(p) @replicate : 2B 30us
         h = kernel(x) : 4B 5us; t = reduce_scatter(h) @dp unit=m : 2B 30us
-        w = wait(t); u = wait(c); v = wait(q); return u, v, w
+        w = wait(t); u = wait(c); v = wait(q); last = kernel(x) : 0B 900us; return u, v, w
     """
     moved, _ = bucketed(text)
     assert [node.name for node in moved.starts()] == ["q", "r+1", "c"]
