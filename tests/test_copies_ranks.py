@@ -46,11 +46,11 @@ def delays(device: str) -> Any:
     if device == "cuda":
         enqueue = command_queues.StreamQueue.run
 
-        def late_run(self: command_queues.StreamQueue, commands: Any) -> torch.cuda.Event:
+        def late_run(self: command_queues.StreamQueue, commands: Any, run: Any) -> torch.cuda.Event:
             for stream in (self._stream, torch.cuda.current_stream()):
                 with torch.cuda.stream(stream):
                     torch.cuda._sleep(dice.randrange(1 << 20) if dice.random() < 0.3 else 1)
-            return enqueue(self, commands)
+            return enqueue(self, commands, run)
 
         return mock.patch.object(command_queues.StreamQueue, "run", late_run)
     plain = command_queues.ThreadQueue._do

@@ -15,14 +15,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from overlapc.errors import PeerLost
-from overlapc.runtime.copies.commands import Command, Copy, Post, Until
+from overlapc.runtime.copies.commands import Command, Copy, Post, Run, Until, in_run
 
 NameOf = Callable[[int], str]  # rank within the group -> what to call it
 _POLLS = 200  # of a flag before a thread gives the core away
@@ -48,14 +48,14 @@ class ThreadQueue:
 
     def __init__(self, name: str, name_of: NameOf, timeout_s: float) -> None:
         self._name, self._name_of, self._timeout_s = name, name_of, timeout_s
-        self._jobs: queue.SimpleQueue[tuple[list[Command], Future[None]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Sequence[Command], Run, Future[None]] | None] = queue.SimpleQueue()
         self._failed: PeerLost | None = None
         threading.Thread(target=self._run, name=f"copies of {name}", daemon=True).start()
 
-    def run(self, commands: Iterable[Command]) -> Future[None]:
+    def run(self, commands: Sequence[Command], run: Run) -> Future[None]:
         """Puts commands behind those before; the result is for `wait`."""
         done: Future[None] = Future()
-        self._jobs.put((list(commands), done))
+        self._jobs.put((commands, run, done))
         return done
 
     def wait(self, done: Future[None]) -> None:
@@ -64,7 +64,7 @@ class ThreadQueue:
 
     def drain(self) -> None:
         """Returns when all are done."""
-        self.run(()).result()
+        self.run((), Run(0, 0)).result()
 
     def close(self) -> None:
         """Ends the thread behind what it still has to do."""
@@ -72,12 +72,12 @@ class ThreadQueue:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            commands, done = job
+            commands, run, done = job
             try:
                 if self._failed is not None:
                     raise self._failed
                 for command in commands:
-                    self._do(command)
+                    self._do(command if isinstance(command, Copy) else in_run(command, run))
                 done.set_result(None)
             except PeerLost as error:
                 self._failed = error  # what comes behind would wait for what never was sent
@@ -120,7 +120,7 @@ class StreamQueue:
         self._driver = _Driver()
         self._watch = _Watch(name, name_of, timeout_s, self._driver, device)
 
-    def run(self, commands: Iterable[Command]) -> torch.cuda.Event:
+    def run(self, commands: Sequence[Command], run: Run) -> torch.cuda.Event:
         """Puts commands behind those before and behind what the current stream was given; an event for `wait`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         at = self._stream.cuda_stream
@@ -138,9 +138,10 @@ class StreamQueue:
                     forked = True
                 driver.copy(self._beside.cuda_stream if command.own else at, command)
             else:
-                flags.append(command)
-                if isinstance(command, Until):
-                    untils.append(command)
+                flag = in_run(command, run)
+                flags.append(flag)
+                if isinstance(flag, Until):
+                    untils.append(flag)
         if flags:
             driver.flags(at, flags)
         if forked:

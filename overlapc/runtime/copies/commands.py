@@ -44,19 +44,37 @@ class Post(NamedTuple):
     """A flag set to a value when everything before it is done and can be seen by the peer."""
 
     flag: int  # address
-    value: int
+    value: int  # counted as in `in_run`
+    release: bool = False
 
 
 class Until(NamedTuple):
     """Nothing after it begins before the flag has at least this value."""
 
     flag: int  # address, in this rank's memory
-    value: int
+    value: int  # counted as in `in_run`
     peer: int  # who writes it
     what: str  # for the error that says what the peer did not do
+    release: bool = False
 
 
 Command: TypeAlias = Copy | Post | Until
+
+
+class Run(NamedTuple):
+    """The numbers of the first collective and the first release of a run of a graph."""
+
+    collective: int
+    release: int
+
+
+def in_run(flag: Post | Until, run: Run) -> Post | Until:
+    """The command with its value in this run. Values count from the run's first collective, or first release: so
+    commands are the same in every run of a graph."""
+    value = flag.value + (run.release if flag.release else run.collective)
+    if isinstance(flag, Post):
+        return Post(flag.flag, value, flag.release)
+    return Until(flag.flag, value, flag.peer, flag.what, flag.release)
 
 
 class Given(NamedTuple):
@@ -95,7 +113,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One collective's place in the order of its group; see `layout`. Collectives and releases count from the first."""
+    """One collective's place in a run of its graph; see `layout`. Numbers count from the run's first."""
 
     number: int
     slots: tuple[int, ...]  # offsets of its tensors, the same on all ranks
@@ -232,6 +250,8 @@ def pulled_gather(at: Places, turn: Turn, shards: Sequence[Given], results: Sequ
 
 def _begin(at: Places, turn: Turn) -> Iterator[Command]:
     for peer in at.peers:
-        yield Post(at.done(peer, at.rank), turn.settled)
+        yield Post(at.done(peer, at.rank), turn.settled, release=True)
     for peer in at.peers:
-        yield Until(at.done(at.rank, peer), turn.needed, peer, "let go of memory that is to be used again")
+        yield Until(
+            at.done(at.rank, peer), turn.needed, peer, "let go of memory that is to be used again", release=True
+        )

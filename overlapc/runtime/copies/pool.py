@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from overlapc.errors import CompileError, NoSharedMemory, OverlapcError, PeerLost
 from overlapc.runtime.copies import commands
 from overlapc.runtime.copies.command_queues import Queue, queue_on
-from overlapc.runtime.copies.commands import Given, Turn
+from overlapc.runtime.copies.commands import Command, Given, Run, Turn
 from overlapc.runtime.copies.layout import Layout
 from overlapc.runtime.copies.shared_memory import Memory, Offer, offer
 
@@ -217,10 +217,12 @@ class KeptCopies:
 
 @dataclass
 class _Views:
-    """Tensors of a graph in a pool's memory."""
+    """Tensors of a graph in a pool's memory, and commands for what lies there."""
 
     results: dict[int, list[Tensor]] = field(default_factory=dict)  # by collective
     shards: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by collective and which of its tensors
+    # By collective: the addresses outside of the pool that it last had, which seldom change, and its commands.
+    commands: dict[int, tuple[list[int], list[Command]]] = field(default_factory=dict)
 
 
 class GraphCopies:
@@ -272,27 +274,40 @@ class GraphCopies:
         pool = self.pool
         assert pool.memory is not None
         self._begin()
-        begin, form = self.layout.begins[index], self.forms[index]
-        slots = tuple(self.layout.slots[tensor].offset for tensor in begin.tensors)
-        turn = Turn(self._base + index, slots, self._released + begin.settled, self._released + begin.needed)
+        form = self.forms[index]
         given = [tensor.contiguous() for tensor in tensors]
-        blocks = self.blocks[index]
-        moved = [Given(tensor.data_ptr(), tensor.numel() * tensor.element_size(), blocks) for tensor in given]
-        at = pool.memory.places
+        lying = self._lying()
         if form.in_pool:
-            results = self._lying().results.get(index) or self._made(index, slots, given)
-            todo = _PUSHED[form](at, turn, moved)
+            results = lying.results.get(index) or self._made(index, given)
+            addresses = [tensor.data_ptr() for tensor in given]
         else:
-            results = [tensor.new_empty(_brought(form, tensor, len(at.bases))) for tensor in given]
-            run = commands.pulled_gather if form is Form.PULLED else commands.exchange_taken_out
-            todo = run(at, turn, moved, [result.data_ptr() for result in results])
+            results = [tensor.new_empty(_brought(form, tensor, len(pool.ranks))) for tensor in given]
+            addresses = [tensor.data_ptr() for tensor in (*given, *results)]
+        known = lying.commands.get(index)
+        if known is None or known[0] != addresses:
+            known = lying.commands[index] = addresses, self._commands(index, given, results)
         # What is read and written must not be given back before.
-        self._flying[index] = pool.queue.run(todo), (*given, *results)
+        self._flying[index] = pool.queue.run(known[1], Run(self._base, self._released)), (*given, *results)
         if index in self._ahead:
             self._ahead.discard(index)
         else:
             pool.held += 1
         return results
+
+    def _commands(self, index: int, given: Sequence[Tensor], results: Sequence[Tensor]) -> list[Command]:
+        """What this rank does for a collective of these tensors."""
+        assert self.pool.memory is not None
+        at, begin, form = self.pool.memory.places, self.layout.begins[index], self.forms[index]
+        turn = Turn(index, self._slots(index), begin.settled, begin.needed)
+        blocks = self.blocks[index]
+        moved = [Given(tensor.data_ptr(), tensor.numel() * tensor.element_size(), blocks) for tensor in given]
+        if form.in_pool:
+            return list(_PUSHED[form](at, turn, moved))
+        run = commands.pulled_gather if form is Form.PULLED else commands.exchange_taken_out
+        return list(run(at, turn, moved, [result.data_ptr() for result in results]))
+
+    def _slots(self, index: int) -> tuple[int, ...]:
+        return tuple(self.layout.slots[tensor].offset for tensor in self.layout.begins[index].tensors)
 
     def _lying(self) -> _Views:
         """What was made of the pool's present memory: sizes are static, so that every run reads and writes the same."""
@@ -301,9 +316,9 @@ class GraphCopies:
             found = self.pool.views[self] = _Views()
         return found
 
-    def _made(self, index: int, slots: Sequence[int], given: Sequence[Tensor]) -> list[Tensor]:
+    def _made(self, index: int, given: Sequence[Tensor]) -> list[Tensor]:
         results = []
-        for slot, tensor in zip(slots, given, strict=True):
+        for slot, tensor in zip(self._slots(index), given, strict=True):
             shape = _brought(self.forms[index], tensor, len(self.pool.ranks))
             results.append(self._there(slot, math.prod(shape) * tensor.element_size(), tensor.dtype).view(shape))
         self._lying().results[index] = results
