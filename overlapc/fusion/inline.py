@@ -12,7 +12,7 @@ import dataclasses
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import sympy
 
@@ -59,6 +59,7 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_re
     users: defaultdict[str, set[int]] = defaultdict(set)
     ordered = {name for later, earlier in graph.order.items() for name in (later, *earlier)}
     overwritten: defaultdict[str, list[int]] = defaultdict(list)  # memory -> positions of what overwrites it
+    from_kernels = {view.buffer for op_ in ops if isinstance(op_, Loops) for view in op_.outputs}
     for position, op_ in enumerate(ops):
         for name in buffers_read(op_):
             users[name].add(position)
@@ -83,7 +84,8 @@ def inline(ops: Sequence[IROp], graph: LoweredGraph, refuse: Refuse = nothing_re
         if not is_elementwise(producer.body):
             continue
         into = dict(zip(readers, consumers, strict=True))
-        if few or not _pays(producer, consumers, graph):
+        shared = {name for name in sources if name in from_kernels or users[name] - {position, *readers}}
+        if few or not _pays(producer, consumers, shared, graph):
             into = {at: each for at, each in into.items() if _reads_little(producer, each, graph)}
         if not into or any(_between(overwritten[graph.root(name)], position, max(into)) for name in sources):
             continue  # the readers would see what was written over it
@@ -126,7 +128,8 @@ def is_elementwise(body: Body) -> bool:
     return len(body.stores) == 1 and not scatters(body) and not body.reduction
 
 
-def _pays(producer: Loops, consumers: list[Loops], graph: LoweredGraph) -> bool:
+def _pays(producer: Loops, consumers: list[Loops], shared: Collection[str], graph: LoweredGraph) -> bool:
+    """Whether the consumers should compute what `producer` stores. Other kernels read or write its `shared` sources."""
     body = producer.body
     buffer = producer.outputs[0].buffer
     values = body.values()
@@ -151,8 +154,11 @@ def _pays(producer: Loops, consumers: list[Loops], graph: LoweredGraph) -> bool:
         if amplified and not cheap:
             return False
     if len(consumers) == 1:
-        return True
-    if len(values) > MOST_RECOMPUTED:
+        if not amplified:
+            return True
+        # The producer may fuse with the kernels that share its sources, a consumer of more iterations may not.
+        loads = [load for load in loads if load.buffer in shared]
+    elif len(values) > MOST_RECOMPUTED:
         return False
     itemsize = producer.outputs[0].dtype.itemsize
     sources = {load.buffer: load for load in loads}.values()

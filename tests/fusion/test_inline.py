@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from overlapc.fusion import fuse_ops
 from overlapc.fusion.inline import inline
+from overlapc.fusion.work import work_of
 from overlapc.ir.ops import IROp, Loops
 from tests.fusion.programs import capture
 from tests.fusion.small_graphs import extern, graph, names, overwrite, pointwise
@@ -87,6 +88,26 @@ def test_a_few_bytes_are_rather_read_again_than_kept_by_another_launch() -> None
 
     few, many = (torch.arange(size) % 7 for size in (64, 1 << 14))
     assert kernels(masked, many) == kernels(masked, few) + 1
+
+
+def test_what_is_joined_is_made_beside_the_kernel_that_reads_the_same() -> None:
+    def gradients(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        total = (a * b * weight).sum(1, keepdim=True)
+        return torch.cat((b * weight - a * total, a[:, :64]), 1)  # as those of a norm behind a joint projection
+
+    inputs = [torch.linspace(-2, shift, 128 * 256).reshape(128, 256) for shift in (1, 2, 3)]
+    made = capture(gradients, *inputs)
+    kernels_after = [op for op in fuse_ops(made)[0] if isinstance(op, Loops)]
+    works = [work_of(op, made) for op in kernels_after]
+    whole_bytes = inputs[0].nbytes
+    assert len(kernels_after) == 2
+    # Three inputs, the gradient written and read, the joined tensor, a quarter of an input once more (counted whole).
+    assert sum(work.read_bytes + work.write_bytes for work in works) <= 7.25 * whole_bytes
+    torch.testing.assert_close(run_ops(kernels_after, made, inputs)[0], gradients(*inputs))
+
+
+def test_what_is_joined_is_made_in_place_where_no_other_kernel_reads_its_sources() -> None:
+    assert kernels(lambda a, b, c: torch.cat((a * b - c, a[:, :8]), 1), *(torch.ones(256, 256) for _ in range(3))) == 1
 
 
 def test_what_others_read_as_it_is_stays() -> None:
