@@ -65,6 +65,11 @@ class Config:
         read.margin,
         "start collectives so early that they stay hidden even if they take this many times their estimate",
     )
+    search_effort: int = _knob(
+        10_000,
+        read.count,
+        "how many orders of a graph the search for a better one may simulate, some 0.15 ms each; fewer compile sooner",
+    )
     passes: tuple[str | Callable[..., Any], ...] | None = _knob(
         None,
         read.pass_names,

@@ -15,6 +15,9 @@ os.environ.setdefault("OVERLAPC_WARM_START", "0")
 if not torch.cuda.is_available():
     os.environ.setdefault("OVERLAPC_PROFILE", "cpu-gloo")
 
+# Nor about the best order of nodes, which tests/passes and tests/schedules look at: a search is half of compiling.
+os.environ.setdefault("OVERLAPC_SEARCH_EFFORT", "100")
+
 # Files that take 20 seconds of a core or more, the longest first. Workers take files in this order: one that began with
 # a long file when nothing else is left would keep the other waiting.
 LONGEST = (

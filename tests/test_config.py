@@ -28,6 +28,7 @@ from overlapc.errors import ConfigError
         ("dump", "fx,ir", frozenset({"fx", "ir"})),
         ("cache_dir", "~/kernels", Path.home() / "kernels"),
         ("overlap_margin", "2", 2.0),
+        ("search_effort", "500", 500),
     ],
 )
 def test_values_are_read_as_what_they_are(option: str, written: Any, read: Any) -> None:
@@ -40,6 +41,7 @@ def test_values_are_read_as_what_they_are(option: str, written: Any, read: Any) 
         ("memory_budget", "-1GiB", "memory_budget: "),
         ("memory_budget", "0B", "memory_budget: '0B' is not a positive size"),
         ("warm_start", "maybe", "warm_start: 'maybe' is neither on nor off; write 1 or 0"),
+        ("search_effort", "-1", "search_effort: '-1' is not a whole number"),
         ("overlap_margin", 0.5, "overlap_margin: 0.5 is less than 1, the estimate itself"),
         ("peak_increase", "much", "peak_increase: 'much' is not a number"),
         ("rank_timeout", 0, "rank_timeout: 0 is not a positive number of seconds"),

@@ -61,9 +61,12 @@ def optional_bytes(text: Any) -> int | None:
 
 def optional_count(text: Any) -> int | None:
     """A positive whole number; None for nothing given."""
-    if text is None or text == "":
-        return None
-    value = number(text, 1, 2**31, "a whole number")
+    return None if text is None or text == "" else count(text, 1)
+
+
+def count(text: Any, least: int = 0) -> int:
+    """A whole number."""
+    value = number(text, least, 2**31, "a whole number")
     if isinstance(text, bool) or not value.is_integer():
         raise ConfigError(f"{shown(text)} is not a whole number")
     return int(value)

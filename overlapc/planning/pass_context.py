@@ -16,6 +16,7 @@ def context_of(config: Config, profile: DeviceProfile, estimator: Estimator | No
         peak_increase=config.peak_increase,
         reorder_collectives=config.reorder_collectives,
         overlap_margin=config.overlap_margin,
+        effort=config.search_effort,
         stop_after=config.stop_after,
         estimate=None if estimator is None else estimator.estimate,
         verify=config.verify,

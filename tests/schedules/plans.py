@@ -26,7 +26,7 @@ CORPUS = sorted(HERE.glob("*.sched"))
 def context() -> Context:
     """The default configuration on H200s."""
     profile = load_profile("h200-nvlink")
-    return context_of(Config(), profile, from_profile(profile))
+    return context_of(Config(search_effort=Context.effort), profile, from_profile(profile))
 
 
 def incoming(path: Path) -> Schedule:
@@ -40,7 +40,8 @@ def incoming(path: Path) -> Schedule:
 @cache
 def planned(path: Path) -> GraphRecord:
     """What `overlapc plan` makes of that schedule by default."""
-    (graph,) = plan_text(str(incoming(path)), Config(profile="h200-nvlink")).steps[0].graphs
+    config = Config(profile="h200-nvlink", search_effort=Context.effort)
+    (graph,) = plan_text(str(incoming(path)), config).steps[0].graphs
     return graph
 
 
