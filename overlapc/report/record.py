@@ -144,8 +144,10 @@ def report_of_process() -> Report:
 
 
 def gather(run_dir: Path) -> Report:
-    """The report of all ranks that left a `rank*/record.json` in `run_dir`, by rank."""
-    steps = [step for path in run_dir.glob("rank*/record.json") for step in load(path).steps]
+    """The report of all ranks in the folder of a run, by rank: a `rank*/record.json` each (`overlapc demo`), or one
+    `overlap.json` (`overlapc run`)."""
+    paths = list(run_dir.glob("rank*/record.json")) or list(run_dir.glob("overlap.json"))
+    steps = [step for path in paths for step in load(path).steps]
     return Report(tuple(sorted(steps, key=lambda step: step.rank)))
 
 
