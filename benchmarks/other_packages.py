@@ -33,7 +33,8 @@ from torch.utils._pytree import tree_leaves
 
 import overlapc  # noqa: F401 (registers the backend)
 
-_ALLOWED = {"float32": 3e-4, "float64": 1e-7}  # largest relative error that is right whatever eager's is
+# The largest relative error that is right whatever eager's is. Some models compute a part in float32 in any case.
+_ALLOWED = {"float32": 3e-4, "float64": 1e-5}
 _FLOOR = 1e-4
 
 Model = tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]  # module, inputs by position and by name
