@@ -18,12 +18,13 @@ simulator/machine.py is the machine that does so; simulator/incremental.py repla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from overlapc.estimators.device import IDEAL, DeviceProfile
-from overlapc.estimators.simulator.lower_bound import lower_bound_ns
+from overlapc.estimators.simulator.lower_bound import LowerBound, lower_bound
 from overlapc.estimators.simulator.machine import Machine, costs_of
 from overlapc.schedule.model import COMMUNICATION, COMPUTE, Schedule
 
@@ -42,6 +43,26 @@ class CollectiveTime:
     def hidden_ns(self) -> float:
         """The part of its duration that compute ran beside."""
         return max(0.0, self.end_ns - self.start_ns - self.exposed_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Time that a step loses. `Timeline.gap` is what it loses beyond every order: the step less its lower bound."""
+
+    contention_ns: float  # compute slowed by communication beside it
+    exposed_ns: float  # compute standing still at waits
+    idle_ns: float  # waiting for the host, and between kernels
+
+    def beyond(self, bound: LowerBound, step_ns: float) -> Gap:
+        """The same without what the bound contains: gaps, the least contention, and what else it holds as exposed."""
+        lost = {"idle": self.idle_ns, "contention": self.contention_ns, "exposed": self.exposed_ns}
+        left_ns = bound.ns - (step_ns - sum(lost.values()))
+        caps = (("idle", bound.idle_ns), ("contention", bound.contention_ns))
+        for kind, most_ns in (*caps, *((kind, math.inf) for kind in ("exposed", "contention", "idle"))):
+            inevitable_ns = max(0.0, min(lost[kind], most_ns, left_ns))
+            lost[kind] -= inevitable_ns
+            left_ns -= inevitable_ns
+        return Gap(lost["contention"], lost["exposed"], lost["idle"])
 
 
 @dataclass(frozen=True)
@@ -81,9 +102,21 @@ class Timeline:
         )
 
     @cached_property
-    def lower_bound_ns(self) -> float:
+    def lower_bound(self) -> LowerBound:
         """No order of these nodes takes less; see simulator/lower_bound.py."""
-        return lower_bound_ns(self.schedule, self.profile)
+        return lower_bound(self.schedule, self.profile)
+
+    @property
+    def lower_bound_ns(self) -> float:
+        """The same in ns."""
+        return self.lower_bound.ns
+
+    @cached_property
+    def gap(self) -> Gap:
+        """What the step has over the lower bound, by kind of loss."""
+        alone_ns = sum(node.estimate.ns for node in self.schedule.nodes if node.kind in COMPUTE and node.estimate)
+        lost = Gap(max(0.0, self.compute_ns - alone_ns), self.exposed_ns, self.launch_idle_ns)
+        return lost.beyond(self.lower_bound, self.step_ns)
 
     def span(self, name: str) -> tuple[float, float]:
         """(start, end) of a node in ns."""

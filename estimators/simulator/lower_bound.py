@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.simulator.least_contention import least_contention_ns
@@ -26,13 +27,22 @@ from overlapc.schedule.model import Schedule
 _ROUNDING_NS = 2.0**-8  # a node: times lie on a grid of 2^-10 ns, and few of a node's are rounded
 
 
-def lower_bound_ns(schedule: Schedule, profile: DeviceProfile) -> float:
+@dataclass(frozen=True, slots=True)
+class LowerBound:
+    """The lower bound of a step, and what every order has of two kinds of loss."""
+
+    ns: float
+    contention_ns: float = 0.0  # the least that compute and collectives cost each other
+    idle_ns: float = 0.0  # gaps between kernels
+
+
+def lower_bound(schedule: Schedule, profile: DeviceProfile) -> LowerBound:
     """At most the step time of every legal order of `schedule` on `profile`."""
     costs = costs_of(schedule, profile)
     step, count = costs.step, len(schedule.nodes)
     launched = [at for at in range(count) if step[at] == StepKind.COMPUTE or costs.is_collective(at)]
     if not launched:
-        return 0.0
+        return LowerBound(0.0)
     on_stream = [at for at in launched if step[at] != StepKind.START]
     gap = [costs.gap_ns if step[at] in (StepKind.COMPUTE, StepKind.COMM) else 0.0 for at in range(count)]
     takes = [0.0] * count  # the gap before it included
@@ -46,14 +56,16 @@ def lower_bound_ns(schedule: Schedule, profile: DeviceProfile) -> float:
             queues.setdefault(costs.queue[at], []).append(at)
     behind_gap = [ns + more for ns, more in zip(head, gap, strict=True)]
     machines = [one_machine_ns(behind_gap, costs.ns, tail, nodes) for nodes in queues.values()]
+    contention_ns = 0.0
     host_ns = len(launched) * costs.launch_ns + min(costs.ns[at] + tail[at] for at in launched)
     if on_stream:
         machines.append(one_machine_ns(head, takes, tail, on_stream))
         ends_ns = min(head[at] for at in on_stream) + min(tail[at] for at in on_stream)
         idle_ns = ends_ns + sum(costs.ns[at] for at in on_stream if step[at] == StepKind.COMM) + sum(gap)
         kernels_ns = sum(costs.ns[at] for at in on_stream if step[at] == StepKind.COMPUTE)
-        machines.append(kernels_ns + idle_ns + least_contention_ns(costs, idle_ns) - count * _ROUNDING_NS)
-    return max(host_ns, *machines)
+        contention_ns = least_contention_ns(costs, idle_ns)
+        machines.append(kernels_ns + idle_ns + contention_ns - count * _ROUNDING_NS)
+    return LowerBound(max(host_ns, *machines), contention_ns, sum(gap))
 
 
 def _heads_and_tails(

@@ -38,6 +38,7 @@ def graph_record(
         before=plan_of(result.before),
         after=plan_of(result.after),
         lower_bound_ns=result.after.lower_bound_ns,
+        gap=_gap_of(result.after),
         peak_bytes=analyze(final).peak_bytes,
         incoming_peak_bytes=analyze(result.before.schedule).peak_bytes,
         budget_bytes=budget_bytes if budget_bytes is not None else final.budget_bytes,
@@ -139,3 +140,12 @@ def memory_of(timeline: Timeline) -> tuple[tuple[float, int], ...]:
 def shown_origin(origin: Origin) -> str:
     """The module path, else the source line, else nothing."""
     return origin.module or origin.source
+
+
+def _gap_of(timeline: Timeline) -> dict[str, float]:
+    gap = timeline.gap
+    return {
+        "compute slowed by communication": gap.contention_ns,
+        "exposed": gap.exposed_ns,
+        "idle": gap.idle_ns,
+    }

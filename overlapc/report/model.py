@@ -122,6 +122,7 @@ class GraphRecord:
     # What the schedule takes otherwise at the clock that the estimates are of; the simulator goes from there.
     full_load_ns: Mapping[str, Ns] = field(default_factory=dict)
     changes_inputs: bool = False  # as a compiled optimizer does
+    gap: Mapping[str, Ns] = field(default_factory=dict)  # what it has over the lower bound, by kind of loss
     alone_ns: Ns | None = None  # what its compute takes with no communication beside it; None: an older record
 
     @property

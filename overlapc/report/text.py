@@ -109,6 +109,9 @@ def facts(graph: GraphRecord) -> Iterator[str]:
     """The lines below a table: step time, bound, memory, kernels, fallbacks, what is unknown."""
     after, bound = graph.after.step_ns, graph.lower_bound_ns
     yield f"step time    {ms(graph.before.step_ns)} -> {ms(after)}; {bound_text(after, bound)}"
+    if sum(graph.gap.values()) > 0:
+        parts = ", ".join(f"{kind} {ms(ns)}" for kind, ns in graph.gap.items())
+        yield f"gap          {ms(sum(graph.gap.values()))}: {parts}; beyond what every order loses"
     budget = "no budget" if graph.budget_bytes is None else f"budget {human_bytes(graph.budget_bytes)}"
     yield f"peak memory  {human_bytes(graph.incoming_peak_bytes)} -> {human_bytes(graph.peak_bytes)} ({budget})"
     yield f"kernels      {graph.kernels} generated, {graph.externs} library calls, {fallback_text(graph)}"

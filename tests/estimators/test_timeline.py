@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from overlapc.estimators.device import IDEAL, DeviceProfile, Slowdown
 from overlapc.estimators.profiles.profile_file import load_profile
-from overlapc.estimators.timeline import simulate
+from overlapc.estimators.timeline import Gap, simulate
 from overlapc.schedule.model import Estimate
 from overlapc.schedule.text import parse
 from tests.graphs import reordered, schedules
@@ -152,7 +152,22 @@ def test_no_order_beats_the_bound_and_all_time_is_accounted_for(schedule, data):
         assert timeline.step_ns >= bound * (1 - 1e-9)
         spent = timeline.compute_ns + timeline.exposed_ns + timeline.launch_idle_ns
         assert timeline.step_ns == pytest.approx(spent)
+        parts = timeline.gap.contention_ns, timeline.gap.exposed_ns, timeline.gap.idle_ns
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(timeline.step_ns - bound, abs=1e-2 * len(schedule.nodes))
         for each in timeline.collectives.values():
             assert -1e-6 <= each.exposed_ns <= each.end_ns - each.start_ns + 1e-6
         for start, end in zip(timeline.start_ns, timeline.end_ns, strict=True):
             assert 0 <= start <= end <= timeline.step_ns + 1e-6
+
+
+def test_the_gap_is_split_by_what_is_lost():
+    """Of 60ns in which compute stands still, 30 come before any kernel can run; the other 30 are the order's."""
+    exposed = simulate(parse("""
+        g = all_gather(p) @dp : 0B 30ns; w = wait(g); a = kernel(w) : 0B 9ns
+        r = reduce_scatter(a) @dp : 0B 30ns; s = wait(r); b = kernel(w) : 0B 40ns
+    """)).gap  # fmt: skip
+    assert exposed == Gap(contention_ns=0.0, exposed_ns=30.0, idle_ns=0.0)
+    slow = simulate(parse("r = all_reduce(p) @dp : 0B 30ns; a = kernel(x) : 0B 90ns; w = wait(r)"), SLOW)
+    assert slow.compute_ns > 90
+    assert slow.gap.contention_ns == pytest.approx(0.0, abs=0.1), "every order has that contention"
