@@ -22,7 +22,7 @@ from overlapc.fx.versions import compiled_autograd, runs_under_ddp, runs_under_f
 from overlapc.report.captures import CAPTURES
 from overlapc.runtime.async_inputs import arrived, not_waited_for, plain_examples, tensors_of_tensors, waits_first
 from overlapc.runtime.counters import count
-from overlapc.runtime.input_offsets import as_captured, eagerly_elsewhere, offsets_traced
+from overlapc.runtime.input_offsets import always_eagerly, as_captured, eagerly_elsewhere, offsets_traced
 from overlapc.runtime.steps import watch_optimizers
 from overlapc.runtime.triton_launch import get_ready
 from overlapc.warm.fingerprint import NotCacheable, user_graph_key
@@ -67,6 +67,8 @@ def overlapc(
             offsets = offsets_traced(gm, example_inputs)
             if offsets:
                 eager = as_captured(gm)
+                if None in offsets.values():
+                    return always_eagerly(eager)
                 return eagerly_elsewhere(_step(gm, example_inputs, config, number, devices), eager, offsets)
             return _step(gm, example_inputs, config, number, devices, (options, mode))
         examples = plain_examples(example_inputs, late)

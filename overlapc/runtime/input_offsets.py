@@ -3,12 +3,14 @@
 Two kinds of programs compute with how far into its memory an input begins, and AOTAutograd traces that as a constant:
 `as_strided` with an offset, in its gradient and where it is written to, and changes of an input that lies in one memory
 with another. Called with inputs elsewhere, such a step would be wrong, so it runs eagerly then, as Dynamo captured it.
+For a changed input AOTAutograd traces a copy that begins its own memory: `as_strided` with an offset is right only for
+an input that does so, too.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +21,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from overlapc.runtime.counters import count
 
 
-def offsets_traced(gm: GraphModule, inputs: Sequence[Any]) -> dict[int, int]:
-    """Position -> elements of its memory before an input, for inputs whose place in memory was traced as a constant."""
+def offsets_traced(gm: GraphModule, inputs: Sequence[Any]) -> dict[int, int | None]:
+    """Position -> elements of its memory before an input, for inputs whose place in memory was traced as a constant.
+
+    None where no compiled step is right for the input: one that changes, does not begin its memory and is read by
+    `as_strided` with an offset.
+    """
     known = {
         at: value
         for at, value in enumerate(inputs)
@@ -33,37 +39,64 @@ def offsets_traced(gm: GraphModule, inputs: Sequence[Any]) -> dict[int, int]:
     if not strided and len({_memory(value) for value in known.values()}) == len(known):
         return {}
     examples = _examples(gm)
-    return {
-        at: int(value.storage_offset())
-        for at, value in known.items()
-        if _counts(value, examples[at], strided) or _changes_beside_another(at, known, examples)
-    }
+    offsets: dict[int, int | None] = {}
+    for at, value in known.items():
+        example, offset = examples[at], int(value.storage_offset())
+        if _read_by_strided(example, strided) and _changes(example):
+            offsets[at] = None if offset else 0
+        elif _counts(value, example, strided) or _changes_beside_another(at, known, examples):
+            offsets[at] = offset
+    return offsets
 
 
-def eagerly_elsewhere(step: Callable[..., Any], eager: GraphModule, offsets: dict[int, int]) -> Callable[..., Any]:
-    """`step` for inputs at these offsets; for others `eager`, the same computation op by op."""
-    warned = False
+def always_eagerly(eager: GraphModule) -> Callable[..., Any]:
+    """`eager`, with one warning."""
+    warned = _Warning()
 
     def call(*inputs: Any) -> Any:
-        nonlocal warned
+        warned.give(
+            "overlapc runs a graph eagerly: it changes an input that does not begin its memory, and reads it by"
+            " as_strided with an offset, which counts from there"
+        )
+        return eager(*inputs)
+
+    return call
+
+
+def eagerly_elsewhere(
+    step: Callable[..., Any], eager: GraphModule, offsets: Mapping[int, int | None]
+) -> Callable[..., Any]:
+    """`step` for inputs at these offsets; for others `eager`, the same computation op by op."""
+    warned = _Warning()
+
+    def call(*inputs: Any) -> Any:
         for at, offset in offsets.items():
             if inputs[at].storage_offset() != offset:
                 break
         else:
             return step(*inputs)
-        count("calls_run_eagerly_for_offsets")
-        if not warned:
-            warned = True
-            warnings.warn(
-                f"overlapc runs a call eagerly: it was compiled for an input that begins {offset} elements into its"
-                f" memory, and this one begins at {inputs[at].storage_offset()}. as_strided with an offset, or a change"
-                " of an input that shares memory with another, computes with that\nhint: give the compiled function"
-                " the whole tensor, and slice it there",
-                stacklevel=2,
-            )
+        warned.give(
+            f"overlapc runs a call eagerly: it was compiled for an input that begins {offset} elements into its"
+            f" memory, and this one begins at {inputs[at].storage_offset()}. as_strided with an offset, or a change"
+            " of an input that shares memory with another, computes with that"
+        )
         return eager(*inputs)
 
     return call
+
+
+class _Warning:
+    """Counts eager calls of one step, and warns of the first."""
+
+    def __init__(self) -> None:
+        self.given = False
+
+    def give(self, reason: str) -> None:
+        count("calls_run_eagerly_for_offsets")
+        if not self.given:
+            self.given = True
+            hint = "give the compiled function the whole tensor, and slice it there"
+            warnings.warn(f"{reason}\nhint: {hint}", stacklevel=3)
 
 
 def as_captured(gm: GraphModule) -> GraphModule:
@@ -78,9 +111,12 @@ def _examples(gm: GraphModule) -> list[Any]:
 
 
 def _counts(value: Tensor, example: Any, strided: Collection[int | None]) -> bool:
-    """Whether `as_strided` reads the input's memory, and does so for a gradient or a change."""
-    read = None in strided or (isinstance(example, Tensor) and _memory(example) in strided)
-    return read and (value.requires_grad or _changes(example))
+    """Whether `as_strided` reads the input's memory, and a gradient goes through it."""
+    return _read_by_strided(example, strided) and value.requires_grad
+
+
+def _read_by_strided(example: Any, strided: Collection[int | None]) -> bool:
+    return None in strided or (isinstance(example, Tensor) and _memory(example) in strided)
 
 
 def _changes_beside_another(at: int, inputs: dict[int, Tensor], examples: Sequence[Any]) -> bool:

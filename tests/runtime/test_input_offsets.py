@@ -71,3 +71,23 @@ def test_inputs_that_nothing_changes_may_lie_anywhere() -> None:
         given = memory[begin : begin + 6], memory[begin + 1 : begin + 7]
         torch.testing.assert_close(compiled(*given), function(*given))
     assert not counted(EAGERLY)
+
+
+def test_as_strided_counts_from_the_start_of_a_changed_inputs_memory() -> None:
+    def function(x: Tensor) -> Tensor:
+        strided = torch.as_strided(x, (2, 3), (3, 1), 0)
+        x.index_fill_(0, torch.tensor([0]), 2.0)
+        return strided + 1
+
+    def called(function: Callable[..., Tensor], begin: int) -> tuple[Tensor, Tensor]:
+        memory = torch.arange(40.0)
+        return function(memory[begin : begin + 8]), memory
+
+    compiled = torch.compile(function, backend="overlapc", dynamic=False)
+    torch.testing.assert_close(called(compiled, 0), called(function, 0))
+    assert not counted(EAGERLY)
+    with pytest.warns(UserWarning, match="runs a call eagerly"):
+        torch.testing.assert_close(called(compiled, 5), called(function, 5))
+    torch.compiler.reset()
+    with pytest.warns(UserWarning, match="changes an input that does not begin its memory"):
+        torch.testing.assert_close(called(compiled, 5), called(function, 5))
