@@ -26,10 +26,9 @@ from overlapc.runtime.input_offsets import always_eagerly, as_captured, eagerly_
 from overlapc.runtime.steps import watch_optimizers
 from overlapc.runtime.triton_launch import get_ready
 from overlapc.warm.fingerprint import NotCacheable, user_graph_key
-from overlapc.warm.loading import environment_of, load_step, next_number, uses_disk_cache
+from overlapc.warm.loading import Agree, environment_of, load_step, next_number, uses_disk_cache
 
 if TYPE_CHECKING:  # parts of the compiler
-    from overlapc.codegen.compiled_graph import CompiledGraph
     from overlapc.passes.base import Context
     from overlapc.schedule.model import Schedule
 
@@ -92,13 +91,13 @@ def _step(
     as_given: options and mode, for a step that a trace which torch caches may call directly.
     """
     key = _step_key(gm, example_inputs, config, devices)
-    usable = None if compiled_autograd(gm) else _agreement(gm, example_inputs, config)
+    agree = None if compiled_autograd(gm) else _agreement(gm, example_inputs, config)
     if key is not None and as_given is not None and torch._dynamo.config.caching_precompile:
         from overlapc.warm import precompile
 
         environment = environment_of(config, devices)
         precompile.record(gm, precompile.CachedStepKey(key, environment, *as_given, tuple(sorted(devices))))
-    kept = load_step(key, config, number, usable)
+    kept = load_step(key, config, number, agree)
     if kept is not None:
         return kept
     if "cuda" in devices:
@@ -190,20 +189,18 @@ def _step_key(gm: GraphModule, inputs: Sequence[Any], config: Config, devices: C
         return None
 
 
-def _agreement(
-    gm: GraphModule, inputs: Sequence[Any], config: Config
-) -> Callable[[Sequence[CompiledGraph]], bool] | None:
+def _agreement(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Agree | None:
     """Makes the function that asks whether all ranks have cached this step; None where no other rank compiles it.
 
     Ranks that have no cached step must ask, too: every rank has its own cache.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return None
-    from overlapc.planning.agreed import all_have, ranks_of_step
+    from overlapc.planning.agreed import common_step, ranks_of_step
     from overlapc.planning.rank_notes import notes_of
 
     peers = ranks_of_step(inputs, config)
-    return None if peers is None else lambda kept: all_have(peers, kept, config, notes_of(gm, config))
+    return None if peers is None else lambda kept: common_step(peers, kept, config, notes_of(gm, config))
 
 
 def _direct(error: OverlapcError) -> OverlapcError:

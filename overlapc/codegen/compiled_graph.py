@@ -19,6 +19,7 @@ from overlapc.codegen import generators
 from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.objects import Boxed, function_of, rebuild
 from overlapc.report.model import GraphRecord
+from overlapc.runtime.copies.layout import Layout
 from overlapc.runtime.copies.pool import GraphCopies, KeptCopies
 from overlapc.runtime.marks import switching
 from overlapc.runtime.steps import STEPS, as_optimizer
@@ -26,9 +27,10 @@ from overlapc.runtime.steps import STEPS, as_optimizer
 NAME = "GRAPHNAME"  # stands in wrappers for the graph's name, which counts up in a process
 
 
-def order_hash(lines: Sequence[str]) -> str:
-    """Hash of the order of collectives (one a line), which is stored with a graph."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+def order_hash(lines: Sequence[str], layouts: Mapping[str, Layout] = MappingProxyType({})) -> str:
+    """Hash of the order of collectives (one a line) and of each pool's layout for copies, stored with a graph."""
+    placed = [f"@{group} {layouts[group]}" for group in sorted(layouts)]
+    return hashlib.sha256("\n".join([*lines, *placed]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

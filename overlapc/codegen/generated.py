@@ -50,7 +50,7 @@ class Generated:
             constants={name: attributes[name] for name in self.program.constants},
             kernels=tuple(self.kernels),
             counts=dict(self.counts),
-            order=order_hash([*self.order, *(str(each.layout) for each in self.copies)]),
+            order=order_hash(self.order, {each.group: each.layout for each in self.copies}),
             copies=tuple(self.copies),
             agreed=self.agreed,
             record=self.report,

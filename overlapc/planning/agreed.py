@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.config import Config
 from overlapc.estimators.agreement.rank_agreement import GraphAgreement, Peers, peers_of, spanned_ranks
+from overlapc.planning.cached_copies import OfGraph, reopened, still_open
 from overlapc.runtime.cache import content_key
 from overlapc.schedule.model import Comm
 
@@ -32,11 +33,12 @@ class Agreed:
     lines: tuple[str, ...]  # the same as ranks compare it
     copies: AgreedCopies | None = None  # None: the groups' libraries carry all of them
     graph: str = ""  # hash of the graph as ranks compare it
+    captured: tuple[tuple[str, Comm], ...] = ()  # collectives before a transport is chosen, by which `key_of` finds it
 
     @property
     def order(self) -> str:
         """The hash by which a kept graph knows its order."""
-        return order_hash(self.lines)
+        return order_hash(self.lines, {} if self.copies is None else self.copies.layouts)
 
 
 def key_of(name: str, collectives: Sequence[tuple[str, Comm]], options: object) -> Key | None:
@@ -87,8 +89,11 @@ def _ranks_along_axes(mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
         yield tuple(mesh.mesh[tuple(index)].tolist())
 
 
-def all_have(peers: Peers, kept: Sequence[CompiledGraph], config: Config, notes: dict[str, str]) -> bool:
-    """Whether every rank's disk cache has a step of the same graphs with the same order of collectives.
+def common_step(
+    peers: Peers, kept: Sequence[CompiledGraph], config: Config, notes: dict[str, str]
+) -> list[OfGraph] | None:
+    """The copies of each graph of a step, if every rank's disk cache has one of the same graphs with the same order of
+    collectives; else None.
 
     `kept` is this rank's cached step.
 
@@ -96,17 +101,20 @@ def all_have(peers: Peers, kept: Sequence[CompiledGraph], config: Config, notes:
     meet, and what this rank has must be what they agreed on before.
     """
     agreed = [each.agreed for each in kept]
-    keys = [key_of(each.name, each.agreed.collectives, config) for each in kept if each.agreed is not None]
+    keys = [key_of(each.name, each.agreed.captured, config) for each in kept if each.agreed is not None]
     known = [each for each in agreed if each is not None]
     forget_before_reset(peers)
     if compiles_again():
-        return bool(kept) and all(
+        as_agreed = bool(kept) and all(
             key in peers.agreed and peers.agreed[key].order == each.order for key, each in zip(keys, known, strict=True)
         )
+        return still_open(kept) if as_agreed else None
     graphs = ("" if each.agreed is None else each.agreed.graph for each in kept)
     have = content_key(*graphs, *(each.order for each in kept)) if kept else ""
     with GraphAgreement(peers.meetings, "cached step", config.rank_timeout, notes) as agreement:
         if not agreement.agree_on_graph((), have):
-            return False
-    peers.agreed.update(zip(keys, known, strict=True))
-    return True
+            return None
+        copies = reopened(kept, config, agreement)
+    if copies is not None:
+        peers.agreed.update(zip(keys, known, strict=True))
+    return copies

@@ -48,6 +48,7 @@ from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.agreed import Agreed, compiles_again, forget_before_reset, key_of
 from overlapc.planning.agreed_order import agreed_on, follow
+from overlapc.planning.cached_copies import OfGraph, reopened, still_open
 from overlapc.planning.chosen_profile import profile_of
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.estimator_chain import chain_of
@@ -58,7 +59,6 @@ from overlapc.report import record
 from overlapc.report.drawing import to_dot
 from overlapc.report.held_memory import held_bytes
 from overlapc.report.walk_through import walk_through
-from overlapc.runtime.copies.pool import GraphCopies
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
 from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
@@ -71,7 +71,7 @@ Passes = Callable[[Schedule, Context], Result]
 class Reused:
     """There is nothing to plan: every rank has the graph as an earlier process compiled it. copies: by group."""
 
-    copies: Mapping[str, GraphCopies] = field(default_factory=dict)
+    copies: OfGraph = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,9 @@ def plan_graph(
     agreed = peers.agreed.get(key) if follows and peers is not None else None
     planned = None
     if agreed is not None:
-        if kept is not None and kept.order == agreed.order:
-            return Reused()
+        copies = still_open([kept]) if kept is not None and kept.order == agreed.order else None
+        if copies is not None:
+            return Reused(copies[0])
         before = _copied(gm.graph)
         alone = replace(config, autotune=False, benchmark_fusion=False, matmul=_unmeasured(config.matmul))
         planned = stages(config=alone, communication=communication, agreement=None, agreed=agreed, passes=passes)
@@ -143,20 +144,19 @@ def plan_graph(
                 lines = canonical_lines(gm.graph, GroupNames(gm.graph).__getitem__)
                 if not agreement.agree_on_graph(lines, "" if kept is None else kept.order):
                     kept = None
-            copies: Mapping[str, GraphCopies] | None = {}
-            if kept is not None and kept.copies:
-                assert agreement is not None, "graphs with copies are kept where ranks meet"
-                copies = Transports.reopened(kept.copies, gm, config, agreement, within)
-            if kept is not None and copies is not None:
-                if peers is not None and key is not None and kept.agreed is not None:
-                    peers.agreed[key] = kept.agreed
-                return Reused(copies)
+            if kept is not None:
+                copies = reopened([kept], config, agreement)
+                if copies is not None:
+                    if peers is not None and key is not None and kept.agreed is not None:
+                        peers.agreed[key] = kept.agreed
+                    return Reused(copies[0])
             planned = stages(
                 config=config, communication=communication, agreement=agreement, agreed=None, passes=passes
             )
         assert planned is not None
         if planned.agreed is not None:
-            planned = replace(planned, agreed=replace(planned.agreed, graph=order_hash(lines)))
+            captured = tuple(collectives)
+            planned = replace(planned, agreed=replace(planned.agreed, graph=order_hash(lines), captured=captured))
         if peers is not None and key is not None and planned.agreed is not None:
             peers.agreed[key] = planned.agreed
     counts = {} if name.startswith("backward") else attention_counts(gm.graph)

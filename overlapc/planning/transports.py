@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,7 +19,6 @@ from torch.fx import GraphModule, Node
 
 from overlapc.codegen.copies import Copied, Copying, copying
 from overlapc.config import Config
-from overlapc.errors import NoSharedMemory
 from overlapc.estimators.agreement.rank_agreement import GraphAgreement
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.from_profile import from_profile
@@ -29,12 +26,11 @@ from overlapc.fx.arguments import argument
 from overlapc.fx.collectives import Collective, find_collectives
 from overlapc.fx.communication import group_of
 from overlapc.fx.exchange import EXCHANGE, Place, exchange_reductions, gather_by_hosts, refusal, travelling_bytes
-from overlapc.planning.host_groups import divided, hosts_of, process_groups
+from overlapc.planning.copy_reach import CopyReach
+from overlapc.planning.host_groups import divided, hosts_of
 from overlapc.runtime.copies.command_queues import unsupported
-from overlapc.runtime.copies.commands import MOST_RANKS
 from overlapc.runtime.copies.layout import Layout, common, from_text, to_text
-from overlapc.runtime.copies.pool import GraphCopies, KeptCopies, Pool, Wanted, kept_pools, open_pools
-from overlapc.runtime.copies.shared_memory import FOLDER
+from overlapc.runtime.copies.pool import Pool, kept_pools, open_pools
 from overlapc.schedule.collective_kinds import COPY, KINDS
 from overlapc.schedule.model import Comm, Kind, Schedule
 from overlapc.schedule.model import Node as ScheduleNode
@@ -63,8 +59,7 @@ class Transports:
 
     device: torch.device | None = None
     agreement: GraphAgreement | None = None
-    places: Mapping[int, Mapping[str, object]] = field(default_factory=dict)  # of each rank
-    none: str = ""  # reason why no collective of the graph goes by copies; "" if some may, or none was asked to
+    reach: CopyReach = field(default_factory=CopyReach)
     wanted: bool = False
     rewritten: bool = False  # collectives of the graph became others that copies can carry
     divides: bool = False  # groups of several hosts among them
@@ -94,7 +89,7 @@ class Transports:
         if not runs:
             per_host = config.ranks_per_host or profile.ranks_per_host
             places = {rank: {"host": rank // per_host, "device": rank} for rank in range(dist.get_world_size())}
-            return cls(places=places, wanted=True, profile=profile, chooses=config.transport == AUTO)
+            return cls(reach=CopyReach(places), wanted=True, profile=profile, chooses=config.transport == AUTO)
         found = cls._asked(gm, config, agreement, within)
         found.profile, found.chooses = profile, config.transport == AUTO
         return found
@@ -111,43 +106,18 @@ class Transports:
         reason = _no_copies(config, agreement, within, devices)
         device = None if reason else next(iter(devices))
         if agreement is None:
-            return cls(none=reason, wanted=True)
-        mine = {"reason": reason, "groups": process_groups(), **({} if device is None else _place(device))}
-        if config.ranks_per_host is not None:
-            mine["host"] = f"{mine.get('host')}, {dist.get_rank() // config.ranks_per_host}"
-        told = [json.loads(text) for text in agreement.tell("what can carry collectives", json.dumps(mine))]
-        reason = next((each["reason"] for each in told if each["reason"]), "")
-        return cls(device, agreement, dict(zip(agreement.ranks, told, strict=True)), reason, wanted=True)
-
-    @classmethod
-    def reopened(
-        cls, kept: Sequence[KeptCopies], gm: GraphModule, config: Config, agreement: GraphAgreement, within: bool
-    ) -> dict[str, GraphCopies] | None:
-        """By group, copies that an earlier process kept; None, on all ranks, where ranks are such that copies cannot
-        do it, or have no memory to share."""
-        asked = cls._asked(gm, config, agreement, within)
-        if asked.none or asked.device is None or any(asked._apart(each.ranks, asked.device) for each in kept):
-            return None
-        names = {each.comm.group: group_of(each.start) or "" for each in find_collectives(gm.graph)}
-        wanted = [
-            Wanted(names[each.group], each.group, each.ranks, each.layout.bytes, str(each.layout)) for each in kept
-        ]
-        try:
-            with unset_fake_temporarily():
-                opened = open_pools(wanted, asked.device, agreement.ranks, agreement.tell)
-        except NoSharedMemory:  # raised on all ranks; who plans anew says so
-            return None
-        return {each.group: GraphCopies.reopened(each, opened[each.group]) for each in kept}
+            return cls(reach=CopyReach(none=reason), wanted=True)
+        return cls(device, agreement, CopyReach.agreed_on(agreement, config, device, reason), wanted=True)
 
     @classmethod
     def following(cls, agreed: AgreedCopies) -> Transports:
         """What a graph may use that goes by what ranks agreed on about one with the same collectives."""
-        return cls(agreed.device, None, agreed.places, wanted=True, library=agreed.library, agreed=agreed)
+        return cls(agreed.device, None, CopyReach(agreed.places), wanted=True, library=agreed.library, agreed=agreed)
 
     def rewrite(self, gm: GraphModule, found: Sequence[Collective]) -> None:
         """Makes of collectives what copies can carry: an exchange and a sum of a reduction, and of what a group of
         several hosts does a part within each and one across them."""
-        if not self.wanted or self.none:
+        if not self.wanted or self.reach.none:
             return
         if self.chooses and self.agreed is None:
             self.library = by_library([(each.comm, self._by_copies(each)) for each in found], self.profile)
@@ -177,15 +147,19 @@ class Transports:
     def _hosts(self, each: Collective) -> list[tuple[int, ...]] | None:
         """The ranks of each host, if a collective can be divided into a part within each and one across them."""
         start, ranks = each.start, each.comm.ranks
-        if len(each.waits) != 1 or self._shapeless(start, len(ranks)) or any(rank not in self.places for rank in ranks):
+        if (
+            len(each.waits) != 1
+            or self._shapeless(start, len(ranks))
+            or any(rank not in self.reach.places for rank in ranks)
+        ):
             return None
         if not argument(start, 0).meta["val"].dim() or (each.comm.collective in REDUCTIONS and refusal(start)):
             return None
-        hosts = hosts_of(ranks, lambda rank: self.places[rank]["host"])
-        if hosts is None or len({self.places[rank].get("groups") for rank in ranks}) > 1:
+        hosts = hosts_of(ranks, lambda rank: self.reach.places[rank]["host"])
+        if hosts is None or len({self.reach.places[rank].get("groups") for rank in ranks}) > 1:
             return None
         device = argument(start, 0).meta["val"].device
-        return None if any(self._apart(of_one, device) for of_one in hosts) else hosts
+        return None if any(self.reach.apart(of_one, device.type) for of_one in hosts) else hosts
 
     def _by_copies(self, each: Collective) -> Sequence[Comm]:
         """What would replace `each`, with what copies can carry by copies; nothing if they can carry none of it."""
@@ -219,7 +193,7 @@ class Transports:
         return [self._chosen(each) for each in found]
 
     def _chosen(self, each: Collective) -> Collective:
-        reason = self.none or self._why_not(each)
+        reason = self.reach.none or self._why_not(each)
         if reason:
             self.reasons[each.start.name] = reason
             return each
@@ -244,7 +218,7 @@ class Transports:
 
     def _refused(self, start: Node, ranks: Sequence[int]) -> str | None:
         """Reason why copies cannot reach all ranks of this collective."""
-        return self._shapeless(start, len(ranks)) or self._apart(ranks, argument(start, 0).meta["val"].device)
+        return self._shapeless(start, len(ranks)) or self.reach.apart(ranks, argument(start, 0).meta["val"].device.type)
 
     def _shapeless(self, start: Node, ranks: int) -> str | None:
         """Reason why what a collective moves cannot be divided among ranks."""
@@ -255,23 +229,9 @@ class Transports:
             return "it has fewer elements than ranks"
         return None
 
-    def _apart(self, ranks: Sequence[int], device: torch.device) -> str | None:
-        """Reason why copies cannot reach all of these ranks."""
-        known = [self.places[rank] for rank in ranks if rank in self.places]
-        hosts = len({place["host"] for place in known})
-        if hosts == len(ranks) > 1:
-            return "its ranks are on different hosts"
-        if hosts > 1:
-            return "its group spans several hosts"
-        if not 1 < len(ranks) <= MOST_RANKS or len(known) < len(ranks):
-            return f"its group has {len(ranks)} ranks"
-        if len({place["device"] for place in known}) < len(known) and device.type != "cpu":
-            return "ranks of its group share a GPU"
-        return None
-
     def opened(self, schedule: Schedule) -> Mapping[str, Copied]:
         """By start, how generated code runs what goes by copies: memory is laid out, agreed, and mapped into all."""
-        if not self.wanted or self.none or self.device is None:
+        if not self.wanted or self.reach.none or self.device is None:
             return {}
         graph = copying(schedule)
         if not graph.starts:  # the same on all ranks, as the order of collectives is
@@ -291,7 +251,7 @@ class Transports:
             opened = open_pools(
                 graph.wanted(layouts, self.groups), self.device, self.agreement.ranks, self.agreement.tell
             )
-        self.agreed = AgreedCopies(self.device, self.places, self.library, layouts)
+        self.agreed = AgreedCopies(self.device, self.reach.places, self.library, layouts)
         return graph.on(layouts, opened)
 
     def fits(self, schedule: Schedule) -> bool:
@@ -383,15 +343,6 @@ def _no_copies(
     if len(devices) != 1:
         return f"the graph is on {len(devices)} devices"
     return unsupported(next(iter(devices))) or ""
-
-
-def _place(device: torch.device) -> dict[str, object]:
-    """What tells a rank's host and device from others'."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    host = boot.read_text().strip() if boot.exists() else os.uname().nodename
-    if device.type == "cpu":
-        return {"host": f"{host}/{os.stat(FOLDER).st_dev}", "device": "cpu"}
-    return {"host": host, "device": str(torch.cuda.get_device_properties(device).uuid)}
 
 
 def carried(gm: GraphModule, safe: frozenset[str], transports: Transports) -> list[Collective]:

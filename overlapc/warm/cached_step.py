@@ -47,19 +47,17 @@ def find(key: str, cache_dir: Path) -> tuple[StepPlan, list[CompiledGraph]] | No
     return (plan, kept) if len(kept) == len(found) else None
 
 
-def step_callable(
-    plan: StepPlan, kept: Sequence[CompiledGraph], run: Callable[[CompiledGraph], Call]
-) -> Callable[..., Any]:
-    """The step as a function. `run` makes a graph callable; for backward that happens when it is first needed."""
+def step_callable(plan: StepPlan, graphs: Sequence[Callable[[], Call]]) -> Callable[..., Any]:
+    """The step as a function. `graphs` make each graph callable; backward when it is first needed."""
     made: list[Call] = []
 
     def backward(arguments: list[Any]) -> Any:
         if not made:
-            made.append(run(kept[1]))
+            made.append(graphs[1]())
         return made[0](arguments)
 
     count("steps_from_cache")
-    forward, borders = run(kept[0]), plan.borders
+    forward, borders = graphs[0](), plan.borders
     if borders is None:
         return step_function(plan, forward, backward)
     from overlapc.runtime.dtensors import KnownDTensors

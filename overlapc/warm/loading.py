@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from overlapc.codegen.fx import FxWrapper
 
 
+Agree = Callable[[Sequence[CompiledGraph]], Sequence[Mapping[str, GraphCopies]] | None]
+"""Of a cached step's graphs, the copies of each to run it with, by pool; None where ranks do not all have this step."""
+
 _numbers = itertools.count()
 
 
@@ -65,30 +68,37 @@ def make_callable(
     return call
 
 
-def _from_cache(compiled: CompiledGraph, *, config: Config, number: int) -> Callable[[list[Any]], Any]:
+def _from_cache(
+    compiled: CompiledGraph, copies: Mapping[str, GraphCopies], *, config: Config, number: int
+) -> Callable[[list[Any]], Any]:
     """A graph of a step that was found on disk."""
     kind = compiled.name.split("_")[0]
-    return make_callable(compiled, config, f"{kind}_{number}", time.perf_counter())
+    return make_callable(compiled, config, f"{kind}_{number}", time.perf_counter(), copies=copies)
 
 
 def load_step(
     key: str | None,
     config: Config,
     number: int | None = None,
-    usable: Callable[[Sequence[CompiledGraph]], bool] | None = None,
+    agree: Agree | None = None,
 ) -> Callable[..., Any] | None:
-    """The step that the disk cache has under `key`; None without one, or where `usable` refuses its graphs.
+    """The step that the disk cache has under `key`; None without one, or where ranks do not `agree` to use it.
 
-    `usable` is asked in any case, without graphs where there is no step."""
+    `agree` is asked in any case, without graphs where there is no step."""
     kept = None if key is None else cached_step.find(key, config.cache_dir)
-    if kept is not None and any(graph.copies for graph in kept[1]):  # ranks open their memory graph by graph
-        kept = None
-    if usable is not None and not usable(() if kept is None else kept[1]):
+    graphs = () if kept is None else kept[1]
+    if agree is not None:
+        copies = agree(graphs)
+    else:
+        copies = None if any(graph.copies for graph in graphs) else [{} for _ in graphs]  # ranks open pools together
+    if kept is None or copies is None:
         return None
     number = next_number() if number is None else number
-    if kept is None:
-        return None
-    return cached_step.step_callable(*kept, partial(_from_cache, config=config, number=number))
+    made = [
+        partial(_from_cache, graph, of_graph, config=config, number=number)
+        for graph, of_graph in zip(graphs, copies, strict=True)
+    ]
+    return cached_step.step_callable(kept[0], made)
 
 
 def environment_of(config: Config, devices: Collection[str]) -> tuple[str, str]:

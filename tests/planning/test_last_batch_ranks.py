@@ -49,12 +49,12 @@ def losses_of_one_process(steps: list[list[Tensor]] | None = None) -> list[float
     return found
 
 
-def starts(cache: str) -> list[dict[str, Any]]:
+def starts(cache: str, transport: str = "auto") -> list[dict[str, Any]]:
     """Training in a process that starts cold, and the first two steps of one that finds all of its graphs on disk."""
-    cold = train(cache, len(ROWS))
+    cold = train(cache, len(ROWS), transport=transport)
     torch._dynamo.reset()
     peers_of().agreed.clear()
-    return [cold, train(cache, 2)]
+    return [cold, train(cache, 2, transport=transport)]
 
 
 def train(cache: str, steps: int, device: str = "cpu", **more: Any) -> dict[str, Any]:
@@ -66,7 +66,12 @@ def train(cache: str, steps: int, device: str = "cpu", **more: Any) -> dict[str,
     overlapc.fully_shard(sharded)
     options = {"rank_timeout": 20.0, "native": False, "warm_start": True, "cache_dir": f"{cache}/{dist.get_rank()}"}
     losses, alone = steps_of(sharded, batches()[:steps], {**options, **more})
-    return {"losses": losses, "alone": alone, "compiled": counted("graph_compiles")}
+    return {
+        "losses": losses,
+        "alone": alone,
+        "compiled": counted("graph_compiles"),
+        "copied": counted("collectives_by_copies"),
+    }
 
 
 def steps_of(sharded: nn.Module, batches: list[list[Tensor]], options: dict[str, Any]) -> tuple[list[float], list[int]]:
@@ -100,16 +105,15 @@ def test_batches_of_other_sizes_on_one_rank_train_as_in_one_process(tmp_path: Pa
     assert (first[2], second[3]) == (2, 4)
 
 
-def by_copies(cache: str) -> dict[str, Any]:
-    found = train(cache, len(ROWS), transport="copy", warm_start=False)
-    return {**found, "copied": counted("collectives_by_copies")}
-
-
 def test_a_rank_with_a_batch_of_another_size_goes_by_the_layout_of_copies_that_ranks_agreed_on(tmp_path: Path) -> None:
-    first, second = values_on_ranks(by_copies, 2, str(tmp_path), timeout_s=240)
+    (first, first_warm), (second, second_warm) = values_on_ranks(starts, 2, str(tmp_path), "copy", timeout_s=240)
     assert first["losses"] == second["losses"] == pytest.approx(losses_of_one_process(), rel=1e-5)
     assert (first["alone"], second["alone"]) == ([0, 0, 2, 2], [0, 2, 2, 4])
-    assert first["copied"] > 0
+    for cold, warm in ((first, first_warm), (second, second_warm)):
+        assert warm["losses"] == cold["losses"][:2]
+        assert (warm["compiled"], warm["alone"]) == (0, [0, 0])  # cached graphs of both batches are used as they are
+        assert cold["copied"] > 0
+        assert warm["copied"] > 0
 
 
 # Rows of four ranks in two groups, of which each holds the whole model.

@@ -209,10 +209,17 @@ class KeptCopies:
     """What is kept on disk of a graph's copies over one group: enough to open them again in another process."""
 
     group: str  # the pool's name
+    process_group: str  # torch's name of the group; the keys of cached graphs and steps hold it, with its ranks
     ranks: tuple[int, ...]
+    device: torch.device
     layout: Layout
     forms: tuple[str, ...]
     blocks: tuple[int, ...]
+
+    @property
+    def wanted(self) -> Wanted:
+        """What these copies need of the group's pool."""
+        return Wanted(self.process_group, self.group, self.ranks, self.layout.bytes, str(self.layout))
 
 
 @dataclass
@@ -245,8 +252,8 @@ class GraphCopies:
     @property
     def kept(self) -> KeptCopies:
         """What `reopened` takes."""
-        forms = tuple(form.value for form in self.forms)
-        return KeptCopies(self.pool.name, self.pool.ranks, self.layout, forms, self.blocks)
+        pool, forms = self.pool, tuple(form.value for form in self.forms)
+        return KeptCopies(pool.name, pool.group, pool.ranks, pool.device, self.layout, forms, self.blocks)
 
     @classmethod
     def reopened(cls, kept: KeptCopies, pool: Pool) -> GraphCopies:

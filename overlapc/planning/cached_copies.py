@@ -1,0 +1,65 @@
+"""Copies of graphs from the disk cache, on pools of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from overlapc.codegen.compiled_graph import CompiledGraph
+from overlapc.config import Config
+from overlapc.errors import NoSharedMemory
+from overlapc.estimators.agreement.rank_agreement import GraphAgreement
+from overlapc.planning.copy_reach import CopyReach
+from overlapc.runtime.copies.command_queues import unsupported
+from overlapc.runtime.copies.pool import GraphCopies, KeptCopies, Pool, Wanted, kept_pools, open_pools
+
+OfGraph = Mapping[str, GraphCopies]  # by the name of the pool
+
+
+def reopened(graphs: Sequence[CompiledGraph], config: Config, agreement: GraphAgreement | None) -> list[OfGraph] | None:
+    """The copies of each graph, on pools that all ranks open together.
+
+    None, on all ranks, where these do not meet (no `agreement`), where copies no longer reach all ranks of a group, or
+    where a rank has no memory to share.
+    """
+    kept = [each for graph in graphs for each in graph.copies]
+    if not kept:
+        return [{} for _ in graphs]
+    if agreement is None:
+        return None
+    device = kept[0].device
+    reason = unsupported(device) or ""
+    reach = CopyReach.agreed_on(agreement, config, device, reason, [each.ranks for each in kept])
+    if reach.none or any(reach.apart(ranks, device.type) for ranks in reach.groups):
+        return None
+    try:
+        with unset_fake_temporarily():  # or what is done to the memory would be traced, and not done
+            pools = open_pools(_wanted(kept), device, agreement.ranks, agreement.tell)
+    except NoSharedMemory:  # raised on all ranks, which plan again and then report it
+        return None
+    return _on(pools, graphs)
+
+
+def still_open(graphs: Sequence[CompiledGraph]) -> list[OfGraph] | None:
+    """The copies of each graph, on pools that are open already; None where one is not, or is smaller. No meeting."""
+    kept = [each for graph in graphs for each in graph.copies]
+    pools = kept_pools(_wanted(kept), kept[0].device) if kept else {}
+    return None if pools is None else _on(pools, graphs)
+
+
+def _wanted(kept: Sequence[KeptCopies]) -> list[Wanted]:
+    """What all of the graphs need of each pool: they run one after the other."""
+    found: dict[str, Wanted] = {}
+    for each in kept:
+        wanted = each.wanted
+        other = found.setdefault(each.group, wanted)
+        if other is not wanted:
+            most = max(other.bytes, wanted.bytes)
+            found[each.group] = replace(other, bytes=most, layout=f"{other.layout}\n{wanted.layout}")
+    return [found[group] for group in sorted(found)]
+
+
+def _on(pools: Mapping[str, Pool], graphs: Sequence[CompiledGraph]) -> list[OfGraph]:
+    return [{each.group: GraphCopies.reopened(each, pools[each.group]) for each in graph.copies} for graph in graphs]
