@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from overlapc.backend import plan_only, schedule_only
-from overlapc.compilation.plan_only import plan_schedule
+from overlapc.compilation.plan_only import plan_schedules
 from overlapc.config import Config
 from overlapc.errors import ConfigError, unknown_name
 from overlapc.gc_paused import gc_paused
@@ -160,8 +160,8 @@ def _plan_from_few(cfg: PlanConfig, options: Config, mesh: DeviceMesh) -> bool:
             stacklevel=3,
         )
         return False
-    for schedule, ctx in planned:
-        plan_schedule(schedule, ctx)
+    forward, backward = planned
+    plan_schedules(forward, backward, options)
     return True
 
 

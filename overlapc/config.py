@@ -47,6 +47,12 @@ class Config:
     peak_increase: float = _knob(
         0.25, read.fraction, "how far passes may raise the incoming peak without a memory_budget, as a fraction"
     )
+    keep_gathered: bool = _knob(
+        True,
+        read.a_bool,
+        "with a memory_budget: use its room to keep parameters gathered between forward and backward, those first whose"
+        " second gather costs most time a byte, where that makes the planned step shorter",
+    )
     reorder_collectives: bool = _knob(
         True,
         read.a_bool,

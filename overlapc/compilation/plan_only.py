@@ -13,11 +13,13 @@ from torch.fx import GraphModule
 
 from overlapc.compilation.counts import counts_of, fallbacks_of
 from overlapc.compilation.inner_graphs import Built, inner_graphs, times_of_inner
+from overlapc.compilation.kept_parameters import partition_of
 from overlapc.compilation.tracing import step_of
 from overlapc.config import Config
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.dumps import Dumps
+from overlapc.planning.keep_gathered import Step, kept_gathers
 from overlapc.planning.plan_graph import Passes, Planned, plan_graph
 from overlapc.report import record
 from overlapc.report.graph_record import graph_record
@@ -31,7 +33,7 @@ Found = Callable[[Schedule, Context], None]
 
 def plan_step(gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int) -> Callable[..., Any]:
     """Forward and backward of `gm`, planned only: their FX graphs run uncompiled."""
-    return step_of(_plan_only, gm, example_inputs, config, number)
+    return step_of(_plan_only, gm, example_inputs, config, number, partition_of(config, number, runs=False))
 
 
 def schedule_step(
@@ -41,10 +43,14 @@ def schedule_step(
     return step_of(partial(_schedule_only, found=found), gm, example_inputs, config, number)
 
 
-def plan_schedule(schedule: Schedule, ctx: Context) -> None:
-    """The passes on what `schedule_step` found, or on one like it, recorded as a graph of this process."""
+def plan_schedules(forward: tuple[Schedule, Context], backward: tuple[Schedule, Context], config: Config) -> None:
+    """The passes on what `schedule_step` found, or on the like, recorded as graphs of this process."""
+    step = Step.of(forward, backward)
+    if config.memory_budget is not None and config.keep_gathered:
+        step = step.keeping(kept_gathers(step, step.gathered_twice))
     began = time.perf_counter()
-    _remember(run_pipeline(schedule, ctx), began)
+    for result in step.plans:
+        _remember(result, began)
 
 
 def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from overlapc.codegen.program_builder import build_program
 from overlapc.codegen.sources import generate_kernels, kernels_of
 from overlapc.compilation.counts import counts_of, fallbacks_of
 from overlapc.compilation.inner_graphs import Built, inner_graphs, times_of_inner
+from overlapc.compilation.kept_parameters import partition_of
 from overlapc.compilation.tracing import step_of
 from overlapc.config import Config
 from overlapc.fx.sizes import guessed_size
@@ -53,10 +54,11 @@ def compile_step(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int, key: str | None
 ) -> Callable[..., Any]:
     """Forward and backward of `gm`, compiled; kept under `key` if there is one and the step is of plain tensors."""
+    divide = partition_of(config, number, runs=True)
     if compiled_autograd(gm):
-        return step_of(compile_graph, gm, example_inputs, config, number)
+        return step_of(compile_graph, gm, example_inputs, config, number, divide)
     watch = StepWatch(gm, example_inputs, key, config.cache_dir)
-    return watch.watched(step_of(partial(compile_graph, watch=watch), gm, example_inputs, config, number))
+    return watch.watched(step_of(partial(compile_graph, watch=watch), gm, example_inputs, config, number, divide))
 
 
 def compile_graph(

@@ -29,25 +29,32 @@ from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministic
 from overlapc.runtime.phases import phase
 
-_partition = phase("partition")(partition)
-
 GraphCompiler = Callable[..., Callable[..., Any]]  # of (gm, inputs, *, config, name)
+Partition = Callable[..., tuple[GraphModule, GraphModule]]  # of a joint graph, as AOTAutograd asks for it
 
 
 def step_of(
-    each: GraphCompiler, gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int
+    each: GraphCompiler,
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    number: int,
+    divide: Partition = partition,
 ) -> Callable[..., Any]:
-    """What runs forward and backward of `gm` as `each` compiles them. ConfigError for passes that there are not."""
+    """What runs forward and backward of `gm` as `each` compiles them. ConfigError for passes that there are not.
+
+    divide: makes forward and backward of the joint graph.
+    """
     check_torch_version()
     select(config.passes)  # an unknown pass is an error now, not after the first graph was lowered
     if any(isinstance(value, list | tuple | dict) for value in example_inputs):  # compiled autograd's graphs
-        flat = partial(_traced, each, config=config, number=number)
+        flat = partial(_traced, each, config=config, number=number, divide=divide)
         return flatten_graph_inputs(gm, example_inputs, flat)
-    return _traced(each, gm, example_inputs, config=config, number=number)
+    return _traced(each, gm, example_inputs, config=config, number=number, divide=divide)
 
 
 def _traced(
-    each: GraphCompiler, gm: GraphModule, inputs: Sequence[Any], *, config: Config, number: int
+    each: GraphCompiler, gm: GraphModule, inputs: Sequence[Any], *, config: Config, number: int, divide: Partition
 ) -> Callable[..., Any]:
     """What AOTAutograd makes of `gm`, called directly.
 
@@ -67,17 +74,24 @@ def _traced(
         "bw_compiler": _hidden(partial(each, config=config, name=f"backward_{number}")),
         "inference_compiler": partial(each, config=config, name=f"inference_{number}"),
     }
+    divide = phase("partition")(divide)
     # No collections: a traced graph is objects that all stay.
     with phase("AOTAutograd"), deterministic(config.deterministic), gc_paused(), _tangents_of(gm):
-        step = _folded(trace, gm, inputs, compilers) if config.trace_once and not compiled_autograd(gm) else None
+        step = (
+            _folded(trace, gm, inputs, compilers, divide) if config.trace_once and not compiled_autograd(gm) else None
+        )
         if step is None:
-            step = trace(gm, inputs, partition_fn=_partition, **compilers)
+            step = trace(gm, inputs, partition_fn=divide, **compilers)
     call = step if as_they_were is None else lambda *given: as_they_were(step(*given))
     return disable(call, reason="it is compiled")
 
 
 def _folded(
-    trace: Callable[..., Any], gm: GraphModule, inputs: Sequence[Any], compilers: Mapping[str, Any]
+    trace: Callable[..., Any],
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    compilers: Mapping[str, Any],
+    divide: Partition,
 ) -> Callable[..., Any] | None:
     """What AOTAutograd makes of `gm` when equal blocks are traced once; None where they cannot be."""
     try:
@@ -90,7 +104,7 @@ def _folded(
     def partition_unfolded(joint: GraphModule, joint_inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
         with phase("equal blocks"):
             folded.unfold(joint)
-        return _partition(joint, joint_inputs, **options)
+        return divide(joint, joint_inputs, **options)
 
     def infer(graph: GraphModule, *args: Any) -> Any:
         with phase("equal blocks"):

@@ -5,7 +5,8 @@
 torch's min-cut decides what is saved and what is recomputed; this says what it may not decide:
 
 - The gather of a group that reshards after forward is always recomputed, with its casts and views: the gathered
-  parameter is never saved. Of a group that does not, it is never recomputed, not even inside a checkpoint.
+  parameter is never saved. Of a group that does not, and of `keep`, it is never recomputed, not even inside a
+  checkpoint.
 - `reshard_after_forward=int`: this rank's part of the gathered parameter is saved, and backward gathers that over
   the smaller group.
 - Other collectives are recomputed only under the user's checkpointing, matmuls likewise (torch's own rules).
@@ -19,6 +20,7 @@ Recomputed gathers come to lie before their first use: torch orders backward by 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -44,11 +46,17 @@ _c10d = torch.ops._c10d_functional
 
 
 def partition(
-    joint_module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
+    joint_module: fx.GraphModule,
+    joint_inputs: Any,
+    *,
+    num_fwd_outputs: int,
+    keep: Collection[str] = (),
+    **options: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """(forward, backward) of `joint_module`, whose collectives are made canonical first.
 
-    `options` are those of torch's partitioners (`static_lifetime_input_indices`), passed through.
+    keep: names of gathers whose results are saved although their groups reshard. `options` are those of torch's
+    partitioners (`static_lifetime_input_indices`), passed through.
     """
     return_no_tangents(joint_module.graph, num_fwd_outputs)
     canonicalize(joint_module)
@@ -59,7 +67,7 @@ def partition(
     for gather in list(parameter_gathers(joint_module.graph)):
         if gather.label.post_size:
             regathered.update(_gather_from_part(gather))
-        elif gather.label.reshard:
+        elif gather.label.reshard and gather.start.name not in keep:
             _mark(gather, CheckpointPolicy.MUST_RECOMPUTE)
         else:
             _mark(gather, None)  # torch saves what untagged collectives give
@@ -82,6 +90,11 @@ def partition(
     if regathered:
         _skip_regather(forward, regathered)
     return forward, backward
+
+
+def gathered_again(backward: fx.Graph) -> frozenset[str]:
+    """Names of the gathers that a backward graph repeats and that `keep` can save: those over all ranks of a group."""
+    return frozenset(each.start.name for each in parameter_gathers(backward) if not each.label.post_size)
 
 
 def _mark(gather: Gather, policy: CheckpointPolicy | None) -> None:
@@ -136,4 +149,4 @@ def _skip_regather(forward: fx.GraphModule, regathered: dict[str, str]) -> None:
     forward.recompile()
 
 
-__all__ = ["partition"]
+__all__ = ["gathered_again", "partition"]

@@ -100,10 +100,12 @@ def plan_graph(
     passes: Passes = run_pipeline,
     within: bool = False,
     runs: bool = True,
+    tentative: bool = False,
 ) -> Planned | Reused:
     """The stages up to the final schedule, before any code is generated. `inner` knows what calls of inner graphs take.
 
     within: another graph carries this one. runs: False for one that is only planned, on torch's fake process group.
+    tentative: the plan only decides how the step is divided: no memory for copies is opened, no later graph follows it.
     kept: this graph, as an earlier process compiled it; reused if every rank has it with the same order of collectives.
     """
     inline_control_deps(gm)
@@ -115,28 +117,30 @@ def plan_graph(
     attention = attention_kernels(gm.graph)
     if attention:
         dumps.write("fx", "attention", lambda: "\n".join(f"{calls} {what}" for what, calls in attention.items()))
-    communication = _described(find_collectives(gm.graph, config.safe_communication))
-    stages = partial(_stages, gm, name=name, dumps=dumps, inner=inner, within=within, runs=runs)
-    peers = _peers(communication, config)
+    communication = described(find_collectives(gm.graph, config.safe_communication))
+    stages = partial(
+        _stages, gm, name=name, dumps=dumps, inner=inner, within=within, runs=runs, opens_copies=not tentative
+    )
+    peers = peers_of_graph(communication, config)
     if peers is not None:
         forget_before_reset(peers)
     collectives = [(node.name, found.comm) for node, found in communication.items()]
-    key = key_of(name, collectives, config) if peers else None
+    key = key_of(name, collectives, config) if peers and not tentative else None
     follows = peers is not None and compiles_again()
-    agreed = peers.agreed.get(key) if follows and peers is not None else None
+    agreed = peers.agreed.get(key) if follows and peers is not None and key is not None else None
     planned = None
     if agreed is not None:
         copies = still_open([kept]) if kept is not None and kept.order == agreed.order else None
         if copies is not None:
             return Reused(copies[0])
-        before = _copied(gm.graph)
-        alone = replace(config, autotune=False, benchmark_fusion=False, matmul=_unmeasured(config.matmul))
+        before = copied(gm.graph)
+        alone = without_measuring_kernels(config)
         planned = stages(config=alone, communication=communication, agreement=None, agreed=agreed, passes=passes)
         if planned is not None:
             count("graphs_in_an_agreed_order")
         else:
             gm.graph = before
-            communication = _described(find_collectives(gm.graph, config.safe_communication))
+            communication = described(find_collectives(gm.graph, config.safe_communication))
     if planned is None:
         lines: list[str] = []
         with _agreement(peers, config, name, gm) as agreement:
@@ -163,9 +167,10 @@ def plan_graph(
     return replace(planned, attention=attention + Counter(planned.lowered.attention), attention_counts=counts)
 
 
-def _unmeasured(matmul: str) -> str:
-    """What a rank does that measures nothing, as others might find otherwise."""
-    return "library" if matmul == "autotune" else matmul
+def without_measuring_kernels(config: Config) -> Config:
+    """For a plan that no other rank makes, or that comes to no code: nothing is chosen by timing kernels."""
+    matmul = "library" if config.matmul == "autotune" else config.matmul
+    return replace(config, autotune=False, benchmark_fusion=False, matmul=matmul)
 
 
 def _stages(
@@ -177,6 +182,7 @@ def _stages(
     inner: Estimator,
     within: bool,
     runs: bool,
+    opens_copies: bool,
     communication: dict[Node, Communication],
     agreement: GraphAgreement | None,
     agreed: Agreed | None,
@@ -206,14 +212,14 @@ def _stages(
         passes=passes,
         dumps=dumps,
     )
-    before = _copied(gm.graph) if config.transport == AUTO and transports.wanted and agreed is None else None
+    before = copied(gm.graph) if config.transport == AUTO and transports.wanted and agreed is None else None
     planned = stages(transports=transports)
     if planned is None:
         return None
     try:
         if before is not None and transports.groups:
             _check_budget(planned.result.schedule)
-        copies = transports.opened(planned.result.schedule)
+        copies = transports.opened(planned.result.schedule) if opens_copies else {}
     except NoSharedMemory as error:  # raised on all ranks, or on none
         if before is None:
             raise
@@ -235,10 +241,10 @@ def _check_budget(schedule: Schedule) -> None:
         )
 
 
-def _copied(graph: fx.Graph) -> fx.Graph:
+def copied(graph: fx.Graph) -> fx.Graph:
     """The same nodes once more."""
     found = fx.Graph()
-    found.output(found.graph_copy(graph, {}))
+    found.output(found.graph_copy(graph, {})).meta = dict(graph.output_node().meta)
     return found
 
 
@@ -256,7 +262,7 @@ def _scheduled(
     dumps: Dumps,
 ) -> Planned | None:
     """The stages once it is known what may carry collectives, up to the agreement on their order."""
-    communication = _described(carried(gm, config.safe_communication, transports))
+    communication = described(carried(gm, config.safe_communication, transports))
     if transports.rewritten:
         dumps.write("fx", "exchanged", lambda: gm.print_readable(print_output=False))
     with phase("lowering"):
@@ -309,7 +315,7 @@ def _lines_of(result: Result) -> tuple[str, ...]:
 # --- communication and agreement
 
 
-def _described(collectives: Sequence[Collective]) -> dict[Node, Communication]:
+def described(collectives: Sequence[Collective]) -> dict[Node, Communication]:
     return {found.start: Communication(found.comm, asynchronous=not found.synchronous) for found in collectives}
 
 
@@ -321,7 +327,7 @@ def _agreement(
     return peers.agreement(name.split("_")[0], config.rank_timeout, notes_of(gm, config))
 
 
-def _peers(communication: Mapping[Node, Communication], config: Config) -> Peers | None:
+def peers_of_graph(communication: Mapping[Node, Communication], config: Config) -> Peers | None:
     """The ranks that compile this graph too; None when it does not communicate."""
     if not (config.rank_check and communication and dist.is_initialized()):
         return None

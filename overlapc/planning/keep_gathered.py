@@ -1,0 +1,133 @@
+"""Which parameters stay gathered between forward and backward, where a memory budget has room for them.
+
+    forward:   w = wait(all_gather(p)); y = kernel(x, w)         backward:  w = wait(all_gather(p)); g = kernel(d, w)
+ -> forward:   w = wait(all_gather(p)); y = kernel(x, w)         backward:  g = kernel(d, w)
+               w is an output                                               w is an input
+
+Decided on the schedules of both, as passes would be given them. The planned backward is replayed without each of its
+gathers: those come first without which it is shortest, by byte. As many are kept as both graphs have room for in the
+order that they come in. Prefetching needs room too, so fewer are planned as well, and the shortest step is chosen.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from overlapc.estimators.timeline import simulate
+from overlapc.passes.base import Context
+from overlapc.passes.run import Result, run_pipeline
+from overlapc.report.held_memory import held_bytes
+from overlapc.schedule.gathered_inputs import given_gathered
+from overlapc.schedule.memory import analyze
+from overlapc.schedule.model import Buffer, Schedule
+
+_SHARES = (1.0, 0.75, 0.5, 0.25)  # of the gathers that fit: each is planned, until one is good enough
+_EFFORT = 0.25  # of what the search may take for the final plans: plans to choose from need not be as good
+_ENOUGH = 0.8  # of what the replays promised: a plan that gains so much is good enough
+
+
+@dataclass(frozen=True)
+class Step:
+    """Forward and backward of one function, as passes would be given them."""
+
+    forward: Schedule
+    backward: Schedule
+    forward_ctx: Context
+    backward_ctx: Context
+
+    @classmethod
+    def of(cls, forward: tuple[Schedule, Context], backward: tuple[Schedule, Context]) -> Step:
+        """The same with what only forward was given counted against the budget of backward."""
+        given, taken = forward[0], backward[0]
+        if taken.budget_bytes is not None:
+            held = held_bytes(_inputs(given), _inputs(taken))
+            taken = replace(taken, budget_bytes=max(0, taken.budget_bytes - held))
+        return cls(given, taken, forward[1], backward[1])
+
+    @cached_property
+    def gathered_twice(self) -> Mapping[str, int]:
+        """Gathers of parameters that backward repeats, which have one name in both graphs, and the bytes they bring."""
+        in_forward = {start.name for start in self.forward.starts()}
+        return {
+            start.name: sum(self.backward.buffers[self.backward.root(name)].bytes for name in start.writes)
+            for start in self.backward.starts()
+            if start.name in in_forward and start.comm is not None
+            if start.comm.collective == "all_gather" and start.comm.unit
+        }
+
+    def keeping(self, gathers: Collection[str]) -> Step:
+        """The same step where forward saves the results of `gathers`."""
+        nodes = self.forward.nodes
+        waits = (nodes[wait] for wait, start in self.forward.started.items() if nodes[start].name in gathers)
+        saved = tuple(name for wait in waits for name in wait.writes)
+        forward = replace(self.forward, outputs=(*self.forward.outputs, *saved), moved_from=None)
+        return replace(self, forward=forward, backward=given_gathered(self.backward, gathers))
+
+    def at_effort(self, share: float) -> Step:
+        """The same step, for plans that are searched with a share of the effort."""
+        forward, backward = (
+            replace(ctx, effort=int(ctx.effort * share)) for ctx in (self.forward_ctx, self.backward_ctx)
+        )
+        return replace(self, forward_ctx=forward, backward_ctx=backward)
+
+    @property
+    def fits(self) -> bool:
+        """Whether both graphs fit into their budgets in the order that they come in."""
+        return all(
+            schedule.budget_bytes is None or analyze(schedule).peak_bytes <= schedule.budget_bytes
+            for schedule in (self.forward, self.backward)
+        )
+
+    @cached_property
+    def plans(self) -> tuple[Result, Result]:
+        """What the passes make of forward and backward."""
+        return run_pipeline(self.forward, self.forward_ctx), run_pipeline(self.backward, self.backward_ctx)
+
+    @property
+    def planned_ns(self) -> float:
+        """How long both take as planned."""
+        return sum(plan.after.step_ns for plan in self.plans)
+
+
+def kept_gathers(step: Step, gathers: Collection[str]) -> tuple[str, ...]:
+    """Which of `gathers` forward saves for backward: none where that makes the planned step no shorter."""
+    step = step.at_effort(_EFFORT)
+    saved_ns = _saved_ns(step, gathers)
+    ranked = list(saved_ns)
+    counts = range(1, len(ranked) + 1)
+    most = bisect.bisect_left(counts, True, key=lambda count: not step.keeping(ranked[:count]).fits)
+    shortest_ns, kept = step.planned_ns, 0
+    for count in dict.fromkeys(int(most * share) for share in _SHARES):
+        if not count:
+            continue
+        planned_ns = step.keeping(ranked[:count]).planned_ns
+        if planned_ns < shortest_ns:
+            shortest_ns, kept = planned_ns, count
+        if step.planned_ns - planned_ns >= _ENOUGH * sum(saved_ns[name] for name in ranked[:count]):
+            break
+    return tuple(ranked[:kept])
+
+
+def _saved_ns(step: Step, gathers: Collection[str]) -> dict[str, float]:
+    """How much shorter the planned backward is without each of `gathers`; those first that save most a byte.
+
+    Gathers of one launch share by bytes what the launch costs. Without those that save nothing.
+    """
+    backward = step.plans[1]
+    ctx, schedule = step.backward_ctx, backward.ordered
+    planned_ns = ctx.timeline(schedule).step_ns
+    by_byte: dict[str, float] = {}
+    for row in backward.collectives:
+        members = [name for name in row.members or (row.name,) if name in gathers and name in step.gathered_twice]
+        if members:
+            saved_ns = planned_ns - simulate(given_gathered(schedule, {row.name}), ctx.profile).step_ns
+            by_byte.update(dict.fromkeys(members, saved_ns / row.bytes))
+    ranked = sorted((name for name in by_byte if by_byte[name] > 0), key=lambda name: -by_byte[name])
+    return {name: by_byte[name] * step.gathered_twice[name] for name in ranked}
+
+
+def _inputs(schedule: Schedule) -> dict[str, Buffer]:
+    return {name: buffer for name, buffer in schedule.buffers.items() if buffer.is_input}

@@ -1,0 +1,41 @@
+"""A schedule that is given tensors in place of gathering them.
+
+c = kernel(p); a = all_gather(c); w = wait(a); y = kernel(x, w)   ->   y = kernel(x, w), of an input w
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from overlapc.schedule.model import Buffer, Kind, Node, Schedule
+
+
+def given_gathered(schedule: Schedule, launches: Collection[str]) -> Schedule:
+    """`schedule` with what `launches` bring as inputs that it may free; kernels that nothing reads any more go too."""
+    buffers = dict(schedule.buffers)
+    gone = set()
+    for wait, start in schedule.started.items():
+        if schedule.nodes[start].name in launches:
+            gone |= {wait, start}
+            for name in schedule.nodes[wait].writes:
+                size = schedule.buffers[schedule.root(name)].bytes
+                buffers[name] = Buffer(name, size, is_input=True, freeable=True)
+    read = set(schedule.outputs)
+    nodes: list[Node] = []
+    for at in reversed(range(len(schedule.nodes))):
+        node = schedule.nodes[at]
+        unread = node.kind in (Kind.KERNEL, Kind.VIEW) and not node.mutates and read.isdisjoint(node.writes)
+        if at not in gone and not unread:
+            nodes.append(node)
+            read.update(node.reads)
+    nodes.reverse()
+    left = {node.name for node in nodes}
+    made = {name for node in nodes for name in node.writes}
+    return Schedule(
+        schedule.name,
+        tuple(replace(node, after=tuple(name for name in node.after if name in left)) for node in nodes),
+        {name: buffer for name, buffer in buffers.items() if buffer.is_input or name in made},
+        schedule.outputs,
+        schedule.budget_bytes,
+    )

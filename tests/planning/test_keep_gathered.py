@@ -1,0 +1,87 @@
+"""Parameters stay gathered for backward as far as the memory budget has room, those first that cost most."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from overlapc.errors import MemoryBudgetError
+from overlapc.passes.base import Context
+from overlapc.planning.keep_gathered import Step, kept_gathers
+from overlapc.schedule.gathered_inputs import given_gathered
+from overlapc.schedule.memory import analyze
+from overlapc.schedule.model import Buffer
+from overlapc.schedule.text import parse
+from overlapc.schedule.verify import verify
+from overlapc.units import parse_bytes
+
+LAYERS = 4
+NAMES = [f"a{at}" for at in range(LAYERS)]
+
+
+def step_within(budget: str) -> Step:
+    """Layers that compute for 10 us on what takes 40 us to gather; the gather of layer 2 is slow and takes 80."""
+    inputs = [f"p{at} = input : 1MiB" for at in range(LAYERS)]
+    forward = ["schedule forward_0", *inputs, "x = input : 1MiB"]
+    backward = ["schedule backward_0", *inputs, "d = input : 1MiB"]
+    backward += [f"s{at} = input freeable : 1MiB" for at in range(LAYERS)]
+    for at in range(LAYERS):
+        forward += [*_gathered(at), f"s{at} = extern:mm({f's{at - 1}' if at else 'x'}, w{at}) : 1MiB 10us"]
+    for at in reversed(range(LAYERS)):
+        given = f"g{at + 1}" if at + 1 < LAYERS else "d"
+        backward += [*_gathered(at), f"g{at} = extern:mm({given}, w{at}, s{at}) : 1MiB 10us"]
+    forward.append("return " + ", ".join(f"s{at}" for at in range(LAYERS)))
+    backward.append("return g0")
+    ctx = Context(passes=("raise_collectives", "sink_waits"))
+    budget_bytes = parse_bytes(budget)
+    given, taken = (replace(parse("\n".join(lines)), budget_bytes=budget_bytes) for lines in (forward, backward))
+    return Step.of((given, ctx), (taken, ctx))
+
+
+def _gathered(at: int) -> list[str]:
+    return [
+        f"c{at} = kernel(p{at}) : 1MiB 1us",
+        f"a{at} = all_gather(c{at}) @dp(4) unit=layers.{at} : 4MiB {80 if at == 2 else 40}us",
+        f"w{at} = wait(a{at})",
+    ]
+
+
+def test_a_kept_parameter_is_an_output_of_forward_and_an_input_of_backward() -> None:
+    step = step_within("1GiB")
+    kept = step.keeping(["a1", "a3"])
+    for schedule in (kept.forward, kept.backward):
+        verify(schedule, schedule.name)
+    assert kept.forward.outputs == (*step.forward.outputs, "w1", "w3")
+    assert [node.name for node in kept.backward.nodes] == ["g3", "c2", "a2", "w2", "g2", "g1", "c0", "a0", "w0", "g0"]
+    assert kept.backward.buffers["w3"] == Buffer("w3", 4 * 2**20, is_input=True, freeable=True)
+    more = analyze(kept.forward).peak_bytes - analyze(step.forward).peak_bytes
+    assert 0 < more <= 2 * 4 * 2**20
+
+
+def test_what_costs_most_a_byte_is_kept_first() -> None:
+    assert kept_gathers(step_within("1GiB"), NAMES)[0] == "a2"
+    assert set(kept_gathers(step_within("1GiB"), NAMES)) == set(NAMES)
+    assert set(kept_gathers(step_within("1GiB"), ["a0", "a1"])) == {"a0", "a1"}
+
+
+def test_more_budget_never_makes_the_step_longer() -> None:
+    steps = [step_within(f"{mib}MiB") for mib in range(20, 48, 2)]
+    kept = [kept_gathers(step, NAMES) for step in steps]
+    planned_ns = [step.keeping(names).planned_ns for step, names in zip(steps, kept, strict=True)]
+    assert planned_ns == sorted(planned_ns, reverse=True)
+    assert planned_ns[-1] < 0.8 * planned_ns[0]
+    assert [len(names) for names in kept] == sorted(len(names) for names in kept)
+    for step, names in zip(steps, kept, strict=True):
+        for plan in step.keeping(names).plans:
+            assert analyze(plan.schedule).peak_bytes <= plan.schedule.budget_bytes
+
+
+def test_a_budget_below_what_the_step_needs_is_the_usual_error() -> None:
+    with pytest.raises(MemoryBudgetError, match="memory_budget leaves 5MiB"):
+        kept_gathers(step_within("5MiB"), NAMES)
+
+
+def test_a_schedule_without_its_gathers_needs_no_casts_for_them() -> None:
+    backward = given_gathered(step_within("1GiB").backward, set(NAMES))
+    assert [node.name for node in backward.nodes] == ["g3", "g2", "g1", "g0"]
