@@ -18,6 +18,7 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 from overlapc.fx.drawn import drawn_decompositions, draws
 from overlapc.fx.random import random_decompositions
 from overlapc.fx.top_k import topk_of_groups
+from overlapc.fx.versions import set_autograd_rule
 
 aten = torch.ops.aten
 
@@ -112,6 +113,8 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
     table[aten.split_with_sizes.default] = slices
     for scatter in (aten.select_scatter, aten.slice_scatter, aten.diagonal_scatter):
         table[scatter.default] = of_dense(scatter.default)
+    set_autograd_rule(aten.softshrink.default, softshrink)
+    table[aten.softshrink.default] = softshrink
     table[aten.index_fill.int_Scalar] = table[aten.index_fill.int_Tensor] = index_fill
     table = {target: rule for target, rule in table.items() if target not in kept and not draws(target)}
     return table | (random_decompositions() if native_random else drawn_decompositions())
@@ -144,6 +147,15 @@ def index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor | float) -> Ten
         return index_fill(x.unsqueeze(0), 0, index, value).squeeze(0)
     number = value.to(x.dtype) if isinstance(value, Tensor) else aten.full([], value, dtype=x.dtype, device=x.device)
     return aten.index_put(x, [None] * (dim % x.dim()) + [index], number)
+
+
+def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
+    """`x * 0` between the bounds; the gradient there is 0, also where what comes back is infinite or NaN.
+
+    torch's own rule multiplies that by 0, which is NaN in the gradient of `softshrink(x).abs().sqrt()`.
+    """
+    between = torch.where(x.isnan(), x, x.detach() * 0)
+    return torch.where(x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, between))
 
 
 def norms(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:

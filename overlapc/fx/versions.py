@@ -52,6 +52,12 @@ def sized_by_data(op: torch._ops.OpOverload) -> bool:
     return torch.Tag.dynamic_output_shape in op.tags or op is torch.ops.aten._unique.default
 
 
+def set_autograd_rule(op: torch._ops.OpOverload, rule: Callable[..., Any]) -> None:
+    """Traces of `op` differentiate `rule` from now on, instead of the rule in Python that torch has for it."""
+    op.py_kernels[torch._C.DispatchKey.Autograd] = rule
+    op._dispatch_cache.clear()
+
+
 def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh | None:
     """The mesh of both's axes, `first`'s before `second`'s, as FSDP2 makes it; None where they share ranks otherwise
     than as axes of one mesh. Axes of meshes that were unflattened are known to no common root by name.

@@ -171,3 +171,18 @@ def test_on_a_gpu_a_tensor_is_multiplied_by_the_inverse_of_a_number():
     assert first.args[1].number == (torch.tensor(1.0) / torch.tensor(448.0)).item()
     assert second.args[1].number == 1 / 3
     assert [value.name for value in (first, second, third)] == ["mul", "mul", "div"]
+
+
+def test_no_gradient_comes_from_between_the_bounds_of_softshrink():
+    x = torch.tensor([-2.0, -0.5, -0.3, -0.0, 0.0, 0.2, 1.5, float("nan")])
+
+    def function(x):
+        shrunk = F.softshrink(x)
+        return shrunk.abs().sqrt(), torch.copysign(torch.ones_like(shrunk), shrunk)
+
+    same(function, x)
+    eager, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
+    function(eager)[0].sum().backward()
+    compiled(function)(ours)[0].sum().backward()
+    torch.testing.assert_close(ours.grad, eager.grad, equal_nan=True)
+    assert not ours.grad[:-1].isnan().any()
