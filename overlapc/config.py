@@ -114,7 +114,8 @@ class Config:
         None,
         read.optional_count,
         "how many consecutive ranks share a host and exchange data by copies (default: the ranks that are on one host);"
-        " a group of several hosts uses copies within each and the library across them",
+        " with it, or with transport=copy, a group of several hosts uses copies within each and the library across"
+        " them",
     )
     rank_timeout: float = _knob(300.0, read.seconds, "seconds to wait for other ranks while compiling")
     rank_check: bool = _knob(True, read.a_bool, "compare graphs and collective orders between ranks")

@@ -51,6 +51,7 @@ class AgreedCopies:
     places: Mapping[int, Mapping[str, object]]
     library: frozenset[Unit]
     layouts: Mapping[str, Layout]
+    over_hosts: bool = False
 
 
 @dataclass
@@ -62,6 +63,7 @@ class Transports:
     reach: CopyReach = field(default_factory=CopyReach)
     wanted: bool = False
     rewritten: bool = False  # collectives of the graph became others that copies can carry
+    over_hosts: bool = False  # groups of several hosts may be divided
     divides: bool = False  # groups of several hosts among them
     profile: DeviceProfile = IDEAL
     chooses: bool = False  # transport=auto: what costs less by the group's library stays there
@@ -89,9 +91,12 @@ class Transports:
         if not runs:
             per_host = config.ranks_per_host or profile.ranks_per_host
             places = {rank: {"host": rank // per_host, "device": rank} for rank in range(dist.get_world_size())}
-            return cls(reach=CopyReach(places), wanted=True, profile=profile, chooses=config.transport == AUTO)
-        found = cls._asked(gm, config, agreement, within)
+            found = cls(reach=CopyReach(places), wanted=True)
+        else:
+            found = cls._asked(gm, config, agreement, within)
         found.profile, found.chooses = profile, config.transport == AUTO
+        # On request only: no such group has been measured on GPUs.
+        found.over_hosts = not found.chooses or config.ranks_per_host is not None
         return found
 
     @classmethod
@@ -112,7 +117,15 @@ class Transports:
     @classmethod
     def following(cls, agreed: AgreedCopies) -> Transports:
         """What a graph may use that goes by what ranks agreed on about one with the same collectives."""
-        return cls(agreed.device, None, CopyReach(agreed.places), wanted=True, library=agreed.library, agreed=agreed)
+        return cls(
+            agreed.device,
+            None,
+            CopyReach(agreed.places),
+            wanted=True,
+            library=agreed.library,
+            agreed=agreed,
+            over_hosts=agreed.over_hosts,
+        )
 
     def rewrite(self, gm: GraphModule, found: Sequence[Collective]) -> None:
         """Makes of collectives what copies can carry: an exchange and a sum of a reduction, and of what a group of
@@ -148,7 +161,8 @@ class Transports:
         """The ranks of each host, if a collective can be divided into a part within each and one across them."""
         start, ranks = each.start, each.comm.ranks
         if (
-            len(each.waits) != 1
+            not self.over_hosts
+            or len(each.waits) != 1
             or self._shapeless(start, len(ranks))
             or any(rank not in self.reach.places for rank in ranks)
         ):
@@ -251,7 +265,7 @@ class Transports:
             opened = open_pools(
                 graph.wanted(layouts, self.groups), self.device, self.agreement.ranks, self.agreement.tell
             )
-        self.agreed = AgreedCopies(self.device, self.reach.places, self.library, layouts)
+        self.agreed = AgreedCopies(self.device, self.reach.places, self.library, layouts, self.over_hosts)
         return graph.on(layouts, opened)
 
     def fits(self, schedule: Schedule) -> bool:

@@ -121,7 +121,7 @@ def test_a_trace_that_depends_on_an_object_of_the_model_is_not_kept(tmp_path: Pa
 
 
 def test_a_step_that_is_gone_says_so(tmp_path: Path):
-    config = Config(cache_dir=tmp_path, profile="cpu-gloo")
+    config = Config.of({"cache_dir": tmp_path, "profile": "cpu-gloo"})  # options by variables included
     kept = CachedStepKey("0" * 40, environment_of(config, ("cpu",)), config, None, ("cpu",))
     with pytest.raises(CachedStepMissing, match="no longer kept in"):
         pickle.loads(pickle.dumps(StepArtifact(key="__compiled_fn_1", content=kept)))
