@@ -86,35 +86,38 @@ class Watch:
 
     def _watch(self) -> None:
         unseen = set(self._ranks)
-        running: dict[int, tuple[int, int]] = {}  # by descriptor: rank and process
+        running: dict[int, int] = {}  # rank by the descriptor of its process
         while (unseen or running) and not self._over.is_set():
-            for rank in [rank for rank in unseen if (self._run_dir / f"rank{rank}" / _PID).exists()]:
-                unseen.discard(rank)
-                pid = int((self._run_dir / f"rank{rank}" / _PID).read_text())
-                try:
-                    running[os.pidfd_open(pid)] = rank, pid
-                except ProcessLookupError:  # the launcher, which knows its code, has collected it: it ended at once
-                    self._ended(rank, None, [other for _, other in running.values()])
             ready, _, _ = select.select(list(running), [], [], _LOOK_S)
-            ended = [(descriptor, _exit_code(descriptor)) for descriptor in ready]
-            # Seen at once, those that the launcher may have ended because of the others come last.
-            for descriptor, exit_code in sorted(ended, key=lambda each: each[1] == -signal.SIGTERM):
-                rank, _ = running.pop(descriptor)
+            ended = [(running.pop(descriptor), _exit_code(descriptor)) for descriptor in ready]
+            for descriptor in ready:
                 os.close(descriptor)
-                self._ended(rank, exit_code, [other for _, other in running.values()])
+            # Ranks that started during the wait may have ended in it, too, and be why the launcher ended the others.
+            for rank in [rank for rank in unseen if self._pid(rank).exists()]:
+                unseen.discard(rank)
+                try:
+                    running[os.pidfd_open(int(self._pid(rank).read_text()))] = rank
+                except ProcessLookupError:  # the launcher, which knows its code, has collected it: it ended at once
+                    ended.append((rank, None))
+            # Seen at once, those that the launcher may have ended because of the others come last.
+            for rank, exit_code in sorted(ended, key=lambda end: end[1] == -signal.SIGTERM):
+                self._ended(rank, exit_code, running.values())
         for descriptor in running:
             os.close(descriptor)
 
-    def _ended(self, rank: int, exit_code: int | None, others: list[int]) -> None:
+    def _pid(self, rank: int) -> Path:
+        return self._run_dir / f"rank{rank}" / _PID
+
+    def _ended(self, rank: int, exit_code: int | None, others: Iterable[int]) -> None:
         """Tells the ranks."""
         finished = (self._run_dir / f"rank{rank}" / _FINISHED).exists()
         by_launcher = self._failed and exit_code in (-signal.SIGTERM, -signal.SIGKILL)
         Departure(rank, time.time_ns(), exit_code, finished, by_launcher).write(self._run_dir)
-        if exit_code:
+        if exit_code or (exit_code is None and not finished):
             self._failed = True
-            for pid in others:  # a stopped process would sit out the launcher's SIGTERM
+            for other in others:  # a stopped process would sit out the launcher's SIGTERM
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
+                    os.kill(int(self._pid(other).read_text()), signal.SIGCONT)
 
 
 def _exit_code(descriptor: int) -> int | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import select as select_module
 import signal
 import subprocess
 import sys
@@ -209,7 +210,37 @@ def test_a_rank_that_the_launcher_has_collected_before_anyone_looked_is_the_firs
     finally:
         alive.kill()
         alive.wait()
-    assert [(each.rank, each.exit_code) for each in found] == [(1, -signal.SIGKILL), (0, -signal.SIGTERM)]
+    assert [(each.rank, each.exit_code) for each in found] == [(1, -signal.SIGKILL)]  # the launcher ended the other
+
+
+def test_a_rank_that_started_and_died_while_nobody_looked_is_the_first(tmp_path, monkeypatch):
+    """The launcher, which has collected it, ends the other before the watch knows that it ever started."""
+    for rank in (0, 1):
+        (tmp_path / f"rank{rank}").mkdir()
+    survivor = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    (tmp_path / "rank0" / "pid").write_text(str(survivor.pid))
+    select = select_module.select
+
+    def select_late(*of):
+        if not of[0]:
+            return select(*of)
+        (tmp_path / "rank1" / "pid").write_text(str(killed.pid))
+        survivor.terminate()
+        survivor.poll()
+        return select(*of[:3], TIMEOUT_S)
+
+    monkeypatch.setattr(select_module, "select", select_late)
+    try:
+        with Watch(tmp_path, [0, 1]) as watch:
+            while len(departures(tmp_path)) < 2:
+                time.sleep(0.01)
+            found = watch.departed({0: -signal.SIGTERM, 1: -signal.SIGKILL})
+    finally:
+        survivor.kill()
+        survivor.wait()
+    assert [(each.rank, each.exit_code) for each in found] == [(1, -signal.SIGKILL)]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
