@@ -70,4 +70,7 @@ def _place(device: torch.device) -> dict[str, object]:
     host = boot.read_text().strip() if boot.exists() else os.uname().nodename
     if device.type == "cpu":
         return {"host": f"{host}/{os.stat(FOLDER).st_dev}", "device": "cpu"}
-    return {"host": host, "device": str(torch.cuda.get_device_properties(device).uuid)}
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    # torch's own switch for ranks that share a GPU: its symmetric memory refuses them without it.
+    shared = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "") not in ("", "0")
+    return {"host": host, "device": f"{uuid}/{dist.get_rank()}" if shared else uuid}
