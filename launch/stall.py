@@ -15,9 +15,10 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from overlapc.estimators.agreement.departures import rank_dir
+from overlapc.launch.watching import WatchThread
 
 SECONDS = "OVERLAPC_WATCHDOG_S"  # how the launching process tells its ranks
 _BEAT, _ASKED, _STACKS, _PID = "beat", "stacks.wanted", "stacks.txt", "pid"
@@ -74,14 +75,13 @@ def _graph(frame: FrameType | None) -> str:
     return ""
 
 
-class StallWatch:
+class StallWatch(WatchThread):
     """Looks for steps while its `with` block runs; `findings` says what it found when it ended the ranks."""
 
     def __init__(self, run_dir: Path, ranks: Iterable[int], seconds: float) -> None:
         self._run_dir, self._ranks, self._seconds = run_dir, sorted(ranks), seconds
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="overlapc watchdog", daemon=True)
         self.findings = ""
+        super().__init__("overlapc watchdog")
 
     def __enter__(self) -> StallWatch:
         self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -89,19 +89,12 @@ class StallWatch:
             for stale in self._run_dir.glob(pattern):
                 stale.unlink()
         if self._seconds:
-            self._thread.start()
+            self.thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _look(self) -> None:
+    def watch(self) -> None:
         latest, steps, since = 0.0, 0, time.monotonic()
-        while not self._over.wait(_LOOK_S):
+        while not self.over.wait(_LOOK_S):
             beats = [path for rank in self._ranks if (path := self._of(rank, _BEAT)).exists()]
             newest = max((path.stat().st_mtime for path in beats), default=0.0)
             if newest > latest:

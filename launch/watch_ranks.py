@@ -10,7 +10,6 @@ import contextlib
 import os
 import select
 import signal
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from overlapc.estimators.agreement.departures import ENDED, Departure, departures, rank_dir
+from overlapc.launch.watching import WatchThread
 
 _PID, _FINISHED = "pid", "finished"  # files of a rank
 _LOOK_S = 0.05  # how often to look for ranks that have started
@@ -47,27 +47,24 @@ def _remove(run_dir: Path, name: str) -> None:
         stale.unlink()
 
 
-class Watch:
+class Watch(WatchThread):
     """Waits for the ranks' ends while its `with` block runs; Linux only (elsewhere nothing is seen)."""
 
     def __init__(self, run_dir: Path, ranks: Iterable[int]) -> None:
         self._run_dir = run_dir
         self._ranks = set(ranks)
-        self._over = threading.Event()
         self._failed = False  # a rank has, so the launcher ends the others
-        self._thread = threading.Thread(target=self._watch, name="overlapc watch of ranks", daemon=True)
+        super().__init__("overlapc watch of ranks")
 
     def __enter__(self) -> Watch:
         if hasattr(os, "pidfd_open"):
-            self._thread.start()
+            self.thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        super().__exit__(kind, error, where)
         for name in (_PID, _FINISHED, ENDED):
             _remove(self._run_dir, name)
 
@@ -76,18 +73,18 @@ class Watch:
 
         exit_codes: of those that failed, as the launcher knows them.
         """
-        if self._thread.is_alive():
-            self._thread.join(_DRAIN_S)
+        if self.thread.is_alive():
+            self.thread.join(_DRAIN_S)
         known = [
             replace(each, exit_code=exit_codes.get(each.rank, 0)) if each.exit_code is None else each
             for each in departures(self._run_dir)
         ]
         return sorted((each for each in known if not each.ended_by_launcher), key=lambda each: each.at_ns)
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         unseen = set(self._ranks)
         running: dict[int, int] = {}  # rank by the descriptor of its process
-        while (unseen or running) and not self._over.is_set():
+        while (unseen or running) and not self.over.is_set():
             ready, _, _ = select.select(list(running), [], [], _LOOK_S)
             ended = [(running.pop(descriptor), _exit_code(descriptor)) for descriptor in ready]
             for descriptor in ready:

@@ -18,11 +18,11 @@ from torch.fx import GraphModule
 
 from overlapc.config import Config
 from overlapc.errors import OverlapcError
-from overlapc.fx.versions import compiled_autograd, runs_under_ddp, runs_under_fsdp2
+from overlapc.fx.versions import compiled_autograd, copied_capture, runs_under_ddp, runs_under_fsdp2
 from overlapc.report.captures import CAPTURES
 from overlapc.runtime.async_inputs import arrived, not_waited_for, plain_examples, tensors_of_tensors, waits_first
 from overlapc.runtime.counters import count
-from overlapc.runtime.input_offsets import always_eagerly, as_captured, eagerly_elsewhere, offsets_traced
+from overlapc.runtime.input_offsets import always_eagerly, eagerly_elsewhere, offsets_traced
 from overlapc.runtime.steps import watch_optimizers
 from overlapc.runtime.triton_launch import get_ready
 from overlapc.warm.fingerprint import NotCacheable, user_graph_key
@@ -65,7 +65,7 @@ def overlapc(
         if not late and not within:
             offsets = offsets_traced(gm, example_inputs)
             if offsets:
-                eager = as_captured(gm)
+                eager = copied_capture(gm)  # tracing rewrites the graph of `gm`
                 if None in offsets.values():
                     return always_eagerly(eager)
                 return eagerly_elsewhere(_step(gm, example_inputs, config, number, devices), eager, offsets)

@@ -20,6 +20,7 @@ from overlapc.compilation.tracing import Partition
 from overlapc.config import Config
 from overlapc.estimators.user_times import EarlierRun
 from overlapc.fx.collectives import find_collectives
+from overlapc.fx.graph_copy import copied
 from overlapc.fx.partition import gathered_again, partition
 from overlapc.fx.sizes import guessed_size
 from overlapc.fx.subgraphs import subgraphs
@@ -30,7 +31,6 @@ from overlapc.planning.chosen_profile import profile_text
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.keep_gathered import Step, kept_gathers
 from overlapc.planning.plan_graph import (
-    copied,
     described,
     device_types,
     peers_of_graph,
@@ -123,8 +123,7 @@ class _Choice:
             if place is not None:
                 _choices(self.config.cache_dir).put(place, _SUFFIX, told[0])
         kept = tuple(json.loads(told[0]))
-        if key is not None:
-            peers.agreed[key] = kept
+        peers.agreed[key] = kept
         return kept
 
     def _planned(self) -> tuple[str, ...]:

@@ -34,27 +34,33 @@ Partition = Callable[..., tuple[GraphModule, GraphModule]]  # of a joint graph, 
 
 
 def step_of(
-    each: GraphCompiler,
+    compile_graph: GraphCompiler,
     gm: GraphModule,
     example_inputs: Sequence[Any],
     config: Config,
     number: int,
     divide: Partition = partition,
 ) -> Callable[..., Any]:
-    """What runs forward and backward of `gm` as `each` compiles them. ConfigError for passes that there are not.
+    """What runs forward and backward of `gm` as `compile_graph` compiles them. ConfigError for unknown passes.
 
     divide: makes forward and backward of the joint graph.
     """
     check_torch_version()
     select(config.passes)  # an unknown pass is an error now, not after the first graph was lowered
     if any(isinstance(value, list | tuple | dict) for value in example_inputs):  # compiled autograd's graphs
-        flat = partial(_traced, each, config=config, number=number, divide=divide)
+        flat = partial(_traced, compile_graph, config=config, number=number, divide=divide)
         return flatten_graph_inputs(gm, example_inputs, flat)
-    return _traced(each, gm, example_inputs, config=config, number=number, divide=divide)
+    return _traced(compile_graph, gm, example_inputs, config=config, number=number, divide=divide)
 
 
 def _traced(
-    each: GraphCompiler, gm: GraphModule, inputs: Sequence[Any], *, config: Config, number: int, divide: Partition
+    compile_graph: GraphCompiler,
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    config: Config,
+    number: int,
+    divide: Partition,
 ) -> Callable[..., Any]:
     """What AOTAutograd makes of `gm`, called directly.
 
@@ -70,9 +76,9 @@ def _traced(
         keep_inference_input_mutations=True,
     )
     compilers: dict[str, Any] = {
-        "fw_compiler": partial(each, config=config, name=f"forward_{number}"),
-        "bw_compiler": _hidden(partial(each, config=config, name=f"backward_{number}")),
-        "inference_compiler": partial(each, config=config, name=f"inference_{number}"),
+        "fw_compiler": partial(compile_graph, config=config, name=f"forward_{number}"),
+        "bw_compiler": _hidden(partial(compile_graph, config=config, name=f"backward_{number}")),
+        "inference_compiler": partial(compile_graph, config=config, name=f"inference_{number}"),
     }
     divide = phase("partition")(divide)
     # No collections: a traced graph is objects that all stay.

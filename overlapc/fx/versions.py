@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.errors import ConfigError
+from overlapc.fx.graph_copy import copied
 
 FIRST = (2, 11)  # oldest version tested
 BEYOND = (2, 14)  # first version not tested
@@ -390,18 +391,16 @@ def copied_capture(gm: fx.GraphModule) -> fx.GraphModule:
 
     That is where inputs come from, by which it knows parameters: the partitioner saves these at no cost.
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    graph = copied(gm.graph)
     for ours, theirs in zip(graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True):
         if hasattr(theirs, "_dynamo_source"):
             ours._dynamo_source = theirs._dynamo_source
-    copied = fx.GraphModule(gm, graph)
-    copied.meta = dict(gm.meta)
+    capture = fx.GraphModule(gm, graph)
+    capture.meta = dict(gm.meta)
     for name in ("_param_name_to_source", "_backend_id"):
         if hasattr(gm, name):
-            setattr(copied, name, getattr(gm, name))
-    return copied
+            setattr(capture, name, getattr(gm, name))
+    return capture
 
 
 def fake_like(value: FakeTensor, base: torch.Tensor | None, shift: int) -> FakeTensor:

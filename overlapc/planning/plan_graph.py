@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import fx
 from torch.fx import GraphModule, Node
 
 from overlapc.autotune import Tuning, tune
@@ -35,6 +34,7 @@ from overlapc.fx.canonical import canonicalize
 from overlapc.fx.collectives import Collective, find_collectives
 from overlapc.fx.control import inline_control_deps
 from overlapc.fx.fsdp2 import clean_up
+from overlapc.fx.graph_copy import copied
 from overlapc.fx.group_names import GroupNames
 from overlapc.fx.inferred_labels import infer_labels
 from overlapc.fx.pack import CopyCosts, pack
@@ -239,13 +239,6 @@ def _check_budget(schedule: Schedule) -> None:
         raise NoSharedMemory(
             f"what ranks share for copies would raise the peak to {human_bytes(peak)}, over memory_budget"
         )
-
-
-def copied(graph: fx.Graph) -> fx.Graph:
-    """The same nodes once more."""
-    found = fx.Graph()
-    found.output(found.graph_copy(graph, {})).meta = dict(graph.output_node().meta)
-    return found
 
 
 def _scheduled(

@@ -39,7 +39,7 @@ AUTO, LIBRARY_ONLY = "auto", "nccl"  # of `Config.transport`
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 REDUCTIONS = ("reduce_scatter", "all_reduce")  # that an exchange and a sum can take the place of
 
-
+Hosts = Sequence[tuple[int, ...]]  # the ranks of each host, or of the only one
 Unit = tuple[str, str, str]
 
 
@@ -49,7 +49,7 @@ class AgreedCopies:
 
     device: torch.device
     places: Mapping[int, Mapping[str, object]]
-    library: frozenset[Unit]
+    units_by_library: frozenset[Unit]
     layouts: Mapping[str, Layout]
     over_hosts: bool = False
 
@@ -67,7 +67,7 @@ class Transports:
     divides: bool = False  # groups of several hosts among them
     profile: DeviceProfile = IDEAL
     chooses: bool = False  # transport=auto: what costs less by the group's library stays there
-    library: frozenset[Unit] = frozenset()  # what is moved faster by the group's library
+    units_by_library: frozenset[Unit] = frozenset()  # what is moved faster by the group's library
     agreed: AgreedCopies | None = None  # once memory is laid out
     groups: dict[str, str] = field(default_factory=dict)  # `Comm.group` -> torch's name
     reasons: dict[str, str] = field(default_factory=dict)  # FX node of a collective that does not -> why
@@ -122,7 +122,7 @@ class Transports:
             None,
             CopyReach(agreed.places),
             wanted=True,
-            library=agreed.library,
+            units_by_library=agreed.units_by_library,
             agreed=agreed,
             over_hosts=agreed.over_hosts,
         )
@@ -132,42 +132,46 @@ class Transports:
         several hosts does a part within each and one across them."""
         if not self.wanted or self.reach.none:
             return
+        hosts = {collective.start: self._hosts(collective) for collective in found}
         if self.chooses and self.agreed is None:
-            self.library = by_library([(each.comm, self._by_copies(each)) for each in found], self.profile)
-        places = {each.start: place for each in found for place in [self._place(each)] if place is not None}
+            replacements = [(collective.comm, _by_copies(collective, hosts[collective.start])) for collective in found]
+            self.units_by_library = by_library(replacements, self.profile)
+        placed = ((collective.start, self._place(collective, hosts[collective.start])) for collective in found)
+        places = {start: place for start, place in placed if place is not None}
         gathers = [start for start, place in places.items() if start.target is GATHER and place.hosts > 1]
         for start in gathers:
             gather_by_hosts(start, places[start])
         self.divides = any(place.hosts > 1 for place in places.values())
         self.rewritten = exchange_reductions(gm, places.get) > 0 or bool(gathers)
 
-    def _place(self, each: Collective) -> Place | None:
+    def _place(self, collective: Collective, hosts: Hosts | None) -> Place | None:
         """This rank's among those that a collective is rewritten for; None for one that stays as it is."""
-        comm = each.comm
-        if unit_of(comm) in self.library or comm.collective not in (*REDUCTIONS, "all_gather"):
+        comm = collective.comm
+        rewritable = comm.collective in (*REDUCTIONS, "all_gather")
+        if hosts is None or unit_of(comm) in self.units_by_library or not rewritable:
             return None
-        if self._refused(each.start, comm.ranks) is None:
+        if len(hosts) == 1:
             return Place(comm.ranks.index(dist.get_rank()), comm.size)
-        hosts = self._hosts(each)
-        if hosts is None:
-            return None
-        groups = divided(group_of(each.start) or "", comm.group, hosts, alone=self.agreed is not None)
+        groups = divided(group_of(collective.start) or "", comm.group, hosts, alone=self.agreed is not None)
         if groups is None:
             return None
         own = groups.ranks_within.index(dist.get_rank())
         return Place(own, len(groups.ranks_within), len(hosts), groups.within, groups.across)
 
-    def _hosts(self, each: Collective) -> list[tuple[int, ...]] | None:
-        """The ranks of each host, if a collective can be divided into a part within each and one across them."""
-        start, ranks = each.start, each.comm.ranks
+    def _hosts(self, collective: Collective) -> Hosts | None:
+        """All ranks where copies reach them; the ranks of each host where a collective can be divided into a part
+        within each and one across them; else None."""
+        start, ranks = collective.start, collective.comm.ranks
+        if self._refused(start, ranks) is None:
+            return [ranks]
         if (
             not self.over_hosts
-            or len(each.waits) != 1
+            or len(collective.waits) != 1
             or self._shapeless(start, len(ranks))
             or any(rank not in self.reach.places for rank in ranks)
         ):
             return None
-        if not argument(start, 0).meta["val"].dim() or (each.comm.collective in REDUCTIONS and refusal(start)):
+        if not argument(start, 0).meta["val"].dim() or (collective.comm.collective in REDUCTIONS and refusal(start)):
             return None
         hosts = hosts_of(ranks, lambda rank: self.reach.places[rank]["host"])
         if hosts is None or len({self.reach.places[rank].get("groups") for rank in ranks}) > 1:
@@ -175,60 +179,36 @@ class Transports:
         device = argument(start, 0).meta["val"].device
         return None if any(self.reach.apart(of_one, device.type) for of_one in hosts) else hosts
 
-    def _by_copies(self, each: Collective) -> Sequence[Comm]:
-        """What would replace `each`, with what copies can carry by copies; nothing if they can carry none of it."""
-        comm = each.comm
-        hosts = [comm.ranks] if self._refused(each.start, comm.ranks) is None else self._hosts(each)
-        if hosts is None:
-            return []
-        within, across = comm, comm
-        if len(hosts) > 1:
-            mine, own = next((ranks, ranks.index(dist.get_rank())) for ranks in hosts if dist.get_rank() in ranks)
-            group = comm.group
-            within = replace(comm, group=f"{group}_within", ranks=mine, size=len(mine))
-            ranks_across = tuple(ranks[own] for ranks in hosts)
-            share = comm.bytes // len(mine)
-            across = replace(comm, group=f"{group}_across", ranks=ranks_across, size=len(hosts), bytes=share)
-        beside = [across] if len(hosts) > 1 else []
-        gather = replace(within, collective="all_gather", via=COPY)
-        if comm.collective == "all_gather":
-            return [*beside, gather]
-        if comm.collective == "all_to_all" and len(hosts) == 1 and _even(each):
-            return [replace(comm, via=COPY)]
-        if comm.collective not in REDUCTIONS:
-            return []
-        exchange = replace(within, collective="all_to_all", via=COPY, bytes=travelling_bytes(each.start))
-        return [exchange, *beside, *([gather] if comm.collective == "all_reduce" else [])]
-
     def chosen(self, found: Sequence[Collective]) -> list[Collective]:
         """The collectives, each with what carries it."""
         if not self.wanted:
             return list(found)
-        return [self._chosen(each) for each in found]
+        return [self._chosen(collective) for collective in found]
 
-    def _chosen(self, each: Collective) -> Collective:
-        reason = self.reach.none or self._why_not(each)
+    def _chosen(self, collective: Collective) -> Collective:
+        reason = self.reach.none or self._why_not(collective)
         if reason:
-            self.reasons[each.start.name] = reason
-            return each
-        self.groups[each.comm.group] = group_of(each.start) or ""
-        return replace(each, comm=replace(each.comm, via=COPY))
+            self.reasons[collective.start.name] = reason
+            return collective
+        self.groups[collective.comm.group] = group_of(collective.start) or ""
+        return replace(collective, comm=replace(collective.comm, via=COPY))
 
-    def _why_not(self, each: Collective) -> str | None:
-        kind = KINDS.get(each.comm.collective)
-        if unit_of(each.comm) in self.library:
+    def _why_not(self, collective: Collective) -> str | None:
+        start, comm = collective.start, collective.comm
+        kind = KINDS.get(comm.collective)
+        if unit_of(comm) in self.units_by_library:
             return "so little is moved faster by the group's library"
-        if each.synchronous or kind is None:
+        if collective.synchronous or kind is None:
             return "not a collective that is started and waited for"
         if kind.name in REDUCTIONS:
-            return refusal(each.start) or self._refused(each.start, each.comm.ranks) or "its op takes a list of tensors"
+            return refusal(start) or self._refused(start, comm.ranks) or "its op takes a list of tensors"
         if not kind.by_copies:
             return f"{kind.name} is not done by copies yet"
-        if kind.name == "all_to_all" and not _even(each):
+        if kind.name == "all_to_all" and not _even(collective):
             return "its parts are not of one size that is known"
-        if len(each.waits) != 1 or isinstance(argument(each.start, 0), list | tuple):
+        if len(collective.waits) != 1 or isinstance(argument(start, 0), list | tuple):
             return "its op takes a list of tensors, or its wait is in another graph"
-        return self._refused(each.start, each.comm.ranks)
+        return self._refused(start, comm.ranks)
 
     def _refused(self, start: Node, ranks: Sequence[int]) -> str | None:
         """Reason why copies cannot reach all ranks of this collective."""
@@ -265,7 +245,7 @@ class Transports:
             opened = open_pools(
                 graph.wanted(layouts, self.groups), self.device, self.agreement.ranks, self.agreement.tell
             )
-        self.agreed = AgreedCopies(self.device, self.reach.places, self.library, layouts, self.over_hosts)
+        self.agreed = AgreedCopies(self.device, self.reach.places, self.units_by_library, layouts, self.over_hosts)
         return graph.on(layouts, opened)
 
     def fits(self, schedule: Schedule) -> bool:
@@ -297,14 +277,40 @@ def considers_copies(config: Config, profile: DeviceProfile) -> bool:
     return config.transport == COPY or (config.transport == AUTO and profile.copy_link is not None)
 
 
-def _even(each: Collective) -> bool:
+def _by_copies(collective: Collective, hosts: Hosts | None) -> Sequence[Comm]:
+    """What would replace `collective`, with what copies can carry by copies; nothing if they can carry none of it."""
+    if hosts is None:
+        return []
+    comm = collective.comm
+    within, across = comm, comm
+    if len(hosts) > 1:
+        mine, own = next((ranks, ranks.index(dist.get_rank())) for ranks in hosts if dist.get_rank() in ranks)
+        group = comm.group
+        within = replace(comm, group=f"{group}_within", ranks=mine, size=len(mine))
+        ranks_across = tuple(ranks[own] for ranks in hosts)
+        share = comm.bytes // len(mine)
+        across = replace(comm, group=f"{group}_across", ranks=ranks_across, size=len(hosts), bytes=share)
+    beside = [across] if len(hosts) > 1 else []
+    gather = replace(within, collective="all_gather", via=COPY)
+    if comm.collective == "all_gather":
+        return [*beside, gather]
+    if comm.collective == "all_to_all" and len(hosts) == 1 and _even(collective):
+        return [replace(comm, via=COPY)]
+    if comm.collective not in REDUCTIONS:
+        return []
+    exchange = replace(within, collective="all_to_all", via=COPY, bytes=travelling_bytes(collective.start))
+    return [exchange, *beside, *([gather] if comm.collective == "all_reduce" else [])]
+
+
+def _even(collective: Collective) -> bool:
     """Whether an all-to-all gives every rank a part of the same size."""
-    if each.start.target is EXCHANGE:
+    start = collective.start
+    if start.target is EXCHANGE:
         return True
-    if each.start.target is not torch.ops._c10d_functional.all_to_all_single.default:
+    if start.target is not torch.ops._c10d_functional.all_to_all_single.default:
         return False
-    result = each.start.meta.get("val")
-    splits = (*argument(each.start, 1), *argument(each.start, 2))
+    result = start.meta.get("val")
+    splits = (*argument(start, 1), *argument(start, 2))
     static = isinstance(result, torch.Tensor) and all(isinstance(size, int) for size in (*result.shape, *splits))
     return static and len(set(splits)) == 1
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.runtime.counters import count
@@ -42,9 +42,10 @@ def offsets_traced(gm: GraphModule, inputs: Sequence[Any]) -> dict[int, int | No
     offsets: dict[int, int | None] = {}
     for at, value in known.items():
         example, offset = examples[at], int(value.storage_offset())
-        if _read_by_strided(example, strided) and _changes(example):
+        by_strided = _read_by_strided(example, strided)
+        if by_strided and _changes(example):
             offsets[at] = None if offset else 0
-        elif _counts(value, example, strided) or _changes_beside_another(at, known, examples):
+        elif (by_strided and value.requires_grad) or _changes_beside_another(at, known, examples):
             offsets[at] = offset
     return offsets
 
@@ -99,23 +100,12 @@ class _Warning:
             warnings.warn(f"{reason}\nhint: {hint}", stacklevel=3)
 
 
-def as_captured(gm: GraphModule) -> GraphModule:
-    """`gm` as it is now; rewriting the graph of `gm` leaves it as it is."""
-    graph = Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    return GraphModule(gm, graph)
-
-
 def _examples(gm: GraphModule) -> list[Any]:
     return [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
 
 
-def _counts(value: Tensor, example: Any, strided: Collection[int | None]) -> bool:
-    """Whether `as_strided` reads the input's memory, and a gradient goes through it."""
-    return _read_by_strided(example, strided) and value.requires_grad
-
-
 def _read_by_strided(example: Any, strided: Collection[int | None]) -> bool:
+    """Whether `as_strided` with an offset reads the input's memory."""
     return None in strided or (isinstance(example, Tensor) and _memory(example) in strided)
 
 

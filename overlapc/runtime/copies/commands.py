@@ -191,7 +191,7 @@ def exchange(at: Places, turn: Turn, given: Sequence[Given]) -> Iterator[Command
 
 
 def exchange_with_others(at: Places, turn: Turn, given: Sequence[Given]) -> Iterator[Command]:
-    """As `exchange`, but without a copy of the part that this rank has for itself; its slots hold the peers' parts."""
+    """Part r of each tensor goes to rank r, without a copy of this rank's own; its slots hold the peers' parts."""
     yield from _begin(at, turn)
     yield from _pushed(at, turn, _tensors(at, turn, given, shares=True), lambda peer: at.rank - (at.rank > peer))
 
