@@ -40,6 +40,8 @@ which then is the verdict of all."""
 Notes: TypeAlias = Mapping[str, str]
 """What a compilation depends on beside its graph, as text by name: options, variables, versions."""
 
+STEPS = "optimizer steps so far"  # a note that is shown of a rank that waits for others
+
 _SHOWN_DIFFERENCES, _SHOWN_CHARS = 8, 80
 _AGREED, _FAILED = b"+", b"!"
 _GRACE_S = 5.0  # how much longer a rank that gave up waits for another that gave up first to say why
@@ -131,7 +133,7 @@ class Meetings:
                     self._close(keys, awaited, decide)
             verdict = self._wait(keys, awaited, self._store.deadline_s)
             if verdict is None:
-                verdict = self._give_up(keys, at, awaited, decide, timeout_s)
+                verdict = self._give_up(keys, at, awaited, decide, timeout_s, notes)
             self._leave(keys, awaited, verdict)
             self._open = None
         except dist.DistNetworkError as error:
@@ -208,7 +210,9 @@ class Meetings:
         ended = departed(awaited)
         return {rank: how for rank, how in ended.items() if not self._store.check(keys.arrival(rank))}
 
-    def _give_up(self, keys: _Keys, at: str, awaited: Sequence[int], decide: Decide, timeout_s: float) -> bytes:
+    def _give_up(
+        self, keys: _Keys, at: str, awaited: Sequence[int], decide: Decide, timeout_s: float, notes: Notes
+    ) -> bytes:
         """After the timeout: the first rank here finds out which ranks are missing, the others wait for its verdict."""
         if self._store.add(keys.gave_up, 1) > 1:
             verdict = self._wait(keys, (), time.monotonic() + _GRACE_S)
@@ -220,7 +224,7 @@ class Meetings:
             self._close(keys, awaited, decide)
         else:
             here = [rank for rank in awaited if rank not in set(missing)]
-            reason = _missing(at, missing, here, self._last_full, timeout_s, ended)
+            reason = _missing(at, missing, here, self._last_full, timeout_s, ended, notes)
             self._publish(keys, _FAILED + reason.encode())
         return self._store.get(keys.verdict)
 
@@ -274,9 +278,17 @@ def differences(notes: Mapping[int, Notes]) -> list[str]:
 
 
 def _missing(
-    at: str, missing: Sequence[int], here: Sequence[int], last_full: str, timeout_s: float, ended: Mapping[int, str]
+    at: str,
+    missing: Sequence[int],
+    here: Sequence[int],
+    last_full: str,
+    timeout_s: float,
+    ended: Mapping[int, str],
+    notes: Notes,
 ) -> str:
     last = f"last met by all: {last_full}" if last_full else "these ranks have not met before in this job"
+    if STEPS in notes:
+        last += f"; {STEPS}: {notes[STEPS]}"
     where = f"\n   waiting there: {name_ranks(here)}\n   {last}\nhint: "
     if ended:
         first = min(ended)
@@ -288,6 +300,7 @@ def _missing(
         f"{name_ranks(missing)} did not reach {at} within {timeout_s:g} s{where}"
         "a rank that died, is stuck, or skips a compilation keeps the others waiting: see its output; "
         'if it is only slow, raise options={"rank_timeout": seconds}; if sizes of inputs change on some ranks alone, '
-        "these compile again alone, which they may only where no collective depends on these sizes: drop or pad such"
-        " batches (drop_last=True), or torch.compile(..., dynamic=True) on all ranks makes one graph for all sizes"
+        "these compile again alone, which they may only where no collective that they share with others depends on"
+        " these sizes: drop or pad such batches (drop_last=True), or make one graph for all sizes on all ranks:"
+        " torch.compile(..., dynamic=True)"
     )

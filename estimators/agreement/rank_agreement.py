@@ -18,6 +18,7 @@ import json
 import math
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, TracebackType
@@ -56,7 +57,7 @@ class Peers:
     ) -> None:
         """`run` tells apart jobs over one store, such as elastic restarts; equal on all ranks."""
         self.meetings = Meetings(store, rank, tuple(ranks), run)
-        self.agreed: dict[Any, Any] = {}  # graph -> what was agreed on, for who compiles it again for other sizes
+        self.agreed: defaultdict[Any, list[Any]] = defaultdict(list)  # function -> of each of its graphs, by age
         self.newest_frame = -1  # Dynamo's number of the function that was compiled first for the last time
         self._compilations = itertools.count(1)
 

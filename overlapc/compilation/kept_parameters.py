@@ -26,7 +26,7 @@ from overlapc.fx.sizes import guessed_size
 from overlapc.fx.subgraphs import subgraphs
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
-from overlapc.planning.agreed import compiles_again, forget_before_reset, key_of
+from overlapc.planning.agreed import Captured, forget_before_reset, key_of, to_follow
 from overlapc.planning.chosen_profile import profile_text
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.keep_gathered import Step, kept_gathers
@@ -88,6 +88,14 @@ def _unfit(*graphs: GraphModule) -> str:
 
 
 @dataclass(frozen=True)
+class _Kept:
+    """What ranks chose for one forward graph."""
+
+    captured: Captured
+    gathers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class _Choice:
     """Which of `gathers` forward saves for backward."""
 
@@ -106,10 +114,12 @@ class _Choice:
             count("parameters not kept gathered: ranks do not meet while compiling (rank_check)")
             return ()
         forget_before_reset(peers)
-        key = key_of("gathers", [(node.name, found.comm) for node, found in communication.items()], self.config)
-        if compiles_again() and key in peers.agreed:  # perhaps on this rank alone
-            agreed: tuple[str, ...] = peers.agreed[key]
-            return agreed
+        captured = tuple((node.name, found.comm) for node, found in communication.items())
+        key = key_of("gathers", self.config)
+        known: list[_Kept] = peers.agreed[key] if key is not None else []
+        followed = to_follow(known, captured, peers)
+        if followed is not None:  # perhaps on this rank alone
+            return followed.agreed.gathers
         meeting = partial(
             peers.agreement, "kept gathered", self.config.rank_timeout, notes_of(self.forward, self.config)
         )
@@ -123,7 +133,7 @@ class _Choice:
             if place is not None:
                 _choices(self.config.cache_dir).put(place, _SUFFIX, told[0])
         kept = tuple(json.loads(told[0]))
-        peers.agreed[key] = kept
+        known.append(_Kept(captured, kept))
         return kept
 
     def _planned(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch._guards import CompileContext
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from overlapc.planning.transports import AgreedCopies
 
 Key = tuple[object, ...]
-_Launch = tuple[str, tuple[str, ...]]  # its name, and the collectives that it stands for
+Captured = tuple[tuple[str, Comm], ...]  # the collectives of a graph by name, in its order
+Launch = tuple[str, tuple[str, ...]]  # its name, and the collectives that it stands for
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class Agreed:
     """What ranks agreed on about one graph."""
 
     collectives: tuple[tuple[str, Comm], ...]  # as passes were given them
-    launches: tuple[_Launch, ...]  # in the final order
+    launches: tuple[Launch, ...]  # in the final order
     lines: tuple[str, ...]  # the same as ranks compare it
     copies: AgreedCopies | None = None  # None: the groups' libraries carry all of them
     graph: str = ""  # hash of the graph as ranks compare it
-    captured: tuple[tuple[str, Comm], ...] = ()  # collectives before a transport is chosen, by which `key_of` finds it
+    captured: Captured = ()  # collectives before a transport is chosen, by which `to_follow` finds it
 
     @property
     def order(self) -> str:
@@ -41,15 +42,59 @@ class Agreed:
         return order_hash(self.lines, {} if self.copies is None else self.copies.layouts)
 
 
-def key_of(name: str, collectives: Sequence[tuple[str, Comm]], options: object) -> Key | None:
-    """What a graph must have in common with one that was agreed on; None outside of Dynamo.
+class _HasCaptured(Protocol):
+    @property
+    def captured(self) -> Captured: ...
 
-    Graphs of one function have the number that Dynamo gave to its frame in common, however often it is compiled.
-    """
+
+Known = TypeVar("Known", bound=_HasCaptured)
+
+
+@dataclass(frozen=True)
+class Followed(Generic[Known]):
+    """What was agreed on about an earlier graph of a function, by which one for other sizes goes."""
+
+    agreed: Known
+    resized: frozenset[str] = frozenset()  # process groups whose collectives are others than in that graph
+    meets: tuple[int, ...] = ()  # the ranks of these groups, which compile this graph together; () where one is alone
+
+
+def key_of(name: str, options: object) -> Key | None:
+    """What graphs of one function have in common, however often Dynamo compiles it; None outside of Dynamo."""
     compile_id = CompileContext.current_compile_id()
     if compile_id is None or compile_id.frame_id is None:
         return None
-    return compile_id.frame_id, name.split("_")[0], tuple(collectives), repr(options)
+    return compile_id.frame_id, name.split("_")[0], repr(options)
+
+
+def to_follow(known: Sequence[Known], captured: Captured, peers: Peers) -> Followed[Known] | None:
+    """By which earlier graph of a function one with the `captured` collectives goes; None if all ranks meet about it.
+
+    Other ranks may run the earlier graph in the same step. They notice nothing if each group that this rank shares
+    with them has the same collectives: only ranks of groups whose collectives differ have to compile this graph, too.
+    Where these are all ranks, none can run the earlier graph beside this one.
+    """
+    if not compiles_again():
+        return None
+    found = None
+    for earlier in known:
+        here, there = by_group(captured), by_group(earlier.captured)
+        resized = frozenset(group for group in here.keys() | there.keys() if here.get(group) != there.get(group))
+        if not resized:
+            return Followed(earlier)
+        groups = {comm.ranks for group in resized for comm in (*here.get(group, ()), *there.get(group, ()))}
+        meets = peers.meetings.ranks if () in groups else spanned_ranks(dist.get_rank(), groups, dist.get_world_size())
+        if found is None and set(meets) < set(peers.meetings.ranks):
+            found = Followed(earlier, resized, meets)
+    return found
+
+
+def by_group(collectives: Captured) -> dict[str, list[Comm]]:
+    """The collectives of each process group, in order."""
+    found: dict[str, list[Comm]] = {}
+    for _, comm in collectives:
+        found.setdefault(comm.group, []).append(comm)
+    return found
 
 
 def compiles_again() -> bool:
@@ -100,15 +145,9 @@ def common_step(
     They then follow these orders. A function that is compiled again may be so on one rank alone: then ranks do not
     meet, and what this rank has must be what they agreed on before.
     """
-    agreed = [each.agreed for each in kept]
-    keys = [key_of(each.name, each.agreed.captured, config) for each in kept if each.agreed is not None]
-    known = [each for each in agreed if each is not None]
     forget_before_reset(peers)
     if compiles_again():
-        as_agreed = bool(kept) and all(
-            key in peers.agreed and peers.agreed[key].order == each.order for key, each in zip(keys, known, strict=True)
-        )
-        return still_open(kept) if as_agreed else None
+        return still_open(kept) if kept and all(_is_agreed(each, peers, config) for each in kept) else None
     graphs = ("" if each.agreed is None else each.agreed.graph for each in kept)
     have = content_key(*graphs, *(each.order for each in kept)) if kept else ""
     with GraphAgreement(peers.meetings, "cached step", config.rank_timeout, notes) as agreement:
@@ -116,5 +155,17 @@ def common_step(
             return None
         copies = reopened(kept, config, agreement)
     if copies is not None:
-        peers.agreed.update(zip(keys, known, strict=True))
+        for each in kept:
+            key = key_of(each.name, config)
+            if each.agreed is not None and key is not None:
+                peers.agreed[key].append(each.agreed)
     return copies
+
+
+def _is_agreed(graph: CompiledGraph, peers: Peers, config: Config) -> bool:
+    """Whether this cached graph has the order that ranks agreed on for the same collectives."""
+    if graph.agreed is None:
+        return True
+    key = key_of(graph.name, config)
+    followed = to_follow(peers.agreed.get(key, ()), graph.agreed.captured, peers)
+    return followed is not None and not followed.meets and followed.agreed.order == graph.order

@@ -20,7 +20,7 @@ from overlapc.codegen.bucket_payload import merge_starts
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
 from overlapc.codegen.copies import Copied, peak_with_pools
 from overlapc.config import Config
-from overlapc.errors import NoSharedMemory
+from overlapc.errors import CompileError, NoSharedMemory
 from overlapc.estimators.agreement.graph_text import canonical_lines
 from overlapc.estimators.agreement.rank_agreement import GraphAgreement, Peers, peers_of, spanned_ranks
 from overlapc.estimators.base import Estimator, estimate_schedule
@@ -46,8 +46,8 @@ from overlapc.lowering import Communication, lower
 from overlapc.lowering.product import Product
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
-from overlapc.planning.agreed import Agreed, compiles_again, forget_before_reset, key_of
-from overlapc.planning.agreed_order import agreed_on, follow
+from overlapc.planning.agreed import Agreed, Followed, forget_before_reset, key_of, to_follow
+from overlapc.planning.agreed_order import agreed_on, follow, goes_by
 from overlapc.planning.cached_copies import OfGraph, reopened, still_open
 from overlapc.planning.chosen_profile import profile_of
 from overlapc.planning.dumps import Dumps
@@ -61,6 +61,7 @@ from overlapc.report.held_memory import held_bytes
 from overlapc.report.walk_through import walk_through
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
+from overlapc.runtime.steps import STEPS
 from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
 from overlapc.units import human_bytes
 
@@ -124,47 +125,62 @@ def plan_graph(
     peers = peers_of_graph(communication, config)
     if peers is not None:
         forget_before_reset(peers)
-    collectives = [(node.name, found.comm) for node, found in communication.items()]
-    key = key_of(name, collectives, config) if peers and not tentative else None
-    follows = peers is not None and compiles_again()
-    agreed = peers.agreed.get(key) if follows and peers is not None and key is not None else None
-    planned = None
-    if agreed is not None:
-        copies = still_open([kept]) if kept is not None and kept.order == agreed.order else None
-        if copies is not None:
-            return Reused(copies[0])
-        before = copied(gm.graph)
-        alone = without_measuring_kernels(config)
-        planned = stages(config=alone, communication=communication, agreement=None, agreed=agreed, passes=passes)
-        if planned is not None:
-            count("graphs_in_an_agreed_order")
-        else:
-            gm.graph = before
-            communication = described(find_collectives(gm.graph, config.safe_communication))
-    if planned is None:
-        lines: list[str] = []
-        with _agreement(peers, config, name, gm) as agreement:
-            if agreement is not None:
-                lines = canonical_lines(gm.graph, GroupNames(gm.graph).__getitem__)
-                if not agreement.agree_on_graph(lines, "" if kept is None else kept.order):
-                    kept = None
-            if kept is not None:
-                copies = reopened([kept], config, agreement)
-                if copies is not None:
-                    if peers is not None and key is not None and kept.agreed is not None:
-                        peers.agreed[key] = kept.agreed
-                    return Reused(copies[0])
-            planned = stages(
-                config=config, communication=communication, agreement=agreement, agreed=None, passes=passes
-            )
-        assert planned is not None
-        if planned.agreed is not None:
-            captured = tuple(collectives)
-            planned = replace(planned, agreed=replace(planned.agreed, graph=order_hash(lines), captured=captured))
-        if peers is not None and key is not None and planned.agreed is not None:
-            peers.agreed[key] = planned.agreed
+    captured = tuple((node.name, found.comm) for node, found in communication.items())
+    key = key_of(name, config) if peers and not tentative else None
+    known: list[Agreed] = peers.agreed[key] if peers is not None and key is not None else []
+    followed = to_follow(known, captured, peers) if peers is not None else None
+    if followed is not None:
+        config = without_measuring_kernels(config)
+        peers = peers_of(followed.meets) if followed.meets else None
+    alone = followed is not None and not followed.meets
+    with _agreement(peers, config, name, gm) as agreement:
+        lines = [] if agreement is None else canonical_lines(gm.graph, GroupNames(gm.graph).__getitem__)
+        copies = _reused(kept, followed, agreement, lines, config)
+        if kept is not None and copies is not None:
+            if kept.agreed is not None and not alone:
+                known.append(kept.agreed)
+            return Reused(copies)
+        planned = stages(
+            config=config, communication=communication, agreement=agreement, followed=followed, passes=passes
+        )
+    if followed is not None:
+        count("graphs_in_an_agreed_order")
+    if planned.agreed is not None and not alone:
+        agreed = replace(planned.agreed, graph=order_hash(lines), captured=captured)
+        known.append(agreed)
+        planned = replace(planned, agreed=agreed)
     counts = {} if name.startswith("backward") else attention_counts(gm.graph)
     return replace(planned, attention=attention + Counter(planned.lowered.attention), attention_counts=counts)
+
+
+def _reused(
+    kept: CompiledGraph | None,
+    followed: Followed[Agreed] | None,
+    agreement: GraphAgreement | None,
+    lines: Sequence[str],
+    config: Config,
+) -> OfGraph | None:
+    """The copies of a graph from the disk cache, if all ranks that compile it use theirs; None where it is planned."""
+    opened = None
+    if kept is not None and followed is not None:
+        opened = still_open([kept]) if _may_follow(kept, followed) else None
+        kept = None if opened is None else kept
+    if agreement is not None and not agreement.agree_on_graph(lines, "" if kept is None else kept.order):
+        return None
+    if kept is not None and followed is None:
+        opened = reopened([kept], config, agreement)
+    return opened[0] if opened else None
+
+
+def _may_follow(kept: CompiledGraph, followed: Followed[Agreed]) -> bool:
+    """Whether a graph from the disk cache goes by what ranks agreed on about an earlier one."""
+    if not followed.meets:
+        return kept.order == followed.agreed.order
+    if kept.agreed is None or not goes_by(kept.agreed, followed):
+        return False
+    copies, earlier = kept.agreed.copies, followed.agreed.copies
+    layouts = {} if copies is None else copies.layouts
+    return layouts == ({} if earlier is None else earlier.without(followed.resized).layouts)
 
 
 def without_measuring_kernels(config: Config) -> Config:
@@ -185,10 +201,10 @@ def _stages(
     opens_copies: bool,
     communication: dict[Node, Communication],
     agreement: GraphAgreement | None,
-    agreed: Agreed | None,
+    followed: Followed[Agreed] | None,
     passes: Passes,
-) -> Planned | None:
-    """The stages behind the first meeting. agreed: whose order is to be followed; None where that cannot be."""
+) -> Planned:
+    """The stages behind the first meeting. followed: whose order is to be followed, if any."""
     profile = profile_of(config, device_types(gm))
     if agreement is not None:
         profile = agreement.agree_on_profile(profile)
@@ -196,10 +212,10 @@ def _stages(
         dumps.write("fx", "packed", lambda: gm.print_readable(print_output=False))
     transports = Transports()
     if communication:
-        if agreed is None:
+        if followed is None:
             transports = Transports.of(gm, config, agreement, within, profile, runs)
-        elif agreed.copies is not None:
-            transports = Transports.following(agreed.copies)
+        elif followed.agreed.copies is not None:
+            transports = Transports.following(followed.agreed.copies, followed.resized)
     stages = partial(
         _scheduled,
         gm,
@@ -208,14 +224,12 @@ def _stages(
         inner=inner,
         profile=profile,
         agreement=agreement,
-        agreed=agreed,
+        followed=followed,
         passes=passes,
         dumps=dumps,
     )
-    before = copied(gm.graph) if config.transport == AUTO and transports.wanted and agreed is None else None
+    before = copied(gm.graph) if config.transport == AUTO and transports.wanted and followed is None else None
     planned = stages(transports=transports)
-    if planned is None:
-        return None
     try:
         if before is not None and transports.groups:
             _check_budget(planned.result.schedule)
@@ -225,7 +239,6 @@ def _stages(
             raise
         gm.graph = before
         planned = stages(transports=Transports())
-        assert planned is not None
         return replace(planned, not_copied={", ".join(sorted(transports.groups)): str(error).splitlines()[0]})
     if planned.agreed is not None and copies:
         planned = replace(planned, agreed=replace(planned.agreed, copies=transports.agreed))
@@ -249,11 +262,11 @@ def _scheduled(
     inner: Estimator,
     profile: DeviceProfile,
     agreement: GraphAgreement | None,
-    agreed: Agreed | None,
+    followed: Followed[Agreed] | None,
     passes: Passes,
     transports: Transports,
     dumps: Dumps,
-) -> Planned | None:
+) -> Planned:
     """The stages once it is known what may carry collectives, up to the agreement on their order."""
     communication = described(carried(gm, config.safe_communication, transports))
     if transports.rewritten:
@@ -284,25 +297,33 @@ def _scheduled(
         kernel_kind=kind_of if config.fusion else None,
         dump=dumps.writer("passes"),
     )
-    if agreed is None:
+    if followed is None:
         with phase("passes"):
             result = passes(schedule, context)
     else:
-        followed = (each for each in follow(schedule, agreed, context) if _lines_of(each) == agreed.lines)
-        found = next((each for each in followed if transports.fits(each.schedule)), None)
-        if found is None:
-            return None
-        result = found
+        result = _following(followed, schedule, context, transports)
     dumps.write("passes", "walk", lambda: walk_through(result.after))
     dumps.write("passes", "schedule", lambda: to_dot(result.schedule), suffix="dot")
+    agreed = None if followed is None else followed.agreed
     if agreement is not None:
         agreement.agree_on_order(collective_lines(result.schedule))
-        agreed = agreed_on(schedule, result, collective_lines(result.schedule))
+        agreed = agreed_on(schedule, result, collective_lines(result.schedule), followed)
     return Planned(result, lowered, tuning, agreed=agreed)
 
 
-def _lines_of(result: Result) -> tuple[str, ...]:
-    return tuple(collective_lines(result.schedule))
+def _following(followed: Followed[Agreed], schedule: Schedule, context: Context, transports: Transports) -> Result:
+    """The best plan that goes by what ranks agreed on; CompileError where none does."""
+    for result in follow(schedule, followed, context):
+        planned = agreed_on(schedule, result, collective_lines(result.schedule), followed)
+        if goes_by(planned, followed) and transports.fits(result.schedule):
+            return result
+    raise CompileError(
+        f"{schedule.name} was compiled before for other sizes, and other ranks may run that graph in the same step. So"
+        " this one has to launch its collectives in the same order, which its data dependences or its memory for copies"
+        f" do not allow (after {STEPS.stepped} optimizer steps)"
+        "\nhint: torch.compile(..., dynamic=True) makes one graph for all sizes; or give all batches one size"
+        " (drop_last=True, padding)"
+    )
 
 
 # --- communication and agreement

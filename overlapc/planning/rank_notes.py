@@ -1,4 +1,4 @@
-"""What a rank reports about its compilation if ranks disagree: options, variables, versions and inputs of size 1."""
+"""What a rank reports of its compilation if ranks disagree: options, variables, versions, steps, inputs of size 1."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch.fx import GraphModule
 
 from overlapc.config import NOT_IN_KEY, Config
+from overlapc.estimators.agreement.meeting import STEPS as STEPS_SO_FAR
+from overlapc.runtime.steps import STEPS
 from overlapc.runtime.toolchain import triton_version
 
 _PREFIXES = ("OVERLAPC_", "TORCH", "PYTORCH_")
@@ -19,6 +21,7 @@ _OF_A_RANK = ("OVERLAPC_RUN_DIR", "OVERLAPC_CACHE_DIR", "TORCHELASTIC_")  # and 
 def notes_of(gm: GraphModule, config: Config) -> dict[str, str]:
     """By name; what is not there is as it is by default."""
     notes = {"version of torch": torch.__version__, "version of Triton": triton_version()}
+    notes[STEPS_SO_FAR] = str(STEPS.stepped)
     notes.update(
         (f"variable {name}", value)
         for name, value in os.environ.items()

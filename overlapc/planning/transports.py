@@ -53,6 +53,11 @@ class AgreedCopies:
     layouts: Mapping[str, Layout]
     over_hosts: bool = False
 
+    def without(self, groups: Collection[str]) -> AgreedCopies:
+        """The same for a graph whose collectives over `groups` do not go by copies."""
+        layouts = {group: layout for group, layout in self.layouts.items() if group not in groups}
+        return replace(self, layouts=layouts)
+
 
 @dataclass
 class Transports:
@@ -69,6 +74,7 @@ class Transports:
     chooses: bool = False  # transport=auto: what costs less by the group's library stays there
     units_by_library: frozenset[Unit] = frozenset()  # what is moved faster by the group's library
     agreed: AgreedCopies | None = None  # once memory is laid out
+    resized: frozenset[str] = frozenset()  # groups whose collectives no agreed layout is for
     groups: dict[str, str] = field(default_factory=dict)  # `Comm.group` -> torch's name
     reasons: dict[str, str] = field(default_factory=dict)  # FX node of a collective that does not -> why
 
@@ -115,15 +121,19 @@ class Transports:
         return cls(device, agreement, CopyReach.agreed_on(agreement, config, device, reason), wanted=True)
 
     @classmethod
-    def following(cls, agreed: AgreedCopies) -> Transports:
-        """What a graph may use that goes by what ranks agreed on about one with the same collectives."""
+    def following(cls, agreed: AgreedCopies, resized: frozenset[str]) -> Transports:
+        """What a graph may use that goes by what ranks agreed on about one with the same collectives.
+
+        resized: the groups over which it has others. Their ranks meet, but the group's library carries these.
+        """
         return cls(
             agreed.device,
             None,
             CopyReach(agreed.places),
             wanted=True,
             units_by_library=agreed.units_by_library,
-            agreed=agreed,
+            agreed=agreed.without(resized),
+            resized=resized,
             over_hosts=agreed.over_hosts,
         )
 
@@ -147,7 +157,7 @@ class Transports:
     def _place(self, collective: Collective, hosts: Hosts | None) -> Place | None:
         """This rank's among those that a collective is rewritten for; None for one that stays as it is."""
         comm = collective.comm
-        rewritable = comm.collective in (*REDUCTIONS, "all_gather")
+        rewritable = comm.collective in (*REDUCTIONS, "all_gather") and comm.group not in self.resized
         if hosts is None or unit_of(comm) in self.units_by_library or not rewritable:
             return None
         if len(hosts) == 1:
@@ -198,6 +208,8 @@ class Transports:
         kind = KINDS.get(comm.collective)
         if unit_of(comm) in self.units_by_library:
             return "so little is moved faster by the group's library"
+        if comm.group in self.resized:
+            return "its size is another than in the graph whose copies ranks agreed on"
         if collective.synchronous or kind is None:
             return "not a collective that is started and waited for"
         if kind.name in REDUCTIONS:
@@ -249,10 +261,10 @@ class Transports:
         return graph.on(layouts, opened)
 
     def fits(self, schedule: Schedule) -> bool:
-        """Whether the schedule can go by what ranks agreed on before, without meeting them."""
+        """Whether the schedule can go by what ranks agreed on before."""
         graph = copying(schedule)
         if not graph.starts:
-            return self.agreed is None
+            return self.agreed is None or not self.agreed.layouts
         return self._kept(graph) is not None
 
     def _kept(self, graph: Copying) -> Mapping[str, Pool] | None:

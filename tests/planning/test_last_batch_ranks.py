@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import overlapc
 from overlapc.estimators.agreement.rank_agreement import peers_of
+from overlapc.report import record
 from overlapc.runtime.counters import counted
 from tests.ranks import values_on_ranks
 
@@ -25,9 +27,9 @@ def block() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.LayerNorm(16))
 
 
-def model() -> nn.Module:
+def model(blocks: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(block() for _ in range(2)))
+    return nn.Sequential(*(block() for _ in range(blocks)))
 
 
 def batches() -> list[list[Tensor]]:
@@ -35,9 +37,9 @@ def batches() -> list[list[Tensor]]:
     return [[torch.randn(rows, 16, generator=generator) for rows in step] for step in ROWS]
 
 
-def losses_of_one_process(steps: list[list[Tensor]] | None = None) -> list[float]:
+def losses_of_one_process(steps: list[list[Tensor]] | None = None, blocks: int = 2) -> list[float]:
     """Of the same steps: the mean over ranks of the losses of their batches."""
-    plain = model()
+    plain = model(blocks)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     found = []
     for step in batches() if steps is None else steps:
@@ -141,6 +143,79 @@ def test_a_batch_of_another_size_on_one_rank_of_replicas() -> None:
     assert [alone for _, alone in ranks] == [[0, 0, 0], [0, 0, 2], [0, 0, 0], [0, 2, 2]]
 
 
+# Rows of two groups of tensor-parallel ranks, step by step: the ranks of a group have the same batch.
+ROWS_OF_GROUPS = [(8, 8), (8, 5), (3, 8)]
+
+
+def communicates_on_two_axes(x: Tensor, shards: list[Tensor], data: DeviceMesh, tensor: DeviceMesh) -> Tensor:
+    for shard in shards:
+        weight = funcol.all_gather_tensor(shard, 0, data)
+        x = funcol.all_reduce(x @ weight, "sum", tensor).tanh()
+    return x
+
+
+def small_groups() -> tuple[list[float], list[int], int]:
+    """How far results are from eager's, step by step; graphs compiled in an agreed order; collectives by copies."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    shards = [torch.randn(8, 16, generator=torch.Generator().manual_seed(at)) for at in range(2)]
+    options = {"rank_timeout": 20.0, "native": False, "transport": "copy"}
+    step = torch.compile(communicates_on_two_axes, backend="overlapc", options=options, dynamic=False)
+    errors, alone = [], []
+    for rows in ROWS_OF_GROUPS:
+        x = torch.ones(rows[mesh["dp"].get_local_rank()], 16)
+        results = step(x, shards, mesh["dp"], mesh["tp"])
+        errors.append((results - communicates_on_two_axes(x, shards, mesh["dp"], mesh["tp"])).abs().max().item())
+        alone.append(counted("graphs_in_an_agreed_order"))
+    return errors, alone, counted("collectives_by_copies")
+
+
+def test_ranks_whose_collectives_change_meet_and_the_others_go_on() -> None:
+    ranks = values_on_ranks(small_groups, 4, timeout_s=240)
+    assert all(max(errors) < 1e-5 for errors, _, _ in ranks)
+    assert [alone for _, alone, _ in ranks] == [[0, 0, 1], [0, 0, 1], [0, 1, 1], [0, 1, 1]]
+    # Of the first graph all collectives go by copies, of the second only gathers: their sizes are those agreed on.
+    assert [copied for _, _, copied in ranks] == [6 + 2] * 4
+
+
+def batches_of_groups() -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [[torch.randn(rows, 16, generator=generator) for rows in step] for step in ROWS_OF_GROUPS]
+
+
+def with_tensor_parallelism() -> dict[str, tuple[list[float], list[int], int]]:
+    """By transport: losses, graphs compiled in an agreed order, and collectives by copies."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    batches = [[step[group] for group in (0, 0, 1, 1)] for step in batches_of_groups()]
+    seen = {}
+    for transport, steps in (("nccl", batches[:2]), ("copy", batches)):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        sharded = model(blocks=1)
+        parallelize_module(sharded[0], mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        overlapc.fully_shard(sharded, mesh["dp"])
+        losses, alone = steps_of(sharded, steps, {"rank_timeout": 20.0, "native": False, "transport": transport})
+        seen[transport] = losses, alone, counted("collectives_by_copies")
+    return seen
+
+
+@pytest.mark.slow
+def test_a_batch_of_another_size_in_one_group_of_tensor_parallel_ranks() -> None:
+    """These two ranks meet, and take over the order of what they share with the other two, who go on."""
+    ranks = values_on_ranks(with_tensor_parallelism, 4, timeout_s=240)
+    expected = losses_of_one_process(batches_of_groups(), blocks=1)
+    for rank in ranks:
+        for transport in ("nccl", "copy"):
+            losses, _, copied = rank[transport]
+            assert losses == pytest.approx(expected[: len(losses)], rel=1e-5)
+            assert (copied > 0) == (transport == "copy")
+    first, _, second, _ = (rank["copy"][1] for rank in ranks)
+    assert (first, second) == ([0, 0, 2], [0, 2, 2])  # forward and backward, in the group whose batch is smaller
+    for rank, other in ((0, 1), (2, 3)):
+        assert ranks[rank] == ranks[other]
+
+
 def communicates_activations(x: Tensor) -> Tensor:
     return funcol.all_reduce(x.sin(), "sum", dist.group.WORLD).cos()
 
@@ -163,3 +238,34 @@ def test_a_rank_that_needs_other_collectives_is_told_what_to_do() -> None:
     assert "rank 1 did not reach compilation 2 (inference), graph within 2 s" in error
     assert "dynamic=True" in error
     assert "drop_last" in error
+
+
+def depends_on_a_flag(x: Tensor, flag: bool) -> Tensor:
+    """The second reduction is launched first, as what it reduces is ready first, unless it depends on the other."""
+    far = x
+    for _ in range(20):
+        far = torch.mm(far, x).tanh()
+    first = funcol.all_reduce(far, "sum", dist.group.WORLD)
+    second = funcol.all_reduce(x + first if flag else x.sin(), "sum", dist.group.WORLD)
+    return first + second
+
+
+def another_order() -> tuple[str, list[str]]:
+    step = torch.compile(depends_on_a_flag, backend="overlapc", options={"rank_timeout": 2.0, "native": False})
+    x = torch.eye(16)
+    assert torch.allclose(step(x, False), depends_on_a_flag(x, False))
+    order = [row.name for row in record.report_of_process().steps[-1].graphs[-1].collectives]
+    error = ""
+    if dist.get_rank() == 0:
+        with pytest.raises(overlapc.CompileError) as caught:
+            step(x, True)
+        error = str(caught.value)
+    dist.barrier()
+    return error, order
+
+
+def test_a_graph_that_needs_another_order_is_refused_as_other_ranks_may_run_the_earlier_one() -> None:
+    (error, order), _ = values_on_ranks(another_order, 2)
+    assert order == ["all_reduce_1", "all_reduce"]
+    assert "launch its collectives in the same order" in error
+    assert "dynamic=True" in error

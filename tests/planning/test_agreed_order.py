@@ -1,0 +1,80 @@
+"""What a graph compiled again for other sizes launches, beside ranks that still run the graph for the earlier sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from overlapc.passes.base import Context
+from overlapc.passes.run import Result, run_pipeline
+from overlapc.planning.agreed import Agreed, Followed
+from overlapc.planning.agreed_order import agreed_on, follow, goes_by
+from overlapc.schedule.model import Schedule
+from overlapc.schedule.text import parse
+from tests.graphs import order_of
+
+TP = (0, 1)
+STEP = """
+    a = all_gather(%p) @dp(2) ranks=0,2 : 64B 5us; v = wait(a)
+    b = all_gather(%q) @dp(2) ranks=0,2 : 64B 5us; w = wait(b)
+    y = kernel(%x, v) : {0}B 9us; c = all_reduce(y) @tp(2) ranks=0,1 : {0}B 5us; z = wait(c)
+    u = kernel(z, w) : {0}B 9us; return u
+"""
+
+
+def planned(schedule: Schedule, order: str) -> Agreed:
+    """`schedule` with its launches in an order, as ranks agreed on it."""
+    moved = schedule.replace_order(order.split(), reorder_collectives=True)
+    return agreed_on(schedule, run_pipeline(moved, Context(passes=())), ())
+
+
+def following(schedule: Schedule, followed: Followed[Agreed]) -> list[tuple[Result, Agreed]]:
+    results = follow(schedule, followed, Context())
+    return [(result, agreed_on(schedule, result, (), followed)) for result in results]
+
+
+EARLIER = planned(parse(STEP.format(32)), "b w a v y c z u")
+
+
+def test_groups_of_other_ranks_are_served_in_their_order_whatever_the_own_group_does():
+    other_sizes = parse(STEP.format(20))
+    found = following(other_sizes, Followed(EARLIER, frozenset({"tp"}), TP))
+    assert found
+    for result, agreed in found:
+        starts = [name for name in order_of(result.schedule) if name in ("a", "b")]
+        assert starts == ["b", "a"]
+        assert goes_by(agreed, Followed(EARLIER, frozenset({"tp"}), TP))
+        assert not goes_by(agreed, Followed(EARLIER)), "ranks of @tp do other things and did not meet"
+    in_its_own_order = planned(other_sizes, "a v b w y c z u")
+    assert not goes_by(in_its_own_order, Followed(EARLIER, frozenset({"tp"}), TP))
+
+
+def test_collectives_are_matched_by_their_place_in_the_group_as_others_may_have_come_between():
+    gathers_more = STEP.replace("y = kernel", "n = all_gather(%x) @tp(2) ranks=0,1 : 8B 5us; m = wait(n); y = kernel")
+    renamed = parse(gathers_more.format(20).replace("b = ", "d = ").replace("wait(b)", "wait(d)"))
+    (result, agreed), *_ = following(renamed, Followed(EARLIER, frozenset({"tp"}), TP))
+    assert [name for name in order_of(result.schedule) if name in ("a", "d")] == ["d", "a"]
+    assert goes_by(agreed, Followed(EARLIER, frozenset({"tp"}), TP))
+
+
+def test_one_order_over_all_groups_that_do_not_change():
+    """Else ranks of a mesh of several axes could wait for each other in a circle."""
+    text = STEP.replace("b = all_gather(%q) @dp(2) ranks=0,2", "b = all_gather(%q) @rep(2) ranks=0,4")
+    earlier = planned(parse(text.format(32)), "b w a v y c z u")
+    other_sizes = parse(text.format(20))
+    followed = Followed(earlier, frozenset({"tp"}), TP)
+    for _, agreed in following(other_sizes, followed):
+        assert goes_by(agreed, followed)
+    assert not goes_by(planned(other_sizes, "a v b w y c z u"), followed)
+
+
+def test_buckets_are_those_of_the_earlier_graph():
+    bucketed = replace(EARLIER, launches=(("a+1", ("a", "b")), ("c", ("c",))))
+    followed = Followed(bucketed, frozenset({"tp"}), TP)
+    for result, agreed in following(parse(STEP.format(20)), followed):
+        assert [name for name in order_of(result.schedule) if name.startswith(("a", "b"))] == ["a+1"]
+        assert goes_by(agreed, followed)
+
+
+def test_an_order_that_data_does_not_allow_is_not_followed():
+    needs_a_first = STEP.replace("all_gather(%q)", "all_gather(v)")
+    assert not following(parse(needs_a_first.format(32)), Followed(EARLIER))
