@@ -5,10 +5,11 @@ python benchmarks/faults.py --only kill,stop --times 5 --at-once 4
 
 Two ranks over gloo compile and train a small sharded model, each time on an empty cache.
 
-kill, stop, interrupt, interrupt_one, run_kill, run_interrupt: one rank, or all of them, get a signal at a random time
-of a cold run's duration; `run_` jobs under `overlapc run`. Counted are jobs in which every survivor ended by itself,
-with its last error message, and the time from the fault until the last survivor ended. Then the job is started again
-on the cache that the fault left, and has to give the losses of a job without faults, bit for bit.
+kill, stop, interrupt, interrupt_one, run_kill, run_stop, run_interrupt: one rank, or all of them, get a signal at a
+random time of a cold run's duration; `run_` jobs under `overlapc run`, `run_stop` with a watchdog. Counted are jobs in
+which every survivor ended by itself, with its last error message, and the time from the fault until the last survivor
+ended. Then the job is started again on the cache that the fault left, and has to give the losses of a job without
+faults, bit for bit.
 
 cold: 8 processes that compile the same step start together on one empty cache. two: two jobs with different models do.
 disk: the cache lies on a filesystem of a random size, which may be too small. Each has to give the losses of a job
@@ -47,6 +48,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SERVER = multiprocessing.get_context("forkserver")
 RANK_TIMEOUT_S = 5.0
+WATCHDOG_S = 5.0  # of `run_stop`; ten times that for the first step
 HANGS_S = 120.0  # a process that still runs this long after the fault, or after its start without one, hangs
 COMPILATIONS = 200
 COLD = 8  # processes that start together
@@ -289,9 +291,10 @@ def under_the_launcher(how: str, setting: Setting, choice: random.Random) -> Out
         (folder / "job").mkdir()
         script = folder / "job.py"
         script.write_text(SCRIPT.format(root=str(ROOT), out=f"{folder}/job", cache=f"{folder}/cache"))
-        run = [sys.executable, "-m", "overlapc.launch.cli", "run", "--nproc", "2", "--report", "overlap.json", script]
+        run = [sys.executable, "-m", "overlapc.launch.cli", "run", "--nproc", "2", "--report", "overlap.json"]
+        run += ["--watchdog", str(WATCHDOG_S)] if how == "stop" else []
         with (folder / "log").open("w") as log:
-            job = subprocess.Popen(run, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+            job = subprocess.Popen([*run, script], cwd=folder, stdout=log, stderr=log, start_new_session=True)
         until = time.monotonic() + HANGS_S
         pids: list[Path] = []
         while len(pids) < 2 and job.poll() is None and time.monotonic() < until:
@@ -304,7 +307,7 @@ def under_the_launcher(how: str, setting: Setting, choice: random.Random) -> Out
         if not early and how == "interrupt":
             os.kill(job.pid, signal.SIGINT)
         elif not early:
-            os.kill(choice.choice(ranks), signal.SIGKILL)
+            os.kill(choice.choice(ranks), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             job.wait(HANGS_S)
         took = time.monotonic() - began
@@ -441,6 +444,9 @@ ROWS = {
     "interrupt": Row("Ctrl-C, all ranks", 20, partial(struck, interrupt)),
     "interrupt_one": Row("Ctrl-C, one rank", 20, partial(struck, interrupt_one)),
     "run_kill": Row("`overlapc run`, one rank killed", 10, partial(under_the_launcher, "kill")),
+    "run_stop": Row(
+        f"`overlapc run --watchdog {WATCHDOG_S:g}`, one rank stopped", 10, partial(under_the_launcher, "stop")
+    ),
     "run_interrupt": Row("`overlapc run`, Ctrl-C", 10, partial(under_the_launcher, "interrupt")),
     "cold": Row(f"{COLD} processes start cold on one cache", 5, cold_together),
     "two": Row("two jobs start cold on one cache", 5, two_jobs),
