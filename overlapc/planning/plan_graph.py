@@ -313,16 +313,17 @@ def _scheduled(
 
 def _following(followed: Followed[Agreed], schedule: Schedule, context: Context, transports: Transports) -> Result:
     """The best plan that goes by what ranks agreed on; CompileError where none does."""
+    obstacle, hint = "data dependences", '{"reorder_collectives": False} keeps the order of the program in every graph'
     for result in follow(schedule, followed, context):
-        planned = agreed_on(schedule, result, collective_lines(result.schedule), followed)
-        if goes_by(planned, followed) and transports.fits(result.schedule):
-            return result
+        if goes_by(agreed_on(schedule, result, collective_lines(result.schedule), followed), followed):
+            if transports.fits(result.schedule):
+                return result
+            obstacle, hint = "slots in memory for copies", '{"transport": "nccl"} uses none'
     raise CompileError(
-        f"{schedule.name} was compiled before for other sizes, and other ranks may run that graph in the same step. So"
-        " this one has to launch its collectives in the same order, which its data dependences or its memory for copies"
-        f" do not allow (after {STEPS.stepped} optimizer steps)"
-        "\nhint: torch.compile(..., dynamic=True) makes one graph for all sizes; or give all batches one size"
-        " (drop_last=True, padding)"
+        f"{schedule.name}: this function was compiled before for other sizes or arguments, and other ranks may run that"
+        f" graph in the same step. So this one has to launch its collectives in the same order, which its {obstacle} do"
+        f" not allow (optimizer steps so far: {STEPS.stepped})"
+        f"\nhint: options={hint}; torch.compile(..., dynamic=True) makes one graph for all sizes"
     )
 
 

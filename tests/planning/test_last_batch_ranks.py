@@ -267,5 +267,5 @@ def another_order() -> tuple[str, list[str]]:
 def test_a_graph_that_needs_another_order_is_refused_as_other_ranks_may_run_the_earlier_one() -> None:
     (error, order), _ = values_on_ranks(another_order, 2)
     assert order == ["all_reduce_1", "all_reduce"]
-    assert "launch its collectives in the same order" in error
-    assert "dynamic=True" in error
+    assert "launch its collectives in the same order, which its data dependences do not allow" in error
+    assert "reorder_collectives" in error
