@@ -4,7 +4,8 @@
 
 Each time a small sharded model trains on 2 ranks (`--ranks`), and at a random moment the last one gets SIGKILL or
 SIGSTOP. The others have to end with an error that names it after the process group's timeout; what is shown is how long
-after the signal the last of them ended, and the message.
+after the signal the last of them ended, and the message. Where there are fewer GPUs than ranks, ranks share them, over
+gloo.
 """
 
 from __future__ import annotations
@@ -33,17 +34,20 @@ from overlapc.launch.llama import Llama, LlamaConfig
 TIMEOUT_S = 8
 HANGS_S = 60.0  # after the signal
 STEPS_BEFORE = 20
+SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 def train(device_type: str, progress: Path) -> None:
     """One rank, until something ends it."""
     rank = int(os.environ["RANK"])
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    device, backend = torch.device("cpu"), "gloo"
     if device_type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        backend = "gloo" if SHARED_GPU in os.environ else "nccl"
     torch.set_num_threads(1)
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
     mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     with torch.device(device):
         model = Llama(LlamaConfig.tiny())
@@ -70,6 +74,8 @@ def one(device: str, how: str, ranks: int, dice: random.Random, folder: Path) ->
     for rank in range(ranks):
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
         env |= {"MASTER_PORT": str(port)}
+        if device == "cuda" and torch.cuda.device_count() < ranks:
+            env[SHARED_GPU] = "1"
         command = [sys.executable, __file__, "--device", device, "--progress", str(folder / f"{rank}.steps")]
         log = (folder / f"{rank}.log").open("w")
         started.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))

@@ -5,7 +5,8 @@
 All systems begin with the same weights and see the same text; gradients are reduced in float32. How far two curves are
 apart is the mean absolute difference of their losses over 100 steps. Noise is how far FSDP2 is from itself when its
 first weights are changed by a part in 2^20 (--noise-runs times, another change each time), and when its blocks are
-compiled by Inductor: rounding, and nothing else, makes these differ.
+compiled by Inductor: rounding, and nothing else, makes these differ. Where there are fewer GPUs than ranks, ranks share
+them, and gloo takes the place of NCCL.
 """
 
 from __future__ import annotations
@@ -71,10 +72,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--noise-runs", type=int, default=2)
     args = parser.parse_args()
-    rank = int(os.environ["LOCAL_RANK"])
+    rank, backend = int(os.environ["LOCAL_RANK"]), "gloo"
     if args.device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=timedelta(seconds=60))
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(rank % gpus)
+        if gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        else:
+            backend = "nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
     mesh = dist.device_mesh.init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("dp",))
     names = ["overlapc-copy", "overlapc-nccl", "compile"]
     plain = losses("eager", mesh, args.steps, 0)

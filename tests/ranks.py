@@ -7,7 +7,7 @@
     values = values_on_ranks(work, 2, 0.5)      # or: the values, and the test fails with every rank's traceback
 
 Launcher and ranks are forked from a server that has imported torch and the compiler and has done nothing else: a new
-interpreter for each would take 2 to 5 seconds of a core to get as far. Only over NCCL are ranks new interpreters.
+interpreter for each would take 2 to 5 seconds of a core to get as far. Only ranks on GPUs are new interpreters.
 Still, tests share a launch where they can: let `work` go through many cases and return what it saw. Whatever happens,
 all processes are gone when the call returns.
 """
@@ -96,6 +96,35 @@ def run_on_ranks(
                 raise LaunchFailed(f"rank {rank} of {nproc} left no outcome (it died)\n{log}")
             outcomes.append(max(attempts, key=lambda outcome: outcome.attempt))
         return outcomes
+
+
+def on_gpus(ranks: int) -> dict[str, Any]:
+    """How `values_on_ranks` launches ranks on the GPUs that there are: over NCCL on one each, or over gloo on those
+    that they share, which NCCL refuses. A rank's function begins with `take_gpu`."""
+    import torch
+
+    if torch.cuda.device_count() >= ranks:
+        return {"backend": "nccl"}
+    return {"backend": "cpu:gloo,cuda:gloo", "env": {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}}
+
+
+def take_gpu() -> None:
+    """Makes this rank's GPU the current one."""
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+
+
+def whole_tensor(tensor: Any) -> Any:
+    """A tensor, gathered if it is a DTensor: on the host if gloo serves GPUs, as torch's gather kills ranks there."""
+    import torch.distributed as dist
+
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    if "cuda:gloo" in str(dist.get_backend_config()):
+        return tensor.cpu().full_tensor().to(tensor.device)
+    return tensor.full_tensor()
 
 
 def alive(pid: int) -> bool:

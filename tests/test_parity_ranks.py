@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import overlapc
 from overlapc.launch.llama import Llama, LlamaConfig, tensor_parallel
-from tests.ranks import values_on_ranks
+from tests.ranks import take_gpu, values_on_ranks, whole_tensor
 
 ROWS, SEQ = 8, 16
 
@@ -40,11 +40,13 @@ TWO = (
     Case("fsdp-no-passes", dp=2, passes="none"),
     Case("tp", tp=2),
     Case("fsdp-copies", dp=2, transport="copy"),
+    Case("tp-copies", tp=2, transport="copy", layers=1),
 )
 FOUR = (
     Case("hsdp", dp=2, replicas=2, layers=1),
     Case("tp-fsdp", dp=2, tp=2, layers=1),
-    Case("hsdp-copies", dp=2, replicas=2, transport="copy", per_host=2, layers=1),
+    Case("hsdp-copies", dp=2, replicas=2, transport="copy", layers=1),
+    Case("hsdp-hosts-copies", dp=2, replicas=2, transport="copy", per_host=2, layers=1),
     Case("tp-fsdp-copies", dp=2, tp=2, transport="copy", layers=1),
     Case("fsdp-hosts-copies", dp=4, transport="copy", per_host=2, layers=1),
 )
@@ -75,7 +77,7 @@ def errors(cases: tuple[Case, ...], device: str) -> dict[str, dict[str, Any]]:
     """On every rank: the relative error of the loss and of each gradient, by case."""
     torch.set_num_threads(1)
     if device == "cuda":
-        torch.cuda.set_device(dist.get_rank())
+        take_gpu()
     return {case.name: one(case, device, *reference(case.layers, device)) for case in cases}
 
 
@@ -112,14 +114,13 @@ def one(case: Case, device: str, expected: float, grads: dict[str, Tensor]) -> d
 
 
 def difference(ours: Any, expected: Tensor) -> float:
-    whole = ours.full_tensor() if hasattr(ours, "full_tensor") else ours
-    return ((whole - expected).norm() / expected.norm()).item()
+    return ((whole_tensor(ours) - expected).norm() / expected.norm()).item()
 
 
 # On CPUs a case for each kind of mesh, and all copies: tests/parallel/test_parity_steps.py has the others beside eager
 # FSDP2, and test_fsdp_ranks.py beside one process.
 HERE = {
-    2: tuple(case for case in TWO if case.name in ("fsdp", "tp", "fsdp-copies")),
+    2: tuple(case for case in TWO if case.name in ("fsdp", "tp") or case.transport == "copy"),
     4: tuple(case for case in FOUR if case.name != "hsdp"),
 }
 

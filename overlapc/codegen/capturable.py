@@ -18,6 +18,7 @@ from overlapc.codegen.program import Call, Launch, Program
 from overlapc.fx.rng_state import draws_nothing
 from overlapc.fx.versions import group_name_of
 from overlapc.ir.ops import Extern, Handle, Layout, inputs_of, sees_where_memory_begins, tree_leaves, views_in
+from overlapc.runtime.collective_ops import backend_of
 
 # Library calls of aten that neither synchronize, nor let the host choose what to launch by what is on the device.
 _LIBRARY_CALLS = frozenset(
@@ -36,16 +37,19 @@ _LIBRARY_CALLS = frozenset(
 
 def over_nccl(op: Extern) -> bool:
     """Whether the collective's process group runs CUDA tensors by NCCL, whose launches a capture takes."""
-    if not dist.is_initialized():
-        return False
-    from torch.distributed import distributed_c10d
+    return carried_by(op, "cuda") == "nccl"
 
-    groups: dict[Any, Any] = {name: group for group, name in distributed_c10d._world.pg_names.items()}
+
+def carried_by(op: Extern, device_type: str) -> str:
+    """The backend of the collective's process group for tensors on such devices; "" if it names no known group."""
+    if not dist.is_initialized():
+        return ""
     for leaf in tree_leaves(op.arguments):
         name = leaf if isinstance(leaf, str) else group_name_of(leaf) if _is_group(leaf) else None
-        if name in groups:
-            return "nccl" in str(dist.get_backend_config(groups[name]))
-    return False
+        backend = backend_of(name, device_type) if name is not None else ""
+        if backend:
+            return backend
+    return ""
 
 
 def _is_group(leaf: Any) -> bool:

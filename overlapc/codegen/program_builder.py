@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 import torch
 
+from overlapc.codegen.capturable import carried_by
 from overlapc.codegen.copies import Copied
 from overlapc.codegen.generators import KernelSource
 from overlapc.codegen.program import (
@@ -57,7 +58,7 @@ from overlapc.ir.ops import (
     named_in,
     views_in,
 )
-from overlapc.runtime.collective_ops import SAFE_ON_HOST
+from overlapc.runtime.collective_ops import SAFE_OVER_GLOO
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 
@@ -361,9 +362,12 @@ def _shards(schedule: Schedule, copies: Mapping[str, Copied]) -> dict[View, tupl
 
 
 def _as_started(call: Extern) -> Extern:
-    """`call`, by what starts it safely on the host."""
-    on_host = all(view.layout.device.type == "cpu" for view in views_in(call.arguments))
-    return replace(call, target=SAFE_ON_HOST.get(call.target, call.target)) if on_host else call
+    """`call`, by what starts it safely if gloo carries it."""
+    if call.target not in SAFE_OVER_GLOO:
+        return call
+    (device_type,) = {view.layout.device.type for view in views_in(call.arguments)}
+    over_gloo = device_type == "cpu" or carried_by(call, device_type) == "gloo"
+    return replace(call, target=SAFE_OVER_GLOO[call.target]) if over_gloo else call
 
 
 def _paths(tree: Any, path: tuple[int, ...]) -> list[tuple[View | Handle, tuple[int, ...]]]:

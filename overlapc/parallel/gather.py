@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from overlapc.errors import ConfigError
 from overlapc.fx.labels import ParamLabel, annotate
-from overlapc.runtime.collective_ops import gather_apart
+from overlapc.runtime.collective_ops import backend_of, gather_apart
 
 _ops = torch.ops._c10d_functional
 
@@ -297,8 +297,9 @@ def _gather(shard: Tensor, param: ShardedParam) -> Tensor:
     if param.param_dtype is not None:
         full = full.to(param.param_dtype)
     if axis.size > 1:
-        # Not in a graph, where every tensor is a subclass of torch's: the gather that gloo's threads may share.
-        gather = gather_apart if type(full) is Tensor and full.device.type == "cpu" else _ops.all_gather_into_tensor
+        # Not in a graph, where every tensor is a subclass of torch's: the gather that is safe over gloo.
+        apart = type(full) is Tensor and backend_of(axis.group, full.device.type) == "gloo"
+        gather = gather_apart if apart else _ops.all_gather_into_tensor
         full = _ops.wait_tensor(gather(full.contiguous(), axis.size, axis.group))
     if param.dim:
         full = full.unflatten(0, (axis.size, -1)).movedim(0, param.dim).flatten(param.dim, param.dim + 1)

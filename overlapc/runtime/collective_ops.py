@@ -5,6 +5,8 @@ a string of the group, without a lock (`ProcessGroupGloo::runLoop`, torch 2.11 t
 kept within the string. `_c10d_functional`'s gathers run as ALLGATHER_COALESCED, whose 19 letters are memory of their
 own: two threads that end collectives at the same time free it twice or write to it when it is freed, and the process
 dies of "malloc(): unaligned tcache chunk detected" long after. `all_gather_into_tensor_out` runs as ALLGATHER.
+Where gloo serves a GPU, too, ALLGATHER_COALESCED reads the tensors' addresses on the host, and the process dies of
+SIGSEGV; ALLGATHER copies them there first.
 """
 
 from __future__ import annotations
@@ -16,6 +18,15 @@ import torch
 from torch import Tensor
 
 _c10d = torch.ops._c10d_functional
+
+
+def backend_of(group_name: str, device_type: str) -> str:
+    """What carries tensors on such devices between ranks of a group: `gloo`, `nccl`; "" if there is no such group."""
+    from torch.distributed import distributed_c10d
+
+    group: Any = next((group for group, name in distributed_c10d._world.pg_names.items() if name == group_name), None)
+    devices = [] if group is None else [device.type for device in group._device_types]
+    return str(group._get_backend(torch.device(device_type)).name()) if device_type in devices else ""
 
 
 def all_gather_bytes_coalesced(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
@@ -34,7 +45,7 @@ def all_gather_bytes_coalesced(inputs: Sequence[Tensor], group_size: int, group_
 
 
 def gather_apart(tensor: Tensor, group_size: int, group_name: str) -> Tensor:
-    """`all_gather_into_tensor` of a tensor on the host, under a name that gloo's threads may share."""
+    """`all_gather_into_tensor` over gloo, under a name that its threads may share."""
     part = tensor if tensor.dim() else tensor.view(1)
     whole = part.new_empty((group_size * part.shape[0], *part.shape[1:]))
     gathered: Tensor = _c10d.all_gather_into_tensor_out(part, group_size, group_name, out=whole)
@@ -42,13 +53,13 @@ def gather_apart(tensor: Tensor, group_size: int, group_name: str) -> Tensor:
 
 
 def gathers_apart(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
-    """`all_gather_into_tensor_coalesced` of tensors on the host, of any dtypes: gloo gathers each by itself."""
+    """`all_gather_into_tensor_coalesced` over gloo, of any dtypes: it gathers each tensor by itself."""
     return [gather_apart(tensor, group_size, group_name) for tensor in inputs]
 
 
-SAFE_ON_HOST: Mapping[Any, Callable[..., Any]] = {
+SAFE_OVER_GLOO: Mapping[Any, Callable[..., Any]] = {
     _c10d.all_gather_into_tensor.default: gather_apart,
     _c10d.all_gather_into_tensor_coalesced.default: gathers_apart,
     all_gather_bytes_coalesced: gathers_apart,
 }
-"""What stands in a program for an op that starts a collective of tensors on the host."""
+"""What stands in a program for an op that starts a collective over gloo."""

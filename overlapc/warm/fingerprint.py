@@ -20,7 +20,7 @@ from torch.fx.node import Node
 from overlapc.errors import OverlapcError
 from overlapc.fx.group_names import ranks_of
 from overlapc.fx.precision import is_coarse
-from overlapc.fx.versions import group_name_of, size_hint
+from overlapc.fx.versions import group_name_of, resolve_group, size_hint
 from overlapc.runtime.cache import content_key
 
 
@@ -137,11 +137,13 @@ def _argument(value: Any) -> str:
 
 
 def _ranks(name: str) -> str:
-    """Of a process group: another job may give its name to other ranks."""
+    """Of a process group, with its backends: another job may give its name to others."""
     from torch.distributed import distributed_c10d
 
     known = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return f"@{ranks_of(name)}" if known and name in distributed_c10d._world.pg_names.values() else ""
+    if not known or name not in distributed_c10d._world.pg_names.values():
+        return ""
+    return f"@{ranks_of(name)} {dist.get_backend_config(resolve_group(name))}"
 
 
 def _value(value: Any) -> str:

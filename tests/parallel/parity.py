@@ -17,12 +17,13 @@ from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_common
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 import overlapc
 from overlapc.parallel import FSDPModule, fully_shard
 from tests.parallel.moe import MoE
 from tests.parallel.tiny import Tiny, tensor_parallel
+from tests.ranks import take_gpu, whole_tensor
 
 LENGTH = 6  # of a sequence; divides by the tensor-parallel ranks
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -137,7 +138,8 @@ def spread(case: Case, mesh: DeviceMesh, apply: Callable[..., Any]) -> nn.Module
         for module, its_axes in inner:
             apply(module, mesh=its_axes, **case.how)
         apply(model, mesh=axes, **{**case.how, **case.root}, **ignored)
-    for module in model.modules() if case.divide and device == "cuda" else ():  # FSDP2 cannot over gloo
+    # FSDP2 cannot over gloo.
+    for module in model.modules() if case.divide and "nccl" in str(dist.get_backend_config()) else ():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(case.divide)
     return model
@@ -164,12 +166,8 @@ def train(case: Case, model: nn.Module, step: Callable[..., Tensor], mesh: Devic
             losses.append(loss.item())
         if number < steps - 1:
             optimizer.step()
-    grads = {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+    grads = {name: whole_tensor(param.grad) for name, param in model.named_parameters() if param.grad is not None}
     return {"losses": losses, "grads": grads}
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def compare(case: Case, device: str, steps: int = 10, **options: Any) -> dict[str, Any]:
@@ -235,7 +233,7 @@ def seen_by(cases: tuple[Case, ...], device: str, overlap: bool = False, **optio
     """`compare` for every case, on every rank. overlap: also what the passes change, which takes two ranks."""
     torch.set_num_threads(1)
     if device == "cuda":
-        torch.cuda.set_device(dist.get_rank())
+        take_gpu()
     seen = {case.name: compare(case, device, **options) for case in cases}
     if overlap:
         seen["overlap"] = overlap_changes(device)

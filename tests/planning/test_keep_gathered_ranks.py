@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import overlapc
 from overlapc.report import record
@@ -29,24 +28,25 @@ def one_step(mesh: DeviceMesh, cache: str, ac: str = "", tied: bool = False, **o
     torch._dynamo.utils.counters.clear()
     record.clear()
     torch.manual_seed(0)
-    sharded = Tiny(dim=64, hidden=256, layers=3, ac=ac, tied=tied)
+    sharded = Tiny(dim=64, hidden=256, layers=3, ac=ac, tied=tied).to(mesh.device_type)
     for layer in sharded.layers:
         overlapc.fully_shard(layer, mesh)
     overlapc.fully_shard(sharded, mesh, reshard_after_forward=True)
     options = {**QUICK, "cache_dir": f"{cache}/{dist.get_rank()}", "check_lifecycle": True, **options}
     step = torch.compile(sharded, backend="overlapc", options=options, fullgraph=True)
-    loss = step(*(rows.chunk(2)[dist.get_rank()] for rows in batch(4)))
+    loss = step(*(rows.chunk(2)[dist.get_rank()].to(mesh.device_type) for rows in batch(4)))
     loss.backward()
     forward, backward = record.report_of_process().steps[0].graphs
     return {
         "loss": loss.item(),
-        "gradients": [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in sharded.parameters()],
+        "gradients": [p.grad.to_local().cpu() for p in sharded.parameters()],
         "gathered again": sum("all_gather" in row.op for row in backward.collectives),
         "kept": counted(KEPT),
         "planned": counted("choice_compiles"),
         "step_ns": forward.after.step_ns + backward.after.step_ns,
         "peak": max(forward.peak_bytes, backward.peak_bytes),
         "collectives": [row.name for row in backward.collectives],
+        "via": {row.via for row in (*forward.collectives, *backward.collectives)},
     }
 
 
@@ -62,19 +62,25 @@ def cases(cache: str) -> dict[str, Any]:
     found["off"] = one_step(mesh, f"{cache}/b", memory_budget=LARGE, keep_gathered=False)
     found["checkpoint without"] = one_step(mesh, f"{cache}/c", "around", tied=True)
     found["checkpoint budget"] = one_step(mesh, f"{cache}/c", "around", tied=True, memory_budget=LARGE)
-    return found
+    return {**found, **by_copies(cache)}
+
+
+def by_copies(cache: str, device: str = "cpu") -> dict[str, Any]:
+    """The same with collectives by copies, without a budget and with one."""
+    mesh = init_device_mesh(device, (2,), mesh_dim_names=("dp",))
+    options = {"transport": "copy", "check_lifecycle": False}
+    return {
+        "copies without": one_step(mesh, f"{cache}/d", **options),
+        "copies budget": one_step(mesh, f"{cache}/d", memory_budget=LARGE, **options),
+    }
 
 
 def test_ranks_keep_the_same_parameters_and_compute_the_same(tmp_path: Path) -> None:
     ranks = values_on_ranks(cases, 2, str(tmp_path), timeout_s=240)
     for seen in ranks:
-        for base, budget in (("without", "budget"), ("checkpoint without", "checkpoint budget")):
-            one, other = seen[base], seen[budget]
-            assert one["kept"] == 0 < one["gathered again"]
-            assert other["gathered again"] == 0 < other["kept"]
-            assert other["loss"] == one["loss"]
-            assert all(map(torch.equal, one["gradients"], other["gradients"]))
-            assert other["step_ns"] < one["step_ns"]
+        for name in ("", "checkpoint "):
+            check_kept(seen[f"{name}without"], seen[f"{name}budget"])
+        check_copies(seen)
         some = seen["some"]
         assert 0 < some["gathered again"] < seen["without"]["gathered again"]
         assert seen["budget"]["step_ns"] <= some["step_ns"] <= seen["without"]["step_ns"]
@@ -84,6 +90,21 @@ def test_ranks_keep_the_same_parameters_and_compute_the_same(tmp_path: Path) -> 
         assert seen["off"]["kept"] == 0
     one, other = ranks
     assert all(one[case]["collectives"] == other[case]["collectives"] for case in one)
+
+
+def check_kept(without: dict[str, Any], budget: dict[str, Any]) -> None:
+    """What is kept with a budget, on one rank, and that it changes nothing but that."""
+    assert without["kept"] == 0 < without["gathered again"]
+    assert budget["gathered again"] == 0 < budget["kept"]
+    assert budget["loss"] == without["loss"]
+    assert all(map(torch.equal, without["gradients"], budget["gradients"]))
+    assert budget["step_ns"] < without["step_ns"]
+
+
+def check_copies(seen: dict[str, Any]) -> None:
+    """seen: `by_copies` on one rank."""
+    check_kept(seen["copies without"], seen["copies budget"])
+    assert seen["copies without"]["via"] == seen["copies budget"]["via"] == {"copy"}
 
 
 def smaller_batch(cache: str) -> tuple[list[float], list[int], int]:

@@ -51,21 +51,21 @@ def losses_of_one_process(steps: list[list[Tensor]] | None = None, blocks: int =
     return found
 
 
-def starts(cache: str, transport: str = "auto") -> list[dict[str, Any]]:
+def starts(cache: str, transport: str = "auto", device: str = "cpu") -> list[dict[str, Any]]:
     """Training in a process that starts cold, and the first two steps of one that finds all of its graphs on disk."""
-    cold = train(cache, len(ROWS), transport=transport)
+    cold = train(cache, len(ROWS), device, transport=transport)
     torch._dynamo.reset()
     peers_of().agreed.clear()
-    return [cold, train(cache, 2, transport=transport)]
+    return [cold, train(cache, 2, device, transport=transport)]
 
 
 def train(cache: str, steps: int, device: str = "cpu", **more: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch._dynamo.utils.counters.clear()
     sharded = model().to(device)
-    for each in sharded:
-        overlapc.fully_shard(each)
-    overlapc.fully_shard(sharded)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    for part in (*sharded, sharded):
+        overlapc.fully_shard(part, mesh)
     options = {"rank_timeout": 20.0, "native": False, "warm_start": True, "cache_dir": f"{cache}/{dist.get_rank()}"}
     losses, alone = steps_of(sharded, batches()[:steps], {**options, **more})
     return {
@@ -108,7 +108,12 @@ def test_batches_of_other_sizes_on_one_rank_train_as_in_one_process(tmp_path: Pa
 
 
 def test_a_rank_with_a_batch_of_another_size_goes_by_the_layout_of_copies_that_ranks_agreed_on(tmp_path: Path) -> None:
-    (first, first_warm), (second, second_warm) = values_on_ranks(starts, 2, str(tmp_path), "copy", timeout_s=240)
+    check_layouts(values_on_ranks(starts, 2, str(tmp_path), "copy", timeout_s=240))
+
+
+def check_layouts(outcomes: list[list[dict[str, Any]]]) -> None:
+    """outcomes: of `starts`, by copies."""
+    (first, first_warm), (second, second_warm) = outcomes
     assert first["losses"] == second["losses"] == pytest.approx(losses_of_one_process(), rel=1e-5)
     assert (first["alone"], second["alone"]) == ([0, 0, 2, 2], [0, 2, 2, 4])
     for cold, warm in ((first, first_warm), (second, second_warm)):

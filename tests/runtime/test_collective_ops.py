@@ -68,7 +68,7 @@ void *memcpy(void *to, const void *from, size_t bytes) {
 
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="memcpy in x86-64 assembly")
 def test_gathers_in_flight_leave_the_heap_as_it_was(tmp_path: Path):
-    """Without `SAFE_ON_HOST` both ranks die: malloc(): unaligned tcache chunk detected."""
+    """Without `SAFE_OVER_GLOO` both ranks die: malloc(): unaligned tcache chunk detected."""
     source, library = tmp_path / "slow.c", tmp_path / "slow.so"
     source.write_text(_SLOW)
     build = [

@@ -17,20 +17,20 @@ from tests.ranks import values_on_ranks
 COUNTERS = ("graph_compiles", "kernel_compiles", "graph_cache_hits", "graphs", "steps_from_cache")
 
 
-def starts(root: str, transport: str) -> list[dict[str, Any]]:
+def starts(root: str, transport: str, device: str = "cpu") -> list[dict[str, Any]]:
     """One training step in each of four starts: cold, warm, warm on rank 0 only, and warm again."""
     import overlapc
     from overlapc.launch.llama import Llama, LlamaConfig
 
     rank = dist.get_rank()
     cache = Path(root) / str(rank)  # of its own, as on another host
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = dist.device_mesh.init_device_mesh(device, (2,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
-    model = Llama(replace(LlamaConfig.tiny(), layers=1))
+    model = Llama(replace(LlamaConfig.tiny(), layers=1)).to(device)
     for layer in model.layers:
         overlapc.fully_shard(layer, mesh=mesh)
     overlapc.fully_shard(model, mesh=mesh)
-    tokens = torch.randint(0, 64, (1, 16))
+    tokens = torch.randint(0, 64, (1, 16)).to(device)
     seen = []
     for start in ("cold", "warm", "mixed", "warm"):
         if start == "mixed" and rank == 1:
@@ -43,7 +43,7 @@ def starts(root: str, transport: str) -> list[dict[str, Any]]:
             model.zero_grad(set_to_none=True)
             loss = compiled(tokens, tokens)
             loss.backward()
-        grads = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+        grads = [parameter.grad.to_local().to("cpu", copy=True) for parameter in model.parameters()]
         model.zero_grad(set_to_none=True)
         seen.append({"loss": loss.item(), "grads": grads, **{name: counted(name) - before[name] for name in COUNTERS}})
     return seen
@@ -51,7 +51,12 @@ def starts(root: str, transport: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("transport", ["nccl", "copy"])
 def test_ranks_take_kept_graphs_together_or_not_at_all(transport: str, tmp_path: Path):
-    first, second = values_on_ranks(starts, 2, str(tmp_path), transport, timeout_s=240)
+    check_starts(values_on_ranks(starts, 2, str(tmp_path), transport, timeout_s=240))
+
+
+def check_starts(outcomes: list[list[dict[str, Any]]]) -> None:
+    """outcomes: of `starts`."""
+    first, second = outcomes
     for seen in (first, second):
         cold, warm, mixed, again = seen
         assert cold["graph_compiles"] == cold["graphs"] == 2

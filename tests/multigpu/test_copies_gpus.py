@@ -1,0 +1,76 @@
+"""Collectives by copies between memories of GPUs: ten steps beside eager FSDP2, sums against float64, bits under random
+delays, what is cached, and the budget. On a GPU for each rank, or on fewer, which ranks then share.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel.parity import FOUR, TWO, check, seen_by
+from tests.planning.test_keep_gathered_ranks import by_copies, check_copies
+from tests.planning.test_last_batch_ranks import check_layouts
+from tests.planning.test_last_batch_ranks import starts as last_batch_starts
+from tests.ranks import on_gpus, take_gpu, values_on_ranks
+from tests.test_copies_ranks import after_a_failure, check_failure, check_parity, check_sums, parity, sums
+from tests.warm.test_warm_ranks import check_starts, starts
+
+# Over gloo, which ranks that share a GPU need, eager tensor parallelism is not possible (see `whole_tensor`):
+# test_parity_nccl.py compares it with one process.
+CASES = {
+    2: ("reshard", "mixed precision", "accumulate", "uneven", "experts uneven"),
+    4: ("to fewer ranks", "hsdp accumulate", "experts", "experts on groups of their own"),
+}
+pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def on_gpu(function: Any, *args: Any) -> Any:
+    """`function` on this rank's GPU."""
+    take_gpu()
+    return function(*args)
+
+
+def on_ranks(ranks: int, function: Any, *args: Any) -> list[Any]:
+    return values_on_ranks(on_gpu, ranks, function, *args, timeout_s=110, **on_gpus(ranks))
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_ten_steps_match_eager(ranks: int):
+    cases = tuple(case for case in (*TWO, *FOUR) if case.name in CASES[ranks])
+    outcomes = on_ranks(ranks, seen, cases)
+    for case in cases:
+        check([on_rank[case.name] for on_rank in outcomes], case)
+
+
+def seen(cases: Any) -> dict[str, dict[str, Any]]:
+    """`compare` for every case."""
+    return seen_by(cases, "cuda", transport="copy")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_steps_are_those_by_the_library_and_have_the_same_bits_with_random_delays(ranks: int):
+    check_parity(on_ranks(ranks, parity, "bf16", "cuda", 200), 2e-2)
+
+
+def test_sums_are_in_order_of_ranks_and_as_exact_as_a_float32_reduce_scatter():
+    check_sums(on_ranks(2, sums, "cuda"))
+
+
+def test_after_an_exception_in_flight_a_rank_is_told_and_compiles_again():
+    check_failure(on_ranks(2, after_a_failure, "cuda"))
+
+
+def test_ranks_take_kept_graphs_and_the_whole_step_together(tmp_path: Path):
+    check_starts(on_ranks(2, starts, str(tmp_path), "copy", "cuda"))
+
+
+def test_a_rank_with_a_batch_of_another_size_goes_by_the_layout_that_ranks_agreed_on(tmp_path: Path):
+    check_layouts(on_ranks(2, last_batch_starts, str(tmp_path), "copy", "cuda"))
+
+
+def test_with_a_budget_ranks_keep_parameters_gathered_and_compute_the_same(tmp_path: Path):
+    for on_rank in on_ranks(2, by_copies, str(tmp_path), "cuda"):
+        check_copies(on_rank)
