@@ -252,13 +252,15 @@ def chosen(folder: str) -> list[tuple[list[tuple[str, str]], list[str], float]]:
     quick, slow = Link(1e14, 10.0), Link(1e6, 10.0)
     x = torch.full((ranks * 4096,), dist.get_rank() + 1.0).bfloat16()
     found = []
-    for function, link, budget, transport in (
-        *((summed, quick, None, "auto"), (summed, slow, None, "auto"), (summed, None, None, "auto")),
-        *((gathered, quick, 1 << 20, "auto"), (gathered, quick, 52 << 10, "auto"), (summed, slow, None, "copy")),
+    for function, link, options in (
+        *((summed, quick, {}), (summed, slow, {}), (summed, None, {})),
+        *((gathered, quick, {"memory_budget": 1 << 20}), (gathered, quick, {"memory_budget": 52 << 10})),
+        (summed, slow, {"transport": "copy"}),
+        *((summed, quick, {"transport": "copy", **other}) for other in ({"wrapper": "fx"}, {"cuda_graphs": True})),
     ):
         path = profile_knowing(link, Path(folder, f"{len(found)}_{dist.get_rank()}.json"))
         torch._dynamo.reset()
-        options = {"transport": transport, "profile": path, "warm_start": False, "memory_budget": budget}
+        options = {"transport": "auto", "profile": path, "warm_start": False, **options}
         result = torch.compile(function, backend="overlapc", options=options)(x, ranks, group)
         (graph,) = overlapc.report().steps[-1].graphs[-1:]
         via = [(row.op, row.via) for row in graph.collectives]
@@ -267,7 +269,7 @@ def chosen(folder: str) -> list[tuple[list[tuple[str, str]], list[str], float]]:
 
 
 def test_copies_carry_what_they_are_predicted_to_carry_faster(tmp_path):
-    for quick, slow, unknown, fits, over, told in values_on_ranks(chosen, 2, str(tmp_path)):
+    for quick, slow, unknown, fits, over, told, fx, cuda_graphs in values_on_ranks(chosen, 2, str(tmp_path)):
         assert quick == told == ([("all_to_all", "copy")], [], 1.5)
         assert slow == ([("reduce_scatter", "")], ["so little is moved faster by the group's library"], 1.5)
         assert unknown == ([("reduce_scatter", "")], [], 1.5)
@@ -275,6 +277,12 @@ def test_copies_carry_what_they_are_predicted_to_carry_faster(tmp_path):
         assert over[0] == [("all_gather", "")]
         assert "would raise the peak to" in over[1][0]
         assert over[2] == 3 * 8192
+        assert fx == ([("reduce_scatter", "")], ["wrapper='fx' has no code for copies"], 1.5)
+        assert cuda_graphs == (
+            [("reduce_scatter", "")],
+            ["CUDA graphs cannot hold copies that wait for other ranks"],
+            1.5,
+        )
 
 
 FAILS = [False]
