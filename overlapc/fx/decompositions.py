@@ -150,11 +150,12 @@ def index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor | float) -> Ten
 
 
 def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
-    """`x * 0` between the bounds; the gradient there is 0, also where what comes back is infinite or NaN.
+    """0 between the bounds, as in eager's vectors (the rest of its loop has -0 for what is negative); and so is the
+    gradient there, also where what comes back is infinite or NaN.
 
     torch's own rule multiplies that by 0, which is NaN in the gradient of `softshrink(x).abs().sqrt()`.
     """
-    between = torch.where(x.isnan(), x, x.detach() * 0)
+    between = torch.where(x.isnan(), x, torch.zeros_like(x))
     return torch.where(x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, between))
 
 

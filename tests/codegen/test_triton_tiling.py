@@ -111,6 +111,14 @@ def test_channels_of_a_group_and_the_groups_are_one_axis_where_channels_alone_ar
     assert (tiling.xblock, tiling.yblock) == (64, 64)
 
 
+def test_no_loop_is_in_two_axes_of_a_tile() -> None:
+    """`repeat_interleave(2)`: too few lie along the inner loop, and the outer one is an axis of its own already."""
+    body = Body((loop(p0, 64), loop(p1, 2)), (), (Store("y", 2 * p0 + p1, Load("x", p0, F32), F32),))
+    tiling = choose(body, {})
+    axes = (*tiling.x, *tiling.y, *tiling.z, *tiling.grid)
+    assert sorted(axes, key=str) == sorted(body.loops, key=str)
+
+
 def test_a_row_of_what_lies_across_it_is_a_tile_with_sectors_of_the_cache_along_both() -> None:
     """The sums of a channel over its pixels, of one tensor with channels last and one with channels first."""
     product = op("mul", Load("x", 64 * r0 + p0, BF16), Load("g", 4096 * p0 + r0, BF16))

@@ -186,8 +186,11 @@ def _pointwise(body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence
     votes = _contiguous_bytes(accesses, sizes)
     ranked = sorted(votes, key=lambda symbol: -votes[symbol])
     most = votes[ranked[0]] if ranked else 0
-    along = [_run(body, symbol, accesses, sizes) for symbol in ranked[:3] if 4 * votes[symbol] >= most > 0]
-    along = [run for run in along if _length(run, sizes) >= min(_CUBE)]
+    along: list[tuple[Loop, ...]] = []
+    for symbol in ranked[:3]:
+        run = _run(body, symbol, accesses, sizes) if 4 * votes[symbol] >= most > 0 else ()
+        if _length(run, sizes) >= min(_CUBE) and not any(loop in axis for axis in along for loop in run):
+            along.append(run)
     if len(along) >= 2:
         return _tiled(body, along, sizes)
     loops = body.loops
