@@ -22,7 +22,7 @@ Keeps: data dependences, mutations and barriers. Collectives of a group are pass
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.bucket_cuts import cuts, in_order
@@ -37,64 +37,79 @@ ROUNDS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 CUTS = 3
 
 
+@dataclass(frozen=True, slots=True)
+class _Merged:
+    """A schedule with the buckets of one partition."""
+
+    partition: Partition
+    schedule: Schedule
+    report: PassReport
+    units_joined: bool
+
+    @classmethod
+    def of(cls, schedule: Schedule, ctx: Context, partition: Partition) -> _Merged:
+        """All rounds, one for collectives that are alike, each on what the one before left."""
+        report, joined = PassReport("bucket", counted=True), False
+        comms = [node.comm for node in schedule.starts() if node.comm and not node.mutates]
+        kinds = dict.fromkeys(
+            Alike.of(comm) for comm in comms if comm.unit and several_in_one(comm.collective, comm.via)
+        )
+        for kind in sorted(kinds, key=lambda kind: ROUNDS.index(kind.collective)):
+            round_ = Round(schedule, ctx, kind, partition, report)
+            schedule = round_.run()
+            joined |= round_.joined
+        return cls(partition, schedule, report, joined)
+
+
 @register_pass("bucket")
 def bucket(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
     """Whole units, cut where that pays; see the module."""
-    partition, undone = _best_whole(schedule, replace(ctx, most_moves=None))
-    if partition is None:
+    unlimited = replace(ctx, most_moves=None)
+    whole, undone = _best_whole(schedule, unlimited)
+    if whole is None:
         return schedule, undone
-    partition = _cut(schedule, partition, replace(ctx, most_moves=None))
-    merged, report, _ = _merged(schedule, ctx, partition)
-    return merged, report
+    merged = _cut(schedule, whole, unlimited)
+    if ctx.most_moves is not None:
+        merged = _Merged.of(schedule, ctx, merged.partition)
+    return merged.schedule, merged.report
 
 
-def _best_whole(schedule: Schedule, ctx: Context) -> tuple[Partition | None, PassReport]:
+def _best_whole(schedule: Schedule, ctx: Context) -> tuple[_Merged | None, PassReport]:
     """The largest buckets that fit and are no slower than none; else none, and why."""
-    best: tuple[float, Partition] | None = None
+    best: _Merged | None = None
     partition, undone = Partition(across=True), PassReport("bucket", counted=True)
     while True:
-        merged, report, joined = _merged(schedule, ctx, partition)
-        kept, said = keep_if_better(schedule, merged, ctx, report)
-        if kept is merged and (report.merged or not undone.reasons):
-            step_ns = ctx.timeline(merged).step_ns
-            best = best if best is not None and best[0] < step_ns else (step_ns, partition)
-        if joined:
+        merged = _Merged.of(schedule, ctx, partition)
+        judged, report = keep_if_better(schedule, merged.schedule, ctx, merged.report)
+        if judged is merged.schedule and (merged.report.merged or not undone.reasons):
+            step_ns = ctx.timeline(judged).step_ns
+            best = merged if best is None or step_ns <= ctx.timeline(best.schedule).step_ns else best
+        if merged.units_joined:
             partition = Partition()
-        elif best is not None or not report.merged:
-            return None if best is None else best[1], undone
+        elif best is not None or not merged.report.merged:
+            return best, undone
         else:
-            for name, members in report.merged.items():
+            for name, members in merged.report.merged.items():
                 for member in members:
-                    undone.because(member, said.limits[name])
-            halves = {members[len(members) // 2] for members in report.merged.values()}
+                    undone.because(member, report.limits[name])
+            halves = {members[len(members) // 2] for members in merged.report.merged.values()}
             partition = Partition(begins=partition.begins | halves)
 
 
-def _cut(schedule: Schedule, partition: Partition, ctx: Context) -> Partition:
-    """`partition`, finer where that makes the step shorter."""
-    merged, report, _ = _merged(schedule, ctx, partition)
-    ordered = in_order(merged, ctx)
+def _cut(schedule: Schedule, merged: _Merged, ctx: Context) -> _Merged:
+    """`merged`, its buckets cut where that makes the step shorter."""
+    ordered = in_order(merged.schedule, ctx)
     for _ in range(CUTS):
-        members = {name: [schedule.node(each) for each in names] for name, names in report.merged.items()}
+        members = {name: [schedule.node(member) for member in names] for name, names in merged.report.merged.items()}
         begins = cuts(ordered, members, ctx)
-        finer = replace(partition, begins=partition.begins | begins)
-        merged, report, _ = _merged(schedule, ctx, finer)
-        if not begins or keep_if_better(schedule, merged, ctx, report)[0] is not merged:
+        if not begins:
             break
-        again = in_order(merged, ctx)
-        if cost(again, ctx) >= cost(ordered, ctx):
+        partition = replace(merged.partition, begins=merged.partition.begins | begins)
+        finer = _Merged.of(schedule, ctx, partition)
+        if keep_if_better(schedule, finer.schedule, ctx, finer.report)[0] is not finer.schedule:
             break
-        partition, ordered = finer, again
-    return partition
-
-
-def _merged(schedule: Schedule, ctx: Context, partition: Partition) -> tuple[Schedule, PassReport, bool]:
-    """All rounds, one for collectives that are alike, each on what the one before left; whether units were joined."""
-    report, joined = PassReport("bucket", counted=True), False
-    comms = [node.comm for node in schedule.starts() if node.comm and not node.mutates]
-    alike = dict.fromkeys(Alike.of(comm) for comm in comms if comm.unit and several_in_one(comm.collective, comm.via))
-    for each in sorted(alike, key=lambda each: ROUNDS.index(each.collective)):
-        round_ = Round(schedule, ctx, each, partition, report)
-        schedule = round_.run()
-        joined |= round_.joined
-    return schedule, report, joined
+        finer_ordered = in_order(finer.schedule, ctx)
+        if cost(finer_ordered, ctx) >= cost(ordered, ctx):
+            break
+        merged, ordered = finer, finer_ordered
+    return merged
