@@ -3,8 +3,7 @@ from hypothesis import given, settings
 from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context
-from overlapc.passes.fill_collectives import fill_any_waits, fill_collectives, fill_whole_waits
-from overlapc.passes.judge import cost
+from overlapc.passes.fill_collectives import fill_collectives
 from overlapc.schedule.text import parse
 from tests.graphs import check_kept, check_pass, order_of, schedules
 
@@ -100,53 +99,6 @@ def test_the_shortest_kernel_comes_first_where_a_collective_stands_behind_it():
         reasons={"s": "all compute that was ready runs beside it"},
         ctx=Context(profile=HELD),
     )
-
-
-# Two collectives, and compute for one of them: each that is filled loses its first kernel.
-SCARCE = """
-    a = kernel(x) : 0B 9us; r = reduce_scatter(a) @tp : 0B 10us; s = wait(r); b = kernel(s) : 0B 9us
-    q = reduce_scatter(b) @tp : 0B 10us; t = wait(q); y = kernel(t) : 0B 9us
-    c = kernel(x) : 0B 5us; d = kernel(x) : 0B 5us; e = kernel(x) : 0B 5us
-"""
-
-
-def test_scarce_compute_is_kept_for_waits_that_it_covers_whole():
-    schedule, ctx = parse(SCARCE.replace("e = kernel(x) : 0B 5us", "")), Context(profile=HELD)
-    assert order_of(fill_whole_waits(schedule, ctx)[0]) == ["a", "r", "s", "b", "q", "c", "d", "t", "y"]
-    schedule = parse(SCARCE)
-    assert order_of(fill_whole_waits(schedule, ctx)[0]) == ["a", "r", "c", "d", "e", "s", "b", "q", "t", "y"]
-    assert order_of(fill_any_waits(parse(SCARCE.replace("10us", "20us")), ctx)[0])[2:6] == ["c", "d", "e", "s"]
-
-
-def test_reports_bear_the_name_of_the_pass():
-    for each in (fill_collectives, fill_any_waits, fill_whole_waits):
-        assert each(parse(SCARCE), Context())[1].name == each.__name__
-
-
-def test_the_best_way_of_filling_is_taken():
-    for text in (SCARCE, SCARCE.replace("10us", "20us"), SCARCE.replace("10us", "6us")):
-        schedule, ctx = parse(text), Context(profile=HELD)
-        best = cost(fill_collectives(schedule, ctx)[0], ctx)
-        assert best == min(cost(each(schedule, ctx)[0], ctx) for each in (fill_any_waits, fill_whole_waits))
-
-
-def test_a_kernel_much_longer_than_what_is_left_of_a_wait_is_kept():
-    """After `c` 1us of the first collective is left: `d` goes to the second, of which it covers all."""
-    schedule = parse("""
-        a = kernel(x) : 0B 9us; r = reduce_scatter(a) @tp : 0B 11us; s = wait(r); b = kernel(s) : 0B 9us
-        q = reduce_scatter(b) @tp : 0B 10us; t = wait(q); y = kernel(t) : 0B 9us
-        c = kernel(x) : 0B 10us; d = kernel(x) : 0B 10us
-    """)
-    assert order_of(fill_whole_waits(schedule, Context())[0]) == ["a", "r", "c", "s", "b", "q", "d", "t", "y"]
-
-
-def test_the_shortest_kernel_that_covers_the_rest_is_spent_on_it():
-    schedule = parse("""
-        a = kernel(x) : 0B 9us; r = reduce_scatter(a) @tp : 0B 10us; s = wait(r); b = kernel(s) : 0B 9us
-        q = reduce_scatter(b) @tp : 0B 30us; t = wait(q); y = kernel(t) : 0B 9us
-        c = kernel(x) : 0B 4us; d = kernel(x) : 0B 30us; e = kernel(x) : 0B 12us
-    """)
-    assert order_of(fill_whole_waits(schedule, Context())[0]) == ["a", "r", "e", "s", "b", "q", "c", "d", "t", "y"]
 
 
 def test_what_is_kept_runs_when_memory_runs_out():
