@@ -273,15 +273,15 @@ class Replay:
 
 
 def _state(machine: Machine) -> _State:
-    now = machine.now
-    return _State(
-        issued=tuple(machine.issued),
-        begun=tuple(issued - len(waiting) for issued, waiting in zip(machine.issued, machine.waiting, strict=True)),
-        left_ns=tuple(
-            -1.0 if at is None else left_ns for at, left_ns in zip(machine.running, machine.left, strict=True)
-        ),
-        late_ns=tuple(
-            tuple(ns - now for _, ns in waiting if ns > now) if waiting and waiting[-1][1] > now else ()
+    now, issued = machine.now, tuple(machine.issued)
+    left_ns = tuple([-1.0 if at is None else ns for at, ns in zip(machine.running, machine.left, strict=True)])
+    if not machine.queued:
+        return _State(issued, issued, left_ns, ((),) * len(issued))
+    begun = tuple([count - len(waiting) for count, waiting in zip(issued, machine.waiting, strict=True)])
+    late_ns = tuple(
+        [
+            tuple([ns - now for _, ns in waiting if ns > now]) if waiting and waiting[-1][1] > now else ()
             for waiting in machine.waiting
-        ),
+        ]
     )
+    return _State(issued, begun, left_ns, late_ns)

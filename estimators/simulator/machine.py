@@ -171,24 +171,27 @@ class Machine:
     def run(self, nodes: Iterable[int]) -> None:
         """Replay these nodes, given by position in the schedule, in this order."""
         costs, start, end = self.costs, self.start, self.end
-        steps, durations, loads = costs.step, costs.ns, costs.load
+        steps, durations, loads, waits_for = costs.step, costs.ns, costs.load, costs.waits_for
         launch_ns, gap_ns, synchronous = costs.launch_ns, costs.gap_ns, costs.profile.synchronous
         compute, nothing, wait, begins = map(int, (StepKind.COMPUTE, StepKind.NOTHING, StepKind.WAIT, StepKind.START))
         for at in nodes:
             step = steps[at]
             if step == compute:
                 self.host += launch_ns
-                may_begin = self.queued and not self.held
-                if may_begin or len(self.active) != 1 or not self._computes_beside_one(at):
+                if len(self.active) != 1 or not self._computes_beside_one(at):
                     if gap_ns:
                         self._pass(self.now + gap_ns)
                     ahead = self.host - self.now
                     if ahead > self.most_ahead:
                         self.most_ahead = ahead
                     if ahead > 0:
-                        self._stand_until_host()
+                        if self.active or self.queued:
+                            self._stand_until_host()
+                        else:
+                            self.idle += ahead
+                            self.now = self.host
                     start[at] = self.now
-                    if self.active or may_begin:
+                    if self.active or (self.queued and not self.held):
                         self._compute(durations[at], loads[at])
                     else:
                         self.now += durations[at]
@@ -199,7 +202,8 @@ class Machine:
                 start[at] = end[at] = self.now
             elif step == wait:
                 start[at] = self.now
-                self._stand_until_done(costs.waits_for[at])
+                if waits_for[at] in self.in_flight:
+                    self._stand_until_done(waits_for[at])
                 end[at] = self.now
             elif step == begins:
                 self.host += launch_ns
@@ -230,27 +234,32 @@ class Machine:
         self.in_flight.add(at)
 
     def _computes_beside_one(self, at: int) -> bool:
-        """Run a kernel, and the gap before it, beside the one collective that runs: most of what happens. False, and
-        nothing done, if that ends meanwhile, or the host has not launched the kernel by then."""
+        """Run a kernel, and what the stream waits before it, beside the one collective that runs: most of what happens.
+        False, and nothing done, if that collective ends meanwhile, or another may begin."""
         costs, now = self.costs, self.now
         (queue,) = self.active
         left_ns = self.left[queue]
-        begin = now + costs.gap_ns
-        if self.host > begin:
+        gap_end = now + costs.gap_ns
+        # Others that wait on this queue cannot begin while it runs one. On another queue they begin as soon as the host
+        # lets them, unless they wait for this kernel.
+        if self.queued and (self.host > gap_end or not self.held) and self.queued != len(self.waiting[queue]):
             return False
-        if begin > now:
-            _, (stretch,) = self.mixes.get(_NOTHING) or costs.mix(_NOTHING, self.traffic)
-            if (left_ns * stretch + _ROUNDER) - _ROUNDER <= begin - now:
-                return False
-            left_ns -= ((begin - now) / stretch + _ROUNDER) - _ROUNDER
+        begin = now
+        for until in (gap_end, self.host):
+            if until > begin:
+                _, (stretch,) = self.mixes.get(_NOTHING) or costs.mix(_NOTHING, self.traffic)
+                if (left_ns * stretch + _ROUNDER) - _ROUNDER <= until - begin:
+                    return False
+                left_ns -= ((until - begin) / stretch + _ROUNDER) - _ROUNDER
+                begin = until
         slow, (stretch,) = self.mixes.get(costs.load[at]) or costs.mix(costs.load[at], self.traffic)
         takes_ns = (costs.ns[at] * slow + _ROUNDER) - _ROUNDER  # on_grid, at half the time
         if (left_ns * stretch + _ROUNDER) - _ROUNDER <= takes_ns:
             return False
         self.left[queue] = left_ns - ((takes_ns / stretch + _ROUNDER) - _ROUNDER)
         self.idle += begin - now
-        if self.host - begin > self.most_ahead:
-            self.most_ahead = self.host - begin
+        if self.host - gap_end > self.most_ahead:
+            self.most_ahead = self.host - gap_end
         self.start[at], self.end[at] = begin, begin + takes_ns
         self.now = begin + takes_ns
         if self.queued and takes_ns:
@@ -263,7 +272,7 @@ class Machine:
         if begins:
             self._begin()
         while left_ns > 0:
-            slow, stretches = self.costs.mix(load, self.traffic)
+            slow, stretches = self.mixes.get(load) or self.costs.mix(load, self.traffic)
             until = self._next_change(stretches, begins=begins)
             end = self.now + (left_ns if slow == 1.0 else on_grid(left_ns * slow))
             if end <= until:
@@ -278,7 +287,7 @@ class Machine:
         """The compute stream has nothing to do until the host has launched the next node."""
         while self.now < self.host:
             self._begin()
-            _, stretches = self.costs.mix(_NOTHING, self.traffic)
+            _, stretches = self.mixes.get(_NOTHING) or self.costs.mix(_NOTHING, self.traffic)
             until = min(self.host, self._next_change(stretches, begins=True))
             self.idle += until - self.now
             self._advance(until, stretches)
@@ -288,7 +297,7 @@ class Machine:
         queue = self.costs.queue[collective]
         while collective in self.in_flight:
             self._begin()
-            _, stretches = self.costs.mix(_NOTHING, self.traffic)
+            _, stretches = self.mixes.get(_NOTHING) or self.costs.mix(_NOTHING, self.traffic)
             until = self._next_change(stretches, begins=True)
             head = self.running[queue]
             if head is None:
@@ -302,7 +311,7 @@ class Machine:
         """The compute stream has nothing to do up to `until`, and what has not begun does not begin meanwhile."""
         self.idle += until - self.now
         while self.active and self.now < until:
-            _, stretches = self.costs.mix(_NOTHING, self.traffic)
+            _, stretches = self.mixes.get(_NOTHING) or self.costs.mix(_NOTHING, self.traffic)
             self._advance(min(until, self._next_change(stretches, begins=False)), stretches)
         self.now = until
 
