@@ -36,7 +36,8 @@ from turns import Turns
 # They measure on the device while they compile, or the others need what they leave.
 ALONE = (
     *(REFERENCE, "inductor-overlap"),
-    *("overlapc", "overlapc-nccl", "overlapc-copy", "overlapc-compute", "overlapc-none", "overlapc-tuned"),
+    *("overlapc", "overlapc-nccl", "overlapc-copy", "overlapc-budget", "overlapc-compute", "overlapc-none"),
+    "overlapc-tuned",
 )
 ENVIRONMENT = {"compile-16ctas": {"NCCL_MAX_CTAS": "16"}, "compile-8ctas": {"NCCL_MAX_CTAS": "8"}}
 
@@ -90,7 +91,7 @@ def measure(turns: Turns, clock: Clock, args: argparse.Namespace) -> dict[str, d
 
     timed: dict[str, list[float]] = {}
     for system in systems:
-        turns.begin(system, ENVIRONMENT.get(system, {}))
+        turns.begin(system, ENVIRONMENT.get(system, {}) | _budget(system, args.memory_budget))
     for system in systems:  # one after the other: whole models take memory until they are sharded
         take("build", system)
     for system in systems:
@@ -116,6 +117,11 @@ def measure(turns: Turns, clock: Clock, args: argparse.Namespace) -> dict[str, d
         else:
             print(f"no time to profile {system}", file=sys.stderr)
     return results
+
+
+def _budget(system: str, memory_budget: str | None) -> dict[str, str]:
+    """The variable that gives a system its budget."""
+    return {"OVERLAPC_MEMORY_BUDGET": memory_budget} if system == "overlapc-budget" and memory_budget else {}
 
 
 def keep(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
@@ -148,6 +154,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=560, help="for all of it (default: %(default)g)")
     parser.add_argument("--turn-seconds", type=float, default=150, help="for one system's turn (default: %(default)g)")
     parser.add_argument("--systems", default="overlapc,eager,compile", help=f"all, or of {', '.join(SYSTEMS)}")
+    parser.add_argument("--memory-budget", help="of overlapc-budget: 12GiB")
     parser.add_argument("--parity", action="store_true", help="errors against an fp32 reference")
     parser.add_argument("--profile", action="store_true", help="kernel times from the profiler")
     parser.add_argument("--out", type=Path, help="folder for train_step.json, records, reports and logs")
@@ -155,6 +162,8 @@ def arguments() -> argparse.Namespace:
     args.systems = list(SYSTEMS) if args.systems == "all" else args.systems.split(",")
     if unknown := [system for system in args.systems if system not in SYSTEMS]:
         parser.error(f"no system named {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
+    if "overlapc-budget" in args.systems and not args.memory_budget:
+        parser.error("overlapc-budget needs --memory-budget")
     if args.nproc is None:
         args.nproc = torch.cuda.device_count() if args.device == "cuda" else 2
     return args

@@ -4,6 +4,7 @@ Started by train_step.py through turns.py. What a system is:
 
     overlapc, -none, -tuned    ours with the default passes, with none, and with block sizes by measurement
     overlapc-nccl, -copy       with collectives by NCCL, and by copies, alone (transport=)
+    overlapc-budget            with `--memory-budget`: parameters that fit stay gathered until backward
     overlapc-compute           without communication: every rank has the whole parameters, in bf16
     eager, compile             FSDP2, and FSDP2 with every block compiled by Inductor
     compile-16ctas, -8ctas     the same with NCCL_MAX_CTAS set (train_step.py does that)
@@ -37,6 +38,7 @@ SYSTEMS = (
         "overlapc",
         "overlapc-nccl",
         "overlapc-copy",
+        "overlapc-budget",
         "overlapc-compute",
         "overlapc-none",
         "overlapc-tuned",
@@ -52,6 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "overlapc": {},
     "overlapc-nccl": {"transport": "nccl"},
     "overlapc-copy": {"transport": "copy"},
+    "overlapc-budget": {},  # whose budget is a variable, which train_step.py sets
     "overlapc-compute": {},
     "overlapc-none": {"passes": "none"},
     "overlapc-tuned": {"autotune": True},
