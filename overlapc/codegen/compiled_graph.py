@@ -46,6 +46,7 @@ class CompiledGraph:
     counts: Mapping[str, int]  # its counts for `counters["overlapc"]`
     order: str  # hash of its collectives in order
     copies: tuple[KeptCopies, ...]  # collectives by copies, which all ranks open again together
+    divided: tuple[Any, ...]  # groups of several hosts (`planning.host_groups.DividedGroup`), divided before these
     agreed: Any  # what ranks agreed on (`planning.agreed.Agreed`); None for a graph that does not communicate
     record: GraphRecord
 

@@ -30,6 +30,7 @@ class Generated:
     order: Sequence[str]  # its collectives, one a line
     agreed: object = None  # see CompiledGraph
     copies: Sequence[KeptCopies] = ()
+    divided: Sequence[Any] = ()  # see CompiledGraph
 
     def printed(
         self, gm: GraphModule, *, tracked: bool, checks: frozenset[str]
@@ -52,6 +53,7 @@ class Generated:
             counts=dict(self.counts),
             order=order_hash(self.order, {each.group: each.layout for each in self.copies}),
             copies=tuple(self.copies),
+            divided=tuple(self.divided),
             agreed=self.agreed,
             record=self.report,
         )

@@ -113,7 +113,7 @@ def _build(
     with phase("kernels"):
         call = make_callable(compiled, config, name, began, objects=objects, within=within, graph=graph)
     dumps.write("program", "wrapper", lambda: graph.text() if graph else compiled.text(name), suffix="py")
-    kept_now = key is not None and planned.lasting and _keep(key, compiled, config)
+    kept_now = key is not None and _keep(key, compiled, config)
     return Built(call, planned.result.after.step_ns, kept_now, graph.module if graph else None)
 
 
@@ -155,7 +155,8 @@ def _generate(planned: Planned, inner: Mapping[GraphModule, Built], config: Conf
         counts["cuda_graph_parts"] = len(parts.parts)
         _log.info("%s: %s", schedule.name, report.captured)
     kernels, order = kernels_of(sources, schedule), collective_lines(schedule)
-    return Generated(program, kernels, parts, report, counts, order, planned.agreed, kept_copies(planned.copies))
+    copies = kept_copies(planned.copies)
+    return Generated(program, kernels, parts, report, counts, order, planned.agreed, copies, planned.divided)
 
 
 def _donated(schedule: Schedule, config: Config) -> set[str]:

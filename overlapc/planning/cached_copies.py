@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from overlapc.config import Config
 from overlapc.errors import NoSharedMemory
 from overlapc.estimators.agreement.rank_agreement import GraphAgreement
 from overlapc.planning.copy_reach import CopyReach
+from overlapc.planning.host_groups import divided_again, still_divided
 from overlapc.runtime.copies.command_queues import unsupported
 from overlapc.runtime.copies.pool import GraphCopies, KeptCopies, Pool, Wanted, kept_pools, open_pools
 
@@ -21,8 +23,8 @@ OfGraph = Mapping[str, GraphCopies]  # by the name of the pool
 def reopened(graphs: Sequence[CompiledGraph], config: Config, agreement: GraphAgreement | None) -> list[OfGraph] | None:
     """The copies of each graph, on pools that all ranks open together.
 
-    None, on all ranks, where these do not meet (no `agreement`), where copies no longer reach all ranks of a group, or
-    where a rank has no memory to share.
+    None, on all ranks, where these do not meet (no `agreement`), where copies no longer reach all ranks of a group,
+    where a group is not divided into the same hosts, or where a rank has no memory to share.
     """
     kept = [each for graph in graphs for each in graph.copies]
     if not kept:
@@ -34,6 +36,11 @@ def reopened(graphs: Sequence[CompiledGraph], config: Config, agreement: GraphAg
     reach = CopyReach.agreed_on(agreement, config, device, reason, [each.ranks for each in kept])
     if reach.none or any(reach.apart(ranks, device.type) for ranks in reach.groups):
         return None
+    groups = {divided.group: divided for graph in graphs for divided in graph.divided}.values()
+    if groups:  # on all ranks: their orders of collectives, which they agreed on, name the parts
+        as_kept = [divided_again(divided, reach.hosts(divided.ranks)) for divided in groups]
+        if not all(map(json.loads, agreement.tell("groups of several hosts", json.dumps(all(as_kept))))):
+            return None
     try:
         with unset_fake_temporarily():  # or what is done to the memory would be traced, and not done
             pools = open_pools(_wanted(kept), device, agreement.ranks, agreement.tell)
@@ -44,6 +51,8 @@ def reopened(graphs: Sequence[CompiledGraph], config: Config, agreement: GraphAg
 
 def still_open(graphs: Sequence[CompiledGraph]) -> list[OfGraph] | None:
     """The copies of each graph, on pools that are open already; None where one is not, or is smaller. No meeting."""
+    if not all(still_divided(divided) for graph in graphs for divided in graph.divided):
+        return None
     kept = [each for graph in graphs for each in graph.copies]
     pools = kept_pools(_wanted(kept), kept[0].device) if kept else {}
     return None if pools is None else _on(pools, graphs)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from overlapc.config import Config
 from overlapc.estimators.agreement.rank_agreement import GraphAgreement
-from overlapc.planning.host_groups import process_groups
+from overlapc.planning.host_groups import hosts_of, process_groups
 from overlapc.runtime.copies.commands import MOST_RANKS
 from overlapc.runtime.copies.shared_memory import FOLDER
 
@@ -62,6 +62,14 @@ class CopyReach:
         if len({place["device"] for place in known}) < len(known) and device_type != "cpu":
             return "ranks of its group share a GPU"
         return None
+
+    def hosts(self, ranks: Sequence[int]) -> list[tuple[int, ...]] | None:
+        """The ranks of each host, if a group of these ranks can be divided into parts within hosts and across them."""
+        if any(rank not in self.places for rank in ranks):
+            return None
+        hosts = hosts_of(ranks, lambda rank: self.places[rank]["host"])
+        alike = len({self.places[rank].get("groups") for rank in ranks}) == 1  # or names of new groups would differ
+        return hosts if alike else None
 
 
 def _place(device: torch.device) -> dict[str, object]:

@@ -33,6 +33,16 @@ class HostGroups:
     ranks_across: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class DividedGroup:
+    """What is kept on disk of a group that is divided: enough to divide it in another process."""
+
+    group: str  # torch's name; the keys of cached graphs and steps hold it, with its ranks
+    name: str  # equal on all ranks
+    ranks: tuple[int, ...]
+    parts: HostGroups
+
+
 def hosts_of(ranks: Sequence[int], host_of: Callable[[int], Hashable]) -> list[tuple[int, ...]] | None:
     """The ranks of each host; None unless hosts follow each other in the group, with the same number of ranks each."""
     hosts = [tuple(of_one) for _, of_one in itertools.groupby(ranks, host_of)]
@@ -71,3 +81,18 @@ def divided(group: str, name: str, hosts: Sequence[tuple[int, ...]], *, alone: b
 
     found = _made[whole] = HostGroups(made(mine, "within"), made(across, "across"), mine, across)
     return found
+
+
+def divided_again(kept: DividedGroup, hosts: Sequence[tuple[int, ...]] | None) -> bool:
+    """Whether a group has the parts that a cached graph names; they are made unless they exist. All its ranks meet.
+
+    hosts: the ranks of each host now.
+    """
+    if hosts is None or kept.parts.ranks_within not in hosts:
+        return False
+    return divided(kept.group, kept.name, hosts, alone=False) == kept.parts
+
+
+def still_divided(kept: DividedGroup) -> bool:
+    """Whether a group has the parts that a cached graph names."""
+    return _made.get(resolve_group(kept.group)) == kept.parts

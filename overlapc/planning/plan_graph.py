@@ -52,6 +52,7 @@ from overlapc.planning.cached_copies import OfGraph, reopened, still_open
 from overlapc.planning.chosen_profile import profile_of
 from overlapc.planning.dumps import Dumps
 from overlapc.planning.estimator_chain import chain_of
+from overlapc.planning.host_groups import DividedGroup
 from overlapc.planning.pass_context import context_of
 from overlapc.planning.rank_notes import notes_of
 from overlapc.planning.transports import AUTO, Transports, carried
@@ -87,7 +88,7 @@ class Planned:
     attention: Mapping[str, int] = field(default_factory=dict)  # what the report says of it, and of how many calls
     attention_counts: Mapping[str, int] = field(default_factory=dict)
     agreed: Agreed | None = None  # what ranks agreed on, of a graph that communicates
-    lasting: bool = True  # False for a graph that communicates over process groups which were made for it
+    divided: Sequence[DividedGroup] = ()  # groups of several hosts, whose parts it communicates over
 
 
 def plan_graph(
@@ -242,7 +243,7 @@ def _stages(
         return replace(planned, not_copied={", ".join(sorted(transports.groups)): str(error).splitlines()[0]})
     if planned.agreed is not None and copies:
         planned = replace(planned, agreed=replace(planned.agreed, copies=transports.agreed))
-    return replace(planned, copies=copies, not_copied=transports.reasons, lasting=not transports.divides)
+    return replace(planned, copies=copies, not_copied=transports.reasons, divided=list(transports.divided.values()))
 
 
 def _check_budget(schedule: Schedule) -> None:

@@ -27,7 +27,7 @@ from overlapc.fx.collectives import Collective, find_collectives
 from overlapc.fx.communication import group_of
 from overlapc.fx.exchange import EXCHANGE, Place, exchange_reductions, gather_by_hosts, refusal, travelling_bytes
 from overlapc.planning.copy_reach import CopyReach
-from overlapc.planning.host_groups import divided, hosts_of
+from overlapc.planning.host_groups import DividedGroup, divided
 from overlapc.runtime.copies.command_queues import unsupported
 from overlapc.runtime.copies.layout import Layout, common, from_text, to_text
 from overlapc.runtime.copies.pool import Pool, kept_pools, open_pools
@@ -69,7 +69,7 @@ class Transports:
     wanted: bool = False
     rewritten: bool = False  # collectives of the graph became others that copies can carry
     over_hosts: bool = False  # groups of several hosts may be divided
-    divides: bool = False  # groups of several hosts among them
+    divided: dict[str, DividedGroup] = field(default_factory=dict)  # of these, by torch's name
     profile: DeviceProfile = IDEAL
     chooses: bool = False  # transport=auto: what costs less by the group's library stays there
     units_by_library: frozenset[Unit] = frozenset()  # what is moved faster by the group's library
@@ -151,7 +151,6 @@ class Transports:
         gathers = [start for start, place in places.items() if start.target is GATHER and place.hosts > 1]
         for start in gathers:
             gather_by_hosts(start, places[start])
-        self.divides = any(place.hosts > 1 for place in places.values())
         self.rewritten = exchange_reductions(gm, places.get) > 0 or bool(gathers)
 
     def _place(self, collective: Collective, hosts: Hosts | None) -> Place | None:
@@ -162,9 +161,11 @@ class Transports:
             return None
         if len(hosts) == 1:
             return Place(comm.ranks.index(dist.get_rank()), comm.size)
-        groups = divided(group_of(collective.start) or "", comm.group, hosts, alone=self.agreed is not None)
+        group = group_of(collective.start) or ""
+        groups = divided(group, comm.group, hosts, alone=self.agreed is not None)
         if groups is None:
             return None
+        self.divided[group] = DividedGroup(group, comm.group, tuple(comm.ranks), groups)
         own = groups.ranks_within.index(dist.get_rank())
         return Place(own, len(groups.ranks_within), len(hosts), groups.within, groups.across)
 
@@ -174,17 +175,12 @@ class Transports:
         start, ranks = collective.start, collective.comm.ranks
         if self._refused(start, ranks) is None:
             return [ranks]
-        if (
-            not self.over_hosts
-            or len(collective.waits) != 1
-            or self._shapeless(start, len(ranks))
-            or any(rank not in self.reach.places for rank in ranks)
-        ):
+        if not self.over_hosts or len(collective.waits) != 1 or self._shapeless(start, len(ranks)):
             return None
         if not argument(start, 0).meta["val"].dim() or (collective.comm.collective in REDUCTIONS and refusal(start)):
             return None
-        hosts = hosts_of(ranks, lambda rank: self.reach.places[rank]["host"])
-        if hosts is None or len({self.reach.places[rank].get("groups") for rank in ranks}) > 1:
+        hosts = self.reach.hosts(ranks)
+        if hosts is None:
             return None
         device = argument(start, 0).meta["val"].device
         return None if any(self.reach.apart(of_one, device.type) for of_one in hosts) else hosts

@@ -18,7 +18,7 @@ from overlapc.runtime.cache import KernelCache
 from overlapc.warm.fingerprint import NotCacheable
 from overlapc.warm.stored import UNREADABLE, decode, encode
 
-FORMAT = 5  # of an entry; entries of another format are not found
+FORMAT = 6  # of an entry; entries of another format are not found
 _SUFFIX = ".graph.json"
 
 

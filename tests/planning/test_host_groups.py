@@ -1,10 +1,12 @@
 """Which ranks share a host, as the two kinds of groups that a group of several hosts is divided into."""
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 
 from overlapc.fx.versions import resolve_group
-from overlapc.planning.host_groups import divided, hosts_of
+from overlapc.planning.host_groups import DividedGroup, HostGroups, divided, divided_again, hosts_of, still_divided
 from tests.worlds import fake_world
 
 
@@ -32,3 +34,18 @@ def test_a_rank_is_in_the_group_of_its_host_and_in_that_of_its_place_and_makes_t
         assert dist.get_process_group_ranks(resolve_group(groups.within)) == [4, 5, 6, 7]
         assert dist.get_process_group_ranks(resolve_group(groups.across)) == [1, 5]
         assert divided(world, "dp", hosts, alone=True) is groups
+
+
+def test_a_cached_graph_is_taken_only_where_its_group_has_the_same_parts():
+    with fake_world(8, rank=5) as world:
+        hosts = [(0, 1, 2, 3), (4, 5, 6, 7)]
+        kept = DividedGroup(world, "dp", tuple(range(8)), HostGroups("a", "b", hosts[1], (1, 5)))
+        assert not divided_again(kept, hosts), "torch gives the parts other names"
+        parts = divided(world, "dp", hosts, alone=True)
+        assert parts is not None
+        same = replace(kept, parts=parts)
+        assert divided_again(same, hosts)
+        assert still_divided(same)
+        assert not still_divided(kept)
+        assert not divided_again(same, [(0, 1), (2, 3), (4, 5), (6, 7)])
+        assert not divided_again(same, None)

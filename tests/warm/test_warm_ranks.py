@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import overlapc
 from overlapc.runtime.counters import counted
 from tests.ranks import values_on_ranks
 
@@ -19,7 +20,6 @@ COUNTERS = ("graph_compiles", "kernel_compiles", "graph_cache_hits", "graphs", "
 
 def starts(root: str, transport: str, device: str = "cpu") -> list[dict[str, Any]]:
     """One training step in each of four starts: cold, warm, warm on rank 0 only, and warm again."""
-    import overlapc
     from overlapc.launch.llama import Llama, LlamaConfig
 
     rank = dist.get_rank()
@@ -69,3 +69,26 @@ def check_starts(outcomes: list[list[dict[str, Any]]]) -> None:
             assert all(torch.equal(a, b) for a, b in zip(start["grads"], cold["grads"], strict=True))
     assert first[2]["graph_cache_hits"] == 2  # compiled beside rank 1, though it had them
     assert second[2]["graph_compiles"] == 2
+
+
+def divided_start(root: str) -> dict[str, Any]:
+    """A training step by four ranks, as if on two hosts: groups are divided within and across these."""
+    torch.set_num_threads(1)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model = overlapc.fully_shard(torch.nn.Linear(8, 8), mesh=mesh)
+    options = {"cache_dir": f"{root}/{dist.get_rank()}", "warm_start": True, "transport": "copy", "ranks_per_host": 2}
+    step = torch.compile(model, backend="overlapc", options=options)
+    loss = step(torch.arange(16.0).view(2, 8) + dist.get_rank()).square().mean()
+    loss.backward()
+    grads = [parameter.grad.to_local() for parameter in model.parameters()]
+    return {"loss": loss.item(), "grads": grads, **{name: counted(name) for name in COUNTERS}}
+
+
+def test_another_job_takes_the_kept_step_of_groups_of_several_hosts(tmp_path: Path):
+    cold, warm = (values_on_ranks(divided_start, 4, str(tmp_path)) for _ in range(2))
+    for before, after in zip(cold, warm, strict=True):
+        assert (before["steps_from_cache"], before["graph_compiles"]) == (0, 2)
+        assert (after["steps_from_cache"], after["graph_compiles"]) == (1, 0)
+        assert after["loss"] == before["loss"]
+        assert all(map(torch.equal, after["grads"], before["grads"]))
