@@ -24,6 +24,8 @@ from overlapc.fx.graph_copy import copied
 from overlapc.fx.partition import gathered_again, partition
 from overlapc.fx.sizes import guessed_size
 from overlapc.fx.subgraphs import subgraphs
+from overlapc.fx.versions import ends_in_break
+from overlapc.parallel.separate_blocks import compiled_alone
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.planning.agreed import Captured, forget_before_reset, key_of, to_follow
@@ -50,15 +52,32 @@ from overlapc.warm.loading import uses_disk_cache
 _SUFFIX = ".gathers.json"
 
 
-def partition_of(config: Config, number: int, *, runs: bool) -> Partition:
-    """What divides the joint graph of step `number`. runs: as for `plan_graph`."""
+def partition_of(gm: GraphModule, config: Config, number: int, *, runs: bool) -> Partition:
+    """What divides the joint graph of `gm`, which Dynamo captured as step `number`. runs: as for `plan_graph`."""
     if config.memory_budget is None or not config.keep_gathered:
         return partition
-    return partial(_within_budget, config=config, number=number, runs=runs)
+    return partial(_within_budget, config=config, number=number, runs=runs, captured=gm)
+
+
+def _held_beside_others(captured: GraphModule) -> str:
+    """Reason why other graphs run between forward and backward of `captured`, beside what stays gathered; "" for none.
+
+    What these need is not known, so that the budget would not hold.
+    """
+    if ends_in_break(captured):
+        return "a graph break follows"
+    return "a module is compiled by itself" if compiled_alone(captured.graph) else ""
 
 
 def _within_budget(
-    joint: GraphModule, joint_inputs: Any, *, config: Config, number: int, runs: bool, **options: Any
+    joint: GraphModule,
+    joint_inputs: Any,
+    *,
+    captured: GraphModule,
+    config: Config,
+    number: int,
+    runs: bool,
+    **options: Any,
 ) -> tuple[GraphModule, GraphModule]:
     again = GraphModule(joint, copied(joint.graph))
     again.meta.update(joint.meta)
@@ -66,7 +85,7 @@ def _within_budget(
     gathers = gathered_again(backward.graph)
     if not gathers:
         return forward, backward
-    reason = _unfit(forward, backward)
+    reason = _held_beside_others(captured) or _unfit(config, forward, backward)
     if reason:
         count(f"parameters not kept gathered: {reason}")
         return forward, backward
@@ -77,8 +96,10 @@ def _within_budget(
     return partition(again, joint_inputs, keep=kept, **options)
 
 
-def _unfit(*graphs: GraphModule) -> str:
-    """Reason why these graphs are not planned before they are compiled; "" for none."""
+def _unfit(config: Config, *graphs: GraphModule) -> str:
+    """Reason why plans of these graphs would not say what keeping costs; "" for none."""
+    if config.cuda_graphs:
+        return "CUDA graphs would copy them out of forward and into backward"
     for graph in graphs:
         if next(subgraphs(graph), None) is not None:
             return "the step carries conditionals, loops or nested regions"

@@ -33,7 +33,7 @@ Found = Callable[[Schedule, Context], None]
 
 def plan_step(gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int) -> Callable[..., Any]:
     """Forward and backward of `gm`, planned only: their FX graphs run uncompiled."""
-    return step_of(_plan_only, gm, example_inputs, config, number, partition_of(config, number, runs=False))
+    return step_of(_plan_only, gm, example_inputs, config, number, partition_of(gm, config, number, runs=False))
 
 
 def schedule_step(

@@ -54,7 +54,7 @@ def compile_step(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int, key: str | None
 ) -> Callable[..., Any]:
     """Forward and backward of `gm`, compiled; kept under `key` if there is one and the step is of plain tensors."""
-    divide = partition_of(config, number, runs=True)
+    divide = partition_of(gm, config, number, runs=True)
     if compiled_autograd(gm):
         return step_of(compile_graph, gm, example_inputs, config, number, divide)
     watch = StepWatch(gm, example_inputs, key, config.cache_dir)

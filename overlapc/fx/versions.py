@@ -483,6 +483,12 @@ def traced() -> list[Traced]:
     ]
 
 
+def ends_in_break(gm: Any) -> bool:
+    """Whether Dynamo captured `gm` up to a graph break: what is behind it runs before the backward of `gm`."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and bool(reason.graph_break)
+
+
 def graph_breaks() -> list[Broken]:
     """Every graph break of this process, in the order in which Dynamo met them."""
     from torch._dynamo.output_graph import graph_break_reasons

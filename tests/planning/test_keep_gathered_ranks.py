@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import overlapc
@@ -105,6 +106,72 @@ def check_copies(seen: dict[str, Any]) -> None:
     """seen: `by_copies` on one rank."""
     check_kept(seen["copies without"], seen["copies budget"])
     assert seen["copies without"]["via"] == seen["copies budget"]["via"] == {"copy"}
+
+
+def rows_of_rank(seed: int, rows: int) -> list[Tensor]:
+    """Tokens and targets of this rank, in a number of rows that the first graph takes as symbolic."""
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + seed)
+    tokens, targets = (torch.randint(24, (rows, 5), generator=generator) for _ in range(2))
+    torch._dynamo.mark_dynamic(tokens, 0)
+    torch._dynamo.mark_dynamic(targets, 0)
+    return [tokens, targets]
+
+
+def many_forwards_before_a_backward(sharded: Tiny, step: Any) -> list[Tensor]:
+    """Three forwards of three sizes, an evaluation, then their backwards in another order."""
+    losses = [step(*rows_of_rank(rows, rows)) for rows in (4, 3, 6)]
+    with torch.no_grad():
+        evaluated = step(*rows_of_rank(0, 4))
+    for at in (1, 0, 2):
+        losses[at].backward()
+    gradients = [param.grad.to_local() for param in sharded.parameters()]
+    sharded.zero_grad()
+    return [evaluated, *gradients]
+
+
+def an_optimizer_in_backward(sharded: Tiny, step: Any) -> list[Tensor]:
+    """Every parameter changes as soon as it has its gradient."""
+
+    def update(param: Tensor) -> None:
+        with torch.no_grad():
+            param -= 0.1 * param.grad
+        param.grad = None
+
+    hooks = [param.register_post_accumulate_grad_hook(update) for param in sharded.parameters()]
+    for seed in range(2):
+        step(*rows_of_rank(seed, 4)).backward()
+    for hook in hooks:
+        hook.remove()
+    return [param.to_local().detach().clone() for param in sharded.parameters()]
+
+
+WAYS = (many_forwards_before_a_backward, an_optimizer_in_backward)
+
+
+def ways(cache: str) -> list[dict[str, Any]]:
+    """What a step gives when it is used in several ways, without and with parameters that stay gathered."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    seen = []
+    for options in ({}, {"memory_budget": LARGE}):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        sharded = Tiny(dim=64, hidden=256, layers=1)
+        for module in (*sharded.layers, sharded):
+            overlapc.fully_shard(module, mesh, reshard_after_forward=True)
+        options = {**QUICK, "cache_dir": f"{cache}/{dist.get_rank()}", **options}
+        step = torch.compile(sharded, backend="overlapc", options=options, fullgraph=True)
+        results = {way.__name__: way(sharded, step) for way in WAYS}
+        seen.append({**results, "kept": counted(KEPT)})
+    return seen
+
+
+def test_every_way_to_use_a_step_gives_the_same(tmp_path: Path) -> None:
+    for without, kept in values_on_ranks(ways, 2, str(tmp_path), timeout_s=280):
+        assert without["kept"] == 0 < kept["kept"]
+        for way in (way.__name__ for way in WAYS):
+            assert all(map(torch.equal, kept[way], without[way])), way
 
 
 def smaller_batch(cache: str) -> tuple[list[float], list[int], int]:
