@@ -4,7 +4,8 @@ Two kinds of programs compute with how far into its memory an input begins, and 
 `as_strided` with an offset, in its gradient and where it is written to, and changes of an input that lies in one memory
 with another. Called with inputs elsewhere, such a step would be wrong, so it runs eagerly then, as Dynamo captured it.
 For a changed input AOTAutograd traces a copy that begins its own memory: `as_strided` with an offset is right only for
-an input that does so, too.
+an input that does so, too. And it cannot trace changes of inputs in one memory whose sizes were symbols, but turned out
+to be constant while Dynamo traced. Both kinds of graphs run eagerly from the start.
 """
 
 from __future__ import annotations
@@ -21,52 +22,59 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from overlapc.runtime.counters import count
 
 
-def offsets_traced(gm: GraphModule, inputs: Sequence[Any]) -> dict[int, int | None]:
-    """Position -> elements of its memory before an input, for inputs whose place in memory was traced as a constant.
+def why_eagerly(gm: GraphModule, inputs: Sequence[Any]) -> str | None:
+    """Why no compiled step is right for these inputs, whatever they hold; None where one is."""
+    known, strided = _strided_inputs(inputs), set(_strided_memories(gm))
+    if not strided and not _share_memory(known):
+        return None
+    examples = _examples(gm)
+    for at, value in known.items():
+        if value.storage_offset() and _changes(examples[at]) and _read_by_strided(examples[at], strided):
+            return (
+                "it changes an input that does not begin its memory, and reads it by as_strided with an offset, which"
+                " counts from there"
+            )
+        if _changes_beside_another(at, known, examples):
+            group = [other for other in known if _memory(known[other]) == _memory(value)]
+            sizes = [
+                number
+                for other in group
+                for number in (*examples[other].shape, *examples[other].stride(), examples[other].storage_offset())
+            ]
+            symbolic = any(isinstance(number, torch.SymInt) and number.node.maybe_as_int() is None for number in sizes)
+            if not symbolic and any(_was_symbolic(known[other], examples[other]) for other in group):
+                return "it changes an input that shares memory with another, and torch cannot trace their sizes"
+    return None
 
-    None where no compiled step is right for the input: one that changes, does not begin its memory and is read by
-    `as_strided` with an offset.
-    """
-    known = {
-        at: value
-        for at, value in enumerate(inputs)
-        if isinstance(value, Tensor)
-        and not is_traceable_wrapper_subclass(value)
-        and value.layout == torch.strided
-        and isinstance(value.storage_offset(), int)
-    }
+
+def offsets_traced(gm: GraphModule, inputs: Sequence[Any]) -> dict[int, int]:
+    """Position -> elements of its memory before an input, for inputs whose place in memory was traced as a constant."""
+    known = _strided_inputs(inputs)
     strided = set(_strided_memories(gm))
-    if not strided and len({_memory(value) for value in known.values()}) == len(known):
+    if not strided and not _share_memory(known):
         return {}
     examples = _examples(gm)
-    offsets: dict[int, int | None] = {}
+    offsets: dict[int, int] = {}
     for at, value in known.items():
-        example, offset = examples[at], int(value.storage_offset())
-        by_strided = _read_by_strided(example, strided)
-        if by_strided and _changes(example):
-            offsets[at] = None if offset else 0
-        elif (by_strided and value.requires_grad) or _changes_beside_another(at, known, examples):
-            offsets[at] = offset
+        read = _read_by_strided(examples[at], strided)
+        counts = read and (value.requires_grad or _changes(examples[at]))
+        if counts or _changes_beside_another(at, known, examples):
+            offsets[at] = int(value.storage_offset())
     return offsets
 
 
-def always_eagerly(eager: GraphModule) -> Callable[..., Any]:
+def always_eagerly(eager: GraphModule, reason: str) -> Callable[..., Any]:
     """`eager`, with one warning."""
     warned = _Warning()
 
     def call(*inputs: Any) -> Any:
-        warned.give(
-            "overlapc runs a graph eagerly: it changes an input that does not begin its memory, and reads it by"
-            " as_strided with an offset, which counts from there"
-        )
+        warned.give(f"overlapc runs a graph eagerly: {reason}")
         return eager(*inputs)
 
     return call
 
 
-def eagerly_elsewhere(
-    step: Callable[..., Any], eager: GraphModule, offsets: Mapping[int, int | None]
-) -> Callable[..., Any]:
+def eagerly_elsewhere(step: Callable[..., Any], eager: GraphModule, offsets: Mapping[int, int]) -> Callable[..., Any]:
     """`step` for inputs at these offsets; for others `eager`, the same computation op by op."""
     warned = _Warning()
 
@@ -98,6 +106,26 @@ class _Warning:
             self.given = True
             hint = "give the compiled function the whole tensor, and slice it there"
             warnings.warn(f"{reason}\nhint: {hint}", stacklevel=3)
+
+
+def _strided_inputs(inputs: Sequence[Any]) -> dict[int, Tensor]:
+    return {
+        at: value
+        for at, value in enumerate(inputs)
+        if isinstance(value, Tensor)
+        and not is_traceable_wrapper_subclass(value)
+        and value.layout == torch.strided
+        and isinstance(value.storage_offset(), int)
+    }
+
+
+def _share_memory(inputs: Mapping[int, Tensor]) -> bool:
+    return len({_memory(value) for value in inputs.values()}) < len(inputs)
+
+
+def _was_symbolic(value: Tensor, example: Tensor) -> bool:
+    """Whether a tensor is still marked as one of symbolic sizes; AOTAutograd makes the example of a view anew."""
+    return example._has_symbolic_sizes_strides and not value._is_view()
 
 
 def _examples(gm: GraphModule) -> list[Any]:

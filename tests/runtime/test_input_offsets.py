@@ -91,3 +91,17 @@ def test_as_strided_counts_from_the_start_of_a_changed_inputs_memory() -> None:
     torch.compiler.reset()
     with pytest.warns(UserWarning, match="changes an input that does not begin its memory"):
         torch.testing.assert_close(called(compiled, 5), called(function, 5))
+
+
+def test_changed_inputs_in_one_memory_whose_symbolic_sizes_turned_out_constant() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        y.add_(1)
+        return x + torch.arange(4.0)
+
+    def called(function: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        memory = torch.arange(4.0)
+        return function(memory, memory.data[3]), memory
+
+    compiled = torch.compile(function, backend="overlapc", dynamic=True)
+    with pytest.warns(UserWarning, match="torch cannot trace their sizes"):
+        torch.testing.assert_close(called(compiled), called(function))
