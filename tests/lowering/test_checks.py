@@ -9,8 +9,9 @@ import sympy
 import torch
 import torch.nn.functional as F
 
+from overlapc.codegen.cpp import CppGenerator
 from overlapc.fusion import fuse_ops
-from overlapc.ir.body import Body, Checked, Constant, Load, Loop, Store, op
+from overlapc.ir.body import Body, Checked, Constant, Index, Load, Loop, Store, op
 from overlapc.ir.indexing import loop_symbol
 from overlapc.ir.ops import Layout, Loops, LoweredGraph, View
 from tests.lowering.against_eager import compiled, same
@@ -41,6 +42,35 @@ def test_an_index_out_of_bounds_is_an_error(function, good, bad, dynamic):
     with pytest.raises(IndexError, match=r"an index is out of bounds for dimension \d with size"):
         call(TABLE, torch.tensor(bad))
     torch.testing.assert_close(call(TABLE, torch.tensor(good)), function(TABLE, torch.tensor(good)))
+
+
+@pytest.mark.parametrize("bad", [5, -1])
+def test_rows_that_indices_pick_are_normalized_as_rows_are(bad):
+    """The index is checked once a row, and 0 read in its place."""
+    call = compiled(lambda x, i: F.rms_norm(F.embedding(i, x), (3,)))
+    index = torch.arange(40) % 5
+    torch.testing.assert_close(call(TABLE, index), F.rms_norm(TABLE[index], (3,)))
+    index[-1] = bad
+    with pytest.raises(IndexError, match="an index is out of bounds for dimension 0 with size 5"):
+        call(TABLE, index)
+
+
+@pytest.mark.parametrize("rows", [5, 0])
+def test_a_checked_element_is_read_without_a_condition_where_there_is_one(rows):
+    p, i = loop_symbol("p", 0), loop_symbol("i", 0)
+    where = Load("index", p, torch.int64)
+    bounds = op("ge", where, Constant(0, torch.int64)), op("lt", where, Index(sympy.Integer(rows)))
+    inside = op("logical_and", *bounds)
+    picked = Load("table", i, torch.float32, inside, ((i, Checked(where, inside, "out of bounds")),))
+    body = Body((Loop(p, sympy.Integer(7)),), (), (Store("y", p, picked, torch.float32),))
+    (line,) = (line for line in CppGenerator().generate(body, "picks").text.splitlines() if "float v" in line)
+    assert ("?" in line) == (rows == 0)
+
+
+def test_nothing_is_read_from_an_empty_table():
+    call = compiled(lambda x, i: F.rms_norm(x[i], (3,)))
+    with pytest.raises(IndexError, match="an index is out of bounds for dimension 0 with size 0"):
+        call(torch.zeros(0, 3), torch.zeros(40, dtype=torch.int64))
 
 
 def test_the_error_names_the_kernel_and_the_line():

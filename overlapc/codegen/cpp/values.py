@@ -21,6 +21,7 @@ from overlapc.codegen.cpp.expressions import (
 from overlapc.codegen.cpp.transposes import Tiles
 from overlapc.codegen.cpp.writer import Writer
 from overlapc.ir.body import Body, Cast, Checked, Constant, Index, Load, Op, Store, Value
+from overlapc.ir.settle import whole_number
 
 
 class ValueWriter(Writer):
@@ -33,6 +34,7 @@ class ValueWriter(Writer):
         self.arguments = arguments
         self.values = body.values()
         self.checks = body.checks()
+        self.always_in_bounds = frozenset(load for load in body.loads() if _checks_guard(load))
         self.number = {value: at for at, value in enumerate(self.values)}
         self.tiles: Tiles | None = None
         self.bits: dict[str, str] = {}  # name of a number -> name of the bits it was read from
@@ -57,7 +59,8 @@ class ValueWriter(Writer):
             return cast_text(known[value.arg], value.arg.dtype, value.to)
         if isinstance(value, Checked):
             number = self.checks.index(value.message) + 1
-            return f"({known[value.condition]} ? (void)0 : (void)(failed = {number}), {known[value.arg]})"
+            arg, zero = known[value.arg], constant_text(0, value.dtype)
+            return f"{known[value.condition]} ? {arg} : (failed = {number}, {zero})"  # 0: an index that is in bounds
         assert isinstance(value, Op), f"{type(value).__name__} is not computed in place"
         if value.name == "where" and value.args[0] in self.facts:
             return known[self.operands_of(value)[0]]
@@ -70,7 +73,7 @@ class ValueWriter(Writer):
         if load.mask is not None and self.facts.get(load.mask) is False:
             return zero
         text = self.place(load, known) if raw else load_text(self.place(load, known), load.memory_dtype)
-        if load.mask is None or load.mask in self.facts:
+        if load.mask is None or load.mask in self.facts or load in self.always_in_bounds:
             return text
         return f"{known[load.mask]} ? {text} : {zero}"
 
@@ -145,6 +148,8 @@ class ValueWriter(Writer):
             return (value.args[1 if self.facts[value.args[0]] else 2],)
         if isinstance(value, Load) and value.mask is not None and value.mask in self.facts:
             return tuple(index for _, index in value.indirect) if self.facts[value.mask] else ()
+        if isinstance(value, Load) and value in self.always_in_bounds:
+            return tuple(index for _, index in value.indirect)
         return value.operands()
 
     def define(self, values: Iterable[Value], known: dict[Value, str]) -> None:
@@ -165,3 +170,35 @@ class ValueWriter(Writer):
             else:
                 self.line(f"const {C_TYPE[value.dtype]} {name} = {self.statement(value, known)};")
             known[value] = name
+
+
+def _checks_guard(load: Load) -> bool:
+    """Whether the mask asks only what the checks of indices ask, and a failed check's index, 0, is in bounds.
+
+    Such a load needs no condition, which would keep the loop around it from being vectorized.
+    """
+    asked: set[Value] = set()
+    for _, index in load.indirect:
+        if isinstance(index, Checked):
+            parts = set(_parts(index.condition))
+            if not all(_holds_for_zero(part, index.arg) for part in parts):
+                return False
+            asked |= parts
+    return load.mask is not None and asked.issuperset(_parts(load.mask))
+
+
+def _parts(condition: Value) -> list[Value]:
+    """Conditions that hold together where `condition` does."""
+    if isinstance(condition, Op) and condition.name == "logical_and":
+        return [part for arg in condition.args for part in _parts(arg)]
+    return [condition]
+
+
+def _holds_for_zero(condition: Value, index: Value) -> bool:
+    """Whether `condition` is a bound of `index` that 0 is within."""
+    if not isinstance(condition, Op) or condition.args[0] is not index:
+        return False
+    limit = whole_number(condition.args[1])
+    if limit is None or not limit.is_Integer:
+        return False
+    return bool(limit <= 0) if condition.name == "ge" else condition.name == "lt" and bool(limit > 0)
