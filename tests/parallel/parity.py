@@ -50,6 +50,7 @@ class Case:
     placed: bool = False  # experts are put on their own mesh by a placement function, not by a call of their own
     experts: str = ""  # "even", "uneven": a mixture of experts over all ranks in place of Tiny
     adam: bool = False
+    budget: str = ""  # memory_budget, in which parameters stay gathered for backward
     tolerance: float = 2e-5
 
 
@@ -79,14 +80,14 @@ TWO = (
     Case("checkpoint around", dp=2, sizes={"ac": "around", "tied": True}, how={"reshard_after_forward": True}),
     Case("accumulate", dp=2, micro=3, sizes={"tied": True}, divide=5.0),
     Case("a list of modules", dp=2, ends=True),
-    Case("adopt", dp=2, fsdp2="adopt", micro=2, divide=3.0, ends=True),
+    Case("adopt", dp=2, fsdp2="adopt", micro=2, divide=3.0, ends=True, budget="1GiB"),
     Case("hooks", dp=2, fsdp2="hooks"),
     Case("tp", tp=2),
     Case("experts uneven", dp=2, experts="uneven"),
 )
 FOUR = (
     Case("to fewer ranks", dp=4, how={"reshard_after_forward": 2}),
-    Case("hsdp accumulate", dp=2, replicas=2, micro=2),
+    Case("hsdp accumulate", dp=2, replicas=2, micro=2, budget="1GiB"),
     Case(
         "tp + fsdp, unflattened",
         dp=2,
@@ -96,7 +97,7 @@ FOUR = (
         tolerance=2e-2,
         unflattened=True,
     ),
-    Case("adopt tp + fsdp", dp=2, tp=2, fsdp2="adopt", sizes={"ac": "around"}, unflattened=True),
+    Case("adopt tp + fsdp", dp=2, tp=2, fsdp2="adopt", sizes={"ac": "around"}, unflattened=True, budget="1GiB"),
     Case("experts", dp=4, experts="even"),
     Case("experts on groups of their own", dp=2, replicas=2, experts="even"),
     *((ADOPT_PLACED,) if hasattr(_fsdp_common, "ShardPlacementResult") else ()),  # torch 2.11 has one mesh a call
@@ -190,14 +191,18 @@ def compare(case: Case, device: str, steps: int = 10, **options: Any) -> dict[st
     with torch._dynamo.config.patch(capture_scalar_outputs=True), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         whole = case.fsdp2 != "hooks"
+        if case.budget:
+            options = {"memory_budget": case.budget, **options}
         compiled = torch.compile(model, backend="overlapc", fullgraph=whole, options={"rank_timeout": 120, **options})
         ours = train(case, model, compiled, mesh, steps)
     assert list(ours["grads"]) == list(theirs["grads"]), "other parameters have gradients"
+    counters = torch._dynamo.utils.counters["overlapc"]
     return {
         "losses": max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)),
         "grads": {name: difference(ours["grads"][name], theirs["grads"][name]) for name in theirs["grads"]},
-        "graphs": torch._dynamo.utils.counters["overlapc"]["graphs"],
-        "collectives": torch._dynamo.utils.counters["overlapc"]["collectives"],
+        "graphs": counters["graphs"],
+        "collectives": counters["collectives"],
+        "kept": counters["gathers_kept_for_backward"],
         "advised": sum("adopt_fsdp2" in str(warning.message) for warning in said),
     }
 
@@ -247,6 +252,7 @@ def check(outcomes: list[dict[str, Any]], case: Case) -> None:
         worst = max(seen["grads"], key=seen["grads"].__getitem__)
         assert seen["grads"][worst] <= 10 * case.tolerance, (case.name, worst, seen["grads"][worst])
         assert (seen["collectives"] > 0) == (case.fsdp2 != "hooks")
+        assert (seen["kept"] > 0) == (case.budget != "")
         assert (seen["advised"] > 0) == (case.fsdp2 == "hooks" and rank == 0), "advice comes from one rank"
 
 
