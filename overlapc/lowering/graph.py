@@ -40,7 +40,7 @@ from overlapc.ir.ops import (
 )
 from overlapc.lowering.context import Lowering
 from overlapc.lowering.provenance import provenance
-from overlapc.lowering.schema import binds_sizes, is_effect_token, is_view
+from overlapc.lowering.schema import binds_sizes, is_effect_token, is_view, users_through_views
 from overlapc.lowering.table import LIBRARY_CALLS, Impossible, lowering_of
 from overlapc.runtime.support import owned
 
@@ -210,6 +210,9 @@ class GraphLowering:
                 args, kwargs = (whole, *args[1:3], self._offset_in_memory(node)), {}
             elif self._is_described(args[0], value) and not self._starts_at_callers_memory(node, args[0]):
                 return self._view(node, args[0], value)
+            if target is aten.as_strided.default and self._is_result_alone(node, args[0]):
+                # In the input's memory, as eager's result is. What frees or reuses that counts its references first.
+                return self.context.extern(target, args, kwargs, pure=True)
             # Memory reuse must never meet a result that shares memory without saying so.
             copied = self.context.extern(owned(target), args, kwargs, pure=True)
             if target is aten.as_strided.default:
@@ -308,6 +311,14 @@ class GraphLowering:
         if node.target is not aten.as_strided.default or self.graph.root(base.buffer) not in self.graph.inputs:
             return False
         return _given_offset(node) is not None
+
+    def _is_result_alone(self, node: Node, base: View) -> bool:
+        """Whether a view of an input is only returned, and nothing in the graph changes that input."""
+        if any(user.op != "output" for user in node.users) or not self._starts_at_callers_memory(node, base):
+            return False
+        source = next(x for x in self.gm.graph.find_nodes(op="placeholder") if x.name == self.graph.root(base.buffer))
+        calls = [user.target for user in users_through_views(source) if user.op != "output"]
+        return all(isinstance(op, torch._ops.OpOverload) and not op._schema.is_mutable for op in calls)
 
     def _offset_in_memory(self, node: Node) -> Any:
         """Where the result of an `as_strided` begins, for one of an `as_strided` with an offset: in the same memory."""

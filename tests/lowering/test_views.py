@@ -139,6 +139,21 @@ def test_a_view_that_reads_past_a_copied_one_is_refused():
         torch.compile(function, backend="overlapc")(torch.arange(20.0))
 
 
+@pytest.mark.parametrize("options", [{}, {"check_lifecycle": True}])
+def test_an_as_strided_of_one_part_of_an_input_lies_in_the_inputs_memory(options):
+    def function(x):
+        last = x.split(2, 1)[-1]
+        return last.as_strided((11, 2), (2, 1), 1), last.sin()
+
+    x = torch.randn(5, 6).requires_grad_() * 1
+    results = function(x), torch.compile(function, backend="overlapc", options=options)(x)
+    wanted, got = ([y.detach() for y in each] for each in results)
+    torch.testing.assert_close(got, wanted)
+    with torch.no_grad():
+        x.mul_(2)
+    torch.testing.assert_close(got, wanted)
+
+
 def test_a_gradients_view_counts_from_where_the_gradients_memory_begins():
     def function(x):
         return torch.as_strided_scatter(x, x.flatten()[:2], (2,), (1,), 1)
