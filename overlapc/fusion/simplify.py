@@ -3,20 +3,39 @@
     where(c, where(c, a, 0) * b, where(not c, d, 0))   ->   where(c, a * b, d)
     where(c, cast(a), cast(b))   ->   cast(where(c, a, b))
     sum over r of where(r == t, a, 0)                  ->   where(0 <= t < n, a, 0)
+    x[i] + (x[i] where c, else 0)                      ->   x[i] + where(c, x[i], 0)
 
 The first two come from joining tensors (`cat`, padding): every part guards what it reads. The third is the gradient of
-picking one element a row, as the loss of a classifier does; without it backward would read each row twice.
+picking one element a row, as the loss of a classifier does; without it backward would read each row twice. The fourth
+comes from a padded tensor that is read as it is, too: the element is read once, and where it is the same for all rows,
+once for all of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 
 import sympy
 
-from overlapc.ir.body import Body, Cast, Constant, Index, Loop, Op, Reduce, Scan, Value, as_number, depends_on, op
-from overlapc.ir.facts import known_truth, learn
+from overlapc.ir.body import (
+    Body,
+    Cast,
+    Constant,
+    Index,
+    Load,
+    Loop,
+    Op,
+    Reduce,
+    Scan,
+    Value,
+    as_number,
+    depends_on,
+    op,
+)
+from overlapc.ir.conversions import constant
+from overlapc.ir.facts import known_truth, learn, unseen_where_masked
 from overlapc.ir.indexing import loop_symbol
 from overlapc.ir.rewriting import canonical, rebuild, with_loops, with_values
 
@@ -30,6 +49,7 @@ def simplified(body: Body) -> Body:
     varies = depends_on(body.values(), {loop.symbol for loop in body.reduction})
     uses = Counter(operand for value in body.values() for operand in value.operands())
     uses.update(value for store in body.stores for value in store.operands())
+    unseen = unseen_where_masked(body)
     new: dict[Value, Value] = {}
     for value in body.values():
         built = rebuild(value, tuple(new[operand] for operand in value.operands()), lambda expr: expr)
@@ -37,6 +57,8 @@ def simplified(body: Body) -> Body:
             built = _operation_first(_guarded_once(built, uses), uses)
         elif isinstance(built, Reduce) and built.kind == "sum":
             built = _picked(built, body, varies)
+        elif isinstance(value, Load) and value.mask is not None:
+            built = _read_once(value, built, body.values(), unseen)
         new[value] = built
         if built is not value:
             uses[built] = max(uses[built], uses[value])
@@ -103,6 +125,20 @@ def _operation_first(value: Value, uses: Mapping[Value, int]) -> Value:
         if left.dtype is right.dtype and yes.coarse == no.coarse:
             return Op(yes.name, (op("where", condition, left, right),), yes.dtype, yes.coarse)
     return value
+
+
+# --- an element that is read anyway
+
+
+def _read_once(load: Load, built: Value, values: Sequence[Value], unseen: Container[Load]) -> Value:
+    """What `load` reads where its mask holds, by the load without a mask that the body has, too.
+
+    `built` is `load` over new operands, which is returned where there is no such load.
+    """
+    if not isinstance(built, Load) or built.mask is None or replace(load, mask=None) not in values:
+        return built
+    element = replace(built, mask=None)
+    return element if load in unseen else op("where", built.mask, element, constant(0, load.dtype))
 
 
 # --- one element of a row

@@ -462,8 +462,14 @@ def sigmoid(x):
 
 @triton.jit
 def coarse_div(a, b):
-    """a / b, off by at most two units in the last place."""
-    return a / b
+    """a / b, off by at most two units in the last place.
+
+    By a reciprocal, which is one a row where b is: of b times a power of two that keeps it from overflowing.
+    """
+    size = tl.abs(b)
+    scale = tl.where(size > 18446744073709551616.0, 5.421010862427522e-20, 1.0)
+    scale = tl.where(size < 5.421010862427522e-20, 18446744073709551616.0, scale)
+    return (a * scale) * reciprocal_approximately(b * scale)
 
 
 @triton.jit

@@ -42,6 +42,26 @@ def test_good_indices_pass_and_bad_ones_stop_the_kernel(interpreter, tmp_path):
             launch(picks(7), {"table": table, "index": index, "y": y}, tmp_path)
 
 
+def test_what_checks_ask_for_is_loaded_before_the_first_of_them():
+    """Threads meet at a check, and would wait there for one index after the other."""
+    (first,), (second,) = picks(8).stores, picks(8).stores
+    assert isinstance(second.value, Load)
+    at, checked = second.value.indirect[0]
+    assert isinstance(checked, Checked)
+    where = Load("other", P, torch.int64)
+    inside = op("lt", where, Constant(5, torch.int64))
+    other = Load("names", AT, torch.float32, inside, ((at, Checked(where, inside, "no such name")),))
+    text = (
+        TritonGenerator()
+        .generate(
+            Body((Loop(P, sympy.Integer(8)),), (), (Store("y", P, op("add", first.value, other), torch.float32),)), "k"
+        )
+        .text
+    )
+    before, *after = text.split("tl.device_assert(")
+    assert (before.count("tl.load("), len(after)) == (2, 2)
+
+
 def test_a_sum_of_a_constant_counts_its_rows(interpreter, tmp_path):
     body = Body(
         (Loop(P, sympy.Integer(3)),),

@@ -67,3 +67,19 @@ def test_approximations_agree_to_the_bits_that_are_kept(name: str, tmp_path: Pat
         generator.load([source], tmp_path)[source.name](*({"x": x, "y": y}[buffer] for buffer in source.buffers))
     want = FUNCTIONS[name](x.double()).to(torch.float16)
     torch.testing.assert_close(y, want, rtol=2**-10, atol=2**-24)  # one step, subnormal ones included
+
+
+def test_a_coarse_quotient_is_right_wherever_its_divisor_lies(tmp_path: Path) -> None:
+    """From the smallest subnormal number to infinity, also where the divisor has no reciprocal."""
+    divisors = torch.cat((torch.logspace(-44.8, 38.5, 200, base=10.0), torch.tensor([0.0, float("inf"), float("nan")])))
+    divisors = torch.cat((divisors, -divisors))
+    a, b = (each.flatten() for each in torch.meshgrid(divisors, divisors, indexing="ij"))
+    body = Body((loop(p0, a.numel()),), (), (Store("y", p0, op("div", Load("a", p0, f32), Load("b", p0, f32)), bf16),))
+    generator = TritonGenerator()
+    source = generator.generate(coarsened(body), "quotient")
+    assert "ops.coarse_div(" in source.text
+    y = torch.empty(a.numel(), dtype=bf16)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        generator.load([source], tmp_path)[source.name](*({"a": a, "b": b, "y": y}[name] for name in source.buffers))
+    torch.testing.assert_close(y, (a.double() / b.double()).to(bf16), rtol=2**-7, atol=2.0**-132, equal_nan=True)

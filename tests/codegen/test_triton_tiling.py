@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from overlapc.ir.body import Body, Load, Reduce, Scan, Store, op
 from overlapc.ir.indexing import loop_symbol
 from tests.codegen.cubins import compile_source
 from tests.codegen.norm_cases import norm_gradients
-from tests.codegen.terms import loop, p0, p1, p2, r0
+from tests.codegen.terms import loop, p0, p1, p2, r0, total
 from tests.codegen.triton_cases import elements_and_columns, softmax, three_ways, transpose
 
 SHARED_OF_A_PROGRAM = 99 * 1024  # bytes, at most, on compute capability 8.6 and 8.9: the least of all since 8.0
@@ -125,3 +127,24 @@ def test_a_row_of_what_lies_across_it_is_a_tile_with_sectors_of_the_cache_along_
     body = Body((loop(p0, 64),), (loop(r0, 4096),), (Store("s", p0, Reduce("sum", product, F32), F32),))
     tiling = choose(body, {})
     assert min(tiling.xblock, tiling.rblock) * BF16.itemsize >= 32
+
+
+def test_a_thread_gets_no_neighbours_that_it_would_have_to_read_one_by_one(tmp_path: Path) -> None:
+    """Rows of odd length, of which every other one begins within an access: one element a thread."""
+    row, bias = Load("x", 10747 * p0 + p1, BF16), Load("b", p1, BF16)
+    store = Store("y", 10747 * p0 + p1, op("add", row, bias), BF16)
+    (kernel,) = compile_source(
+        TritonGenerator().generate(Body((loop(p0, 64), loop(p1, 10747)), (), (store,)), "biased"), tmp_path
+    )
+    assert set(re.findall(r"sizePerThread = \[(\d+)\]", kernel.asm["ttgir"])) == {"1"}
+
+
+def test_tiles_of_columns_are_smaller_where_much_is_loaded_ahead() -> None:
+    at = 4096 * r0 + p0
+    x = [Load(f"x{each}", at, BF16) for each in range(5)]
+    value = reduce(lambda a, b: op("add", a, b), x)
+    few, many = (
+        Body((loop(p0, 4096),), (loop(r0, 8192),), (Store("y", at, load, BF16), Store("s", p0, total(load), F32)))
+        for load in (x[0], value)
+    )
+    assert [choose(body, {}).rblock for body in (few, many)] == [64, 32]

@@ -118,3 +118,15 @@ def test_what_a_store_rounds_is_not_rounded_before() -> None:
     rounded = Cast(op("exp", x("a", P[0])), torch.bfloat16)
     body = Body(loops_of("p", (8,)), (), (Store("y", P[0], rounded, torch.bfloat16), put("z", P[0], rounded)))
     assert [type(store.value) for store in rounded_once(body).stores] == [Op, Cast]
+
+
+def test_what_is_read_anyway_is_not_read_again_under_a_mask() -> None:
+    first = op("lt", position(P[0]), number(4))
+    read, masked = Load("a", P[0], torch.float32), Load("a", P[0], torch.float32, first)
+    value = op("add", read, op("where", first, op("mul", masked, masked), zero()))
+    body = Body(loops_of("p", (8,)), (), (put("y", P[0], value), put("y", P[0] + 8, masked)))
+    short = simplified(body)
+    assert short.loads() == [read]
+    a = torch.randn(8)
+    torch.testing.assert_close(results(short, a=a), results(body, a=a))
+    assert not results(short, a=a)[12:16].any()

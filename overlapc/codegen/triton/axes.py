@@ -100,6 +100,9 @@ class AxisWriter:
             mask = f"{axis}mask{kernel.suffix}"
             emit(f"{mask} = {name} < {kernel.size_text(kernel.numel[axis])}")
             self.masks[axis] = mask
+            neighbours = kernel.neighbours_read(axis)
+            if neighbours is not None:
+                emit(f"{name} = tl.max_contiguous({name}, {neighbours})")
         if axis in kernel.axes_of_pairs:
             self.pair_index(axis, text, emit)
         loops = kernel.axes[axis]

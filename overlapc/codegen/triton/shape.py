@@ -17,6 +17,7 @@ from overlapc.ir.body import Body, Load, Op, Scan, Store, Value, depends_on, top
 from overlapc.ir.facts import unseen_where_masked
 from overlapc.ir.indexing import bounds, exact_quotient, numel
 
+WIDEST_ACCESS = 8  # elements of two bytes in 16
 _INT32_LIMIT = 2**31 - 2**20  # room for the last, partly masked tile
 
 
@@ -136,6 +137,18 @@ class KernelShape:
         """Whether the last tile of an axis may reach past its end."""
         sizes = [self.numel[axis].subs(sizes) for sizes in self.known] or [self.numel[axis]]
         return not all(size.is_Integer and size > 0 and int(size) % self.block[axis] == 0 for size in sizes)
+
+    def neighbours_read(self, axis: str) -> str | None:
+        """How many neighbours along a masked axis one access can cover, for each axis of a tile; None for all of them.
+
+        The mask changes within wider accesses. Triton would nevertheless give a thread eight neighbours, and read or
+        write them one by one: a warp's accesses would then touch eight times as many cache lines.
+        """
+        size = self.numel[axis]
+        if not size.is_Integer or int(size) % WIDEST_ACCESS == 0:
+            return None
+        neighbours = [str(int(size) & -int(size) if each == axis else 1) for each in self.tile_axes]
+        return neighbours[0] if len(neighbours) == 1 else f"[{', '.join(neighbours)}]"
 
     def shape(self, axes: Iterable[str]) -> str:
         """Tile shape with 1 for axes that are not in `axes`."""

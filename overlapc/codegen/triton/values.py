@@ -76,7 +76,10 @@ class ValueWriter(AxisWriter):
 
     def compute(self, emit: Scope, names: dict[Value, str], roots: Sequence[Value]) -> None:
         """Statements for everything under `roots` that has no name yet."""
-        order = self.needed(roots, names)
+        checks = [value for value in self.needed(roots, names) if isinstance(value, Checked)]
+        # Threads meet at each check: what all of them ask for is loaded before the first.
+        asked = [operand for check in checks for operand in check.operands()]
+        order = self.needed([*asked, *checks, *roots], names)
         literal_only = self.literals(order) - set(roots)
         wanted = set(order)
         for value in order:
