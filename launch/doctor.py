@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from overlapc.config import Config
 from overlapc.errors import ToolchainError
-from overlapc.estimators.calibration.clock import clock_for, compute_ns
+from overlapc.estimators.calibration.effort import Effort
+from overlapc.estimators.calibration.measure_machine import Measurement
+from overlapc.estimators.calibration.workloads import DTYPES
 from overlapc.estimators.device import DeviceProfile
 from overlapc.launch.torchrun import cpus
 from overlapc.planning.chosen_profile import profile_of
@@ -108,18 +110,15 @@ def cache(config: Config) -> Finding:
 
 
 def measured(device: torch.device, profile: DeviceProfile) -> Iterator[Finding]:
-    """How far this machine is from the profile, by a product and a copy of a size that fills it."""
-    clock = clock_for(device)
-    on_gpu = device.type == "cuda"
-    width, dtype = (8192, torch.bfloat16) if on_gpu else (512, torch.float32)
-    a, b = (torch.ones(width, width, device=device, dtype=dtype) for _ in range(2))
-    flops = 2 * width**3
-    reached = flops / compute_ns(clock, lambda: torch.mm(a, b)) * 1e9
-    promised = profile.curve_rate("matmul", str(dtype), flops) or profile.rate(str(dtype))
+    """How far this machine is from the profile, by a product and a copy as `overlapc calibrate` measures them."""
+    effort, dtype = (Effort.gpu(), "bf16") if device.type == "cuda" else (Effort.quick(), "fp32")
+    measurement = Measurement(device, effort)
+    measurement.warm_up()
+    torch_dtype = DTYPES[dtype]
+    flops, reached = measurement.matmul_rate(effort.matmuls[dtype][-1], torch_dtype)
+    promised = profile.curve_rate("matmul", str(torch_dtype), flops) or profile.rate(str(torch_dtype))
     yield compared("matrix products", reached, promised, 1e12, "TFLOP/s")
-    source = torch.ones(2**30 if on_gpu else 2**25, device=device, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    reached = 2 * source.numel() / compute_ns(clock, lambda: target.copy_(source)) * 1e9
+    reached = measurement.copy_rate(effort.copy_bytes)
     yield compared("copies in memory", reached, profile.memory_bytes_per_s, 1e9, "GB/s")
 
 

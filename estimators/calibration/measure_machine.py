@@ -50,13 +50,13 @@ class Measurement:
         """Copies, matmuls, attention, the shortest kernel and the host's time for a launch. No communication."""
         effort, values = self.effort, self.quantities
         self.say("copies")
-        values["memory_bytes_per_s"] = self._copy_rate(effort.copy_bytes)
+        values["memory_bytes_per_s"] = self.copy_rate(effort.copy_bytes)
         self.warm_up()
         if self.load is not None:
             values.update(LoadMeasurement(effort, self.device, self.clock, self.load, self.say).measured())
         for dtype, shapes in effort.matmuls.items():
             self.say(f"matmuls, {dtype}")
-            points = [self._matmul(shape, DTYPES[dtype]) for shape in shapes]
+            points = [self.matmul_rate(shape, DTYPES[dtype]) for shape in shapes]
             self._curve(f"matmul.{dtype}", points)
             values[f"flops_per_s.{dtype}"] = max(rate for _, rate in points)
         for dtype, cases in effort.attention.items():
@@ -106,6 +106,18 @@ class Measurement:
                 values["throttle"], values["clock_by_utilization"], launches
             )
 
+    def matmul_rate(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[int, float]:
+        """FLOPs of a product of shape (rows, inner, columns), and how many a second, behind `load` if there is one."""
+        a, b = operands(self.device, shape, dtype)
+        flops = 2 * math.prod(shape)
+        return flops, flops / compute_ns(self.clock, lambda: torch.mm(a, b), self._rounds, ahead=self.load) * 1e9
+
+    def copy_rate(self, size_bytes: int) -> float:
+        """Bytes read and written a second."""
+        source = random(self.device, size_bytes // 4, dtype=torch.float32)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / compute_ns(self.clock, lambda: target.copy_(source)) * 1e9
+
     def result(self) -> dict[str, Any]:
         """Everything measured, as JSON has it; the same structure on every rank."""
         return {
@@ -117,21 +129,10 @@ class Measurement:
 
     # --- compute
 
-    def _matmul(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[int, float]:
-        a, b = operands(self.device, shape, dtype)
-        flops = 2 * math.prod(shape)
-        return flops, flops / compute_ns(self.clock, lambda: torch.mm(a, b), self._rounds, ahead=self.load) * 1e9
-
     @property
     def _rounds(self) -> int:
         """Samples of a measurement: under load, which takes long, each is long enough to stand alone."""
         return 3 if self.load is None else 1
-
-    def _copy_rate(self, size_bytes: int) -> float:
-        """Bytes read and written a second."""
-        source = random(self.device, size_bytes // 4, dtype=torch.float32)
-        target = torch.empty_like(source)
-        return 2 * source.nbytes / compute_ns(self.clock, lambda: target.copy_(source)) * 1e9
 
     def _load(self) -> Callable[[], None] | None:
         """Launches matmuls that take `load_s`; None on a device that does not slow down under load."""
