@@ -10,9 +10,11 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +26,10 @@ from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh, fsdp
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optim
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _device
 from torch.utils.data import DataLoader
@@ -37,6 +42,7 @@ from overlapc.launch.environment import environment
 from overlapc.parallel import FSDPModule, adopt_fsdp2
 from overlapc.report import record
 from overlapc.report.record import Report
+from overlapc.runtime.optimizer_memory import LiveBytes
 from overlapc.runtime.steps import STEPS
 
 _FACTORIES = (
@@ -44,7 +50,8 @@ _FACTORIES = (
     "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "tensor", "zeros",
     "zeros_like",
 )  # fmt: skip
-_NOT_THE_SCRIPT = (str(Path(torch.__file__).parent), __file__, "<")  # how files begin that are torch's or ours
+# How the names of files begin that are torch's or ours.
+_NOT_THE_SCRIPT = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
 MOST_RANKS = 2**17  # torch lists the ranks of every group
 # What scripts ask of a GPU before they choose a precision: the profiles that come with overlapc are of such ones.
 _ANSWERS = {"current_device": 0, "get_device_capability": (9, 0), "is_bf16_supported": True}
@@ -52,7 +59,54 @@ _NOTHING = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats
 
 
 class _Stepped(BaseException):
-    """The first optimizer steps: what follows it is the same again. No `except Exception` of a script stops it."""
+    """The first optimizer has stepped: what follows is the same again. No `except Exception` of a script stops it."""
+
+
+class _FirstUpdate:
+    """Ends a script where its first optimizer steps: lets that and all other optimizers that have gradients step, for
+    their state and for what is live meanwhile."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, int] = {}  # graph -> before the first optimizer stepped
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of the script
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of the script
+        self.peak_bytes = 0
+        self.not_counted: dict[str, None] = {}  # classes of optimizers whose state is not known, and why
+        self._began = False
+
+    def before_step(self, first: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The hook of all optimizers."""
+        if self._began:
+            return
+        self._began = True
+        self.calls = {name: calls for name, (calls,) in STEPS.counts.items()}
+        others = [each for each in self.optimizers if each is not first]
+        with LiveBytes() as live:
+            for module in self.modules:
+                live.note((*module.parameters(recurse=False), *module.buffers(recurse=False)))
+            params = [param for optimizer in (first, *others) for param in _params(optimizer)]
+            live.note((*params, *(param.grad for param in params)))
+            self._step(first, args[1:], kwargs)
+            for other in others:
+                if any(param.grad is not None for param in _params(other)):
+                    self._step(other, (), {})
+                else:
+                    self.not_counted[f"{type(other).__name__}: no gradients when the first optimizer steps"] = None
+        if not self.not_counted:
+            self.peak_bytes = live.peak_bytes
+        raise _Stepped
+
+    def _step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        try:
+            optimizer.step(*args, **kwargs)
+        except Exception as error:
+            message = next(iter(str(error).strip().splitlines()), "")
+            self.not_counted[f"{type(optimizer).__name__}: {type(error).__name__}: {message}"] = None
+            raise _Stepped from error
+
+
+def _params(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def plan_script(
@@ -76,14 +130,21 @@ def plan_script(
     }  # fmt: skip
     zeros: dict[str, None] = {}  # lines whose whole numbers, read from tensors, were taken for 0
     adopted: list[nn.Module] = []
-    stepped = register_optimizer_step_pre_hook(_stop)
+    update = _FirstUpdate()
+    hooks = (
+        register_optimizer_step_pre_hook(update.before_step),
+        module_hooks.register_module_parameter_registration_hook(lambda module, *_: update.modules.add(module)),
+        module_hooks.register_module_buffer_registration_hook(lambda module, *_: update.modules.add(module)),
+    )
     try:
-        with _patched(world_size, local, options, zeros, adopted), _as_main(path, arguments), environment(variables):
+        patched = _patched(world_size, local, options, zeros, adopted, update.optimizers)
+        with patched, _as_main(path, arguments), environment(variables):
             _run(path)
-        (step,) = record.report_of_process().steps
-        calls = {graph.name: STEPS.counts[graph.name][0] for graph in step.graphs}
+            (step,) = record.report_of_process().steps
+        calls = update.calls or {graph.name: STEPS.counts[graph.name][0] for graph in step.graphs}
     finally:
-        stepped.remove()
+        for hook in hooks:
+            hook.remove()
         if dist.is_initialized():
             dist.destroy_process_group()
     if not step.graphs:
@@ -91,7 +152,9 @@ def plan_script(
     assumptions = ["FSDP2 as after model = overlapc.adopt_fsdp2(model)"] if adopted else []
     if zeros:
         assumptions.append(f"whole numbers that it reads from tensors are 0, as indices are ({', '.join(zeros)})")
-    return Report((replace(step, world_size=world_size, calls=calls),)), assumptions
+    assumptions += [f"without the state of {reason}" for reason in update.not_counted]
+    step = replace(step, world_size=world_size, calls=calls, update_peak_bytes=update.peak_bytes)
+    return Report((step,)), assumptions
 
 
 def _run(path: Path) -> None:
@@ -109,23 +172,20 @@ def _run(path: Path) -> None:
 
 def _failed(path: Path, error: Exception) -> str:
     """The error of a script, at the innermost line outside of torch and overlapc."""
-    own = _others(traceback.extract_tb(error.__traceback__))
+    last = _last_frame(error)
     inner = getattr(error, "inner_exception", error)
     first = next(iter(str(inner).strip().splitlines()), "")
     return (
-        f"{path}: {own[-1].filename}:{own[-1].lineno}: {type(inner).__name__}: {first}\n   {own[-1].line}\n"
+        f"{path}: {last.filename}:{last.lineno}: {type(inner).__name__}: {first}\n   {last.line}\n"
         "hint: the script runs up to its first optimizer step on tensors that hold no values, without other ranks;"
         " what needs either (evaluation, checkpoints, object collectives) must come after it"
     )
 
 
-def _others(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """The frames outside of torch and overlapc, the innermost last."""
-    return [frame for frame in frames if not frame.filename.startswith(_NOT_THE_SCRIPT)] or list(frames)
-
-
-def _stop(*_: Any) -> None:
-    raise _Stepped
+def _last_frame(error: Exception) -> traceback.FrameSummary:
+    """The innermost frame of an error that is outside of torch and overlapc, if there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return ([frame for frame in frames if not frame.filename.startswith(_NOT_THE_SCRIPT)] or frames)[-1]
 
 
 _MAIN = ModuleType("__main__")  # of every script: Dynamo remembers which module has a name
@@ -147,7 +207,12 @@ def _as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _patched(
-    world_size: int, per_host: int, options: Config, zeros: dict[str, None], adopted: list[nn.Module]
+    world_size: int,
+    per_host: int,
+    options: Config,
+    zeros: dict[str, None],
+    adopted: list[nn.Module],
+    optimizers: weakref.WeakSet[Optimizer],
 ) -> Iterator[None]:
     """torch as a machine with `world_size` GPUs looks to a script, as far as scripts ask before their first step."""
     with contextlib.ExitStack() as stack:
@@ -172,7 +237,14 @@ def _patched(
                 adopted.append(adopt_fsdp2(module))
             module._compiled_call_impl = compile_planned(module._call_impl, **given)
 
-        initialize, compile_ = dist.init_process_group, torch.compile
+        def optimizer_made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            init_optimizer(optimizer, *args, **kwargs)
+            optimizers.add(optimizer)
+
+        initialize, compile_, init_optimizer = dist.init_process_group, torch.compile, Optimizer.__init__
+        put(Optimizer, "__init__", optimizer_made)
+        put(optim, "_foreach_supported_types", [*optim._foreach_supported_types, FakeTensor])  # as on a GPU: foreach
+        put(optim, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
         put(dist, "init_process_group", fake_group)
         put(torch, "compile", compile_planned)
         put(nn.Module, "compile", lambda module, *_args, **given: compile_in_place(module, given))
@@ -193,7 +265,8 @@ def _patched(
         put(_BaseDataLoaderIter, "__next__", _on_real_tensors(_BaseDataLoaderIter.__next__))
         put(Tensor, "pin_memory", lambda tensor, *_args, **_kwargs: tensor)
         for name in ("item", "__float__", "__int__", "__index__"):
-            put(FakeTensor, name, _unknown(getattr(Tensor, name), zeros))
+            for kind in (FakeTensor, DTensor):
+                put(kind, name, _unknown(getattr(Tensor, name), zeros))
         for name in _NOTHING:
             put(torch.cuda, name, lambda *_args, **_kwargs: None)
         for name, value in (*_ANSWERS.items(), ("device_count", per_host)):

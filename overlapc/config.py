@@ -40,7 +40,9 @@ class Config:
     """
 
     memory_budget: int | None = _knob(
-        None, read.optional_bytes, "most memory a step may use at its peak, e.g. 70GiB (default: no limit)"
+        None,
+        read.optional_bytes,
+        "most memory of the compiled graphs at their peak, without optimizer state, e.g. 70GiB (default: no limit)",
     )
     # A quarter: prefetching one layer and keeping one unreduced gradient took 13% on a Llama-8B shape of 8 layers
     # (7.9 GiB with FSDP2, 7.0 in program order), more on shallower models; 0% would forbid any prefetch.

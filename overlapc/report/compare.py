@@ -142,10 +142,11 @@ def totals_text(step: StepRecord) -> str:
         ),
     ]
     if step.measured_peak_bytes is not None and graphs:
-        peak = max(peaks(graphs).values())
+        peak = max(peaks(graphs).values()) + sum(step.optimizer_bytes.values())
+        without = "" if step.optimizer_bytes else "; optimizer state and the like count too"
         lines.append(
             f"peak memory  {human_bytes(peak)} predicted, {human_bytes(step.measured_peak_bytes)} allocated at most "
-            f"(ratio {step.measured_peak_bytes / max(peak, 1):.3f}; optimizer state and the like count too)"
+            f"(ratio {step.measured_peak_bytes / max(peak, 1):.3f}{without})"
         )
     every = [row for graph in graphs for row in rows(graph)]
     lines += _quality(every)

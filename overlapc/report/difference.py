@@ -11,7 +11,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from overlapc.report.advice import exposures
-from overlapc.report.held_memory import peaks
+from overlapc.report.held_memory import step_peak_bytes
 from overlapc.report.ledger import Ledger
 from overlapc.report.limiting_factor import Spent
 from overlapc.report.model import StepRecord, measured_step
@@ -49,16 +49,12 @@ def differences(first: StepRecord, second: StepRecord) -> list[Row]:
     sections = {"where it goes": _parts, "compute": _work, "communication": _queues, "exposed": _causes}
     for section, of in sections.items():
         rows += _section(section, dict(of(first)), dict(of(second)), 0.0 if of is _parts else least_ns)
-    return [*rows, Row("memory", "peak", _peak(first), _peak(second), is_bytes=True)]
+    return [*rows, Row("memory", "peak", step_peak_bytes(first), step_peak_bytes(second), is_bytes=True)]
 
 
 def _measured(step: StepRecord) -> float | None:
     found = measured_step(step)
     return None if found is None else found.step_ns
-
-
-def _peak(step: StepRecord) -> float:
-    return max(peaks([graph for graph, _ in step.called]).values(), default=0)
 
 
 def _parts(step: StepRecord) -> Iterable[tuple[str, float]]:

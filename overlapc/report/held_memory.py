@@ -1,15 +1,44 @@
-"""Memory that a device holds while a graph runs, beyond the tensors of the graph."""
+"""Memory that a device holds while a graph runs, beyond the tensors of the graph, and the peak of a whole step."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 
-from overlapc.report.model import GraphRecord
+from overlapc.report.model import GraphRecord, StepRecord
 from overlapc.schedule.model import Buffer
 from overlapc.schedule.text import parse
+from overlapc.units import human_bytes
 
 _BACKWARD = re.compile(r"backward_(\d+)$")
+
+
+def step_peak_bytes(step: StepRecord) -> int:
+    """Most that is live in a training step: in its graphs beside the optimizers' state, or while optimizers step."""
+    return max(_graphs_peak_bytes(step), step.update_peak_bytes)
+
+
+def peak_parts(step: StepRecord) -> str:
+    """What `step_peak_bytes` includes beyond the tensors of graphs, and what it leaves out; "" for inference."""
+    trains = [times for graph, times in step.called if _BACKWARD.match(graph.name)]
+    parts = []
+    in_graphs = _graphs_peak_bytes(step)
+    if step.update_peak_bytes > in_graphs:
+        parts.append(f"while the optimizer steps ({human_bytes(in_graphs)} in the compiled graphs)")
+    if step.optimizer_bytes:
+        names, state_bytes = " and ".join(sorted(step.optimizer_bytes)), sum(step.optimizer_bytes.values())
+        state = f"{human_bytes(state_bytes)} of it is the state of {names}"
+        parts.append(state if state_bytes else f"{names} keeps no state")
+    elif trains:
+        parts.append("the state of an optimizer comes on top")
+    if max(trains, default=0) > 1:
+        parts.append("gradients of earlier micro-batches come on top")
+    return "; ".join(parts)
+
+
+def _graphs_peak_bytes(step: StepRecord) -> int:
+    graphs = max(peaks([graph for graph, _ in step.called]).values(), default=0)
+    return graphs + sum(step.optimizer_bytes.values())
 
 
 def peaks(graphs: Sequence[GraphRecord]) -> dict[str, int]:

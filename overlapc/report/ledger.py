@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from overlapc.estimators.profiles.profile_file import profile_from_json
 from overlapc.report.advice import Cause, Exposure, exposed_is_measured, exposures
+from overlapc.report.held_memory import peak_parts, step_peak_bytes
 from overlapc.report.limiting_factor import FOR_THE_HOST, Spent
 from overlapc.report.model import Measured, StepRecord, measured_step, seen_ns
 from overlapc.report.times import ms
@@ -226,10 +227,10 @@ def tiles(step: StepRecord, ledger: Ledger) -> list[tuple[str, str, str]]:
     found.append(("no order can beat", ms(best), f"gap {step.step_ns / best - 1:.1%}" if best else ""))
     if ledger.utilization is not None:
         found.append(("arithmetic", f"{ledger.utilization:.1%}", "of the profile's rate, recomputation included"))
-    graphs = [graph for graph, _ in step.called]
-    peak = max(graphs, key=lambda graph: graph.peak_bytes)
-    budget = "no budget" if peak.budget_bytes is None else f"of {human_bytes(peak.budget_bytes)}"
-    found.append(("peak memory", human_bytes(peak.peak_bytes), budget))
+    budgets = [graph.budget_bytes for graph, _ in step.called if graph.budget_bytes is not None]
+    budget = f"budget of the graphs {human_bytes(max(budgets))}" if budgets else ""
+    beside = "; ".join(filter(None, (peak_parts(step), budget))) or "no budget"
+    found.append(("peak memory", human_bytes(step_peak_bytes(step)), beside))
     return found
 
 

@@ -185,6 +185,8 @@ class StepRecord:
     seconds: Mapping[str, Seconds] = field(default_factory=dict)  # phase of compiling -> how long, of all graphs
     clock_ns: Ns | None = None  # from optimizer to optimizer by the host's clock, the median of the last steps
     tokens: Count = 0  # of a step on all ranks, as the script says (`overlapc.metrics`); 0: it does not
+    optimizer_bytes: Mapping[str, Count] = field(default_factory=dict)  # class -> its state; empty: none has stepped
+    update_peak_bytes: Count = 0  # most that is live while the optimizers step, as planned; 0: not planned
 
     @property
     def called(self) -> tuple[tuple[GraphRecord, int], ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
+from overlapc.report.held_memory import step_peak_bytes
 from overlapc.report.html import drawing_parts, embedded, template
 from overlapc.report.limiting_factor import Spent
 from overlapc.report.model import StepRecord
@@ -47,7 +48,7 @@ class Figures:
             step.lower_bound_ns,
             step.tokens / step.step_ns * 1e9 if step.tokens and step.step_ns else None,
             step.world_size,
-            max(graph.peak_bytes for graph, _ in step.called),
+            step_peak_bytes(step),
             re.split(r"[:;,]", spent.limiting_factor().why)[0],
         )
 

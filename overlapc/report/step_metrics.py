@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from overlapc.report import report_of_process
-from overlapc.report.held_memory import peaks
+from overlapc.report.held_memory import step_peak_bytes
 from overlapc.report.ledger import utilization
 from overlapc.report.limiting_factor import Spent
 from overlapc.report.record import NothingCompiled
@@ -30,12 +30,11 @@ def metrics(compiled: Any = None, *, tokens: int = 0) -> dict[str, float]:
     if compiled is not None and not step.graphs:
         raise NothingCompiled("nothing was compiled with backend='overlapc' in this process yet; run one step first")
     found: dict[str, float] = {}
-    graphs = [graph for graph, _ in step.called]
-    if graphs:
+    if step.called:
         found["predicted_ms"] = step.step_ns / 1e6
         found["exposed_ms"] = Spent.of(step).exposed_ns / 1e6
         found["bound_ms"] = step.lower_bound_ns / 1e6
-        found["peak_gib"] = max(peaks(graphs).values()) / 2**30
+        found["peak_gib"] = step_peak_bytes(step) / 2**30
         if step.host_ns is not None:
             found["host_ms"] = step.host_ns / 1e6
     if step.clock_ns:

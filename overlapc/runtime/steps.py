@@ -35,6 +35,7 @@ class Steps:
     ends_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))  # when the last steps ended, by the host
     counts: dict[str, list[int]] = field(default_factory=dict)  # graph -> one number: calls in all
     recent: deque[Calls] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # that stepped and run hooks
     _stepped: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # optimizers, since the last step ended
     _hook_ran: bool = False  # of an optimizer that is not compiled
     _ended: dict[str, int] = field(default_factory=dict)  # calls in all when the last step ended
@@ -48,6 +49,7 @@ class Steps:
     def optimizer_stepped(self, optimizer: Any) -> None:
         """An optimizer that is not compiled has stepped."""
         self._hook_ran = True
+        self.optimizers.add(optimizer)
         self._step(optimizer)
 
     def inputs_changed(self, graph: Any) -> None:
@@ -82,7 +84,7 @@ class Steps:
         """Forgets steps and calls; graphs that are compiled already are counted no more."""
         self.seen = self.stepped = self.tokens = 0
         self._hook_ran = False
-        for each in (self.counts, self.recent, self.ends_s, self._stepped, self._ended, self._latest):
+        for each in (self.counts, self.recent, self.ends_s, self.optimizers, self._stepped, self._ended, self._latest):
             each.clear()
 
     def _end(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from overlapc.errors import ConfigError
 from overlapc.launch.cli import main
 from overlapc.launch.plan_script import plan_script
 from overlapc.launch.sweep import hardware
+from overlapc.report.held_memory import step_peak_bytes
 from overlapc.schedule.text import parse
 from tests import ROOT
 
@@ -48,6 +50,18 @@ for _ in range(int(sys.argv[1])):
     print("loss", loss.item())
 {more}
 optimizer.step()
+raise AssertionError("nothing behind the first step runs")
+"""
+STATE = """
+import torch
+class Guarded(torch.optim.SGD):
+    def step(self):
+        raise AssertionError("no learning rate")
+parameters = [torch.nn.Parameter(torch.zeros(1024)) for _ in range(8)]
+optimizers = [{optimizers}]
+torch.compile(lambda: sum((p * p).sum() for p in parameters))().backward()
+for optimizer in optimizers:
+    optimizer.step()
 raise AssertionError("nothing behind the first step runs")
 """
 H200 = {"profile": "h200-nvlink"}
@@ -103,6 +117,44 @@ def test_fsdp2_as_it_stands_is_planned_as_if_adopted(script, compiled):
     report, assumed = plan_script(path, ["1"], 16, 8, Config.of(FEW_PASSES))
     assert assumed == ["FSDP2 as after model = overlapc.adopt_fsdp2(model)"]
     assert {row.op for graph in report.steps[0].graphs for row in graph.collectives} == {"all_gather", "reduce_scatter"}
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "state", "update_numbers"),
+    [
+        ("torch.optim.AdamW(parameters)", {"AdamW": 2}, 3 + 2),  # beside gradients and state, a square root of each
+        ("torch.optim.AdamW(parameters, fused=True)", {"AdamW": 2}, 2 + 2),
+        ("torch.optim.SGD(parameters)", {"SGD": 0}, 2),
+        ("torch.optim.SGD(parameters[:4], momentum=0.5), torch.optim.Adagrad(parameters[4:])",
+         {"SGD": 0.5, "Adagrad": 0.5}, 3),
+    ],
+)  # fmt: skip
+def test_the_state_of_optimizers_is_in_the_peak(tmp_path, optimizers, state, update_numbers):
+    path = tmp_path / "train.py"
+    path.write_text(STATE.replace("{optimizers}", optimizers))
+    report, assumed = plan_script(path, [], 8, 8, Config.of({**H200, "passes": "none"}))
+    (step,) = report.steps
+    assert assumed == []
+    parameters_bytes = 8 * 1024 * 4
+    steps_bytes = 8 * 4  # a number of each parameter: how often it was updated
+    assert step.optimizer_bytes == {
+        name: pytest.approx(times * parameters_bytes, abs=steps_bytes) for name, times in state.items()
+    }
+    assert step.update_peak_bytes == pytest.approx(update_numbers * parameters_bytes, abs=3 * steps_bytes)
+    if any(state.values()):
+        assert step_peak_bytes(step) > step_peak_bytes(replace(step, optimizer_bytes={}, update_peak_bytes=0))
+        assert f"of it is the state of {' and '.join(sorted(state))}" in str(report)
+    else:
+        assert "SGD keeps no state" in str(report)
+
+
+def test_an_optimizer_that_cannot_step_is_named(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(STATE.replace("{optimizers}", "Guarded(parameters)"))
+    report, assumed = plan_script(path, [], 8, 8, Config.of({**H200, "passes": "none"}))
+    assert assumed == ["without the state of Guarded: AssertionError: no learning rate"]
+    assert report.steps[0].optimizer_bytes == {}
+    assert "the state of an optimizer comes on top" in str(report)
 
 
 def test_fsdp2_around_what_is_compiled_is_warned_of(script):

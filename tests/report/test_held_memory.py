@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from overlapc.report.held_memory import peaks
+from overlapc.report.held_memory import peak_parts, peaks, step_peak_bytes
+from overlapc.report.model import StepRecord
 from tests.report.sample import FORWARD
 
 MIB = 2**20
@@ -37,3 +38,18 @@ def test_a_saved_view_of_a_parameter_is_the_parameter():
 
 def test_a_backward_without_its_forward_is_taken_as_it_is():
     assert peaks([backward("primals_1 = input : 8MiB")]) == {"backward_3": 50 * MIB}
+
+
+def test_the_peak_of_a_step_has_the_state_of_its_optimizers_and_their_update():
+    graphs = (GRAPH, backward("primals_1 = input : 8MiB"))
+    step = StepRecord(graphs=graphs)
+    assert (step_peak_bytes(step), peak_parts(step)) == (100 * MIB, "the state of an optimizer comes on top")
+    step = replace(step, optimizer_bytes={"AdamW": 20 * MIB}, update_peak_bytes=110 * MIB)
+    assert (step_peak_bytes(step), peak_parts(step)) == (120 * MIB, "20MiB of it is the state of AdamW")
+    step = replace(step, update_peak_bytes=130 * MIB, calls={"forward_3": 2, "backward_3": 2})
+    assert step_peak_bytes(step) == 130 * MIB
+    assert peak_parts(step) == (
+        "while the optimizer steps (120MiB in the compiled graphs); 20MiB of it is the state of AdamW;"
+        " gradients of earlier micro-batches come on top"
+    )
+    assert peak_parts(StepRecord(graphs=(GRAPH,))) == "", "inference keeps nothing else"
