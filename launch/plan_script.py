@@ -55,6 +55,7 @@ _NOT_THE_SCRIPT = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).p
 MOST_RANKS = 2**17  # torch lists the ranks of every group
 # What scripts ask of a GPU before they choose a precision: the profiles that come with overlapc are of such ones.
 _ANSWERS = {"current_device": 0, "get_device_capability": (9, 0), "is_bf16_supported": True}
+_CALL = "__call__"
 _NOTHING = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
 
 
@@ -130,14 +131,16 @@ def plan_script(
     }  # fmt: skip
     zeros: dict[str, None] = {}  # lines whose whole numbers, read from tensors, were taken for 0
     adopted: list[nn.Module] = []
+    by_blocks: list[int] = []  # how many blocks of a module of FSDP2 were compiled one by one
     update = _FirstUpdate()
     hooks = (
         register_optimizer_step_pre_hook(update.before_step),
+        module_hooks.register_module_module_registration_hook(lambda module, *_: update.modules.add(module)),
         module_hooks.register_module_parameter_registration_hook(lambda module, *_: update.modules.add(module)),
         module_hooks.register_module_buffer_registration_hook(lambda module, *_: update.modules.add(module)),
     )
     try:
-        patched = _patched(world_size, local, options, zeros, adopted, update.optimizers)
+        patched = _patched(world_size, local, options, zeros, adopted, by_blocks, update)
         with patched, _as_main(path, arguments), environment(variables):
             _run(path)
             (step,) = record.report_of_process().steps
@@ -150,6 +153,11 @@ def plan_script(
     if not step.graphs:
         raise ConfigError(f"{path} compiles nothing before its first optimizer steps: it needs torch.compile(model)")
     assumptions = ["FSDP2 as after model = overlapc.adopt_fsdp2(model)"] if adopted else []
+    if by_blocks:
+        assumptions.append(
+            f"{sum(by_blocks)} modules that it compiles one by one within a module of FSDP2 as after torch.compile of"
+            " that, without which no communication is in a graph"
+        )
     if zeros:
         assumptions.append(f"whole numbers that it reads from tensors are 0, as indices are ({', '.join(zeros)})")
     assumptions += [f"without the state of {reason}" for reason in update.not_counted]
@@ -212,7 +220,8 @@ def _patched(
     options: Config,
     zeros: dict[str, None],
     adopted: list[nn.Module],
-    optimizers: weakref.WeakSet[Optimizer],
+    by_blocks: list[int],
+    update: _FirstUpdate,
 ) -> Iterator[None]:
     """torch as a machine with `world_size` GPUs looks to a script, as far as scripts ask before their first step."""
     with contextlib.ExitStack() as stack:
@@ -233,13 +242,42 @@ def _patched(
             return compile_(model, **given)
 
         def compile_in_place(module: nn.Module, given: dict[str, Any]) -> None:
-            if _is_of_fsdp2(module):
+            setattr(fsdp.FSDPModule, _CALL, first_call_of_fsdp2)
+            compiled[module] = given
+            if _is_of_fsdp2(module) and not _fsdp2_manages(module):
                 adopted.append(adopt_fsdp2(module))
             module._compiled_call_impl = compile_planned(module._call_impl, **given)
 
+        def first_call_of_fsdp2(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            """Before any module of FSDP2 runs, the outermost of those that were compiled, or hold blocks that were, is
+            adopted. Blocks that are compiled one by one are planned as if the whole module were."""
+            delattr(fsdp.FSDPModule, _CALL)  # now: Dynamo would trace it
+            managed = [each for each in update.modules if _fsdp2_manages(each)]
+            inner = {each for outer in managed for each in outer.modules() if each is not outer}
+            for outer in managed:
+                blocks = [each for each in outer.modules() if each in compiled]
+                if outer in inner or not blocks:
+                    continue
+                adopted.append(adopt_fsdp2(outer))
+                if outer not in compiled:
+                    by_blocks.append(len(blocks))
+                for block in blocks:
+                    block._compiled_call_impl = None
+                outer._compiled_call_impl = compile_planned(
+                    outer._call_impl, **compiled.get(outer, compiled[blocks[0]])
+                )
+            return module(*args, **kwargs)
+
+        def no_call_of_fsdp2() -> None:
+            if _CALL in fsdp.FSDPModule.__dict__:
+                delattr(fsdp.FSDPModule, _CALL)
+
+        stack.callback(no_call_of_fsdp2)
+        compiled: dict[nn.Module, dict[str, Any]] = {}  # in place -> how
+
         def optimizer_made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             init_optimizer(optimizer, *args, **kwargs)
-            optimizers.add(optimizer)
+            update.optimizers.add(optimizer)
 
         initialize, compile_, init_optimizer = dist.init_process_group, torch.compile, Optimizer.__init__
         put(Optimizer, "__init__", optimizer_made)
@@ -276,7 +314,11 @@ def _patched(
 
 def _is_of_fsdp2(model: nn.Module) -> bool:
     """Whether `model` is sharded by FSDP2 as it stands: compiled so, nothing that it communicates would be planned."""
-    return any(isinstance(each, fsdp.FSDPModule) and not isinstance(each, FSDPModule) for each in model.modules())
+    return any(map(_fsdp2_manages, model.modules()))
+
+
+def _fsdp2_manages(module: nn.Module) -> bool:
+    return isinstance(module, fsdp.FSDPModule) and not isinstance(module, FSDPModule)
 
 
 def _converted(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -18,6 +18,7 @@ from overlapc.units import parse_count
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(b|B)/s")
 _PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_AS_ASSUMED = " as assumed"  # in the name of a profile that the command line changed
 _MOST = 64  # plans of one sweep
 
 
@@ -61,7 +62,7 @@ def hardware(name: str, per_host: int, network: str, folder: Path) -> tuple[str,
         base = profile.network_link or Link(1.0, 5000.0)
         profile = replace(profile, network_link=replace(base, bytes_per_s=_rate(network)))
         origins["network_link"] = f"--network {network}"
-    profile = replace(profile, name=f"{profile.name} as assumed", origins=origins)
+    profile = replace(profile, name=f"{profile.name}{_AS_ASSUMED}", origins=origins)
     path = folder / "assumed.json"
     path.write_text(json.dumps(profile_to_json(profile)))
     return str(path), profile
@@ -77,7 +78,7 @@ def _rate(text: str) -> float:
 def assumed(profile: DeviceProfile, *more: str) -> str:
     """What plans take for granted of the machine, each with where it comes from."""
     origins = profile.origins
-    parts = [f"{profile.name} ({origins.get('', 'not stated')})"]
+    parts = [f"{profile.name.removesuffix(_AS_ASSUMED)} ({origins.get('', 'not stated')})"]
     parts.append(f"hosts of {profile.ranks_per_host} ({origins.get('ranks_per_host', 'not stated')})")
     if profile.network_link is not None:
         rate = profile.network_link.bytes_per_s / 1e9

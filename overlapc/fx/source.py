@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from torch.fx import Node
 
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+).*\n?(?! *File ") *(.*)', re.MULTILINE)
+_MEMBER = re.compile(r"list\(dict\.values\(((?:(?!list\().)*?)\._modules\)\)\[(\d+)\]")
 _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "parallel", "")  # between a user's module and its call
 
 
@@ -37,9 +38,16 @@ def block_of(module: str) -> str:
 
 
 def clean_module(path: str) -> str:
-    """`L['self']._modules['layers']._modules['0']` or `L['self'].layers[0]` as `layers.0`."""
+    """`L['self']._modules['layers']._modules['0']` or `L['self'].layers[0]` as `layers.0`.
+
+    So, too, `list(dict.values(L['self'].layers._modules))[0]`, as Dynamo calls what a Sequential iterates over; a model
+    that is compiled in place, or is a Sequential, it calls `fn`.
+    """
+    while path != (path := _MEMBER.sub(r"\1.\2", path)):
+        pass
     for old, new in (
         ("L['self']", ""),
+        ("L['fn']", ""),
         ("._modules['", "."),
         ("']", ""),
         ("['", "."),

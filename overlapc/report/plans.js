@@ -7,7 +7,7 @@
   const byId = id => document.getElementById(id);
   const color = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const style = at => ({ stroke: color(COLORS[at % COLORS.length]), dash: DASHES[Math.floor(at / COLORS.length) % DASHES.length] });
-  const number = value => value >= 1e5 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(4));
+  const number = value => value >= 1e4 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(4));
   let plot = null, measure = 0;
 
   function draw() {

@@ -52,6 +52,19 @@ for _ in range(int(sys.argv[1])):
 optimizer.step()
 raise AssertionError("nothing behind the first step runs")
 """
+BY_BLOCKS = """
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+mesh = init_device_mesh("cuda", (16,), mesh_dim_names=("dp",))
+model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2)), nn.Linear(64, 64))
+for block in list(model)[:2]:
+    {first}
+fully_shard(model, mesh=mesh)
+model(torch.ones(4, 64, device="cuda")).sum().backward()
+torch.optim.SGD(model.parameters()).step()
+"""
 STATE = """
 import torch
 class Guarded(torch.optim.SGD):
@@ -117,6 +130,7 @@ def test_fsdp2_as_it_stands_is_planned_as_if_adopted(script, compiled):
     report, assumed = plan_script(path, ["1"], 16, 8, Config.of(FEW_PASSES))
     assert assumed == ["FSDP2 as after model = overlapc.adopt_fsdp2(model)"]
     assert {row.op for graph in report.steps[0].graphs for row in graph.collectives} == {"all_gather", "reduce_scatter"}
+    assert len(report.steps[0].graphs) == 2, "one forward, one backward"
 
 
 @pytest.mark.parametrize(
@@ -157,14 +171,23 @@ def test_an_optimizer_that_cannot_step_is_named(tmp_path):
     assert "the state of an optimizer comes on top" in str(report)
 
 
-def test_fsdp2_around_what_is_compiled_is_warned_of(script):
-    path = script()
-    theirs = path.read_text().replace("overlapc.fully_shard", "fully_shard").replace("import overlapc", FSDP2)
-    by_blocks = "for block in model: block.compile()"
-    path.write_text(theirs.replace("for block in model:", f"{by_blocks}\nfor block in model:").replace(
-        'torch.compile(model, backend="inductor")', "model"))  # fmt: skip
-    with pytest.warns(UserWarning, match="they stay outside of the graph"):
-        plan_script(path, ["1"], 16, 8, Config.of(FEW_PASSES))
+@pytest.mark.parametrize(
+    "first", ["block.compile(); fully_shard(block, mesh=mesh)", "fully_shard(block, mesh=mesh); block.compile()"]
+)
+def test_blocks_that_are_compiled_one_by_one_within_fsdp2_are_planned_as_one_graph(tmp_path, first):
+    path = tmp_path / "train.py"
+    path.write_text(BY_BLOCKS.replace("{first}", first))
+    report, assumed = plan_script(path, [], 16, 8, Config.of({**H200, "passes": "none"}))
+    assert assumed == [
+        "FSDP2 as after model = overlapc.adopt_fsdp2(model)",
+        "2 modules that it compiles one by one within a module of FSDP2 as after torch.compile of that, without which"
+        " no communication is in a graph",
+    ]
+    (step,) = report.steps
+    assert [(graph.name.split("_")[0], times) for graph, times in step.called] == [("forward", 1), ("backward", 1)]
+    rows = [row for graph in step.graphs for row in graph.collectives]
+    assert {row.origin.split(".")[0] for row in rows} == {"0", "1", "2"}, "the head, which no block holds, too"
+    assert {row.op for row in rows} == {"all_gather", "reduce_scatter"}
 
 
 @pytest.mark.parametrize(
