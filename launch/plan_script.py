@@ -32,6 +32,7 @@ from torch.optim import optimizer as optim
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _device
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -57,6 +58,23 @@ MOST_RANKS = 2**17  # torch lists the ranks of every group
 _ANSWERS = {"current_device": 0, "get_device_capability": (9, 0), "is_bf16_supported": True}
 _CALL = "__call__"
 _NOTHING = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
+
+
+class _Event:
+    """Stands for torch.cuda.Event: how long things take is not known."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+    record = synchronize = wait = __init__
+
+    def query(self) -> bool:
+        """Whether the device has got there."""
+        return True
+
+    def elapsed_time(self, _end: Any) -> float:
+        """Milliseconds."""
+        return float("nan")
 
 
 class _Stepped(BaseException):
@@ -87,6 +105,7 @@ class _FirstUpdate:
                 live.note((*module.parameters(recurse=False), *module.buffers(recurse=False)))
             params = [param for optimizer in (first, *others) for param in _params(optimizer)]
             live.note((*params, *(param.grad for param in params)))
+            live.note(value for optimizer in (first, *others) for value in pytree.tree_leaves(dict(optimizer.state)))
             self._step(first, args[1:], kwargs)
             for other in others:
                 if any(param.grad is not None for param in _params(other)):
@@ -305,6 +324,7 @@ def _patched(
         for name in ("item", "__float__", "__int__", "__index__"):
             for kind in (FakeTensor, DTensor):
                 put(kind, name, _unknown(getattr(Tensor, name), zeros))
+        put(torch.cuda, "Event", _Event)
         for name in _NOTHING:
             put(torch.cuda, name, lambda *_args, **_kwargs: None)
         for name, value in (*_ANSWERS.items(), ("device_count", per_host)):
