@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from overlapc.passes.base import Context, PassReport
-from overlapc.passes.bucket_cost import BucketCost, Sum, bucket_node, comm_of, ns_of
+from overlapc.passes.bucket_cost import BucketCost, Sum, bucket_node, comm_of
 from overlapc.passes.bucket_places import Bucket, Places
 from overlapc.passes.merging import with_merged
 from overlapc.passes.reasons import Reason
 from overlapc.schedule.collective_kinds import KINDS, one_dtype
-from overlapc.schedule.model import COMPUTE, Comm, Kind, Node, Schedule
+from overlapc.schedule.model import Comm, Kind, Node, Schedule
 
 # A bucket that takes at most this many latencies would hardly take longer with more in it.
 LATENCY_BOUND = 2.0
@@ -22,7 +22,7 @@ LATENCY_BOUND = 2.0
 class Partition:
     """Which collectives share buckets, beyond what units say.
 
-    across: units that nothing covers and that are mostly latency may share a bucket.
+    across: units that are mostly latency may share a bucket.
     begins: collectives that do not join the bucket in front of them.
     """
 
@@ -61,14 +61,8 @@ class Round:
         self.joined = False  # whether a run holds more than one unit
         self.report = report
         self.place = Places(schedule, ctx, report, forward=self.forward).place
-        self.busy = [0.0]  # compute before each position, in ns
-        for node in self.nodes:
-            self.busy.append(self.busy[-1] + (ns_of(node) if node.kind in COMPUTE else 0.0))
         self.ours = [at for at, node in enumerate(self.nodes) if node.kind is Kind.START and self._is_ours(node)]
         self.cost = BucketCost(ctx, self.nodes[self.ours[0]])
-        self.waits: dict[int, list[int]] = {}
-        for wait, start in schedule.started.items():
-            self.waits.setdefault(start, []).append(wait)
 
     def run(self) -> Schedule:
         """The schedule with this round's buckets, or itself."""
@@ -83,12 +77,9 @@ class Round:
     def _units(self) -> list[Bucket]:
         """The largest buckets there may be."""
         runs = self._runs()
-        units = [self.place(run) for run in runs]
-        if self.partition.across:
-            joined = self._joined(runs, self._covered(units))
-            self.joined = len(joined) < len(runs)
-            units = [self.place(run) for run in joined] if self.joined else units
-        return [each for placed in units for each in placed]
+        joined = self._joined(runs) if self.partition.across else runs
+        self.joined = len(joined) < len(runs)
+        return [bucket for run in joined for bucket in self.place(run)]
 
     def _in_parts(self, whole: Bucket) -> list[Bucket]:
         parts: list[list[int]] = []
@@ -107,49 +98,24 @@ class Round:
         runs = [(unit, list(run)) for unit, run in groupby(self.ours, key=lambda at: comm_of(self.nodes[at]).unit)]
         return [run for unit, run in runs if unit]
 
-    def _joined(self, runs: list[list[int]], covered: Sequence[bool]) -> list[list[int]]:
-        """Runs that nothing covers and that are mostly latency, with the next ones like them until they are not.
+    def _joined(self, runs: list[list[int]]) -> list[list[int]]:
+        """Runs that are mostly latency, with the next ones like them until they are not.
 
         No further: the next bucket is to travel while this one's compute runs.
         """
         number = {at: number for number, at in enumerate(self.ours)}
+        most_ns = LATENCY_BOUND * self.cost.latency_ns
         joined: list[list[int]] = []
-        open_ns = 0.0  # of the last run, while others may join it
-        for run, hidden in zip(runs, covered, strict=True):
-            run_ns = self._bucket_ns(run)
-            bound = not hidden and 0 < run_ns <= LATENCY_BOUND * self.cost.latency_ns
+        for run in runs:
             follows = bool(joined) and number[joined[-1][-1]] + 1 == number[run[0]]
-            if bound and follows and 0 < open_ns <= LATENCY_BOUND * self.cost.latency_ns:
+            if follows and all(0 < self._bucket_ns(members) <= most_ns for members in (joined[-1], run)):
                 joined[-1] = [*joined[-1], *run]
-                open_ns = self._bucket_ns(joined[-1])
             else:
                 joined.append(run)
-                open_ns = run_ns if bound else 0.0
         return joined
 
     def _is_ours(self, node: Node) -> bool:
         return node.comm is not None and not node.mutates and Alike.of(node.comm) == self.alike
-
-    def _covered(self, units: Sequence[list[Bucket]]) -> list[bool]:
-        """Whether compute can hide each unit at all, if everything on the queue starts as soon as it can.
-
-        Gathers count from the front of the schedule, each needed at its first wait; reductions count from its end.
-        """
-        order = range(len(units)) if self.forward else range(len(units) - 1, -1, -1)
-        covered = [True] * len(units)
-        stood_ns = queue_ns = 0.0
-        for number in order:
-            members = [at for each in units[number] for at in each.members]
-            longer = self.ctx.overlap_margin * self.ctx.profile.collective_slowdown
-            queue_ns += self._bucket_ns(members) * longer
-            if self.forward:
-                first = min((wait for at in members for wait in self.waits.get(at, ())), default=len(self.nodes))
-                reached_ns = self.busy[first]
-            else:
-                reached_ns = self.busy[-1] - self.busy[max(members)]
-            covered[number] = queue_ns <= reached_ns + stood_ns
-            stood_ns = max(stood_ns, queue_ns - reached_ns)
-        return covered
 
     def _bucket_ns(self, members: Sequence[int]) -> float:
         return self.cost.ns(Sum.of(self.nodes[at] for at in members))

@@ -58,15 +58,6 @@ class Order:
         """What asking for timings has cost so far, in blocks of nodes of a fixed length."""
         return sum(replay.blocks_replayed for replay in self._replays)
 
-    @property
-    def peak_bytes(self) -> int:
-        """Of the present order."""
-        return self._memory.peak_bytes
-
-    def names(self) -> list[str]:
-        """The present order."""
-        return [self.schedule.nodes[at].name for at in self.order]
-
     # Moves
 
     def shift(self, node: int, distance: int, most: int) -> Move | None:

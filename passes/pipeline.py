@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from overlapc.passes import (
+from overlapc.passes import (  # noqa: F401
     bucket,
     fill_collectives,
     plan_overlap,
@@ -24,16 +24,3 @@ ORDER = (
     # Last: ranks whose shards differ in size differ in what this does, and may not in anything before.
     "share_launches",
 )
-
-__all__ = [
-    "ORDER",
-    "bucket",
-    "fill_collectives",
-    "plan_overlap",
-    "raise_collectives",
-    "raise_under_memory",
-    "refine",
-    "share_launches",
-    "sink_under_memory",
-    "sink_waits",
-]
