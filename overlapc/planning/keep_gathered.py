@@ -24,7 +24,7 @@ from overlapc.schedule.gathered_inputs import given_gathered
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Buffer, Schedule
 
-_SHARES = (1.0, 0.75, 0.5, 0.25)  # of the gathers that fit: each is planned, until one is good enough
+_SHARES = (1.0, 0.75, 0.5, 0.25)  # of the gathers that fit: planned in turn until one is good enough, or gains less
 _EFFORT = 0.25  # of what the search may take for the final plans: plans to choose from need not be as good
 _ENOUGH = 0.8  # of what the replays promised: a plan that gains so much is good enough
 
@@ -106,6 +106,8 @@ def kept_gathers(step: Step, gathers: Collection[str]) -> tuple[str, ...]:
         planned_ns = step.keeping(ranked[:count]).planned_ns
         if planned_ns < shortest_ns:
             shortest_ns, kept = planned_ns, count
+        elif kept:
+            break  # more of them gained more
         if step.planned_ns - planned_ns >= _ENOUGH * sum(saved_ns[name] for name in ranked[:count]):
             break
     return tuple(ranked[:kept])
