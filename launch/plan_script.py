@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh, fsdp
+from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optim
@@ -306,7 +307,8 @@ def _patched(
         put(torch, "compile", compile_planned)
         put(nn.Module, "compile", lambda module, *_args, **given: compile_in_place(module, given))
         put(device_mesh, "init_device_mesh", _group_first(device_mesh.init_device_mesh, fake_group))
-        put(dist, "init_device_mesh", device_mesh.init_device_mesh)
+        for owner in (dist, dist.tensor, _fsdp_init):  # the last for fully_shard without a mesh
+            put(owner, "init_device_mesh", device_mesh.init_device_mesh)
         put(device_mesh.DeviceMesh, "__init__", _on_real_tensors(_on_cpu(device_mesh.DeviceMesh.__init__)))
         for name in ("__getitem__", "_flatten"):
             put(device_mesh.DeviceMesh, name, _on_real_tensors(getattr(device_mesh.DeviceMesh, name)))
