@@ -29,7 +29,7 @@ from overlapc.ir.ops import (
     views_in,
 )
 from overlapc.runtime import support
-from overlapc.runtime.collective_ops import gathers_apart
+from overlapc.runtime.collective_ops import EACH_BY_ITSELF
 
 if TYPE_CHECKING:
     from overlapc.codegen.capturable import Rules
@@ -368,7 +368,7 @@ class Call(NodeInstruction):
             return "call", 1
         if self.by_copies:
             return "start", 0
-        each_by_itself = "reduce_scatter" in str(self.op.target) or self.op.target is gathers_apart
+        each_by_itself = "reduce_scatter" in str(self.op.target) or self.op.target in EACH_BY_ITSELF
         return "start", len(self.results) if each_by_itself else 1
 
     def reads(self, program: Program) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ from overlapc.ir.ops import (
     named_in,
     views_in,
 )
-from overlapc.runtime.collective_ops import SAFE_OVER_GLOO
+from overlapc.runtime.collective_ops import SAFE_OVER_GLOO, SAFE_OVER_GLOO_ON_GPUS
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 
@@ -363,11 +363,13 @@ def _shards(schedule: Schedule, copies: Mapping[str, Copied]) -> dict[View, tupl
 
 def _as_started(call: Extern) -> Extern:
     """`call`, by what starts it safely if gloo carries it."""
-    if call.target not in SAFE_OVER_GLOO:
+    if call.target not in SAFE_OVER_GLOO_ON_GPUS:
         return call
     (device_type,) = {view.layout.device.type for view in views_in(call.arguments)}
-    over_gloo = device_type == "cpu" or carried_by(call, device_type) == "gloo"
-    return replace(call, target=SAFE_OVER_GLOO[call.target]) if over_gloo else call
+    if device_type == "cpu":
+        return replace(call, target=SAFE_OVER_GLOO.get(call.target, call.target))
+    over_gloo = carried_by(call, device_type) == "gloo"
+    return replace(call, target=SAFE_OVER_GLOO_ON_GPUS[call.target]) if over_gloo else call
 
 
 def _paths(tree: Any, path: tuple[int, ...]) -> list[tuple[View | Handle, tuple[int, ...]]]:

@@ -57,9 +57,20 @@ def gathers_apart(inputs: Sequence[Tensor], group_size: int, group_name: str) ->
     return [gather_apart(tensor, group_size, group_name) for tensor in inputs]
 
 
+def all_reduces_apart(inputs: Sequence[Tensor], reduce_op: str, group_name: str) -> list[Tensor]:
+    """`all_reduce_coalesced` over gloo between GPUs, where torch refuses it: each tensor by itself."""
+    return [_c10d.all_reduce(tensor, reduce_op, group_name) for tensor in inputs]
+
+
 SAFE_OVER_GLOO: Mapping[Any, Callable[..., Any]] = {
     _c10d.all_gather_into_tensor.default: gather_apart,
     _c10d.all_gather_into_tensor_coalesced.default: gathers_apart,
     all_gather_bytes_coalesced: gathers_apart,
 }
 """What stands in a program for an op that starts a collective over gloo."""
+
+SAFE_OVER_GLOO_ON_GPUS = {**SAFE_OVER_GLOO, _c10d.all_reduce_coalesced.default: all_reduces_apart}
+"""The same for tensors of a GPU."""
+
+EACH_BY_ITSELF = (gathers_apart, all_reduces_apart)
+"""Those whose results are waited for one by one."""

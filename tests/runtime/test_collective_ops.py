@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlapc.parallel import fully_shard
-from overlapc.runtime.collective_ops import gather_apart, gathers_apart
+from overlapc.runtime.collective_ops import all_reduces_apart, gather_apart, gathers_apart
 from overlapc.runtime.toolchain import find_compiler
 from tests.ranks import values_on_ranks
 
@@ -22,14 +22,14 @@ _c10d = torch.ops._c10d_functional
 _GATHERED = [(3, 2), (0, 2), (), (5,)]
 
 
-def test_gathers_apart_are_torchs():
+def test_collectives_apart_are_torchs():
     assert values_on_ranks(_gathers, 2) == [None, None]
 
 
 def _gathers() -> None:
     """Tensors of several dtypes, beside what each rank has."""
     rank, group = dist.get_rank(), dist.group.WORLD.group_name
-    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.int32]
     ours = [[torch.arange(7)[: max(1, torch.Size(size).numel())] + each for size in _GATHERED] for each in range(2)]
     tensors = [
         [
@@ -44,6 +44,9 @@ def _gathers() -> None:
         torch.testing.assert_close(
             _c10d.wait_tensor(each), torch.cat([part.reshape(-1, *part.shape[1:]) for part in parts])
         )
+    sums = all_reduces_apart([tensors[rank][0], tensors[rank][3]], "sum", group)
+    for at, total in zip((0, 3), sums, strict=True):
+        torch.testing.assert_close(_c10d.wait_tensor(total), tensors[0][at] + tensors[1][at])
     one = gather_apart(tensors[rank][0], 2, group)
     torch.testing.assert_close(_c10d.wait_tensor(one), torch.cat([tensors[0][0], tensors[1][0]]))
 

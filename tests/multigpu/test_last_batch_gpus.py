@@ -1,4 +1,4 @@
-"""A smaller batch on one rank of two GPUs, over NCCL."""
+"""A smaller batch on one of two ranks, on a GPU for each or on one that they share."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.multigpu.test_copies_gpus import on_ranks
 from tests.planning.test_last_batch_ranks import ROWS, losses_of_one_process, train
-from tests.ranks import values_on_ranks
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_batch_of_another_size_on_one_gpu_trains_as_in_one_process(tmp_path: Path) -> None:
-    ranks = values_on_ranks(train, 2, str(tmp_path), len(ROWS), "cuda", timeout_s=240, backend="nccl")
+    ranks = on_ranks(2, train, str(tmp_path), len(ROWS), "cuda")
     for each in ranks:
         assert each["losses"] == pytest.approx(losses_of_one_process(), rel=1e-4)
     assert [each["alone"] for each in ranks] == [[0, 0, 2, 2], [0, 2, 2, 4]]
