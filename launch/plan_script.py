@@ -94,6 +94,11 @@ class _FirstUpdate:
         self.not_counted: dict[str, None] = {}  # classes of optimizers whose state is not known, and why
         self._began = False
 
+    def note_module(self, module: nn.Module, *_: object) -> None:
+        """The hook of all modules that get a part, but for those that Dynamo traces being made (a slice of a list)."""
+        if not torch.compiler.is_compiling():
+            self.modules.add(module)
+
     def before_step(self, first: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The hook of all optimizers."""
         if self._began:
@@ -155,9 +160,9 @@ def plan_script(
     update = _FirstUpdate()
     hooks = (
         register_optimizer_step_pre_hook(update.before_step),
-        module_hooks.register_module_module_registration_hook(lambda module, *_: update.modules.add(module)),
-        module_hooks.register_module_parameter_registration_hook(lambda module, *_: update.modules.add(module)),
-        module_hooks.register_module_buffer_registration_hook(lambda module, *_: update.modules.add(module)),
+        module_hooks.register_module_module_registration_hook(update.note_module),
+        module_hooks.register_module_parameter_registration_hook(update.note_module),
+        module_hooks.register_module_buffer_registration_hook(update.note_module),
     )
     try:
         patched = _patched(world_size, local, options, zeros, adopted, by_blocks, update)
