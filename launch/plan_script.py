@@ -186,6 +186,11 @@ def plan_script(
     if zeros:
         assumptions.append(f"whole numbers that it reads from tensors are 0, as indices are ({', '.join(zeros)})")
     assumptions += [f"without the state of {reason}" for reason in update.not_counted]
+    if world_size > 1 and not any(graph.collectives for graph in step.graphs):
+        assumptions.append(
+            f"no communication between {world_size} ranks, as no compiled graph has any: the script did not shard its"
+            " model here (a trainer may do that only where it finds a GPU)"
+        )
     step = replace(step, world_size=world_size, calls=calls, update_peak_bytes=update.peak_bytes)
     return Report((step,)), assumptions
 

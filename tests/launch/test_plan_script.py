@@ -150,7 +150,7 @@ def test_fsdp2_as_it_stands_is_planned_as_if_adopted(script, compiled):
 def test_the_state_of_optimizers_is_in_the_peak(tmp_path, optimizers, state, update_numbers):
     path = tmp_path / "train.py"
     path.write_text(STATE.replace("{optimizers}", optimizers))
-    report, assumed = plan_script(path, [], 8, 8, Config.of({**H200, "passes": "none"}))
+    report, assumed = plan_script(path, [], 1, 1, Config.of({**H200, "passes": "none"}))
     (step,) = report.steps
     assert assumed == []
     parameters_bytes = 8 * 1024 * 4
@@ -169,7 +169,7 @@ def test_the_state_of_optimizers_is_in_the_peak(tmp_path, optimizers, state, upd
 def test_an_optimizer_that_cannot_step_is_named(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(STATE.replace("{optimizers}", "Guarded(parameters)"))
-    report, assumed = plan_script(path, [], 8, 8, Config.of({**H200, "passes": "none"}))
+    report, assumed = plan_script(path, [], 1, 1, Config.of({**H200, "passes": "none"}))
     assert assumed == ["without the state of Guarded: AssertionError: no learning rate"]
     assert report.steps[0].optimizer_bytes == {}
     assert "the state of an optimizer comes on top" in str(report)
@@ -230,8 +230,9 @@ def test_each_script_of_a_process_has_its_own_globals(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(WIDTHS)
     for width in ("8", "16"):
-        report, _ = plan_script(path, [width], 8, 8, Config.of(H200))
+        report, assumed = plan_script(path, [width], 8, 8, Config.of(H200))
         assert len(report.steps[0].graphs) == 2, "the width of another script would be an error"
+        assert [line.split(",")[0] for line in assumed] == ["no communication between 8 ranks"]
 
 
 def test_a_script_that_compiles_nothing_says_so(script):
