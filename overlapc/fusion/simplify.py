@@ -14,7 +14,7 @@ once for all of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import replace
 
 import sympy
@@ -49,6 +49,7 @@ def simplified(body: Body) -> Body:
     varies = depends_on(body.values(), {loop.symbol for loop in body.reduction})
     uses = Counter(operand for value in body.values() for operand in value.operands())
     uses.update(value for store in body.stores for value in store.operands())
+    unmasked = {load for load in body.loads() if load.mask is None}
     unseen = unseen_where_masked(body)
     new: dict[Value, Value] = {}
     for value in body.values():
@@ -58,7 +59,7 @@ def simplified(body: Body) -> Body:
         elif isinstance(built, Reduce) and built.kind == "sum":
             built = _picked(built, body, varies)
         elif isinstance(value, Load) and value.mask is not None:
-            built = _read_once(value, built, body.values(), unseen)
+            built = _read_once(value, built, unmasked, unseen)
         new[value] = built
         if built is not value:
             uses[built] = max(uses[built], uses[value])
@@ -130,12 +131,12 @@ def _operation_first(value: Value, uses: Mapping[Value, int]) -> Value:
 # --- an element that is read anyway
 
 
-def _read_once(load: Load, built: Value, values: Sequence[Value], unseen: Container[Load]) -> Value:
-    """What `load` reads where its mask holds, by the load without a mask that the body has, too.
+def _read_once(load: Load, built: Value, unmasked: Container[Load], unseen: Container[Load]) -> Value:
+    """What `load` reads where its mask holds, by the load without a mask that the body has, too (one of `unmasked`).
 
     `built` is `load` over new operands, which is returned where there is no such load.
     """
-    if not isinstance(built, Load) or built.mask is None or replace(load, mask=None) not in values:
+    if not isinstance(built, Load) or built.mask is None or replace(load, mask=None) not in unmasked:
         return built
     element = replace(built, mask=None)
     return element if load in unseen else op("where", built.mask, element, constant(0, load.dtype))
