@@ -22,7 +22,7 @@ from overlapc.fx.versions import compiled_autograd, copied_capture, runs_under_d
 from overlapc.report.captures import CAPTURES
 from overlapc.runtime.async_inputs import arrived, not_waited_for, plain_examples, tensors_of_tensors, waits_first
 from overlapc.runtime.counters import count
-from overlapc.runtime.input_offsets import always_eagerly, eagerly_elsewhere, offsets_traced, why_eagerly
+from overlapc.runtime.input_offsets import InputPlaces, always_eagerly, eagerly_elsewhere
 from overlapc.runtime.steps import watch_optimizers
 from overlapc.runtime.triton_launch import get_ready
 from overlapc.warm.fingerprint import NotCacheable, user_graph_key
@@ -63,10 +63,11 @@ def overlapc(
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
         late, within = not_waited_for(example_inputs), tensors_of_tensors(example_inputs)
         if not late and not within:
-            reason = why_eagerly(gm, example_inputs)
+            places = InputPlaces(gm, example_inputs)
+            reason = places.why_eagerly()
             if reason is not None:
                 return always_eagerly(copied_capture(gm), reason)
-            offsets = offsets_traced(gm, example_inputs)
+            offsets = places.offsets()
             if offsets:
                 eager = copied_capture(gm)  # tracing rewrites the graph of `gm`
                 return eagerly_elsewhere(_step(gm, example_inputs, config, number, devices), eager, offsets)

@@ -11,7 +11,7 @@ to be constant while Dynamo traced. Both kinds of graphs run eagerly from the st
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,45 +22,57 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from overlapc.runtime.counters import count
 
 
-def why_eagerly(gm: GraphModule, inputs: Sequence[Any]) -> str | None:
-    """Why no compiled step is right for these inputs, whatever they hold; None where one is."""
-    known, strided = _strided_inputs(inputs), set(_strided_memories(gm))
-    if not strided and not _share_memory(known):
-        return None
-    examples = _examples(gm)
-    for at, value in known.items():
-        if value.storage_offset() and _changes(examples[at]) and _read_by_strided(examples[at], strided):
-            return (
-                "it changes an input that does not begin its memory, and reads it by as_strided with an offset, which"
-                " counts from there"
-            )
-        if _changes_beside_another(at, known, examples):
-            group = [other for other in known if _memory(known[other]) == _memory(value)]
-            sizes = [
-                number
-                for other in group
-                for number in (*examples[other].shape, *examples[other].stride(), examples[other].storage_offset())
-            ]
-            symbolic = any(isinstance(number, torch.SymInt) and number.node.maybe_as_int() is None for number in sizes)
-            if not symbolic and any(_was_symbolic(known[other], examples[other]) for other in group):
+class InputPlaces:
+    """Where the inputs of a graph lie in memory, as far as the graph computes with it."""
+
+    def __init__(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
+        self._strided = set(_strided_memories(gm))
+        self._inputs = _strided_inputs(inputs)
+        self._in_memory: dict[int, list[int]] = {}  # positions of the inputs that lie in it
+        for at, value in self._inputs.items():
+            self._in_memory.setdefault(_memory(value), []).append(at)
+        if not self._strided and len(self._in_memory) == len(self._inputs):
+            self._inputs = {}
+        self._examples = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+
+    def why_eagerly(self) -> str | None:
+        """Why no compiled step is right for these inputs, whatever they hold; None where one is."""
+        for at, value in self._inputs.items():
+            if value.storage_offset() and _changes(self._examples[at]) and self._read_by_strided(at):
+                return (
+                    "it changes an input that does not begin its memory, and reads it by as_strided with an offset,"
+                    " which counts from there"
+                )
+            if self._changes_beside_another(at) and self._turned_constant(self._in_memory[_memory(value)]):
                 return "it changes an input that shares memory with another, and torch cannot trace their sizes"
-    return None
+        return None
 
+    def offsets(self) -> dict[int, int]:
+        """Position -> elements of its memory before an input, where its place in memory was traced as a constant."""
+        offsets: dict[int, int] = {}
+        for at, value in self._inputs.items():
+            counts = self._read_by_strided(at) and (value.requires_grad or _changes(self._examples[at]))
+            if counts or self._changes_beside_another(at):
+                offsets[at] = int(value.storage_offset())
+        return offsets
 
-def offsets_traced(gm: GraphModule, inputs: Sequence[Any]) -> dict[int, int]:
-    """Position -> elements of its memory before an input, for inputs whose place in memory was traced as a constant."""
-    known = _strided_inputs(inputs)
-    strided = set(_strided_memories(gm))
-    if not strided and not _share_memory(known):
-        return {}
-    examples = _examples(gm)
-    offsets: dict[int, int] = {}
-    for at, value in known.items():
-        read = _read_by_strided(examples[at], strided)
-        counts = read and (value.requires_grad or _changes(examples[at]))
-        if counts or _changes_beside_another(at, known, examples):
-            offsets[at] = int(value.storage_offset())
-    return offsets
+    def _read_by_strided(self, at: int) -> bool:
+        """Whether `as_strided` with an offset reads the input's memory."""
+        example = self._examples[at]
+        return None in self._strided or (isinstance(example, Tensor) and _memory(example) in self._strided)
+
+    def _changes_beside_another(self, at: int) -> bool:
+        return len(self._in_memory[_memory(self._inputs[at])]) > 1 and _changes(self._examples[at])
+
+    def _turned_constant(self, group: Sequence[int]) -> bool:
+        """Whether sizes of these inputs were symbols, and are numbers now."""
+        examples = [self._examples[at] for at in group]
+        numbers = [
+            number for example in examples for number in (*example.shape, *example.stride(), example.storage_offset())
+        ]
+        if any(isinstance(number, torch.SymInt) and number.node.maybe_as_int() is None for number in numbers):
+            return False
+        return any(_was_symbolic(self._inputs[at], self._examples[at]) for at in group)
 
 
 def always_eagerly(eager: GraphModule, reason: str) -> Callable[..., Any]:
@@ -119,27 +131,9 @@ def _strided_inputs(inputs: Sequence[Any]) -> dict[int, Tensor]:
     }
 
 
-def _share_memory(inputs: Mapping[int, Tensor]) -> bool:
-    return len({_memory(value) for value in inputs.values()}) < len(inputs)
-
-
 def _was_symbolic(value: Tensor, example: Tensor) -> bool:
     """Whether a tensor is still marked as one of symbolic sizes; AOTAutograd makes the example of a view anew."""
     return example._has_symbolic_sizes_strides and not value._is_view()
-
-
-def _examples(gm: GraphModule) -> list[Any]:
-    return [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
-
-
-def _read_by_strided(example: Any, strided: Collection[int | None]) -> bool:
-    """Whether `as_strided` with an offset reads the input's memory."""
-    return None in strided or (isinstance(example, Tensor) and _memory(example) in strided)
-
-
-def _changes_beside_another(at: int, inputs: dict[int, Tensor], examples: Sequence[Any]) -> bool:
-    shared = any(other != at and _memory(value) == _memory(inputs[at]) for other, value in inputs.items())
-    return shared and _changes(examples[at])
 
 
 def _changes(example: Any) -> bool:
