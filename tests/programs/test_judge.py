@@ -125,6 +125,13 @@ def test_noise_keeps_what_is_equal_and_what_is_exact() -> None:
     assert not torch.equal(y, x.sin() * x)
 
 
+def test_noise_survives_a_zero_gradient_without_memory() -> None:
+    x = torch.randn(6, requires_grad=True)
+    with Noise(1):
+        (grad,) = torch.autograd.grad(x.deg2rad().sgn().sum(), x)
+    assert not grad.any()
+
+
 def test_the_smallest_failing_program_is_found() -> None:
     made = program(
         "v1 = x0 + 1",
