@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from overlapc.report import record
 from overlapc.runtime.counters import counted
-from tests.ranks import values_on_ranks
+from tests.ranks import on_gpus, take_gpu, values_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -79,6 +79,7 @@ def sharded_steps(root: str) -> list[dict[str, Any]]:
     from overlapc.launch.llama import Llama, LlamaConfig
 
     candidates.MOST = 2  # of a kernel at once: who measures what is looked at here, not what is found
+    take_gpu()
     rank = dist.get_rank()
     cache = Path(root) / str(rank)  # of its own, as on another host
     mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("dp",))
@@ -89,7 +90,13 @@ def sharded_steps(root: str) -> list[dict[str, Any]]:
     for layer in (*model.layers, model):
         overlapc.fully_shard(layer, mesh=mesh)
     tokens = torch.randint(0, 8192, (2, 1024), device="cuda")
-    options = {"autotune": True, "cache_dir": str(cache), "autotune_seconds": 30, "rank_timeout": 60}
+    options = {
+        "autotune": True,
+        "cache_dir": str(cache),
+        "autotune_seconds": 30,
+        "rank_timeout": 60,
+        "warm_start": True,
+    }
     seen = []
     for start in ("cold", "lost"):
         if start == "lost" and rank == 1:
@@ -117,9 +124,7 @@ def sharded_steps(root: str) -> list[dict[str, Any]]:
 
 
 def test_ranks_choose_alike(tmp_path: Path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
-    first, second = values_on_ranks(sharded_steps, 2, str(tmp_path), timeout_s=110, backend="nccl")
+    first, second = values_on_ranks(sharded_steps, 2, str(tmp_path), timeout_s=110, **on_gpus(2))
     for one, other in zip(first, second, strict=True):
         assert one["tuned"] == other["tuned"]  # to the last digit of each time
         assert one["schedules"] == other["schedules"]
