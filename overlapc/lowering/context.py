@@ -65,6 +65,7 @@ class Lowering:
         self.latest: dict[str, str] = {}  # root buffer -> its name after the latest mutation
         self.original_inputs: dict[str, View] = {}  # copy of an input -> the input
         self.mutated: dict[str, str] = {}  # name after a mutation -> root buffer
+        self.numbers: dict[str, Constant] = {}  # written as tensors on the CPU: `torch.tensor(0.5)`
         self.functions: dict[tuple[Any, ...], LoweredGraph] = {}  # of attentions, which layers have in common
         self.known: set[str] = set()  # symbols that the arguments or an earlier op bring
         self.graph = LoweredGraph(name, (), {}, {}, {}, {}, {}, [], (), {})
@@ -270,11 +271,21 @@ class Lowering:
 
     def element(self, arg: Any, position: Sequence[sympy.Expr]) -> Value:
         """The element of `arg` that belongs to `position` of a tensor it is broadcast to."""
+        known = self.number_of(arg)
+        if known is not None:
+            return known
         if isinstance(arg, View):
             skip = len(position) - len(arg.size)
             at = tuple(sympy.S.Zero if is_one(extent) else position[skip + dim] for dim, extent in enumerate(arg.size))
             return Load(arg.buffer, arg.layout.at(at), arg.dtype)
         return self.scalar(arg)
+
+    def number_of(self, arg: Any) -> Constant | None:
+        """The number that the program wrote as a tensor on the CPU, if `arg` is one.
+
+        To eager's kernels for other devices such a tensor is a number; only the promotion of dtypes tells them apart.
+        """
+        return self.numbers.get(arg.buffer) if isinstance(arg, View) else None
 
     def scalar(self, arg: Any) -> Value:
         """A number or size as a value, in Python's own widest dtype of its kind."""

@@ -49,6 +49,8 @@ GENERATED_DTYPES = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
      torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2)
 )  # fmt: skip
+# Beside element-wise ops; their lowerings, too, take a number that lies on the CPU as a constant of the kernel.
+READS_NUMBERS = frozenset((aten._to_copy.default, aten.masked_fill.Tensor))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -220,7 +222,7 @@ class GraphLowering:
             self.copied_views.add(copied.buffer)
             return copied
         rule = lowering_of(target)
-        if rule is not None and self._can_generate(value, args, kwargs):
+        if rule is not None and self._can_generate(target, value, args, kwargs):
             count = len(self.graph.ops)
             try:
                 return rule(self.context, *args, **kwargs)
@@ -258,9 +260,11 @@ class GraphLowering:
 
         return torch.fx.node.map_aggregate(tree, leaf)
 
-    def _can_generate(self, value: Any, args: Any, kwargs: Any) -> bool:
+    def _can_generate(self, target: Any, value: Any, args: Any, kwargs: Any) -> bool:
         outputs = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         views = views_in((args, kwargs))
+        if target in READS_NUMBERS or torch.Tag.pointwise in getattr(target, "tags", ()):
+            views = [view for view in views if self.context.number_of(view) is None]
         devices = {*(tensor.device for tensor in outputs), *(view.layout.device for view in views)}
         if len(devices) != 1 or not self.generates(next(iter(devices))):
             return False

@@ -10,6 +10,8 @@ from typing import Any
 import sympy
 import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.ir.body import LOW_PRECISION, Body, Cast, Constant, Index, Value, op
 from overlapc.ir.conversions import cast, constant
@@ -83,6 +85,8 @@ def as_read(context: Lowering, name: str, args: Sequence[Any], values: Sequence[
         if not context.rounds:
             return name in STEPS
         if not isinstance(arg, View) or arg.dtype == common:
+            return False
+        if context.number_of(arg) is not None and context.value_of().device.type != "cpu":
             return False
         is_number = at == 1 and not arg.size and arg.layout.device.type == "cpu"
         return not (is_number and name in SCALED_BY_NUMBER)
@@ -197,9 +201,20 @@ def _scaled_sum(context: Lowering, name: str, x: Any, y: Any, alpha: Any) -> Vie
 
 @lowers(aten.div.Tensor, aten.div.Scalar)
 def div(context: Lowering, x: Any, y: Any) -> View:
-    if isinstance(x, View) and x.layout.device.type == "cuda" and isinstance(y, int | float):
+    known = context.number_of(y)
+    number = y if known is None else known.number
+    dtype = context.promoted(TO_FLOAT, x, y)
+    if (
+        isinstance(x, View)
+        and x.layout.device.type == "cuda"
+        and isinstance(number, int | float)
+        and not dtype.is_complex
+    ):
         # What eager does there, bit by bit: it multiplies by the inverse of a number.
-        return compute("mul", TO_FLOAT, context, x, _inverse(y, context.promoted(TO_FLOAT, x, y)))
+        inverse = constant(_inverse(number, dtype), dtype)
+        return context.pointwise(
+            lambda value: apply("mul", dtype, *as_read(context, "mul", (x, y), (value, inverse))), x
+        )
     return compute("div", TO_FLOAT, context, x, y)
 
 
@@ -393,9 +408,22 @@ def convert(value: Value, dtype: torch.dtype) -> Value:
     return value
 
 
-@lowers(aten.clone.default, aten.alias_copy.default, aten.lift_fresh_copy.default)
+@lowers(aten.clone.default, aten.alias_copy.default)
 def clone(context: Lowering, x: View, memory_format: Any = None) -> View:
     return context.pointwise(lambda value: value, x)
+
+
+@lowers(aten.lift_fresh_copy.default)
+def lift_fresh_copy(context: Lowering, x: View) -> View:
+    """A copy of a tensor that the program wrote, as `torch.tensor(0.5)`."""
+    copied = clone(context, x)
+    written = context.graph.constants.get(x.buffer)
+    if not isinstance(written, torch.Tensor) or isinstance(written, FakeTensor) or written.ndim:
+        return copied
+    if written.device.type == "cpu" and not written.dtype.is_complex:
+        with _disable_current_modes():
+            context.numbers[copied.buffer] = constant(written.item(), written.dtype)
+    return copied
 
 
 @lowers(aten.copy.default)

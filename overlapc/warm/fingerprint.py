@@ -15,6 +15,7 @@ import sympy
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import Node
 
 from overlapc.errors import OverlapcError
@@ -81,7 +82,10 @@ def _lines(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _attribute(gm: fx.GraphModule, node: Node) -> Iterator[str]:
-    """What the graph carries along: a tensor is taken from the graph itself later, so its form is enough."""
+    """What the graph carries along: a tensor is taken from the graph itself later, so its form is enough.
+
+    But for one number, which kernels may have as a constant.
+    """
     held: Any = gm
     for part in str(node.target).split("."):
         held = getattr(held, part)
@@ -89,6 +93,8 @@ def _attribute(gm: fx.GraphModule, node: Node) -> Iterator[str]:
         yield from _lines(held)
     elif isinstance(held, Tensor):
         yield _value(held)
+        if not held.ndim and held.device.type == "cpu" and not isinstance(held, FakeTensor):
+            yield repr(held.item())
     else:
         raise NotCacheable(f"{node.name} holds a {type(held).__name__}")
 

@@ -11,6 +11,8 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from overlapc.fx.decompositions import decompositions
+from overlapc.ir.ops import Loops
 from overlapc.lowering import lower
 from tests.codegen.interpreted import triton_on_cpu
 from tests.lowering.against_eager import compiled, same
@@ -171,6 +173,23 @@ def test_on_a_gpu_a_tensor_is_multiplied_by_the_inverse_of_a_number():
     assert first.args[1].number == (torch.tensor(1.0) / torch.tensor(448.0)).item()
     assert second.args[1].number == 1 / 3
     assert [value.name for value in (first, second, third)] == ["mul", "mul", "div"]
+
+
+def test_a_number_on_the_cpu_is_a_constant_of_a_kernel_for_a_gpu():
+    def function(x):
+        scaled = x * torch.tensor(0.1) / torch.tensor(3.0)
+        kept = scaled.masked_fill(x >= torch.tensor(2), torch.tensor(-1.0))
+        return kept + torch.tensor(7), x.double() / torch.tensor(3.0, dtype=torch.float64)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(8, device="cuda", dtype=torch.bfloat16)
+        traced = make_fx(function, decomposition_table=decompositions())(x)
+    graph = lower(traced, "graph", lambda device: True, lambda node: None)
+    kernels = [each for each in graph.ops if each.device.type == "cuda"]
+    assert {type(each) for each in kernels} == {Loops}
+    on_cpu = {each.name for each in graph.ops} - {each.name for each in kernels}
+    assert on_cpu  # the numbers themselves, which nothing reads any more
+    assert not any(load.buffer in on_cpu for each in kernels for load in each.body.loads())
 
 
 def test_no_gradient_comes_from_between_the_bounds_of_softshrink():

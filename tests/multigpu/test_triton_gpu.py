@@ -178,3 +178,21 @@ def test_a_failed_check_names_its_node_and_line(tmp_path: Path):
     assert re.search(
         r"an index is out of bounds for dimension 0 with size 5, in .*index.* \| .*script\.py:6", ended.stderr
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_numbers_written_as_tensors_on_the_cpu_are_part_of_a_kernel(dtype: torch.dtype):
+    x = torch.linspace(-3, 3, 1001, device="cuda").to(dtype)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scaled = x * torch.tensor(0.1) / torch.tensor(3.0)
+        kept = scaled.masked_fill(x >= torch.tensor(0.7), torch.tensor(-1.0))
+        there = torch.tensor(7, device=x.device)
+        return kept + torch.tensor(7.3), x.double() / torch.tensor(3.0, dtype=torch.float64), x - there, x**there
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = torch.compile(function, backend="overlapc", fullgraph=True)(x)
+    torch.testing.assert_close(found[:3], function(x)[:3], rtol=0, atol=0)
+    torch.testing.assert_close(found[3], function(x)[3])
+    assert not [name for name in torch._dynamo.utils.counters["overlapc"] if name.startswith("fallback")]

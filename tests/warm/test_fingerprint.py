@@ -82,6 +82,11 @@ def test_what_a_graph_carries_counts_by_its_form_and_what_has_none_is_refused():
         carrying({})
 
 
+def test_a_number_that_a_graph_carries_counts_by_its_value():
+    # Kernels for other devices have it as a constant, so a kept graph would compute with the number of another one.
+    assert key(lambda x: x * torch.tensor(0.5), X) != key(lambda x: x * torch.tensor(0.25), X)
+
+
 def user_key(inputs: list[Any], function: Callable[..., Any] = torch.add, **kwargs: Any) -> str:
     """Of a graph as Dynamo captures it: one call."""
     graph = fx.Graph()
