@@ -3,8 +3,9 @@
 Kernels that take most of a graph come first; equal ones are measured once, in all graphs and processes of a host, as
 times are kept by the text of a kernel, the device and the versions of what compiles it.
 
-Ranks divide the kernels, tell each other the times and decide by the same ones: all of them run the same kernels, so
-that what they compute alike stays alike, and none waits for another for longer than `seconds` and a compilation.
+Ranks divide the kernels that all of them have, tell each other the times and decide by the same ones: they run the same
+kernels, so that what they compute alike stays alike. A kernel that only one rank has is measured by that rank. No rank
+waits for another for longer than `seconds` and a compilation.
 """
 
 from __future__ import annotations
@@ -102,12 +103,13 @@ def tune(
     kernels, trials = trials_of(schedule, graph, weigh)
     kept = KeptTimes(cache_dir, graph)
     known = {each.name: kept.read(each) for each in trials}
+    common = trials if agreement is None else _on_all_ranks(agreement, kept, trials)
     own, ranks = (0, 1) if agreement is None else agreement.place
-    share = [each for each in trials[own::ranks] if explore(each, known[each.name]).missing]
-    measured = measure(share, known, graph, cache_dir, seconds)
-    agreed: Mapping[str, Mapping[str, float]] = known | measured
+    left_to_others = {each.name for at, each in enumerate(common) if at % ranks != own}
+    share = [each for each in trials if each.name not in left_to_others and explore(each, known[each.name]).missing]
+    agreed: dict[str, Mapping[str, float]] = {**known, **measure(share, known, graph, cache_dir, seconds)}
     if agreement is not None:
-        agreed = _shared_times(agreement, kept, trials, agreed)
+        agreed |= _shared_times(agreement, kept, common, agreed)
     for each in trials:
         if agreed[each.name] != known[each.name]:
             kept.write(each, agreed[each.name])
@@ -125,10 +127,20 @@ def choose(trial: Trial, times: Mapping[str, float]) -> Choice:
     return Choice(met[best], times[best], heuristic, trial.nodes)
 
 
+def _on_all_ranks(agreement: GraphAgreement, kept: KeptTimes, trials: list[Trial]) -> list[Trial]:
+    """The kernels that all ranks have; the same, in the same order, on each.
+
+    A sum of what ranks exchanged has this rank's number in it, and a rank on another device has keys of its own.
+    """
+    told = agreement.tell("kernels to measure", "\n".join(map(kept.key, trials)))
+    common = set.intersection(*(set(keys.split()) for keys in told))
+    return [each for each in trials if kept.key(each) in common]
+
+
 def _shared_times(
     agreement: GraphAgreement, kept: KeptTimes, trials: list[Trial], times: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Mapping[str, float]]:
-    """The times of each kernel that all ranks share; a rank on another device has keys of its own."""
+    """The times of kernels that all ranks have, the same on each."""
     known = {kept.key(each): times[each.name] for each in trials if times[each.name]}
     tables = agreement.agree_on_tables(known)
     return {each.name: tables.get(kept.key(each), {}) for each in trials}
