@@ -361,3 +361,14 @@ def test_the_compiler_vectorizes_every_loop_that_computes(kernels: Kernels, name
         text = "\n".join(lines[at - 1 : end])
         if "const float" in text:  # a loop that only copies may become a memcpy
             assert vectorized & set(range(at, end + 1)), text
+
+
+def test_no_header_takes_longer_to_parse_than_a_kernel_to_compile(tmp_path: Path):
+    """math.h alone took a quarter of the time that the compiler took for a small kernel."""
+    compiler = find_compiler()
+    source = tmp_path / "prelude.cpp"
+    source.write_text(prelude())
+    command = [*compiler.command, *compiler.flags, "-M", str(source)]
+    read = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "stdint.h" in read
+    assert not re.findall(r"\S*/(?:math|stdlib)\.h", read)

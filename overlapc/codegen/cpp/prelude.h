@@ -1,9 +1,22 @@
 // What every generated kernel starts with: element-wise functions with torch's meaning, written so that a compiler
-// can vectorize loops over them. No C++ library headers: they would cost more to parse than a kernel to compile.
-#include <math.h>
+// can vectorize loops over them. No C++ library headers, and no math.h or stdlib.h: they would cost more to parse than a
+// kernel to compile (of 95 ms for a small kernel, math.h took 22 ms and stdlib.h 5 ms).
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
+
+#define DECLARE_1(name)                         \
+  extern "C" double name(double) noexcept;      \
+  extern "C" float name##f(float) noexcept;
+#define DECLARE_2(name)                              \
+  extern "C" double name(double, double) noexcept;   \
+  extern "C" float name##f(float, float) noexcept;
+DECLARE_1(sqrt) DECLARE_1(exp) DECLARE_1(exp2) DECLARE_1(expm1) DECLARE_1(log) DECLARE_1(log2) DECLARE_1(log10)
+DECLARE_1(log1p) DECLARE_1(sin) DECLARE_1(cos) DECLARE_1(tan) DECLARE_1(asin) DECLARE_1(acos) DECLARE_1(atan)
+DECLARE_1(sinh) DECLARE_1(cosh) DECLARE_1(tanh) DECLARE_1(asinh) DECLARE_1(acosh) DECLARE_1(atanh) DECLARE_1(erf)
+DECLARE_1(erfc) DECLARE_1(lgamma) DECLARE_1(fabs) DECLARE_1(floor) DECLARE_1(ceil) DECLARE_1(trunc) DECLARE_1(nearbyint)
+DECLARE_2(pow) DECLARE_2(fmod) DECLARE_2(atan2) DECLARE_2(hypot) DECLARE_2(copysign) DECLARE_2(nextafter)
+#define INFINITY __builtin_inff()
+#define NAN __builtin_nanf("")
 
 // sin, exp and their like have one implementation each, `same_sinf(x)`, whatever loop they stand in: a number computed
 // twice has the same bits in a vector, in the tail behind it and in a loop that is no vector loop. Where glibc has vector

@@ -82,7 +82,7 @@ class ReductionFunction(ScanningFunction):
         chunk = For("chunk", "0", "chunks")
         for at, store in enumerate(totals):
             kind = C_TYPE[store.value.dtype]
-            self.line(f"{kind}* const parts{at} = ({kind}*)malloc(sizeof({kind}) * chunks * width);")
+            self.line(f"{kind}* const parts{at} = ({kind}*)__builtin_malloc(sizeof({kind}) * chunks * width);")
             chunk.inside.append(f"{kind}* const part{at} = parts{at} + chunk * width;")
             chunk.inside.append(f"for (int64_t at = 0; at < width; ++at) part{at}[at] = {_IDENTITY[store.mode]};")
         row = For("row", "rows * chunk / chunks", "rows * (chunk + 1) / chunks")
@@ -121,7 +121,7 @@ class ReductionFunction(ScanningFunction):
         for loop in reversed(loops):
             self.close(loop)
         for at in range(len(totals)):
-            self.line(f"free(parts{at});")
+            self.line(f"__builtin_free(parts{at});")
 
     # ---- passes
 
