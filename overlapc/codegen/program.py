@@ -451,6 +451,9 @@ class ExpectLayout(Instruction):
         size, stride = wrapper.shape(self.layout)
         return [f"{self.variable} = rt.as_expected({self.variable!r}, {self.variable}, {size}, {stride})"]
 
+    def tracked(self, wrapper: PythonWrapper, lines: list[str]) -> list[str]:
+        return [*lines, f"life.laid_out({self.variable!r}, {self.variable})"]
+
     def add_to(self, wrapper: FxWrapper) -> None:
         expected = (self.variable, wrapper.env[self.variable], *wrapper.shape(self.layout))
         wrapper.define(self.variable, support.as_expected, expected, name=f"{self.variable}_laid_out")

@@ -112,6 +112,12 @@ class Lifecycle:
         if isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta":
             self._add(name, value)
 
+    def laid_out(self, name: str, value: object) -> None:
+        """`name` has its traced strides now, perhaps in a copy of what the call returned."""
+        if name in self._live and self._live[name].key != _key(value):
+            self.freed([name])
+            self.arrived(name, value)
+
     def lent(self, values: Mapping[str, object]) -> None:
         """These are in memory that is kept outside of the graph."""
         for name, value in values.items():

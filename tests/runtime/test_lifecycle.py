@@ -188,3 +188,13 @@ def test_a_takeover_moves_the_name():
     life.took_over("b", "a", a.view(2, 5))
     with pytest.raises(LifecycleError, match="c was to take over"):
         life.took_over("c", "b", other)
+
+
+def test_a_result_that_is_copied_into_the_traced_strides_lives_in_the_copy(tmp_path: Path):
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        every_other = x.as_strided((4,), (2,), 0)
+        return every_other, every_other.sin()
+
+    x = torch.randn(16)
+    options = {"check_lifecycle": True, "cache_dir": str(tmp_path)}
+    torch.testing.assert_close(torch.compile(f, backend="overlapc", options=options)(x), f(x))
