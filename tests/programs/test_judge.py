@@ -125,6 +125,19 @@ def test_noise_keeps_what_is_equal_and_what_is_exact() -> None:
     assert not torch.equal(y, x.sin() * x)
 
 
+def test_which_of_equal_elements_topk_takes_is_left_open() -> None:
+    made = program("v1 = (x0 - x0.detach()).flatten().topk(2).values")
+
+    def of_first(f: Callable[..., Any], x: Tensor, y: Tensor) -> tuple[Tensor]:
+        return ((x - x.detach()).flatten()[:2] * 1,)
+
+    def of_all(f: Callable[..., Any], x: Tensor, y: Tensor) -> tuple[Tensor]:
+        return (f(x, y)[0] + (x - x.detach()).sum(),)
+
+    assert not verdict_on(made, of_first).wrong
+    assert verdict_on(made, of_all).kind == "gradient"
+
+
 def test_noise_survives_a_zero_gradient_without_memory() -> None:
     x = torch.randn(6, requires_grad=True)
     with Noise(1):
