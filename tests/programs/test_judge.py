@@ -93,6 +93,11 @@ def test_what_cancels_within_an_op_is_not_known_better_than_its_steps() -> None:
     assert verdict_on(made, lambda f, x, y: (f(x, y)[0] * 1.02,)).wrong
 
 
+def test_the_sign_of_a_sum_of_exponents_that_is_one_is_not_known() -> None:
+    made = program("v1 = torch.logaddexp2(x0 * 0 - 1, x1 * 0 - 1).sign()")
+    assert verdict_on(made, lambda f, x, y: (x * 0,)).kind in ("right", "undecidable")
+
+
 def test_a_comparison_that_only_rounding_decides_is_undecidable() -> None:
     made = program("v1 = x0.exp().log() > x0")
     assert verdict_on(made, eager).kind == "right"
