@@ -6,9 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from overlapc.codegen.triton import TritonGenerator
 from overlapc.codegen.triton.tiling import Tiling
+from overlapc.fusion import fuse_ops
+from overlapc.ir.ops import Loops
 from tests.codegen.case import Case
 from tests.codegen.cubins import compile_source
 from tests.codegen.norm_cases import group_norm
@@ -17,6 +20,7 @@ from tests.codegen.scan_cases import scan_cases
 from tests.codegen.triton_cases import small, softmax
 from tests.codegen.triton_forms import variants
 from tests.codegen.triton_ops import all_cases
+from tests.fusion.programs import capture
 
 FORMS = [(case, form, tiling) for case in small() + scan_cases() for form, tiling in variants(case.body)]
 
@@ -54,6 +58,23 @@ def test_elements_that_take_turns_are_read_and_written_16_bytes_at_a_time(case: 
     compiled = compile_source(TritonGenerator().generate(case.body, case.name), tmp_path)[0]
     accesses = re.findall(r"(?:ld|st)\.global[\w.:]*\.(b16|v2\.b16|v4\.b16)", compiled.asm["ptx"])
     assert not accesses
+
+
+def test_rows_that_are_stored_and_computed_with_compile(tmp_path: Path):
+    """Triton's pass over layout conversions fails on some kernels that store all rows last."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        largest = x.amax(1)
+        share = (largest - largest).exp() / 3
+        mean = share / 5
+        return share, mean, (share + largest * largest).maximum(mean - 1).minimum(mean + 1)
+
+    ops, _ = fuse_ops(capture(function, torch.randn(1, 300)))
+    (kernel,) = ops
+    assert isinstance(kernel, Loops)
+    tiling = Tiling("looped", kernel.body.loops, 1, 1, r=kernel.body.reduction, rblock=64)
+    (compiled,) = compile_source(TritonGenerator().generate(kernel.body, "rows", tiling=tiling), tmp_path)
+    assert compiled.asm["cubin"]
 
 
 @pytest.mark.parametrize(("case", "form", "tiling"), FORMS, ids=[f"{case.name}-{form}" for case, form, _ in FORMS])

@@ -335,12 +335,21 @@ class ValueWriter(AxisWriter):
         return f', eviction_policy="evict_{"last" if again else "first"}"'
 
     def write(self, emit: Scope, names: dict[Value, str], stores: Sequence[Store], axes: Sequence[str]) -> None:
-        """Computes and writes `stores`; all computing comes first, so an output may overwrite an input in place."""
-        self.compute_all(emit, names, stores)
+        """Computes and writes `stores`; all loads come first, so an output may overwrite an input in place.
+
+        A row's store follows its value at once: Triton 3.6 keeps what it converts to the store's layout for values
+        that are computed before (its issue 8257: "operand #0 does not dominate this use").
+        """
+        values = [value for store in stores for value in store.operands()]
+        if self.kernel.is_reduction and tuple(axes) == ("x",):
+            values = [value for value in self.needed(values, names) if isinstance(value, Load)]
+        self.compute(emit, names, values)
         for store in stores:
+            pair = self.kernel.store_pairs.get(store)
+            together = [store] if pair is None else [pair.even, pair.odd]
+            self.compute_all(emit, names, together)
             index = self.index(store.index, store.indirect, names)
             covers = self._addressed(store.index, store.indirect) == set(axes)
-            pair = self.kernel.store_pairs.get(store)
             if pair is not None and covers:
                 if store is pair.even:
                     self.store_pair(emit, names, pair, axes)
