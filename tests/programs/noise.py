@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
 # What these compute on the way cancels (gelu far below 0 is x times a difference near 0): each step is rounded.
-_CANCEL = [aten.gelu, aten.gelu_backward, aten.silu_backward, aten.mish_backward, aten.logaddexp, aten.logaddexp2]
+_CANCEL = [aten.gelu, aten.gelu_backward, aten.silu_backward, aten.mish_backward]
+_CANCEL += [aten.logaddexp, aten.logaddexp2, aten.upsample_bilinear2d]
 # These kernels have 1/6 as a float32, whatever their argument is.
 _IMPRECISE = [aten.hardsigmoid, aten.hardsigmoid_backward, aten.hardswish, aten.hardswish_backward]
 _IN_STEPS = get_decompositions(_CANCEL + _IMPRECISE)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._decomp import get_decompositions
 
 from overlapc.errors import ToolchainError
 from tests.programs.by_triton import judge_triton
@@ -19,6 +20,7 @@ from tests.programs.program import Program
 from tests.programs.shrink import shrink
 from tests.programs.writes import DefinedWrites, UndefinedWrite
 
+aten = torch.ops.aten
 SETUP = (
     "p0 = leaf(numbers(1, (A, B), 'F32'))",
     "x0 = p0 * 1",
@@ -96,6 +98,16 @@ def test_what_cancels_within_an_op_is_not_known_better_than_its_steps() -> None:
 def test_the_sign_of_a_sum_of_exponents_that_is_one_is_not_known() -> None:
     made = program("v1 = torch.logaddexp2(x0 * 0 - 1, x1 * 0 - 1).sign()")
     assert verdict_on(made, lambda f, x, y: (x * 0,)).kind in ("right", "undecidable")
+
+
+def test_an_interpolation_that_cancels_is_known_as_well_as_its_steps() -> None:
+    made = program("v1 = F.interpolate(torch.stack([x0, x0 * -3.001], 1)[None], scale_factor=2, mode='bilinear')")
+
+    def in_steps(f: Callable[..., Any], x: Tensor, y: Tensor) -> tuple[Tensor]:
+        rule = aten.upsample_bilinear2d.vec
+        return (get_decompositions([rule])[rule](torch.stack([x, x * -3.001], 1)[None], None, False, [2.0, 2.0]),)
+
+    assert not verdict_on(made, in_steps).wrong
 
 
 def test_a_comparison_that_only_rounding_decides_is_undecidable() -> None:
