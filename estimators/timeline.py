@@ -19,7 +19,7 @@ simulator/machine.py is the machine that does so; simulator/incremental.py repla
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -122,6 +122,15 @@ class Timeline:
         """(start, end) of a node in ns."""
         at = self.schedule.position(name)
         return self.start_ns[at], self.end_ns[at]
+
+
+def simulated_ns(schedule: Schedule, profile: DeviceProfile, nodes: Sequence[int]) -> float:
+    """How long a step takes that has only these nodes of `schedule`, given by position, in this order."""
+    count = len(schedule.nodes)
+    machine = Machine(costs_of(schedule, profile), [0.0] * count, [0.0] * count)
+    machine.run(nodes)
+    machine.finish()
+    return machine.now
 
 
 def simulate(schedule: Schedule, profile: DeviceProfile = IDEAL) -> Timeline:

@@ -41,6 +41,7 @@ from overlapc.planning.plan_graph import (
 )
 from overlapc.planning.rank_notes import notes_of
 from overlapc.planning.transports import rank_in_graphs
+from overlapc.report.kept_gathered import NO_BUDGET, SWITCHED_OFF, GatherChoice
 from overlapc.runtime.cache import KernelCache, content_key
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
@@ -50,13 +51,15 @@ from overlapc.warm.fingerprint import NotCacheable, graph_key
 from overlapc.warm.loading import uses_disk_cache
 
 _SUFFIX = ".gathers.json"
+_KEY = "overlapc_gathers"  # of a `GatherChoice` in GraphModule.meta
 
 
 def partition_of(gm: GraphModule, config: Config, number: int, *, runs: bool) -> Partition:
-    """What divides the joint graph of `gm`, which Dynamo captured as step `number`. runs: as for `plan_graph`."""
-    if config.memory_budget is None or not config.keep_gathered:
-        return partition
-    return partial(_within_budget, config=config, number=number, runs=runs, captured=gm)
+    """What divides the joint graph of `gm`, which Dynamo captured as step `number`. runs: as for `plan_graph`.
+
+    Forward and backward get a `GatherChoice` each, for the report.
+    """
+    return partial(_divided, config=config, number=number, runs=runs, captured=gm)
 
 
 def _held_beside_others(captured: GraphModule) -> str:
@@ -69,7 +72,7 @@ def _held_beside_others(captured: GraphModule) -> str:
     return "a module is compiled by itself" if compiled_alone(captured.graph) else ""
 
 
-def _within_budget(
+def _divided(
     joint: GraphModule,
     joint_inputs: Any,
     *,
@@ -79,6 +82,10 @@ def _within_budget(
     runs: bool,
     **options: Any,
 ) -> tuple[GraphModule, GraphModule]:
+    if config.memory_budget is None or not config.keep_gathered:
+        graphs = partition(joint, joint_inputs, **options)
+        why = NO_BUDGET if config.memory_budget is None else SWITCHED_OFF
+        return _noted(graphs, GatherChoice(frozenset(), gathered_again(graphs[1].graph), why))
     again = GraphModule(joint, copied(joint.graph))
     again.meta.update(joint.meta)
     forward, backward = partition(joint, joint_inputs, **options)
@@ -88,12 +95,25 @@ def _within_budget(
     reason = _held_beside_others(captured) or _unfit(config, forward, backward)
     if reason:
         count(f"parameters not kept gathered: {reason}")
-        return forward, backward
-    kept = _Choice(forward, backward, gathers, without_measuring_kernels(config), number, runs).made()
+        return _noted((forward, backward), GatherChoice(frozenset(), gathers, f"none are kept: {reason}"))
+    kept, why = _Choice(forward, backward, gathers, without_measuring_kernels(config), number, runs).made()
+    choice = GatherChoice(frozenset(kept), gathers, why)
     if not kept:
-        return forward, backward
+        return _noted((forward, backward), choice)
     count("gathers_kept_for_backward", len(kept))
-    return partition(again, joint_inputs, keep=kept, **options)
+    return _noted(partition(again, joint_inputs, keep=kept, **options), choice)
+
+
+def _noted(graphs: tuple[GraphModule, GraphModule], choice: GatherChoice) -> tuple[GraphModule, GraphModule]:
+    for graph in graphs:
+        graph.meta[_KEY] = choice
+    return graphs
+
+
+def choice_of(gm: GraphModule) -> GatherChoice:
+    """What was decided when the joint graph of `gm` was divided; for a graph of another kind, nothing."""
+    found: GatherChoice = gm.meta.get(_KEY, GatherChoice())
+    return found
 
 
 def _unfit(config: Config, *graphs: GraphModule) -> str:
@@ -114,6 +134,7 @@ class _Kept:
 
     captured: Captured
     gathers: tuple[str, ...]
+    why: str  # and no more
 
 
 @dataclass(frozen=True)
@@ -127,20 +148,21 @@ class _Choice:
     number: int
     runs: bool
 
-    def made(self) -> tuple[str, ...]:
-        """The names, the same on all ranks."""
+    def made(self) -> tuple[tuple[str, ...], str]:
+        """The names, the same on all ranks, and why no more."""
         communication = described(find_collectives(self.forward.graph, self.config.safe_communication))
         peers = peers_of_graph(communication, self.config)
         if peers is None:  # each rank would choose by its own estimates
-            count("parameters not kept gathered: ranks do not meet while compiling (rank_check)")
-            return ()
+            reason = "ranks do not meet while compiling (rank_check)"
+            count(f"parameters not kept gathered: {reason}")
+            return (), f"none are kept: {reason}"
         forget_before_reset(peers)
         captured = tuple((node.name, found.comm) for node, found in communication.items())
         key = key_of("gathers", self.config)
         known: list[_Kept] = peers.agreed[key] if key is not None else []
         followed = to_follow(known, captured, peers)
         if followed is not None:  # perhaps on this rank alone
-            return followed.agreed.gathers
+            return followed.agreed.gathers, followed.agreed.why
         meeting = partial(
             peers.agreement, "kept gathered", self.config.rank_timeout, notes_of(self.forward, self.config)
         )
@@ -153,11 +175,11 @@ class _Choice:
                 told = agreement.tell("parameters that stay gathered", planned)
             if place is not None:
                 _choices(self.config.cache_dir).put(place, _SUFFIX, told[0])
-        kept = tuple(json.loads(told[0]))
-        known.append(_Kept(captured, kept))
-        return kept
+        kept, why = json.loads(told[0])
+        known.append(_Kept(captured, tuple(kept), why))
+        return tuple(kept), why
 
-    def _planned(self) -> tuple[str, ...]:
+    def _planned(self) -> tuple[tuple[str, ...], str]:
         with phase("graph"):
             forward = self._schedule(self.forward, f"forward_{self.number}")
             backward = self._schedule(self.backward, f"backward_{self.number}")

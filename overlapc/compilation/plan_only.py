@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from overlapc.compilation.counts import counts_of, fallbacks_of
 from overlapc.compilation.inner_graphs import Built, inner_graphs, times_of_inner
-from overlapc.compilation.kept_parameters import partition_of
+from overlapc.compilation.kept_parameters import choice_of, partition_of
 from overlapc.compilation.tracing import step_of
 from overlapc.config import Config
 from overlapc.passes.base import Context
@@ -23,6 +23,7 @@ from overlapc.planning.keep_gathered import Step, kept_gathers
 from overlapc.planning.plan_graph import Passes, Planned, plan_graph
 from overlapc.report import record
 from overlapc.report.graph_record import graph_record
+from overlapc.report.kept_gathered import NO_BUDGET, SWITCHED_OFF, GatherChoice, with_gathers
 from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
 from overlapc.runtime.steps import STEPS
@@ -46,18 +47,21 @@ def schedule_step(
 def plan_schedules(forward: tuple[Schedule, Context], backward: tuple[Schedule, Context], config: Config) -> None:
     """The passes on what `schedule_step` found, or on the like, recorded as graphs of this process."""
     step = Step.of(forward, backward)
+    again = frozenset(step.gathered_twice)
+    choice = GatherChoice(frozenset(), again, NO_BUDGET if config.memory_budget is None else SWITCHED_OFF)
     if config.memory_budget is not None and config.keep_gathered:
-        step = step.keeping(kept_gathers(step, step.gathered_twice))
+        kept, why = kept_gathers(step, again)
+        step, choice = step.keeping(kept), GatherChoice(frozenset(kept), again, why)
     began = time.perf_counter()
     for result in step.plans:
-        _remember(result, began)
+        _remember(result, began, choice)
 
 
 def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str) -> Callable[..., Any]:
     """Like compile_graph, but for fake tensors: the graph itself runs, as nothing is generated."""
     began = time.perf_counter()
     with phase("graph"):
-        _remember(_plan(gm, config, name), began)
+        _remember(_plan(gm, config, name), began, choice_of(gm))
     calls = STEPS.counter(name)
 
     def run(*args: Any) -> Any:
@@ -96,10 +100,11 @@ def _planned_within(gm: GraphModule, config: Config, name: str, *, within: bool,
     return Built(make_boxed_func(gm.forward), result.after.step_ns)
 
 
-def _remember(result: Result, began: float) -> None:
+def _remember(result: Result, began: float, choice: GatherChoice) -> None:
     _count(result)
     seconds = time.perf_counter() - began
-    record.add(graph_record(result, fallbacks=fallbacks_of(result), compile_seconds=seconds))
+    graph = graph_record(result, fallbacks=fallbacks_of(result), compile_seconds=seconds)
+    record.add(with_gathers(graph, result, choice))
 
 
 def _count(result: Result) -> None:

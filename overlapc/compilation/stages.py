@@ -22,7 +22,7 @@ from overlapc.codegen.program_builder import build_program
 from overlapc.codegen.sources import generate_kernels, kernels_of
 from overlapc.compilation.counts import counts_of, fallbacks_of
 from overlapc.compilation.inner_graphs import Built, inner_graphs, times_of_inner
-from overlapc.compilation.kept_parameters import partition_of
+from overlapc.compilation.kept_parameters import choice_of, partition_of
 from overlapc.compilation.tracing import step_of
 from overlapc.config import Config
 from overlapc.fx.sizes import guessed_size
@@ -35,6 +35,7 @@ from overlapc.planning.plan_graph import Planned, Reused, collective_lines, devi
 from overlapc.planning.transports import rank_in_graphs
 from overlapc.report import record
 from overlapc.report.graph_record import graph_record
+from overlapc.report.kept_gathered import GatherChoice, with_gathers
 from overlapc.report.model import GraphRecord
 from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministic
@@ -102,7 +103,7 @@ def _build(
             call = make_callable(kept, config, name, began, gm=gm, copies=planned.copies)
         return Built(call, kept.record.after.step_ns, kept=True)
     with phase("code"):
-        generated = _generate(planned, inner, config, within)
+        generated = _generate(planned, inner, config, within, choice_of(gm))
         compiled, objects = generated.printed(gm, tracked=config.check_lifecycle, checks=config.checks)
     _dump(generated, dumps)
     graph = None
@@ -124,7 +125,9 @@ def _dump(generated: Generated, dumps: Dumps) -> None:
     dumps.write("kernels", "kernels", lambda: "\n\n".join(source.text for source in generated.program.kernels()))
 
 
-def _generate(planned: Planned, inner: Mapping[GraphModule, Built], config: Config, within: bool) -> Generated:
+def _generate(
+    planned: Planned, inner: Mapping[GraphModule, Built], config: Config, within: bool, choice: GatherChoice
+) -> Generated:
     """Kernels, and the program that launches them."""
     result, lowered, tuning = planned.result, planned.lowered, planned.tuning
     schedule = result.schedule
@@ -134,7 +137,7 @@ def _generate(planned: Planned, inner: Mapping[GraphModule, Built], config: Conf
     sources = generate_kernels(schedule, lowered, tuning.sources if tuning is not None else None)
     program = build_program(schedule, lowered, sources, donated=_donated(schedule, config), copies=planned.copies)
     report = graph_record(result, fallbacks=fallbacks_of(result), attention=planned.attention)
-    report = replace(report, not_copied=planned.not_copied)
+    report = with_gathers(replace(report, not_copied=planned.not_copied), result, choice)
     if planned.copies:
         report = _with_shared_memory(report, planned)
     if config.memory == "pool":
@@ -213,7 +216,7 @@ def _graph_key(gm: GraphModule, config: Config, name: str) -> str | None:
         context = environment_key(config), profile_text(config, device_types(gm)), rank_in_graphs(config)
         given = {} if config.memory_budget is None else record.given_to_forward(name)  # a budget is for both together
         sizes = str({name: buffer.bytes for name, buffer in given.items()})
-        return graph_key(gm, name.split("_")[0], *context, sizes)
+        return graph_key(gm, name.split("_")[0], *context, sizes, choice_of(gm).why)
     except NotCacheable as reason:
         count(f"not kept: {reason}")
         return None

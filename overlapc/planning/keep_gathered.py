@@ -16,10 +16,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.report.held_memory import held_bytes
+from overlapc.report.kept_gathered import HIDDEN, NO_ROOM, NOT_SHORTER, saved_by_launch
 from overlapc.schedule.gathered_inputs import given_gathered
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Buffer, Schedule
@@ -92,8 +92,8 @@ class Step:
         return sum(plan.after.step_ns for plan in self.plans)
 
 
-def kept_gathers(step: Step, gathers: Collection[str]) -> tuple[str, ...]:
-    """Which of `gathers` forward saves for backward: none where that makes the planned step no shorter."""
+def kept_gathers(step: Step, gathers: Collection[str]) -> tuple[tuple[str, ...], str]:
+    """Which of `gathers` forward saves for backward, and why no more: none that make the planned step no shorter."""
     step = step.at_effort(_EFFORT)
     saved_ns = _saved_ns(step, gathers)
     ranked = list(saved_ns)
@@ -110,7 +110,9 @@ def kept_gathers(step: Step, gathers: Collection[str]) -> tuple[str, ...]:
             break  # more of them gained more
         if step.planned_ns - planned_ns >= _ENOUGH * sum(saved_ns[name] for name in ranked[:count]):
             break
-    return tuple(ranked[:kept])
+    if kept < most:
+        return tuple(ranked[:kept]), NOT_SHORTER
+    return tuple(ranked[:most]), NO_ROOM if most < len(ranked) else HIDDEN
 
 
 def _saved_ns(step: Step, gathers: Collection[str]) -> dict[str, float]:
@@ -119,14 +121,13 @@ def _saved_ns(step: Step, gathers: Collection[str]) -> dict[str, float]:
     Gathers of one launch share by bytes what the launch costs. Without those that save nothing.
     """
     backward = step.plans[1]
-    ctx, schedule = step.backward_ctx, backward.ordered
-    planned_ns = ctx.timeline(schedule).step_ns
+    found = step.gathered_twice.keys() & gathers
+    saved_ns = saved_by_launch(step.backward_ctx.timeline(backward.ordered), backward.collectives, found)
     by_byte: dict[str, float] = {}
     for row in backward.collectives:
-        members = [name for name in row.members or (row.name,) if name in gathers and name in step.gathered_twice]
-        if members:
-            saved_ns = planned_ns - simulate(given_gathered(schedule, {row.name}), ctx.profile).step_ns
-            by_byte.update(dict.fromkeys(members, saved_ns / row.bytes))
+        if row.name in saved_ns:
+            members = [name for name in row.members or (row.name,) if name in found]
+            by_byte.update(dict.fromkeys(members, saved_ns[row.name] / row.bytes))
     ranked = sorted((name for name in by_byte if by_byte[name] > 0), key=lambda name: -by_byte[name])
     return {name: by_byte[name] * step.gathered_twice[name] for name in ranked}
 

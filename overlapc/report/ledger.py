@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from overlapc.estimators.profiles.profile_file import profile_from_json
 from overlapc.report.advice import Cause, Exposure, exposed_is_measured, exposures
 from overlapc.report.held_memory import peak_parts, step_peak_bytes
+from overlapc.report.kept_gathered import saved_by_keeping, savings_text
 from overlapc.report.limiting_factor import FOR_THE_HOST, Spent
 from overlapc.report.model import Measured, StepRecord, measured_step, seen_ns
 from overlapc.report.times import ms
@@ -96,6 +97,10 @@ class Ledger:
         found.append(
             Gain(again_ns, again, "fewer activation checkpoints or reshard_after_forward=False, where memory allows")
         )
+        more = saved_by_keeping(step)
+        if more:
+            regathers = f"backward gathers {human_bytes(more[-1][0])} of parameters again"
+            found.append(Gain(more[-1][1], regathers, f"a larger memory_budget; {savings_text(more)}"))
         if seen is not None:
             found.append(Gain(seen.late_ns, "the device waits for the host's next launch", FOR_THE_HOST, True))
         elif beyond_ns:

@@ -91,6 +91,26 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptGather:
+    """Parameters that forward gathers in one launch and that stay gathered until backward."""
+
+    name: str  # of the launch in forward
+    of: str  # the modules given to `fully_shard`
+    bytes: Count
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedGather:
+    """Parameters that backward gathers again in one launch."""
+
+    name: str  # of the launch in backward
+    of: str
+    bytes: Count
+    saved_ns: Ns  # how much shorter the graph is if these stay gathered until backward, and no others
+
+
+@dataclass(frozen=True, slots=True)
 class GraphRecord:
     """One compiled graph."""
 
@@ -123,6 +143,11 @@ class GraphRecord:
     full_load_ns: Mapping[str, Ns] = field(default_factory=dict)
     changes_inputs: bool = False  # as a compiled optimizer does
     gap: Mapping[str, Ns] = field(default_factory=dict)  # what it has over the lower bound, by kind of loss
+    kept_gathers: tuple[KeptGather, ...] = ()  # of a forward
+    repeated_gathers: tuple[RepeatedGather, ...] = ()  # of a backward; those first that save most a byte
+    why_repeated: str = ""  # why these do not stay gathered
+    # (bytes, ns): with so many bytes of them gathered until backward, how much shorter the graph is.
+    saved_by_keeping: tuple[tuple[Count, Ns], ...] = ()
     alone_ns: Ns | None = None  # what its compute takes with no communication beside it; None: an older record
 
     @property

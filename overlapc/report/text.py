@@ -10,6 +10,7 @@ from overlapc.report import compare
 from overlapc.report.advice import Exposure, exposed_is_measured, exposures
 from overlapc.report.captures import captures_lines
 from overlapc.report.held_memory import peak_parts, step_peak_bytes
+from overlapc.report.kept_gathered import gathered_lines
 from overlapc.report.ledger import tokens_per_s
 from overlapc.report.limiting_factor import Spent, sources
 from overlapc.report.model import CollectiveRow, GraphRecord, StepRecord, measured_step
@@ -179,6 +180,7 @@ def totals_text(step: StepRecord) -> str:
             *([] if step.host_ns is None else [f"host         {ms(step.host_ns)}, if it never waits for the device"]),
             f"kernels      {kernels:.0f} generated; eager fallbacks: {fallbacks:.0f}",
             f"peak memory  {human_bytes(step_peak_bytes(step))}{f'; {parts}' if (parts := peak_parts(step)) else ''}",
+            *gathered_lines(step),
         ]
     )
 

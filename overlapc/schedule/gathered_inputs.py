@@ -8,28 +8,18 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from overlapc.schedule.model import Buffer, Kind, Node, Schedule
+from overlapc.schedule.model import Buffer, Kind, Schedule
 
 
 def given_gathered(schedule: Schedule, launches: Collection[str]) -> Schedule:
     """`schedule` with what `launches` bring as inputs that it may free; kernels that nothing reads any more go too."""
     buffers = dict(schedule.buffers)
-    gone = set()
     for wait, start in schedule.started.items():
         if schedule.nodes[start].name in launches:
-            gone |= {wait, start}
             for name in schedule.nodes[wait].writes:
                 size = schedule.buffers[schedule.root(name)].bytes
                 buffers[name] = Buffer(name, size, is_input=True, freeable=True)
-    read = set(schedule.outputs)
-    nodes: list[Node] = []
-    for at in reversed(range(len(schedule.nodes))):
-        node = schedule.nodes[at]
-        unread = node.kind in (Kind.KERNEL, Kind.VIEW) and not node.mutates and read.isdisjoint(node.writes)
-        if at not in gone and not unread:
-            nodes.append(node)
-            read.update(node.reads)
-    nodes.reverse()
+    nodes = [schedule.nodes[at] for at in left_without(schedule, launches)]
     left = {node.name for node in nodes}
     made = {name for node in nodes for name in node.writes}
     return Schedule(
@@ -39,3 +29,17 @@ def given_gathered(schedule: Schedule, launches: Collection[str]) -> Schedule:
         schedule.outputs,
         schedule.budget_bytes,
     )
+
+
+def left_without(schedule: Schedule, launches: Collection[str]) -> list[int]:
+    """Positions of the nodes that stay if `schedule` is given what `launches` bring."""
+    gone = {at for pair in schedule.started.items() if schedule.nodes[pair[1]].name in launches for at in pair}
+    read = set(schedule.outputs)
+    left = []
+    for at in reversed(range(len(schedule.nodes))):
+        node = schedule.nodes[at]
+        unread = node.kind in (Kind.KERNEL, Kind.VIEW) and not node.mutates and read.isdisjoint(node.writes)
+        if at not in gone and not unread:
+            left.append(at)
+            read.update(node.reads)
+    return left[::-1]

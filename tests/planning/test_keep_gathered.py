@@ -20,7 +20,7 @@ LAYERS = 4
 NAMES = [f"a{at}" for at in range(LAYERS)]
 
 
-def step_within(budget: str) -> Step:
+def step_within(budget: str | None) -> Step:
     """Layers that compute for 10 us on what takes 40 us to gather; the gather of layer 2 is slow and takes 80."""
     inputs = [f"p{at} = input : 1MiB" for at in range(LAYERS)]
     forward = ["schedule forward_0", *inputs, "x = input : 1MiB"]
@@ -34,7 +34,7 @@ def step_within(budget: str) -> Step:
     forward.append("return " + ", ".join(f"s{at}" for at in range(LAYERS)))
     backward.append("return g0")
     ctx = Context(passes=("raise_collectives", "sink_waits"))
-    budget_bytes = parse_bytes(budget)
+    budget_bytes = None if budget is None else parse_bytes(budget)
     given, taken = (replace(parse("\n".join(lines)), budget_bytes=budget_bytes) for lines in (forward, backward))
     return Step.of((given, ctx), (taken, ctx))
 
@@ -60,14 +60,15 @@ def test_a_kept_parameter_is_an_output_of_forward_and_an_input_of_backward() -> 
 
 
 def test_what_costs_most_a_byte_is_kept_first() -> None:
-    assert kept_gathers(step_within("1GiB"), NAMES)[0] == "a2"
-    assert set(kept_gathers(step_within("1GiB"), NAMES)) == set(NAMES)
-    assert set(kept_gathers(step_within("1GiB"), ["a0", "a1"])) == {"a0", "a1"}
+    kept, _ = kept_gathers(step_within("1GiB"), NAMES)
+    assert (kept[0], set(kept)) == ("a2", set(NAMES))
+    kept, _ = kept_gathers(step_within("1GiB"), ["a0", "a1"])
+    assert set(kept) == {"a0", "a1"}
 
 
 def test_more_budget_never_makes_the_step_longer() -> None:
     steps = [step_within(f"{mib}MiB") for mib in range(20, 48, 2)]
-    kept = [kept_gathers(step, NAMES) for step in steps]
+    kept = [kept_gathers(step, NAMES)[0] for step in steps]
     planned_ns = [step.keeping(names).planned_ns for step, names in zip(steps, kept, strict=True)]
     assert planned_ns == sorted(planned_ns, reverse=True)
     assert planned_ns[-1] < 0.8 * planned_ns[0]

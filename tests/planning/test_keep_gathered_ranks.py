@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import overlapc
 from overlapc.report import record
+from overlapc.report.kept_gathered import gathered_lines
 from overlapc.runtime.counters import counted
 from tests.parallel.tiny import Tiny, batch
 from tests.planning.test_last_batch_ranks import batches, losses_of_one_process, model, steps_of
@@ -19,6 +20,11 @@ from tests.ranks import values_on_ranks
 
 KEPT = "gathers_kept_for_backward"
 LARGE = "1GiB"
+WHY_REPEATED = {
+    "without": "no memory_budget is set",
+    "some": "memory_budget has no room for more",
+    "off": "keep_gathered is off",
+}
 QUICK = {"native": False, "profile": "cpu-gloo", "passes": "raise_collectives,sink_waits", "rank_timeout": 60.0}
 
 
@@ -44,6 +50,7 @@ def one_step(mesh: DeviceMesh, cache: str, ac: str = "", tied: bool = False, **o
         "gathered again": sum("all_gather" in row.op for row in backward.collectives),
         "kept": counted(KEPT),
         "planned": counted("choice_compiles"),
+        "said": list(gathered_lines(record.report_of_process().steps[0])),
         "step_ns": forward.after.step_ns + backward.after.step_ns,
         "peak": max(forward.peak_bytes, backward.peak_bytes),
         "collectives": [row.name for row in backward.collectives],
@@ -86,6 +93,9 @@ def test_ranks_keep_the_same_parameters_and_compute_the_same(tmp_path: Path) -> 
         assert 0 < some["gathered again"] < seen["without"]["gathered again"]
         assert seen["budget"]["step_ns"] <= some["step_ns"] <= seen["without"]["step_ns"]
         assert all(map(torch.equal, some["gradients"], seen["without"]["gradients"]))
+        for name, why in WHY_REPEATED.items():
+            assert any("are gathered again" in line and line.endswith(why) for line in seen[name]["said"]), name
+        assert "memory_budget has room for them" in seen["budget"]["said"][0] == seen["again"]["said"][0]
         assert seen["again"]["planned"] == 0 < seen["budget"]["planned"]
         assert seen["again"]["collectives"] == seen["budget"]["collectives"]
         assert seen["off"]["kept"] == 0
