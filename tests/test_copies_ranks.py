@@ -193,30 +193,30 @@ def sums(device: str = "cpu") -> list[dict[str, float]]:
     once, total = torch.compile(swapped, backend="overlapc", options=options)(x, ranks, dist.group.WORLD.group_name)
     assert overlapc.report().steps[-1].graphs[-1].not_copied == {}
     found.append({"all-to-all": float((once - expected).abs().max() + (total - 2 * x.sum()).abs())})
+    group = dist.group.WORLD.group_name
+    gradients, exact, in_order = [], [], []
     for seed in range(3):
         generator = torch.Generator().manual_seed(10 * seed + rank)
         grad = torch.randn(ranks * 700, 3, generator=generator).mul_(10.0 ** (seed - 1)).bfloat16().to(device)
         all_ = [torch.empty_like(grad) for _ in range(ranks)]
         dist.all_gather(all_, grad)
-        exact = torch.stack(all_).double().mean(0).chunk(ranks)[rank]
-        total = all_[0].float()
-        for each in all_[1:]:
-            total = total + each.float()
-        in_order = total.div(ranks).chunk(ranks)[rank]
-        errors: dict[str, float] = {}
+        gradients.append(grad)
+        exact.append(torch.stack(all_).double().mean(0).chunk(ranks)[rank])
+        in_order.append(sum((each.float() for each in all_[1:]), all_[0].float()))
+    errors: list[dict[str, float]] = [{} for _ in gradients]
+    torch._dynamo.reset()
+    compiled = torch.compile(summed_on_all, backend="overlapc", options=options)
+    for grad, total, seen in zip(gradients, in_order, errors, strict=True):
+        seen["all-reduce"] = float((compiled(grad[:-1], group) - total[:-1]).abs().max())
+    for transport in ("copy", "nccl"):
         torch._dynamo.reset()
-        compiled = torch.compile(summed_on_all, backend="overlapc", options={"transport": "copy", "warm_start": False})
-        whole = compiled(grad[:-1], dist.group.WORLD.group_name)
-        errors["all-reduce"] = float((whole - total[:-1]).abs().max())
-        for transport in ("copy", "nccl"):
-            torch._dynamo.reset()
-            compiled = torch.compile(summed, backend="overlapc", options={"transport": transport, "warm_start": False})
-            result = compiled(grad, ranks, dist.group.WORLD.group_name)
-            errors[transport] = float((result.double() - exact).abs().max())
+        compiled = torch.compile(summed, backend="overlapc", options={**options, "transport": transport})
+        for grad, mean, total, seen in zip(gradients, exact, in_order, errors, strict=True):
+            result = compiled(grad, ranks, group)
+            seen[transport] = float((result.double() - mean).abs().max())
             if transport == "copy":
-                errors["order"] = float((result - in_order).abs().max())
-        found.append(errors)
-    return found
+                seen["order"] = float((result - total.div(ranks).chunk(ranks)[rank]).abs().max())
+    return [*found, *errors]
 
 
 def test_sums_are_in_order_of_ranks_and_as_exact_as_a_float32_reduce_scatter():

@@ -39,6 +39,8 @@ def run(name: str, command: Sequence[str]) -> int:
     print(f"== {name}", flush=True)
     began = time.monotonic()
     environment = {**os.environ, "MYPYPATH": ""}
+    # Tests start a hundred interpreters, each of which would compile our modules anew: a second of a core.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     code = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment).returncode
     if name != "pytest":  # whose own closing line says it, and stays the last one
         print(f"{'ok' if code == 0 else 'FAILED'}, {time.monotonic() - began:.1f} s", flush=True)

@@ -83,6 +83,7 @@ TWO = (
     Case("adopt", dp=2, fsdp2="adopt", micro=2, divide=3.0, ends=True, budget="1GiB"),
     Case("hooks", dp=2, fsdp2="hooks"),
     Case("tp", tp=2),
+    Case("experts", dp=2, experts="even"),
     Case("experts uneven", dp=2, experts="uneven"),
 )
 FOUR = (
@@ -98,7 +99,6 @@ FOUR = (
         unflattened=True,
     ),
     Case("adopt tp + fsdp", dp=2, tp=2, fsdp2="adopt", sizes={"ac": "around"}, unflattened=True, budget="1GiB"),
-    Case("experts", dp=4, experts="even"),
     Case("experts on groups of their own", dp=2, replicas=2, experts="even"),
     *((ADOPT_PLACED,) if hasattr(_fsdp_common, "ShardPlacementResult") else ()),  # torch 2.11 has one mesh a call
 )

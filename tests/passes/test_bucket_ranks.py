@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import overlapc
 from overlapc.estimators.profiles.profile_file import load_profile, profile_to_json
-from overlapc.launch.llama import Llama, LlamaConfig
+from tests.parallel.tiny import Tiny, batch
 from tests.ranks import values_on_ranks
 
 POLICIES = {
@@ -43,17 +43,22 @@ def step(precision: str, shape: tuple[int, int], passes: str) -> dict[str, Any]:
     torch._dynamo.utils.counters.clear()
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "dp"))
     axes = mesh["dp"] if shape[0] == 1 else mesh
-    model = Llama(LlamaConfig.tiny())
-    model.reset_parameters(3)
+    torch.manual_seed(3)
+    model = Tiny()
     for module in (*model.layers, model):
         overlapc.fully_shard(module, mesh=axes, mp_policy=POLICIES[precision])
     options = {"rank_timeout": 60, "passes": passes, "peak_increase": 2.0, "profile": PROFILE}
-    tokens = torch.arange(32).view(2, 16) * 7 % 256 + dist.get_rank()
-    loss = torch.compile(model, backend="overlapc", fullgraph=True, options=options)(tokens, tokens.roll(-1, 1))
+    loss = torch.compile(model, backend="overlapc", fullgraph=True, options=options)(*own_batch())
     loss.backward()
     grads = {name: local(parameter.grad) for name, parameter in model.named_parameters()}
     counters = torch._dynamo.utils.counters["overlapc"]
     return {"loss": loss.detach(), "grads": grads, "collectives": counters["collectives"]}
+
+
+def own_batch() -> tuple[Tensor, Tensor]:
+    """This rank's rows."""
+    tokens, targets = (whole.chunk(2)[dist.get_rank()] for whole in batch(4))
+    return tokens, targets
 
 
 class Precisions(nn.Module):
@@ -71,7 +76,7 @@ class Precisions(nn.Module):
 
 
 def packed(folder: str) -> dict[str, dict[str, Any]]:
-    """With small tensors packed and without: one step of a Llama with two norms a layer."""
+    """With small tensors packed and without: one step of a model with a norm and a bias a layer."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     profile = load_profile(PROFILE)
     seen = {}
@@ -80,13 +85,12 @@ def packed(folder: str) -> dict[str, dict[str, Any]]:
         Path(path).write_text(json.dumps(profile_to_json(replace(profile, coalesced_tensor_ns=tensor_ns))))
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        model = Llama(LlamaConfig.tiny())
-        model.reset_parameters(3)
+        torch.manual_seed(3)
+        model = Tiny()
         for module in (*model.layers, model):
             overlapc.fully_shard(module, mesh, mp_policy=POLICIES["bf16"], reshard_after_forward=True)
         options = {"rank_timeout": 60, "passes": "none", "profile": path}
-        tokens = torch.arange(32).view(2, 16) * 7 % 256 + dist.get_rank()
-        loss = torch.compile(model, backend="overlapc", fullgraph=True, options=options)(tokens, tokens.roll(-1, 1))
+        loss = torch.compile(model, backend="overlapc", fullgraph=True, options=options)(*own_batch())
         loss.backward()
         grads = {name: local(parameter.grad) for name, parameter in model.named_parameters()}
         counters = torch._dynamo.utils.counters["overlapc"]
@@ -133,7 +137,7 @@ def test_buckets_change_no_bit_and_launch_less(outcomes, number):
         assert torch.equal(with_buckets["loss"], without["loss"])
         for name, grad in without["grads"].items():
             assert torch.equal(with_buckets["grads"][name], grad), name
-        # Nine parameters a layer, in both directions and once more for backward's gathers.
+        # Five parameters a layer, in both directions and once more for backward's gathers.
         assert with_buckets["collectives"] <= without["collectives"] / 2
 
 
