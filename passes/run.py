@@ -60,12 +60,15 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
     if budget is None or not passes:
         return _planned(schedule, ctx, passes)
     # Which limit is best is asked without these: what stops early is then part of the plan that is made without it.
-    whole = dataclasses.replace(ctx, dump=None, stop_after=None)
+    whole = within = dataclasses.replace(ctx, dump=None, stop_after=None)
     planned: dict[int, Result] = {}
     for limit in _limits(incoming.peak_bytes, budget, ctx.peak_increase):
-        planned[limit] = _planned(schedule, dataclasses.replace(whole, budget_bytes=limit), passes)
-        if not any(row.exposed_after_ns and Reason.MEMORY in row.causes for row in planned[limit].collectives):
+        # Not what a search found: the more effort, the sooner that might end the series, and the longer the step.
+        by_rules = _planned(schedule, dataclasses.replace(within, effort=0), passes).collectives if planned else ()
+        if planned and not any(row.exposed_after_ns and Reason.MEMORY in row.causes for row in by_rules):
             break
+        within = dataclasses.replace(whole, budget_bytes=limit)
+        planned[limit] = _planned(schedule, within, passes)
     shortest = min(planned, key=lambda limit: planned[limit].after.step_ns)
     if whole == ctx:
         return planned[shortest]

@@ -1,4 +1,4 @@
-"""Plans within a memory budget: more of it never leads to a longer step."""
+"""Plans within a memory budget: more of it, or more effort, never leads to a longer step."""
 
 import random
 from dataclasses import replace
@@ -48,6 +48,15 @@ def test_no_step_is_longer_with_a_larger_budget(seed):
         steps_ns.append(result.after.step_ns)
     assert steps_ns == sorted(steps_ns, reverse=True)
     assert steps_ns[-1] < steps_ns[0]
+
+
+@pytest.mark.parametrize("seed", [10, 22])
+def test_no_step_is_longer_with_more_effort(seed):
+    """Once a search has hidden what memory kept exposed, larger limits may still lead to a shorter step."""
+    schedule = small_step(seed)
+    ctx = replace(CTX, budget_bytes=int(2.5 * analyze(schedule).peak_bytes))
+    steps_ns = [run_pipeline(schedule, replace(ctx, effort=effort)).after.step_ns for effort in (0, 25, 100, 400)]
+    assert steps_ns == sorted(steps_ns, reverse=True)
 
 
 def test_what_is_dumped_and_stopped_within_a_budget_is_the_plan_that_is_taken():
