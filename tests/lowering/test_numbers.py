@@ -205,3 +205,17 @@ def test_no_gradient_comes_from_between_the_bounds_of_softshrink():
     compiled(function)(ours)[0].sum().backward()
     known = ~x.isnan()  # at NaN eager's gradient depends on the position
     torch.testing.assert_close(ours.grad[known], eager.grad[known])
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda x: (x > 0).long(),
+        lambda x: (x > 0).float().long() + 1,
+        lambda x: torch.where(x > 0, 5, 1),
+        lambda x: ((x > 0).long() + 1).remainder(6),
+    ],
+)
+def test_an_element_is_chosen_by_a_condition(place):
+    """GCC 12 gathers from -1 and not from 1 where a loop over such indices is vectorized."""
+    same(lambda table, x: table.take(place(x)), torch.randn(6), torch.randn(64))

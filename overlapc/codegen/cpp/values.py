@@ -86,6 +86,10 @@ class ValueWriter(Writer):
             names = {}
             for symbol, value in access.indirect:
                 name = known[value] if value.dtype == torch.int64 else f"int64_t({known[value]})"
+                if _counts_a_condition(value):
+                    # GCC 12 takes a vector's condition for a number: it gathers from -1, not from 1. That fails where
+                    # the index is a multiple of the condition plus a constant, not behind an `|` (here with 0).
+                    name = f"({name} | threads >> 63)"
                 names[symbol] = sympy.Symbol(name, integer=True)
             index = index.xreplace(names)
         argument = self.arguments[access.buffer]
@@ -170,6 +174,28 @@ class ValueWriter(Writer):
             else:
                 self.line(f"const {C_TYPE[value.dtype]} {name} = {self.statement(value, known)};")
             known[value] = name
+
+
+def _counts_a_condition(index: Value) -> bool:
+    """Whether an index may be computed from a condition as from a 0 or a 1."""
+    found: set[Value] = set()
+    stack = [index]
+    while stack:
+        value = stack.pop()
+        if value in found or not isinstance(value, Cast | Op | Checked):
+            continue
+        found.add(value)
+        if isinstance(value, Checked):
+            stack.append(value.arg)
+        elif isinstance(value, Cast) and value.arg.dtype == torch.bool:
+            return True
+        elif isinstance(value, Op) and value.name == "where":
+            if all(isinstance(branch, Constant | Index) for branch in value.args[1:]):
+                return True
+            stack.extend(value.args[1:])
+        else:
+            stack.extend(value.operands())
+    return False
 
 
 def _checks_guard(load: Load) -> bool:
