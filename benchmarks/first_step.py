@@ -151,9 +151,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(args.device, args.rank) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", store=store, rank=args.rank, world_size=args.nproc, device_id=device)
-    else:
-        dist.init_process_group("fake" if args.fake else "gloo", store=store, rank=args.rank, world_size=args.nproc)
+    backend = "fake" if args.fake else "nccl" if args.device == "cuda" else "gloo"
+    own = device if backend == "nccl" else None
+    dist.init_process_group(backend, store=store, rank=args.rank, world_size=args.nproc, device_id=own)
     case = CASES["llama-1b"]
     shape = {**case.shape(not args.wide), "num_hidden_layers": args.layers}
     model = sharded(case, shape, args.device, compile_blocks=args.worker == "compile")

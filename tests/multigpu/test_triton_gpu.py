@@ -195,4 +195,4 @@ def test_numbers_written_as_tensors_on_the_cpu_are_part_of_a_kernel(dtype: torch
     found = torch.compile(function, backend="overlapc", fullgraph=True)(x)
     torch.testing.assert_close(found[:3], function(x)[:3], rtol=0, atol=0)
     torch.testing.assert_close(found[3], function(x)[3])
-    assert not [name for name in torch._dynamo.utils.counters["overlapc"] if name.startswith("fallback")]
+    assert not [name for name in torch._dynamo.utils.counters["overlapc"] if name.startswith("fallback ")]
