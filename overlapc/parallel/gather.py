@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 
 from overlapc.errors import ConfigError
 from overlapc.fx.labels import ParamLabel, annotate
@@ -234,6 +236,9 @@ class _Unshard(torch.autograd.Function):
         if gathered is not None:
             return gathered.full.detach()
         sharded = _params[key]
+        if _is_looked_at(shard) and sharded.dim == 0 and sharded.group.axis.size > 1:
+            dtype = sharded.param_dtype or sharded.dtype
+            return shard.new_empty((sharded.length, *shard.shape[1:]), dtype=dtype)
         with annotate(sharded.label):
             return _gather(shard, sharded)
 
@@ -249,6 +254,11 @@ class _Unshard(torch.autograd.Function):
             grad = former + grad.to(former.dtype)
         with annotate(sharded.label):
             return _reduce(grad, sharded), None, None, None
+
+
+def _is_looked_at(tensor: Tensor) -> bool:
+    """Whether only sizes and dtypes of what `tensor` leads to are asked for, as Dynamo does; nothing is traced then."""
+    return type(tensor) is FakeTensor and all(isinstance(mode, FakeTensorMode) for mode in dispatch_modes())
 
 
 @torch.no_grad()

@@ -8,16 +8,19 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import fsdp as fsdp2
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from overlapc.fx.collectives import find_collectives
 from overlapc.fx.labels import label_of
 from overlapc.parallel import FSDPModule, MixedPrecisionPolicy, adopt_fsdp2, fully_shard
+from overlapc.parallel.gather import unshard, unshard_local
 from tests.parallel.sharded import mesh_1d, shard
 from tests.parallel.tiny import Recorder, Tiny, batch, ops
 
@@ -159,6 +162,31 @@ def test_uneven_shards_pad_alike_on_all_ranks():
     recorder = compiled(model, vocab=22)
     assert ops(recorder.forward[0]).count("constant_pad_nd") == 2  # embed and head
     assert model.embed.weight.grad.shape == (22, 8)
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_dynamo_is_told_what_a_gather_gives_without_going_through_it(param_dtype: torch.dtype | None):
+    model = shard(Tiny(vocab=22), mp_policy=MixedPrecisionPolicy(param_dtype))  # some shards are uneven
+    keys = [
+        (module._parameters[name], key)
+        for module in model.modules()
+        for name, key in module.__dict__.get("_overlapc_keys", {}).items()
+    ]
+    mode = FakeTensorMode()
+    for param, key in keys:
+        with mode:
+            looked_at = unshard(mode.from_tensor(param), key)
+        gathered = unshard(param, key)
+        for ask in (torch.Tensor.size, torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.element_size):
+            assert ask(looked_at) == ask(gathered)
+        assert (looked_at.dtype, looked_at.requires_grad, looked_at.is_leaf) == (
+            gathered.dtype, gathered.requires_grad, gathered.is_leaf
+        )  # fmt: skip
+    local = keys[0][0].to_local()
+    traced = make_fx(partial(unshard_local, key=keys[0][1]), tracing_mode="fake")(
+        local
+    )  # all of it, where ops are noted
+    assert "all_gather_into_tensor" in ops(traced)
 
 
 def test_reshard_to_fewer_ranks_gathers_over_them_in_backward_only():
