@@ -9,7 +9,7 @@ from statistics import median
 from tabulate import tabulate
 
 from overlapc.estimators.calibration.observed import APART
-from overlapc.report.held_memory import peaks
+from overlapc.report.held_memory import graphs_peak_bytes
 from overlapc.report.model import GraphRecord, StepRecord
 from overlapc.report.times import ms, us
 from overlapc.schedule.model import Kind, Node
@@ -142,7 +142,7 @@ def totals_text(step: StepRecord) -> str:
         ),
     ]
     if step.measured_peak_bytes is not None and graphs:
-        peak = max(peaks(graphs).values()) + sum(step.optimizer_bytes.values())
+        peak = graphs_peak_bytes(step, graphs)
         without = "" if step.optimizer_bytes else "; optimizer state and the like count too"
         lines.append(
             f"peak memory  {human_bytes(peak)} predicted, {human_bytes(step.measured_peak_bytes)} allocated at most "

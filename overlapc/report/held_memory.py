@@ -15,14 +15,14 @@ _BACKWARD = re.compile(r"backward_(\d+)$")
 
 def step_peak_bytes(step: StepRecord) -> int:
     """Most that is live in a training step: in its graphs beside the optimizers' state, or while optimizers step."""
-    return max(_graphs_peak_bytes(step), step.update_peak_bytes)
+    return max(graphs_peak_bytes(step), step.update_peak_bytes)
 
 
 def peak_parts(step: StepRecord) -> str:
     """What `step_peak_bytes` includes beyond the tensors of graphs, and what it leaves out; "" for inference."""
     trains = [times for graph, times in step.called if _BACKWARD.match(graph.name)]
     parts = []
-    in_graphs = _graphs_peak_bytes(step)
+    in_graphs = graphs_peak_bytes(step)
     if step.update_peak_bytes > in_graphs:
         parts.append(f"while the optimizer steps ({human_bytes(in_graphs)} in the compiled graphs)")
     if step.optimizer_bytes:
@@ -36,9 +36,10 @@ def peak_parts(step: StepRecord) -> str:
     return "; ".join(parts)
 
 
-def _graphs_peak_bytes(step: StepRecord) -> int:
-    graphs = max(peaks([graph for graph, _ in step.called]).values(), default=0)
-    return graphs + sum(step.optimizer_bytes.values())
+def graphs_peak_bytes(step: StepRecord, graphs: Sequence[GraphRecord] | None = None) -> int:
+    """Most that is live while these graphs run (those that a step calls), beside the state of its optimizers."""
+    chosen = [graph for graph, _ in step.called] if graphs is None else graphs
+    return max(peaks(chosen).values(), default=0) + sum(step.optimizer_bytes.values())
 
 
 def peaks(graphs: Sequence[GraphRecord]) -> dict[str, int]:
