@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import trace_rules
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh, fsdp
 from torch.distributed.fsdp._fully_shard import _fsdp_init
@@ -92,6 +93,7 @@ class _FirstUpdate:
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of the script
         self.peak_bytes = 0
         self.not_counted: dict[str, None] = {}  # classes of optimizers whose state is not known, and why
+        self.closures: list[str] = []  # class of the first optimizer, if it is given a function that computes the loss
         self._began = False
 
     def note_module(self, module: nn.Module, *_: object) -> None:
@@ -104,6 +106,11 @@ class _FirstUpdate:
         if self._began:
             return
         self._began = True
+        closure = next((each for each in (*args[1:], *kwargs.values()) if callable(each)), None)
+        if closure is not None:
+            self.closures.append(type(first).__name__)
+            with torch.enable_grad():  # as `step` calls it
+                closure()
         self.calls = {name: calls for name, (calls,) in STEPS.counts.items()}
         others = [each for each in self.optimizers if each is not first]
         with LiveBytes() as live:
@@ -185,6 +192,7 @@ def plan_script(
         )
     if zeros:
         assumptions.append(f"whole numbers that it reads from tensors are 0, as indices are ({', '.join(zeros)})")
+    assumptions += [f"one call of the closure that {name}.step is given" for name in update.closures]
     assumptions += [f"without the state of {reason}" for reason in update.not_counted]
     if world_size > 1 and not any(graph.collectives for graph in step.graphs):
         assumptions.append(
@@ -269,7 +277,11 @@ def _patched(
             if isinstance(model, nn.Module) and _is_of_fsdp2(model):
                 adopted.append(adopt_fsdp2(model))
             given.update(backend=functools.partial(plan_only, options=options), mode=None, options=None)
-            return compile_(model, **given)
+            made = compile_(model, **given)
+            if isinstance(made, nn.Module) and not any(isinstance(each, fsdp.FSDPModule) for each in made.modules()):
+                setattr(fsdp.FSDPModule, _CALL, first_call_of_fsdp2)  # it may be a block of what is sharded later
+                compiled[made] = given
+            return made
 
         def compile_in_place(module: nn.Module, given: dict[str, Any]) -> None:
             setattr(fsdp.FSDPModule, _CALL, first_call_of_fsdp2)
@@ -288,11 +300,13 @@ def _patched(
                 blocks = [each for each in outer.modules() if each in compiled]
                 if outer in inner or not blocks:
                     continue
+                for block in blocks:
+                    block._compiled_call_impl = None
+                    if isinstance(block, OptimizedModule):
+                        _stop_compiling(block)
                 adopted.append(adopt_fsdp2(outer))
                 if outer not in compiled:
                     by_blocks.append(len(blocks))
-                for block in blocks:
-                    block._compiled_call_impl = None
                 outer._compiled_call_impl = compile_planned(
                     outer._call_impl, **compiled.get(outer, compiled[blocks[0]])
                 )
@@ -342,6 +356,22 @@ def _patched(
         for name, value in (*_ANSWERS.items(), ("device_count", per_host)):
             put(torch.cuda, name, functools.partial(_answer, value))
         yield
+
+
+class _Uncompiled(nn.Module):
+    """What torch.compile(block) returned, without the compilation."""
+
+    _orig_mod: nn.Module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block computes."""
+        return self._orig_mod(*args, **kwargs)
+
+
+def _stop_compiling(block: OptimizedModule) -> None:
+    """Makes it one that Dynamo can trace from outside, where it would skip the call of an OptimizedModule."""
+    block.__dict__.pop("forward")
+    block.__class__ = type("FSDPBlock", (fsdp.FSDPModule, _Uncompiled), {}) if _fsdp2_manages(block) else _Uncompiled
 
 
 def _is_of_fsdp2(model: nn.Module) -> bool:

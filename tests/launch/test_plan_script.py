@@ -80,6 +80,18 @@ for optimizer in optimizers:
     optimizer.step()
 raise AssertionError("nothing behind the first step runs")
 """
+CLOSURE = """
+import torch
+x = torch.nn.Parameter(torch.ones(8))
+step = torch.compile(lambda: (x * x).sum())
+optimizer = torch.optim.LBFGS([x])
+def closure():
+    optimizer.zero_grad()
+    loss = step()
+    loss.backward()
+    return loss
+optimizer.step(closure)
+"""
 H200 = {"profile": "h200-nvlink"}
 FEW_PASSES = {**H200, "passes": "bucket,raise_under_memory,sink_waits"}  # where the search is not what is looked at
 FSDP2 = "from torch.distributed.fsdp import fully_shard"
@@ -175,7 +187,14 @@ def test_an_optimizer_that_cannot_step_is_named(tmp_path):
     assert "the state of an optimizer comes on top" in str(report)
 
 
-@pytest.mark.parametrize("first", ["block.compile(); fully_shard(block)", "fully_shard(block); block.compile()"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "block.compile(); fully_shard(block)",
+        "fully_shard(block); block.compile()",
+        "model[list(model).index(block)] = compiled = torch.compile(block); fully_shard(compiled)",
+    ],
+)
 def test_blocks_that_are_compiled_one_by_one_within_fsdp2_are_planned_as_one_graph(tmp_path, first):
     path = tmp_path / "train.py"
     path.write_text(BY_BLOCKS.replace("{first}", first))
@@ -190,6 +209,14 @@ def test_blocks_that_are_compiled_one_by_one_within_fsdp2_are_planned_as_one_gra
     rows = [row for graph in step.graphs for row in graph.collectives]
     assert {row.origin.split(".")[0] for row in rows} == {"0", "1", "2"}, "the head, which no block holds, too"
     assert {row.op for row in rows} == {"all_gather", "reduce_scatter"}
+
+
+def test_an_optimizer_that_computes_the_loss_itself_does_so_once(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(CLOSURE)
+    report, assumed = plan_script(path, [], 1, 1, Config.of({**H200, "passes": "none"}))
+    assert assumed[0] == "one call of the closure that LBFGS.step is given"
+    assert [times for _, times in report.steps[0].called] == [1, 1]
 
 
 @pytest.mark.parametrize(
