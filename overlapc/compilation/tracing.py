@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch._dynamo import disable
 from torch._dynamo.utils import flatten_graph_inputs
 from torch._functorch.aot_autograd import aot_module_simplified
@@ -22,7 +19,7 @@ from overlapc.fx.attention_masks import drop_masks
 from overlapc.fx.blocks import Unfit
 from overlapc.fx.decompositions import decompositions
 from overlapc.fx.partition import partition
-from overlapc.fx.versions import check_torch_version, compiled_autograd
+from overlapc.fx.versions import check_torch_version, compiled_autograd, contiguous_tangents_of_overlaps
 from overlapc.gc_paused import gc_paused
 from overlapc.passes.runner import select
 from overlapc.runtime.counters import count
@@ -82,7 +79,7 @@ def _traced(
     }
     divide = phase("partition")(divide)
     # No collections: a traced graph is objects that all stay.
-    with phase("AOTAutograd"), deterministic(config.deterministic), gc_paused(), _tangents_of(gm):
+    with phase("AOTAutograd"), deterministic(config.deterministic), gc_paused(), contiguous_tangents_of_overlaps():
         step = (
             _folded(trace, gm, inputs, compilers, divide) if config.trace_once and not compiled_autograd(gm) else None
         )
@@ -126,23 +123,6 @@ def _folded(
         return None
     finally:
         folded.close()
-
-
-def _tangents_of(gm: GraphModule) -> AbstractContextManager[None]:
-    """Where a result may lie twice in the same memory (`unfold`), tangents are contiguous while `gm` is traced.
-
-    AOTAutograd guesses that they lie as the results do, and would copy what differs from element to element there.
-    """
-    results = (
-        [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
-        if isinstance(gm, GraphModule)
-        else []
-    )
-    plain = [x for x in results if isinstance(x, Tensor) and not is_traceable_wrapper_subclass(x)]
-    if any(x.layout == torch.strided and torch._debug_has_internal_overlap(x) for x in plain if x.requires_grad):
-        guessing: Any = torch._functorch.config.patch(guess_tangent_strides_as_outputs=False)
-        return guessing
-    return nullcontext()
 
 
 def _hidden(compiler: GraphCompiler) -> GraphCompiler:

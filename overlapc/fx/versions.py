@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -17,6 +18,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTOutput,
     TangentAOTInput,
 )
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
@@ -384,6 +386,39 @@ def float8_saturates() -> bool:
     """Whether a conversion to float8_e4m3fn makes the largest number of what lies beyond (torch 2.13), not NaN."""
     with _disable_current_modes():
         return not torch.tensor(1e3).to(torch.float8_e4m3fn).float().isnan().item()
+
+
+@contextmanager
+def contiguous_tangents_of_overlaps() -> Iterator[None]:
+    """While AOTAutograd traces, the tangent of a result that may lie twice in the same memory (`unfold`) is contiguous.
+
+    AOTAutograd guesses that tangents lie as results do, and would copy what differs from element to element there;
+    torch 2.13 finds this out for itself where a stride is 0.
+    """
+    metadata: Any = MemoryFormatMeta
+    guess = metadata.from_tensor
+
+    def guess_of(result: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        guessed = guess(result, *args, **kwargs)
+        if guessed is None or guessed.stride is None or not _may_lie_twice(guessed.size, guessed.stride):
+            return guessed
+        return metadata(memory_format=torch.contiguous_format)
+
+    metadata.from_tensor = staticmethod(guess_of)
+    try:
+        yield
+    finally:
+        metadata.from_tensor = staticmethod(guess)
+
+
+def _may_lie_twice(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether some step is no longer than all that shorter steps reach."""
+    reached = 0
+    for step, extent in sorted((step, extent) for step, extent in zip(stride, size, strict=True) if extent > 1):
+        if step <= reached:
+            return True
+        reached += step * (extent - 1)
+    return False
 
 
 def copied_capture(gm: fx.GraphModule) -> fx.GraphModule:

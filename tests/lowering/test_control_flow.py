@@ -45,6 +45,21 @@ def test_cond_is_differentiable():
         torch.testing.assert_close(torch.autograd.grad(compiled(branch)(x, y).sum(), x), expected)
 
 
+def test_the_gradient_of_a_cond_lies_as_its_result_beside_a_result_that_overlaps() -> None:
+    """torch refuses a `cond` whose branches differ in strides, as they do in backward where it begins with others."""
+
+    def gradient(call, x):
+        y, repeated, windows = call(x)
+        return torch.autograd.grad((y, repeated, windows), x, (y.cos(), repeated.cos(), windows.cos()))
+
+    def function(x):
+        y = torch.cond(x.sum() > 0, lambda x: x.tanh(), lambda x: x.clamp(max=3).exp(), (x * 1,))
+        return y, x.sum().expand(3), (x * 2).unfold(0, 2, 1)
+
+    x = torch.randn(17, 3).t().requires_grad_()
+    torch.testing.assert_close(gradient(compiled(function), x), gradient(function, x))
+
+
 def test_while_loop_ends_with_what_eager_has():
     from torch._higher_order_ops.while_loop import while_loop
 
