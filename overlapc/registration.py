@@ -50,14 +50,14 @@ class _Registered(dict[str, Any]):
 
 
 def _register(registry: ModuleType) -> None:
-    _check_options_early()
+    _prepare_early()
     registry._COMPILER_FNS = _Registered(registry._COMPILER_FNS)  # type: ignore[attr-defined]
     registry.register_backend(overlapc, name=_NAME)
 
 
-def _check_options_early() -> None:
+def _prepare_early() -> None:
     """Has `torch.compile` check overlapc's options; without this torch hands them over with the first graph, which is
-    30 frames deep in the first call.
+    30 frames deep in the first call. It also prepares Dynamo for the equal blocks of a model that overlapc shards.
 
     torch 2.11 to 2.13 keep backend, options and mode in this class. Where it is another, the first graph still checks.
     """
@@ -67,14 +67,17 @@ def _check_options_early() -> None:
     init = kept.__init__
 
     @wraps(init)
-    def init_and_check(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_and_prepare(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if getattr(self, "compiler_fn", None) is overlapc:
             from overlapc.options.checked_options import checked_options
 
-            checked_options(**getattr(self, "kwargs", {}))
+            config = checked_options(**getattr(self, "kwargs", {}))
+            access = sys.modules.get("overlapc.parallel.access")
+            if access is not None and config.trace_once:
+                access.replay_equal_blocks()
 
-    kept.__init__ = init_and_check
+    kept.__init__ = init_and_prepare
 
 
 class _Watch(MetaPathFinder):

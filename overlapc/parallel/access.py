@@ -20,7 +20,7 @@ from torch.distributed.fsdp import UnshardHandle
 from torch.utils import _pytree as pytree
 
 from overlapc.errors import ConfigError
-from overlapc.fx.versions import in_backward, set_fsdp2_state
+from overlapc.fx.versions import check_torch_version, in_backward, set_fsdp2_state
 from overlapc.parallel import gathered
 from overlapc.parallel.controls import Controls, modules_of, refusal
 from overlapc.parallel.gather import ShardedParam, ShardGroup, unshard
@@ -56,7 +56,7 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # With a method of its own here, Dynamo traces `_call_impl`; otherwise it would go to `forward` at once.
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return call_block(self, *args, **kwargs)
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         # Not in __call__: this is what `model.compile()` compiles.
@@ -138,6 +138,19 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
             if isinstance(module, FSDPModule):
                 module.reshard()
                 module._overlapc_pending = {}
+
+
+def call_block(module: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+    """Calls a sharded module; a function of its own because Dynamo traces it once for equal modules."""
+    return super(FSDPModule, module).__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+def replay_equal_blocks() -> None:
+    """Lets Dynamo trace equal sharded blocks once, with a torch that says how guards compare values."""
+    if check_torch_version() >= (2, 13):
+        from overlapc.parallel.replayed_blocks import replay
+
+        replay(call_block)
 
 
 for _name, _theirs in vars(fsdp2.FSDPModule).items():

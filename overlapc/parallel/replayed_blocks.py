@@ -1,0 +1,436 @@
+"""Dynamo traces the first of several equal sharded blocks; for the others it takes over the nodes of the first.
+
+    layers.0(x)    traced: nodes, and guards such as `layers[0].training == True`
+    layers.1(x)    the guards hold for layers[1] in place of layers[0]: the same nodes, over the parameters of layers.1
+
+What Dynamo reads while it traces is guarded, so a block for which all guards of another hold, under its own name, is
+traced to the same nodes. The guards are then installed for that block, too: a later change to it recompiles. The
+captured graph is the one that tracing each block gives. Where a trace may depend on something else, or changes
+something, Dynamo traces the block as always: see `Unfit`.
+
+torch 2.13 says how each guard compares a value with what it was (`GuardCheckSpec`); before, all blocks are traced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C._dynamo.guards import GlobalStateGuard
+from torch._dynamo.current_scope_id import enter_new_scope
+from torch._dynamo.guards import GUARD_VALUE_DISPATCH, SKIP_GUARD, GuardCheckSpec, install_guard
+from torch._dynamo.source import AttrSource, UnspecializedNNModuleSource, is_from_source
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.lists import TupleVariable
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._guards import Guard, Source
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._ordered_set import OrderedSet
+
+from overlapc.parallel.gather import described_params
+from overlapc.runtime.counters import count
+
+_NOTES = ("traced_sources", "side_effect_stack", "unsafe_allow_externally_visible_side_effects")
+_BLOCKS = "overlapc_blocks"  # of Dynamo's tracer of a graph: the blocks traced so far, by form of what they were given
+_UNREADABLE = (AttributeError, LookupError, TypeError)  # a source that leads nowhere
+
+
+class Unfit(Exception):
+    """Why a block is traced, or its trace cannot stand for other blocks."""
+
+
+def replay(call: Any) -> None:
+    """Lets Dynamo replay `call(module, *args, **kwargs)`, a function of this package, where equal modules are given."""
+    VariableBuilder._id_dispatch()[id(call)] = lambda builder, value: _Call(value, source=builder.source)
+
+
+class _Call(UserFunctionVariable):
+    """The function that calls a block, as Dynamo sees it."""
+
+    def call_function(self, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        try:
+            inputs = _Inputs.of(tx, args, kwargs)
+        except Unfit:
+            return super().call_function(tx, args, kwargs)
+        blocks = vars(tx.output.root_tracer).setdefault(_BLOCKS, {}).setdefault(inputs.form, [])
+        for block in blocks:
+            result = block.replayed(tx, inputs)
+            if result is not None:
+                count("blocks_traced_as_another")
+                return result
+        recording = _Recording(tx, inputs)
+        with recording.running():
+            result = super().call_function(tx, args, kwargs)
+        try:
+            blocks.append(recording.block(result))
+        except Unfit as reason:
+            count(f"block not traced once: {reason}")
+        return result
+
+
+class _Inputs:
+    """What a block is called with."""
+
+    def __init__(self, module: Any) -> None:
+        source = module.source
+        self.root: Source = source.base if isinstance(source, UnspecializedNNModuleSource) else source
+        self.tensors: dict[fx.Node, int] = {}
+        self.form: Any = None
+        self.changes: Any = None
+
+    @classmethod
+    def of(cls, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Inputs:
+        """Unfit for a call that may depend on more than its block, tensors, constants, and Dynamo's guards."""
+        module, *others = [each.realize() for each in args]
+        output = tx.output
+        if not isinstance(module, UnspecializedNNModuleVariable) or module.source is None:
+            raise Unfit("a module of unknown origin")
+        if output.current_tracer.parent is not None or output.current_tracer.bound_symbols or output.export:
+            raise Unfit("within a nested graph, of symbolic sizes, or exported")
+        if tx.symbolic_torch_function_state.mode_stack:
+            raise Unfit("a mode sees all operations")
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise Unfit("hooks on what is saved")
+        inputs = cls(module)
+        if not str(getattr(inputs.root, "index", "")).isdigit():
+            raise Unfit("no member of a list, which could have others like it")
+        given = [inputs._form(each) for each in others]
+        named = [(name, inputs._form(each)) for name, each in kwargs.items()]
+        inputs.changes = _changes(output.side_effects)
+        inputs.form = (type(module.value), tuple(given), tuple(named), _lines(tx))
+        return inputs
+
+    def _form(self, given: Any) -> Any:
+        given = given.realize()
+        if isinstance(given, ConstantVariable):
+            return type(given.value), given.value
+        if type(given) is TupleVariable:
+            return tuple(map(self._form, given.items))
+        if type(given) is not TensorVariable:
+            raise Unfit(f"a {type(given).__name__} is given")  # which the block may change
+        node = given.as_proxy().node
+        return self.tensors.setdefault(node, len(self.tensors)), _form_of(node)
+
+
+def _lines(tx: Any) -> tuple[Any, ...]:
+    """The lines that are being called from: nodes say so."""
+    found = []
+    while tx is not None:
+        found.append((tx.f_code, tx.current_instruction.positions))
+        tx = getattr(tx, "parent", None)
+    return tuple(found)
+
+
+def _form_of(node: fx.Node) -> Any:
+    value = node.meta.get("example_value")
+    if type(value) is not FakeTensor:
+        raise Unfit(f"{node.name} is a {type(value).__name__}")
+    return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, value.is_leaf
+
+
+def _changes(effects: Any) -> Any:
+    """What Python code traced so far has changed of objects that were there before, as far as a block can read it.
+
+    Unfit for changes of lists and dictionaries that were there before.
+    """
+    stores = {item: names for item, names in effects.store_attr_mutations.items() if item.source is not None}
+    known = {AttrSource(item.source, name) for item, names in stores.items() for name in names}
+    if not known.issuperset(effects.mutated_sources):
+        raise Unfit("a list or dictionary was changed")
+    values = [value for names in stores.values() for value in names.values()]
+    reached: list[Any] = []
+    VariableTracker.visit(reached.append, values)
+    if torch._dynamo.config.side_effect_replay_policy == "silent" and any(each.mutation_type for each in reached):
+        raise Unfit("Dynamo does not note changes")
+    stored = [(item, name, value) for item, names in stores.items() for name, value in names.items()]
+    return stored, [(each, len(effects.mutation_user_stacks.get(each, ()))) for each in reached]
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether what Dynamo knows of changes is the same: its objects by identity."""
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return first is second or (isinstance(first, int | str) and first == second)
+
+
+class _Recording:
+    """What Dynamo does from here to `end`."""
+
+    def __init__(self, tx: Any, inputs: _Inputs) -> None:
+        self._tx, self._inputs = tx, inputs
+        self._before = set(tx.output.graph.nodes)
+        self._modes, self._annotation = GlobalStateGuard(), _annotation()
+        self._effects = self._seen_effects()
+
+    def _seen_effects(self) -> Any:
+        output = self._tx.output
+        effects = output.side_effects
+        return len(effects.mutated_sources), len(effects.tensor_hooks), len(output.random_calls)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within this, Dynamo notes what is read, and a change to an object of outside."""
+        tracer = self._tx.output.current_tracer
+        before = {name: getattr(tracer, name) for name in _NOTES}
+        tracer.traced_sources, tracer.side_effect_stack = OrderedSet(), None
+        tracer.unsafe_allow_externally_visible_side_effects = True  # as outside of all scopes
+        try:
+            with enter_new_scope():
+                yield
+        finally:
+            self._read, self._changed = tracer.traced_sources, tracer.side_effect_stack
+            for name, value in before.items():
+                setattr(tracer, name, value)
+            tracer.traced_sources.update(self._read)
+
+    def block(self, result: Any) -> _Block:
+        """Unfit where the nodes do more than make `result` of the inputs and of what the block's module holds."""
+        output, root = self._tx.output, self._inputs.root
+        if self._effects != self._seen_effects() or self._changed is not None:
+            raise Unfit("it changes something, or draws Python's random numbers")
+        if self._tx.output.current_tracer.bound_symbols:
+            raise Unfit("it computes sizes")
+        if not self._modes.check() or self._annotation != _annotation():
+            raise Unfit("it changes modes")
+        nodes = [node for node in output.graph.nodes if node not in self._before and node.op != "placeholder"]
+        inside = set(nodes)
+        captured: dict[fx.Node, Source] = {}
+        for node in nodes:
+            if node.op not in ("call_function", "call_method"):
+                raise Unfit(f"{node.name} is a {node.op}")
+            for operand in node.all_input_nodes:
+                if operand in inside or operand in self._inputs.tensors:
+                    continue
+                source = getattr(operand.meta.get("grapharg"), "source", None)
+                if operand.op != "placeholder" or source is None:
+                    raise Unfit(f"{operand.name} is read, and not given")
+                if is_from_source(source, root):
+                    captured[operand] = source
+        self._expect_names_of_its_own()
+        return _Block(
+            inputs=self._inputs,
+            modes=self._modes,
+            annotation=self._annotation,
+            stack=dict(self._tx.nn_module_stack),
+            nodes=nodes,
+            captured=captured,
+            checks=self._checks(),
+            key_orders={
+                each: list(_value(self._tx, each, {}))
+                for each in output.guard_on_key_order
+                if is_from_source(each, root)
+            },
+            result=_results(result, inside, [*self._inputs.tensors, *captured]),
+        )
+
+    def _expect_names_of_its_own(self) -> None:
+        """Unfit where a tensor of the block has two names: another block may have two tensors there."""
+        tracked = self._tx.output.side_effects
+        for source in self._read:
+            if is_from_source(source, self._inputs.root):
+                value = self._tx.output.resolve_source_value(source)
+                if isinstance(value, torch.Tensor) and value in tracked and tracked[value].source != source:
+                    raise Unfit(f"{source.name} has another name")
+
+    def _checks(self) -> list[_Check]:
+        """All guards on the block, those of before included, which its trace may rely on."""
+        found = []
+        cache: dict[Source, Any] = {}
+        for guard in list(self._tx.output.guards):
+            if not is_from_source(guard.originating_source, self._inputs.root):
+                continue
+            kind = guard.create_fn_name()
+            spec = GUARD_VALUE_DISPATCH.get(kind)
+            if spec is not SKIP_GUARD and not isinstance(spec, GuardCheckSpec):
+                raise Unfit(f"a guard {kind}")
+            value = _value(self._tx, guard.originating_source, cache)
+            expected = spec.get_metadata_fn(guard, value) if isinstance(spec, GuardCheckSpec) else None
+            found.append(_Check(guard, spec, value if isinstance(value, str) else None, type(value), expected))
+        return found
+
+
+@dataclass(frozen=True)
+class _Check:
+    """A guard of a traced block, and what it was found to be."""
+
+    guard: Guard
+    spec: Any
+    text: str | None
+    kind: type
+    expected: Any
+
+    @property
+    def same(self) -> Source | None:
+        """The other name of the same object, where the guard is that these are the same."""
+        found: Source | None = getattr(self.guard.create_fn, "keywords", {}).get("source_b")
+        return found
+
+    @property
+    def of_tensor(self) -> bool:
+        """Whether the guard holds on to a tensor, as Dynamo's own for an input do."""
+        return "value" in getattr(self.guard.create_fn, "keywords", ())
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A traced block, whose nodes may stand for those of other blocks."""
+
+    inputs: _Inputs
+    modes: Any
+    annotation: Any
+    stack: dict[str, Any]  # of modules, around it
+    nodes: list[fx.Node]
+    captured: dict[fx.Node, Source]  # graph inputs that its module holds
+    checks: list[_Check]
+    key_orders: dict[Source, list[Any]]  # of dictionaries that were iterated over
+    result: Any  # nodes: one, or a tuple
+
+    def replayed(self, tx: Any, inputs: _Inputs) -> Any:
+        """The result, of new nodes; None where this block is another one."""
+        if not self.modes.check() or self.annotation != _annotation() or not _same(self.inputs.changes, inputs.changes):
+            return None
+        named = _Renamed(self.inputs.root, inputs.root)
+        cache: dict[Source, Any] = {}
+        sources = [named(check.guard.originating_source) for check in self.checks]
+        keys: dict[str, str] = {}
+        for check, source in zip(self.checks, sources, strict=True):
+            try:
+                value = _value(tx, source, cache)
+                other = value if check.same is None else _value(tx, named(check.same), cache)
+            except _UNREADABLE:
+                return None
+            if other is not value:
+                return None
+            if check.text is not None and _equal_parameters(check.text, value):
+                keys[check.text] = value
+            elif type(value) is not check.kind or (
+                check.spec is not SKIP_GUARD and not check.spec.eval_fn(value, check.expected)
+            ):
+                return None
+        if any(list(_value(tx, named(source), cache)) != order for source, order in self.key_orders.items()):
+            return None
+        copies = dict(zip(self.inputs.tensors, inputs.tensors, strict=True))
+        known = set(tx.output.graph.find_nodes(op="placeholder"))
+        for node, source in self.captured.items():
+            given = VariableBuilder(tx, named(source))(_value(tx, named(source), cache)).as_proxy().node
+            if copies.setdefault(node, given) is not given:  # it was among the inputs, too
+                return None
+        for check, source in zip(self.checks, sources, strict=True):
+            make = check.guard.create_fn
+            if check.of_tensor:
+                VariableBuilder(tx, source)(_value(tx, source, cache))  # which guards it
+            elif check.same is not None:
+                install_guard(source.make_guard(partial(make.func, source_b=named(check.same))))  # type: ignore[attr-defined]
+            else:
+                install_guard(source.make_guard(make))
+        tx.output.guard_on_key_order.update(map(named, self.key_orders))
+        for node in self.captured:
+            if copies[node] not in known:
+                self._set_modules(tx, node, copies[node])
+        for node in self.nodes:
+            self._copy(tx, node, copies, keys)
+        return _wrapped(tx, self.result, copies)
+
+    def _copy(self, tx: Any, node: fx.Node, copies: dict[fx.Node, fx.Node], keys: dict[str, str]) -> None:
+        def argument(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return copies.get(value, value)
+            return keys.get(value, value) if isinstance(value, str) else value
+
+        *within, (made_as, target) = node.meta["source_fn_stack"]
+        args, kwargs = (fx.node.map_aggregate(each, argument) for each in (node.args, node.kwargs))
+        copy = tx.output.current_tracer.create_node(node.op, node.target, args, kwargs, _numberless(made_as), node.type)
+        copy.meta = {
+            **node.meta,
+            "creation_timestamp": copy.meta["creation_timestamp"],
+            "source_fn_stack": [*within, (copy.name, target)],
+        }
+        self._set_modules(tx, node, copy)
+        if _numberless(node.name) != _numberless(made_as):
+            copy._rename(_numberless(node.name))  # as the variable that holds it
+        copies[node] = copy
+
+    def _set_modules(self, tx: Any, node: fx.Node, copy: fx.Node) -> None:
+        """Notes the modules of `node` as those of this block."""
+        (old, _), (new, _) = (next(reversed(each.values())) for each in (self.stack, tx.nn_module_stack))
+        inner = list(node.meta.get("nn_module_stack", {}).items())[len(self.stack) :]
+        renamed = {f"{key} of {new}": (new + path.removeprefix(old), cls) for key, (path, cls) in inner}
+        copy.meta["nn_module_stack"] = {**tx.nn_module_stack, **renamed}
+
+
+def _numberless(name: str) -> str:
+    """`linear` of `linear_3`: the graph appends the next number."""
+    return re.sub(r"_\d+$", "", name)
+
+
+class _Renamed:
+    """Names of a block's parts as those of another block's."""
+
+    def __init__(self, old: Source, new: Source) -> None:
+        self._known = {old: new}  # `Source.clone` would make the same prefixes again for each name
+
+    def __call__(self, source: Source) -> Source:
+        found = self._known.get(source)
+        if found is None:
+            inner = {each.name: getattr(source, each.name) for each in fields(source)}
+            parts = {name: self(each) for name, each in inner.items() if isinstance(each, Source)}
+            found = self._known[source] = replace(source, **parts) if parts else source
+        return found
+
+
+def _value(tx: Any, source: Source, cache: dict[Source, Any]) -> Any:
+    """What a source names in the frame that is compiled."""
+    return source.get_value({"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}, {}, cache)
+
+
+def _equal_parameters(key: str, other: Any) -> bool:
+    """Whether two keys name parameters that are gathered alike."""
+    known = key in described_params and isinstance(other, str) and other in described_params
+    return known and described_params[key][0] == described_params[other][0]
+
+
+def _annotation() -> Any:
+    return torch.fx.traceback.get_current_meta().get("custom")
+
+
+def _results(result: Any, inside: set[fx.Node], given: Sequence[fx.Node]) -> Any:
+    """The nodes of a tensor, or of a tuple. Unfit for others, and for tensors in memory of what was given."""
+    if type(result) is TupleVariable:
+        return tuple(_results(each.realize(), inside, given) for each in result.items)
+    if type(result) is not TensorVariable:
+        raise Unfit(f"it returns a {type(result).__name__}")
+    node = result.as_proxy().node
+    if node not in inside:
+        raise Unfit("it returns what it was given")
+    _form_of(node)
+    memory = node.meta["example_value"].untyped_storage()._cdata
+    for each in given:
+        value = each.meta["example_value"]
+        if getattr(value, "_local_tensor", value).untyped_storage()._cdata == memory:
+            raise Unfit("it returns a view of what it was given")
+    return node
+
+
+def _wrapped(tx: Any, result: Any, copies: dict[fx.Node, fx.Node]) -> VariableTracker:
+    if isinstance(result, tuple):
+        return TupleVariable([_wrapped(tx, each, copies) for each in result])
+    like, node = result.meta["example_value"], copies[result]
+    with tx.fake_mode, torch.enable_grad():
+        value = torch.empty_strided(
+            like.shape, like.stride(), dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+        )
+        value = value.view_as(value) if not like.is_leaf else value
+    del node.meta["example_value"]
+    made: Any = wrap_fx_proxy(tx, fx.Proxy(node, tx.output.current_tracer), example_value=value)
+    made._is_name_set = True  # as the first one's: by the name that its variable had in the block
+    return made

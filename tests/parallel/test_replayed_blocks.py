@@ -1,0 +1,376 @@
+"""Dynamo traces equal sharded blocks once: the captured graph is that of tracing each, whatever blocks are and do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.variables.builder import VariableBuilder
+from torch.utils.checkpoint import checkpoint
+
+from overlapc.fx.source import module_path
+from overlapc.parallel import fully_shard
+from overlapc.parallel.access import call_block, replay_equal_blocks
+from overlapc.parallel.gather import described_params
+from overlapc.runtime.counters import counted
+from tests.parallel.sharded import mesh_1d
+
+pytestmark = [
+    pytest.mark.usefixtures("world", "fresh_dynamo"),
+    pytest.mark.skipif(torch.__version__ < "2.13", reason="torch does not say how guards compare values"),
+]
+DIM = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, DIM)
+        self.drop = nn.Dropout(0.5)
+        self.scale = 1.5
+        self.calls = 0
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        return x + self.drop(self.up(self.norm(x))) * self.scale
+
+
+class Model(nn.Module):
+    def __init__(self, block: type[Block] = Block, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x * 2).sum()  # which needs gradients, and is no input
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def sharded(model: nn.Module) -> Any:
+    for layer in model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh_1d())
+    return fully_shard(model, mesh=mesh_1d())
+
+
+def lines(graph: fx.Graph) -> list[Any]:
+    """All that a graph says, with parameters in place of their keys."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, str) and value in described_params:
+            return described_params[value]
+        return str(value) if isinstance(value, fx.Node | torch.Tensor) else value
+
+    def of(value: Any) -> Any:
+        shape = getattr(value, "shape", None)
+        return None if shape is None else (tuple(shape), value.dtype, value.requires_grad)
+
+    def where(node: fx.Node) -> Any:  # an input: who reads it first
+        return None if node.op == "placeholder" else (module_path(node), node.meta.get("stack_trace"))
+
+    return [
+        (
+            *(node.op, node.name, str(node.target), fx.node.map_aggregate(node.args, plain)),
+            *(fx.node.map_aggregate(node.kwargs, plain), of(node.meta.get("example_value")), where(node)),
+        )
+        for node in graph.nodes
+    ]
+
+
+def capture(model: Any, once: bool, run: Callable[[Any], Any]) -> tuple[list[Any], Any]:
+    """The graphs that Dynamo captures while `run` calls the compiled model, and what it returned."""
+    graphs = []
+
+    def keep(gm: fx.GraphModule, inputs: Any) -> Any:
+        bodies = [each for each in gm.modules() if isinstance(each, fx.GraphModule)]
+        graphs.append([lines(each.graph) for each in bodies])
+        return gm.forward
+
+    torch._dynamo.reset()
+    dispatch: Any = VariableBuilder._id_dispatch()
+    dispatch.pop(id(call_block), None)
+    if once:
+        replay_equal_blocks()
+    try:
+        result = run(torch.compile(model, backend=keep))
+    finally:
+        dispatch.pop(id(call_block), None)
+    return graphs, result
+
+
+def once(model: Any, traced: int, calls: int = 1, run: Callable[[Any], Any] | None = None) -> None:
+    """Checks graphs and state with blocks traced once, and that so many blocks were traced as another."""
+    x = torch.randn(2, DIM, requires_grad=True)
+
+    def default(compiled: Any) -> Any:
+        return [compiled(x).shape for _ in range(calls)]
+
+    def state() -> Any:
+        return [(layer.calls, list(layer.seen)) for layer in model.layers]
+
+    run = run or default
+    begun = state()
+    expected = (*capture(model, False, run), state())
+    for layer, (made, seen) in zip(model.layers, begun, strict=True):
+        layer.calls, layer.seen[:] = made, seen
+    before = counted("blocks_traced_as_another")
+    found = (*capture(model, True, run), state())
+    assert counted("blocks_traced_as_another") - before == traced
+    assert found == expected
+
+
+def test_equal_blocks_are_traced_once_and_give_the_graph_of_tracing_each():
+    once(sharded(Model()), 3)
+
+
+def change_scale(layer: Any) -> None:
+    layer.scale = 2.5
+
+
+def evaluate(layer: Any) -> None:
+    layer.eval()
+
+
+def freeze(layer: Any) -> None:
+    layer.up.weight.requires_grad_(False)
+
+
+def hook(layer: Any) -> None:
+    layer.register_forward_hook(lambda module, args, result: result * 2)
+
+
+def hook_within(layer: Any) -> None:
+    layer.norm.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def replace_forward(layer: Any) -> None:
+    layer.up.forward = lambda x: x * 3
+
+
+def reduce_otherwise(layer: Any) -> None:
+    layer.set_gradient_divide_factor(3.0)
+
+
+def replace_dropout(layer: Any) -> None:
+    layer.drop = nn.Identity()
+
+
+def drop_less(layer: Any) -> None:
+    layer.drop.p = 0.25
+
+
+def remove_bias(layer: Any) -> None:
+    layer.up = nn.Linear(DIM, DIM, bias=False)
+
+
+CHANGES = [change_scale, evaluate, freeze, replace_forward, reduce_otherwise, replace_dropout, drop_less]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, remove_bias, hook, hook_within])
+def test_a_block_that_differs_is_traced(change):
+    model = Model()
+    if change is not reduce_otherwise and change is not freeze:
+        change(model.layers[2])
+    model = sharded(model)
+    if change is reduce_otherwise or change is freeze:
+        change(model.layers[2])
+    once(model, 2)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_later_change_of_a_block_traced_as_another_is_seen(change):
+    model = sharded(Model())
+    x = torch.randn(2, DIM, requires_grad=True)
+
+    def run(compiled: Any) -> None:
+        compiled(x)
+        change(model.layers[2])
+        compiled(x)
+
+    graphs, _ = capture(model, True, run)
+    assert len(graphs) == 2
+    assert graphs[1] == capture(model, False, lambda compiled: compiled(x))[0][0] != graphs[0]
+
+
+class Shared(Block):
+    def forward(self, x: Tensor, other: Any, *others: Any, **named: Any) -> Any:
+        return self.up(x) * other.mean() + named.get("shift", 0.0)
+
+
+class Pairs(Model):
+    """Blocks that are given one tensor twice, or two; constants; and a tuple."""
+
+    def run(self, x: Tensor) -> Tensor:
+        y = x
+        for layer, other, shift in zip(self.layers, (None, x, None, None), (1.0, 1.0, 1.0, 2.0), strict=True):
+            y = layer(y, y if other is None else other, shift=shift)
+        return y
+
+
+def test_inputs_that_are_one_tensor_or_other_constants_are_told_apart():
+    once(sharded(Pairs(Shared)), 1)  # `third` as `first`
+
+
+class Modes(Model):
+    """Two blocks under other modes than the first."""
+
+    def run(self, x: Tensor) -> Tensor:
+        y = x
+        for at, layer in enumerate(self.layers):
+            with torch.set_grad_enabled(at != 1), torch.autocast("cpu", torch.bfloat16, enabled=at == 2):
+                y = layer(y)
+            y = y.float() + x
+        return y
+
+
+def test_modes_around_a_block_are_told_apart():
+    once(sharded(Modes()), 1)  # `fourth`, which computes in the mode of `first`
+
+
+class Counting(Block):
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        self.calls += 1
+        return super().forward(x) * (1 + self.calls)
+
+
+class Listing(Block):
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        self.seen.append(len(self.seen))
+        return super().forward(x) * len(self.seen)
+
+
+class Appending(Block):
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        others[0].append(x)
+        return super().forward(x)
+
+
+class Lists(Model):
+    def run(self, x: Tensor) -> Tensor:
+        states: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x, states)
+        return sum((state.sum() for state in states), x.sum())
+
+
+class Identity(Block):
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        return x if self.scale else self.up(x)
+
+
+class View(Block):
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        return x.view(-1).view(2, DIM)
+
+
+class Breaking(Block):
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        x = self.norm(x)
+        torch._dynamo.graph_break()
+        return self.up(x)
+
+
+class Checkpointed(Block):
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Around(Model):
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("block", [Counting, Listing, Identity, View, Breaking, Checkpointed])
+def test_blocks_that_do_more_than_compute_are_traced_each(block):
+    once(sharded(Model(block)), 0, calls=2)
+
+
+@pytest.mark.parametrize("model", [lambda: Lists(Appending), Around])
+def test_models_that_hand_lists_to_blocks_or_call_them_in_checkpoints_trace_each(model):
+    once(sharded(model()), 0)
+
+
+class Several(Block):
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        y = self.up(x)
+        return y, (self.norm(y), y)
+
+
+class Unpacking(Model):
+    def run(self, x: Tensor) -> Tensor:
+        total = x.sum()
+        for layer in self.layers:
+            x, (y, z) = layer(x)
+            total = total + y.sum() + (x is z)
+        return total
+
+
+def test_blocks_that_return_several_tensors():
+    once(sharded(Unpacking(Several)), 3)
+
+
+class Twice(Model):
+    def run(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, *self.layers):
+            x = layer(x)
+        return x
+
+
+def test_blocks_that_are_called_twice():
+    once(sharded(Twice()), 7)
+
+
+def test_blocks_that_share_a_parameter():
+    model = Model()
+    model.layers[3].norm = model.layers[2].norm
+    once(sharded(model), 3)
+
+
+class TwoNorms(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        return self.other(self.up(self.norm(x)))
+
+
+def test_a_block_that_holds_one_parameter_twice_stands_for_no_other():
+    model = Model(TwoNorms)
+    model.layers[0].other.weight = model.layers[0].norm.weight
+    once(sharded(model), 2)
+
+
+class Remembering(Model):
+    """What the model stores while it runs decides how blocks compute."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for at, layer in enumerate(self.layers):
+            MEMORY.at = at
+            x = layer(x)
+        MEMORY.at = -1
+        return x
+
+
+class Memory:
+    at = -1
+
+
+MEMORY = Memory()
+
+
+class Reading(Block):
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        return self.up(x) * (1.0 + MEMORY.at)
+
+
+def test_what_is_stored_between_blocks_is_seen():
+    once(sharded(Remembering(Reading)), 0)
