@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ortools.sat.python import cp_model
-
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why
 from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Node, Schedule
@@ -22,6 +20,8 @@ _ON_QUEUE = COMMUNICATION
 
 def optimum(schedule: Schedule, *, seconds: float = 20.0) -> tuple[int, Schedule]:
     """(the least step in whole ns, an order that takes it). The order of collectives is free, as for the bound."""
+    from ortools.sat.python import cp_model  # imports pandas: here it does not while a worker collects tests
+
     model = cp_model.CpModel()
     horizon = sum(map(_ticks, schedule.nodes)) + 1
     stream = []
