@@ -107,6 +107,7 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
             rule = table.get(getattr(packet, overload))
             if rule is not None and overload != "out":
                 table[getattr(packet, overload)] = with_parameters_in_float32(rule)
+    table[aten.log_sigmoid_forward.default] = of_contiguous_on_cpu(table[aten.log_sigmoid_forward.default])
     table[aten.nll_loss_backward.default] = nll_loss_backward
     table[aten._foreach_norm.Scalar] = norms
     table[aten.topk.default] = topk_of_groups
@@ -191,6 +192,16 @@ def nll_loss_backward(
     chosen = torch.arange(classes, device=target.device) == rows
     picked = torch.where(chosen, -1.0, 0.0).to(log_probabilities.dtype)
     return picked * grad_output
+
+
+def of_contiguous_on_cpu(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """`rule`, with contiguous results on a CPU, as eager's kernel has there; torch's own rule keeps strides."""
+
+    @wraps(rule)
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return rule(x.contiguous() if x.device.type == "cpu" else x, *args, **kwargs)
+
+    return call
 
 
 def in_the_first_dtype(rule: Callable[..., Any]) -> Callable[..., Any]:

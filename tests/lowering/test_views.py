@@ -182,3 +182,12 @@ def test_gradients_of_results_whose_elements_share_memory(function):
         return torch.autograd.grad(y, x, torch.arange(float(y.numel())).reshape(y.shape))[0]
 
     torch.testing.assert_close(gradient(compiled(function)), gradient(function))
+
+
+def test_logsigmoid_is_contiguous_on_a_cpu_as_in_eager():
+    def function(x):
+        return F.logsigmoid(x.t()), F.logsigmoid(x[:, ::2])
+
+    x = torch.randn(5, 6)
+    for found, expected in zip(compiled(function)(x), function(x), strict=True):
+        torch.testing.assert_close(found, expected, check_stride=True)
