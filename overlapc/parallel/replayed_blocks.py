@@ -14,10 +14,11 @@ torch 2.13 says how each guard compares a value with what it was (`GuardCheckSpe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -206,8 +207,13 @@ class _Recording:
         inside = set(nodes)
         captured: dict[fx.Node, Source] = {}
         for node in nodes:
-            if node.op not in ("call_function", "call_method"):
+            body = output.nn_modules.get(node.target) if node.op == "get_attr" else None
+            if node.op not in ("call_function", "call_method") and not isinstance(body, fx.GraphModule):
                 raise Unfit(f"{node.name} is a {node.op}")
+            if body is not None and (body.graph.find_nodes(op="get_attr") or len(node.users) != 1):
+                raise Unfit(f"{node.name} contains graphs, or is called twice")
+            if body is not None and any(map(callable, body.meta.values())):
+                raise Unfit(f"{node.name} has a policy, which may be this block's")
             for operand in node.all_input_nodes:
                 if operand in inside or operand in self._inputs.tensors:
                     continue
@@ -255,7 +261,8 @@ class _Recording:
                 raise Unfit(f"a guard {kind}")
             value = _value(self._tx, guard.originating_source, cache)
             expected = spec.get_metadata_fn(guard, value) if isinstance(spec, GuardCheckSpec) else None
-            found.append(_Check(guard, spec, value if isinstance(value, str) else None, type(value), expected))
+            kept = value if isinstance(value, str | FunctionType) else None
+            found.append(_Check(guard, spec, kept, type(value), expected))
         return found
 
 
@@ -265,7 +272,7 @@ class _Check:
 
     guard: Guard
     spec: Any
-    text: str | None
+    value: str | FunctionType | None  # of which guards compare the code only
     kind: type
     expected: Any
 
@@ -311,8 +318,10 @@ class _Block:
                 return None
             if other is not value:
                 return None
-            if check.text is not None and _equal_parameters(check.text, value):
-                keys[check.text] = value
+            if isinstance(check.value, FunctionType) and value is not check.value:
+                return None
+            if isinstance(check.value, str) and _equal_parameters(check.value, value):
+                keys[check.value] = value
             elif type(value) is not check.kind or (
                 check.spec is not SKIP_GUARD and not check.spec.eval_fn(value, check.expected)
             ):
@@ -347,18 +356,43 @@ class _Block:
                 return copies.get(value, value)
             return keys.get(value, value) if isinstance(value, str) else value
 
-        *within, (made_as, target) = node.meta["source_fn_stack"]
-        args, kwargs = (fx.node.map_aggregate(each, argument) for each in (node.args, node.kwargs))
-        copy = tx.output.current_tracer.create_node(node.op, node.target, args, kwargs, _numberless(made_as), node.type)
-        copy.meta = {
-            **node.meta,
-            "creation_timestamp": copy.meta["creation_timestamp"],
-            "source_fn_stack": [*within, (copy.name, target)],
-        }
+        create = tx.output.current_tracer.create_node
+        if node.op == "get_attr":
+            body = self._copied_body(tx, node, copies, argument)
+            copy = create(node.op, tx.output.install_subgraph(_numberless(str(node.target)), body), (), {})
+            copy.meta = {**node.meta, "creation_timestamp": copy.meta["creation_timestamp"]}
+        else:
+            copy = _created_like(node, create, argument)
         self._set_modules(tx, node, copy)
-        if _numberless(node.name) != _numberless(made_as):
-            copy._rename(_numberless(node.name))  # as the variable that holds it
         copies[node] = copy
+
+    def _copied_body(
+        self, tx: Any, node: fx.Node, copies: dict[fx.Node, fx.Node], argument: Callable[[Any], Any]
+    ) -> fx.GraphModule:
+        """The graph that `node` names, which a checkpoint runs, over this block's parameters."""
+        body = tx.output.nn_modules[node.target]
+        (caller,) = node.users
+        inputs = {each.name: copies[each].name for each in caller.all_input_nodes if each in copies}
+        graph = fx.Graph()
+        inner: dict[fx.Node, fx.Node] = {}
+
+        def inner_argument(value: Any) -> Any:
+            return inner[value] if isinstance(value, fx.Node) else argument(value)
+
+        for each in body.graph.nodes:
+            if each.op == "placeholder":
+                inner[each] = graph.placeholder(inputs.get(each.name, each.name), each.type)
+                inner[each].meta = dict(each.meta)
+            elif each.op == "output":
+                inner[each] = graph.output(fx.node.map_aggregate(each.args[0], inner_argument))
+                inner[each].meta = dict(each.meta)
+            else:
+                inner[each] = _created_like(each, graph.create_node, inner_argument)
+            if "nn_module_stack" in each.meta:
+                self._set_modules(tx, each, inner[each])
+        copy = fx.GraphModule(body, graph)
+        copy.meta = dict(body.meta)
+        return copy
 
     def _set_modules(self, tx: Any, node: fx.Node, copy: fx.Node) -> None:
         """Notes the modules of `node` as those of this block."""
@@ -366,6 +400,17 @@ class _Block:
         inner = list(node.meta.get("nn_module_stack", {}).items())[len(self.stack) :]
         renamed = {f"{key} of {new}": (new + path.removeprefix(old), cls) for key, (path, cls) in inner}
         copy.meta["nn_module_stack"] = {**tx.nn_module_stack, **renamed}
+
+
+def _created_like(node: fx.Node, create: Callable[..., fx.Node], argument: Callable[[Any], Any]) -> fx.Node:
+    """A copy of `node` by `create`, named as Dynamo would name it there."""
+    *within, (made_as, target) = node.meta["source_fn_stack"]
+    args, kwargs = (fx.node.map_aggregate(each, argument) for each in (node.args, node.kwargs))
+    copy = create(node.op, node.target, args, kwargs, _numberless(made_as), node.type)
+    copy.meta = {**node.meta, **copy.meta, "source_fn_stack": [*within, (copy.name, target)]}
+    if _numberless(node.name) != _numberless(made_as):
+        copy._rename(_numberless(node.name))  # as the variable that holds it
+    return copy
 
 
 def _numberless(name: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.variables.builder import VariableBuilder
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from overlapc.fx.source import module_path
 from overlapc.parallel import fully_shard
@@ -281,6 +281,17 @@ class Checkpointed(Block):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+class Selective(Block):
+    """What is saved is decided by an object of each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved = lambda: create_selective_checkpoint_contexts([torch.ops.aten.addmm.default] * self.calls)
+
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        return checkpoint(super().forward, x, use_reentrant=False, context_fn=self.saved)
+
+
 class Around(Model):
     def run(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -288,9 +299,13 @@ class Around(Model):
         return x
 
 
-@pytest.mark.parametrize("block", [Counting, Listing, Identity, View, Breaking, Checkpointed])
+@pytest.mark.parametrize("block", [Counting, Listing, Identity, View, Breaking, Selective])
 def test_blocks_that_do_more_than_compute_are_traced_each(block):
     once(sharded(Model(block)), 0, calls=2)
+
+
+def test_checkpoints_in_equal_blocks_are_traced_once():
+    once(sharded(Model(Checkpointed)), 3)
 
 
 @pytest.mark.parametrize("model", [lambda: Lists(Appending), Around])
