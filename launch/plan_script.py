@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import trace_rules
-from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh, fsdp
 from torch.distributed.fsdp._fully_shard import _fsdp_init
@@ -302,8 +301,6 @@ def _patched(
                     continue
                 for block in blocks:
                     block._compiled_call_impl = None
-                    if isinstance(block, OptimizedModule):
-                        _stop_compiling(block)
                 adopted.append(adopt_fsdp2(outer))
                 if outer not in compiled:
                     by_blocks.append(len(blocks))
@@ -356,22 +353,6 @@ def _patched(
         for name, value in (*_ANSWERS.items(), ("device_count", per_host)):
             put(torch.cuda, name, functools.partial(_answer, value))
         yield
-
-
-class _Uncompiled(nn.Module):
-    """What torch.compile(block) returned, without the compilation."""
-
-    _orig_mod: nn.Module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the block computes."""
-        return self._orig_mod(*args, **kwargs)
-
-
-def _stop_compiling(block: OptimizedModule) -> None:
-    """Makes it one that Dynamo can trace from outside, where it would skip the call of an OptimizedModule."""
-    block.__dict__.pop("forward")
-    block.__class__ = type("FSDPBlock", (fsdp.FSDPModule, _Uncompiled), {}) if _fsdp2_manages(block) else _Uncompiled
 
 
 def _is_of_fsdp2(model: nn.Module) -> bool:

@@ -46,6 +46,7 @@ def clean_module(path: str) -> str:
     while path != (path := _MEMBER.sub(r"\1.\2", path)):
         pass
     for old, new in (
+        (".forward._torchdynamo_inline.__self__", ""),  # of a block that torch.compile(block) wraps
         ("L['self']", ""),
         ("L['fn']", ""),
         ("._modules['", "."),

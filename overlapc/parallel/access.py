@@ -56,6 +56,8 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # With a method of its own here, Dynamo traces `_call_impl`; otherwise it would go to `forward` at once.
+        if torch.compiler.is_dynamo_compiling() and isinstance(self, torch._dynamo.OptimizedModule):
+            return nn.Module.__call__(self, *args, **kwargs)  # Dynamo skips the call of what torch.compile(block) made
         return call_block(self, *args, **kwargs)
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:

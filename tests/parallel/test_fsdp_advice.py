@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 
+from overlapc.backend import plan_only
 from overlapc.errors import CompileError, ConfigError
+from overlapc.fx.source import block_of
 from overlapc.parallel import MixedPrecisionPolicy, adopt_fsdp2, fully_shard, no_sync
+from overlapc.report import record
 from tests.parallel.sharded import mesh_1d, shard
 from tests.parallel.tiny import Tiny, batch
 
@@ -78,6 +82,23 @@ def test_a_module_compiled_by_itself_is_advised_of():
     model = shard(Tiny())
     with pytest.warns(UserWarning, match=r"compiles a module of a sharded model by itself.*\n.*outermost module"):
         torch.compile(model.layers[1], backend="overlapc")(torch.ones(2, 3, 8))
+
+
+@pytest.mark.usefixtures("_first_rank")
+@pytest.mark.filterwarnings("error:overlapc compiles a module")
+@pytest.mark.parametrize("adopt", [False, True])
+def test_blocks_that_torch_compile_wraps_are_part_of_the_outermost_graph(adopt):
+    """As the advice is to compile the outermost module."""
+    record.clear()
+    mesh, model = mesh_1d(), Tiny()
+    for at, block in enumerate(model.layers):
+        model.layers[at] = torch.compile(block, backend="overlapc")
+    for module in (*model.layers, model):
+        fsdp2.fully_shard(module, mesh=mesh) if adopt else fully_shard(module, mesh)
+    step = torch.compile(adopt_fsdp2(model), backend=partial(plan_only, options={"passes": "none"}), fullgraph=True)
+    step(*batch(2))
+    (forward,) = record.report_of_process().steps[0].graphs
+    assert {"layers.0", "layers.1"} <= {block_of(row.origin) for row in forward.collectives}
 
 
 @pytest.mark.parametrize(
