@@ -10,6 +10,7 @@ with a step other than one must not outweigh the traffic that is saved.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import sympy
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
@@ -81,9 +82,14 @@ def _parts(loop: Loop, body: Body) -> list[sympy.Expr]:
 
 def step(index: sympy.Expr, loop: Loop) -> sympy.Expr | None:
     """By how much `index` grows from one iteration of `loop` to the next; None when that varies."""
-    stride = index.coeff(loop.symbol)
-    rest = sympy.expand(index - stride * loop.symbol)
-    return None if loop.symbol in free_symbols((rest, stride)) else stride
+    return _step(index, loop.symbol) if loop.symbol in free_symbols((index,)) else sympy.S.Zero
+
+
+@lru_cache(200_000)  # the layers of a model have the same indices
+def _step(index: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr | None:
+    stride = index.coeff(symbol)
+    rest = sympy.expand(index - stride * symbol)
+    return None if symbol in free_symbols((rest, stride)) else stride
 
 
 def scattered_bytes(body: Body, bytes_of: Bytes, along: Loop | None = None) -> int:
