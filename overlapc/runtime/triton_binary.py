@@ -133,7 +133,7 @@ def explained(source: Source, function: str, path: Path | str) -> Iterator[None]
 
     try:
         yield
-    except (CompilationError, OutOfResources, PTXASError) as error:
+    except (CompilationError, OutOfResources, PTXASError, RuntimeError) as error:  # the last of a pass of Triton
         raise refused(source, function, path, _root_cause(error)) from error
 
 

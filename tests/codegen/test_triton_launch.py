@@ -18,7 +18,7 @@ from overlapc.errors import ToolchainError
 from overlapc.ir.body import Body, Cast, Constant, Load, Store, op
 from overlapc.runtime import triton_launch
 from overlapc.runtime.native_launcher import launcher_type
-from overlapc.runtime.triton_binary import write_module
+from overlapc.runtime.triton_binary import explained, write_module
 from overlapc.runtime.triton_compile import Binary
 from overlapc.runtime.triton_kernel import Variant, host_function, variant_of
 from tests.codegen import triton_cases as cases
@@ -112,6 +112,15 @@ def test_a_kernel_that_triton_refuses_is_named_with_its_file(tmp_path: Path):
     broken = dataclasses.replace(source, text=source.text.replace("ops.libdevice.exp(", "tl.load("))
     with pytest.raises(ToolchainError, match=r"exp_[0-9a-f]+: .*ptr type(.|\n)*\.py"):
         compile_source(broken, tmp_path)
+
+
+def test_a_kernel_that_a_pass_of_triton_fails_on_is_named_with_its_file():
+    source = TritonGenerator().generate(cases.softmax(8, 64).body, "softmax")
+    with (
+        pytest.raises(ToolchainError, match=r"softmax_[0-9a-f]+: PassManager::run failed(.|\n)*a\.py"),
+        explained(source, "softmax", "a.py"),
+    ):
+        raise RuntimeError("PassManager::run failed")  # all that Triton's own error says
 
 
 def test_indices_are_wide_only_where_sizes_need_it():
