@@ -125,7 +125,10 @@ class Costs:
 
     def mixes(self, traffics: tuple[int, ...]) -> dict[int, Mix]:
         """By load, what `mix` was asked about with this traffic."""
-        return self._mixes.setdefault(traffics, {})
+        found = self._mixes.get(traffics)
+        if found is None:
+            found = self._mixes[traffics] = {}
+        return found
 
 
 def _number(value: T, numbers: dict[T, int], values: list[T]) -> int:
@@ -317,8 +320,8 @@ class Machine:
 
     def _begin(self) -> None:
         """Collectives at the head of their queues that may run by now do so."""
-        if not self.queued:
-            return
+        if not self.queued or (len(self.active) == 1 and self.queued == len(self.waiting[self.active[0]])):
+            return  # what waits is behind what runs
         for queue, waiting in enumerate(self.waiting):
             if waiting and self.running[queue] is None and waiting[0][1] <= self.now:
                 at, _ = waiting.popleft()
@@ -329,8 +332,9 @@ class Machine:
 
     def set_active(self) -> None:
         """Note which queues run something; to be called when that changed."""
-        self.active = tuple([queue for queue, at in enumerate(self.running) if at is not None])
-        self.traffic = tuple([self.costs.traffic[at] for at in self.running if at is not None])
+        running, traffic = self.running, self.costs.traffic
+        self.active = tuple([queue for queue, at in enumerate(running) if at is not None])
+        self.traffic = tuple([traffic[at] for at in running if at is not None])
         self.mixes = self.costs.mixes(self.traffic)
 
     def _next_change(self, stretches: tuple[float, ...], *, begins: bool) -> float:
@@ -340,7 +344,7 @@ class Machine:
             ns = left[queue] * stretch
             if ns < takes_ns:  # half the time of min(), and most of a replay is here
                 takes_ns = ns
-        until = self.now + on_grid(takes_ns)
+        until = self.now + ((takes_ns + _ROUNDER) - _ROUNDER)  # on_grid, at half the time; so below
         if begins and self.queued:
             for queue, waiting in enumerate(self.waiting):
                 if waiting and self.running[queue] is None:
@@ -353,13 +357,13 @@ class Machine:
         done = False
         for queue, stretch in zip(self.active, stretches, strict=True):
             # As `_next_change` adds it up, so that one is done then, also where times are too long to lie on the grid.
-            if self.now + on_grid(self.left[queue] * stretch) <= until:
+            if self.now + ((self.left[queue] * stretch + _ROUNDER) - _ROUNDER) <= until:
                 at = self.running[queue]
                 assert at is not None
                 self.end[at], self.running[queue], done = until, None, True
                 self.in_flight.remove(at)
             else:
-                self.left[queue] -= on_grid(span / stretch)
+                self.left[queue] -= (span / stretch + _ROUNDER) - _ROUNDER
         self.now = until
         if done:
             self.set_active()
