@@ -48,7 +48,7 @@ def with_merged(
         if at not in gone:
             order.append(node)
     nodes = tuple(after_renamed(node, renamed) for node in order)
-    return Schedule(schedule.name, nodes, schedule.buffers, schedule.outputs, schedule.budget_bytes)
+    return replace(schedule, nodes=nodes, moved_from=None, collectives_moved=False, like=schedule)
 
 
 def after_renamed(node: Node, renamed: Mapping[str, str]) -> Node:

@@ -141,7 +141,7 @@ def _number(value: T, numbers: dict[T, int], values: list[T]) -> int:
 
 def costs_of(schedule: Schedule, profile: DeviceProfile) -> Costs:
     """The costs of a schedule on a machine, kept with it."""
-    base = schedule.moved_from
+    base = schedule.like
     like = None if base is None else base.known_fact("costs", of=profile)
     return schedule.fact("costs", lambda: Costs(schedule, profile, like), of=profile)
 

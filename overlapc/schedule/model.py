@@ -158,6 +158,8 @@ class Schedule:
     # collective of a group, comes first. See dependencies.of.
     moved_from: Schedule | None = field(default=None, compare=False, repr=False)
     collectives_moved: bool = field(default=False, compare=False, repr=False)  # among each other, on purpose
+    # Another schedule with most of the same nodes: what is known of these there is not computed again.
+    like: Schedule | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         from overlapc.schedule.printer import print_schedule  # which imports this module
@@ -282,7 +284,7 @@ class Schedule:
         if all(new is old for new, old in zip(nodes, self.nodes, strict=True)):
             return self
         came_from = self if self.collectives_moved else self.moved_from or self
-        return replace(self, nodes=nodes, moved_from=came_from, collectives_moved=reorder_collectives)
+        return replace(self, nodes=nodes, moved_from=came_from, collectives_moved=reorder_collectives, like=came_from)
 
     def move(self, node: Node | str, *, before: Node | str | None = None, after: Node | str | None = None) -> Schedule:
         """`node` moved to right before or right after another; self when it is there already.
@@ -307,7 +309,7 @@ class Schedule:
         nodes = tuple(
             replace(node, estimate=estimates[node.name]) if node.name in estimates else node for node in self.nodes
         )
-        return replace(self, nodes=nodes)
+        return replace(self, nodes=nodes, like=self)
 
 
 def _same(one: object, other: object) -> bool:
