@@ -108,6 +108,7 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
             if rule is not None and overload != "out":
                 table[getattr(packet, overload)] = with_parameters_in_float32(rule)
     table[aten.log_sigmoid_forward.default] = of_contiguous_on_cpu(table[aten.log_sigmoid_forward.default])
+    table[aten.hardtanh_backward.default] = hardtanh_backward
     table[aten.nll_loss_backward.default] = nll_loss_backward
     table[aten._foreach_norm.Scalar] = norms
     table[aten.topk.default] = topk_of_groups
@@ -148,6 +149,12 @@ def index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor | float) -> Ten
         return index_fill(x.unsqueeze(0), 0, index, value).squeeze(0)
     number = value.to(x.dtype) if isinstance(value, Tensor) else aten.full([], value, dtype=x.dtype, device=x.device)
     return aten.index_put(x, [None] * (dim % x.dim()) + [index], number)
+
+
+def hardtanh_backward(grad: Tensor, x: Tensor, low: float, high: float) -> Tensor:
+    """Of `x` in float32, as eager compares it: torch's own rule before 2.13 rounds the bounds to the dtype of `x`."""
+    wide = x.float() if x.dtype in _LOW_PRECISION else x
+    return torch.where((wide <= low) | (wide >= high), 0.0, grad)
 
 
 def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:

@@ -69,6 +69,7 @@ class Lowering:
         self.functions: dict[tuple[Any, ...], LoweredGraph] = {}  # of attentions, which layers have in common
         self.known: set[str] = set()  # symbols that the arguments or an earlier op bring
         self.graph = LoweredGraph(name, (), {}, {}, {}, {}, {}, [], (), {})
+        self.nodes: frozenset[str] = frozenset()  # names of all in the FX graph
         self.node: Node
         self.item: int | None = None  # which of a list op's tensors is being lowered
 
@@ -90,8 +91,14 @@ class Lowering:
 
     def name_for(self, part: int | str | None = None) -> str:
         """A name for a result, or part of one, of the node that is lowered."""
-        parts = (self.node.name, self.item, part)
-        return "_".join(str(part) for part in parts if part is not None)
+        return self._unlike_nodes(*(part for part in (self.item, part) if part is not None))
+
+    def _unlike_nodes(self, *parts: Any) -> str:
+        """The node's name with its part's: FX names the second `topk` as the second result of the first would be."""
+        name = "_".join(map(str, (self.node.name, *parts)))
+        while parts and name in self.nodes:
+            name += "_"
+        return name
 
     def expr(self, size: Any) -> sympy.Expr:
         """A size as sympy; remembers what its symbols stood for when the graph was traced."""
@@ -349,7 +356,7 @@ class Lowering:
             returned = returned_argument(target, path[0] if path else 0, args, kwargs)
             if returned is not None:
                 return returned
-            name = "_".join((self.node.name, *map(str, path)))
+            name = self._unlike_nodes(*path)
             if target is with_effects and path == (0,):
                 return Handle(name)
             if isinstance(value, torch.Tensor) and value.layout == torch.strided:

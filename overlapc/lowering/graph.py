@@ -108,6 +108,7 @@ class GraphLowering:
         comm_of: Callable[[Node], Communication | None],
     ) -> None:
         self.context = context
+        context.nodes = frozenset(node.name for node in gm.graph.nodes)
         self.graph = context.graph
         self.gm = gm
         self.generates = generates

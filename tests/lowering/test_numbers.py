@@ -192,6 +192,16 @@ def test_a_number_on_the_cpu_is_a_constant_of_a_kernel_for_a_gpu():
     assert not any(load.buffer in on_cpu for each in kernels for load in each.body.loads())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bounds_of_hardtanh_are_not_rounded_to_low_precision(dtype):
+    x = torch.tensor([0.93, -1.07, 0.9, 0.95, -1.0, -1.1]).to(dtype)  # 0.93 is 0.9297 in bfloat16: between the bounds
+
+    def function(x):
+        return torch.func.grad(lambda x: F.hardtanh(x, -1.07, 0.93).sum())(x)
+
+    same(function, x, rtol=0, atol=0)
+
+
 def test_no_gradient_comes_from_between_the_bounds_of_softshrink():
     x = torch.tensor([-2.0, -0.5, -0.3, -0.0, 0.0, 0.2, 1.5, float("nan")]).repeat(2)  # a vector of eager's loop
 

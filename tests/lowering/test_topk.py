@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.backend import overlapc
+from overlapc.lowering import lower
 
 
 def compiled(function):
@@ -54,3 +57,11 @@ def test_what_reads_the_chosen_elements_sees_them() -> None:
 def test_other_rows_are_the_librarys(x: Tensor) -> None:
     assert torch.equal(compiled(lambda x: x.topk(3).values)(x), x.topk(3).values)
     assert counters["overlapc"]["fallbacks"] == 1
+
+
+def test_the_second_call_is_not_named_as_the_second_result_of_the_first() -> None:
+    with FakeTensorMode():
+        traced = make_fx(lambda x: (*x.topk(2, 0), *x.long().topk(2, 0)))(torch.empty(5))
+    graph = lower(traced, "graph", lambda device: True, lambda node: None)
+    names = [each.name for each in graph.ops]  # a kernel for each result of the first, and a call
+    assert len(names) == len(set(names)) == 4
