@@ -171,7 +171,8 @@ def _launched(server: ForkServerContext, job: _Job, nproc: int, env: dict[str, s
     try:
         launcher.join(job.ends - time.monotonic())
         if launcher.is_alive():
-            raise LaunchFailed(f"ranks still ran after {job.timeout_s:g} s\n{log.read_text(errors='replace')}")
+            printed = (path.read_text(errors="replace") for path in (log, *sorted(job.out.glob("stacks.*"))))
+            raise LaunchFailed(f"ranks still ran after {job.timeout_s:g} s\n" + "".join(printed))
     finally:
         launcher.terminate()  # it passes it on; nothing happens to one that has ended
         launcher.join(5)
@@ -223,7 +224,8 @@ def _work(job: _Job) -> None:
     (job.out / f"pid.{pid}").touch()
     gc.freeze()  # what the server had imported: collections would look at all of it, and copy it
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    faulthandler.dump_traceback_later(max(0.9 * (job.ends - time.monotonic()), 0.1))  # where it hangs, if it does
+    stacks = (job.out / f"stacks.{rank}").open("w")  # of each rank in a file: written at once, they would mix
+    faulthandler.dump_traceback_later(max(0.9 * (job.ends - time.monotonic()), 0.1), file=stacks)  # where it hangs
     dist.init_process_group(job.backend, timeout=timedelta(seconds=job.timeout_s))
     began = time.monotonic()
     outcome = None

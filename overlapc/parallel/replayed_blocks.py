@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import FunctionType
@@ -65,10 +65,11 @@ class _Call(UserFunctionVariable):
             return super().call_function(tx, args, kwargs)
         blocks = vars(tx.output.root_tracer).setdefault(_BLOCKS, {}).setdefault(inputs.form, [])
         for block in blocks:
-            result = block.replayed(tx, inputs)
-            if result is not None:
-                count("blocks_traced_as_another")
-                return result
+            with suppress(Unfit):
+                result = block.replayed(tx, inputs)
+                if result is not None:
+                    count("blocks_traced_as_another")
+                    return result
         recording = _Recording(tx, inputs)
         with recording.running():
             result = super().call_function(tx, args, kwargs)
@@ -242,9 +243,10 @@ class _Recording:
     def _expect_names_of_its_own(self) -> None:
         """Unfit where a tensor of the block has two names: another block may have two tensors there."""
         tracked = self._tx.output.side_effects
+        cache: dict[Source, Any] = {}
         for source in self._read:
             if is_from_source(source, self._inputs.root):
-                value = self._tx.output.resolve_source_value(source)
+                value = _value(self._tx, source, cache)
                 if isinstance(value, torch.Tensor) and value in tracked and tracked[value].source != source:
                     raise Unfit(f"{source.name} has another name")
 
@@ -303,7 +305,7 @@ class _Block:
     result: Any  # nodes: one, or a tuple
 
     def replayed(self, tx: Any, inputs: _Inputs) -> Any:
-        """The result, of new nodes; None where this block is another one."""
+        """The result, of new nodes. None where this block is another one, or Unfit where it lacks what that one has."""
         if not self.modes.check() or self.annotation != _annotation() or not _same(self.inputs.changes, inputs.changes):
             return None
         named = _Renamed(self.inputs.root, inputs.root)
@@ -311,11 +313,8 @@ class _Block:
         sources = [named(check.guard.originating_source) for check in self.checks]
         keys: dict[str, str] = {}
         for check, source in zip(self.checks, sources, strict=True):
-            try:
-                value = _value(tx, source, cache)
-                other = value if check.same is None else _value(tx, named(check.same), cache)
-            except _UNREADABLE:
-                return None
+            value = _value(tx, source, cache)
+            other = value if check.same is None else _value(tx, named(check.same), cache)
             if other is not value:
                 return None
             if isinstance(check.value, FunctionType) and value is not check.value:
@@ -434,8 +433,11 @@ class _Renamed:
 
 
 def _value(tx: Any, source: Source, cache: dict[Source, Any]) -> Any:
-    """What a source names in the frame that is compiled."""
-    return source.get_value({"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}, {}, cache)
+    """What a source names in the frame that is compiled; Unfit for nothing."""
+    try:
+        return source.get_value({"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}, {}, cache)
+    except _UNREADABLE as error:
+        raise Unfit(f"{source.name} cannot be read: {error}") from error
 
 
 def _equal_parameters(key: str, other: Any) -> bool:
