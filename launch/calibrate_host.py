@@ -26,6 +26,7 @@ from overlapc.schedule.text import parse
 
 _CHAIN = 24  # nodes of a small graph
 _FEW, _MANY = 4, 44  # parameters
+_TURNS = 3  # of measuring each
 _STEP_LAUNCHES = 20  # of a model's step, at most: so that a GPU's queue of launches never is full
 _c10d = torch.ops._c10d_functional
 
@@ -51,7 +52,13 @@ def host_costs(clock: Clock, device: torch.device, kernel_ns: float) -> HostCost
         argument=0.0,
     )
     mesh = init_device_mesh(device.type, (group.size(),))
-    (few, few_ns), (many, many_ns) = (_beside_nodes(clock, mesh, count, nodes) for count in (_FEW, _MANY))
+    steps = [_Step(mesh, count, nodes) for count in (_FEW, _MANY)]
+    # In turns, and the least of each: what else the host does only adds to a time, and would to one of the two alone.
+    taken = [[launch_ns(clock, each.run, _STEP_LAUNCHES) * _STEP_LAUNCHES for each in steps] for _ in range(_TURNS)]
+    few_ns, many_ns = (
+        max(0.0, min(ns) - each.nodes_ns) for ns, each in zip(zip(*taken, strict=True), steps, strict=True)
+    )
+    few, many = (each.crossing for each in steps)
     argument_ns = max(0.0, (many_ns - few_ns) / (many - few))
     return replace(nodes, argument=argument_ns, graph=max(0.0, few_ns - few * argument_ns) / 2)
 
@@ -108,20 +115,25 @@ class _Scaled(nn.Module):
         return x.sum()
 
 
-def _beside_nodes(clock: Clock, mesh: DeviceMesh, count: int, nodes: HostCosts) -> tuple[int, float]:
-    """Of a step (forward and backward) of a model with so many parameters: how many tensors go into its graphs or come
-    out, and the host's time in ns for what is no node."""
-    model, x = _Scaled(mesh, count), torch.ones(16, device=mesh.device_type)
-    # Any stored profile does: nodes are counted by what `nodes` says.
-    run = torch.compile(model, backend="overlapc", dynamic=False, options={"profile": "h200-nvlink"})
+class _Step:
+    """A step (forward and backward) of a model with so many parameters.
 
-    def step() -> None:
-        run(x).backward()
-        model.zero_grad(set_to_none=True)
+    crossing: how many tensors go into its graphs or come out; nodes_ns: the host's time for their nodes.
+    """
 
-    for _ in range(3):  # compiles, and takes a later call's ways
-        step()
-    schedules = [parse(graph.schedule) for graph in record.report_of_process().steps[0].graphs[-2:]]
-    of_nodes = sum(host_ns(schedule, DeviceProfile("", host=nodes)) or 0.0 for schedule in schedules)
-    step_ns = launch_ns(clock, step, _STEP_LAUNCHES) * _STEP_LAUNCHES
-    return sum(map(crossing, schedules)), max(0.0, step_ns - of_nodes)
+    def __init__(self, mesh: DeviceMesh, count: int, nodes: HostCosts) -> None:
+        self._model, self._x = _Scaled(mesh, count), torch.ones(16, device=mesh.device_type)
+        # Any stored profile does: nodes are counted by what `nodes` says.
+        self._compiled = torch.compile(
+            self._model, backend="overlapc", dynamic=False, options={"profile": "h200-nvlink"}
+        )
+        for _ in range(3):  # compiles, and takes a later call's ways
+            self.run()
+        schedules = [parse(graph.schedule) for graph in record.report_of_process().steps[0].graphs[-2:]]
+        self.crossing = sum(map(crossing, schedules))
+        self.nodes_ns = sum(host_ns(schedule, DeviceProfile("", host=nodes)) or 0.0 for schedule in schedules)
+
+    def run(self) -> None:
+        """Once."""
+        self._compiled(self._x).backward()
+        self._model.zero_grad(set_to_none=True)
