@@ -74,7 +74,7 @@ def align(first: Body, second: Body) -> tuple[Body, Body] | Refusal:
         return first, second
     if first.reduction and second.reduction:
         outer = refine(_sizes(first.loops), _sizes(second.loops))
-        inner = refine(_sizes(first.reduction), _sizes(second.reduction))
+        inner = _refined_reductions(first.reduction, second.reduction)
         if outer is None or inner is None:
             return Refusal("their reductions run over different ranges")
         return _over(first, outer, inner, 0), _over(second, outer, inner, 1)
@@ -94,7 +94,7 @@ def _align_elementwise(reducing: Body, plain: Body) -> tuple[Body, Body] | Refus
     """`plain` has no reduction: it joins once per row (outer) or once per element of the rows (inner)."""
     outer = refine(_sizes(reducing.loops), _sizes(plain.loops))
     if outer is not None:
-        inner = refine(_sizes(reducing.reduction), _sizes(reducing.reduction))
+        inner = _refined_reductions(reducing.reduction, reducing.reduction)
         assert inner is not None
         return _over(reducing, outer, inner, 0), _over(plain, outer, Refined(inner.sizes, (inner.parts[0], ())), 1)
     both = _sizes(reducing.loops) + _sizes(reducing.reduction)
@@ -104,7 +104,7 @@ def _align_elementwise(reducing: Body, plain: Body) -> tuple[Body, Body] | Refus
     rows = len(reducing.loops)
     border = sum(len(part) for part in refined.parts[0][:rows])
     loops = nest_of("p", refined.sizes[:border])
-    reduction = nest_of("r", refined.sizes[border:])
+    reduction = nest_of("r", refined.sizes[border:] or (sympy.S.One,))
     symbols = [loop.symbol for loop in (*loops, *reduction)]
     return (
         with_loops(reducing, refined.replacement((*reducing.loops, *reducing.reduction), 0, symbols), loops, reduction),
@@ -167,6 +167,14 @@ def refine(a: Sequence[sympy.Expr], b: Sequence[sympy.Expr]) -> Refined | None:
     last = len(sizes) - 1  # found from the innermost outwards: turn round
     parts = tuple(tuple(tuple(last - at for at in reversed(part)) for part in owner) for owner in owners)
     return Refined(tuple(reversed(sizes)), (parts[0], parts[1]))
+
+
+def _refined_reductions(one: Sequence[Loop], other: Sequence[Loop]) -> Refined | None:
+    """The coarsest common splitting of two reductions. Over one element it is a loop, too: they stay reductions."""
+    found = refine(_sizes(one), _sizes(other))
+    if found is None or found.sizes:
+        return found
+    return Refined((sympy.S.One,), (tuple(() for _ in one), tuple(() for _ in other)))
 
 
 def _sizes(loops: Sequence[Loop]) -> tuple[sympy.Expr, ...]:

@@ -49,7 +49,7 @@ GENERATED_DTYPES = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
      torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2)
 )  # fmt: skip
-# Beside element-wise ops; their lowerings, too, take a number that lies on the CPU as a constant of the kernel.
+# Ops not tagged element-wise whose lowerings, too, make a number that lies on the CPU a constant of the kernel.
 READS_NUMBERS = frozenset((aten._to_copy.default, aten.masked_fill.Tensor))
 
 

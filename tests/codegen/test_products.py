@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.codegen.triton import TritonGenerator, products
 from overlapc.codegen.triton.tiling import Tiling
+from overlapc.fusion import fuse_ops
 from overlapc.ir.body import Body, Load, Loop, Reduce, Store, op
+from overlapc.ir.ops import loops_of
+from overlapc.lowering import lower
 from tests.codegen.case import Case
 from tests.codegen.cubins import compile_source
 from tests.codegen.interpreted import interpreting
@@ -70,3 +74,19 @@ def test_what_is_no_matrix_product_is_refused():
     product = Reduce("dot", op("mul", a, Load("b", 8 * p1 + r0, f32)), f32)
     twice = op("add", product, Reduce("sum", a, f32))
     assert "beside another" in str(TritonGenerator().refuse(Body(loops, inner, (Store("y", 8 * p0 + p1, twice, f32),))))
+
+
+def test_a_factor_of_equal_elements_stays_a_tensor(tmp_path: Path):
+    """Fused into the product it would be a number, which has no rows to make tiles of."""
+
+    def equal_elements(x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(torch.full_like(x, 0.25) * 0.5, torch.full_like(x, 0.25).mT * 0.5)
+
+    generator = TritonGenerator()
+    traced = make_fx(lambda x: [equal_elements(x)], tracing_mode="fake")(torch.empty(1, 6, 6))
+    lowered = lower(traced, "graph", lambda device: True, lambda node: None, native_product=lambda product: True)
+    ops, _ = fuse_ops(lowered, refuse=lambda device, body: generator.refuse_fused(body))
+    assert any(loops.body.dots() for op_ in ops for loops in loops_of(op_))
+    for op_ in ops:
+        for loops in loops_of(op_):
+            assert generator.generate(loops.body, op_.name).text

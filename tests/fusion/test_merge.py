@@ -107,6 +107,14 @@ def test_elements_join_the_rows_of_a_reduction() -> None:
         assert merged_of(one, other).reduction == loops_of("r", (6,))
 
 
+def test_a_reduction_over_one_element_stays_one() -> None:
+    """Without its loop no generator would know where to compute it."""
+    for other in (elementwise("z", "b", 6), elementwise("z", "b", 2, 3), row_sums("z", "b", 6, 1)):
+        for merged in (merged_of(row_sums("y", "a", 6, 1), other), merged_of(other, row_sums("y", "a", 6, 1))):
+            assert merged.reduction_numel() == 1
+            assert merged.reduction
+
+
 def test_two_reductions_over_the_same_elements_share_one_pass() -> None:
     merged = merged_of(row_sums("y", "a", 4, 6), row_sums("z", "a", 4, 6))
     assert len(merged.loads()) == 1

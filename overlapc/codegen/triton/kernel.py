@@ -65,8 +65,8 @@ class TritonGenerator:
         return next((f"index {part} has no Triton form" for part in parts if part is not None), None)
 
     def refuse_fused(self, body: Body) -> str | None:
-        """None: every fused kernel can be generated."""
-        return None
+        """Why this fused body cannot be generated, or None. A factor of a product must not become a number."""
+        return products.refuse(body) if body.dots() else None
 
     def generate(
         self,
