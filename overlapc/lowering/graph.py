@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -127,11 +127,29 @@ class GraphLowering:
         elif node.op == "get_attr":
             self.context.env[node] = self._constant(node)
         elif node.op == "output":
-            self.graph.outputs = tuple(self.context.current(leaf) for leaf in self._resolve(node.args[0]))
+            self.graph.outputs = tuple(self._returned(node.args[0]))
         else:
             assert node.op == "call_function", f"unexpected FX node kind {node.op}"
             self.context.env[node] = self._call(node)
         self._order(node, self.graph.ops[count:])
+
+    def _returned(self, results: Any) -> Iterator[Any]:
+        """What the graph returns. Results that eager has as two tensors are two, also where they are equal views.
+
+        Autograd tells them apart by the object: the gradient of a tensor is none of its detached alias.
+        """
+        first: dict[View, Node] = {}
+        again: dict[Node, View] = {}
+        for result in results:
+            leaf = self.context.current(self._resolve(result))
+            if isinstance(result, Node) and isinstance(leaf, View) and first.setdefault(leaf, result) is not result:
+                if result not in again:
+                    name = f"{result.name}_returned"
+                    again[result] = View(name, dataclasses.replace(leaf.layout, offset=sympy.S.Zero))
+                    made = Extern(name, aten.alias.default, (leaf,), {}, again[result], origin=provenance(result))
+                    self.context.add(made)
+                leaf = again[result]
+            yield leaf
 
     def _order(self, node: Node, made: Sequence[IROp]) -> None:
         """Records the op that makes each buffer, and the ops that `made` has to run after."""

@@ -91,6 +91,24 @@ def test_batch_norm_changes_its_statistics_and_counts():
 
 
 @SHAPES
+def test_a_detached_alias_that_changed_has_a_gradient_of_its_own(dynamic):
+    """Before a graph break both are returned: one tensor for them would have the gradients of both."""
+
+    def function(x):
+        v = x**3
+        w = v.detach()
+        w.copy_(x + 2)
+        torch._dynamo.graph_break()
+        return v.exp(), w * 2
+
+    a = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    b = a.detach().clone().requires_grad_()
+    function(a)[0].sum().backward()
+    torch.compile(function, backend="overlapc", dynamic=dynamic)(b)[0].sum().backward()
+    torch.testing.assert_close(b.grad, a.grad)
+
+
+@SHAPES
 def test_tangents_need_not_be_contiguous(dynamic):
     def function(x):
         return (x * 2).sin()
