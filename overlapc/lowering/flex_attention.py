@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.errors import CompileError
 from overlapc.fx.decompositions import decompositions
+from overlapc.fx.written_numbers import written_number
 from overlapc.ir.body import Body, Cast, Constant, Index, Load, Loop, Op, Store, Value, as_number, topological
 from overlapc.ir.conversions import as_read, cast, constant
 from overlapc.ir.indexing import Ranges, loop_symbol, simplify, substitute
@@ -276,10 +277,10 @@ class _Inliner:
 
     def results(self, graph: LoweredGraph) -> list[Value | None]:
         for name, held in graph.constants.items():
-            if not isinstance(held, torch.Tensor) or held.ndim or held.device.type != "cpu":
+            number = written_number(held)
+            if number is None or isinstance(number, complex):
                 raise Impossible("its functions hold a tensor of their own")
-            with _disable_current_modes():
-                self.values[name] = constant(held.item(), held.dtype)
+            self.values[name] = constant(number, held.dtype)
         for each in graph.ops:
             if not isinstance(each, Loops) or len(each.body.loops) > 1 or each.body.reduction or each.mutates:
                 raise Impossible(f"its functions do more than element-wise arithmetic: {' '.join(each.origin.fx)}")

@@ -10,9 +10,8 @@ from typing import Any
 import sympy
 import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from overlapc.fx.written_numbers import written_number
 from overlapc.ir.body import LOW_PRECISION, Body, Cast, Constant, Index, Value, op
 from overlapc.ir.conversions import cast, constant
 from overlapc.ir.ops import View
@@ -417,12 +416,9 @@ def clone(context: Lowering, x: View, memory_format: Any = None) -> View:
 def lift_fresh_copy(context: Lowering, x: View) -> View:
     """A copy of a tensor that the program wrote, as `torch.tensor(0.5)`."""
     copied = clone(context, x)
-    written = context.graph.constants.get(x.buffer)
-    if not isinstance(written, torch.Tensor) or isinstance(written, FakeTensor) or written.ndim:
-        return copied
-    if written.device.type == "cpu" and not written.dtype.is_complex:
-        with _disable_current_modes():
-            context.numbers[copied.buffer] = constant(written.item(), written.dtype)
+    number = written_number(context.graph.constants.get(x.buffer))
+    if number is not None and not isinstance(number, complex):
+        context.numbers[copied.buffer] = constant(number, x.dtype)
     return copied
 
 

@@ -15,13 +15,13 @@ import sympy
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import Node
 
 from overlapc.errors import OverlapcError
 from overlapc.fx.group_names import ranks_of
 from overlapc.fx.precision import is_coarse
 from overlapc.fx.versions import group_name_of, resolve_group, size_hint
+from overlapc.fx.written_numbers import written_number
 from overlapc.runtime.cache import content_key
 
 
@@ -93,8 +93,7 @@ def _attribute(gm: fx.GraphModule, node: Node) -> Iterator[str]:
         yield from _lines(held)
     elif isinstance(held, Tensor):
         yield _value(held)
-        if not held.ndim and held.device.type == "cpu" and not isinstance(held, FakeTensor):
-            yield repr(held.item())
+        yield repr(written_number(held))
     else:
         raise NotCacheable(f"{node.name} holds a {type(held).__name__}")
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from overlapc.config import Config
@@ -21,6 +23,19 @@ X = torch.ones(4, 6)
 def key(function: Callable[..., Any], *inputs: Tensor) -> str:
     """Of the graph of ATen ops."""
     return graph_key(make_fx(function, tracing_mode="fake")(*inputs))
+
+
+def _plus(x: Tensor, number: float) -> Tensor:
+    return x + torch.tensor(number)
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode])
+def test_a_number_that_a_program_wrote_is_part_of_it(mode: Callable[[], contextlib.AbstractContextManager[Any]]):
+    """`x[0] = 2` holds a real tensor of a 2; graphs are compiled under a fake mode, which reads none."""
+    graphs = [make_fx(partial(_plus, number=number))(X) for number in (2.0, 3.0, 2.0)]
+    with mode():
+        two, three, again = (graph_key(each) for each in graphs)
+    assert two == again != three
 
 
 def test_the_same_graph_has_the_same_key():
