@@ -127,6 +127,18 @@ def log_add_exp(a, b):
 
 
 @triton.jit
+def later_max(a, b):
+    """The larger of two elements, the second on ties, as of zeros of both signs; NaN if either is."""
+    return tl.where((b != b) | (b >= a), b, a)
+
+
+@triton.jit
+def later_min(a, b):
+    """The smaller of two elements, the second on ties, as of zeros of both signs; NaN if either is."""
+    return tl.where((b != b) | (b <= a), b, a)
+
+
+@triton.jit
 def later_largest(a, i, b, j):
     """The larger of two elements and its position: the second on ties, a NaN before all numbers."""
     later = (b != b) | ((b >= a) & (a == a))
@@ -154,6 +166,16 @@ def _last_smallest(a, i, b, j):
     same = (a == b) | ((a != a) & (b != b))
     keep = b_wins | (same & (j > i))
     return tl.where(keep, b, a), tl.where(keep, j, i)
+
+
+@triton.jit
+def reduce_last_max(v):
+    return tl.reduce(v, 1, later_max, keep_dims=True)
+
+
+@triton.jit
+def reduce_last_min(v):
+    return tl.reduce(v, 1, later_min, keep_dims=True)
 
 
 @triton.jit
@@ -185,12 +207,12 @@ def scan_prod(v):
 
 @triton.jit
 def scan_max(v):
-    return tl.associative_scan(v, 1, maximum)
+    return tl.associative_scan(v, 1, later_max)
 
 
 @triton.jit
 def scan_min(v):
-    return tl.associative_scan(v, 1, minimum)
+    return tl.associative_scan(v, 1, later_min)
 
 
 @triton.jit

@@ -68,6 +68,19 @@ def test_tilings_to_measure_equal_eager(tmp_path: Path):
     _check([(f"{case.name}, {each}", case, each) for case in cases for each in tilings_to_measure(case)[1:]], tmp_path)
 
 
+def test_of_zeros_of_both_signs_a_scan_takes_the_last():
+    """As eager does: `copysign` tells them apart."""
+
+    def signs(x: torch.Tensor) -> list[torch.Tensor]:
+        scanned = [x.cummax(1).values, x.cummin(1).values, x.cummax(0).values, x.cummin(0).values]
+        return [torch.copysign(torch.ones_like(x), each) for each in scanned]
+
+    x = torch.tensor([0.0, -0.0, -1.0, 0.0, -0.0, 0.0, -0.0, -2.0, 0.0, -0.0, 3.0, -0.0], device="cuda").repeat(11, 3)
+    x = torch.cat([x, -x])
+    for found, expected in zip(torch.compile(signs, backend="overlapc")(x), signs(x), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_unaligned_pointers(tmp_path: Path):
     generator = TritonGenerator()
     case = swiglu(1000)

@@ -197,11 +197,11 @@ class Moments:
 # The prelude's functions by kind of scan: of two elements, and of all elements along r, which gives what the scan
 # would have at the end.
 _COMBINE = {
-    "sum": "add", "prod": "multiply", "logsumexp": "log_add_exp", "max": "maximum", "min": "minimum",
+    "sum": "add", "prod": "multiply", "logsumexp": "log_add_exp", "max": "later_max", "min": "later_min",
     "argmax": "later_largest", "argmin": "later_smallest",
 }  # fmt: skip
 _AT_THE_END = {kind: f"reduce_{kind}" for kind in _COMBINE} | {
-    "argmax": "reduce_last_argmax", "argmin": "reduce_last_argmin",
+    kind: f"reduce_last_{kind}" for kind in ("max", "min", "argmax", "argmin")
 }  # fmt: skip
 
 
