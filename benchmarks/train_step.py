@@ -3,6 +3,7 @@
     python benchmarks/train_step.py --layers 8 --seq 4096
     python benchmarks/train_step.py --model demo --systems overlapc,eager --profile
     python benchmarks/train_step.py --systems all --profile --seconds 280 --out out
+    python benchmarks/train_step.py --tp 2 --batch 2 --systems overlapc,overlapc-nccl,eager,compile
     python benchmarks/train_step.py --device cpu --nproc 2 --model tiny --systems overlapc,inductor-raise
 
 All systems start from the same weights and see the same tokens. Each runs in processes of its own, one a GPU, and only
@@ -135,7 +136,7 @@ def show(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
     keep(args, results)
     what = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"torch {torch.__version__}, {args.nproc} x {what}")
-    print(f"{MODELS[args.model](args)}, sequence {args.seq} x {args.batch}")
+    print(f"{MODELS[args.model](args)}, sequence {args.seq} x {args.batch}, tp {args.tp}")
     columns = list(dict.fromkeys(name for result in results.values() for name in result))
     rows = [[system, *(result.get(name) for name in columns)] for system, result in results.items()]
     print(tabulate(rows, ["system", *columns], floatfmt=".4g"))
@@ -148,7 +149,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="8b", help="Llama-8B shape, the demo's, or a tiny one")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seq", type=int, default=4096, help="tokens a row")
-    parser.add_argument("--batch", type=int, default=1, help="rows a GPU")
+    parser.add_argument("--batch", type=int, default=1, help="rows a GPU, or a group of --tp")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that divide every layer (tensor parallelism)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps a round")
     parser.add_argument("--rounds", type=int, default=4, help="timed rounds, systems alternating")
     parser.add_argument("--seconds", type=float, default=560, help="for all of it (default: %(default)g)")
@@ -166,6 +168,10 @@ def arguments() -> argparse.Namespace:
         parser.error("overlapc-budget needs --memory-budget")
     if args.nproc is None:
         args.nproc = torch.cuda.device_count() if args.device == "cuda" else 2
+    if args.nproc % args.tp:
+        parser.error(f"--tp {args.tp} does not divide {args.nproc} ranks")
+    if args.tp > 1 and "overlapc-compute" in args.systems:
+        parser.error("overlapc-compute has no communication, which --tp needs")
     return args
 
 

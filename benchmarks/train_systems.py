@@ -27,11 +27,11 @@ from kernel_spans import kernel_times, spans_of  # beside this file
 from torch import Tensor
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from turns import answer_on_rank, step_times
 
 import overlapc
-from overlapc.launch.llama import Llama, LlamaConfig
+from overlapc.launch.llama import Llama, LlamaConfig, tensor_parallel
 
 SYSTEMS = (
     *(
@@ -74,9 +74,10 @@ class System:
         """folder: where the reference leaves its gradients, and what `args.out` asks for is written."""
         self.name, self.args, self.folder = name, args, folder
         self.rank = dist.get_rank()
-        self.mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+        sizes = (dist.get_world_size() // args.tp, args.tp)
+        self.mesh = init_device_mesh(args.device, sizes, mesh_dim_names=("dp", "tp"))
         shape = MODELS[args.model](args)
-        torch.manual_seed(1 + self.rank)
+        torch.manual_seed(1 + self.rank // args.tp)  # ranks that share layers see the same tokens
         self.tokens = torch.randint(0, shape.vocab, (args.batch, args.seq), device=args.device)
         self.targets = self.tokens.roll(-1, 1)
         self.shape = shape
@@ -133,13 +134,20 @@ class System:
 
 
 def build(system: str, shape: LlamaConfig, mesh: DeviceMesh) -> Llama:
-    """The model sharded as the system wants it; bf16 compute, fp32 reduction (the reference: fp32 throughout)."""
+    """The model sharded as the system wants it; bf16 compute, fp32 reduction (the reference: fp32 throughout).
+
+    mesh: "dp", whose ranks shard parameters; a mesh "tp" beside it divides every layer among its ranks.
+    """
     with torch.device(mesh.device_type):
         model = Llama(shape)
     model.reset_parameters(0)
     with torch.no_grad():  # the same rounded weights everywhere, so that errors are those of the computation
         for parameter in model.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
+    if "tp" in (mesh.mesh_dim_names or ()):
+        if mesh["tp"].size() > 1:
+            tensor_parallel(model, mesh["tp"])
+        mesh = mesh["dp"]
     if mesh.size() == 1 or system == "overlapc-compute":
         if system != REFERENCE:
             for module in model.modules():
@@ -167,7 +175,7 @@ def compiled(system: str, model: Llama) -> Step:
         from inductor_systems import compiled_by_inductor  # beside this file; the others need nothing of Inductor
 
         return compiled_by_inductor(system, model)
-    if system.startswith("compile") and dist.get_world_size() == 1:
+    if system.startswith("compile") and not isinstance(model, FSDPModule):  # which is compiled by blocks
         return torch.compile(model, fullgraph=True)
     return model
 
