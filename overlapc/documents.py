@@ -5,6 +5,7 @@ What a file says is quoted, clipped, in a ConfigError; nothing of it gets furthe
 
 from __future__ import annotations
 
+import itertools
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,14 +16,16 @@ from overlapc.errors import ConfigError
 
 _T = TypeVar("_T")
 MOST_BYTES = 2**28  # of one file: read as objects it takes several times as much
+_PIECE = 2**20
 _LONGEST = 200  # characters of what the reader of a form says
 
 
 def read_text(path: str | PathLike[str], most_bytes: int = MOST_BYTES) -> str:
     """What a file holds. ConfigError where it cannot be read, is longer than that or is no UTF-8."""
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(most_bytes + 1)
+        with Path(path).open("rb") as file:  # in pieces: one read of that many bytes would allocate them all
+            pieces = itertools.takewhile(len, (file.read(_PIECE) for _ in range(most_bytes // _PIECE + 1)))
+            data = b"".join(pieces)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:  # a name that no file can have

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,3 +169,12 @@ def test_a_mesh_has_bounds(said: Said, mesh: str) -> None:
 def test_a_file_without_end_is_not_read_to_its_end() -> None:
     with pytest.raises(ConfigError, match="longer than 1 MiB"):
         read_text("/dev/zero", 2**20)
+
+
+def test_a_short_file_takes_little_memory() -> None:
+    tracemalloc.start()
+    try:
+        read_text(__file__)
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
