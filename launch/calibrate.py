@@ -37,6 +37,8 @@ from overlapc.launch.calibrate_copies import copies
 from overlapc.launch.calibrate_host import host_costs, kernel_launch_ns
 from overlapc.launch.calibrate_kernels import gap_ns, generated
 from overlapc.launch.torchrun import check_world
+from overlapc.report.times import us
+from overlapc.units import human_bytes
 
 LIMIT_S = 420  # a rank that is not done by then prints where it stands and exits
 
@@ -185,14 +187,18 @@ def summary(document: Mapping[str, Any]) -> str:
     """The main numbers, for the terminal."""
     values = {key: entry["value"] for key, entry in document["quantities"].items()}
     lines = [f"profile {document['name']}: {document['origin']}"]
-    lines += [f"{key[12:]:8} {values[key] / 1e12:8.1f} TFLOP/s" for key in values if key.startswith("flops_per_s.")]
-    lines.append(f"{'copy':8} {values['memory_bytes_per_s'] / 1e9:8.0f} GB/s")
+    lines += [f"{key[12:]:8} {values[key] / 1e12:8.3g} TFLOP/s" for key in values if key.startswith("flops_per_s.")]
+    lines.append(f"{'copy':8} {values['memory_bytes_per_s'] / 1e9:8.3g} GB/s")
     lines.append(f"{'launch':8} {values['launch_ns'] / 1e3:8.2f} µs")
     for table in document["tables"]:
-        shown = ", ".join(f"{size // 1024} KiB {ns / 1e3:.0f} µs" for size, ns in table["points"][::2])
-        lines.append(f"{table['collective']} {table.get('dtype', '')} on {table['ranks']} ranks: {shown}")
+        shown = ", ".join(f"{human_bytes(size)} {us(ns)} µs" for size, ns in table["points"][::2])
+        what = f"{table['collective']} {table.get('dtype', '')}".rstrip()
+        lines.append(f"{what} on {table['ranks']} ranks: {shown}")
     for name, each in values.get("slowdowns", {}).items():
-        lines.append(f"beside {name}: " + ", ".join(f"{kind} {_factor(factor)}" for kind, factor in each.items()))
+        beside = "communication" if name == "other" else name
+        lines.append(
+            f"compute beside {beside} takes: " + ", ".join(f"{kind} {_factor(factor)}" for kind, factor in each.items())
+        )
     return "\n".join(lines)
 
 

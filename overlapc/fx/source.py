@@ -10,6 +10,7 @@ from torch.fx import Node
 
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+).*\n?(?! *File ") *(.*)', re.MULTILINE)
 _MEMBER = re.compile(r"list\(dict\.values\(((?:(?!list\().)*?)\._modules\)\)\[(\d+)\]")
+_WRAPPED = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})  # the module within checkpoint_wrapper, torch.compile
 _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "parallel", "")  # between a user's module and its call
 
 
@@ -57,4 +58,4 @@ def clean_module(path: str) -> str:
         ("L.", ""),
     ):
         path = path.replace(old, new)
-    return path.strip(".").removeprefix("self.")
+    return ".".join(part for part in path.strip(".").removeprefix("self.").split(".") if part not in _WRAPPED)

@@ -11,6 +11,9 @@ from overlapc.report.model import Capture, GraphBreak, StepRecord
 from overlapc.runtime import phases
 
 _RESUMED = "torch_dynamo_resume_in_"  # how Dynamo names what is behind a graph break
+_UNSYNCED = "_overlapc_unsynced"  # an attribute of sharded modules, in guards
+_KEYS = "_overlapc_keys"  # which name the parameters of one model
+_ADOPTED = "parallel/access.py"  # the call that Dynamo traces of a sharded module that was compiled
 _SHOWN = 6  # breaks, and functions with variants
 
 
@@ -93,8 +96,15 @@ def _variants(captures: Sequence[Capture], step: StepRecord) -> Iterator[str]:
     names = {graph.number: graph.name for graph in reversed(step.graphs)}
     yield f"variants     {len(captures)} of {shown_function(captures[0])}"
     for each in captures:
-        why = f"because {each.recompiled}" if each.recompiled else "the first"
-        yield f"  {names.get(each.number, each.number)}: {why}"
+        yield f"  {names.get(each.number, each.number)}: {_why(each)}"
+
+
+def _why(capture: Capture) -> str:
+    if _UNSYNCED in capture.recompiled:
+        return "because gradients are reduced in one and not in the other (no_sync, set_requires_gradient_sync)"
+    if _KEYS in capture.recompiled:
+        return "because it is another instance of the model, with parameters of its own"
+    return f"because {capture.recompiled}" if capture.recompiled else "the first"
 
 
 def shown_function(capture: Capture) -> str:
@@ -102,4 +112,6 @@ def shown_function(capture: Capture) -> str:
     function, _, line = capture.function.removeprefix(_RESUMED).rpartition("_at_")
     if capture.function.startswith(_RESUMED) and function:
         return f"{function} from line {line} ({capture.source})"
+    if _ADOPTED in capture.source:
+        return "the sharded model"
     return f"{capture.function} ({capture.source})" if capture.function else f"function {capture.frame}"

@@ -66,7 +66,7 @@ class Spent:
                     continue
                 lanes[span.lane] += (span.end_ns - span.start_ns) * times
                 if span.lane == "compute":
-                    what = _NUMBER.sub("", span.node) if span.kind == Kind.EXTERN.value else _GENERATED
+                    what = _op(span.node) if span.kind == Kind.EXTERN.value else _GENERATED
                     work[what] += [span.end_ns - span.start_ns] * times
         compute_ns = lanes.pop("compute", 0.0)
         return cls(
@@ -106,3 +106,8 @@ class Spent:
 
     def _share(self, ns: float) -> str:
         return f"{100 * ns / self.device_ns:.1f}%" if self.device_ns > 0 else "0%"
+
+
+def _op(node: str) -> str:
+    """The library op behind a node's name; plans for GPUs trace a CPU's attention, which stands for theirs."""
+    return _NUMBER.sub("", node).replace("_for_cpu", "")

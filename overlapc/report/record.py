@@ -18,7 +18,6 @@ from overlapc.errors import ConfigError, OverlapcError
 from overlapc.report.captures import CAPTURES
 from overlapc.report.held_memory import forward_of, inputs
 from overlapc.report.model import GraphRecord, StepRecord
-from overlapc.runtime.optimizer_memory import state_bytes
 from overlapc.runtime.steps import STEPS
 from overlapc.schedule.model import Buffer
 
@@ -140,7 +139,7 @@ def report_of_process() -> Report:
         CAPTURES.seconds(),
         None if step_s is None else step_s * 1e9,
         STEPS.tokens,
-        state_bytes(STEPS.optimizers),
+        STEPS.optimizer_bytes(),
     )
     return Report((step,))
 

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from overlapc.runtime.optimizer_memory import state_bytes
+
 _KEPT = 64  # steps: the majority of the last ones defines the typical step
 
 Calls = tuple[tuple[str, int], ...]  # graph and how often, of those that were called
@@ -36,6 +38,7 @@ class Steps:
     counts: dict[str, list[int]] = field(default_factory=dict)  # graph -> one number: calls in all
     recent: deque[Calls] = field(default_factory=lambda: deque(maxlen=_KEPT))
     optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # that stepped and run hooks
+    state: dict[str, int] = field(default_factory=dict)  # theirs when the last of them first stepped, as `state_bytes`
     _stepped: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # optimizers, since the last step ended
     _hook_ran: bool = False  # of an optimizer that is not compiled
     _ended: dict[str, int] = field(default_factory=dict)  # calls in all when the last step ended
@@ -49,8 +52,14 @@ class Steps:
     def optimizer_stepped(self, optimizer: Any) -> None:
         """An optimizer that is not compiled has stepped."""
         self._hook_ran = True
-        self.optimizers.add(optimizer)
+        if optimizer not in self.optimizers:
+            self.optimizers.add(optimizer)
+            self.state = state_bytes(self.optimizers)
         self._step(optimizer)
+
+    def optimizer_bytes(self) -> dict[str, int]:
+        """Class -> bytes of state. Of optimizers that are gone, as where a script's `main` has ended, what was seen."""
+        return state_bytes(self.optimizers) or dict(self.state)
 
     def inputs_changed(self, graph: Any) -> None:
         """A compiled graph has changed its inputs, and no backward follows: an optimizer, unless others run hooks."""
@@ -84,8 +93,9 @@ class Steps:
         """Forgets steps and calls; graphs that are compiled already are counted no more."""
         self.seen = self.stepped = self.tokens = 0
         self._hook_ran = False
-        for each in (self.counts, self.recent, self.ends_s, self.optimizers, self._stepped, self._ended, self._latest):
+        for each in (self.counts, self.recent, self.ends_s, self.optimizers, self.state, self._stepped, self._ended):
             each.clear()
+        self._latest.clear()
 
     def _end(self) -> None:
         calls = self._since(self._latest)

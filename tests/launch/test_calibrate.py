@@ -45,13 +45,17 @@ def test_a_summary_shows_factors_and_curves():
         "quantities": {
             "memory_bytes_per_s": {"value": 4e12},
             "launch_ns": {"value": 2e3},
+            "flops_per_s.bf16": {"value": 17.2e9},
             "slowdowns": {
                 "value": {"all_gather": {"attention": 1.2, "matmuls": [[1.0, 2.0], [4.0, 1.5], [31.0, 1.24]]}}
             },
         },
-        "tables": [],
+        "tables": [{"collective": "all_gather", "ranks": 2, "points": [[2**16, 12345], [2**20, 1], [2**24, 1234e3]]}],
     }
-    assert summary(document).splitlines()[-1] == "beside all_gather: attention 1.20x, matmuls 1.24 to 2.00x"
+    *_, table, beside = summary(document).splitlines()
+    assert table == "all_gather on 2 ranks: 64KiB 12.3 µs, 16MiB 1234 µs"
+    assert beside == "compute beside all_gather takes: attention 1.20x, matmuls 1.24 to 2.00x"
+    assert "bf16       0.0172 TFLOP/s" in summary(document), "a CPU's rate"
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from overlapc.launch.plan_script import plan_script
 from overlapc.launch.sweep import hardware
 from overlapc.report.held_memory import step_peak_bytes
 from overlapc.schedule.text import parse
+from overlapc.units import human_bytes
 from tests import ROOT
 
 SCRIPT = """
@@ -129,7 +131,9 @@ def test_a_script_is_planned_for_any_number_of_ranks_in_one_table(script, capsys
 
 
 def test_a_step_calls_what_the_script_calls_until_it_steps(script):
-    report, assumed = plan_script(script("first = [1, 2][torch.randint(2, (1,))]"), ["3"], 8, 8, Config.of(H200))
+    report, assumed = plan_script(
+        script("first = [1, 2][torch.randint(2, (1,), device=device)]"), ["3"], 8, 8, Config.of(H200)
+    )
     (step,) = report.steps
     (text,) = assumed
     assert re.search(r"tensors are 0, as indices are \(\S+train.py:\d+\)$", text)
@@ -224,7 +228,7 @@ def test_an_optimizer_that_computes_the_loss_itself_does_so_once(tmp_path):
     [
         (
             "if loss > 2: print('large')",
-            r"train.py: .*train.py:\d+: DataDependent.*\n   if loss > 2.*\nhint: the script runs",
+            r"train.py: .*train.py:\d+: DataDependent.*\n   if loss > 2.*\nhint: a branch or a shape depends",
         ),
         ("sys.exit(3)", "ended with 3 before its first optimizer stepped"),
     ],
@@ -235,6 +239,28 @@ def test_what_stops_a_script_is_named_with_its_line(script, more, says):
     assert not dist.is_initialized()
 
 
+FABRIC = """
+import functools, sys
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+if not torch.fabric_is_imported:
+    def capture(compile):
+        @functools.wraps(compile)
+        def call(model, **how):
+            compiled = compile(model, **how)
+            compiled._how = how
+            return compiled
+        return call
+    torch.compile, torch.fabric_is_imported = capture(torch.compile), True
+torch.distributed.init_process_group("nccl")
+compiled = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+model, how = compiled._orig_mod, compiled._how
+fully_shard(model)
+model = torch.compile(model, **how)
+model(torch.ones(4, 64, device="cuda")).sum().backward()
+torch.optim.SGD(model.parameters()).step()
+"""
 WIDTHS = """
 import sys
 import torch
@@ -253,6 +279,33 @@ torch.optim.SGD(model.parameters()).step()
 """
 
 
+def test_modules_of_a_script_are_those_of_its_plan(tmp_path):
+    """A file beside the script keeps torch's functions under names of its own, and the number of ranks."""
+    (tmp_path / "ranks_of_this.py").write_text(
+        "from torch.distributed import get_world_size, init_process_group\n"
+        "init_process_group('nccl')\nranks = get_world_size()\n"
+    )
+    path = tmp_path / "train.py"
+    path.write_text("import ranks_of_this\n" + WIDTHS.replace("sys.argv[1]", "ranks_of_this.ranks"))
+    for ranks in (4, 16):
+        report, _ = plan_script(path, [], ranks, 8, Config.of({**H200, "passes": "none"}))
+        assert f"input : {human_bytes(4 * ranks * ranks)}" in " ".join(report.steps[0].graphs[0].schedule.split())
+    assert "ranks_of_this" not in sys.modules
+
+
+def test_a_model_that_a_trainer_compiles_again_once_it_is_sharded_is_planned_in_a_sweep(tmp_path, monkeypatch):
+    """As Lightning Fabric does, which puts its own function over torch.compile when it is first imported."""
+    path = tmp_path / "train.py"
+    path.write_text(FABRIC)
+    monkeypatch.setattr(torch, "compile", torch.compile)  # which is torch's again afterwards
+    monkeypatch.setattr(torch, "fabric_is_imported", False, raising=False)
+    for ranks in (8, 16):
+        report, assumed = plan_script(path, [], ranks, 8, Config.of({**H200, "passes": "none"}))
+        assert assumed == ["FSDP2 as after model = overlapc.adopt_fsdp2(model)"]
+        rows = [row for graph in report.steps[0].graphs for row in graph.collectives]
+        assert {(row.op, row.ranks) for row in rows} == {("all_gather", ranks), ("reduce_scatter", ranks)}
+
+
 def test_each_script_of_a_process_has_its_own_globals(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(WIDTHS)
@@ -260,6 +313,42 @@ def test_each_script_of_a_process_has_its_own_globals(tmp_path):
         report, assumed = plan_script(path, [width], 8, 8, Config.of(H200))
         assert len(report.steps[0].graphs) == 2, "the width of another script would be an error"
         assert [line.split(",")[0] for line in assumed] == ["no communication between 8 ranks"]
+
+
+# As nanoGPT cuts its batches, and as it asks for a GPU. When `main` has ended, its optimizer is gone.
+CUT_DATA = """
+import numpy as np, torch
+from torch import nn
+def main():
+    device = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory else "cpu"
+    data = np.zeros(1000, dtype=np.uint16)
+    starts = torch.randint(len(data) - 32, (4,){more})
+    rows = torch.stack([torch.from_numpy(data[i : i + 32].astype(np.int64)) for i in starts]).pin_memory()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        rows = rows.to(device, non_blocking=True)
+    rows.record_stream(torch.cuda.current_stream())
+    model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64)).to(device)
+    nn.init.trunc_normal_(model[1].weight, std=0.02)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert torch.cuda.is_available(), "it chose the GPU above"
+    torch.compile(model)(rows).sum().backward()
+    optimizer.step()
+main()
+"""
+
+
+def test_a_batch_that_is_cut_out_of_data_at_random_places_has_its_size(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(CUT_DATA.replace("{more}", ""))
+    report, assumed = plan_script(path, [], 1, 1, Config.of({**H200, "passes": "none"}))
+    (step,) = report.steps
+    assert assumed == []
+    (product,) = (node for node in parse(step.graphs[0].schedule).nodes if node.op == "addmm")
+    assert product.work.flops == 2 * 4 * 32 * 32 * 64
+    assert step.optimizer_bytes["AdamW"] == pytest.approx(2 * 4 * (64 * 32 + 32 * 64 + 64), abs=64)
+    path.write_text(CUT_DATA.replace("{more}", ", device=device"))
+    with pytest.raises(ConfigError, match=r"no elements.*one of them is a size: \S+train.py:8\nhint"):
+        plan_script(path, [], 1, 1, Config.of({**H200, "passes": "none"}))
 
 
 def test_a_script_that_compiles_nothing_says_so(script):
@@ -274,10 +363,6 @@ def test_hardware_is_stated_and_looked_at(tmp_path):
         hardware("h200-nvlink", 0, "fast", tmp_path)
 
 
-FEW_PASSES = {
-    **H200,
-    "passes": "bucket,raise_under_memory,sink_waits",
-}  # a search would take long for what it shows here
 NOT_OURS = {
     "huggingface.py": "--width 32 --heads 4 --layers 2 --vocabulary 64 --batch 1 --seq 16",
     "tensor_parallel.py": "--width 32 --heads 4 --layers 2 --vocabulary 64 --seq 16",

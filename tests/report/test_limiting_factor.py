@@ -47,10 +47,14 @@ def test_compute_is_added_up_by_library_op_and_all_that_is_generated_together():
         Span("add_3", "compute", 30e3, 35e3, "kernel"),
         Span("gelu", "compute", 35e3, 41e3, "kernel"),
         Span("ag", "compute", 41e3, 99e3, "idle"),
+        Span("_scaled_dot_product_flash_attention_for_cpu_backward_3", "compute", 99e3, 100e3, "extern"),
     )
-    spent = Spent.of(StepRecord(graphs=(replace(FORWARD, after=Plan(99e3, spans)),)))
-    assert spent.work == (ComputeShare("mm", 30e3, 2), ComputeShare("generated kernels", 11e3, 2))
-    assert spent.compute_ns == pytest.approx(41e3)
+    spent = Spent.of(StepRecord(graphs=(replace(FORWARD, after=Plan(100e3, spans)),)))
+    attention = "_scaled_dot_product_flash_attention_backward"  # a plan's of a GPU, as a CPU traces it
+    assert spent.work == (
+        ComputeShare("mm", 30e3, 2), ComputeShare("generated kernels", 11e3, 2), ComputeShare(attention, 1e3, 1),
+    )  # fmt: skip
+    assert spent.compute_ns == pytest.approx(42e3)
 
 
 def test_what_compute_loses_to_communication_beside_it_is_said_where_it_is_known_and_counts():

@@ -11,8 +11,9 @@ from torch import nn
 
 import overlapc
 from overlapc.report import record
+from overlapc.report.captures import captures_lines
 from overlapc.report.limiting_factor import Spent, sources
-from overlapc.report.model import StepRecord
+from overlapc.report.model import Capture, StepRecord
 from overlapc.report.text import totals_text
 from overlapc.runtime.steps import STEPS
 from tests.report.sample import BACKWARD, FORWARD
@@ -67,6 +68,16 @@ def test_micro_batches_count_as_often_as_they_run_and_evaluation_does_not():
     assert step.left_out == (inference,)
     line = next(line for line in str(overlapc.report()).splitlines() if line.startswith("one step"))
     assert line == f"one step     2 x {forward.name}, 2 x {backward.name}; no part of it: {inference.name}"
+
+
+def test_the_state_of_an_optimizer_counts_when_the_function_that_made_it_has_ended():
+    def main() -> None:
+        job = Train(8)
+        job.optimizer = torch.optim.AdamW(job.model.parameters())
+        job.train(1)
+
+    main()
+    assert overlapc.report().steps[0].optimizer_bytes["AdamW"] == pytest.approx(2 * 4 * (8 * 8 + 8 + 8 + 1), abs=16)
 
 
 def test_of_two_trainers_one_after_the_other_the_step_is_that_of_one():
@@ -173,6 +184,25 @@ def test_graph_breaks_and_variants_are_named_with_line_and_reason():
     again = lines[lines.index(variants[0]) + 2]
     assert again.startswith("  forward_")
     assert "size mismatch at index 0. expected 4, actual 5" in again
+
+
+@pytest.mark.parametrize(
+    ("guard", "why"),
+    [
+        ("0/0: KeyError on self._modules['up']._overlapc_unsynced['weight']", "gradients are reduced in one and not"),
+        ("0/0: self._modules['up']._overlapc_keys['weight'] == 'up.weight#2'", "another instance of the model"),
+    ],
+)
+def test_guards_on_what_overlapc_keeps_of_sharded_modules_are_told_in_words(guard, why):
+    file = "/a/overlapc/parallel/access.py:57"
+    captures = (Capture(0, "0", "__call__", file), Capture(1, "0", "__call__", file, guard))
+    step = StepRecord(
+        graphs=(replace(FORWARD, name="forward_0"), replace(FORWARD, name="forward_1")), captures=captures
+    )
+    title, _, second = captures_lines(step)
+    assert title == "variants     2 of the sharded model"
+    assert why in second
+    assert "_overlapc" not in second
 
 
 def test_seconds_of_compiling_are_told_by_phase_and_counted_once():

@@ -1,0 +1,131 @@
+"""torch.compile as a planned script calls it: whatever its backend, graphs are planned; FSDP2 is adopted first."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+
+from overlapc.backend import plan_only
+from overlapc.config import Config
+from overlapc.launch.without_gpus import Patches
+from overlapc.parallel import FSDPModule, adopt_fsdp2
+
+_CALL = "__call__"
+_torch_compile = torch.compile
+
+
+class PlannedCompile:
+    """The compilations of one script."""
+
+    def __init__(self, options: Config) -> None:
+        self.adopted: list[nn.Module] = []
+        self.by_blocks: list[int] = []  # how many blocks of a module of FSDP2 were compiled one by one
+        self.given_empty = False  # a graph was given a tensor without elements, which is no parameter
+        self._options = options
+        self._modules: Any = ()
+        self._unadopted: dict[nn.Module, dict[str, Any]] = {}  # compiled before FSDP2 managed it -> how
+
+    @contextlib.contextmanager
+    def instead_of_torch(self, modules: Any) -> Iterator[None]:
+        """torch.compile and Module.compile are those of this object; `modules` has every module that was made."""
+        global _current
+        self._modules = modules
+        with Patches() as patches:
+            patches.put(torch, "compile", _compile)
+            patches.put(nn.Module, "compile", lambda module, *_args, **given: self.compile_in_place(module, given))
+            patches.callback(_watch_no_call)
+            _current = self
+            try:
+                yield
+            finally:
+                _current = None
+
+    def compile(self, model: Any = None, **given: Any) -> Any:
+        """Stands for torch.compile."""
+        if isinstance(model, nn.Module) and _is_of_fsdp2(model):
+            self._adopt(model)
+        given.update(backend=self._plan, mode=None, options=None)
+        made = _torch_compile(model, **given)
+        if isinstance(made, nn.Module) and not any(isinstance(each, fsdp.FSDPModule) for each in made.modules()):
+            self._unadopted[made] = given  # it may be a block of what is sharded later
+            self._watch_first_call()
+        return made
+
+    def compile_in_place(self, module: nn.Module, given: dict[str, Any]) -> None:
+        """Stands for Module.compile."""
+        self._unadopted[module] = given
+        self._watch_first_call()
+        if _is_of_fsdp2(module) and not _fsdp2_manages(module):
+            self._adopt(module)
+        module._compiled_call_impl = self.compile(module._call_impl, **given)
+
+    def _plan(self, gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        self.given_empty |= any(
+            isinstance(each, Tensor) and not isinstance(each, nn.Parameter) and _is_empty(each)
+            for each in example_inputs
+        )
+        return plan_only(gm, example_inputs, options=self._options)
+
+    def _adopt(self, module: nn.Module) -> None:
+        self.adopted.append(adopt_fsdp2(module))
+        within = set(module.modules())
+        for made in [each for each in self._unadopted if getattr(each, "_orig_mod", each) in within]:
+            del self._unadopted[made]  # Fabric compiles a model again when it has sharded it
+        if not self._unadopted:
+            _watch_no_call()
+
+    def _watch_first_call(self) -> None:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            _watch_no_call()  # now: Dynamo would trace it
+            self._before_first_call()
+            return module(*args, **kwargs)
+
+        setattr(fsdp.FSDPModule, _CALL, call)
+
+    def _before_first_call(self) -> None:
+        """Before any module of FSDP2 runs, the outermost of those that were compiled, or hold blocks that were, is
+        adopted. Blocks that are compiled one by one are planned as if the whole module were."""
+        managed = [each for each in self._modules if _fsdp2_manages(each)]
+        inner = {each for outer in managed for each in outer.modules() if each is not outer}
+        for outer in managed:
+            blocks = [each for each in outer.modules() if each in self._unadopted]
+            if outer in inner or not blocks:
+                continue
+            for block in blocks:
+                block._compiled_call_impl = None
+            self.adopted.append(adopt_fsdp2(outer))
+            if outer not in self._unadopted:
+                self.by_blocks.append(len(blocks))
+            how = self._unadopted.get(outer, self._unadopted[blocks[0]])
+            outer._compiled_call_impl = self.compile(outer._call_impl, **how)
+
+
+_current: PlannedCompile | None = None
+
+
+def _compile(model: Any = None, **given: Any) -> Any:
+    """What torch.compile is while a script is planned. Lightning keeps it: outside of plans it is torch's."""
+    return _torch_compile(model, **given) if _current is None else _current.compile(model, **given)
+
+
+def _watch_no_call() -> None:
+    if _CALL in fsdp.FSDPModule.__dict__:
+        delattr(fsdp.FSDPModule, _CALL)
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    return any(isinstance(size, int) and size == 0 for size in tensor.shape)
+
+
+def _is_of_fsdp2(model: nn.Module) -> bool:
+    """Whether `model` is sharded by FSDP2 as it stands: compiled so, nothing that it communicates would be planned."""
+    return any(map(_fsdp2_manages, model.modules()))
+
+
+def _fsdp2_manages(module: nn.Module) -> bool:
+    return isinstance(module, fsdp.FSDPModule) and not isinstance(module, FSDPModule)
