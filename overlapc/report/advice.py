@@ -59,6 +59,11 @@ UNFORESEEN = Cause(
     "overlapc calibrate --from FILE feeds the measured times back into the profile; ranks with equal work",
 )
 SLOWER = Cause("every move that hides it makes the simulated step longer", BUSY.advice)
+OF_ORDER = (
+    MEMORY,
+    BARRIER,
+    COLLECTIVE_ORDER,
+)  # what these keep from moving, another order of the same nodes would move
 
 # The first that applies is the cause: what can be changed with an option, then the ends of a graph, then the rest.
 _BY_REASON: tuple[tuple[Cause, frozenset[Reason]], ...] = (

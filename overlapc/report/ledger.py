@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlapc.estimators.profiles.profile_file import profile_from_json
-from overlapc.report.advice import Cause, Exposure, exposed_is_measured, exposures
+from overlapc.report.advice import OF_ORDER, Cause, Exposure, exposed_is_measured, exposures
 from overlapc.report.held_memory import peak_parts, step_peak_bytes
 from overlapc.report.kept_gathered import saved_by_keeping, savings_text
 from overlapc.report.limiting_factor import FOR_THE_HOST, Spent
@@ -79,7 +79,7 @@ class Ledger:
             Ceiling("as predicted", step.step_ns),
             Ceiling("no order of these nodes can beat", step.lower_bound_ns),
             Ceiling("all communication hidden", hidden_ns),
-            Ceiling("hidden, and slowing nothing", max(alone_ns + idle_ns, busiest_ns, host_ns)),
+            Ceiling("hidden, and compute not slowed by it", max(alone_ns + idle_ns, busiest_ns, host_ns)),
         ]
         again_ns = 0.0 if beyond_ns else recomputed_ns(step)
         if again_ns > _LEAST * step.step_ns:
@@ -87,12 +87,16 @@ class Ledger:
         if beyond_ns:
             ceilings.append(Ceiling("a host that is fast enough", spent.device_ns))
         seen = measured_step(step) if exposed_is_measured(step) else None
-        found = [
-            Gain(sum(each.exposed_ns for each in alike), f"{_graphs(alike)}: {cause.why}", cause.advice, bool(seen))
-            for cause, alike in _by_cause(step, bool(seen)).items()
-        ]
+        # Another order gains no more than the bound of all orders leaves, faster compute what the busiest queue leaves.
+        by_order_ns = max(0.0, step.step_ns - step.lower_bound_ns)
+        found = []
+        for cause, alike in _by_cause(step, bool(seen)).items():
+            exposed_ns = sum(each.exposed_ns for each in alike)
+            gain_ns = min(exposed_ns, by_order_ns) if cause in OF_ORDER and seen is None else exposed_ns
+            found.append(Gain(gain_ns, f"{_graphs(alike)}: {cause.why}", cause.advice, bool(seen)))
         slowed = "communication beside compute slows it"
-        found.append(Gain(spent.slowed_ns, slowed, 'fewer bytes; options={"transport": "copy"} within a host'))
+        slowed_ns = min(spent.slowed_ns, max(0.0, step.step_ns - max(busiest_ns, host_ns)))
+        found.append(Gain(slowed_ns, slowed, 'fewer bytes; options={"transport": "copy"} within a host'))
         again = "backward computes again what forward computed"
         found.append(
             Gain(again_ns, again, "fewer activation checkpoints or reshard_after_forward=False, where memory allows")

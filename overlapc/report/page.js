@@ -48,7 +48,7 @@
     ctx.save();
     ctx.beginPath(); ctx.rect(0, top, left + width, height); ctx.clip();
     ctx.font = `${11 * dpr}px system-ui, sans-serif`; ctx.textBaseline = "middle"; ctx.textAlign = "left";
-    const ink = color("--ink"), soft = color("--soft");
+    const ink = color("--ink"), soft = color("--soft"), onBar = color("--on-bar");
     painted = 0;
     const paints = data.kinds.map(kind => color(COLORS[kind]));
     for (const band of bands) {
@@ -68,7 +68,7 @@
           flush();
           if (x1 - x0 > 60 * dpr) {
             ctx.save(); ctx.beginPath(); ctx.rect(x0, y, x1 - x0 - 4 * dpr, LANE * dpr); ctx.clip();
-            ctx.fillStyle = "#fff"; ctx.fillText(span[4].slice(span[4].indexOf("/") + 1), x0 + 4 * dpr, y + LANE / 2 * dpr); ctx.restore();
+            ctx.fillStyle = onBar; ctx.fillText(span[4].slice(span[4].indexOf("/") + 1), x0 + 4 * dpr, y + LANE / 2 * dpr); ctx.restore();
           }
         }
         if (span[4] === shown.node) {
@@ -113,6 +113,21 @@
       addEventListener("mouseup", () => { panned = null; });
       u.over.addEventListener("click", event => { if (u === plot && down !== null && Math.abs(event.offsetX - down) < 4) pick(u, event.offsetX, event.offsetY); });
       u.over.addEventListener("dblclick", whole);
+      // One finger moves, two zoom around what is between them; up and down scrolls the page.
+      let touched = null;
+      const fingers = event => {
+        const at = [...event.touches].map(each => each.clientX - u.over.getBoundingClientRect().left);
+        return { middle: at.reduce((sum, x) => sum + x, 0) / at.length, apart: at.length > 1 ? Math.abs(at[0] - at[1]) : 0, count: at.length };
+      };
+      u.over.addEventListener("touchstart", event => { touched = { ...fingers(event), min: u.scales.x.min, max: u.scales.x.max }; }, { passive: true });
+      u.over.addEventListener("touchmove", event => {
+        const now = fingers(event);
+        if (!touched || touched.count !== now.count) return;
+        const { min, max, middle, apart } = touched, wide = u.over.clientWidth;
+        const width = (max - min) * (apart && now.apart ? apart / now.apart : 1), held = min + middle / wide * (max - min);
+        range(u, held - now.middle / wide * width, held + (1 - now.middle / wide) * width);
+      }, { passive: true });
+      u.over.addEventListener("touchend", () => { touched = null; });
     },
     setSelect: u => {
       if (u.select.width < 4) return;

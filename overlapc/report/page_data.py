@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -14,7 +16,9 @@ from overlapc.units import human_bytes
 
 KINDS = ("kernel", "extern", "start", "comm", "idle", "wait", "view", "noop")
 _POINTS = 2000  # of a curve of live memory in one graph
-_HELD = 12  # buffers that are named at the peak
+_HELD = 12  # rows of buffers that are named at the peak
+_NUMBER = re.compile(r"_\d+$")  # by which FX tells nodes of one op apart
+_LAYER = re.compile(r"\.\d+(?=\.|$)")
 
 Data = dict[str, Any]
 
@@ -123,13 +127,16 @@ def _live(schedule: Schedule, at: int) -> dict[str, int]:
     }
 
 
-def _maker(schedule: Schedule, root: str) -> str:
-    """The module or line that makes a storage; of an input, that reads it first."""
+def _makers(schedule: Schedule, roots: Container[str]) -> dict[str, str]:
+    """Storage -> the module or line that makes it; of an input, that reads it first."""
+    found = dict.fromkeys(map(schedule.root, schedule.buffers), "")
     for node in schedule.nodes:
-        if root in map(schedule.root, (*node.writes, *node.reads)) and (node.origin.module or node.origin.source):
-            place, colon, code = node.origin.source.partition(": ")
-            return node.origin.module or f"{PurePath(place).name}{colon}{code}"
-    return ""
+        place, colon, code = node.origin.source.partition(": ")
+        maker = node.origin.module or (f"{PurePath(place).name}{colon}{code}" if place else "")
+        for root in map(schedule.root, (*node.writes, *node.reads)) if maker else ():
+            if root in roots and not found[root]:
+                found[root] = maker
+    return found
 
 
 def _what(node: Node) -> str:
@@ -148,13 +155,27 @@ def _peak(step: StepRecord) -> Data:
     schedule = parse(graph.schedule)
     memory = analyze(schedule)
     at = memory.peak_at
-    live = [] if at is None else sorted(_live(schedule, at).items(), key=lambda item: -item[1])
+    live = {} if at is None else _live(schedule, at)
+    held = _alike(live, _makers(schedule, live))
     return {
         "graph": graph.name,
         "bytes": graph.peak_bytes,
         "budget": graph.budget_bytes,
         "node": "" if at is None else schedule.nodes[at].name,
-        "held": [[name, _maker(schedule, name), human_bytes(size)] for name, size in live[:_HELD]],
-        "more": max(0, len(live) - _HELD),
-        "rest": human_bytes(sum(size for _, size in live[_HELD:])),
+        "held": [[name, of, human_bytes(size)] for name, of, size in held[:_HELD]],
+        "more": max(0, len(held) - _HELD),
+        "rest": human_bytes(sum(size for _, _, size in held[_HELD:])),
     }
+
+
+def _alike(live: Mapping[str, int], makers: Mapping[str, str]) -> list[tuple[str, str, int]]:
+    """(name, whose, bytes), the largest first; those of one op in the same module of several layers together."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in live:
+        groups[_NUMBER.sub("", name), _LAYER.sub(".*", makers[name])].append(name)
+    found = []
+    for (op, whose), names in groups.items():
+        first, several = names[0], len(names) > 1
+        shown = f"{len(names)} x {op}" if several else first
+        found.append((shown, whose if several else makers[first], sum(live[name] for name in names)))
+    return sorted(found, key=lambda each: -each[2])

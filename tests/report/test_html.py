@@ -105,6 +105,24 @@ def test_what_lives_at_the_peak_says_whose_it_is():
     assert held["k1"] == ("loss.py:59: y = x.float() / 2", "4MiB")
 
 
+def test_buffers_of_the_same_module_of_many_layers_are_one_row_at_the_peak():
+    names = ("act", "act_1", "act_2")
+    lines = [f"{name} = kernel(%x) : 2MiB 20us [r]  # k | layers.{at}.up | " for at, name in enumerate(names)]
+    schedule = "\n".join(["schedule forward", "%x = input : 1MiB", *lines, f"return {', '.join(names)}", ""])
+    peak = page_data((StepRecord(graphs=(replace(FORWARD, schedule=schedule),)),))["ranks"][0]["data"]["peak"]
+    assert peak["held"][0] == ["3 x act", "layers.*.up", "6MiB"]
+    assert peak["more"] == 0
+
+
+def test_no_order_gains_more_than_the_bound_leaves_and_no_faster_compute_more_than_the_queue():
+    """ag1 is exposed for 20 us for want of memory, but no order beats 270 of 280; @dp is busy for 200."""
+    graph = replace(FORWARD, lower_bound_ns=270e3, alone_ns=60e3)
+    gains = {gain.why: gain.ns for gain in Ledger.of(StepRecord(graphs=(graph,))).gains}
+    assert gains[f"forward: {advice.MEMORY.why}"] == pytest.approx(10e3)
+    assert gains[f"forward: {advice.BEGIN.why}"] == pytest.approx(100e3)
+    assert gains["communication beside compute slows it"] == pytest.approx(80e3), "of 100, down to what @dp takes"
+
+
 def test_ranks_that_are_alike_are_in_a_page_once():
     first = StepRecord(0, 2, (FORWARD,))
     found = page_data((first, replace(first, rank=1)))["ranks"]

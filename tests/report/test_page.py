@@ -158,6 +158,24 @@ def test_a_phone_scrolls_down_only(opened, dark):
     assert background == ("rgb(21, 24, 29)" if dark else "rgb(251, 251, 250)")
 
 
+def test_fingers_move_and_zoom_the_timeline_of_a_phone(opened):
+    page = opened(REPORT, width=390)
+    touch = page.context.new_cdp_session(page)
+    page.locator("#timeline").scroll_into_view_if_needed()
+
+    def swipe(begin: tuple[float, ...], end: tuple[float, ...]) -> None:
+        y = bar(page, 0.5, COMPUTE)[1]
+        for kind, shares in (("touchStart", begin), ("touchMove", end), ("touchEnd", ())):
+            points = [{"x": bar(page, share, 0)[0], "y": y} for share in shares]
+            touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    swipe((0.4, 0.6), (0.2, 0.8))  # three times as far apart
+    low, high = shown_ms(page)
+    assert high - low == pytest.approx(0.72 / 3, rel=0.1)
+    swipe((0.5,), (0.25,))
+    assert shown_ms(page)[0] == pytest.approx(low + (high - low) / 4, abs=0.02)
+
+
 def large(layers: int, rank: int) -> StepRecord:
     """A step of so many layers, of 60 nodes each, none like that of another rank."""
     spans, rows, at_ns = [], [], 0.0
