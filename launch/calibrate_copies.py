@@ -19,7 +19,7 @@ from overlapc.runtime.copies.layout import Release, Start, Take, place
 from overlapc.runtime.copies.pool import Form, GraphCopies, Pool, Wanted, open_pools
 from overlapc.schedule.collective_kinds import COPY
 
-_FORMS = {"all_gather": Form.GATHERED, "all_to_all": Form.EXCHANGED}
+_FORMS = {"all_gather": Form.GATHERED, "all_to_all": Form.FROM_OTHERS}
 _NAME = "all ranks"
 
 
@@ -65,14 +65,19 @@ def copies(measurement: Measurement) -> None:
 
 
 def launcher(form: Form, size_bytes: int, device: torch.device) -> Callable[[], Any]:
-    """Puts one collective of `size_bytes` in flight, always over the same memory; gathered or exchanged."""
+    """Puts one collective of `size_bytes` in flight, always over the same memory; gathered or exchanged.
+
+    As in a training step nothing is copied within a GPU: a shard lies in the pool when its gather starts, and a rank's
+    own part of what is exchanged is read where it lies. Such a copy takes most of the memory's bandwidth.
+    """
     ranks = dist.get_world_size()
     whole = max(1, size_bytes // ranks) * ranks
-    given = torch.zeros(whole // ranks if form is Form.GATHERED else whole, dtype=torch.uint8, device=device)
+    exchanged = torch.zeros(whole, dtype=torch.uint8, device=device) if form is not Form.GATHERED else None
     layout = place([Take(0, aligned(whole)), Start((0,)), Release(0)])
     run = GraphCopies(_opened(layout.bytes, device), layout, [form])
 
     def launch() -> InFlight:
+        given = run.shard(0, 0, (whole // ranks,), (1,), torch.uint8) if exchanged is None else exchanged
         run.start(0, [given])
         return InFlight(run.pool, run.finish(0))
 

@@ -15,17 +15,20 @@ from overlapc.estimators.profiles.profile_file import load_profile
 from overlapc.runtime.cache import KernelCache, content_key
 
 _SUFFIX = ".json"
+# Part of a GPU's name -> the stored profile of its kind; the first that is found counts (a GB200 is two B200s).
+_OF_GPUS = {"H200": "h200-nvlink", "H100": "h100-nvlink", "A100": "a100", "B200": "b200"}
+_OF_OTHER_GPUS = "h200-nvlink"  # the one with the most measurements
 
 
 def profile_for(device_type: str, cache_dir: Path) -> DeviceProfile:
     """The profile to use on this machine when the user named none.
 
-    CUDA devices use the one that was measured on H200s. CPUs are measured on first use and the numbers kept
+    CUDA devices use the stored profile of their kind. CPUs are measured on first use and the numbers kept
     under `cache_dir`; the processes of one host wait for the first of them, so that all use the same. Where
     measuring or keeping it is impossible the stored `cpu-gloo` default is used.
     """
     if device_type != "cpu":
-        return load_profile("h200-nvlink")
+        return stored_profile(device_type)
     cache, key = KernelCache(cache_dir, "profiles"), _machine_key()
     try:
         path = cache.get_or_build(key, _SUFFIX, _measure, private=False)
@@ -35,7 +38,15 @@ def profile_for(device_type: str, cache_dir: Path) -> DeviceProfile:
             cache.drop(key, _SUFFIX)
             return load_profile(cache.get_or_build(key, _SUFFIX, _measure, private=False))
     except (CalibrationError, ConfigError, ToolchainError):
+        return stored_profile(device_type)
+
+
+def stored_profile(device_type: str) -> DeviceProfile:
+    """The profile that overlapc brings for devices of this machine: nothing is measured."""
+    if device_type == "cpu":
         return load_profile("cpu-gloo")
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return load_profile(next((profile for part, profile in _OF_GPUS.items() if part in gpu), _OF_OTHER_GPUS))
 
 
 def _measure(path: Path) -> None:

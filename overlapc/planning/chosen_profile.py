@@ -10,7 +10,7 @@ import torch
 from overlapc.config import Config
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.profiles.profile_file import load_profile, profile_to_json
-from overlapc.estimators.profiles.this_machine import profile_for
+from overlapc.estimators.profiles.this_machine import profile_for, stored_profile
 from overlapc.runtime.deterministic import deterministic
 
 
@@ -18,9 +18,10 @@ def profile_of(config: Config, device_types: Collection[str]) -> DeviceProfile:
     """The profile that `config` names, else this machine's for the devices of a graph."""
     if config.profile is not None:
         return load_profile(config.profile)
+    device_type = "cuda" if "cuda" in device_types else "cpu"
     if torch.are_deterministic_algorithms_enabled():  # what is measured here differs from run to run
-        return load_profile("h200-nvlink" if "cuda" in device_types else "cpu-gloo")
-    return profile_for("cuda" if "cuda" in device_types else "cpu", config.cache_dir)
+        return stored_profile(device_type)
+    return profile_for(device_type, config.cache_dir)
 
 
 def profile_text(config: Config, device_types: Collection[str]) -> str:
