@@ -20,7 +20,7 @@ from torch.distributed.fsdp import UnshardHandle
 from torch.utils import _pytree as pytree
 
 from overlapc.errors import ConfigError
-from overlapc.fx.versions import check_torch_version, in_backward, set_fsdp2_state
+from overlapc.fx.versions import in_backward, set_fsdp2_state
 from overlapc.parallel import gathered
 from overlapc.parallel.controls import Controls, modules_of, refusal
 from overlapc.parallel.gather import ShardedParam, ShardGroup, unshard
@@ -148,11 +148,10 @@ def call_block(module: FSDPModule, *args: Any, **kwargs: Any) -> Any:
 
 
 def replay_equal_blocks() -> None:
-    """Lets Dynamo trace equal sharded blocks once, with a torch that says how guards compare values."""
-    if check_torch_version() >= (2, 13):
-        from overlapc.parallel.replayed_blocks import replay
+    """Lets Dynamo trace equal sharded blocks once."""
+    from overlapc.parallel.replayed_blocks import replay
 
-        replay(call_block)
+    replay(call_block)
 
 
 for _name, _theirs in vars(fsdp2.FSDPModule).items():

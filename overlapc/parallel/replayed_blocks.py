@@ -7,8 +7,6 @@ What Dynamo reads while it traces is guarded, so a block for which all guards of
 traced to the same nodes. The guards are then installed for that block, too: a later change to it recompiles. The
 captured graph is the one that tracing each block gives. Where a trace may depend on something else, or changes
 something, Dynamo traces the block as always: see `Unfit`.
-
-torch 2.13 says how each guard compares a value with what it was (`GuardCheckSpec`); before, all blocks are traced.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C._dynamo.guards import GlobalStateGuard
-from torch._dynamo.current_scope_id import enter_new_scope
-from torch._dynamo.guards import GUARD_VALUE_DISPATCH, SKIP_GUARD, GuardCheckSpec, install_guard
-from torch._dynamo.source import AttrSource, UnspecializedNNModuleSource, is_from_source
+from torch._dynamo.current_scope_id import current_scope_id, enter_new_scope
+from torch._dynamo.guards import install_guard
+from torch._dynamo.source import UnspecializedNNModuleSource
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.constant import ConstantVariable
@@ -36,12 +34,11 @@ from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard, Source
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._ordered_set import OrderedSet
 
 from overlapc.parallel.gather import described_params
+from overlapc.parallel.guarded import Compared, compared, is_within, subject
 from overlapc.runtime.counters import count
 
-_NOTES = ("traced_sources", "side_effect_stack", "unsafe_allow_externally_visible_side_effects")
 _BLOCKS = "overlapc_blocks"  # of Dynamo's tracer of a graph: the blocks traced so far, by form of what they were given
 _UNREADABLE = (AttributeError, LookupError, TypeError)  # a source that leads nowhere
 
@@ -103,6 +100,8 @@ class _Inputs:
             raise Unfit("a mode sees all operations")
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             raise Unfit("hooks on what is saved")
+        if torch._dynamo.config.side_effect_replay_policy == "silent":
+            raise Unfit("Dynamo does not note changes")
         inputs = cls(module)
         if not str(getattr(inputs.root, "index", "")).isdigit():
             raise Unfit("no member of a list, which could have others like it")
@@ -146,16 +145,19 @@ def _changes(effects: Any) -> Any:
     Unfit for changes of lists and dictionaries that were there before.
     """
     stores = {item: names for item, names in effects.store_attr_mutations.items() if item.source is not None}
-    known = {AttrSource(item.source, name) for item, names in stores.items() for name in names}
-    if not known.issuperset(effects.mutated_sources):
+    changed = [item for item in effects.mutation_user_stacks if item.source is not None or _existed(item, 1)]
+    if not all(item in stores for item in changed):
         raise Unfit("a list or dictionary was changed")
     values = [value for names in stores.values() for value in names.values()]
     reached: list[Any] = []
     VariableTracker.visit(reached.append, values)
-    if torch._dynamo.config.side_effect_replay_policy == "silent" and any(each.mutation_type for each in reached):
-        raise Unfit("Dynamo does not note changes")
     stored = [(item, name, value) for item, names in stores.items() for name, value in names.items()]
     return stored, [(each, len(effects.mutation_user_stacks.get(each, ()))) for each in reached]
+
+
+def _existed(item: Any, scope: int) -> bool:
+    """Whether an object is of outside of a scope, of which the outermost is 1; those that no code made are of 0."""
+    return item.mutation_type is not None and bool(item.mutation_type.scope < scope)
 
 
 def _same(first: Any, second: Any) -> bool:
@@ -173,32 +175,42 @@ class _Recording:
         self._before = set(tx.output.graph.nodes)
         self._modes, self._annotation = GlobalStateGuard(), _annotation()
         self._effects = self._seen_effects()
+        self._read: list[Source] = []
+        self._changed: list[Any] = []  # objects of outside
 
     def _seen_effects(self) -> Any:
-        output = self._tx.output
-        effects = output.side_effects
-        return len(effects.mutated_sources), len(effects.tensor_hooks), len(output.random_calls)
+        return len(self._tx.output.side_effects.tensor_hooks), len(self._tx.output.random_calls)
+
+    def _changes_by_object(self) -> dict[Any, int]:
+        return {item: len(stacks) for item, stacks in self._tx.output.side_effects.mutation_user_stacks.items()}
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within this, Dynamo notes what is read, and a change to an object of outside."""
-        tracer = self._tx.output.current_tracer
-        before = {name: getattr(tracer, name) for name in _NOTES}
-        tracer.traced_sources, tracer.side_effect_stack = OrderedSet(), None
+        """Notes what Dynamo reads within this, and which objects of outside are changed."""
+        builder: Any = VariableBuilder
+        build = builder.__call__
+
+        def noted(self_: Any, value: object) -> Any:
+            self._read.append(self_.source)
+            return build(self_, value)
+
+        tracer, changes = self._tx.output.current_tracer, self._changes_by_object()
+        allowed = tracer.unsafe_allow_externally_visible_side_effects
         tracer.unsafe_allow_externally_visible_side_effects = True  # as outside of all scopes
+        builder.__call__ = noted  # from torch 2.12 on its tracer notes the same in `traced_sources`
         try:
             with enter_new_scope():
                 yield
+                changed = [item for item, number in self._changes_by_object().items() if number != changes.get(item)]
+                self._changed = [item for item in changed if _existed(item, current_scope_id())]
         finally:
-            self._read, self._changed = tracer.traced_sources, tracer.side_effect_stack
-            for name, value in before.items():
-                setattr(tracer, name, value)
-            tracer.traced_sources.update(self._read)
+            builder.__call__ = build
+            tracer.unsafe_allow_externally_visible_side_effects = allowed
 
     def block(self, result: Any) -> _Block:
         """Unfit where the nodes do more than make `result` of the inputs and of what the block's module holds."""
         output, root = self._tx.output, self._inputs.root
-        if self._effects != self._seen_effects() or self._changed is not None:
+        if self._effects != self._seen_effects() or self._changed:
             raise Unfit("it changes something, or draws Python's random numbers")
         if self._tx.output.current_tracer.bound_symbols:
             raise Unfit("it computes sizes")
@@ -221,7 +233,7 @@ class _Recording:
                 source = getattr(operand.meta.get("grapharg"), "source", None)
                 if operand.op != "placeholder" or source is None:
                     raise Unfit(f"{operand.name} is read, and not given")
-                if is_from_source(source, root):
+                if is_within(source, root):
                     captured[operand] = source
         self._expect_names_of_its_own()
         return _Block(
@@ -233,9 +245,7 @@ class _Recording:
             captured=captured,
             checks=self._checks(),
             key_orders={
-                each: list(_value(self._tx, each, {}))
-                for each in output.guard_on_key_order
-                if is_from_source(each, root)
+                each: list(_value(self._tx, each, {})) for each in output.guard_on_key_order if is_within(each, root)
             },
             result=_results(result, inside, [*self._inputs.tensors, *captured]),
         )
@@ -245,7 +255,7 @@ class _Recording:
         tracked = self._tx.output.side_effects
         cache: dict[Source, Any] = {}
         for source in self._read:
-            if is_from_source(source, self._inputs.root):
+            if is_within(source, self._inputs.root):
                 value = _value(self._tx, source, cache)
                 if isinstance(value, torch.Tensor) and value in tracked and tracked[value].source != source:
                     raise Unfit(f"{source.name} has another name")
@@ -255,16 +265,15 @@ class _Recording:
         found = []
         cache: dict[Source, Any] = {}
         for guard in list(self._tx.output.guards):
-            if not is_from_source(guard.originating_source, self._inputs.root):
+            if not is_within(guard.originating_source, self._inputs.root):
                 continue
-            kind = guard.create_fn_name()
-            spec = GUARD_VALUE_DISPATCH.get(kind)
-            if spec is not SKIP_GUARD and not isinstance(spec, GuardCheckSpec):
-                raise Unfit(f"a guard {kind}")
-            value = _value(self._tx, guard.originating_source, cache)
-            expected = spec.get_metadata_fn(guard, value) if isinstance(spec, GuardCheckSpec) else None
+            compare = compared(guard)
+            if compare is None:
+                raise Unfit(f"a guard {guard.create_fn_name()}")
+            source, given = subject(guard)
+            value = _value(self._tx, source, cache)
             kept = value if isinstance(value, str | FunctionType) else None
-            found.append(_Check(guard, spec, kept, type(value), expected))
+            found.append(_Check(guard, source, given, compare, kept, type(value), compare(given, value)))
         return found
 
 
@@ -273,7 +282,9 @@ class _Check:
     """A guard of a traced block, and what it was found to be."""
 
     guard: Guard
-    spec: Any
+    source: Source  # of the value that is compared
+    given: dict[str, Any]  # what the guard knows beside it
+    compare: Compared
     value: str | FunctionType | None  # of which guards compare the code only
     kind: type
     expected: Any
@@ -281,13 +292,12 @@ class _Check:
     @property
     def same(self) -> Source | None:
         """The other name of the same object, where the guard is that these are the same."""
-        found: Source | None = getattr(self.guard.create_fn, "keywords", {}).get("source_b")
-        return found
+        return self.given.get("source_b")
 
     @property
     def of_tensor(self) -> bool:
         """Whether the guard holds on to a tensor, as Dynamo's own for an input do."""
-        return "value" in getattr(self.guard.create_fn, "keywords", ())
+        return "value" in self.given
 
 
 @dataclass(frozen=True)
@@ -310,10 +320,9 @@ class _Block:
             return None
         named = _Renamed(self.inputs.root, inputs.root)
         cache: dict[Source, Any] = {}
-        sources = [named(check.guard.originating_source) for check in self.checks]
         keys: dict[str, str] = {}
-        for check, source in zip(self.checks, sources, strict=True):
-            value = _value(tx, source, cache)
+        for check in self.checks:
+            value = _value(tx, named(check.source), cache)
             other = value if check.same is None else _value(tx, named(check.same), cache)
             if other is not value:
                 return None
@@ -321,9 +330,7 @@ class _Block:
                 return None
             if isinstance(check.value, str) and _equal_parameters(check.value, value):
                 keys[check.value] = value
-            elif type(value) is not check.kind or (
-                check.spec is not SKIP_GUARD and not check.spec.eval_fn(value, check.expected)
-            ):
+            elif type(value) is not check.kind or check.compare(check.given, value) != check.expected:
                 return None
         if any(list(_value(tx, named(source), cache)) != order for source, order in self.key_orders.items()):
             return None
@@ -333,8 +340,8 @@ class _Block:
             given = VariableBuilder(tx, named(source))(_value(tx, named(source), cache)).as_proxy().node
             if copies.setdefault(node, given) is not given:  # it was among the inputs, too
                 return None
-        for check, source in zip(self.checks, sources, strict=True):
-            make = check.guard.create_fn
+        for check in self.checks:
+            source, make = named(check.guard.originating_source), check.guard.create_fn
             if check.of_tensor:
                 VariableBuilder(tx, source)(_value(tx, source, cache))  # which guards it
             elif check.same is not None:

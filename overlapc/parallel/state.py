@@ -32,6 +32,10 @@ class ModuleState:
     def _fsdp_param_groups(self) -> list[ModuleState]:
         return [self]
 
+    @property
+    def _fsdp_param_group(self) -> ModuleState:  # what torch 2.11's pipelines ask for
+        return self
+
     def post_backward(self) -> None:
         """Reduce, now, the gradients of micro-batches whose backward left them."""
         reduce_all(self._module._overlapc_pending)

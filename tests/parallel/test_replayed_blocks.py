@@ -18,10 +18,7 @@ from overlapc.parallel.gather import described_params
 from overlapc.runtime.counters import counted
 from tests.parallel.sharded import mesh_1d
 
-pytestmark = [
-    pytest.mark.usefixtures("world", "fresh_dynamo"),
-    pytest.mark.skipif(torch.__version__ < "2.13", reason="torch does not say how guards compare values"),
-]
+pytestmark = pytest.mark.usefixtures("world", "fresh_dynamo")
 DIM = 8
 
 
@@ -362,6 +359,37 @@ def test_a_block_that_holds_one_parameter_twice_stands_for_no_other():
     model = Model(TwoNorms)
     model.layers[0].other.weight = model.layers[0].norm.weight
     once(sharded(model), 2)
+
+
+TABLE = torch.ones(DIM)
+
+
+class Tables(Block):
+    """Reads a tensor by a global name, and one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(DIM)
+
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        return self.up(x * TABLE) + self.table
+
+
+def test_a_block_that_holds_a_global_tensor_stands_for_no_other():
+    model = Model(Tables)
+    model.layers[0].table = TABLE
+    once(sharded(model), 2)
+
+
+class Probing(Block):
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        return self.up(x) * (2.0 if hasattr(self, "extra") else 1.0)
+
+
+def test_whether_a_block_has_an_attribute_is_seen():
+    model = sharded(Model(Probing))
+    model.layers[2].extra = True
+    once(model, 2)
 
 
 class Remembering(Model):

@@ -1,0 +1,90 @@
+"""What Dynamo's guards of each kind compare: two values of one type for which it is equal pass or fail alike.
+
+torch says so itself from 2.12 on (`GuardCheckSpec`), for the same kinds in slightly other words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._dynamo.source import AttrSource, NNModuleSource
+from torch._guards import ChainedSource, Guard, Source
+from torch._library.opaque_object import get_opaque_obj_info
+
+
+class _Same:
+    """A value that equals itself only; it is kept, so that no other takes its `id`."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+Compared = Callable[[dict[str, Any], Any], Any]  # of the guard's keywords and a value
+
+
+@lru_cache(1 << 12)
+def is_within(source: Source, whole: Source) -> bool:
+    """Whether a source names `whole` or a part of it; torch 2.11's `is_from_source` looks at outermost names only."""
+    return source == whole or (isinstance(source, ChainedSource) and is_within(source.base, whole))
+
+
+def compared(guard: Guard) -> Compared | None:
+    """What a guard compares of a value; None for kinds that no block is known to be traced once with."""
+    return _COMPARED.get(guard.create_fn_name())
+
+
+def subject(guard: Guard) -> tuple[Source, dict[str, Any]]:
+    """The value that is compared, and what the guard knows beside it."""
+    source = guard.originating_source
+    known = dict(getattr(guard.create_fn, "keywords", {}))
+    if guard.create_fn_name() == "HASATTR" and "attr" not in known:  # before torch 2.13: by the attribute's own name
+        attribute = source.base if isinstance(source, NNModuleSource) else source
+        if isinstance(attribute, AttrSource):
+            source, known["attr"] = attribute.base, attribute.member
+    return source, known
+
+
+def _tensor(given: dict[str, Any], value: Any) -> Any:
+    strides = value.stride() if value.layout is torch.strided else None
+    keys = torch._C._dispatch_keys(value).raw_repr()
+    return value.shape, strides, value.dtype, value.layout, value.device, value.requires_grad, keys
+
+
+def _opaque(given: dict[str, Any], value: Any) -> Any:
+    known: Any = get_opaque_obj_info(type(value))
+    return known.guard_fn(value) if known and known.guard_fn else None
+
+
+_COMPARED: dict[str, Compared] = {
+    **dict.fromkeys(
+        ("ID_MATCH", "NN_MODULE", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH", "CLOSURE_MATCH"),
+        lambda given, value: _Same(value),
+    ),
+    **dict.fromkeys(
+        ("BOOL_MATCH", "NONE_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "DTENSOR_SPEC_MATCH"), lambda given, value: value
+    ),
+    **dict.fromkeys(("SEQUENCE_LENGTH", "EMPTY_NN_MODULE_HOOKS_DICT"), lambda given, value: len(value)),
+    **dict.fromkeys(("NOT_NONE_MATCH", "WEAKREF_ALIVE"), lambda given, value: value is None),
+    **dict.fromkeys(
+        ("DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"),
+        lambda given, value: given["key"] in value,
+    ),
+    "NOT_PRESENT_IN_GENERIC_DICT": lambda given, value: given["attr"] in value.__dict__,
+    "HASATTR": lambda given, value: "attr" not in given or hasattr(value, given["attr"]),
+    "TYPE_MATCH": lambda given, value: type(value),
+    "FAKE_SCRIPT_TYPE_MATCH": lambda given, value: type(value),
+    "MAPPING_KEYS_CHECK": lambda given, value: list(value.keys()),
+    "DICT_KEYS_MATCH": lambda given, value: list(dict.keys(value)),
+    "TENSOR_MATCH": _tensor,
+    "TENSOR_SUBCLASS_METADATA_MATCH": lambda given, value: value.__tensor_flatten__()[1],
+    "OPAQUE_OBJ_GUARD_FN_MATCH": _opaque,
+    "DUPLICATE_INPUT": lambda given, value: None,  # of two names, which whoever compares looks at
+}
