@@ -19,7 +19,7 @@ from typing import Any
 from overlapc.errors import ToolchainError
 from overlapc.runtime import triton_workers
 from overlapc.runtime.cache import KernelCache, content_key
-from overlapc.runtime.triton_compile import Binary, Specification, compile_now
+from overlapc.runtime.triton_compile import REVISION, Binary, Specification, compile_now
 from overlapc.runtime.triton_kernel import ELEMENT, Source, Stage, Variant, launch_of
 
 Target = tuple[str, int, int]  # backend, architecture, threads of a warp
@@ -156,13 +156,13 @@ def _root_cause(error: BaseException) -> str:
 
 @cache
 def _toolchain() -> str:
-    """Hash of what turns a source into a cubin: Triton, the prelude that kernels call, settings of Triton."""
+    """Hash of what turns a source into a cubin: Triton and our changes to it, the prelude, settings of Triton."""
     triton = triton_module()
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
     prelude = Path(__file__).with_name("triton_prelude.py").read_text(encoding="utf-8")
     settings = sorted({"ptxas": os.environ.get("TRITON_PTXAS_PATH", ""), **get_cache_invalidating_env_vars()}.items())
-    return content_key(triton.__version__, prelude, repr(settings))
+    return content_key(triton.__version__, str(REVISION), prelude, repr(settings))
 
 
 def _module_key(source: Source) -> str:

@@ -10,8 +10,10 @@ import base64
 import dataclasses
 import importlib.util
 import json
+import re
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +22,9 @@ from typing import Any
 from overlapc.errors import ToolchainError
 
 DIVISIBILITY = 16  # bytes of a pointer, elements of a size
+REVISION = 1  # of what `compile_now` does to Triton's output; cubins of another are compiled again
+
+_PACKED_ADD = re.compile(r"^(\s*)add\.([su]16)x2\s+(%\w+), (%\w+), (%\w+);", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,38 @@ def load_module(path: Path | str) -> ModuleType:
     return sys.modules[name]
 
 
+def without_packed_adds(ptx: str) -> str:
+    """`ptx` with each addition of two packed 16-bit integers written as two additions.
+
+    ptxas 12.8 and 12.9, which Triton 3.6 brings, add 0 in place of a constant where only the upper half of the result
+    is read (`VIADD.16x2 R19, R6, 0x0`). LLVM packs what it knows to be below 2^16, such as `r % 67 - 22` in the mask
+    of a slice's gradient, and the loads of some elements were then left out.
+    """
+
+    def apart(found: re.Match[str]) -> str:
+        indent, dtype, result, first, second = found.groups()
+        lines = (
+            "{",
+            ".reg .b16 %half<6>;",
+            f"mov.b32 {{%half0, %half1}}, {first};",
+            f"mov.b32 {{%half2, %half3}}, {second};",
+            f"add.{dtype} %half4, %half0, %half2;",
+            f"add.{dtype} %half5, %half1, %half3;",
+            f"mov.b32 {result}, {{%half4, %half5}};",
+            "}",
+        )
+        return "\n".join(indent + line for line in lines)
+
+    return _PACKED_ADD.sub(apart, ptx)
+
+
+def _change_ptx(_backend: Any, stages: dict[str, Callable[..., Any]], *_: Any) -> None:
+    """Triton's hook on the stages of a compilation."""
+    if "ptx" in stages:
+        generate = stages["ptx"]
+        stages["ptx"] = lambda source, metadata: without_packed_adds(generate(source, metadata))
+
+
 def compile_now(what: Specification) -> Any:
     """Triton's compiled kernel. Raises what Triton raises.
 
@@ -115,8 +152,10 @@ def compile_now(what: Specification) -> Any:
     attributes = {(at,): [["tt.divisibility", DIVISIBILITY]] for at in what.multiples}
     signature = dict(zip(function.arg_names, what.types, strict=False)) | dict.fromkeys(constants, "constexpr")
     source = ASTSource(function, signature, constants, attributes)
-    with tempfile.TemporaryDirectory(prefix="overlapc-triton-") as folder, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = folder
+    knobs = triton.knobs
+    with tempfile.TemporaryDirectory(prefix="overlapc-triton-") as folder, knobs.cache.scope(), knobs.runtime.scope():
+        knobs.cache.dir = folder
+        knobs.runtime.add_stages_inspection_hook = _change_ptx
         return triton_compile(source, target=GPUTarget(*what.target), options=dict(what.options))
 
 

@@ -81,6 +81,19 @@ def test_of_zeros_of_both_signs_a_scan_takes_the_last():
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("width", [67, 131, 515])
+def test_what_a_mask_of_remainders_lets_through_is_read(width: int):
+    """ptxas lost a constant in such masks (`runtime/triton_compile.py`)."""
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        found = torch.nn.functional.pad(x, (22, 12))
+        return found - found.mean()
+
+    for rows in (3, 17, 40):
+        x = torch.randn(rows, width - 34, device="cuda")
+        torch.testing.assert_close(torch.compile(padded, backend="overlapc")(x), padded(x))
+
+
 def test_unaligned_pointers(tmp_path: Path):
     generator = TritonGenerator()
     case = swiglu(1000)
