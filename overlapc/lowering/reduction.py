@@ -283,16 +283,27 @@ def average(context: Lowering, x: View, dims: tuple[int, ...], value: Value) -> 
 
 
 def variance(context: Lowering, x: View, dim: Any, value: Value, correction: Any) -> Value:
-    """Two passes: the mean first, then squared distances from it; as accurate as Welford's and vectorizable."""
+    """Two passes: the mean first, then squared distances from it; as accurate as Welford's and vectorizable.
+
+    Rounding may put a mean outside of what it is the mean of, and then the variance of equal numbers is not 0. So the
+    mean stays between the least and the largest, except in the variance of a norm (without correction), which adds
+    eps to it: the two reductions take a fifth of a layer norm's time on a CPU.
+    """
     dims = normalized(dim, len(x.size))
     if x.dtype.is_complex or not x.dtype.is_floating_point:
         raise Impossible("a variance of numbers that are not real floats")
-    distance = op("sub", value, average(context, x, dims, value))
+    less = 1 if correction is None else correction
+    mean = average(context, x, dims, value)
+    if less != 0:
+        least, largest = (Reduce(kind, value, value.dtype) for kind in ("min", "max"))
+        mean = op("minimum", op("maximum", mean, least), largest)
+    distance = op("sub", value, mean)
     total = Reduce("sum", op("mul", distance, distance), value.dtype)
     count = numel(x.size[at] for at in dims)
-    less = 1 if correction is None else correction
-    if not isinstance(less, int):
-        raise Impossible("a fractional correction")
+    if isinstance(less, float):  # as `x.std()` has it
+        if not less.is_integer():
+            raise Impossible("a fractional correction")
+        less = int(less)
     divisor = sympy.Max(0, count - less) if count.is_Integer else count - less
     return op("div", total, cast(context.scalar(divisor), value.dtype))
 

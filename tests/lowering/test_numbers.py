@@ -48,6 +48,18 @@ def test_numbers_beyond_an_integers_range_wrap(generator):
     same(lambda x: (x + 2**31, x < 2**40, x.short() & 0x1FFFF, x - 2**33), wide)
 
 
+def test_the_variance_of_equal_numbers_is_0(generator):
+    def function(x):
+        return x.var(1), x.std(0), x.std(1, correction=2), x.var()
+
+    for shape in ((3, 40), (2, 1400)):  # a persistent loop in Triton, and one that goes over parts of a row
+        found = compiled(function)(torch.full(shape, 0.7134))
+        assert not any(one.any() for one in found), found
+    counters.clear()
+    same(lambda x: (x.std(1), x.var(0, correction=0)), torch.randn(4, 300))
+    assert not counters["overlapc"]["extern_calls"]
+
+
 def test_a_number_that_a_tensor_is_compared_with_is_rounded_to_its_precision(generator):
     numbers = torch.tensor([0.1, -0.1, 0.3, 0.0, 2.5, 257.0])
 

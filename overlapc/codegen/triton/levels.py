@@ -35,9 +35,9 @@ def accumulations(
     mean. `scans` are those that must be accumulated before what they give is known.
     """
     scans = scans or {}
-    values = body.values()
     second = _partners(body) if joined else {}
     first = {later: sooner for sooner, later in second.items()}
+    values = _read(body, first) if first else body.values()
     depth: dict[Value, int] = {}
     levels: list[list[Accumulation]] = []
     for value in values:
@@ -75,6 +75,18 @@ def _partners(body: Body) -> dict[Reduce, Reduce]:
     return found
 
 
+def _read(body: Body, first: Mapping[Reduce, Reduce]) -> list[Value]:
+    """Values in order, without those that only a reduction reads which is accumulated together with its `first`."""
+    read: set[Value] = set()
+    roots: list[Value] = [value for store in body.stores for value in store.operands()]
+    while roots:
+        value = roots.pop()
+        if value not in read:
+            read.add(value)
+            roots += [first[value]] if isinstance(value, Reduce) and value in first else value.operands()
+    return [value for value in body.values() if value in read]
+
+
 def _peak_of(total: Reduce) -> Reduce | None:
     """max(x) of sum(exp(x - max(x)))."""
     exp = total.arg
@@ -89,7 +101,7 @@ def _peak_of(total: Reduce) -> Reduce | None:
 
 
 def _total_of(squares: Reduce, count: sympy.Expr) -> Reduce | None:
-    """sum(x) of sum((x - sum(x) / count)²)."""
+    """sum(x) of sum((x - mean)²), where the mean is sum(x) / count, or that between the least and the largest x."""
     square = squares.arg
     if squares.kind != "sum" or not isinstance(square, Op) or square.name != "mul":
         return None
@@ -97,10 +109,19 @@ def _total_of(squares: Reduce, count: sympy.Expr) -> Reduce | None:
     if distance is not again or not isinstance(distance, Op) or distance.name != "sub":
         return None
     x, mean = distance.args
+    mean = _unbounded(mean, x)
     if not isinstance(mean, Op) or mean.name != "div" or not _is_number(mean.args[1], count):
         return None
     total = mean.args[0]
     return total if isinstance(total, Reduce) and total.kind == "sum" and total.arg is x else None
+
+
+def _unbounded(mean: Value, x: Value) -> Value:
+    """a of `minimum(maximum(a, min(x)), max(x))`; anything else as it is."""
+    for name, kind in (("minimum", "max"), ("maximum", "min")):
+        if isinstance(mean, Op) and mean.name == name and mean.args[1] is Reduce(kind, x, x.dtype):
+            mean = mean.args[0]
+    return mean
 
 
 def _is_number(value: Value, number: sympy.Expr) -> bool:
