@@ -90,6 +90,20 @@ def parameter_gathers(graph: fx.Graph) -> Iterator[Gather]:
         yield Gather(label, tuple(reversed(before)), start, wait, _carried(wait))
 
 
+def whole_parameter_casts(graph: fx.Graph) -> Iterator[tuple[ParamLabel, tuple[fx.Node, ...]]]:
+    """The casts of labelled parameters that lie whole on this rank, each with the views and casts of its result."""
+    for node in graph.find_nodes(op="call_function", target=aten._to_copy.default, sort=True):
+        label, source = label_of(node), node.args[0]
+        if label is None:
+            continue
+        while isinstance(source, fx.Node) and source.target in CARRIERS:
+            source = source.args[0]
+        carried = _carried(node)
+        parameter = isinstance(source, fx.Node) and source.op == "placeholder" and "tangents" not in str(source.target)
+        if parameter and not any(user.target in _GATHERS for each in (node, *carried) for user in each.users):
+            yield label, (node, *carried)
+
+
 def _carried(root: fx.Node) -> tuple[fx.Node, ...]:
     """All views and casts of `root`, and of those, as far as they hold nothing but `root`."""
     found: dict[fx.Node, None] = {}

@@ -6,11 +6,13 @@ torch's min-cut decides what is saved and what is recomputed; this says what it 
 
 - The gather of a group that reshards after forward is always recomputed, with its casts and views: the gathered
   parameter is never saved. Of a group that does not, and of `keep`, it is never recomputed, not even inside a
-  checkpoint.
+  checkpoint. On one rank, where nothing is gathered, the cast of a parameter of a group that reshards is recomputed.
 - `reshard_after_forward=int`: this rank's part of the gathered parameter is saved, and backward gathers that over
   the smaller group.
 - Other collectives are recomputed only under the user's checkpointing, matmuls likewise (torch's own rules).
-- float32 values made element by element of smaller ones are not saved (overlapc/fx/recompute.py).
+- float32 values made element by element of smaller ones, and every other sum of gated residuals, are not saved
+  (overlapc/fx/recompute.py). Views are not saved either, but what they are views of: backward then knows which of its
+  inputs share memory, and the plan counts it once.
 - An input that forward changes is saved as a copy from before the change (overlapc/fx/changed_inputs.py).
 - Sums, and what else depends on its kernel, are saved where the graph compares them, checkpoint or not
   (overlapc/fx/compared.py).
@@ -20,7 +22,7 @@ Recomputed gathers come to lie before their first use: torch orders backward by 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -33,11 +35,11 @@ from overlapc.fx.changed_inputs import copy_changed_inputs, drop_copies
 from overlapc.fx.compared import save_what_is_compared
 from overlapc.fx.drawn import draw_early, draw_late
 from overlapc.fx.duplicates import merge_duplicates
-from overlapc.fx.gathers import Gather, parameter_gathers
+from overlapc.fx.gathers import Gather, parameter_gathers, whole_parameter_casts
 from overlapc.fx.node_writer import NodeWriter
 from overlapc.fx.precision import note_coarse
 from overlapc.fx.random import draw_once
-from overlapc.fx.recompute import backward_nodes, recompute_expansions
+from overlapc.fx.recompute import backward_nodes, recompute_expansions, recompute_sums
 from overlapc.fx.rng_state import describe, unwrap_attention
 from overlapc.fx.versions import return_no_tangents
 
@@ -68,17 +70,22 @@ def partition(
         if gather.label.post_size:
             regathered.update(_gather_from_part(gather))
         elif gather.label.reshard and gather.start.name not in keep:
-            _mark(gather, CheckpointPolicy.MUST_RECOMPUTE)
+            _mark(gather.nodes, CheckpointPolicy.MUST_RECOMPUTE)
         else:
-            _mark(gather, None)  # torch saves what untagged collectives give
+            _mark(gather.nodes, None)  # torch saves what untagged collectives give
+    for label, cast in whole_parameter_casts(joint_module.graph):
+        if label.reshard:  # on one rank: what would be saved beside the parameter, and backward casts again
+            _mark(cast, CheckpointPolicy.MUST_RECOMPUTE)
     copies = copy_changed_inputs(joint_module.graph, num_fwd_outputs)
-    recompute_expansions(joint_module.graph)
-    save_what_is_compared(joint_module.graph, backward_nodes(joint_module.graph))
+    backward_part = backward_nodes(joint_module.graph)
+    recompute_expansions(joint_module.graph, backward_part)
+    recompute_sums(joint_module.graph, backward_part)
+    save_what_is_compared(joint_module.graph, backward_part)
     if torch._functorch.config.cse:
         merge_duplicates(joint_module.graph)
     note_coarse(joint_module.graph)
     # The other way, generators as inputs of the graphs, is for CUDA graphs over libraries that draw random numbers.
-    with torch._functorch.config.patch(graphsafe_rng_functionalization=False, cse=False):
+    with torch._functorch.config.patch(graphsafe_rng_functionalization=False, cse=False, recompute_views=True):
         forward, backward = min_cut_rematerialization_partition(
             joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
         )
@@ -97,13 +104,13 @@ def gathered_again(backward: fx.Graph) -> frozenset[str]:
     return frozenset(each.start.name for each in parameter_gathers(backward) if not each.label.post_size)
 
 
-def _mark(gather: Gather, policy: CheckpointPolicy | None) -> None:
-    """Set `policy` on the whole chain in place of what a surrounding checkpoint says.
+def _mark(nodes: Iterable[fx.Node], policy: CheckpointPolicy | None) -> None:
+    """Set `policy` on the whole chain of a parameter in place of what a surrounding checkpoint says.
 
     The checkpoint's id goes too: torch saves values that cross from one checkpoint into a later one, which
     would save a gathered parameter that two of them share.
     """
-    for node in gather.nodes:
+    for node in nodes:
         node.meta.pop("ac_graph_id", None)
         node.meta.pop("recompute", None)
         if policy is not None:
@@ -128,9 +135,9 @@ def _gather_from_part(gather: Gather) -> dict[str, str]:
     again = write.call(_c10d.wait_tensor.default, start)
     for user in users:
         user.replace_input_with(wait, again)
-    _mark(Gather(label, gather.before, gather.start, wait, (rows_of_rank,)), None)
+    _mark((*gather.before, gather.start, wait, rows_of_rank), None)
     part.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    _mark(Gather(label, (), start, again, gather.after), CheckpointPolicy.MUST_RECOMPUTE)
+    _mark((start, again, *gather.after), CheckpointPolicy.MUST_RECOMPUTE)
     return {again.name: wait.name}
 
 

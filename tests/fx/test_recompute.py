@@ -43,6 +43,45 @@ def test_rows_are_computed_again_from_low_precision(function: Callable[[Tensor],
     torch.testing.assert_close(x.grad.double(), reference.grad, rtol=1e-2, atol=1e-4)
 
 
+def test_every_other_sum_of_gated_residuals_is_computed_again() -> None:
+    """Backward reads the products for the gates' gradients, and gets a sum from the one before it."""
+    torch.manual_seed(0)
+    width = 32
+    weights = [torch.randn(width, width).div(width**0.5).requires_grad_() for _ in range(4)]
+    gates = [torch.randn(width, requires_grad=True) for _ in range(4)]
+
+    def model(x: Tensor, gates: list[Tensor], weights: list[Tensor]) -> Tensor:
+        for gate, weight in zip(gates, weights, strict=True):
+            x = x + gate * (x.sin() @ weight)
+        return x.cos()
+
+    x = torch.randn(64, width, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
+        result = torch.compile(model, backend=overlapc, dynamic=False)(x, gates, weights)
+    assert sum(each.shape == x.shape for each in saved) == 1 + 4 + 4 + 2  # x, products, their factors; two sums
+    result.sum().backward()
+    inputs = (x, *gates, *weights)
+    wanted = torch.autograd.grad(model(x, gates, weights).sum(), inputs)
+    torch.testing.assert_close([each.grad for each in inputs], list(wanted))
+
+
+def test_what_is_saved_shares_no_memory() -> None:
+    """Of three views the tensor is saved once, so that a plan does not count its memory three times."""
+    product = torch.nn.Linear(16, 48)
+    saved: list[Tensor] = []
+
+    def attend(x: Tensor) -> Tensor:
+        query, key, value = product(x).view(2, 8, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        return F.scaled_dot_product_attention(query, key, value).sum()
+
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
+        torch.compile(attend, backend=overlapc, dynamic=False)(x)
+    memories = [each.untyped_storage().data_ptr() for each in saved]
+    assert len(set(memories)) == len(memories)
+
+
 def test_the_halves_of_a_sum_are_taken_again_from_what_was_added() -> None:
     """What forward saves is its inputs: the sum would be as large, and forward would write it."""
     product, bias = torch.randn(8, 64, requires_grad=True), torch.randn(64, requires_grad=True)

@@ -92,6 +92,22 @@ def test_forward_never_saves_a_gathered_parameter_that_is_resharded():
         }
 
 
+def test_on_one_rank_a_cast_is_saved_only_where_nothing_reshards():
+    """Neither gathers, and FSDP2 frees what it computes with all the same."""
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("others", "dp"))["dp"]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    saved = []
+    for reshard in (True, False):
+        torch._dynamo.reset()
+        model = fully_shard(Tiny(), alone, mp_policy=policy, reshard_after_forward=reshard)
+        forward = compiled(model).forward[0]
+        assert not gathers(forward)
+        outputs = forward.graph.output_node().all_input_nodes
+        saved.append([label_of(node).param for node in outputs if label_of(node) and node.op == "call_function"])
+    assert saved[0] == []
+    assert "layers.0.up.weight" in saved[1]
+
+
 def test_recomputed_gathers_stand_right_before_their_first_use():
     backward = compiled(shard(Tiny(layers=4))).backward[0]
     order = [label_of(node).group for node in backward.graph.nodes if "all_gather" in str(node.target)]
