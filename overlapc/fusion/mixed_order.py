@@ -19,7 +19,7 @@ import sympy
 
 from overlapc.fusion.loop_order import Bytes, scattered_bytes
 from overlapc.fusion.merge import Refusal, merge, nest_of, refine
-from overlapc.ir.body import TOTALS, Body, Cast, Loop, Reduce, Store, Value, topological
+from overlapc.ir.body import LOW_PRECISION, TOTALS, Body, Cast, Loop, Reduce, Store, Value, topological
 from overlapc.ir.indexing import loop_symbol, numel
 from overlapc.ir.rewriting import with_loops
 
@@ -104,11 +104,14 @@ def _as_total(store: Store) -> Store:
     value: Value = store.value
     while isinstance(value, Cast) and value.to is store.memory_dtype:
         value = value.arg  # a store rounds anyway
+    rounded = None
+    if isinstance(value, Cast) and value.to in LOW_PRECISION:  # the gradient of a parameter whose shard is float32
+        rounded, value = value.to, value.arg
     plain = store.mode == "set" and store.mask is None and not store.indirect
     if not (isinstance(value, Reduce) and value.kind in TOTALS and plain):
         return store
     arg = value.arg if value.arg.dtype is value.dtype else Cast(value.arg, value.dtype)
-    return dataclasses.replace(store, value=arg, mode=value.kind)
+    return dataclasses.replace(store, value=arg, mode=value.kind, total_dtype=rounded)
 
 
 def _one_reduces(first: Body, second: Body) -> tuple[Body, Body] | Refusal:

@@ -263,6 +263,7 @@ class Store:
     mask: Value | None = None
     indirect: tuple[tuple[sympy.Symbol, Value], ...] = ()
     wide: bool = False  # readers in the same kernel get the value as it was before it was rounded to `memory_dtype`
+    total_dtype: torch.dtype | None = None  # of `LOW_PRECISION`: a total is rounded to it before it is stored
 
     def operands(self) -> tuple[Value, ...]:
         index_values = tuple(value for _, value in self.indirect)

@@ -73,4 +73,5 @@ def _store(store: Store, names: dict[Value, str], body: Body, varies: dict[Value
     text += "store" if store.mode == "set" else f"store {store.mode}"
     text += f" {store.buffer}[{store.index}]: {dtype_name(store.memory_dtype)} = {names[store.value]}"
     text += "".join(f", {symbol}={names[index]}" for symbol, index in store.indirect)
+    text += f", rounded to {dtype_name(store.total_dtype)}" if store.total_dtype is not None else ""
     return text + (f", if {names[store.mask]}" if store.mask is not None else "")

@@ -72,23 +72,26 @@ def norm_gradients(batch: int, rows: int, width: int, dtype: torch.dtype = bf16)
     at = rows * width * p0 + width * p1 + r0
     x, g, w = Load("x", at, dtype), Load("g", at, dtype), Load("w", r0, dtype)
     mean = op("mul", total(op("mul", op("mul", g, w), x)), number(1 / width))
+    sign = op("where", op("lt", x, number(0.0)), number(-1.0), number(1.0))
     stores = (
         Store("dx", at, op("sub", op("mul", g, w), op("mul", x, mean)), dtype),
         Store("dw", r0, op("mul", g, op("mul", x, mean)), dtype, "sum"),
         Store("db", r0, g, f32, "sum"),
-        Store("prod", r0, op("where", op("lt", x, number(0.0)), number(-1.0), number(1.0)), f32, "prod"),
+        Store("prod", r0, sign, f32, "prod"),
+        Store("signs", r0, sign, f32, "sum", total_dtype=bf16),  # exact until it is rounded
     )
 
     def expected(t: Tensors) -> Tensors:
         x, g, w = (t[name].double() for name in ("x", "g", "w"))
         mean = (g * w * x).mean(-1, keepdim=True)
-        prod = torch.where(x < 0, -1, 1).prod(0).prod(0)
-        return {"dx": g * w - x * mean, "dw": (g * x * mean).sum((0, 1)), "db": g.sum((0, 1)), "prod": prod}
+        sign = torch.where(x < 0, -1, 1)
+        totals = {"dw": (g * x * mean).sum((0, 1)), "db": g.sum((0, 1)), "prod": sign.prod(0).prod(0)}
+        return {"dx": g * w - x * mean, **totals, "signs": sign.sum((0, 1)).bfloat16().float()}
 
     size = (batch, rows, width)
     tensors = {"x": noise(*size, dtype=dtype), "g": noise(*size, dtype=dtype, seed=1), "w": noise(width, dtype=dtype)}
     tensors |= {"dx": torch.empty(size, dtype=dtype), "dw": torch.empty(width, dtype=dtype)}
-    tensors |= {"db": torch.empty(width), "prod": torch.empty(width)}
+    tensors |= {name: torch.empty(width) for name in ("db", "prod", "signs")}
     body = Body((loop(p0, batch), loop(p1, rows)), (loop(r0, width),), stores)
     return Case(f"norm_gradients_{width}", body, tensors, expected)
 

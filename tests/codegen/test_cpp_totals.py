@@ -25,6 +25,7 @@ def norm_backward(rows, columns, dtype: torch.dtype = F32) -> Body:
         Store("dx", at, dx, dtype),
         Store("dw", r0, op("mul", g, op("mul", x, mean)), dtype, "sum"),
         Store("db", r0, g, F32, "sum"),
+        Store("db16", r0, g, F32, "sum", total_dtype=BF16),
     )
     return Body((loop(p0, rows),), (loop(r0, columns),), stores)
 
@@ -62,7 +63,7 @@ def run_norm(kernels: Kernels, name: str, rows: int, columns: int, dtype: torch.
     tensors = {"x": torch.randn(rows, columns), "g": torch.randn(rows, columns), "w": torch.randn(columns)}
     tensors = {key: tensor.to(dtype) for key, tensor in tensors.items()}
     tensors |= {"dx": torch.empty(rows, columns, dtype=dtype), "dw": torch.empty(columns, dtype=dtype)}
-    tensors["db"] = torch.empty(columns)
+    tensors |= {"db": torch.empty(columns), "db16": torch.empty(columns)}
     kernels.run(name, tensors, s0=rows, s1=columns)
     return tensors
 
@@ -85,6 +86,7 @@ def test_rows_and_totals_of_columns(kernels: Kernels, name: str, rows: int, colu
     for key, want in expected.items():
         tolerance = 1e-2 if found[key].dtype is BF16 else 2e-6
         torch.testing.assert_close(found[key].double(), want, rtol=tolerance, atol=tolerance * 10)
+    assert torch.equal(found["db16"], found["db"].bfloat16().float())
 
 
 def test_integers_and_products_over_two_loops_of_rows(kernels: Kernels) -> None:

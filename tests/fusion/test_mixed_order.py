@@ -97,6 +97,13 @@ def test_a_total_in_the_dtype_that_is_stored_anyway() -> None:
 
 
 @pytest.mark.usefixtures("small")
+def test_a_total_that_is_rounded_before_it_is_stored() -> None:
+    """As the gradient of a parameter that is computed with in bfloat16, and whose shard is float32."""
+    merged = check(by_rows(), by_columns(Cast(total(x("a", COLUMNS * R[0] + P[0])), torch.bfloat16)))
+    assert [store.total_dtype for store in merged.stores] == [None, torch.bfloat16]
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     ("value", "reason"),
     [

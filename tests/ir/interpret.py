@@ -186,7 +186,8 @@ def _total(store: Store, value: Tensor, env: Env, space: torch.Size, buffers: Ma
     flat = buffers[store.buffer]
     total = torch.full(flat.shape, {"sum": 0, "prod": 1}[store.mode], dtype=value.dtype)
     total.scatter_reduce_(0, index.reshape(-1), value.expand(space).reshape(-1), store.mode)
-    flat[index] = total[index].to(store.memory_dtype)
+    rounded = total[index] if store.total_dtype is None else total[index].to(store.total_dtype)
+    flat[index] = rounded.to(store.memory_dtype)
 
 
 def _over(index: Any, space: torch.Size) -> Tensor:

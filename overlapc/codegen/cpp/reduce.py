@@ -17,12 +17,12 @@ import sympy
 import torch
 
 from overlapc.codegen.cpp.accumulators import Accumulator, accumulator
-from overlapc.codegen.cpp.expressions import C_TYPE, EXPENSIVE, index_text, store_text, weight
+from overlapc.codegen.cpp.expressions import C_TYPE, EXPENSIVE, cast_text, index_text, store_text, weight
 from overlapc.codegen.cpp.loop_plan import BLOCK, CHUNK_ROWS, CHUNKS, SHORT_SUM, TILE, LoopPlan, chunk_count
 from overlapc.codegen.cpp.loops import For, blocks, in_block, longer_than, plain
 from overlapc.codegen.cpp.reduction_stages import Stages
 from overlapc.codegen.cpp.scans import ScanningFunction
-from overlapc.ir.body import Body, Loop, Op, Reduce, Store, Value
+from overlapc.ir.body import Body, Loop, Op, Reduce, Store, Value, compute_dtype
 from overlapc.ir.indexing import numel
 
 _IDENTITY = {"sum": "0", "prod": "1"}
@@ -116,7 +116,10 @@ class ReductionFunction(ScanningFunction):
             part = f"parts{at}[chunk * width + {index_text(self._flat_position())}]"
             self.line(f"{kind} total{at} = {_IDENTITY[store.mode]};")
             self.line(f"for (int64_t chunk = 0; chunk < chunks; ++chunk) total{at} {_SIGN[store.mode]}= {part};")
-            value = store_text(f"{C_TYPE[dtype]}(total{at})", dtype, store.memory_dtype)
+            value = f"{C_TYPE[dtype]}(total{at})"
+            if store.total_dtype is not None:
+                value, dtype = cast_text(value, dtype, store.total_dtype), compute_dtype(store.total_dtype)
+            value = store_text(value, dtype, store.memory_dtype)
             self.line(f"{self.place(store, {})} = {value};")
         for loop in reversed(loops):
             self.close(loop)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from overlapc.codegen.triton.accumulate import Accumulation, Moments, Online, Reduction, Scanning
 from overlapc.codegen.triton.axes import Scope
-from overlapc.codegen.triton.expressions import COMPUTE
+from overlapc.codegen.triton.expressions import COMPUTE, converted
 from overlapc.codegen.triton.shape import term
 from overlapc.codegen.triton.tiling import power_of_two
 from overlapc.codegen.triton.values import ValueWriter
@@ -126,7 +126,10 @@ class StageWriter(ValueWriter):
             value = f"tl.load({where}, rmask & (part < SPLITS), other={_NEUTRAL[store.mode]})"
             loop(f"total{at} = total{at} {_SIGN[store.mode]} {value}")
         for at, store in enumerate(totals):
-            self.names[store.value] = f"ops.total_{store.mode}(total{at})"
+            total = f"ops.total_{store.mode}(total{at})"
+            if store.total_dtype is not None:
+                total = f"{converted(total, store.value.dtype, store.total_dtype)}.to(tl.float32)"
+            self.names[store.value] = total
             pointer = f"{kernel.arguments[store.buffer]} + {term(self.index(store.index, (), {}))}"
             self.top(f"tl.store({pointer}, {self.stored(store, self.names)}, rmask)")
         return self.lines
