@@ -25,10 +25,11 @@ REGISTERED: dict[str, Pass] = {}
 class Context:
     """What a pass may ask: limits and the machine that the simulator replays on.
 
-    budget_bytes: the most a schedule may use at its peak; None takes the schedule's own budget, or else
-    `peak_increase` over the peak that came in. incoming_peak_bytes: that peak, set by the runner so that
-    the passes of a pipeline share one allowance. dump: called with a stem such as `01_sink_waits.after` and
-    the schedule's text.
+    budget_bytes: the most a schedule may use at its peak; None takes the schedule's own budget, or else `peak_increase`
+    over the peak that came in. Set by the runner: incoming_peak_bytes, that peak, so that passes of a pipeline share
+    one allowance; final_bytes, the most that the last order may use where passes may go through others. peak_of: the
+    peak that is compared with a budget, and reported. dump: called with a stem such as `01_sink_waits.after` and the
+    schedule's text.
 
     overlap_margin: collectives are started early enough to be hidden if they take this many times their
     estimate. estimate: asked about nodes that a pass made. merge_payloads: one payload for several starts of
@@ -53,6 +54,8 @@ class Context:
     check_memory: bool = False  # compare incremental memory with recomputation after every move
     dump: Callable[[str, str], None] | None = None
     incoming_peak_bytes: int | None = None
+    final_bytes: int | None = None
+    peak_of: Callable[[Schedule], int] = lambda schedule: analyze(schedule).peak_bytes
 
     def limit_bytes(self, schedule: Schedule) -> int:
         """The most memory that a pass may let `schedule` use at its peak."""

@@ -24,7 +24,7 @@ from overlapc.passes.base import Context, PassReport, register_pass
 from overlapc.passes.judge import cost, keep_if_better
 from overlapc.passes.reasons import Reason
 from overlapc.schedule import dependencies
-from overlapc.schedule.memory import lifetimes
+from overlapc.schedule.memory import Placing
 from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Schedule
 
 # How many ready nodes are looked at for the shortest, or for what frees memory: roughly the soonest needed.
@@ -68,12 +68,8 @@ class Fill:
         self.done = [False] * count
         self.placed: list[int] = []
         self.limit = ctx.limit_bytes(schedule)
-        self.life = lifetimes(schedule)
-        self.left = [0] * len(self.life.roots)  # storage -> nodes that still touch it
-        for storages in self.life.touches:
-            for storage in storages:
-                self.left[storage] += 1
-        self.live = self.life.base_bytes
+        self.memory = Placing(schedule)
+        self.life = self.memory.life
 
     def run(self) -> list[int]:
         """The new order, as positions in the old one."""
@@ -107,9 +103,6 @@ class Fill:
         else:
             heapq.heappush(self.ready, (self.blocks[at], at))
 
-    def _compute_ns(self, at: int) -> float:
-        return self.costs.ns[at] if self.kinds[at] in COMPUTE else 0.0
-
     # What comes next
 
     def _next(self) -> int:
@@ -129,8 +122,8 @@ class Fill:
     def _filler(self, wait: int) -> int:
         """The ready node that runs now that `wait`, on which the most urgent depends, is not done."""
         if self.machine.held and self.machine.running[self.costs.queue[self.collective[wait]]] is None:
-            ready = ((self._compute_ns(at), at) for _, at in self.ready[:LOOKED_AT] if not self.done[at])
-            shortest = min((pair for pair in ready if pair[0] > 0), default=None)
+            ready = (at for _, at in self.ready[:LOOKED_AT] if not self.done[at] and self.kinds[at] in COMPUTE)
+            shortest = min(((self.costs.ns[at], at) for at in ready if self.costs.ns[at] > 0), default=None)
             if shortest is not None:
                 return shortest[1]
         return self.ready[0][1]
@@ -139,7 +132,7 @@ class Fill:
 
     def _make_room(self, at: int) -> None:
         """Run what was kept, if it frees memory, before `at` exceeds the limit."""
-        while self.live + self.life.allocates[at] + self.life.scratch[at] > self.limit:
+        while self.memory.live + self.life.allocates[at] + self.life.scratch[at] > self.limit:
             kept = [each for _, each in self.ready[:LOOKED_AT] if each != at and not self.done[each]]
             freed_bytes, first = max(((self._frees(each), -each) for each in kept), default=(0, 0))
             if freed_bytes <= 0:
@@ -147,8 +140,7 @@ class Fill:
             self._place(-first)
 
     def _frees(self, at: int) -> int:
-        gone = sum(self.life.bytes[storage] for storage in self.life.touches[at] if self.left[storage] == 1)
-        return gone - self.life.allocates[at]
+        return self.memory.frees(at) - self.life.allocates[at]
 
     def _place(self, at: int) -> None:
         self.placed.append(at)
@@ -159,11 +151,7 @@ class Fill:
         for queue in self.in_flight:
             while queue and queue[0] not in self.machine.in_flight:
                 self.free.extend(self.waits_of.pop(queue.popleft(), ()))
-        self.live += self.life.allocates[at]
-        for storage in self.life.touches[at]:
-            self.left[storage] -= 1
-            if not self.left[storage]:
-                self.live -= self.life.bytes[storage]
+        self.memory.place(at)
         for after in self.deps.succs[at]:
             self.missing[after] -= 1
             if not self.missing[after]:

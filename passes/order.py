@@ -103,6 +103,11 @@ class Order:
                     stack.append(other)
         return along
 
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the present order."""
+        return self._memory.peak_bytes
+
     def peak_with(self, move: Move) -> int:
         """The peak in bytes within the stretch, were the move made."""
         return self._memory.try_window(move.low, move.nodes)

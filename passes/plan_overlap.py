@@ -32,7 +32,7 @@ from overlapc.passes.queues import CARRIED_SHARE, Queues
 from overlapc.passes.reasons import Reason
 from overlapc.passes.sink_waits import Sink
 from overlapc.schedule.dependencies import Dependencies, Why
-from overlapc.schedule.memory import Lifetimes, analyze
+from overlapc.schedule.memory import Lifetimes, RangeMax, analyze
 from overlapc.schedule.model import COMMUNICATION, COMPUTE, Kind, Schedule
 
 # What is in flight later than a gather was let in is only known when it is there; a plan that exceeds the limit is
@@ -144,7 +144,7 @@ class _Plan(Sink):
             return True
         new = [node for node in (start, *self.dues.free[start]) if not self.done[node]]
         size = sum(self.life.allocates[node] + self.life.scratch[node] for node in new)
-        beside = self.live - self.dues.usual_before[at]
+        beside = self.memory.live - self.dues.usual_before[at]
         if self.dues.usual_during.most(at, start) + beside + size <= self.room:
             return True
         self.report.because(self.schedule.nodes[start], Reason.MEMORY)
@@ -214,7 +214,7 @@ class _Dues:
     lifted: frozenset[int]  # all of these
     due: Mapping[int, float]  # free start -> when it becomes late, on the clock of compute alone
     coming: Mapping[str, Sequence[int]]  # queue -> free starts, soonest needed last
-    usual_during: _RangeMax  # bytes while each node runs
+    usual_during: RangeMax  # bytes while each node runs
     usual_before: Sequence[int]  # and just before it
 
     @classmethod
@@ -237,7 +237,7 @@ class _Dues:
             coming.setdefault(queue, []).append(at)
         during = analyze(schedule).during_bytes
         before = [during[at] - life.allocates[at] - life.scratch[at] for at in range(len(nodes))]
-        return cls(free, lifted, due, coming, _RangeMax(during), before)
+        return cls(free, lifted, due, coming, RangeMax(during), before)
 
 
 def _preds(deps: Dependencies, at: int) -> list[int]:
@@ -280,21 +280,3 @@ def _needed(start: int, deps: Dependencies, queues: Queues) -> int:
     waits = queues.closed_by.get(start, ())
     readers = [after for wait in waits for after in deps.succs[wait]]
     return min(readers or waits, default=len(deps.preds))
-
-
-class _RangeMax:
-    """The most of any stretch of a list, from a table of stretches of 2, 4, 8, ... built once."""
-
-    def __init__(self, values: Sequence[int]) -> None:
-        self.rows = [list(values)]
-        width = 1
-        while 2 * width <= len(values):
-            row = self.rows[-1]
-            self.rows.append([max(row[at], row[at + width]) for at in range(len(values) - 2 * width + 1)])
-            width *= 2
-
-    def most(self, low: int, high: int) -> int:
-        """The most of values[low:high], which is not empty."""
-        level = (high - low).bit_length() - 1
-        row = self.rows[level]
-        return max(row[low], row[high - (1 << level)])

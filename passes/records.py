@@ -27,7 +27,6 @@ class CollectiveRecord:
     exposed_after_ns: float
     hidden_after_ns: float
     moves: int  # positions that its start and its wait moved
-    moved_with: tuple[str, ...]
     limit: str  # the limiting factor in words
     causes: tuple[Reason, ...] = ()  # the named reasons in it: of the start, of the wait
     via: str = ""  # what carries it, as `Comm.via`
@@ -65,9 +64,6 @@ def records_of(reports: Sequence[PassReport], before: Timeline, after: Timeline)
                 exposed_after_ns=now.exposed_ns,
                 hidden_after_ns=now.hidden_ns,
                 moves=sum(report.moves.get(name, 0) for report in reports for name in names),
-                moved_with=tuple(
-                    dict.fromkeys(other for report in reports for other in report.moved_with.get(node.name, ()))
-                ),
                 limit=limit,
                 causes=causes,
                 members=members,

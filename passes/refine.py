@@ -24,15 +24,17 @@ import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 
 from overlapc.estimators.simulator.clock_under_load import estimates_at_load
 from overlapc.estimators.simulator.incremental import Timing
 from overlapc.passes.base import Context, PassReport, register_pass
+from overlapc.passes.bucket_cost import ns_of
 from overlapc.passes.order import Move, Order
 from overlapc.passes.reasons import Reason, reason_of
 from overlapc.schedule import dependencies
 from overlapc.schedule.memory import analyze
-from overlapc.schedule.model import COMPUTE, Kind, Node, Schedule
+from overlapc.schedule.model import COMPUTE, Kind, Schedule
 
 # On average over all replays: longer ones (in schedules of 20,000 nodes, of queues with a backlog) use it up sooner.
 BLOCKS_PER_REPLAY = 4
@@ -93,6 +95,7 @@ class Search:
 
     def __init__(self, schedule: Schedule, ctx: Context, seed: int = SEED) -> None:
         self.limit = ctx.limit_bytes(schedule)
+        self.final = ctx.final_bytes
         memory = analyze(schedule)
         self.usual = min(self.limit, memory.peak_bytes)
         self.pool_bytes = memory.pool_bytes  # pools stay as they are: nothing else can use what lies in them unused
@@ -100,7 +103,7 @@ class Search:
         clock = schedule.with_estimates(at_load) if at_load else schedule
         self.order = Order(schedule, ctx, [clock] if ctx.overlap_margin == 1 else [clock, ctx.late(clock)])
         self.collectives = sorted({at for pair in schedule.started.items() for at in pair})
-        self.compute = [at for at, node in enumerate(schedule.nodes) if node.kind in COMPUTE and _ns(node) > 0]
+        self.compute = [at for at, node in enumerate(schedule.nodes) if node.kind in COMPUTE and ns_of(node) > 0]
         self.alike = _alike(schedule)
         self.random = random.Random(seed)  # only `random()`, which every Python draws alike
         self.again: list[tuple[int, int]] = []  # (node, distance) to be tried next
@@ -111,11 +114,12 @@ class Search:
         self.replays_in_round = count * min(EFFORT_PER_NODE, 4 * count)  # few nodes have few places
         self.now = _Found.of(self.order.timings)
         self.made = 0
+        self.best_cost = self.now.cost if self._is_final() else (inf, inf)
         self._best: list[int] | None = None  # the order that made the step shorter last
 
     @property
     def best(self) -> list[str] | None:
-        """The shortest order found, by names; None if no move made the step shorter."""
+        """The shortest order found that may be the last one, by names; None if no move led to any."""
         return None if self._best is None else [self.order.schedule.nodes[at].name for at in self._best]
 
     def run(self) -> None:
@@ -169,10 +173,14 @@ class Search:
         gained = 1 - found.both_ns / self.now.both_ns if self.now.both_ns else 0.0
         self.order.make(move)
         self.made += 1
-        if found.cost < self.now.cost:
-            self._best = [*self.order.order]
         self.now = found
+        if found.cost < self.best_cost and self._is_final():
+            self._best, self.best_cost = [*self.order.order], found.cost
         return gained
+
+    def _is_final(self) -> bool:
+        """Whether the search may end with the present order."""
+        return self.final is None or self.order.peak_bytes <= self.final
 
     def _drawn(self) -> tuple[int, int]:
         """A node and how far it is to move."""
@@ -197,7 +205,7 @@ class Search:
 def _explain(report: PassReport, before: Schedule, after: Schedule) -> None:
     """Count how far nodes moved, and say what starts and waits that did stand next to."""
     deps = dependencies.of(after)
-    computing = list(accumulate((node.kind in COMPUTE and _ns(node) > 0 for node in after.nodes), initial=0))
+    computing = list(accumulate((node.kind in COMPUTE and ns_of(node) > 0 for node in after.nodes), initial=0))
     for at, node in enumerate(after.nodes):
         positions = at - before.position(node.name)
         report.moved(node, positions)
@@ -215,10 +223,6 @@ def _explain(report: PassReport, before: Schedule, after: Schedule) -> None:
             report.because(node, reason_of(why, of_wait=not start), after.nodes[other].name)
 
 
-def _ns(node: Node) -> float:
-    return 0.0 if node.estimate is None else node.estimate.ns
-
-
 def _alike(schedule: Schedule) -> Sequence[Sequence[int]]:
     """For each node those that do the same on buffers of the same sizes, itself among them, in order."""
     kinds: dict[Hashable, list[int]] = {}
@@ -226,7 +230,7 @@ def _alike(schedule: Schedule) -> Sequence[Sequence[int]]:
     for at, node in enumerate(schedule.nodes):
         about = schedule.nodes[schedule.started.get(at, at)]
         sizes = tuple(schedule.buffers[schedule.root(name)].bytes for name in (*node.reads, *node.writes))
-        alike = kinds.setdefault((node.kind, about.op, about.queue, _ns(about), sizes), [])
+        alike = kinds.setdefault((node.kind, about.op, about.queue, ns_of(about), sizes), [])
         alike.append(at)
         found.append(alike)
     return found

@@ -45,7 +45,9 @@ def share_launches(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassRepo
             report.moved(launch, positions[-1] - positions[0])
     if not instead:
         return schedule, report
-    return keep_if_better(schedule, with_merged(schedule, instead, gone, renamed), ctx, report)
+    limit = ctx.limit_bytes(schedule)
+    final = replace(ctx, budget_bytes=limit if ctx.final_bytes is None else min(limit, ctx.final_bytes))
+    return keep_if_better(schedule, with_merged(schedule, instead, gone, renamed), final, report)
 
 
 def _alike(schedule: Schedule, ctx: Context) -> Iterator[list[int]]:

@@ -21,7 +21,7 @@ from overlapc.passes.queues import CARRIED_SHARE, Queues
 from overlapc.passes.reasons import Reason, reason_of
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why
-from overlapc.schedule.memory import analyze, lifetimes
+from overlapc.schedule.memory import Placing, analyze
 from overlapc.schedule.model import COMPUTE, Kind, Schedule
 
 
@@ -51,12 +51,8 @@ class Sink:
         self.queues = Queues.of(schedule, ctx.timeline(schedule), ctx.overlap_margin)
         self.limit = ctx.limit_bytes(schedule)
         self.usual = analyze(schedule).peak_bytes
-        self.life = lifetimes(schedule)
-        self.left = [0] * len(self.life.roots)  # storage -> nodes that still touch it
-        for storages in self.life.touches:
-            for storage in storages:
-                self.left[storage] += 1
-        self.live = self.life.base_bytes
+        self.memory = Placing(schedule)
+        self.life = self.memory.life
         self.now = 0.0
         self.placed: list[int] = []
         self.held: dict[int, None] = {}  # waits and what sinks with them, in their old order
@@ -105,11 +101,7 @@ class Sink:
             self.reserved -= self.life.allocates[at] + self.life.scratch[at]
         self.placed.append(at)
         self.now = self.queues.step(at, self.now)
-        self.live += self.life.allocates[at]
-        for storage in self.life.touches[at]:
-            self.left[storage] -= 1
-            if not self.left[storage]:
-                self.live -= self.life.bytes[storage]
+        self.memory.place(at)
 
     def _release(self, wanted: list[int], reader: int) -> None:
         """Place held nodes and what they need, because `reader` comes now."""
@@ -209,12 +201,12 @@ class Sink:
 
     def _has_room(self, at: int, most_bytes: int) -> bool:
         """Whether `at` may run now, beside what is held back, in so much memory."""
-        return self.live + self.reserved + self.life.allocates[at] + self.life.scratch[at] <= most_bytes
+        return self.memory.live + self.reserved + self.life.allocates[at] + self.life.scratch[at] <= most_bytes
 
     def _give_up(self, wait: int) -> None:
         """Place all waits of one collective if that frees something."""
         waits = [at for at in self.queues.closed_by[self.queues.collective[wait]] if at in self.waits]
-        if any(self.left[storage] <= len(waits) for storage in self.life.touches[wait]):
+        if any(self.memory.left[storage] <= len(waits) for storage in self.life.touches[wait]):
             for at in self._with_needs(waits):
                 if at in self.waits:
                     self.report.because(self.schedule.nodes[at], Reason.MEMORY)

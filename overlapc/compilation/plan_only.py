@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -61,7 +61,8 @@ def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config
     """Like compile_graph, but for fake tensors: the graph itself runs, as nothing is generated."""
     began = time.perf_counter()
     with phase("graph"):
-        _remember(_plan(gm, config, name), began, choice_of(gm))
+        planned = _plan(gm, config, name)
+        _remember(planned.result, began, choice_of(gm), planned.not_copied)
     calls = STEPS.counter(name)
 
     def run(*args: Any) -> Any:
@@ -84,27 +85,27 @@ def _schedule_only(
     return make_boxed_func(gm.forward)
 
 
-def _plan(gm: GraphModule, config: Config, name: str, passes: Passes = run_pipeline) -> Result:
+def _plan(gm: GraphModule, config: Config, name: str, passes: Passes = run_pipeline) -> Planned:
     # This machine is not the one that is planned for.
     config = replace(config, measure_matmuls=False, autotune=False)
     of_inner = times_of_inner(gm, inner_graphs(gm, config, name, _planned_within))
     dumps = Dumps(config, name)
     planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, passes=passes, runs=False)
     assert isinstance(planned, Planned), "there was no cache to take it from"
-    return planned.result
+    return planned
 
 
 def _planned_within(gm: GraphModule, config: Config, name: str, *, within: bool, single: bool) -> Built:
-    result = _plan(gm, config, name)
+    result = _plan(gm, config, name).result
     _count(result)
     return Built(make_boxed_func(gm.forward), result.after.step_ns)
 
 
-def _remember(result: Result, began: float, choice: GatherChoice) -> None:
+def _remember(result: Result, began: float, choice: GatherChoice, not_copied: Mapping[str, str] | None = None) -> None:
     _count(result)
     seconds = time.perf_counter() - began
     graph = graph_record(result, fallbacks=fallbacks_of(result), compile_seconds=seconds)
-    record.add(with_gathers(graph, result, choice))
+    record.add(with_gathers(replace(graph, not_copied=not_copied or {}), result, choice))
 
 
 def _count(result: Result) -> None:

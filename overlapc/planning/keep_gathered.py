@@ -12,16 +12,17 @@ order that they come in. Prefetching needs room too, so fewer are planned as wel
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from overlapc.errors import MemoryBudgetError
 from overlapc.passes.base import Context
 from overlapc.passes.run import Result, run_pipeline
 from overlapc.report.held_memory import held_bytes
 from overlapc.report.kept_gathered import HIDDEN, NO_ROOM, NOT_SHORTER, saved_by_launch
 from overlapc.schedule.gathered_inputs import given_gathered
-from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Buffer, Schedule
 
 _SHARES = (1.0, 0.75, 0.5, 0.25)  # of the gathers that fit: planned in turn until one is good enough, or gains less
@@ -76,9 +77,9 @@ class Step:
     @property
     def fits(self) -> bool:
         """Whether both graphs fit into their budgets in the order that they come in."""
+        graphs = ((self.forward, self.forward_ctx), (self.backward, self.backward_ctx))
         return all(
-            schedule.budget_bytes is None or analyze(schedule).peak_bytes <= schedule.budget_bytes
-            for schedule in (self.forward, self.backward)
+            schedule.budget_bytes is None or ctx.peak_of(schedule) <= schedule.budget_bytes for schedule, ctx in graphs
         )
 
     @cached_property
@@ -88,13 +89,16 @@ class Step:
 
     @property
     def planned_ns(self) -> float:
-        """How long both take as planned."""
-        return sum(plan.after.step_ns for plan in self.plans)
+        """How long both take as planned; without end where no plan fits."""
+        try:
+            return sum(plan.after.step_ns for plan in self.plans)
+        except MemoryBudgetError:
+            return math.inf
 
 
 def kept_gathers(step: Step, gathers: Collection[str]) -> tuple[tuple[str, ...], str]:
     """Which of `gathers` forward saves for backward, and why no more: none that make the planned step no shorter."""
-    step = step.at_effort(_EFFORT)
+    whole, step = step, step.at_effort(_EFFORT)
     saved_ns = _saved_ns(step, gathers)
     ranked = list(saved_ns)
     counts = range(1, len(ranked) + 1)
@@ -110,6 +114,9 @@ def kept_gathers(step: Step, gathers: Collection[str]) -> tuple[tuple[str, ...],
             break  # more of them gained more
         if step.planned_ns - planned_ns >= _ENOUGH * sum(saved_ns[name] for name in ranked[:count]):
             break
+    # The final plans are searched for longer, which may gain more where nothing is kept.
+    if kept and whole.planned_ns <= shortest_ns and whole.planned_ns <= whole.keeping(ranked[:kept]).planned_ns:
+        kept = 0
     if kept < most:
         return tuple(ranked[:kept]), NOT_SHORTER
     return tuple(ranked[:most]), NO_ROOM if most < len(ranked) else HIDDEN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from overlapc.codegen.copies import peak_with_pools
 from overlapc.config import Config
 from overlapc.estimators.base import Estimator
 from overlapc.estimators.device import DeviceProfile
@@ -21,4 +22,5 @@ def context_of(config: Config, profile: DeviceProfile, estimator: Estimator | No
         estimate=None if estimator is None else estimator.estimate,
         verify=config.verify,
         check_memory=config.check_memory,
+        peak_of=peak_with_pools,
     )

@@ -18,9 +18,9 @@ from overlapc.autotune.product_choice import ProductTimes, choice
 from overlapc.codegen import generators
 from overlapc.codegen.bucket_payload import merge_starts
 from overlapc.codegen.compiled_graph import CompiledGraph, order_hash
-from overlapc.codegen.copies import Copied, peak_with_pools
+from overlapc.codegen.copies import Copied
 from overlapc.config import Config
-from overlapc.errors import CompileError, NoSharedMemory
+from overlapc.errors import CompileError, MemoryBudgetError, NoSharedMemory
 from overlapc.estimators.agreement.graph_text import canonical_lines
 from overlapc.estimators.agreement.rank_agreement import GraphAgreement, Peers, peers_of, spanned_ranks
 from overlapc.estimators.base import Estimator, estimate_schedule
@@ -64,7 +64,6 @@ from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
 from overlapc.runtime.steps import STEPS
 from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
-from overlapc.units import human_bytes
 
 Passes = Callable[[Schedule, Context], Result]
 
@@ -230,13 +229,11 @@ def _stages(
         dumps=dumps,
     )
     before = copied(gm.graph) if config.transport == AUTO and transports.wanted and followed is None else None
-    planned = stages(transports=transports)
     try:
-        if before is not None and transports.groups:
-            _check_budget(planned.result.schedule)
+        planned = stages(transports=transports)
         copies = transports.opened(planned.result.schedule) if opens_copies else {}
-    except NoSharedMemory as error:  # raised on all ranks, or on none
-        if before is None:
+    except (MemoryBudgetError, NoSharedMemory) as error:  # raised on all ranks, or on none
+        if before is None or not transports.groups:
             raise
         gm.graph = before
         planned = stages(transports=Transports())
@@ -244,15 +241,6 @@ def _stages(
     if planned.agreed is not None and copies:
         planned = replace(planned, agreed=replace(planned.agreed, copies=transports.agreed))
     return replace(planned, copies=copies, not_copied=transports.reasons, divided=list(transports.divided.values()))
-
-
-def _check_budget(schedule: Schedule) -> None:
-    """NoSharedMemory if what ranks share for copies does not fit the memory budget; the same on all ranks."""
-    peak = peak_with_pools(schedule)
-    if schedule.budget_bytes is not None and peak > schedule.budget_bytes:
-        raise NoSharedMemory(
-            f"what ranks share for copies would raise the peak to {human_bytes(peak)}, over memory_budget"
-        )
 
 
 def _scheduled(

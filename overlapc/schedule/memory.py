@@ -168,6 +168,46 @@ def _profile(life: Lifetimes, order: Sequence[int]) -> MemoryProfile:
     return MemoryProfile(during, life.base_bytes, pool_bytes, last_touch)
 
 
+class Placing:
+    """Live bytes of an order that grows at its end. Nodes are indices into `schedule.nodes`."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.life = lifetimes(schedule)
+        self.live = self.life.base_bytes
+        self.left = [0] * len(self.life.roots)  # storage -> nodes that still touch it
+        for storages in self.life.touches:
+            for storage in storages:
+                self.left[storage] += 1
+
+    def frees(self, node: int) -> int:
+        """Bytes that die with `node` if it is placed next."""
+        return sum(self.life.bytes[storage] for storage in self.life.touches[node] if self.left[storage] == 1)
+
+    def place(self, node: int) -> None:
+        """`node` comes next."""
+        self.live += self.life.allocates[node] - self.frees(node)
+        for storage in self.life.touches[node]:
+            self.left[storage] -= 1
+
+
+class RangeMax:
+    """The most of any stretch of a list, from a table of stretches of 2, 4, 8, ... built once."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self.rows = [list(values)]
+        width = 1
+        while 2 * width <= len(values):
+            row = self.rows[-1]
+            self.rows.append([max(row[at], row[at + width]) for at in range(len(values) - 2 * width + 1)])
+            width *= 2
+
+    def most(self, low: int, high: int) -> int:
+        """The most of values[low:high], which is not empty."""
+        level = (high - low).bit_length() - 1
+        row = self.rows[level]
+        return max(row[low], row[high - (1 << level)])
+
+
 class _Row:
     """A number for each position and their maximum, which is searched for again only when it may have decreased."""
 

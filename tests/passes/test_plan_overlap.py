@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from overlapc.estimators.device import DeviceProfile, Slowdown
 from overlapc.estimators.timeline import simulate
 from overlapc.passes.base import Context
-from overlapc.passes.plan_overlap import _RangeMax, plan_overlap
+from overlapc.passes.plan_overlap import plan_overlap
+from overlapc.schedule.memory import RangeMax
 from overlapc.schedule.model import Schedule
 from overlapc.schedule.text import parse
 from tests.graphs import check_kept, check_pass, order_of, peak, schedules
@@ -159,7 +160,7 @@ def test_gathers_of_the_next_layer_go_ahead_of_this_layers_reduction():
 def test_range_maxima(values, data):
     low = data.draw(st.integers(0, len(values) - 1))
     high = data.draw(st.integers(low + 1, len(values)))
-    assert _RangeMax(values).most(low, high) == max(values[low:high])
+    assert RangeMax(values).most(low, high) == max(values[low:high])
 
 
 @given(schedules(most_nodes=20), st.sampled_from([None, 0, 3]))

