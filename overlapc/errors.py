@@ -41,7 +41,11 @@ class PeerLost(OverlapcError):
 
 
 class MemoryBudgetError(OverlapcError):
-    """No schedule fits the memory budget that the user set."""
+    """No schedule fits the memory budget that the user set. peak_bytes: what one needs, if one was planned."""
+
+    def __init__(self, message: str, peak_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.peak_bytes = peak_bytes
 
 
 class CalibrationError(OverlapcError):

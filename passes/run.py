@@ -53,12 +53,12 @@ def run_pipeline(schedule: Schedule, ctx: Context) -> Result:
     incoming = analyze(schedule)
     budget = ctx.budget_bytes if ctx.budget_bytes is not None else schedule.budget_bytes
     ctx = replace(ctx, incoming_peak_bytes=incoming.peak_bytes)
-    if budget is not None and ctx.peak_of(schedule) > budget:
+    if budget is not None and (peak := ctx.peak_of(schedule)) > budget:
         at = "" if incoming.peak_at is None else f" at {schedule.nodes[incoming.peak_at].name}"
         raise MemoryBudgetError(
-            f"{schedule.name}: memory_budget leaves {human_bytes(budget)}, and the graph needs"
-            f" {human_bytes(ctx.peak_of(schedule))}{at} before any pass adds to it\n"
-            f"hint: raise memory_budget, shard more, or checkpoint activations"
+            f"{schedule.name}: memory_budget leaves {human_bytes(budget)}, and the graph needs {human_bytes(peak)}{at}"
+            f" before any pass adds to it\nhint: raise memory_budget, shard more, or checkpoint activations",
+            peak,
         )
     if budget is None or not passes:
         return _result(schedule, ctx, run_passes(schedule, ctx, passes))
@@ -91,8 +91,8 @@ class _Within:
                     break
         fitting = {limit: plan for limit, plan in self.plans.items() if plan.peak_bytes <= self.budget}
         if not fitting:
-            shared = f"memory_budget leaves {human_bytes(self.budget)}, too little with what ranks share for copies"
-            raise MemoryBudgetError(f"{self.schedule.name}: {shared}\nhint: raise memory_budget")
+            why = f"{self.schedule.name}: memory_budget leaves {human_bytes(self.budget)}, too little for copies' pools"
+            raise MemoryBudgetError(f"{why}\nhint: raise memory_budget", self.plans[min(self.plans)].peak_bytes)
         limit = min(sorted(fitting), key=lambda limit: fitting[limit].after.step_ns)
         ctx = replace(self.ctx, budget_bytes=limit)
         if ctx.dump is not None or ctx.stop_after is not None:

@@ -64,6 +64,7 @@ from overlapc.runtime.counters import count
 from overlapc.runtime.phases import phase
 from overlapc.runtime.steps import STEPS
 from overlapc.schedule.model import COMMUNICATION, Estimate, Schedule
+from overlapc.units import human_bytes
 
 Passes = Callable[[Schedule, Context], Result]
 
@@ -237,7 +238,11 @@ def _stages(
             raise
         gm.graph = before
         planned = stages(transports=Transports())
-        return replace(planned, not_copied={", ".join(sorted(transports.groups)): str(error).splitlines()[0]})
+        reason = str(error).splitlines()[0]
+        if isinstance(error, MemoryBudgetError) and error.peak_bytes is not None:
+            peak = human_bytes(error.peak_bytes)
+            reason = f"what ranks share for copies would raise the peak to {peak}, over memory_budget"
+        return replace(planned, not_copied={", ".join(sorted(transports.groups)): reason})
     if planned.agreed is not None and copies:
         planned = replace(planned, agreed=replace(planned.agreed, copies=transports.agreed))
     return replace(planned, copies=copies, not_copied=transports.reasons, divided=list(transports.divided.values()))
