@@ -147,7 +147,7 @@ _MAIN = ModuleType("__main__")  # of every script: Dynamo remembers which module
 
 @contextlib.contextmanager
 def _as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """The script's name, arguments and folder are what Python would make them; its own modules are gone afterwards."""
+    """The script's name, arguments and folder are what Python would make them; its imports are dropped afterwards."""
     folder = path.resolve().parent
     argv, folders, main, known = sys.argv, list(sys.path), sys.modules["__main__"], set(sys.modules)
     sys.argv = [str(path), *arguments]

@@ -58,7 +58,7 @@ class Steps:
         self._step(optimizer)
 
     def optimizer_bytes(self) -> dict[str, int]:
-        """Class -> bytes of state. Of optimizers that are gone, as where a script's `main` has ended, what was seen."""
+        """Class -> bytes of state. For optimizers that were freed (a script's `main` returned), what was last seen."""
         return state_bytes(self.optimizers) or dict(self.state)
 
     def inputs_changed(self, graph: Any) -> None:

@@ -315,7 +315,7 @@ def test_each_script_of_a_process_has_its_own_globals(tmp_path):
         assert [line.split(",")[0] for line in assumed] == ["no communication between 8 ranks"]
 
 
-# As nanoGPT cuts its batches, and as it asks for a GPU. When `main` has ended, its optimizer is gone.
+# As nanoGPT cuts its batches, and as it asks for a GPU. The optimizer is freed when `main` returns.
 CUT_DATA = """
 import numpy as np, torch
 from torch import nn
