@@ -210,7 +210,13 @@ def _direct(error: OverlapcError) -> OverlapcError:
     kind, text = type(error), str(error)
     if isinstance(error, ShortenTraceback):
         return error
-    # Dynamo appends hints about itself to `args`; our message says all there is to say.
-    fixed = {"__module__": kind.__module__, "__str__": lambda self: text}
-    made: OverlapcError = type(kind.__name__, (kind, ShortenTraceback), fixed)(text, first_useful_frame=None)
+    # Dynamo appends hints about itself to `args`; our message says all there is to say. What else the error's own
+    # class takes to make one is not known here: its attributes are carried over.
+    fixed = {
+        "__module__": kind.__module__,
+        "__init__": lambda self: ShortenTraceback.__init__(self, text, first_useful_frame=None),
+        "__str__": lambda self: text,
+    }
+    made: OverlapcError = type(kind.__name__, (kind, ShortenTraceback), fixed)()
+    made.__dict__.update(vars(error))
     return made
