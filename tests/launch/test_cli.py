@@ -30,7 +30,9 @@ def command(capsys, monkeypatch, tmp_path):
     """Runs the command in an empty folder; gives (exit code, stdout, stderr). Starting ranks is a failure."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OVERLAPC_PROFILE", raising=False)
-    monkeypatch.setattr(cli, "run_ranks", lambda *_: pytest.fail("ranks were started"))
+    for name in ("calibrate", "demo", "run"):
+        replaced = f"overlapc.launch.commands.{name}.run_ranks"
+        monkeypatch.setattr(replaced, lambda *_: pytest.fail("ranks were started"))
 
     def run(*arguments: str) -> tuple[int, str, str]:
         code = cli.main(arguments)
@@ -203,7 +205,7 @@ def test_a_run_keeps_its_report_beside_those_of_earlier_runs(command, monkeypatc
         REPORT.save(run_dir / "rank0" / "record.json")
         return run_dir
 
-    monkeypatch.setattr(cli, "run_ranks", ranks)
+    monkeypatch.setattr("overlapc.launch.commands.run.run_ranks", ranks)
     (tmp_path / "train.py").touch()
     for number in (1, 2):
         code, out, _ = command("run", "train.py")

@@ -7,7 +7,8 @@ import re
 import typer
 
 from overlapc.config import Config
-from overlapc.launch.cli import app, main, option_rows
+from overlapc.launch.cli import app, main
+from overlapc.launch.commands.machine import option_rows
 from tests import ROOT
 
 README = (ROOT / "README.md").read_text()

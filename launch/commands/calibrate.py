@@ -1,0 +1,87 @@
+"""`overlapc calibrate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from overlapc.launch.commands.common import check_torch, writable
+from overlapc.launch.torchrun import run_ranks
+
+
+def calibrate(
+    nproc: Annotated[int, typer.Option(metavar="N", help="processes on this host, one a GPU; 1 measures no links")] = 2,
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda", help="what to measure (default: cuda if there is any)")
+    ] = "",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="the profile to write (default: <name>.json)", show_default=False),
+    ] = None,
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="of the profile (default: made from the device)")
+    ] = "",
+    ranks_per_host: Annotated[
+        int,
+        typer.Option(metavar="N", help="devices of a whole host (default: those of this machine)", show_default=False),
+    ] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="a CPU's few sizes: about ten seconds")] = False,
+    copies_for: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="measure only collectives by copies, and add them to this profile", show_default=False
+        ),
+    ] = "",
+    records: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="RECORD|DIR",
+            help="measure nothing, fit --profile to measured runs: a record, or the folder of `overlapc demo --profile`"
+            " with the records of all ranks; may repeat",
+            show_default=False,
+        ),
+    ] = None,
+    profile: Annotated[
+        str, typer.Option(metavar="NAME", help="with --from: the profile to start from, a name or a file")
+    ] = "h200-nvlink",
+) -> None:
+    """Measure this machine and write a device profile: matmuls, memory, kernels, collectives, contention.
+
+    Takes one to two minutes. Use it with -o profile=FILE, or OVERLAPC_PROFILE=FILE. With --from, prediction errors of
+    training steps that were measured are fed back into a profile instead.
+    """
+    if records:
+        _feed_back(profile, records, (out or Path(f"{name or Path(profile).stem + '-fed-back'}.json")).resolve(), name)
+        return
+    check_torch()
+    from overlapc.launch.calibrate import CalibrateConfig
+
+    if not device:
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    cfg = CalibrateConfig(nproc, device, name, ranks_per_host, quick, copies_for)
+    cfg.check()
+    target = (out or Path(f"{cfg.profile_name}.json")).resolve()
+    writable(target.parent)
+    with tempfile.TemporaryDirectory() as folder:
+        command = ("-m", "overlapc.launch.calibrate", json.dumps(dataclasses.asdict(cfg)), str(target))
+        run_ranks(command, nproc, Path(folder))
+
+
+def _feed_back(profile: str, records: Sequence[Path], target: Path, name: str) -> None:
+    from overlapc.report.measured_runs import feedback_text, refine
+
+    feedback, document = refine(profile, records)
+    if name:
+        document["name"] = name
+    writable(target.parent)
+    target.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"{feedback_text(feedback)}\n\nwritten to {target}")

@@ -1,0 +1,75 @@
+"""What several commands share: options that they take, and the folders that they write to."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from overlapc.config import variable_of
+from overlapc.errors import ConfigError
+from overlapc.options.checked_options import checked_options
+
+Passes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,B", help="passes in this order, or 'none' (default: passes/pipeline.py)", show_default=False
+    ),
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        "-o",
+        metavar="NAME=VALUE",
+        help="any option of `overlapc options`, e.g. memory_budget=70GiB; may be given several times",
+        show_default=False,
+    ),
+]
+
+
+def option_variables(passes: str | None, given: Sequence[str] | None) -> dict[str, str]:
+    """OVERLAPC_ variables for the ranks; ConfigError for values that a compilation would refuse."""
+    values = option_values(passes, given)
+    checked_options(values)
+    return {variable_of(name): value for name, value in values.items()}
+
+
+def option_values(passes: str | None, given: Sequence[str] | None) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--option {text}: write it as NAME=VALUE")
+        values[name.strip()] = value
+    if passes is not None:
+        values["passes"] = passes
+    return values
+
+
+def check_torch() -> None:
+    from overlapc.fx.versions import check_torch_version
+
+    check_torch_version()
+
+
+def new_run_folder() -> Path:
+    """A new folder for a run."""
+    name = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
+    return next(Path("runs") / each for each in names if not (Path("runs") / each).exists())
+
+
+def writable(folder: Path) -> Path:
+    probe = folder / f".probe{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write to folder {folder}: {error.strerror}") from None
+    return folder.resolve()

@@ -1,0 +1,76 @@
+"""`overlapc doctor`, `overlapc options` and `overlapc version`: what this machine and installation have."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from tabulate import tabulate
+
+from overlapc.config import Config, describe
+from overlapc.errors import ToolchainError
+from overlapc.launch.commands.common import Options, check_torch, option_values
+
+
+def doctor(option: Options = None) -> None:
+    """Check this machine: compiler, GPUs, links, cache and profile; names what would be slow. Takes some seconds."""
+    check_torch()
+    from overlapc.launch.doctor import examine
+
+    for what, version_of in _versions():
+        print(f"{what:<17} {version_of}")
+    found = []
+    for each in examine(Config.of(option_values(None, option))):
+        found.append(each)
+        print(f"{each.what:<17} {each.found}", flush=True)
+    slow = [each for each in found if each.hint]
+    print(f"\n{len(slow)} of {len(found)} to look at" if slow else "\nnothing here would be slow")
+    for each in slow:
+        print(f"  {each.what}: {each.hint}")
+
+
+def options(
+    markdown: Annotated[bool, typer.Option("--markdown", help="as the rows of docs/OPTIONS.md")] = False,
+) -> None:
+    """List every option: its variable, default and meaning."""
+    if markdown:
+        for name, variable, default, meaning in option_rows():
+            print(f"| `{name}` | `{variable}` | {default} | {meaning} |")
+        return
+    print(tabulate(option_rows(), ("option", "variable", "default", "meaning"), maxcolwidths=[None, None, 28, 60]))
+
+
+def option_rows() -> list[tuple[str, str, str, str]]:
+    """`config.describe()` for people: `-` for a default that is nothing, `~` for the home folder."""
+    plain = {"None": "-", "frozenset()": "-", "True": "on", "False": "off"}
+    home = str(Path.home())
+    return [
+        (name, variable, plain.get(default, default.replace(home, "~")), meaning)
+        for name, variable, default, meaning in describe()
+    ]
+
+
+def show_version() -> None:
+    """Show the versions of overlapc, torch and other libraries."""
+    from overlapc.runtime.toolchain import find_compiler
+
+    try:
+        compiler = " ".join(find_compiler().command)
+    except ToolchainError:
+        compiler = "none"
+    print(tabulate([*_versions(), ("C++ compiler", compiler)], tablefmt="plain", disable_numparse=True))
+
+
+def _versions() -> list[tuple[str, str]]:
+    packages = ("overlapc", "torch", "triton", "sympy")
+    return [*((name, _version_of(name)) for name in packages), ("python", sys.version.split()[0])]
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,203 @@
+"""`overlapc plan`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from overlapc.config import Config
+from overlapc.documents import read_text
+from overlapc.errors import ConfigError, MemoryBudgetError
+from overlapc.launch.commands.common import Options, Passes, check_torch, option_values, writable
+
+if TYPE_CHECKING:  # a command starts without torch
+    from overlapc.report.plans import Axes, Outcome, Point
+    from overlapc.report.record import Report
+
+    PlanOne = Callable[[Point], Report]
+
+
+def plan(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help="a training script (*.py), or schedules in text form (a run's schedule.txt); or give --model",
+            show_default=False,
+        ),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ...]", help="arguments of the script, behind --", show_default=False),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(metavar="llama-8b|llama-70b|demo|tiny", help="plan a training step of this model")
+    ] = "",
+    mesh: Annotated[
+        str, typer.Option(metavar="dp=N,tp=N", help="ranks by axis: replicate, dp, tp (default: all in dp)")
+    ] = "",
+    world_size: Annotated[
+        str,
+        typer.Option(metavar="N,N", help="ranks (default: what --mesh says; of a script: 8); several: one table"),
+    ] = "0",
+    seq: Annotated[str, typer.Option(metavar="N,N", help="tokens a row, with --model; several: one table")] = "4096",
+    batch: Annotated[
+        str, typer.Option(metavar="N,N", help="rows a data-parallel rank, with --model; several: one table")
+    ] = "1",
+    budget: Annotated[
+        str, typer.Option(metavar="SIZE,SIZE", help="memory_budget; several: one table", show_default=False)
+    ] = "",
+    gpus_per_host: Annotated[
+        int, typer.Option(metavar="N", help="ranks of one host (default: the profile's)", show_default=False)
+    ] = 0,
+    network: Annotated[
+        str,
+        typer.Option(metavar="RATE", help="of one GPU's network: 400Gb/s (default: the profile's)", show_default=False),
+    ] = "",
+    layers: Annotated[
+        int, typer.Option(metavar="N", help="layers (default: all of the model)", show_default=False)
+    ] = 0,
+    dtype: Annotated[
+        str, typer.Option(metavar="fp32|bf16", help="dtype of compute; gradients reduce in fp32")
+    ] = "bf16",
+    no_reshard: Annotated[
+        bool, typer.Option("--no-reshard", help="keep parameters gathered between forward and backward")
+    ] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="trace every layer (default: of many equal ones a few)")
+    ] = False,
+    passes: Passes = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="device whose times are estimated, a name or a file (default, but for schedules: h200-nvlink)",
+            show_default=False,
+        ),
+    ] = None,
+    option: Options = None,
+    save: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="schedule.txt, report.html, trace.pftrace, record.json; of several plans .html, a plot; may repeat",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Plan a model or your script on N ranks, or run the passes on schedules. Needs no GPU and no ranks.
+
+    A script runs as rank 0 up to its first optimizer step, on tensors without values; pass its arguments after --.
+    """
+    values = option_values(passes, option)
+    if profile is not None:
+        values["profile"] = profile
+    if (file is None) == (not model):
+        raise ConfigError("give one of FILE and --model")
+    targets = save or ()
+    if file is not None and file.suffix != ".py":
+        _plan_schedules(file, values, targets)
+        return
+    if file is not None and mesh:
+        raise ConfigError("--mesh is for --model: a script makes its mesh from WORLD_SIZE and its arguments")
+    check_torch()
+    from overlapc.launch import sweep
+
+    axes = {"world size": world_size.split(","), "seq": seq.split(","), "batch": batch.split(",")}
+    axes["budget"] = [part.strip() for part in budget.split(",")]
+    several = len(sweep.points(axes)) > 1
+    for target in targets if several else ():
+        if target.suffix != ".html":
+            raise ConfigError(f"--save {target.name}: several plans save as .html, other forms are of one plan")
+    assumptions: dict[str, None] = {}  # in the order in which they are first made
+    if file is not None:
+        assumptions["only what the script runs before its first optimizer step is planned"] = None
+    with tempfile.TemporaryDirectory() as folder:
+        named = values.get("profile") or Config.of({}).profile or "h200-nvlink"
+        values["profile"], machine = sweep.hardware(named, gpus_per_host, network, Path(folder))
+        if file is not None:
+            plan_one = _script_planner(file, arguments or (), values, machine.ranks_per_host, assumptions)
+        else:
+            settings = {"model": model, "mesh": mesh, "layers": layers, "dtype": dtype, "reshard": not no_reshard}
+            plan_one = _model_planner(values, settings, whole)
+        found = list(sweep.sweep(axes, plan_one))
+    assumed = sweep.assumed(machine, *assumptions)
+    if several:
+        _show_table(axes, found, assumed, targets)
+    else:
+        _show_step(found[0][1], assumed, targets)
+
+
+def _plan_schedules(file: Path, values: Mapping[str, str], targets: Sequence[Path]) -> None:
+    from overlapc.launch.plan import plan_text
+
+    report = plan_text(read_text(file), Config.of(values))
+    print(report)
+    _save(report, targets)
+
+
+def _show_step(step: Outcome, assumed: str, targets: Sequence[Path]) -> None:
+    """Prints one plan and saves it; MemoryBudgetError where `step` is the reason why there is none."""
+    from overlapc.report.record import Report
+
+    if isinstance(step, str):
+        raise MemoryBudgetError(step)
+    report = Report((step,))
+    print(f"{report}\n{assumed}")
+    _save(report, targets)
+
+
+def _show_table(axes: Axes, found: Sequence[tuple[Point, Outcome]], assumed: str, targets: Sequence[Path]) -> None:
+    """Prints a sweep's table and saves its page; MemoryBudgetError where no point of it has a plan."""
+    from overlapc.report import plans
+
+    if all(isinstance(step, str) for _, step in found):
+        raise MemoryBudgetError(str(found[0][1]))
+    print(f"{plans.table(axes, found)}\n{assumed}")
+    for target in targets:
+        writable(target.parent)
+        target.write_text(plans.page(axes, found, assumed), encoding="utf-8")
+        print(f"written to {target}")
+
+
+def _save(report: Report, targets: Sequence[Path]) -> None:
+    for target in targets:
+        print(f"written to {report.save(target)}")
+
+
+def _script_planner(
+    script: Path, arguments: Sequence[str], values: Mapping[str, str], per_host: int, assumptions: dict[str, None]
+) -> PlanOne:
+    """Makes the function that plans a script at one point of a sweep, and adds what it assumed to `assumptions`."""
+    from overlapc.launch.plan_script import MOST_RANKS, plan_script
+    from overlapc.launch.sweep import counts
+
+    def plan_one(point: Point) -> Report:
+        (ranks,) = counts(point["world size"], "world-size", MOST_RANKS)
+        report, assumed = plan_script(script, arguments, ranks or 8, per_host, _config(values, point))
+        assumptions.update(dict.fromkeys(assumed))
+        return report
+
+    return plan_one
+
+
+def _model_planner(values: Mapping[str, str], settings: Mapping[str, Any], whole: bool) -> PlanOne:
+    """Makes the function that plans one of our models at one point of a sweep."""
+    from overlapc.launch.plan_model import PlanConfig, plan_model
+    from overlapc.launch.plan_script import MOST_RANKS
+    from overlapc.launch.sweep import counts
+
+    def plan_one(point: Point) -> Report:
+        (ranks,) = counts(point["world size"], "world-size", MOST_RANKS)
+        (seq,), (batch,) = counts(point["seq"], "seq", 2**31), counts(point["batch"], "batch", 2**31)
+        cfg = PlanConfig.of(world_size=ranks, seq=seq, batch=batch, **settings)
+        return plan_model(cfg, _config(values, point), whole=whole)
+
+    return plan_one
+
+
+def _config(values: Mapping[str, str], point: Point) -> Config:
+    return Config.of({**values, **({"memory_budget": point["budget"]} if point["budget"] else {})})

@@ -1,0 +1,96 @@
+"""`overlapc report` and `overlapc diff`: what is in saved records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from overlapc.config import Config
+from overlapc.documents import read_text
+from overlapc.errors import ConfigError
+from overlapc.launch.commands.common import writable
+
+
+def report(
+    file: Annotated[Path, typer.Argument(help="a record: overlap.json, or record.json of a run folder")],
+    save: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="write this form: report.html, trace.pftrace, schedule.txt; may repeat",
+            show_default=False,
+        ),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="list fully hidden collectives in long tables, too")] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TRACE",
+            help="a trace of the same run, from overlapc.report.measure(trace=...) or `overlapc demo --profile`",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Show a saved record as a table, or save it in another form.
+
+    First comes what is exposed, why, and what to try; then each graph. With --profile, or for a record that was
+    measured: every collective and kernel, predicted and measured, with what is further off than 20% marked.
+    """
+    from overlapc.report import compare, record, report_with_trace, text
+
+    loaded = record.load(file)
+    if profile is not None:
+        loaded = report_with_trace(loaded, profile)
+    for target in save or ():
+        print(f"written to {loaded.save(target)}")
+    if save:
+        return
+    print(text.render(loaded.steps, all_rows=every))
+    for graph in loaded.steps[0].graphs if loaded.steps else ():
+        if graph.measured is not None:
+            print(f"\n{compare.graph_text(graph)}")
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(help="a record (*.json), or schedules in text form (schedule.txt)")],
+    second: Annotated[Path, typer.Argument(help="the one to compare with it")],
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write it as a page: diff.html", show_default=False)
+    ] = None,
+) -> None:
+    """Show what became longer and why: parts of a step, compute by kind, communication, causes of exposure, memory."""
+    from overlapc.report import difference
+
+    steps = [_loaded(path).steps for path in (first, second)]
+    for path, found in zip((first, second), steps, strict=True):
+        if not found or not found[0].graphs:
+            raise ConfigError(f"{path} holds no compiled graph")
+    rows = difference.differences(steps[0][0], steps[1][0])
+    names = _apart(first, second)
+    if save is not None:
+        if save.suffix != ".html":
+            raise ConfigError(f"{save.name}: a comparison saves as .html")
+        writable(save.parent)
+        save.write_text(difference.page(rows, names), encoding="utf-8")
+        print(f"written to {save}")
+        return
+    print(difference.text(rows, names))
+
+
+def _loaded(path: Path) -> Any:
+    if path.suffix == ".txt":
+        from overlapc.launch.plan import plan_text
+
+        return plan_text(read_text(path), Config.of({"passes": "none"}))
+    from overlapc.report import record
+
+    return record.load(path)
+
+
+def _apart(first: Path, second: Path) -> tuple[str, str]:
+    """What tells two files apart: their names, or as much of their paths as differs."""
+    if first.name != second.name:
+        return first.name, second.name
+    return str(first), str(second)

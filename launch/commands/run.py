@@ -1,0 +1,82 @@
+"""`overlapc run`."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from overlapc.errors import ConfigError
+from overlapc.launch.commands.common import Options, Passes, check_torch, new_run_folder, option_variables, writable
+from overlapc.launch.torchrun import Meeting, check_world, run_ranks
+
+
+def run(
+    script: Annotated[str, typer.Argument(help="a Python script; arguments after it go to the script")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="...", help="arguments of the script", show_default=False)
+    ] = None,
+    nproc: Annotated[int, typer.Option(metavar="N", help="processes on this host, one a GPU")] = 1,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="the script is the name of a module, as after `python -m`")
+    ] = False,
+    passes: Passes = None,
+    option: Options = None,
+    watchdog: Annotated[
+        float,
+        typer.Option(
+            metavar="S",
+            help="print all ranks' stacks and end when no optimizer steps for so long (the first: ten times); 0: never",
+            min=0,
+        ),
+    ] = 0.0,
+    nnodes: Annotated[
+        str, typer.Option(metavar="N", help="hosts of the job, or MIN:MAX; start this command on each of them")
+    ] = "1",
+    rdzv_endpoint: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="one of the hosts, where all meet", show_default=False)
+    ] = "",
+    rdzv_id: Annotated[
+        str, typer.Option(metavar="ID", help="tells jobs apart that meet at one endpoint", show_default=False)
+    ] = "",
+    max_restarts: Annotated[
+        int, typer.Option(metavar="N", help="how often all ranks start again after one has failed", min=0)
+    ] = 0,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="record of every rank's collectives, for `overlapc report` (default: runs/<date-time>/overlap.json);"
+            " of several hosts, those without rank 0 add their first rank to its name",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Run a training script on N ranks under torchrun's elastic launcher and collect its report."""
+    variables = option_variables(passes, option)
+    check_torch()
+    check_world(nproc, "cpu")
+    if not module and not Path(script).is_file():
+        raise ConfigError(f"no script {script!r}")
+    from overlapc.report import record
+
+    meeting = Meeting(nnodes, rdzv_endpoint, rdzv_id, max_restarts)
+    _ = meeting.nodes  # now: a mistake should start nothing
+    report = report or new_run_folder() / "overlap.json"
+    command = ("-m", script) if module else (script,)
+    # Launchers of other hosts may share this disk.
+    with tempfile.TemporaryDirectory(prefix=f".{report.name}.", dir=writable(report.parent)) as folder:
+        last = run_ranks(
+            (*command, *(arguments or ())), nproc, Path(folder), variables, watchdog_s=watchdog, meeting=meeting
+        )
+        collected = record.gather(last)
+    if not collected.steps:
+        print(f"overlapc: {script} compiled nothing with backend='overlapc'; no report", file=sys.stderr)
+        return
+    if first := collected.steps[0].rank:
+        report = report.with_name(f"{report.stem}.rank{first}{report.suffix}")
+    collected.save(report)
+    print(f"\n{collected}\n\nwritten to {report}; a page of it: overlapc report {report} --save report.html")
