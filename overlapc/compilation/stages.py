@@ -100,7 +100,7 @@ def _build(
     if isinstance(planned, Reused):
         assert kept is not None
         with phase("kernels"):
-            call = make_callable(kept, config, name, began, gm=gm, copies=planned.copies)
+            call = make_callable(kept, config, name, began, gm=gm, found="graph", copies=planned.copies)
         return Built(call, kept.record.after.step_ns, kept=True)
     with phase("code"):
         generated = _generate(planned, inner, config, within, choice_of(gm))

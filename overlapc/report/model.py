@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -19,6 +19,7 @@ Ns = Annotated[float, Meta(ge=-1.0, le=MOST_NS)]
 Seconds = Annotated[float, Meta(ge=0, le=MOST_NS / 1e9)]
 Share = Annotated[float, Meta(ge=-1e-6, le=1 + 1e-6)]
 Count = Annotated[int, Meta(ge=0, le=MOST_BYTES)]  # of bytes, too
+Found = Literal["", "graph", "step"]  # what the disk cache had: nothing, the graph, or the whole step that it is of
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,8 @@ class GraphRecord:
     fallbacks: Mapping[str, Count] = field(default_factory=dict)  # ops run eagerly without a lowering
     attention: Mapping[str, Count] = field(default_factory=dict)  # calls by kernel, sizes and why it is that kernel
     unknown: tuple[str, ...] = ()  # nodes without an estimate; the times above leave them out
-    compile_seconds: Seconds = 0.0
+    compile_seconds: Seconds = 0.0  # of this process
+    found: Found = ""
     captured: str = ""  # with cuda_graphs: how many parts are captured, and what is not and why
     not_copied: Mapping[str, str] = field(default_factory=dict)  # transport=copy: collectives that are not, and why
     pool_bytes: int = 0  # of this rank's memory that is shared for copies

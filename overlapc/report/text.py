@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tabulate import tabulate
 
@@ -13,7 +13,7 @@ from overlapc.report.held_memory import peak_parts, step_peak_bytes
 from overlapc.report.kept_gathered import gathered_lines
 from overlapc.report.ledger import tokens_per_s
 from overlapc.report.limiting_factor import Spent, sources
-from overlapc.report.model import CollectiveRow, GraphRecord, StepRecord, measured_step
+from overlapc.report.model import CollectiveRow, Found, GraphRecord, StepRecord, measured_step
 from overlapc.report.times import change, ms, us
 from overlapc.units import human_bytes
 
@@ -36,6 +36,10 @@ _ROWS_SHOWN = 24  # a table longer than that leaves out collectives that are hid
 _EXPOSURES_SHOWN = 4
 _WORK_SHOWN = 4  # kinds of compute
 _NAMED = 3  # modules of an exposure
+_FOUND: Mapping[Found, str] = {
+    "step": "the whole step, without tracing it in AOTAutograd",
+    "graph": "this graph, once AOTAutograd had traced the step",
+}
 _LEAST_SLOWED = 0.01  # of compute: smaller slowdowns by communication are not printed
 
 
@@ -119,7 +123,7 @@ def facts(graph: GraphRecord) -> Iterator[str]:
     yield f"kernels      {graph.kernels} generated, {graph.externs} library calls, {fallback_text(graph)}"
     for at, (what, calls) in enumerate(graph.attention.items()):
         yield f"{'' if at else 'attention':<12} {calls} x {what}"
-    yield f"compiled in  {graph.compile_seconds:.2f} s" + _pass_seconds(graph)
+    yield _compiled_line(graph)
     if graph.captured:
         yield f"CUDA graphs  {graph.captured}"
     if graph.pool_bytes:
@@ -136,9 +140,13 @@ def facts(graph: GraphRecord) -> Iterator[str]:
         yield f"unknown      {_some(graph.unknown)}: no estimate for these; the times above leave them out"
 
 
-def _pass_seconds(graph: GraphRecord) -> str:
+def _compiled_line(graph: GraphRecord) -> str:
+    """How long this process took to get the graph, and what of the work an earlier one had done."""
+    if graph.found:
+        return f"loaded in    {graph.compile_seconds:.2f} s from the disk cache: {_FOUND[graph.found]}"
     spent = [f"{row.name} {row.seconds:.3f} s" for row in graph.passes]
-    return f"; passes: {', '.join(spent)}" if spent else "; no passes"
+    passes = f"passes: {', '.join(spent)}" if spent else "no passes"
+    return f"compiled in  {graph.compile_seconds:.2f} s; {passes}"
 
 
 def fallback_text(graph: GraphRecord) -> str:

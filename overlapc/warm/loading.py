@@ -24,6 +24,7 @@ from overlapc.warm.environment import environment_key
 
 if TYPE_CHECKING:
     from overlapc.codegen.fx import FxWrapper
+    from overlapc.report.model import Found
 
 
 Agree = Callable[[Sequence[CompiledGraph]], Sequence[Mapping[str, GraphCopies]] | None]
@@ -51,12 +52,13 @@ def make_callable(
     objects: Mapping[str, Any] | None = None,
     gm: GraphModule | None = None,
     within: bool = False,
+    found: Found = "",
     graph: FxWrapper | None = None,
     copies: Mapping[str, GraphCopies] = MappingProxyType({}),
 ) -> Callable[[list[Any]], Any]:
     """A compiled graph made callable, counted and reported under the name it has in this process.
 
-    graph: what runs instead of the generated function. copies: see CompiledGraph.
+    found: what the disk cache had. graph: what runs instead of the generated function. copies: see CompiledGraph.
     """
     named = compiled.named(name)
     plain = graph.function if graph else None
@@ -64,7 +66,7 @@ def make_callable(
     for counter, times in named.counts.items():
         count(counter, times)
     if not within:
-        record.add(replace(named.record, compile_seconds=time.perf_counter() - began))
+        record.add(replace(named.record, compile_seconds=time.perf_counter() - began, found=found))
     return call
 
 
@@ -73,7 +75,7 @@ def _from_cache(
 ) -> Callable[[list[Any]], Any]:
     """A graph of a step that was found on disk."""
     kind = compiled.name.split("_")[0]
-    return make_callable(compiled, config, f"{kind}_{number}", time.perf_counter(), copies=copies)
+    return make_callable(compiled, config, f"{kind}_{number}", time.perf_counter(), found="step", copies=copies)
 
 
 def load_step(

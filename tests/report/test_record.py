@@ -55,6 +55,14 @@ def test_what_is_no_record_is_refused(tmp_path, text, message):
         record.load(tmp_path / "record.json")
 
 
+def test_what_the_cache_had_is_one_of_three_words(tmp_path):
+    path = Report((StepRecord(0, 1, (replace(FORWARD, found="graph"),)),)).save(tmp_path / "record.json")
+    assert record.load(path).steps[0].graphs[0].found == "graph"
+    path.write_text(path.read_text().replace('"found": "graph"', '"found": "half"'))
+    with pytest.raises(ConfigError, match="found"):
+        record.load(path)
+
+
 def test_a_missing_record_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*: No such file"):
         record.load(tmp_path / "none.json")

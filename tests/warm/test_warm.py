@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from overlapc.config import Config
 from overlapc.passes.base import PassReport, register_pass
 from overlapc.report import record
+from overlapc.report.text import graph_text
 from overlapc.runtime import cpp_launch
 from overlapc.runtime.cache import KernelCache
 from overlapc.runtime.counters import counted
@@ -68,6 +69,8 @@ def test_a_second_start_compiles_nothing_and_gives_the_same_bits(block, tmp_path
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     graphs = record.report_of_process().steps[0].graphs
     assert len(graphs) == 4
+    assert [graph.found for graph in graphs] == ["", "", "step", "step"]
+    assert "s from the disk cache: the whole step" in graph_text(graphs[2])
     for early, late in zip(graphs[:2], graphs[2:], strict=True):
         assert late.name != early.name
         assert late.schedule.splitlines()[0].split()[1] == late.name
@@ -162,6 +165,7 @@ def test_graphs_start_warm_where_steps_cannot(tmp_path: Path, adds_up: bool):
     torch.manual_seed(0)
     x = torch.randn(8, 16)
     results, counts, buffers = [], [], []
+    record.clear()
     for _ in range(2):
         torch.manual_seed(1)
         model = Stateful(adds_up=adds_up)
@@ -170,6 +174,8 @@ def test_graphs_start_warm_where_steps_cannot(tmp_path: Path, adds_up: bool):
         counts.append(count)
         buffers.append(model.norm.running_mean.clone())
     assert counts[1]["steps_from_cache"] == (0 if adds_up else 1)
+    found = [graph.found for graph in record.report_of_process().steps[0].graphs]
+    assert found == ["", "", *["graph" if adds_up else "step"] * 2]
     assert (counts[1]["graph_compiles"], counts[1]["kernel_compiles"]) == (0, 0)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert torch.equal(*buffers)
