@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -46,6 +47,18 @@ def test_numbers_beyond_an_integers_range_wrap(generator):
     same(lambda x: (x + -1, x * -3, x == -1, x > -1, torch.where(x > 3, x, -1), x.masked_fill(x > 3, -1)), small)
     same(lambda x: (x + 300, x == 300, x < 300, x & 0x1FF, torch.full_like(x, -3.7)), signed)
     same(lambda x: (x + 2**31, x < 2**40, x.short() & 0x1FFFF, x - 2**33), wide)
+
+
+def test_an_integer_of_a_float_that_is_out_of_range_is_eagers():
+    special = [math.nan, math.inf, -math.inf, 300.0, -300.0, 4e4, -7e4, 3e9, -3e9, 5e9, 2.0**31, 2.0**63, -1.7, 70001.0]
+
+    def function(x):
+        floats = x, x * 1.5, (x * 3.03).clamp(-9, 9), torch.where(x > 0, x, x * 2), torch.maximum(x, x * 0), x.relu()
+        constants = torch.full_like(x, math.nan), torch.where(x > 0, math.inf, x), torch.full_like(x, 3e4)
+        return [one.to(dtype) for one in floats + constants for dtype in INTEGERS]
+
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        same(function, torch.tensor(special * 3, dtype=torch.float64).to(dtype))  # a vector loop and its tail
 
 
 def test_the_variance_of_equal_numbers_is_0(generator):
@@ -99,7 +112,7 @@ def test_rounding():
     same(lambda x: (x.round(), x.round(decimals=1), x.trunc(), x.to(torch.int32), x.floor(), x.frac(), x.sign()), x)
 
 
-def test_special_values():
+def test_special_values(generator):
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0])
     same(lambda x: (x.amax(), x.argmax(), x.clamp(0, 1), torch.maximum(x, x.flip(0)), x.isnan(), x.nan_to_num()), x)
     same(lambda x: (x.max(0), x.nansum(), torch.fmax(x, x.flip(0)), torch.copysign(x, x.flip(0)), x.relu()), x)

@@ -142,8 +142,11 @@ def _convert(value: str, source: torch.dtype, to: torch.dtype) -> str:
         return f"({value} != 0)"
     if source == torch.bool and to.is_floating_point:
         return f"({value} ? {constant_text(1, to)} : {constant_text(0, to)})"  # a select, which vectorizes
-    if source.is_floating_point and to in (torch.uint8, torch.int8, torch.int16):
-        return f"{C_TYPE[to]}(int32_t({value}))"  # out of range: the low bits, as eager does
+    if source.is_floating_point and to in (torch.int32, torch.int64):
+        return f"truncated<{C_TYPE[to]}>({value})"
+    if source.is_floating_point and not to.is_floating_point:  # out of range: the low bits, as eager does
+        wide = "int64_t" if to == torch.uint8 and source == torch.float64 else "int32_t"
+        return f"{C_TYPE[to]}(truncated<{wide}>({value}))"
     return f"{C_TYPE[to]}({value})"
 
 

@@ -382,6 +382,18 @@ INLINE T absolute(T x) { return x < 0 ? T(0 - x) : x; }
 INLINE float absolute(float x) { return fabsf(x); }
 INLINE double absolute(double x) { return fabs(x); }
 
+// A float as an integer, the lowest one where that is out of range or NaN, as x86 converts it and eager does. C++ leaves it
+// open, and GCC takes a NaN that it foresees, as in `x != x ? NAN : x`, for 0. Other machines saturate, and GCC as well.
+template <class To, class From>
+INLINE To truncated(From x) {
+#if defined(__x86_64__)
+  constexpr bool wide = sizeof(To) == 8;
+  return absolute(x) < (wide ? From(0x1p63) : From(0x1p31)) ? To(x) : To(wide ? INT64_MIN : INT32_MIN);
+#else
+  return To(x);
+#endif
+}
+
 template <class T>
 INLINE T sign(T x) { return T((x > 0) - (x < 0)); }
 
