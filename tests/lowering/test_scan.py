@@ -26,6 +26,15 @@ def test_floats_with_ties_infinities_and_nans(dim: int):
     same(lambda x: (*every_scan(x, dim), x.logcumsumexp(dim)), NUMBERS)
 
 
+@pytest.mark.parametrize("shape", [(3, 20), (2, 700), (70, 6)], ids=str)
+def test_of_zeros_the_last_one_gives_an_extreme_its_sign(shape: tuple[int, ...]):
+    numbers = torch.tensor([0.0, -0.0, 1.0, -1.0])
+    x = torch.stack([numbers[torch.randint(kinds, shape)] for kinds in (2, 3, 4)])
+    x = torch.cat([x, -x])
+    for dim in (1, 2):
+        same(lambda x: [x.cummax(dim), x.cummin(dim), 1 / x.cummax(dim).values, 1 / x.cummin(dim).values], x)  # noqa: B023
+
+
 @pytest.mark.parametrize("dim", [0, -1])
 @pytest.mark.parametrize("layout", ["rows", "columns", "holes"])
 def test_any_layout(dim: int, layout: str):

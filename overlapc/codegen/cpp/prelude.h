@@ -660,22 +660,27 @@ template <class T>  // of floats in order, too: 1e300 * 1e300 * 0 is NaN or 0, a
 INLINE void scan_products(T* x, int64_t count, T& so_far) { scan_in_order<Product>(x, count, so_far); }
 INLINE void scan_logs(double* x, int64_t count, double& so_far) { scan_in_order<LogAddExp>(x, count, so_far); }
 // The extremes so far of integers, or of floats as integers of their order (`ordered`), and where each stands: the last
-// place of equals, a NaN before all numbers. x[0] has the position `first`; `so_far` stands at `place`. `places` may be
-// null. Most stretches hold nothing that is as good as what came before.
+// of equals, a NaN before all numbers. x[0] has the position `first`; `so_far` stands at `place`. `places` may be null.
+// Most stretches hold nothing that is as good as what came before. Both zeros are compared as 0.0 (-0.0 is the integer
+// before it), and a result that is one gets the sign of the last.
 template <class Extreme, bool OfFloats, class T>
 static __attribute__((noinline)) void scan_extremes(T* x, int64_t* places, int64_t count, int64_t first, T& so_far,
                                                     int64_t& place) {
   enum { PART = 256 };
-  T given[PART];
+  T given[PART], compared[PART];
   int32_t found[PART];
   for (; count > 0; x += PART, first += PART, count -= PART) {
     const int64_t part = count < PART ? count : PART, place_before = place;
-    const T before = so_far, bar = OfFloats ? T(before + (before == -1)) : before;  // -0.0 is the integer before 0.0
-    int32_t any = 0;
-#pragma omp simd reduction(|: any)
+    const T before = so_far, bar = OfFloats ? T(before + (before == -1)) : before;
+    int32_t any = 0, negative_zeros = 0;
+#pragma omp simd reduction(|: any, negative_zeros)
     for (int64_t i = 0; i < part; ++i) {
       const T number = OfFloats ? T(x[i] + (x[i] == -1)) : x[i];
-      given[i] = number;
+      if (OfFloats) {
+        given[i] = x[i];
+        negative_zeros |= x[i] == -1;
+      }
+      x[i] = compared[i] = number;
       any |= Extreme::of(number, bar) == number;
     }
     if (!any) {
@@ -684,19 +689,29 @@ static __attribute__((noinline)) void scan_extremes(T* x, int64_t* places, int64
         for (int64_t i = 0; i < part; ++i) places[i] = place_before;
       }
     } else {
-      scan<Extreme>(x, part, so_far, before);
+      T best = bar;
+      scan<Extreme>(x, part, best, bar);
       if (places) {
 #pragma omp simd
-        for (int64_t i = 0; i < part; ++i) {
-          const T best = OfFloats ? T(x[i] + (x[i] == -1)) : x[i];
-          found[i] = given[i] == best ? int32_t(i) : -1;
-        }
+        for (int64_t i = 0; i < part; ++i) found[i] = compared[i] == x[i] ? int32_t(i) : -1;
         int32_t last = -1;
         scan<Maximum>(found, part, last, last);
 #pragma omp simd
         for (int64_t i = 0; i < part; ++i) places[i] = found[i] < 0 ? place_before : first + found[i];
         place = places[part - 1];
       }
+      if (OfFloats && (negative_zeros | (before == -1))) {
+#pragma omp simd
+        for (int64_t i = 0; i < part; ++i) found[i] = compared[i] == 0 ? int32_t(2 * i + (given[i] == -1)) : -1;
+        int32_t last = -1;
+        scan<Maximum>(found, part, last, last);
+#pragma omp simd
+        for (int64_t i = 0; i < part; ++i) {
+          const T zero = found[i] < 0 ? before : T(-(found[i] & 1));
+          x[i] = x[i] == 0 ? zero : x[i];
+        }
+      }
+      so_far = x[part - 1];
     }
     if (places) places += PART;
   }
