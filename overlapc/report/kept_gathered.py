@@ -130,12 +130,11 @@ def saved_by_keeping(step: StepRecord) -> list[tuple[int, float]]:
 
 def savings_text(more: Sequence[tuple[int, float]]) -> str:
     """`in the planned order, keeping 1GiB of them saves 0.51 ms, 2GiB 0.98 ms, all 2.5GiB 1.10 ms`."""
-    amounts = [human_bytes(size) for size, _ in more]
-    amounts[-1] = f"all {amounts[-1]}"
-    amounts[0] += " of them"
+    saved_ns = {human_bytes(size): ns for size, ns in more}  # of amounts that print alike the largest
+    first, last = next(iter(saved_ns)), next(reversed(saved_ns))
     parts = (
-        f"{amount} {'' if at else 'saves '}{ms(ns)}"
-        for at, (amount, (_, ns)) in enumerate(zip(amounts, more, strict=True))
+        f"{'all ' if amount == last else ''}{amount} {'of them saves ' if amount == first else ''}{ms(ns)}"
+        for amount, ns in saved_ns.items()
     )
     return f"in the planned order, keeping {', '.join(parts)}"
 

@@ -10,7 +10,7 @@ import pytest
 from overlapc.compilation.plan_only import plan_schedules
 from overlapc.config import Config
 from overlapc.report import record
-from overlapc.report.kept_gathered import gathered_lines, saved_by_keeping
+from overlapc.report.kept_gathered import gathered_lines, saved_by_keeping, savings_text
 from overlapc.report.record import Report
 from tests.planning.test_keep_gathered import step_within
 
@@ -82,3 +82,8 @@ def test_every_form_of_the_report_says_so(tmp_path: Path) -> None:
         assert "in the planned order, keeping all 8MiB of them saves 0." in text
     assert "backward gathers 8MiB of parameters again" in page, "among what to do"
     assert record.load(report.save(tmp_path / "overlap.json")) == report
+
+
+def test_amounts_that_print_alike_are_listed_once():
+    text = savings_text([(MIB, 1e5), (16 * MIB, 2e5), (16 * MIB + 1, 3e5)])
+    assert text == "in the planned order, keeping 1MiB of them saves 0.100 ms, all 16MiB 0.300 ms"
