@@ -1,10 +1,11 @@
-"""One launch for many collectives: the payload of a bucket.
+"""Merges several collectives into one launch, the payload of a bucket.
 
-`_c10d_functional` has a coalesced form of each collective that takes and gives lists of tensors: one NCCL group
-launch over the tensors where they lie. Gloo runs them one after the other.
+`_c10d_functional` has a coalesced form of each collective that takes and returns lists of tensors. NCCL launches it as
+one group over the tensors in place, without packing them; gloo runs the collectives one after another.
 
-Of several dtypes, reduce-scatters each keep their own (NCCL takes a dtype a tensor), and gathers go as bytes.
-All-reduces have to agree: c10d's coalesced one refuses other lists, over NCCL and over gloo (torch 2.11 to 2.13).
+Tensors of one bucket may differ in dtype: reduce-scatters pass each tensor with its own dtype, as NCCL allows, and
+all-gathers transfer bytes. All-reduces of one bucket need the same dtype: c10d's coalesced all-reduce refuses mixed
+lists, over NCCL and over gloo (torch 2.11 to 2.13).
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ _NAME_OF: dict[Any, str] = {
 
 
 def merge_starts(starts: Sequence[Start]) -> Start | str:
-    """One start that launches the collectives of `starts`, in order, with all outputs; or why there is none.
+    """Return one start that launches the collectives of `starts`, in order, with all their outputs.
 
-    Coalesced starts may be merged again. All starts must be equal but for their tensors.
+    Return the reason as a string if they cannot be merged: all starts must be equal except for their tensors. Starts
+    that are already coalesced may be merged again.
     """
     first = starts[0]
     rest = first.call.args[1:]  # reduction, group size, group
@@ -39,9 +41,7 @@ def merge_starts(starts: Sequence[Start]) -> Start | str:
     results = [view for start in starts for view in _as_list(start.call.result)]
     if not all(isinstance(view, View) for view in (*inputs, *results)):
         return "not all are tensors"
-    if (
-        first.comm.via == COPY
-    ):  # `codegen.program_builder` replaces the op by a function that runs copies of any tensors
+    if first.comm.via == COPY:  # `codegen.program_builder` replaces the op by copies, which take any list of tensors
         if any(start.call.target is not first.call.target for start in starts):
             return "ops differ"
         return _merged(starts, first.call.target, (inputs, *rest), results)

@@ -3,11 +3,11 @@
     a = allocate 64KiB; b = allocate 64KiB; free a; c = allocate 32KiB
  -> pool = allocate 128KiB; a = pool[0:]; b = pool[64KiB:]; free a; c = pool[0:]
 
-A buffer's lifetime class is its device and whether it leaves the graph: what is returned (results, activations saved
-for backward) keeps an allocation of its own, as its owner frees it on its own, and what has a symbolic size does too,
-and what is given to a call that sees where its memory begins (`as_strided_scatter`): there the buffer must begin, too.
-Offsets come from a best-fit arena that is walked in program order, so the pool may exceed the most bytes that are live
-at once; `peak_bytes` says by how much, and the report shows that.
+There is one pool per device. Three kinds of buffers keep an allocation of their own: buffers that are returned
+(results, activations saved for backward), because their owner frees them independently; buffers of symbolic size; and
+arguments of calls that depend on where memory begins (`as_strided_scatter`), because the buffer must begin there, too.
+A best-fit arena assigns offsets in program order, so the pool may be larger than the peak of live bytes;
+`peak_bytes` accounts for that, and the report shows the difference.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ ALIGNMENT_BYTES = 512  # alignment of torch's CUDA allocator, more than any kern
 
 
 class Arena:
-    """Offsets of buffers in one allocation: best fit among the holes, else the end."""
+    """Assigns offsets in one allocation: the best fit among the holes, or the end if no hole is large enough."""
 
     def __init__(self) -> None:
-        self.bytes = 0  # of the whole pool so far
+        self.bytes = 0  # size of the whole pool so far
         self._holes: list[tuple[int, int]] = []  # (offset, bytes), by offset, never adjacent
         self._taken: dict[int, int] = {}  # offset -> bytes
 
     def take(self, size_bytes: int) -> int:
-        """The offset of a new buffer."""
+        """Reserve memory for a new buffer and return its offset."""
         size = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         fitting = [(free, offset) for offset, free in self._holes if free >= size]
         if fitting:
@@ -63,7 +63,7 @@ class Arena:
         return offset
 
     def give_back(self, offset: int) -> None:
-        """Frees the buffer at `offset`; its hole joins neighbouring holes."""
+        """Free the buffer at `offset` and merge its hole with adjacent holes."""
         size = self._taken.pop(offset)
         at = bisect.bisect_left(self._holes, (offset, 0))
         if at < len(self._holes) and self._holes[at][0] == offset + size:
@@ -76,7 +76,7 @@ class Arena:
 
 @dataclass
 class _Chain:
-    """A buffer under all the names that take its memory over, one after another."""
+    """Memory of one buffer, shared by all variables that take it over one after another."""
 
     device: torch.device
     bytes: int
@@ -84,7 +84,10 @@ class _Chain:
 
 
 def pooled(program: Program) -> Program:
-    """`program` with one allocation a device for buffers that do not leave it; the same object if there are none."""
+    """Return `program` with one pool per device for the buffers that it allocates and frees itself.
+
+    Return the same object if no buffer can be pooled.
+    """
     chains = _chains(program)
     if not chains:
         return program
@@ -115,7 +118,7 @@ def pooled(program: Program) -> Program:
 
 
 def peak_bytes(program: Program, schedule: Schedule, hint: Callable[[sympy.Expr], int]) -> int:
-    """The most that is live while the program for `schedule` runs; `hint` is a size in numbers."""
+    """Return the peak of live bytes while `program`, built from `schedule`, runs; `hint` evaluates symbolic sizes."""
     live = peak = analyze(schedule).base_bytes
     sizes = {buffer.name: buffer.bytes for buffer in schedule.buffers.values() if buffer.freeable}
     scratch = {node.name: node.scratch_bytes for node in schedule.nodes}
@@ -133,7 +136,7 @@ def peak_bytes(program: Program, schedule: Schedule, hint: Callable[[sympy.Expr]
 
 
 def _chains(program: Program) -> dict[str, _Chain]:
-    """Variable -> its chain, for buffers of static size that are freed within the program."""
+    """Map each variable that can be pooled to its chain: buffers of static size that are freed within the program."""
     found: dict[str, _Chain] = {}
     freed: set[str] = set()
     for item in program.instructions:
@@ -165,7 +168,7 @@ def _seen_from_the_start(program: Program) -> Iterable[str]:
 
 
 def _last_frees(program: Program, chains: Mapping[str, _Chain]) -> dict[torch.device, int]:
-    """Device -> position of the last Free of a pooled buffer."""
+    """Map each device to the position of the last Free of a pooled buffer."""
     found: dict[torch.device, int] = {}
     for at, item in enumerate(program.instructions):
         if isinstance(item, Free):
@@ -174,5 +177,5 @@ def _last_frees(program: Program, chains: Mapping[str, _Chain]) -> dict[torch.de
 
 
 def _first_of_body(body: Iterable[Instruction]) -> int:
-    """Where the first buffer is carved: inputs are checked before memory is taken."""
+    """Return the position of the first Carve: the pool is allocated only after the inputs have been checked."""
     return next(at for at, item in enumerate(body) if isinstance(item, Carve))

@@ -1,8 +1,8 @@
-"""Which instructions a CUDA graph may hold, and the reason for each that it may not hold.
+"""Decides which instructions a CUDA graph can capture, and gives the reason for each that it cannot.
 
-A capture records what is launched, with addresses and sizes as they are, and forbids the host to look at the device.
-So what is captured has static sizes, lies on one GPU, and is made of calls known not to synchronize: an op that is not
-on the list here is not captured, which costs a cut and is never wrong.
+A capture records launches with fixed addresses and sizes, and the host must not read from the device meanwhile.
+Captured instructions therefore have static sizes, use one GPU, and call only ops that are known not to synchronize.
+An op that is missing from the list below is not captured: that costs a cut, but is never wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from overlapc.fx.versions import group_name_of
 from overlapc.ir.ops import Extern, Handle, Layout, inputs_of, sees_where_memory_begins, tree_leaves, views_in
 from overlapc.runtime.collective_ops import backend_of
 
-# Library calls of aten that neither synchronize, nor let the host choose what to launch by what is on the device.
+# Library calls of aten that neither synchronize nor choose their launches by values on the device.
 _LIBRARY_CALLS = frozenset(
     """
     mm addmm bmm baddbmm mv addmv dot _scaled_mm _grouped_mm convolution convolution_backward
@@ -36,12 +36,12 @@ _LIBRARY_CALLS = frozenset(
 
 
 def over_nccl(op: Extern) -> bool:
-    """Whether the collective's process group runs CUDA tensors by NCCL, whose launches a capture takes."""
+    """Whether the collective's process group uses NCCL for CUDA tensors; NCCL launches can be captured."""
     return carried_by(op, "cuda") == "nccl"
 
 
 def carried_by(op: Extern, device_type: str) -> str:
-    """The backend of the collective's process group for tensors on such devices; "" if it names no known group."""
+    """Return the backend of the collective's process group for tensors on `device_type`; "" if the group is unknown."""
     if not dist.is_initialized():
         return ""
     for leaf in tree_leaves(op.arguments):
@@ -58,14 +58,17 @@ def _is_group(leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class Rules:
-    """What may be captured of one program: nodes on device `home`, and collectives that `takes` accepts."""
+    """Rules for one program: nodes on device `home` can be captured, and collectives that `takes` accepts.
+
+    Each public method returns the reason why its argument cannot be captured, or None if it can.
+    """
 
     program: Program
     home: torch.device
     takes: Callable[[Extern], bool]
 
     def launch(self, item: Launch) -> str | None:
-        """Why a kernel must stay outside of a capture; None if it may be inside."""
+        """Return why the launch of a kernel cannot be captured, or None."""
         if item.kernel.sizes:
             return f"size {item.kernel.sizes[0]} is known only at run time"
         layouts = ((name, self.program.layouts.get(name)) for name in item.variables)
@@ -73,12 +76,12 @@ class Rules:
         return next((reason for reason in refused if reason is not None), None)
 
     def call(self, item: Call) -> str | None:
-        """The same of a call, or of a collective that it starts."""
+        """Return why a library call, or the start of a collective, cannot be captured, or None."""
         op = item.op
         return self._values(item) or (self._collective(op) if item.starts else self._target(op))
 
     def layout(self, name: str, layout: Layout) -> str | None:
-        """The same of anything that makes a variable of this layout."""
+        """Return why an instruction that defines a variable of this layout cannot be captured, or None."""
         if layout.device != self.home:
             return f"{name} is on {layout.device}, not on {self.home}"
         for size in (*layout.size, *layout.stride, layout.offset):
@@ -100,7 +103,7 @@ class Rules:
             return "draws random numbers from torch's generator"
         if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(target.tags):
             return "waits for the device to know its result"
-        if sees_where_memory_begins(op):  # a part's inputs are copied to where it was captured
+        if sees_where_memory_begins(op):  # inputs of a part are copied to the memory that they had at capture
             return "counts from where the memory of its argument begins"
         if target.namespace == "aten" and (target.is_view or target._schema.name[6:] in _LIBRARY_CALLS):
             return None

@@ -1,6 +1,6 @@
 """The result of compiling one graph, as text: enough to run the graph and to report about it.
 
-Generated code is printed into it (`codegen.generated`); `warm.cached_graph` writes it to disk and reads it again.
+`codegen.generated` creates it from generated code; `warm.cached_graph` writes it to disk and reads it again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from overlapc.runtime.copies.pool import GraphCopies, KeptCopies
 from overlapc.runtime.marks import switching
 from overlapc.runtime.steps import STEPS, as_optimizer
 
-NAME = "GRAPHNAME"  # stands in wrappers for the graph's name, which counts up in a process
+NAME = "GRAPHNAME"  # placeholder in wrappers for the graph's name, which is numbered within a process
 
 
 def order_hash(lines: Sequence[str], layouts: Mapping[str, Layout] = MappingProxyType({})) -> str:
-    """Hash of the order of collectives (one a line) and of each pool's layout for copies, stored with a graph."""
+    """Return the hash of the order of collectives (one a line) and of the pool layouts of copies, by group."""
     placed = [f"@{group} {layouts[group]}" for group in sorted(layouts)]
     return hashlib.sha256("\n".join([*lines, *placed]).encode()).hexdigest()
 
@@ -38,27 +38,27 @@ class CompiledGraph:
     """The result of a compilation, as text: enough to run the graph and to report about it."""
 
     name: str
-    wrapper: str  # Python source, with GRAPHNAME for the name
-    marked: str  # the same with a profiler's mark around every node
-    objects: Mapping[str, str]  # what the wrapper calls: name -> how to find it (`codegen.objects.rebuild`)
+    wrapper: str  # Python source, with GRAPHNAME in place of the graph's name
+    marked: str  # the same source with a profiler mark around every node
+    objects: Mapping[str, str]  # objects that the wrapper calls: name -> text from which `codegen.objects` rebuilds it
     constants: Mapping[str, str]  # name -> path of the attribute of the FX graph that holds it
     kernels: tuple[tuple[str, KernelSource], ...]  # device type and source, each kernel once
-    counts: Mapping[str, int]  # its counts for `counters["overlapc"]`
-    order: str  # hash of its collectives in order
-    copies: tuple[KeptCopies, ...]  # collectives by copies, which all ranks open again together
-    divided: tuple[Any, ...]  # groups of several hosts (`planning.host_groups.DividedGroup`), divided before these
+    counts: Mapping[str, int]  # increments of `counters["overlapc"]`
+    order: str  # hash of the order of its collectives
+    copies: tuple[KeptCopies, ...]  # collectives by copies; all ranks must reopen them together
+    divided: tuple[Any, ...]  # groups across hosts (`planning.host_groups.DividedGroup`), split before `copies`
     agreed: Any  # what ranks agreed on (`planning.agreed.Agreed`); None for a graph that does not communicate
     record: GraphRecord
 
     def named(self, name: str) -> CompiledGraph:
-        """The same graph under the name that it has in this process."""
+        """Return this graph under the name that it has in this process."""
         schedule = self.record.schedule.replace(f"schedule {self.name}", f"schedule {name}", 1)
         return dataclasses.replace(
             self, name=name, record=dataclasses.replace(self.record, name=name, schedule=schedule)
         )
 
     def text(self, name: str) -> str:
-        """The wrapper of the graph that is called `name`."""
+        """Return the wrapper's source for a graph called `name`."""
         return self.wrapper.replace(NAME, name)
 
     def function(
@@ -69,10 +69,12 @@ class CompiledGraph:
         runs: Callable[[Mapping[str, Any]], Boxed] | None = None,
         copies: Mapping[str, GraphCopies] = MappingProxyType({}),
     ) -> Boxed:
-        """The callable, its kernels compiled or loaded. `objects`: what is at hand already; else found again.
+        """Return the callable, after compiling or loading its kernels.
 
-        copies: those of `copies` opened again, by group.
-        runs: makes what is run instead of the wrapper, out of launchers by name; marks are in the wrapper only.
+        objects: the objects that the wrapper calls, if the caller has them; None rebuilds them from their texts.
+        gm: the FX graph that holds the constants; needed only without `objects`.
+        copies: the reopened copies, by group.
+        runs: builds the callable from launchers by name, in place of the wrapper; profiler marks still use the wrapper.
         """
         if objects is not None:
             space = dict(objects)

@@ -1,4 +1,4 @@
-"""Collectives of a schedule that go by copies: their slots in each group's pool, and functions for generated code."""
+"""Collectives of a schedule that run by copies: their slots in each group's pool, and functions for generated code."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ ALL_TO_ALL = "all_to_all"
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """One collective: the `index`-th of the graph on its pool."""
+    """One collective that runs by copies: number `index` of the graph's collectives on its pool."""
 
     copies: GraphCopies
     index: int
-    held: frozenset[str]  # buffers in the pool: when the last has been read, the collective is released
-    shards: Mapping[str, int]  # buffers that kernels write to their place in the pool -> which of the tensors it is
+    held: frozenset[str]  # its result buffers in the pool; the collective is released after the last read of them
+    shards: Mapping[str, int]  # input buffer that a kernel writes directly into the pool -> index among the tensors
 
 
 @dataclass
 class _OfGroup:
-    """What goes by copies over one group: starts with their forms, and all that their slots depend on, in order."""
+    """Collectives by copies over one group: their starts and forms, and the events that determine their slots."""
 
     starts: list[tuple[Node, Form]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    tensors: dict[str, int] = field(default_factory=dict)  # root -> its number
+    tensors: dict[str, int] = field(default_factory=dict)  # root buffer -> its number in `events`
 
 
 @dataclass(frozen=True)
 class Copying:
-    """What a schedule's copies do, by group."""
+    """All collectives by copies of a schedule, by process group."""
 
     schedule: Schedule
     groups: Mapping[str, _OfGroup]
 
     @property
     def starts(self) -> int:
-        """How many collectives there are."""
+        """Number of collectives that run by copies."""
         return sum(len(each.starts) for each in self.groups.values())
 
     def ranks(self, group: str) -> tuple[int, ...]:
-        """Of a group, in order."""
+        """Return the ranks of `group`, in order."""
         comm = self.groups[group].starts[0][0].comm
         assert comm is not None
         return comm.ranks
 
     def laid_out(self) -> dict[str, Layout]:
-        """A layout for each group; ranks may find others, see `layout.common`."""
+        """Return a pool layout for each group. Ranks may compute different layouts; `layout.common` merges them."""
         found = {group: place(each.events) for group, each in self.groups.items()}
         broken = self.broken(found)
         if broken is not None:
@@ -64,14 +64,14 @@ class Copying:
         return found
 
     def broken(self, layouts: Mapping[str, Layout]) -> str | None:
-        """Why the schedule cannot go by these layouts; None if it can."""
+        """Return why the schedule cannot use these pool layouts, or None if it can."""
         if layouts.keys() != self.groups.keys():
             return "are of other groups"
         reasons = {group: check(each.events, layouts[group]) for group, each in self.groups.items()}
         return next((f"@{group}: {reason}" for group, reason in reasons.items() if reason is not None), None)
 
     def wanted(self, layouts: Mapping[str, Layout], groups_by_name: Mapping[str, str]) -> list[Wanted]:
-        """What these need of each group's pool. groups_by_name: `Comm.group` -> torch's name of it."""
+        """Return the pool that each group needs for `layouts`. groups_by_name: `Comm.group` -> torch's group name."""
         found = []
         for group in sorted(layouts):
             layout = layouts[group]
@@ -79,7 +79,7 @@ class Copying:
         return found
 
     def on(self, layouts: Mapping[str, Layout], pools: Mapping[str, Pool]) -> dict[str, Copied]:
-        """By start, how generated code runs it."""
+        """Map the name of each start to the collective by copies that generated code runs for it."""
         lying = pooled(self.schedule)
         shard_of = {whole: shard for shard, whole in lying.shards.items()}
         found: dict[str, Copied] = {}
@@ -95,12 +95,12 @@ class Copying:
 
 
 def kept_copies(copies: Mapping[str, Copied]) -> list[KeptCopies]:
-    """What is kept of a graph's copies, one a group."""
+    """Return the parts of a graph's copies that are cached, one per group."""
     return [each.kept for each in {found.copies: None for found in copies.values()}]
 
 
 def copying(schedule: Schedule) -> Copying:
-    """What goes by copies."""
+    """Collect the collectives by copies of `schedule` and the events that determine their slots in the pools."""
     groups: dict[str, _OfGroup] = {}
     group_of: dict[str, str] = {}  # result of a copied collective -> the group
     forms = forms_of(schedule)
@@ -135,7 +135,7 @@ def copying(schedule: Schedule) -> Copying:
                 take(root, slot_bytes(schedule, root, forms[node.name], node))
             of_group = groups[node.group]
             of_group.events.append(Start(tuple(of_group.tensors[root] for root in roots)))
-        # What lies elsewhere passes through the pool until it is waited for.
+        # A result outside of the pool needs its slot there only until the wait.
         start = schedule.nodes[schedule.started[at]] if at in schedule.started else None
         if start is not None and start.name in forms and not forms[start.name].in_pool:
             waited = {schedule.root(name) for name in node.reads}
@@ -149,7 +149,7 @@ def copying(schedule: Schedule) -> Copying:
 
 
 def forms_of(schedule: Schedule) -> dict[str, Form]:
-    """By start, how copies do it: in the pool, unless what it brings outlives the graph."""
+    """Map the name of each start by copies to its form: results stay in the pool unless they outlive the graph."""
     brought = set(pooled(schedule).brought.values())
     found: dict[str, Form] = {}
     for node in schedule.starts():
@@ -169,14 +169,17 @@ def _form(node: Node, in_pool: bool) -> Form:
 
 
 def _blocks(start: Node) -> int:
-    """Of how many blocks its tensors are, each of which is gathered or exchanged by itself."""
+    """Return the number of blocks in each of its tensors; each block is gathered or exchanged separately."""
     payload = start.payload
     assert payload is None or isinstance(payload, StartOp)
     return blocks_of(payload.call.target, payload.call.args) if payload is not None else 1
 
 
 def peak_with_pools(schedule: Schedule, shared_bytes: int | None = None) -> int:
-    """Peak bytes with what ranks share for copies, as it is laid out; `shared_bytes` if it is known to be so much."""
+    """Return the peak memory of `schedule` in bytes, with the pools for copies at their laid-out size.
+
+    shared_bytes: the total size of the pools, if already known; None lays them out.
+    """
     if shared_bytes is None:
         shared_bytes = sum(layout.bytes for layout in copying(schedule).laid_out().values())
     memory = analyze(schedule)
@@ -184,7 +187,7 @@ def peak_with_pools(schedule: Schedule, shared_bytes: int | None = None) -> int:
 
 
 def slot_bytes(schedule: Schedule, root: str, form: Form, start: Node) -> int:
-    """Room for what a start brings, or for the shard that is pulled from there."""
+    """Return the bytes of the slot for result `root` of `start`: the whole result, or for PULLED this rank's shard."""
     assert start.comm is not None
     brought = schedule.buffers[root].bytes
     return -(-brought // start.comm.size) if form is Form.PULLED else brought

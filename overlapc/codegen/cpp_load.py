@@ -1,4 +1,4 @@
-"""Loads generated C++ sources; separate from the generator, which a warm start does not need."""
+"""Compiles and loads generated C++ sources; separate from the generator because a warm start does not need that."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from overlapc.runtime.cpp_launch import load_kernels as launchers_of
 
 
 def load_kernels(sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
-    """Compiles sources that the cache lacks, all at once; a launcher for each name. ToolchainError on failure."""
+    """Compile all sources that are not cached, at once, and return a launcher per name. ToolchainError on failure."""
     kernels = [
         CppKernel(
             source.name,
@@ -31,6 +31,6 @@ def load_kernels(sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[st
 
 @lru_cache(None)
 def prelude() -> str:
-    """`prelude.h`, the functions that generated code calls, and what torch does where versions of it differ."""
+    """Return `prelude.h` (functions that generated code calls), preceded by a macro that depends on torch's version."""
     end = "0x7f800000u" if float8_saturates() else "0x43e80000u"  # bits of infinity, or of 464
     return f"#define E4M3_END {end}\n" + (Path(__file__).parent / "cpp" / "prelude.h").read_text()

@@ -1,10 +1,9 @@
 """`Program` -> `torch.fx.GraphModule`: the same instructions as nodes, for tools that read or transform graphs.
 
 Triton kernels are calls of torch's `triton_kernel_wrapper_mutation`, with grids computed from symbolic sizes by nodes;
-kernels of other generators are calls of `overlapc::run_kernel`. Views, allocations, memory that is taken over, library
-calls, collectives and their waits, and the graphs of conditionals are the nodes one expects. Nodes stand in the order
-of the schedule; they carry the user's line. A variable's memory is freed by FX itself, after the last node that reads
-it.
+kernels of other generators are calls of `overlapc::run_kernel`. Views, allocations, reused memory, library calls,
+collectives, waits and the graphs of conditionals are ordinary nodes. Nodes are in schedule order and carry the user's
+source line. FX itself frees a variable's memory after the last node that reads it.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ class FxWrapper:
     module: GraphModule
 
     def __init__(self, program: Program, *, single: bool = False) -> None:
-        """single: the program returns one value, and the module that value itself: a loop's condition."""
+        """single: the program returns one value, and the module returns it without a tuple (a loop's condition)."""
         self.program = program
         self.single = single
         self.launchers: Mapping[str, Launcher] = {}
         self.graph = Graph()
         self.attributes: dict[str, Any] = {}
-        self.attribute_of: dict[int, str] = {}  # by identity
-        self.env: dict[str, Node] = {}  # node of a variable
-        self.sizes: dict[sympy.Symbol, Any] = {}  # node, or number, of a symbol
+        self.attribute_of: dict[int, str] = {}  # id of an object -> attribute that holds it
+        self.env: dict[str, Node] = {}  # variable -> its node
+        self.sizes: dict[sympy.Symbol, Any] = {}  # symbol -> its node, or a number
         self.computed: dict[sympy.Expr, Any] = {}
-        self.tracer = GraphAppendingTracer(self.graph)  # one for all: a call of two sizes takes no proxies of two
+        self.tracer = GraphAppendingTracer(self.graph)  # shared: one call cannot take proxies of two tracers
 
     def function(self, launchers: Mapping[str, Launcher]) -> Callable[[list[Any]], tuple[Any, ...]]:
-        """The graph as a function of one list of arguments, which it empties (boxed)."""
+        """Build the graph and return it as a function of one list of arguments, which it empties (boxed)."""
         self.launchers = launchers
         for name in self.program.inputs:
             self.env[name] = self.graph.placeholder(name)
@@ -63,7 +62,7 @@ class FxWrapper:
         return lambda args: tuple(map(support.standing_alone, run(args)))
 
     def text(self) -> str:
-        """The graph as Python, with the user's lines."""
+        """Return the graph as Python source with the user's source lines."""
         return str(self.module.print_readable(print_output=False))
 
     # --- instructions
@@ -78,17 +77,17 @@ class FxWrapper:
         name: str | None = None,
         origin: Provenance | None = None,
     ) -> None:
-        """From here on `variable` is the result of the call. name: of the node, if not the variable's."""
+        """Add a call whose result becomes the value of `variable`. name: the node's name, if not the variable's."""
         node = self._named(name or variable, target, args, kwargs)
         self.env[variable] = node if origin is None else self._located(node, origin)
 
     def output(self, values: tuple[Any, ...]) -> None:
-        """What the graph returns."""
+        """Add the node that returns `values` from the graph."""
         results = self.value(values)
         self.graph.output(results[0] if self.single else results)
 
     def call(self, item: Call) -> None:
-        """Adds the node of a call, and nodes that select its results."""
+        """Add the node of a call, and the nodes that select its results."""
         op = item.op
         args, kwargs = self.value(tuple(op.args)), self.value(dict(op.kwargs))
         if op.out and isinstance(op.result, View):
@@ -105,7 +104,7 @@ class FxWrapper:
     # --- kernels
 
     def launch(self, item: Launch) -> None:
-        """The nodes of a kernel."""
+        """Add the nodes that launch a kernel."""
         tensors = [self.variable(variable) for variable in item.variables]
         sizes = [self.sizes[symbol] for symbol in item.kernel.sizes]
         if isinstance(item.kernel.launch, TritonLaunch):
@@ -116,14 +115,14 @@ class FxWrapper:
         self._located(self.call_function(run, item.kernel.name, tensors, sizes), item.op.origin)
 
     def _launch_triton(self, item: Launch, tensors: list[Node], sizes: list[Any]) -> None:
-        """One node a stage; scratch memory between stages is allocated before them."""
+        """Add one node per stage, after the nodes that allocate scratch memory for the stages."""
         import triton.language as tl
         from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 
         launch: TritonLaunch = item.kernel.launch
         launcher: Any = self.launchers[item.kernel.name]
         device = item.op.device
-        views = [  # Triton decides by a tensor's dtype
+        views = [  # Triton specializes a kernel by the dtypes of its tensors
             tensor
             if self.program.layouts[variable].dtype is ELEMENT[pointer]
             else self.call_function(torch.ops.aten.view.dtype, tensor, ELEMENT[pointer])
@@ -133,7 +132,7 @@ class FxWrapper:
             self.call_function(torch.empty, self._size(count), dtype=dtype, device=device)
             for dtype, count in launch.scratch
         ]
-        width = {} if launch.index_bounds is None else {"INDEX": tl.int64}  # how far indices reach only a run knows
+        width = {} if launch.index_bounds is None else {"INDEX": tl.int64}  # the largest index may exceed 32 bits
         for function, stage in zip(launcher.functions, launch.stages, strict=True):
             given = dict(zip(function.arg_names, (*views, *scratch, *sizes), strict=False))
             node = self.call_function(
@@ -149,7 +148,7 @@ class FxWrapper:
     # --- values
 
     def value(self, value: Any) -> Any:
-        """An argument or result: nodes for what run time knows, Python values as they are."""
+        """Convert an argument or result: tensors and symbolic sizes become nodes, Python values stay as they are."""
 
         def leaf(item: Any) -> Any:
             if isinstance(item, View):
@@ -163,7 +162,7 @@ class FxWrapper:
         return map_aggregate(value, leaf)
 
     def variable(self, name: str) -> Node:
-        """The node of a variable, or of a constant."""
+        """Return the node of a variable, or of a constant."""
         if name not in self.env:
             self.env[name] = self._attribute(name, self.program.constants[name])
         return self.env[name]
@@ -182,12 +181,12 @@ class FxWrapper:
         return self.graph.get_attr(name)
 
     def shape(self, layout: Layout) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Size and stride."""
+        """Return (size, stride) of a layout, as numbers or nodes."""
         size = tuple(self._size(extent) for extent in layout.size)
         return size, tuple(self._size(step) for step in layout.stride)
 
     def _size(self, expr: sympy.Expr) -> Any:
-        """A number, or the node that computes it; equal sizes are computed once."""
+        """Return a size as a number, or as the node that computes it; equal sizes share one node."""
         if expr.is_Integer:
             return int(expr)
         if expr not in self.computed:
@@ -202,7 +201,7 @@ class FxWrapper:
     # --- nodes
 
     def call_function(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """A node that FX names."""
+        """Add a call whose node FX names itself."""
         return self.graph.call_function(target, args, kwargs)
 
     def _named(
@@ -211,7 +210,7 @@ class FxWrapper:
         return self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
 
     def _located(self, node: Node, origin: Provenance) -> Node:
-        """Sets the stack trace of the node to its origin, as readers of graphs expect it."""
+        """Set the node's stack trace to its origin, in the format that FX graph printers expect."""
         if origin.source:
             path, _, rest = origin.source.partition(":")
             line, _, code = rest.partition(": ")

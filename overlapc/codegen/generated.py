@@ -1,4 +1,4 @@
-"""Prints a program: the wrapper's text, its kernels' sources and its record, which can be cached."""
+"""Prints a program into a CompiledGraph, which can be cached: the wrapper's source, kernel sources and the record."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from overlapc.runtime.copies.pool import KeptCopies
 
 @dataclass(frozen=True)
 class Generated:
-    """The program of a graph before it is printed, with its record."""
+    """The program of one graph before it is printed, and its record."""
 
     program: Program
     kernels: Sequence[tuple[str, KernelSource]]  # device type and source
-    parts: Partition | None  # for CUDA graphs
+    parts: Partition | None  # the program split for CUDA graphs; None without them
     report: GraphRecord
-    counts: Mapping[str, int]  # its counts for `counters["overlapc"]`
+    counts: Mapping[str, int]  # increments of `counters["overlapc"]`
     order: Sequence[str]  # its collectives, one a line
     agreed: object = None  # see CompiledGraph
     copies: Sequence[KeptCopies] = ()
@@ -35,9 +35,10 @@ class Generated:
     def printed(
         self, gm: GraphModule, *, tracked: bool, checks: frozenset[str]
     ) -> tuple[CompiledGraph, dict[str, Any]]:
-        """(what can be kept, the objects that its wrapper calls). `gm` holds constants; for the rest see PythonWrapper.
+        """Return (the compiled graph, which can be cached; the objects that its wrapper calls, by name).
 
-        A profiler's marks would not be in parts for CUDA graphs, so the marked version has none.
+        gm: the FX graph that holds the constants. tracked, checks: see PythonWrapper.
+        The wrapper with profiler marks is not split for CUDA graphs: replays would not run marks inside of a part.
         """
         anonymous = dataclasses.replace(self.program, name=NAME)
         wrapper = PythonWrapper(anonymous, tracked=tracked, checks=checks, partition=self.parts)

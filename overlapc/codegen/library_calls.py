@@ -1,4 +1,4 @@
-"""Library calls of a graph as separate calls on made-up arguments of the same layouts, for measuring."""
+"""Library calls of a graph as separate calls on random arguments of the same layouts, for measuring."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from overlapc.schedule.model import Node
 
 
 def calls_of(graph: LoweredGraph) -> Callable[[Node], Call | None]:
-    """Makes a function from a schedule node of `graph` to its library call, or None for nodes that are not measured."""
+    """Return a function from a schedule node of `graph` to its library call, or None for nodes that are not measured."""
 
     def call_of(node: Node) -> Call | None:
         op = node.payload
         if not isinstance(op, Extern) or op.target not in LIBRARY_CALLS:
-            return None  # library calls cost most of a step, and their time does not depend on the numbers they get
+            return None  # only library calls: they take most of a step, and their time does not depend on values
         tensors = views_in(op.arguments)
         if not tensors or len(tensors) < len(named_in(op.arguments)):
             return None
@@ -45,7 +45,7 @@ def _called(target: Any, args: Any, kwargs: Any) -> object:
 
 
 def _at_hints(tree: Any, graph: LoweredGraph) -> Any:
-    """`tree` with the traced number for every size; tensors stay layouts."""
+    """Return `tree` with the traced value of every symbolic size, and a Layout in place of every tensor."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, View):
@@ -65,7 +65,7 @@ def _shown(leaf: Any) -> str:
 
 
 def _made_up(leaf: Any) -> Any:
-    """A tensor of that layout; random numbers, without a look at the user's generators, where they are floats."""
+    """Return a tensor of layout `leaf`: random floats, from a generator of its own, or zeros for other dtypes."""
     if not isinstance(leaf, Layout):
         return leaf
     count = int(sympy.Integer(leaf.storage_numel()))

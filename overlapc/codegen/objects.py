@@ -1,4 +1,4 @@
-"""The objects that a printed wrapper calls: their names as text, and how another process finds them again."""
+"""The objects that a printed wrapper calls, described as text from which another process can find them again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Boxed = Callable[[list[Any]], tuple[Any, ...]]
 
 
 def function_of(source: str, filename: str, names: Mapping[str, Any]) -> Boxed:
-    """The function `call` of a wrapper's source; `names` holds the objects that it calls."""
+    """Execute a wrapper's source and return its function `call`; `names` holds the objects that it calls."""
     # Registered so that tracebacks and debuggers show the generated lines.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     space = dict(names)
@@ -30,7 +30,7 @@ def function_of(source: str, filename: str, names: Mapping[str, Any]) -> Boxed:
 
 
 def text_of(value: Any) -> str:
-    """How `rebuild` finds `value` in another process: `aten.mm.out`, `operator:mul`; "" when it cannot."""
+    """Return the text from which `rebuild` finds `value` in another process: `operator:mul`; "" if it cannot."""
     if isinstance(value, torch._ops.OpOverload):
         return f"torch.ops:{value}"
     if isinstance(value, torch.device):
@@ -67,7 +67,7 @@ _MODULES = frozenset(
 
 
 def rebuild(text: str, copies: Mapping[str, GraphCopies] = MappingProxyType({})) -> Any:
-    """The object that `text_of` described. copies: by the name of their pool."""
+    """Return the object that `text_of` described. copies: the graph's copies, by the name of their pool."""
     module, _, path = text.partition(":")
     if module == "copies":
         group, method, *given = json.loads(path)

@@ -1,11 +1,11 @@
-"""A program cut into parts that CUDA graphs hold, and single instructions between them (`cuda_graphs=True`).
+"""Splits a program into parts that are captured as CUDA graphs, and single instructions between (`cuda_graphs=True`).
 
     launch a; call mm; call nonzero; launch b; launch c; return
  -> part_0[launch a; call mm]; call nonzero; part_1[launch b; launch c]; return
 
-`codegen.capturable` says what may be in a part. A collective is launched and waited for in one part, or outside: a
-capture cannot wait for what was launched elsewhere. A part is a function of variables; `overlapc.runtime.cuda_graphs`
-runs it.
+`codegen.capturable` decides what a part may contain. A collective is either launched and waited for in one part, or
+both happen outside of parts, because a capture cannot wait for a collective that was launched elsewhere. A part is a
+function of variables, run by `overlapc.runtime.cuda_graphs`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from overlapc.codegen.program import (
 )
 from overlapc.ir.ops import Extern
 
-# A replay costs the host about what two launches do, more with inputs to copy.
+# A replay costs the host about as much as two launches, and more if inputs must be copied.
 LEAST_NODES = 4
 
 
@@ -41,7 +41,7 @@ class CapturedPart:
     name: str
     instructions: tuple[Instruction, ...]
     inputs: tuple[str, ...]
-    inner: frozenset[str]  # inputs that earlier parts made: they lie where these parts were captured
+    inner: frozenset[str]  # inputs that earlier parts define, at the same addresses in every replay
     written: frozenset[str]  # inputs whose contents change
     freed: frozenset[str]  # inputs that are not used afterwards
     outputs: tuple[str, ...]
@@ -53,7 +53,7 @@ class CapturedPart:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A node that no part holds, and why."""
+    """A node that is in no part, and the reason."""
 
     node: str
     reason: str
@@ -61,7 +61,10 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A program as captured parts and instructions between them. `leaving`: returned variables in memory of parts."""
+    """A program as captured parts and the instructions between them.
+
+    leaving: returned variables whose memory belongs to a part.
+    """
 
     steps: tuple[Instruction | CapturedPart, ...]
     cuts: tuple[Cut, ...]
@@ -88,7 +91,7 @@ class Partition:
 
 
 def split(program: Program, device_type: str = "cuda", takes: Callable[[Extern], bool] = over_nccl) -> Partition:
-    """The parts of `program` on its first device of this type; `takes` says which collectives a capture can hold."""
+    """Split `program` into parts on its first device of this type. takes: whether a collective can be captured."""
     items = program.instructions
     home = _home(program, device_type)
     if home is None:
@@ -114,13 +117,13 @@ def _name(item: Instruction) -> str:
 
 
 def _home(program: Program, device_type: str) -> torch.device | None:
-    """The device that is captured: the first of this type that a variable is on."""
+    """Return the device that is captured: the first one of this type that holds a variable; None if there is none."""
     devices = (layout.device for layout in program.layouts.values())
     return next((device for device in devices if device.type == device_type), None)
 
 
 def _runs(count: int, cut: set[int]) -> Iterable[tuple[int, int]]:
-    """[begin, end) of every run of positions between cuts."""
+    """Yield [begin, end) of every run of positions between cuts."""
     begin = 0
     for at in (*sorted(cut), count):
         if at > begin:
@@ -132,9 +135,9 @@ def _runs(count: int, cut: set[int]) -> Iterable[tuple[int, int]]:
 
 
 def _cut_collectives(program: Program, refused: dict[int, str], edges: set[int]) -> None:
-    """Refuses launch and waits of each collective that would be in flight where a part ends.
+    """Refuse the launch and the waits of each collective that would be in flight at a cut.
 
-    That is a cut itself, which other collectives may be in flight over; so it goes on from one to the next.
+    The refused launch and waits are cuts themselves, so collectives in flight there are refused in turn.
     """
     launched: dict[str, int] = {}  # variable -> its launch
     waits: dict[int, list[int]] = {}
@@ -166,7 +169,7 @@ def _cut_collectives(program: Program, refused: dict[int, str], edges: set[int])
 
 
 def _in_flight(spans: Mapping[int, int], points: list[int]) -> dict[int, list[int]]:
-    """For each point, the launches of collectives that are in flight there."""
+    """Map each point to the launches of the collectives that are in flight there."""
     found: dict[int, list[int]] = {}
     flying: list[int] = []
     for at in points:
@@ -187,7 +190,7 @@ def _shown(item: Instruction) -> str:
 
 
 class _Builder:
-    """Puts parts together; `add` in program order."""
+    """Builds a Partition; call `add` for the parts in program order."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -200,10 +203,10 @@ class _Builder:
             self.last_use.update(dict.fromkeys(item.reads(program), at))
 
     def add(self, begin: int, end: int) -> None:
-        """A part of the instructions [begin, end).
+        """Append the instructions since the last part, then a part of the instructions [begin, end).
 
-        Memory for what comes after the last node stays outside: the part would hold it forever. So do frees of what
-        the part has nothing to do with.
+        Allocations after the part's last node stay outside, because the part would hold their memory forever. Frees of
+        variables that the part does not use stay outside, too.
         """
         self._pass(self.next, begin)
         self.next = end
@@ -212,7 +215,7 @@ class _Builder:
         items = list(program.instructions[begin:end])
         behind = [item for item in items[last + 1 - begin :] if isinstance(item, Allocate | TakeOver)]
         inside = [item for item in items if not any(item is other for other in behind)]
-        while isinstance(inside[0], ExpectLayout):  # of the call before
+        while isinstance(inside[0], ExpectLayout):  # belongs to the call before this part
             self.steps.append(inside.pop(0))
         touched = {
             name for item in inside if not isinstance(item, Free) for name in (*item.reads(program), *item.makes())

@@ -1,7 +1,7 @@
-"""A compiled graph as a flat list of instructions: `program_builder` makes it, wrappers print it.
+"""A compiled graph as a flat list of instructions: `program_builder` builds it, wrappers print it.
 
-Each class of instruction defines what it reads and makes, how it prints and where it runs: a new kind of
-instruction is a class here, and the place in `program_builder.py` that makes it.
+Each class of instruction defines which variables it reads and defines, how it prints and on which device it runs. A new
+kind of instruction is a class here and the place in `program_builder.py` that creates it.
 """
 
 from __future__ import annotations
@@ -40,57 +40,59 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class Instruction(ABC):
-    """One step of a program; `program` is the one that it is part of."""
+    """One step of a program. The parameter `program` of its methods is the program that contains it."""
 
     __slots__ = ()
 
-    outside_captures: ClassVar[bool] = False  # no part for CUDA graphs holds it, and it is no cut worth a report
+    outside_captures: ClassVar[bool] = False  # never part of a CUDA graph, and not reported as a cut
 
     @property
     def device(self) -> torch.device | None:
-        """The device that must be current; None if any may be."""
+        """The device that must be current while it runs; None if that does not matter."""
         return None
 
     def reads(self, program: Program) -> tuple[str, ...]:
-        """Variables that must be defined before."""
+        """Return the variables that must be defined before."""
         return ()
 
     def makes(self) -> tuple[str, ...]:
-        """Variables that the instruction defines or redefines."""
+        """Return the variables that it defines or redefines."""
         return ()
 
     def overwrites(self, program: Program) -> tuple[str, ...]:
-        """Variables, defined before, whose contents change."""
+        """Return the variables that were defined before and whose contents it changes."""
         return ()
 
     def frees(self) -> tuple[str, ...]:
-        """Variables that are deleted."""
+        """Return the variables that it deletes."""
         return ()
 
     def allocates(self, program: Program) -> tuple[tuple[str, sympy.Expr], ...]:
-        """Variables of new memory, and its bytes."""
+        """Return (variable, bytes) for the memory that it allocates."""
         return ()
 
     def refusal(self, rules: Rules) -> str | None:
-        """Why a CUDA graph may not hold it; None if it may."""
+        """Return why a CUDA graph cannot capture it, or None if it can."""
         return None
 
     @abstractmethod
     def python(self, wrapper: PythonWrapper) -> list[str]:
-        """Lines of Python."""
+        """Return its lines of Python source."""
 
     def tracked(self, wrapper: PythonWrapper, lines: list[str]) -> list[str]:
-        """`lines`, which are `python`'s, with what the lifecycle tracker is told before and after them."""
+        """Return `lines` (those of `python`) with calls of the lifecycle tracker before and after them."""
         return lines
 
     def add_to(self, wrapper: FxWrapper) -> None:
-        """Adds the nodes of the FX graph. Pools, copies and reused arguments have none: programs for the FX wrapper are
-        built without them."""
+        """Add its nodes to the FX graph.
+
+        Pools, copies and reused arguments have no nodes: programs for the FX wrapper are built without them.
+        """
         raise AssertionError(f"a program for the FX wrapper holds {self}")
 
 
 class NodeInstruction(Instruction):
-    """An instruction that does the work of a schedule's node: a profiler marks it, a check looks at what it wrote."""
+    """An instruction that runs a node of the schedule: profiler marks and checks of values apply to these."""
 
     __slots__ = ()
 
@@ -99,16 +101,16 @@ class NodeInstruction(Instruction):
     @property
     @abstractmethod
     def mark(self) -> tuple[str, int]:
-        """How a profiler's mark names it, and how many works of gloo it starts (see runtime/marks.py)."""
+        """Its kind in a profiler mark, and the number of gloo operations that it starts (see runtime/marks.py)."""
 
     @abstractmethod
     def written(self, program: Program) -> list[str]:
-        """Variables that hold the results right after the instruction."""
+        """Return the variables that hold results right after the instruction."""
 
 
 @dataclass(frozen=True, slots=True)
 class BindSize(Instruction):
-    """`symbol` is the size (or stride) of an argument or result: `s0 = primals_2.size(0)`."""
+    """Assigns the size (or stride) of an argument or result to `symbol`: `s0 = primals_2.size(0)`."""
 
     outside_captures: ClassVar[bool] = True
     symbol: sympy.Symbol
@@ -133,7 +135,7 @@ class BindSize(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class CheckInput(Instruction):
-    """The argument has the traced layout; a wrong one is an error, never a wrong number."""
+    """Checks that an argument has the traced layout: another layout is an error, never a wrong number."""
 
     outside_captures: ClassVar[bool] = True
     variable: str
@@ -153,7 +155,7 @@ class CheckInput(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Allocate(Instruction):
-    """Fresh memory for a buffer."""
+    """Allocates new memory for a buffer."""
 
     variable: str
     layout: Layout
@@ -186,7 +188,7 @@ class Allocate(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class AllocatePool(Instruction):
-    """An allocation that several buffers are carved from."""
+    """Allocates a pool, from which several buffers are carved."""
 
     outside_captures: ClassVar[bool] = True
     variable: str
@@ -212,7 +214,7 @@ class AllocatePool(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Carve(Instruction):
-    """A buffer in a pool, `offset` bytes from its start."""
+    """Defines a buffer in a pool, `offset` bytes from the pool's start."""
 
     outside_captures: ClassVar[bool] = True
     variable: str
@@ -267,9 +269,9 @@ class TakeOver(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Reuse(Instruction):
-    """An argument's memory under another name if only this graph holds it at run time, else new memory.
+    """Reuses an argument's memory under another name if only this graph holds it at run time; else allocates memory.
 
-    The argument stays a variable until it is freed: the next launch reads it while it writes here.
+    The argument stays a variable until it is freed, because the next launch reads it while it writes the new buffer.
     """
 
     variable: str
@@ -294,7 +296,7 @@ class Reuse(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Shared(Instruction):
-    """A buffer in memory that ranks share; `by(size, stride, dtype)` returns it."""
+    """Defines a buffer in memory that ranks share; `by(size, stride, dtype)` returns it."""
 
     variable: str
     layout: Layout
@@ -309,7 +311,7 @@ class Shared(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Launch(NodeInstruction):
-    """A generated kernel on its arguments."""
+    """Launches a generated kernel."""
 
     kernel: KernelSource
     op: Kernel
@@ -327,7 +329,7 @@ class Launch(NodeInstruction):
         return self.variables
 
     def overwrites(self, program: Program) -> tuple[str, ...]:
-        # A launch names the memory that an argument's output took over by the output's name.
+        # If an output took over the memory of an argument, `variables` holds the output's name for both.
         written = self.written(program)
         return tuple(name for name in self.variables if name in written)
 
@@ -351,7 +353,7 @@ class Launch(NodeInstruction):
 
 @dataclass(frozen=True, slots=True)
 class Call(NodeInstruction):
-    """An extern call, or the start of a collective. `results` assigns parts of what it returns to variables."""
+    """Calls a library op or starts a collective. `results` assigns parts of the returned value to variables."""
 
     op: Extern
     results: tuple[tuple[str, tuple[int, ...]], ...]  # variable, path into the returned structure
@@ -359,7 +361,7 @@ class Call(NodeInstruction):
 
     @property
     def by_copies(self) -> bool:
-        """Whether copies carry the collective that it starts, and its results lie in the pool of a group."""
+        """Whether it starts a collective by copies, whose results are in the pool of a process group."""
         return isinstance(self.op.target, partial)
 
     @property
@@ -389,7 +391,7 @@ class Call(NodeInstruction):
         return tuple((name, program.layouts[name].storage_bytes()) for name in known)
 
     def written(self, program: Program) -> list[str]:
-        if self.starts:  # it arrives at the wait
+        if self.starts:  # results are complete only after the wait
             return []
         if not self.op.out:
             return list(self.makes())
@@ -430,9 +432,9 @@ class Call(NodeInstruction):
 
 @dataclass(frozen=True, slots=True)
 class ExpectLayout(Instruction):
-    """The result of a call has the traced strides, or is copied into them: what comes after relies on it.
+    """Copies the result of a call if its strides differ from the traced ones, on which later instructions rely.
 
-    Another size than the traced one is an error.
+    A size that differs from the traced one is an error.
     """
 
     variable: str
@@ -492,7 +494,7 @@ class WaitFor(NodeInstruction):
 
 @dataclass(frozen=True, slots=True)
 class Release(Instruction):
-    """Nothing launched from here on reads what copies brought into a pool: its memory may take what comes next."""
+    """Tells the pool of a collective by copies that no later launch reads its results: their memory may be reused."""
 
     by: Callable[[], None]
 
@@ -519,12 +521,12 @@ class Free(Instruction):
         return [f"life.freeing({_by_name(self.variables)})", *lines, f"life.freed({list(self.variables)!r})"]
 
     def add_to(self, wrapper: FxWrapper) -> None:
-        """FX forgets a value after its last reader."""
+        """Add nothing: FX drops a value after its last reader."""
 
 
 @dataclass(frozen=True, slots=True)
 class Return(Instruction):
-    """Views, sizes and plain values, as the graph returns them."""
+    """Returns the graph's results: views, sizes and plain values."""
 
     outside_captures: ClassVar[bool] = True
     values: tuple[Any, ...]
@@ -548,7 +550,7 @@ OutputMemory = Allocate | TakeOver | Reuse | Shared
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Instructions that a wrapper prints. `variables` has each buffer's variable, `layouts` that variable's layout."""
+    """Instructions that a wrapper prints. `variables` maps buffers to variables, `layouts` variables to layouts."""
 
     name: str
     inputs: tuple[str, ...]
@@ -559,7 +561,7 @@ class Program:
     on_failure: tuple[Callable[[], None], ...] = ()  # called before an exception leaves the program
 
     def kernels(self) -> list[KernelSource]:
-        """Every kernel once, in order of first launch."""
+        """Return every kernel once, in the order of first launches."""
         launched = (item.kernel for item in self.instructions if isinstance(item, Launch))
         return list({kernel.name: kernel for kernel in launched}.values())
 
@@ -572,12 +574,12 @@ def _variable(leaf: View | Handle, program: Program) -> str:
 
 
 def _tracked_use(node: str, lines: list[str], touched: Iterable[str], written: Iterable[str]) -> list[str]:
-    """`lines` of a node that reads and writes memory; the tracker looks at both before, at what it wrote after."""
+    """Return `lines` with calls of the tracker: before them for all touched memory, after them for written memory."""
     written = tuple(dict.fromkeys(written))
     before = f"life.runs({node!r}, {_by_name(touched)}, {written!r})"
     return [before, *lines, *([f"life.ran({node!r}, {_by_name(written)})"] if written else [])]
 
 
 def _by_name(names: Iterable[str]) -> str:
-    """`{'a': a, 'b': b}`."""
+    """Return the source of a dict from names to variables: `{'a': a, 'b': b}`."""
     return "{" + ", ".join(f"{name!r}: {name}" for name in dict.fromkeys(names)) + "}"

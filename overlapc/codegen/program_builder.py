@@ -1,7 +1,7 @@
 """Turns the final schedule into a program.
 
-Memory is decided here: what a kernel writes in place, which freed buffer the next allocation takes over, and where
-everything is freed.
+Memory is assigned here: which arguments a kernel overwrites in place, which freed buffer the next allocation takes
+over, and where each buffer is freed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ from overlapc.runtime.collective_ops import SAFE_OVER_GLOO, SAFE_OVER_GLOO_ON_GP
 from overlapc.schedule.memory import analyze
 from overlapc.schedule.model import Schedule
 
-# Bytes of an argument below which new memory costs the host less than to ask who else holds that (2 us).
+# Arguments of fewer bytes are not reused: allocating new memory costs the host less than checking that only this graph
+# holds the argument (2 us).
 SMALLEST_REUSED = 64 << 10
 
 
@@ -74,10 +75,10 @@ def build_program(
     donated: Collection[str] = (),
     copies: Mapping[str, Copied] = MappingProxyType({}),
 ) -> Program:
-    """Instructions for `schedule`; `kernels` holds the source of every `Loops` op by its name.
+    """Build the program for `schedule`; `kernels` holds the source of every generated kernel by the name of its op.
 
-    donated: arguments that may be overwritten where they die, if only this graph holds their memory at run time.
-    copies: starts that go by copies.
+    donated: arguments that may be overwritten after their last use if only this graph holds their memory at run time.
+    copies: collectives that run by copies, by the name of their start.
     """
     return _Builder(schedule, graph, kernels, donated, copies).build()
 
@@ -100,8 +101,8 @@ class _Builder:
         self.instructions: list[Instruction] = []
         self.layouts: dict[str, Layout] = {}
         self.donated = set(donated)
-        self.planned: set[str] = set()  # roots whose memory we allocated ourselves
-        self.spare: dict[tuple[torch.device, sympy.Expr], str] = {}  # freed just now, not yet given back
+        self.planned: set[str] = set()  # roots whose memory this program allocated
+        self.spare: dict[tuple[torch.device, sympy.Expr], str] = {}  # dead since the last node, not yet freed
         self.sizes_known: set[str] = set()
         self.relied_on: set[str] = set()
         self.taken: dict[str, str] = {}  # root -> the output that took over its memory
@@ -117,7 +118,7 @@ class _Builder:
             if isinstance(op, Kernel):
                 self._launch(op, dying)
             elif isinstance(op, Wait):
-                # A bucket arrives as one: who waits for a part has waited for all. Each wait costs the device a gap.
+                # The first wait of a bucket waits for all its results: each later wait would cost a gap on the device.
                 start = self.schedule.started.get(at)
                 together = waits.pop(at if start is None else start, [])
                 self.instructions += self._waits(None if start is None else self.schedule.nodes[start].name, together)
@@ -149,7 +150,7 @@ class _Builder:
         return [WaitFor(self._variable(waits[0].source.buffer), waits[0], partial(by.copies.wait, by.index))]
 
     def _by_copies(self, op: IROp, by: Copied) -> Extern:
-        """The call that starts a collective by copies: it takes and gives lists."""
+        """Return the call that starts a collective by copies; it takes and returns lists."""
         assert isinstance(op, Start)
         call = op.call
         lists = [list(each) if isinstance(each, list | tuple) else [each] for each in (call.args[0], call.result)]
@@ -164,7 +165,7 @@ class _Builder:
                 self.instructions.append(Release(partial(by.copies.release, by.index)))
 
     def _waits_by_start(self) -> dict[int, list[Wait]]:
-        """The waits for each start, by its position; for one that another graph started, by the wait's own."""
+        """Map the position of each start to its waits; a wait for another graph's start is under its own position."""
         found: dict[int, list[Wait]] = {}
         for at, node in enumerate(self.schedule.nodes):
             if isinstance(node.payload, Wait):
@@ -172,7 +173,7 @@ class _Builder:
         return found
 
     def _variable(self, buffer: str) -> str:
-        """Waits and mutations give a buffer a new name; it stays the same Python object."""
+        """Return the variable of a buffer: waits and mutations rename a buffer, but it stays the same Python object."""
         return self.graph.root(buffer)
 
     # --- arguments
@@ -182,7 +183,7 @@ class _Builder:
             if expr.is_Symbol:
                 self._bind(BindSize(expr, name))
         used = self._inputs_used()
-        # What the graph does not use may be passed as None: sizes are read off the others where they can be.
+        # Arguments that the graph does not use may be passed as None, so sizes are read from used arguments first.
         for name in sorted((*self.graph.inputs, *self.graph.constants), key=lambda name: name not in used):
             view = self.graph.views.get(name)
             if view is None:
@@ -200,9 +201,10 @@ class _Builder:
                 self.instructions.append(CheckInput(name, view.layout))
 
     def _layouts_relied_on(self) -> set[str]:
-        """Buffers whose traced layout generated code builds on: kernels, and views made here.
+        """Return the buffers whose traced layout must hold, because kernels read them or views of them are created.
 
-        Buffers that only calls read, unchanged, may have another layout: some ops' fake results do (`_embedding_bag`).
+        Buffers that are only passed to calls as they are may have another layout than traced: the fake implementations
+        of some ops return another one (`_embedding_bag`).
         """
         found: set[str] = set()
         for node in self.schedule.nodes:
@@ -222,7 +224,7 @@ class _Builder:
         return isinstance(leaf, View) and own is not None and leaf.layout != own.layout
 
     def _inputs_used(self) -> set[str]:
-        """Arguments that some op reads or overwrites, or that are returned."""
+        """Return the arguments that some op reads or overwrites, or that are returned."""
         read = {name for node in self.schedule.nodes for name in (*node.reads, *node.mutates)}
         returned = {view.buffer for view in named_in(self.graph.outputs)}
         return {self.graph.root(name) for name in read | returned}
@@ -237,7 +239,7 @@ class _Builder:
     def _launch(self, op: Kernel, dying: set[str]) -> None:
         parts = loops_of(op)
         readers = Counter(root for part in parts for root in {self.graph.root(name) for name in buffers_read(part)})
-        shared = {root for root in dying if readers[root] > 1}  # parts run side by side: none may overwrite these
+        shared = {root for root in dying if readers[root] > 1}  # parts run concurrently: no part may overwrite these
         if isinstance(op, Attention):
             self._allocate([self._memory_apart(view) for view in op.outputs])
         else:
@@ -247,8 +249,11 @@ class _Builder:
         self.instructions.append(Launch(kernel, op, tuple(self.taken.get(root, root) for root in roots)))
 
     def _memory_for(self, view: View, op: Loops, dying: set[str], shared: set[str]) -> OutputMemory:
-        """Memory for a kernel's output: its place in shared memory, a dying argument's, a buffer's that was freed
-        just now, or new."""
+        """Return memory for a kernel's output.
+
+        In order of preference: its place in a pool for copies, the memory of an argument that dies here, that of a
+        buffer that died at the last node, that of a donated argument, new memory.
+        """
         self.layouts[view.buffer] = view.layout
         if view in self.shards:
             by, at = self.shards[view]
@@ -272,13 +277,13 @@ class _Builder:
         return Allocate(view.buffer, view.layout)
 
     def _memory_apart(self, view: View) -> OutputMemory:
-        """Memory for an output that is written while arguments are read: a buffer that was freed just now, or new."""
+        """Return memory for an output that must not share memory with an argument: a spare buffer's, or new."""
         self.planned.add(view.buffer)
         self.layouts[view.buffer] = view.layout
         return self._spare(view) or Allocate(view.buffer, view.layout)
 
     def _can_reuse(self, root: str, view: View, body: Body) -> bool:
-        """Whether `body` may write `view` in the memory of `root`."""
+        """Whether `body` may write `view` into the memory of `root`."""
         there = self.layouts[root]
         same = (there.storage_bytes(), there.device) == (view.layout.storage_bytes(), view.layout.device)
         return same and self._may_overwrite(body, root, view.buffer)
@@ -288,13 +293,16 @@ class _Builder:
         return None if spare is None else TakeOver(view.buffer, spare, view.layout)
 
     def _allocate(self, memories: Collection[OutputMemory]) -> None:
-        """Allocates new memory after `_free_spare`: both at once would exceed the planned peak."""
+        """Append allocations, new memory only after `_free_spare`: both at once would exceed the planned peak."""
         self.instructions += [each for each in memories if isinstance(each, TakeOver)]
         self._free_spare()
         self.instructions += [each for each in memories if not isinstance(each, TakeOver)]
 
     def _may_overwrite(self, body: Body, read: str, written: str) -> bool:
-        """Whether the kernel may store `written` in the memory that it reads as `read`, and writes nowhere else."""
+        """Whether the kernel may store `written` in the memory that it reads as `read`.
+
+        It must store `written` exactly once and must not write the memory of `read` by another store.
+        """
         names = {load.buffer for load in body.loads() if self.graph.root(load.buffer) == read}
         stores = [store for store in body.stores if store.buffer == written]
         return (
@@ -321,17 +329,16 @@ class _Builder:
             for dim, expr in enumerate(leaf.layout.size):
                 if expr.is_Symbol:
                     self._bind(BindSize(expr, leaf.buffer, dim))
-            if (
-                not (starts or op.out) and self.graph.root(leaf.buffer) in self.relied_on
-            ):  # `out=` is memory of the graph
+            # `out=` was allocated with the traced layout.
+            if not (starts or op.out) and self.graph.root(leaf.buffer) in self.relied_on:
                 self.instructions.append(ExpectLayout(leaf.buffer, leaf.layout))
 
     # --- memory
 
     def _free(self, dying: set[str]) -> None:
-        """Frees buffers that die here; the very next allocation of their size may reuse planned ones.
+        """Free buffers that die here; memory of this program stays spare for the next node's outputs of equal size.
 
-        Holding them any longer would raise the peak over what the schedule was planned with.
+        Holding it any longer would raise the peak above the planned one.
         """
         freed = []
         for root in sorted(dying):
@@ -350,7 +357,7 @@ class _Builder:
 
 
 def _shards(schedule: Schedule, copies: Mapping[str, Copied]) -> dict[View, tuple[Copied, int]]:
-    """Kernel outputs that a start reads unchanged, which may be written into a pool -> collective, index."""
+    """Map kernel outputs that may be written directly into a pool to (collective that reads them, index of tensor)."""
     found: dict[View, tuple[Copied, int]] = {}
     for node in schedule.nodes:
         if node.name in copies:
@@ -362,7 +369,7 @@ def _shards(schedule: Schedule, copies: Mapping[str, Copied]) -> dict[View, tupl
 
 
 def _as_started(call: Extern) -> Extern:
-    """`call`, by what starts it safely if gloo carries it."""
+    """Return `call` with its target replaced by a variant that is safe over gloo, if its group uses gloo."""
     if call.target not in SAFE_OVER_GLOO_ON_GPUS:
         return call
     (device_type,) = {view.layout.device.type for view in views_in(call.arguments)}

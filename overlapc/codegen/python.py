@@ -24,7 +24,7 @@ from overlapc.codegen.program import (
 from overlapc.ir.ops import Extern, Handle, Layout, Provenance, View
 from overlapc.runtime import marks
 
-# What every printed module may call, by `objects.rebuild`.
+# Names that every printed module may use -> text for `objects.rebuild`.
 _KNOWN: Mapping[str, str] = {
     "torch": "torch",
     "rt": "overlapc.runtime.support",
@@ -36,14 +36,14 @@ _KNOWN: Mapping[str, str] = {
 }
 _sizes = PythonPrinter()
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
-# Matrix products by their public names, which find the op and convert its arguments in half an overload's time.
+# Matrix products are called by their public names: dispatching these takes half the host time of an overload.
 _PUBLIC = {getattr(torch.ops.aten, name).default: f"torch.{name}" for name in _PRODUCTS}
 
 
 class PythonWrapper:
-    """Prints a program. `source` is the module text: run with `objects` and the kernels' launchers, it has `call`.
+    """Prints a program as a Python module, `source`, which uses `objects` and the kernels' launchers by name.
 
-    `call(args)` takes one list of arguments, which it empties (boxed).
+    The module defines `call(args)`, which takes one list of arguments and empties it (boxed).
     """
 
     def __init__(
@@ -55,15 +55,19 @@ class PythonWrapper:
         checks: frozenset[str] = frozenset(),
         partition: Partition | None = None,
     ) -> None:
-        """marked: with a profiler's mark around every node (runtime/marks.py). tracked: every allocation and free is
-        checked against the plan (runtime/lifecycle.py). checks: "nan", "inf" and "sync" look at each node after it ran
-        (runtime/check_values.py). partition: the program as parts for CUDA graphs (runtime/cuda_graphs.py)."""
+        """Print `program`.
+
+        marked: put a profiler mark around every node (runtime/marks.py).
+        tracked: check every allocation and free against the plan (runtime/lifecycle.py).
+        checks: any of "nan", "inf" and "sync", applied after each node (runtime/check_values.py).
+        partition: the program split into parts for CUDA graphs (runtime/cuda_graphs.py).
+        """
         self.program = program
         self.tracked = tracked
         self.checks = checks
-        # One numbering with and without marks, so that both printings can share their objects.
+        # Numbered the same with and without marks, so that both sources can share their objects.
         self.objects: dict[str, Any] = {name: rebuild(text) for name, text in _KNOWN.items()} | dict(program.constants)
-        self.texts = dict(_KNOWN)  # how a later process finds them; "" where it cannot. Constants come with the graph
+        self.texts = dict(_KNOWN)  # for `objects.rebuild` in another process; "" if it cannot. Without constants
         self.names: dict[int, str] = {}
         self.devices: dict[torch.device, torch.device] = {}
         self.header: list[str] = []
@@ -78,7 +82,7 @@ class PythonWrapper:
         self.source = self._module(partition.steps if partition is not None else program.instructions, marked)
 
     def function(self, launchers: Mapping[str, Launcher]) -> Boxed:
-        """The function, which calls these launchers."""
+        """Execute the module and return its `call`, which uses these launchers."""
         return function_of(self.source, f"<overlapc {self.program.name}>", {**self.objects, **launchers})
 
     def _module(self, steps: Sequence[Instruction | CapturedPart], marked: bool) -> str:
@@ -86,7 +90,7 @@ class PythonWrapper:
         looked_at = [item for item in steps if isinstance(item, CheckInput)]
         functions: list[str] = []
         body: list[str] = []
-        # In the program's order: names of objects count up as they are met.
+        # In program order, because objects are numbered at their first use.
         for item in steps:
             if isinstance(item, CheckInput):
                 body += self._layouts(looked_at) if item is looked_at[0] else []
@@ -116,7 +120,7 @@ class PythonWrapper:
         return [*lines, *_indented(_unpacked(self.program.inputs, *tracker))]
 
     def _function(self, part: CapturedPart) -> list[str]:
-        """The definition of a captured part."""
+        """Return the definition of a captured part."""
         inner, written = (
             [at for at, name in enumerate(part.inputs) if name in names] for names in (part.inner, part.written)
         )
@@ -153,7 +157,11 @@ class PythonWrapper:
         return lines
 
     def _layouts(self, items: list[CheckInput]) -> list[str]:
-        """All at once where that is possible: each by itself only for the first call, and where something differs."""
+        """Return the lines that check the layouts of arguments.
+
+        If all sizes are static, one call compares all layouts with those that passed before; arguments are checked one
+        by one only in the first call and where that comparison fails.
+        """
         lines = [line for item in items for line in item.python(self)]
         extents = [extent for item in items for extent in (*item.layout.size, *item.layout.stride)]
         if len(items) < 2 or any(extent.free_symbols for extent in extents):
@@ -162,10 +170,10 @@ class PythonWrapper:
         self.header.append("layouts = rt.Layouts()")
         return [f"if not layouts.known({names}):", *_indented(lines), f"    layouts.learn({names})"]
 
-    # --- helpers with which instructions print themselves
+    # --- helpers that instructions use to print themselves
 
     def called(self, op: Extern) -> str:
-        """The call of `op`, which may write its result into memory of the graph."""
+        """Return the call of `op`; its result may be written into allocated memory (`out=`)."""
         args = [self.value(arg) for arg in op.args]
         args += [f"{name}={self.value(arg)}" for name, arg in op.kwargs.items()]
         if op.out and isinstance(op.result, View):
@@ -174,37 +182,37 @@ class PythonWrapper:
         return f"{self.target(op.target)}({', '.join(args)})"
 
     def returning(self, values: tuple[Any, ...]) -> list[str]:
-        """The lines that return `values`."""
+        """Return the lines that return `values`."""
         texts = [self._returned(value) for value in values]
         left = _tuple(self.leaving)
         copies = [f"{left} = parts.copied{left}"] if self.leaving else []
         return [*copies, f"return {_tuple(texts)}"]
 
     def _returned(self, value: Any) -> str:
-        """`value`; some of torch's own ops (`slice_scatter`) give a view of what they copied."""
+        """Return the source of a returned value; views that an aten op (`slice_scatter`) returned are copied."""
         text = self.value(value)
         return f"rt.standing_alone({text})" if text in self.results_of_aten else text
 
     def memory(self, device: torch.device, form: str) -> str:
-        """New memory; `form` is its size, stride and dtype."""
+        """Return the expression that allocates memory; `form` is its size, stride and dtype."""
         if device.type in ("cpu", "cuda"):
             return f"rt.empty_{device.type}({form})"
         return f"rt.empty({form}, {self._device(device)})"
 
     def form(self, layout: Layout) -> str:
-        """Size, stride and dtype."""
+        """Return the source of size, stride and dtype."""
         return f"{', '.join(self.shape(layout))}, {layout.dtype}"
 
     def shape(self, layout: Layout) -> tuple[str, str]:
-        """Size and stride."""
+        """Return the sources of size and stride."""
         return self._sizes(layout.size), self._sizes(layout.stride)
 
     def size(self, expr: sympy.Expr) -> str:
-        """A number, or an expression over sizes that are defined before."""
+        """Return the source of a size: a number, or an expression over symbols that are defined before."""
         return str(_sizes.doprint(expr))
 
     def target(self, target: Any) -> str:
-        """What is called, by a name of this module."""
+        """Return the name under which this module calls `target`."""
         if isinstance(target, torch._ops.OpOverload):
             path = str(target)  # "aten.mm.default"
             name = path.replace(".", "_").replace("::", "_")
@@ -217,7 +225,7 @@ class PythonWrapper:
         return self.name_of(target, getattr(target, "__name__", "target"))
 
     def name_of(self, value: Any, hint: str) -> str:
-        """The name under which this module finds an object; `hint` is what it begins with."""
+        """Return the name of an object in this module; a new name begins with `hint`."""
         if id(value) not in self.names:
             hint = "".join(c if c.isalnum() else "_" for c in hint)
             name = f"{hint}_{len(self.objects)}"
@@ -229,7 +237,7 @@ class PythonWrapper:
 
     @staticmethod
     def origin(origin: Provenance) -> str:
-        """FX nodes, module and source line, for a comment."""
+        """Return FX nodes, module and source line, for a comment."""
         shown = " ".join(origin.fx[:8]) + (" …" if len(origin.fx) > 8 else "")
         where = f" | {origin.module}" if origin.module else ""
         return f"{shown}{where}" + (f" | {origin.source}" if origin.source else "")
@@ -237,7 +245,7 @@ class PythonWrapper:
     # --- values
 
     def value(self, value: Any) -> str:
-        """An argument or result as an expression."""
+        """Return the source of an argument or result."""
         if isinstance(value, View):
             return self._view(value)
         if isinstance(value, Handle):
@@ -272,7 +280,7 @@ class PythonWrapper:
         return f"rt.view({variable}, {size}, {stride}, {self.size(view.layout.offset)})"
 
     def _device(self, device: torch.device) -> str:
-        """Made once, not by every call; one name for all that are equal."""
+        """Return the name of a device object, which is created once and shared by all equal devices."""
         return self.name_of(self.devices.setdefault(device, device), str(device).replace(":", ""))
 
     def _sizes(self, sizes: tuple[sympy.Expr, ...]) -> str:
@@ -280,7 +288,7 @@ class PythonWrapper:
 
 
 def _gpu(item: Instruction | CapturedPart) -> int | None:
-    """The GPU that must be current for `item`; None where that does not matter."""
+    """Return the index of the GPU that must be current for `item`; None if that does not matter."""
     if isinstance(item, CapturedPart):
         return next((found for found in map(_gpu, item.instructions) if found is not None), None)
     return item.device.index if item.device is not None and item.device.type == "cuda" else None
@@ -291,7 +299,7 @@ def _indented(lines: Iterable[str]) -> list[str]:
 
 
 def _on_device(index: int, body: list[str]) -> list[str]:
-    """`body` with a GPU current, and afterwards the one that was."""
+    """Return `body` with GPU `index` current inside and the previous one restored afterwards."""
     return [f"before = rt.enter_device({index})", "try:", *_indented(body), "finally:", "    rt.enter_device(before)"]
 
 
@@ -300,6 +308,6 @@ def _tuple(names: Sequence[str]) -> str:
 
 
 def _unpacked(names: tuple[str, ...], *then: str) -> list[str]:
-    """The first lines of a function that takes a list of arguments and empties it."""
+    """Return the first lines of a function that takes a list of arguments and empties it; `then` comes in between."""
     trailing = "," if len(names) == 1 else ""
     return [*([f"{', '.join(names)}{trailing} = args"] if names else []), *then, "args.clear()"]

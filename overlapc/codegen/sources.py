@@ -13,15 +13,15 @@ from overlapc.errors import CompileError
 from overlapc.ir.ops import Attention, Combo, Kernel, Loops, LoweredGraph, loops_of
 from overlapc.schedule.model import Schedule
 
-_LINES = 4  # of the user's code that a kernel's comment shows
+_LINES = 4  # lines of the user's code in a kernel's comment
 
 
 def generate_kernels(
     schedule: Schedule, graph: LoweredGraph, tuned: Mapping[str, KernelSource] | None = None
 ) -> dict[str, KernelSource]:
-    """Source of every generated kernel, by the name of its op.
+    """Return the source of every generated kernel, by the name of its op.
 
-    tuned: by the name of a source, another one that does the same and is used instead.
+    tuned: replacements from autotuning, by the name of the source that each replaces.
     """
     sources = {}
     for node in schedule.nodes:
@@ -37,7 +37,7 @@ def generate_kernels(
                 )
         source = source_of(op, graph)
         other = (tuned or {}).get(source.name)
-        if other is not None:  # buffers are this op's: it was perhaps another layer's kernel that was measured
+        if other is not None:  # keep this op's buffers: the measured kernel may be that of another layer
             source = replace(source, name=other.name, text=other.text, launch=other.launch)
         sources[op.name] = source
     return sources
@@ -50,7 +50,7 @@ def _refused(op: Loops | Attention) -> str | None:
 
 
 def source_of(op: Kernel, graph: LoweredGraph) -> KernelSource:
-    """The kernel of `op` as heuristics would have it."""
+    """Return the source of the kernel of `op` with the tiling that heuristics choose."""
     comment = "\n".join((f"{' '.join(op.origin.fx)} | {op.origin.source}", *op.origin.lines[1:_LINES]))
     if isinstance(op, Attention):
         return generators.attention_source(op, comment)
@@ -61,19 +61,19 @@ def source_of(op: Kernel, graph: LoweredGraph) -> KernelSource:
 
 
 def alternatives_of(op: Loops | Combo, graph: LoweredGraph, around: Any = None) -> Sequence[Alternative]:
-    """What `source_of` gives, or the one with the tiling `around`; then the same kernel, its work divided otherwise."""
+    """Return what `source_of` returns, or the kernel with tiling `around`, followed by the kernel in other tilings."""
     bodies = [part.body for part in loops_of(op)]
     return generators.generator_for(op.device.type).alternatives(bodies, _hint(op), graph.size_hints, around)
 
 
 def _hint(op: Loops | Combo) -> str:
-    """`mul_rsqrt_sum`: the distinct ops in it, as a readable part of the kernel's name."""
+    """Return the distinct ops of a kernel as a readable part of its name: `mul_rsqrt_sum`."""
     names = dict.fromkeys(re.sub(r"_?\d+$", "", name).strip("_") for name in op.origin.fx)
     return "_".join(list(names)[:6])
 
 
 def kernels_of(sources: Mapping[str, KernelSource], schedule: Schedule) -> list[tuple[str, KernelSource]]:
-    """(device type, source) of every kernel once, by first launch."""
+    """Return (device type, source) of every kernel once, in the order of first launches."""
     found: dict[str, tuple[str, KernelSource]] = {}
     for node in schedule.nodes:
         if isinstance(node.payload, Kernel):

@@ -1,8 +1,9 @@
-"""Generated kernels run alone, on made-up memory: which may be run so, and on what memory.
+"""Synthetic arguments to time generated kernels alone, and a check of which kernels can run on them.
 
-Integers are zeros and floats random. A kernel that reads where it should from memory (an embedding, a target's
-logit) then reads element 0; one whose indices could be out of bounds is refused, as its assertion would take the
-process's device with it. What a kernel overwrites in place is made up too, so it may run again.
+Integers are zeros and floats are random. A kernel that loads its indices from memory (an embedding, the logit of a
+target) then reads element 0. A kernel whose indices could be out of bounds is refused, because its failed assertion
+would make the device unusable for the process. Buffers that a kernel overwrites in place are synthetic, too, so it may
+run repeatedly.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from overlapc.ir.body import Body, Cast, Checked, Constant, Index, Load, Op, Val
 from overlapc.ir.hazards import scatters
 from overlapc.ir.ops import LoweredGraph
 
-_ALIGNMENT_BYTES = 512  # as torch's allocator aligns: kernels are compiled for aligned buffers
+_ALIGNMENT_BYTES = 512  # that of torch's allocator: kernels are compiled for aligned buffers
 _MOST_SETS = 64
 _DRAWN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FOLDED: Mapping[str, Callable[..., Any]] = {
@@ -37,7 +38,7 @@ _FOLDED: Mapping[str, Callable[..., Any]] = {
 
 
 def refuse(body: Body) -> str | None:
-    """Why `body` is not run on made-up numbers, or None."""
+    """Return why `body` cannot run on synthetic arguments, or None."""
     if scatters(body):
         return "where it writes depends on what it reads, and with that its time"
     at_zero = _folded(body)
@@ -53,9 +54,10 @@ def refuse(body: Body) -> str | None:
 def memory_sets(
     buffers: Iterable[str], graph: LoweredGraph, device: torch.device, span_bytes: int
 ) -> list[list[Tensor]]:
-    """Arguments for launches one after another: a tensor for each of `buffers`, as often as fills `span_bytes`.
+    """Return sets of arguments for successive launches, each with a tensor per name in `buffers`.
 
-    Names that share memory in the graph share it here. torch.OutOfMemoryError when that does not fit.
+    There are as many sets as fill `span_bytes`, at most `_MOST_SETS`. Names that share memory in the graph share it in
+    a set. torch.OutOfMemoryError if they do not fit.
     """
     names = list(buffers)
     roots = {root: graph.views[root].layout for root in dict.fromkeys(map(graph.root, names))}
@@ -74,7 +76,7 @@ def _padded(elements: int, dtype: torch.dtype) -> int:
 def _filled(sets: int, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     memory = torch.zeros(sets, elements, dtype=dtype, device=device)
     if dtype in _DRAWN:
-        memory.normal_(generator=torch.Generator(device).manual_seed(0))  # the user's generators stay as they are
+        memory.normal_(generator=torch.Generator(device).manual_seed(0))  # leaves the user's generators unchanged
     return memory
 
 
@@ -83,7 +85,7 @@ def _reads(value: Value) -> bool:
 
 
 def _folded(body: Body) -> dict[Value, int | float | bool]:
-    """Values that are one number, whatever the position, when all integers in memory are 0."""
+    """Return the values that are the same number at every position if all integers in memory are 0."""
     found: dict[Value, int | float | bool] = {}
     for value in body.values():
         number = _number(value, found)
