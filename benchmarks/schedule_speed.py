@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from overlapc.config import Config
 from overlapc.estimators.device import DeviceProfile
 from overlapc.estimators.profiles.profile_file import load_profile
 from overlapc.estimators.simulator.incremental import Replay
@@ -91,7 +92,9 @@ def slow_network(schedule: Schedule) -> Schedule:
 def planned(schedule: Schedule, profile: DeviceProfile) -> Result:
     """What the default passes make of a schedule of which nothing has been asked before."""
     fresh = replace(schedule)
-    return run_pipeline(fresh, Context(profile=profile, reorder_collectives=True, overlap_margin=1.5))
+    return run_pipeline(
+        fresh, Context(profile=profile, reorder_collectives=True, overlap_margin=1.5, cache_dir=Config().cache_dir)
+    )
 
 
 def local_moves(schedule: Schedule, profile: DeviceProfile, count: int = 500) -> None:

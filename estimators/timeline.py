@@ -22,10 +22,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.simulator.lower_bound import LowerBound, lower_bound
 from overlapc.estimators.simulator.machine import Machine, costs_of
+from overlapc.estimators.simulator.native import Simulated, simulated
 from overlapc.schedule.model import COMMUNICATION, COMPUTE, Schedule
 
 _TIMED = (*COMPUTE, *COMMUNICATION)
@@ -133,22 +135,29 @@ def simulated_ns(schedule: Schedule, profile: DeviceProfile, nodes: Sequence[int
     return machine.now
 
 
-def simulate(schedule: Schedule, profile: DeviceProfile = IDEAL) -> Timeline:
-    """Replay `schedule` in its present order. Nodes without an estimate take no time and are listed."""
+def simulate(schedule: Schedule, profile: DeviceProfile = IDEAL, cache_dir: Path | None = None) -> Timeline:
+    """Replay `schedule` in its present order. Nodes without an estimate take no time and are listed.
+
+    cache_dir: as in `Context`.
+    """
     count = len(schedule.nodes)
     late = [(wait, start) for wait, start in schedule.started.items() if wait < start]
     assert not late, f"{schedule.nodes[late[0][0]].name} is before {schedule.nodes[late[0][1]].name}, its start"
-    machine = Machine(costs_of(schedule, profile), [0.0] * count, [0.0] * count)
-    machine.run(range(count))
-    machine.finish()
-    exposed, start, end = machine.exposed, machine.start, machine.end
+    costs = costs_of(schedule, profile)
+    found = simulated(costs, cache_dir)
+    if found is None:
+        machine = Machine(costs, [0.0] * count, [0.0] * count)
+        machine.run(range(count))
+        machine.finish()
+        exposed = [machine.exposed.get(at, 0.0) for at in range(count)]
+        found = Simulated(machine.start, machine.end, exposed, machine.now, machine.idle)
     return Timeline(
-        schedule, profile, tuple(start), tuple(end), machine.now,
+        schedule, profile, tuple(found.start_ns), tuple(found.end_ns), found.step_ns,
         collectives={
-            node.name: CollectiveTime(start[at], end[at], exposed.get(at, 0.0))
+            node.name: CollectiveTime(found.start_ns[at], found.end_ns[at], found.exposed_ns[at])
             for at, node in enumerate(schedule.nodes)
             if node.kind in COMMUNICATION
         },
-        launch_idle_ns=machine.idle,
+        launch_idle_ns=found.idle_ns,
         unknown=tuple(node.name for node in schedule.nodes if node.kind in _TIMED and node.estimate is None),
     )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from overlapc.errors import ConfigError
@@ -35,7 +36,7 @@ class Context:
     estimate. estimate: asked about nodes that a pass made. merge_payloads: one payload for several starts of
     one collective, or for several kernels of one kind, in their order, or a string that says why not; who merges nodes
     needs it where they have payloads. kernel_kind: by a kernel's payload, equal for those that may share a launch; None
-    for one that shares its launch with no other.
+    for one that shares its launch with no other. cache_dir: where the simulator in C is kept; None for that in Python.
     """
 
     profile: DeviceProfile = IDEAL
@@ -50,6 +51,7 @@ class Context:
     estimate: Callable[[Node], Estimate | None] | None = None
     merge_payloads: Callable[[Sequence[Any]], Any] | None = None
     kernel_kind: Callable[[Any], Hashable | None] | None = None
+    cache_dir: Path | None = None
     verify: bool = True
     check_memory: bool = False  # compare incremental memory with recomputation after every move
     dump: Callable[[str, str], None] | None = None
@@ -69,7 +71,7 @@ class Context:
 
     def timeline(self, schedule: Schedule) -> Timeline:
         """The simulator's replay of `schedule`, kept with it: one pass asks for what the one before was judged by."""
-        return schedule.fact("timeline", lambda: simulate(schedule, self.profile), of=self.profile)
+        return schedule.fact("timeline", lambda: simulate(schedule, self.profile, self.cache_dir), of=self.profile)
 
     def late(self, schedule: Schedule) -> Schedule:
         """`schedule` if every collective takes `overlap_margin` times its estimate. Kept with it, nodes too."""

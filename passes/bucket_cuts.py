@@ -91,7 +91,8 @@ class _Window:
                 while alias is not None and alias not in buffers:
                     buffers[alias] = ordered.buffers[alias]
                     alias = buffers[alias].alias_of
-        return cls(Schedule(name, nodes, buffers), kept.index(at), members, ctx, BucketCost(ctx, members[0]))
+        window = Schedule(name, nodes, buffers, like=ordered)
+        return cls(window, kept.index(at), members, ctx, BucketCost(ctx, members[0]))
 
     def best_cuts(self, most_nodes: int) -> frozenset[int]:
         """Numbers of members with which another bucket begins: the best cut first, as long as there is one."""

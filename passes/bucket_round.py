@@ -61,7 +61,8 @@ class Round:
         self.joined = False  # whether a run holds more than one unit
         self.report = report
         self.place = Places(schedule, ctx, report, forward=self.forward).place
-        self.ours = [at for at, node in enumerate(self.nodes) if node.kind is Kind.START and self._is_ours(node)]
+        starts = ((at, node) for at, node in enumerate(self.nodes) if node.kind is Kind.START and not node.mutates)
+        self.ours = [at for at, node in starts if node.comm is not None and Alike.of(node.comm) == alike]
         self.cost = BucketCost(ctx, self.nodes[self.ours[0]])
 
     def run(self) -> Schedule:
@@ -113,9 +114,6 @@ class Round:
             else:
                 joined.append(run)
         return joined
-
-    def _is_ours(self, node: Node) -> bool:
-        return node.comm is not None and not node.mutates and Alike.of(node.comm) == self.alike
 
     def _bucket_ns(self, members: Sequence[int]) -> float:
         return self.cost.ns(Sum.of(self.nodes[at] for at in members))

@@ -123,9 +123,7 @@ class Fill:
         """The ready node that runs now that `wait`, on which the most urgent depends, is not done."""
         if self.machine.held and self.machine.running[self.costs.queue[self.collective[wait]]] is None:
             ready = (at for _, at in self.ready[:LOOKED_AT] if not self.done[at] and self.kinds[at] in COMPUTE)
-            shortest = min(((self.costs.ns[at], at) for at in ready if self.costs.ns[at] > 0), default=None)
-            if shortest is not None:
-                return shortest[1]
+            return min(((self.costs.ns[at], at) for at in ready if self.costs.ns[at] > 0), default=self.ready[0])[1]
         return self.ready[0][1]
 
     # Placing it

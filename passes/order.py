@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from overlapc.estimators.simulator.incremental import Replay, Timing
+from overlapc.estimators.simulator.incremental import Timing
+from overlapc.estimators.simulator.native import replay_of
 from overlapc.passes.base import Context
 from overlapc.schedule import dependencies
 from overlapc.schedule.dependencies import Why
@@ -35,7 +36,7 @@ class Order:
     def __init__(self, schedule: Schedule, ctx: Context, clocks: Sequence[Schedule] = ()) -> None:
         self.schedule = schedule
         self._memory = MemoryTimeline(schedule, check=ctx.check_memory)
-        self._replays = [Replay(clock, ctx.profile) for clock in clocks]
+        self._replays = [replay_of(clock, ctx.profile, ctx.cache_dir) for clock in clocks]
         self.order, self.position = self._memory.order, self._memory.position
         deps = dependencies.of(schedule)
         self._preds: list[list[int]] = [[] for _ in self.order]

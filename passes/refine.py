@@ -63,10 +63,9 @@ def refine(schedule: Schedule, ctx: Context) -> tuple[Schedule, PassReport]:
     search = Search(schedule, ctx)
     search.run()
     report = PassReport("refine", counted=True)
-    best = search.best
-    if best is None:
+    if search.best is None:
         return schedule, report
-    moved = schedule.replace_order(best, reorder_collectives=ctx.reorder_collectives)
+    moved = schedule.replace_order(search.best, reorder_collectives=ctx.reorder_collectives)
     _explain(report, schedule, moved)
     return moved, report
 

@@ -13,6 +13,7 @@ ahead, or would be now that the stream is sooner, replaying goes on.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ from overlapc.estimators.device import IDEAL, DeviceProfile
 from overlapc.estimators.simulator.machine import Machine, costs_of
 from overlapc.schedule.model import Schedule
 
-_BLOCK = 24  # nodes: states before short blocks are compared sooner, those before long ones are fewer to keep
+BLOCK = 24  # nodes: states before short blocks are compared sooner, those before long ones are fewer to keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +71,56 @@ class _Trial:
     ahead_ns: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 
-class Replay:
+class Moves(ABC):
     """The timing of an order that changes.
 
     Nodes are positions in `schedule.nodes` as it was given, and windows are as in `MemoryTimeline`, so that one move is
     tried on both by the same arguments. Nobody checks here that an order is legal.
     """
 
-    def __init__(self, schedule: Schedule, profile: DeviceProfile = IDEAL, *, block: int = _BLOCK) -> None:
-        """block: nodes between two states that are kept."""
-        self._block = block
-        count = len(schedule.nodes)
+    timing: Timing  # of the present order
+    blocks_replayed: int  # so far: what replaying cost
+
+    def __init__(self, count: int) -> None:
         self.order: list[int] = list(range(count))
         self.position: list[int] = list(self.order)
+
+    @abstractmethod
+    def try_window(self, low: int, nodes: Sequence[int]) -> Timing:
+        """The timing if `nodes`, which stand at positions low.. now, stood in this order there."""
+
+    @abstractmethod
+    def apply(self, low: int, nodes: Sequence[int]) -> None:
+        """Reorders the nodes at positions low.. into the order `nodes`. Costs nothing if this order was tried last."""
+
+    def try_move(self, low: int, high: int, to: int) -> Timing:
+        """The timing if the nodes at positions low..high-1 began at position `to` (counted without them)."""
+        return self.try_window(*self._window(low, high, to))
+
+    def move(self, low: int, high: int, to: int) -> None:
+        """Move the nodes at positions low..high-1 so that they begin at `to` (counted without them)."""
+        self.apply(*self._window(low, high, to))
+
+    def _window(self, low: int, high: int, to: int) -> tuple[int, list[int]]:
+        block = self.order[low:high]
+        if to < low:
+            return to, block + self.order[to:low]
+        return low, self.order[high : high + to - low] + block
+
+    def _put(self, low: int, nodes: Sequence[int]) -> None:
+        self.order[low : low + len(nodes)] = nodes
+        for at, node in enumerate(nodes, low):
+            self.position[node] = at
+
+
+class Replay(Moves):
+    """`Moves` in Python; `native.NativeReplay` is the same by a C compiler."""
+
+    def __init__(self, schedule: Schedule, profile: DeviceProfile = IDEAL, *, block: int = BLOCK) -> None:
+        """block: nodes between two states that are kept."""
+        super().__init__(len(schedule.nodes))
+        self._block = block
+        count = len(schedule.nodes)
         self._costs = costs_of(schedule, profile)
         self._synchronous = profile.synchronous
         self._times = [0.0] * count  # machines write here when nodes begin and end; unused
@@ -117,7 +155,7 @@ class Replay:
         )
 
     def try_window(self, low: int, nodes: Sequence[int]) -> Timing:
-        """The timing if `nodes`, which stand at positions low.. now, stood in this order there."""
+        """As `Moves.try_window`."""
         changes = self._try(low, nodes).blocks.items()
         pairs = [(new, self._blocks[number]) for number, new in changes]
         return Timing(
@@ -127,12 +165,10 @@ class Replay:
         )
 
     def apply(self, low: int, nodes: Sequence[int]) -> None:
-        """Reorders the nodes at positions low.. into the order `nodes`. Costs nothing if this order was tried last."""
+        """As `Moves.apply`."""
         trial, self.timing = self._try(low, nodes), self.try_window(low, nodes)
         self._trial = None
-        self.order[low : low + len(nodes)] = nodes
-        for at, node in enumerate(nodes, low):
-            self.position[node] = at
+        self._put(low, nodes)
         self._reissue([node for node in nodes if node in self._slot])
         shift_ns, shifted_to = 0.0, 0
         for number, new in trial.blocks.items():
@@ -142,20 +178,6 @@ class Replay:
             self._count_exposed(old, new)
             shift_ns, shifted_to = shift_ns + new.took_ns - old.took_ns, number + 1
         self._shift(shifted_to, len(self._blocks), shift_ns)
-
-    def try_move(self, low: int, high: int, to: int) -> Timing:
-        """The timing if the nodes at positions low..high-1 began at position `to` (counted without them)."""
-        return self.try_window(*self._window(low, high, to))
-
-    def move(self, low: int, high: int, to: int) -> None:
-        """Move the nodes at positions low..high-1 so that they begin at `to` (counted without them)."""
-        self.apply(*self._window(low, high, to))
-
-    def _window(self, low: int, high: int, to: int) -> tuple[int, list[int]]:
-        block = self.order[low:high]
-        if to < low:
-            return to, block + self.order[to:low]
-        return low, self.order[high : high + to - low] + block
 
     # Replaying
 

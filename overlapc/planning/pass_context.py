@@ -20,6 +20,7 @@ def context_of(config: Config, profile: DeviceProfile, estimator: Estimator | No
         effort=config.search_effort,
         stop_after=config.stop_after,
         estimate=None if estimator is None else estimator.estimate,
+        cache_dir=config.cache_dir,
         verify=config.verify,
         check_memory=config.check_memory,
         peak_of=peak_with_pools,

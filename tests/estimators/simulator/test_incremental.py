@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from overlapc.config import Config
 from overlapc.estimators.device import IDEAL, DeviceProfile, Slowdown
 from overlapc.estimators.profiles.profile_file import load_profile
-from overlapc.estimators.simulator.incremental import Replay
+from overlapc.estimators.simulator.incremental import BLOCK, Replay
 from overlapc.estimators.simulator.machine import Machine
+from overlapc.estimators.simulator.native import NativeReplay, library_in, replay_of
 from overlapc.estimators.timeline import Timeline, simulate
 from overlapc.schedule import dependencies
 from overlapc.schedule.model import Schedule
@@ -27,6 +29,12 @@ PROFILES = (
     DeviceProfile("waits", slowdowns=_SLOW, launch_ns=2.9, collectives_wait_for_kernels=True),
     load_profile("h200-nvlink"),
 )
+
+
+def native(schedule: Schedule, profile: DeviceProfile, block: int = BLOCK) -> NativeReplay:
+    library = library_in(Config().cache_dir)
+    assert library is not None
+    return NativeReplay(library, schedule, profile, block=block)
 
 
 def check(replay: Replay, schedule: Schedule, profile: DeviceProfile) -> Timeline:
@@ -68,17 +76,23 @@ def legal_move(schedule: Schedule, replay: Replay, rng: random.Random) -> tuple[
 @settings(max_examples=400, deadline=None)
 def test_after_every_move_it_is_what_the_whole_order_takes(schedule, seed, profile, block):
     rng = random.Random(seed)
-    replay = Replay(schedule, profile, block=block)
+    replay, in_c = Replay(schedule, profile, block=block), native(schedule, profile, block)
     check(replay, schedule, profile)
     for _ in range(12):
         move = legal_move(schedule, replay, rng)
         tried = replay.try_move(*move)
+        assert in_c.try_move(*move) == tried
         if rng.random() < 0.3:
-            replay.try_move(*legal_move(schedule, replay, rng))  # what was tried before leaves no trace
+            other = legal_move(schedule, replay, rng)  # what was tried before leaves no trace
+            assert in_c.try_move(*other) == replay.try_move(*other)
         if rng.random() < 0.8:
             replay.move(*move)
+            in_c.move(*move)
             assert replay.timing == tried
             check(replay, schedule, profile)
+        assert (in_c.order, in_c.timing, in_c.blocks_replayed) == (replay.order, replay.timing, replay.blocks_replayed)
+    whole = check(replay, schedule, profile)
+    assert simulate(whole.schedule, profile, Config().cache_dir) == whole
 
 
 def step_of_layers(layers: int) -> str:
@@ -98,11 +112,13 @@ def step_of_layers(layers: int) -> str:
 
 def test_a_move_far_from_the_end_replays_a_small_part_of_a_long_step():
     schedule, profile = parse(step_of_layers(120)), load_profile("h200-nvlink")
-    replay, rng = Replay(schedule, profile), random.Random(3)
+    replay, in_c, rng = Replay(schedule, profile), native(schedule, profile), random.Random(3)
     changed = 0
     for number in range(300):
         before, move = replay.timing, legal_move(schedule, replay, rng)
         replay.move(*move)
+        in_c.move(*move)
+        assert (in_c.timing, in_c.blocks_replayed) == (replay.timing, replay.blocks_replayed)
         changed += replay.timing != before
         if number % 10 == 0:
             check(replay, schedule, profile)
@@ -139,3 +155,10 @@ def test_what_waits_for_a_slow_host_is_replayed_too(kernels, gains):
     replay.move(0, 1, 1)
     check(replay, schedule, profile)
     assert replay.timing == before
+
+
+def test_without_a_compiler_python_replays(tmp_path, monkeypatch):
+    schedule = parse(step_of_layers(3))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert isinstance(replay_of(schedule, IDEAL, tmp_path), Replay)
+    assert simulate(schedule, IDEAL, tmp_path) == simulate(schedule, IDEAL)

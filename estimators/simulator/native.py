@@ -1,0 +1,171 @@
+"""`replay.c`, built once per machine and kept beside the kernels: replays at some 30 times the speed of Python's.
+
+What it gives is what `machine.py` and `incremental.Replay` give, to the last bit, so it does not matter to ranks that
+have to agree which of them has a compiler. Without one replays run in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import platform
+import subprocess
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from overlapc.errors import ToolchainError
+from overlapc.estimators.device import DeviceProfile
+from overlapc.estimators.simulator.incremental import BLOCK, Moves, Replay, Timing
+from overlapc.estimators.simulator.machine import Costs, costs_of
+from overlapc.runtime.cache import KernelCache, content_key
+from overlapc.runtime.toolchain import compile_error, find_compiler
+from overlapc.schedule.model import Schedule
+
+_SOURCE = Path(__file__).with_name("replay.c")
+# No product and sum in one rounding: times are those of Python's floats.
+_FLAGS = ("-x", "c", "-std=gnu11", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-w")
+_log = logging.getLogger("overlapc")
+
+_Ints, _Doubles = ctypes.c_void_p, ctypes.c_void_p  # addresses of arrays
+_ASK = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double)
+)
+
+
+class _Totals(ctypes.Structure):
+    """As in replay.c."""
+
+    _fields_ = (
+        ("step_ns", ctypes.c_double),
+        ("exposed_ns", ctypes.c_double),
+        ("idle_ns", ctypes.c_double),
+        ("blocks_replayed", ctypes.c_long),
+    )
+
+
+def replay_of(schedule: Schedule, profile: DeviceProfile, cache_dir: Path | None) -> Moves:
+    """The replay of an order that changes: by replay.c where it can be built and kept in `cache_dir`."""
+    library = None if cache_dir is None else library_in(cache_dir)
+    return Replay(schedule, profile) if library is None else NativeReplay(library, schedule, profile)
+
+
+def simulated(costs: Costs, cache_dir: Path | None) -> Simulated | None:
+    """A whole replay by replay.c; None where it cannot be built."""
+    library = None if cache_dir is None else library_in(cache_dir)
+    if library is None:
+        return None
+    count = len(costs.ns)
+    times, facts = array("d", bytes(8 * (3 * count + 2))), _Facts(costs)
+    library.simulate(*facts.arguments, times.buffer_info()[0])
+    start, end, exposed = (tuple(times[count * part : count * (part + 1)]) for part in range(3))
+    return Simulated(start, end, exposed, *times[3 * count :])
+
+
+class Simulated(NamedTuple):
+    """By node when it began, when it ended, and how long the compute stream stood still for it; the step, and its time
+    without work."""
+
+    start_ns: Sequence[float]
+    end_ns: Sequence[float]
+    exposed_ns: Sequence[float]
+    step_ns: float
+    idle_ns: float
+
+
+class NativeReplay(Moves):
+    """As `Replay`."""
+
+    def __init__(self, library: ctypes.CDLL, schedule: Schedule, profile: DeviceProfile, *, block: int = BLOCK) -> None:
+        super().__init__(len(schedule.nodes))
+        self._library, self._facts = library, _Facts(costs_of(schedule, profile))
+        self._replay = library.replay_new(*self._facts.arguments, block)
+        self._tried: tuple[int, list[int], Timing] | None = None
+        self._end = weakref.finalize(self, library.replay_free, self._replay)
+        self.timing = self._noted(library.replay_now(self._replay))
+
+    def try_window(self, low: int, nodes: Sequence[int]) -> Timing:
+        """As `Moves.try_window`."""
+        nodes = list(nodes)
+        if self._tried is not None and self._tried[:2] == (low, nodes):
+            return self._tried[2]
+        window = array("i", nodes)
+        found = self._library.replay_try(self._replay, low, window.buffer_info()[0], len(window))
+        self._tried = low, nodes, self._noted(found)
+        return self._tried[2]
+
+    def apply(self, low: int, nodes: Sequence[int]) -> None:
+        """As `Moves.apply`."""
+        self.try_window(low, nodes)
+        self.timing = self._noted(self._library.replay_apply(self._replay))
+        self._tried = None
+        self._put(low, nodes)
+
+    def _noted(self, found: Any) -> Timing:
+        totals = found.contents
+        self.blocks_replayed = totals.blocks_replayed
+        return Timing(totals.step_ns, totals.exposed_ns, totals.idle_ns)
+
+
+class _Facts:
+    """What replay.c is told about a schedule; it reads these arrays as long as it lives."""
+
+    def __init__(self, costs: Costs) -> None:
+        count, profile = len(costs.ns), costs.profile
+        waits_for = array("i", bytes(4 * count))
+        for wait, start in costs.waits_for.items():
+            waits_for[wait] = start
+        self._ints = array("i", [*costs.step, *costs.load, *costs.traffic, *costs.queue]) + waits_for
+        self._ns = array("d", costs.ns)
+        held, rates = profile.collectives_wait_for_kernels, (costs.launch_ns, costs.gap_ns)
+        self._profile = array("d", [*rates, profile.synchronous, held])
+        self._ask = _ASK(_answers(costs))
+        sizes = count, costs.queues, 1 + max(costs.load, default=0)
+        arrays = (each.buffer_info()[0] for each in (self._ints, self._ns, self._profile))
+        self.arguments = (*sizes, *arrays, self._ask)
+
+
+def _answers(costs: Costs) -> Callable[..., int]:
+    def ask(load: int, count: int, traffic: Sequence[int], stretches: list[float]) -> int:
+        slow, each = costs.mix(load, tuple(traffic[:count]))
+        stretches[0] = slow
+        for number, stretch in enumerate(each, 1):
+            stretches[number] = stretch
+        return 0
+
+    return ask
+
+
+@lru_cache(None)
+def library_in(cache_dir: Path) -> ctypes.CDLL | None:
+    """The built library; None, logged, where it cannot be built."""
+    try:
+        library = ctypes.CDLL(str(_built(cache_dir)))
+    except (ToolchainError, OSError) as error:
+        _log.info("plans are simulated in Python, which takes 30 times as long: %s", error)
+        return None
+    schedule = (ctypes.c_int, ctypes.c_int, ctypes.c_int, _Ints, _Doubles, _Doubles, _ASK)
+    library.replay_new.argtypes, library.replay_new.restype = (*schedule, ctypes.c_int), ctypes.c_void_p
+    library.replay_try.argtypes = ctypes.c_void_p, ctypes.c_int, _Ints, ctypes.c_int
+    library.simulate.argtypes, library.simulate.restype = (*schedule, _Doubles), None
+    for function in (library.replay_now, library.replay_apply, library.replay_free):
+        function.argtypes = (ctypes.c_void_p,)
+    for function in (library.replay_now, library.replay_try, library.replay_apply):
+        function.restype = ctypes.POINTER(_Totals)
+    return library
+
+
+def _built(cache_dir: Path) -> Path:
+    # Any C compiler gives the same numbers: a warm start need not even find out which there is.
+    key = content_key(_SOURCE.read_text(), *_FLAGS, platform.machine())
+
+    def build(library: Path) -> None:
+        line = [*find_compiler().command, *_FLAGS, "-o", str(library), str(_SOURCE), "-lm"]
+        result = subprocess.run(line, capture_output=True, text=True)
+        if result.returncode:
+            raise compile_error(line, result.stderr, _SOURCE)
+
+    return KernelCache(cache_dir, "simulators").get_or_build(key, ".so", build)
