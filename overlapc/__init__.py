@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported when first used: `import overlapc` costs nothing, and the command line answers before torch is there.
+# Imported on first use: `import overlapc` costs nothing, and the command line responds before torch is imported.
 _HOMES = {
     "Config": "overlapc.config",
     "compile_graph": "overlapc.compilation.traced_graph",

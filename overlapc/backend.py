@@ -1,7 +1,7 @@
-"""The `torch.compile` backend. A step that an earlier process compiled is found here; all else is the work of
+"""The `torch.compile` backend: loads a step that an earlier process compiled, and leaves all other work to
 `compilation/`.
 
-What a warm start does not need is not imported: the compiler is ten times as large as what runs its results.
+It imports only what a warm start needs: the compiler is ten times as large as the code that runs its results.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REPLICATE = (
     " mesh_dim_names=('replicate', 'shard'), keeps all parameters on each rank and reduces gradients in the graph"
 )
 
-watch_optimizers()  # now: what Dynamo traces of an optimizer must not change later
+watch_optimizers()  # before Dynamo traces an optimizer: the code that it traces must not change later
 
 
 def overlapc(
@@ -48,12 +48,12 @@ def overlapc(
     options: Mapping[str, Any] | Config | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """What `torch.compile(backend="overlapc", options=…)` calls for every graph that Dynamo captures.
+    """Compile one graph that Dynamo captured: the function that `torch.compile(backend="overlapc", options=…)` calls.
 
     mode: torch's name for a set of options (`config.MODES`).
 
-    Raises ConfigError for options it cannot use, CompileError with the FX node and the user's line for a graph it
-    cannot compile, RanksDisagree when ranks compile different graphs.
+    Raises ConfigError for invalid options, CompileError with the FX node and the user's source line for a graph that
+    cannot be compiled, RanksDisagree when ranks compile different graphs.
     """
     try:
         config = Config.of(options, mode)
@@ -88,9 +88,9 @@ def _step(
     devices: Collection[str],
     as_given: tuple[Mapping[str, Any] | Config | None, str | None] | None = None,
 ) -> Callable[..., Any]:
-    """Loads the step from the disk cache, or compiles it.
+    """Load the step from the disk cache, or compile it.
 
-    as_given: options and mode, for a step that a trace which torch caches may call directly.
+    as_given: options and mode as the user gave them, if a trace that torch caches may call this step directly.
     """
     key = _step_key(gm, example_inputs, config, devices)
     agree = None if compiled_autograd(gm) else _agreement(gm, example_inputs, config)
@@ -99,9 +99,9 @@ def _step(
 
         environment = environment_of(config, devices)
         precompile.record(gm, precompile.CachedStepKey(key, environment, *as_given, tuple(sorted(devices))))
-    kept = load_step(key, config, number, agree)
-    if kept is not None:
-        return kept
+    cached = load_step(key, config, number, agree)
+    if cached is not None:
+        return cached
     if "cuda" in devices:
         get_ready(config.cache_dir)  # while this process imports the compiler and traces
     from overlapc.compilation import stages
@@ -112,7 +112,7 @@ def _step(
 def plan_only(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | Config | None = None
 ) -> Callable[..., Any]:
-    """A backend that plans and records a graph on fake tensors, for `overlapc plan`; no kernel is generated."""
+    """Plan and record a graph on fake tensors, without generating kernels: the backend of `overlapc plan`."""
     try:
         from overlapc.compilation.plan_only import plan_step
 
@@ -131,7 +131,7 @@ def schedule_only(
     found: Callable[[Schedule, Context], None],
     options: Mapping[str, Any] | Config | None = None,
 ) -> Callable[..., Any]:
-    """A backend that goes as far as where passes begin, and hands `found` what they would be given for each graph."""
+    """Build the schedule of each graph and call `found` with it and the passes' context, without running any pass."""
     try:
         from overlapc.compilation.plan_only import schedule_step
 
@@ -141,25 +141,25 @@ def schedule_only(
 
 
 def _advise(text: str) -> None:
-    """Warns of how a program is written, which all ranks run: one of them says it."""
+    """Warn about how the program is written, on rank 0 only, because all ranks run the same program."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn(text, stacklevel=3)
 
 
 def _look_at_communication(gm: GraphModule) -> None:
-    """Warns of communication that is not in the graph, or has nothing in it to hide behind."""
+    """Warn about communication that is outside the graph, or that has no compute in the graph to hide it."""
     if runs_under_fsdp2():
         _advise_against_hooks("FSDP2's fully_shard, whose gathers and reductions run in hooks", _ADOPT)
     elif runs_under_ddp():
         _advise_against_hooks("DistributedDataParallel, whose reductions run in hooks of autograd", _REPLICATE)
-    if "overlapc.parallel.gather" in sys.modules:  # else there is nothing that we shard
+    if "overlapc.parallel.gather" in sys.modules:  # otherwise overlapc has sharded no model
         _look_at_gathers(gm)
 
 
 def _advise_against_hooks(whose: str, hint: str) -> None:
     _advise(
-        f"overlapc compiles a module in the forward of {whose} that Dynamo does not trace: they stay outside of the"
-        f" graph, and nothing can be scheduled around them.\nhint: {hint}"
+        f"overlapc compiles a module in the forward of {whose} that Dynamo does not trace: this communication stays"
+        f" outside the graph, so overlapc cannot overlap it with compute.\nhint: {hint}"
     )
 
 
@@ -171,15 +171,15 @@ def _look_at_gathers(gm: GraphModule) -> None:
     if compiled_alone(gm.graph):
         _advise(
             "overlapc compiles a module of a sharded model by itself: communication is scheduled within one compiled"
-            " graph, so nothing hides what this one gathers and reduces. Each such module is compiled again, and after"
-            f" torch._dynamo.config.recompile_limit ({torch._dynamo.config.recompile_limit}) of them Dynamo runs the"
-            " others eagerly.\nhint: compile the outermost module, torch.compile(model); if you do, a graph break comes"
-            " in between, which TORCH_LOGS=graph_breaks shows"
+            " graph, so no compute hides this module's gathers and reductions. Each such module is compiled separately,"
+            f" and after torch._dynamo.config.recompile_limit ({torch._dynamo.config.recompile_limit}) of them Dynamo"
+            " runs the others eagerly.\nhint: compile the outermost module, torch.compile(model); if you already do,"
+            " there is a graph break in the model: TORCH_LOGS=graph_breaks shows where"
         )
 
 
 def _step_key(gm: GraphModule, inputs: Sequence[Any], config: Config, devices: Collection[str]) -> str | None:
-    """Under which the whole step is kept; None when it must be compiled each time."""
+    """Return the cache key of the whole step, or None if the step cannot be cached."""
     if not uses_disk_cache(config) or compiled_autograd(gm):
         return None
     gather = sys.modules.get("overlapc.parallel.gather")
@@ -187,14 +187,14 @@ def _step_key(gm: GraphModule, inputs: Sequence[Any], config: Config, devices: C
     try:
         return user_graph_key(gm, inputs, "step", *environment_of(config, devices), params=params)
     except NotCacheable as reason:
-        count(f"step not kept: {reason}")
+        count(f"step not cached: {reason}")
         return None
 
 
 def _agreement(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Agree | None:
-    """Makes the function that asks whether all ranks have cached this step; None where no other rank compiles it.
+    """Return a function that asks whether all ranks have cached this step, or None if no other rank compiles it.
 
-    Ranks that have no cached step must ask, too: every rank has its own cache.
+    Ranks that have no cached step must call the function, too: every rank has its own cache.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return None
@@ -206,12 +206,12 @@ def _agreement(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Agree 
 
 
 def _direct(error: OverlapcError) -> OverlapcError:
-    """`error` in a class that Dynamo hands to the user as it is, and that is still caught by its own name."""
+    """Return `error` as a subclass of its own class that Dynamo passes to the user unchanged."""
     kind, text = type(error), str(error)
     if isinstance(error, ShortenTraceback):
         return error
-    # Dynamo appends hints about itself to `args`; our message says all there is to say. What else the error's own
-    # class takes to make one is not known here: its attributes are carried over.
+    # Dynamo appends hints about itself to `args`; our message is complete, so `__str__` ignores them. The signature of
+    # the error class's `__init__` is not known here, so it is bypassed and the error's attributes are copied.
     fixed = {
         "__module__": kind.__module__,
         "__init__": lambda self: ShortenTraceback.__init__(self, text, first_useful_frame=None),

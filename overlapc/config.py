@@ -1,12 +1,12 @@
-"""Every knob of overlapc in one place: its type, default, variable and meaning.
+"""All options of overlapc: their types, defaults, environment variables and meanings.
 
-The same names work three ways, nearest first:
+An option can be set in three ways:
 
     torch.compile(model, backend="overlapc", options={"memory_budget": "70GiB"})
     torch.compile(model, backend="overlapc", options=overlapc.Config(memory_budget="70GiB"))
     OVERLAPC_MEMORY_BUDGET=70GiB torchrun train.py
 
-Variables are read when a graph is compiled, never at import.
+`options` override variables. Variables are read when a graph is compiled, never at import.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Any, ClassVar
 from overlapc.errors import ConfigError, shown, unknown_name
 from overlapc.options import option_values as read
 
-STAGES = ("fx", "ir", "fusion", "passes", "program", "kernels", "all")  # of a compilation, as `dump` names them
-# Options that say where files lie and how ranks meet, not what is generated: a compiled graph is found without them.
+STAGES = ("fx", "ir", "fusion", "passes", "program", "kernels", "all")  # of a compilation; values of `dump`
+# Options that do not change the generated code (where files are, how long to wait for other ranks, what to print): they
+# are not part of cache keys.
 NOT_IN_KEY = frozenset({"rank_timeout", "rank_check", "dump_dir", "cache_dir", "dump", "debug", "warm_start"})
 
 
@@ -33,60 +34,65 @@ def _knob(default: Any, reader: Callable[[Any], Any], meaning: str) -> Any:
 
 @dataclass(frozen=True, init=False)
 class Config:
-    """Options of one compilation, of the types that `option_values` makes of what users write.
+    """The options of one compilation, converted to their types by the functions of `option_values`.
 
-    Unknown names and unusable values raise ConfigError. `Config.of` asks the `OVERLAPC_<NAME>` variable of an option
-    that is not given, too.
+    Unknown names and invalid values raise ConfigError. Only `Config.of` reads the `OVERLAPC_<NAME>` variables of the
+    options that are not given.
     """
 
     memory_budget: int | None = _knob(
         None,
         read.optional_bytes,
-        "most memory of the compiled graphs at their peak, without optimizer state, e.g. 70GiB (default: no limit)",
+        "limit on the peak memory of the compiled graphs, without optimizer state, e.g. 70GiB (default: no limit)",
     )
     # A quarter: prefetching one layer and keeping one unreduced gradient took 13% on a Llama-8B shape of 8 layers
     # (7.9 GiB with FSDP2, 7.0 in program order), more on shallower models; 0% would forbid any prefetch.
     peak_increase: float = _knob(
-        0.25, read.fraction, "how far passes may raise the incoming peak without a memory_budget, as a fraction"
+        0.25,
+        read.fraction,
+        "without a memory_budget: how far passes may raise peak memory, as a fraction of the peak before passes",
     )
     keep_gathered: bool = _knob(
         True,
         read.a_bool,
-        "with a memory_budget: use its room to keep parameters gathered between forward and backward, those first whose"
-        " second gather costs most time a byte, where that makes the planned step shorter",
+        "with a memory_budget: use free memory within it to keep parameters gathered between forward and backward,"
+        " first those whose second all-gather takes the most time per byte, where that makes the planned step shorter",
     )
     reorder_collectives: bool = _knob(
         True,
         read.a_bool,
-        "let a gather move ahead of an independent scatter of the same process group, as prefetching in backward needs",
+        "let an all-gather move ahead of an independent reduce-scatter of the same process group, which prefetching in"
+        " backward needs",
     )
     safe_communication: frozenset[str] = _knob(
         frozenset(),
         read.words,
-        "custom ops that communicate (namespace::name,...) but that other communication may move across; every other "
-        "op whose communication overlapc does not know is a barrier",
+        "custom ops that communicate (namespace::name,...) but that other communication may be moved across; every"
+        " other op whose communication overlapc does not know is a barrier",
     )
     # NCCL kernels took 1.2 to 1.7 times as long beside compute as alone in steps of a Llama-8B shape on 4 H200s (37 ms;
-    # 43 to 63 overlapped), which the simulator expects on average; a late one stops all ranks. Half as long again.
+    # 43 to 63 overlapped). The simulator expects the average of that, but a late collective stops all ranks, so it gets
+    # half of its time again.
     overlap_margin: float = _knob(
         1.5,
         read.margin,
-        "start collectives so early that they stay hidden even if they take this many times their estimate",
+        "start collectives early enough to stay hidden even if they take this many times their estimated time",
     )
     search_effort: int = _knob(
         10_000,
         read.count,
-        "how many orders of a graph the search for a better one may simulate, some 0.15 ms each; fewer compile sooner",
+        "how many orders of a graph the schedule search may simulate, about 0.15 ms each; fewer make compiling faster",
     )
     passes: tuple[str | Callable[..., Any], ...] | None = _knob(
         None,
         read.pass_names,
-        "passes in this order, by name or as package.module:function; 'none' runs none (default: passes/pipeline.py)",
+        "passes to run, in this order, by name or as package.module:function; 'none' runs none (default:"
+        " passes/pipeline.py)",
     )
     stop_after: str | None = _knob(
         None,
         read.optional_text,
-        "run passes up to this one only: PASS, or PASS:N for the first N of its moves (for bisection)",
+        "the last pass to run: PASS, or PASS:N for only the first N of its moves (for bisection)",
     )
     profile: str | None = _knob(
         None,
@@ -102,22 +108,22 @@ class Config:
     measure_matmuls: bool | None = _knob(
         None,
         read.optional_bool,
-        "measure each shape of matmul, attention and convolution once on this device, and keep the times (default: on "
+        "measure each shape of matmul, attention and convolution once on this device, and cache the times (default: on "
         "GPUs, for graphs that communicate, unless a profile is named; never with deterministic algorithms)",
     )
     transport: str = _knob(
         "auto",
         read.one_of("auto", "nccl", "copy"),
-        "what carries parameters and gradients: the process group's library (nccl; on CPUs gloo), or copies between"
-        " ranks of one host, gradients in the dtype they were computed in and added up in float32 (copy); auto"
-        " uses copies where they cost less, by the times of copies in the profile",
+        "how parameters and gradients are communicated: by the process group's library (nccl; on CPUs gloo), or by"
+        " copies between ranks of one host, with gradients sent in the dtype they were computed in and summed in"
+        " float32 (copy); auto uses copies where they cost less according to the profile",
     )
     ranks_per_host: int | None = _knob(
         None,
         read.optional_count,
         "how many consecutive ranks share a host and exchange data by copies (default: the ranks that are on one host);"
-        " with it, or with transport=copy, a group of several hosts uses copies within each and the library across"
-        " them",
+        " with it, or with transport=copy, a process group that spans several hosts uses copies within each host and"
+        " the library between hosts",
     )
     rank_timeout: float = _knob(300.0, read.seconds, "seconds to wait for other ranks while compiling")
     rank_check: bool = _knob(True, read.a_bool, "compare graphs and collective orders between ranks")
@@ -131,49 +137,52 @@ class Config:
     autotune: bool = _knob(
         False,
         read.a_bool,
-        "measure each generated kernel in a few block sizes while compiling, use the fastest, and keep the times in "
-        "cache_dir; sums may be added up in another order; for Triton kernels, and never with deterministic algorithms",
+        "measure each generated Triton kernel with a few block sizes while compiling, use the fastest, and cache the"
+        " times in cache_dir; may change the order of summation; never with deterministic algorithms",
     )
-    autotune_seconds: float = _knob(60.0, read.seconds, "most seconds that each rank spends on autotune for a graph")
+    autotune_seconds: float = _knob(
+        60.0, read.seconds, "limit on the seconds that each rank spends on autotune for a graph"
+    )
     trace_once: bool = _knob(
         True,
         read.a_bool,
-        "trace equal members of a list of modules (the layers of a model) once; off traces every member, for the"
-        " same graph",
+        "trace equal members of a list of modules (the layers of a model) once; off traces every member, which gives"
+        " the same graph",
     )
     native: bool = _knob(True, read.a_bool, "generate kernels; off calls torch's own op for every node (for bisection)")
     matmul: str = _knob(
         "library",
         read.one_of("library", "autotune", "native"),
-        "matrix products: library calls (library), generated kernels with neighbouring ops fused in (native), or"
-        " whichever is measured to be faster on this GPU (autotune)",
+        "how matrix products are computed: by library calls (library), by generated kernels with neighbouring ops fused"
+        " in (native), or by whichever is measured to be faster on this GPU (autotune)",
     )
     numerics: str = _knob(
         "eager",
         read.one_of("eager", "fast"),
-        "values of float16 and bfloat16 between the ops of a generated kernel: rounded after each op, as eager does "
-        "(eager), or kept in float32 and rounded where they are stored, compared or sorted (fast)",
+        "float16 and bfloat16 values between the ops of a generated kernel: rounded after each op, as eager does "
+        "(eager), or kept in float32 and rounded only where they are stored, compared or sorted (fast)",
     )
     fallback_random: bool = _knob(
         False,
         read.a_bool,
-        "draw the random numbers that eager draws, by torch's own ops (default: generated kernels draw other numbers)",
+        "draw the same random numbers as eager, with torch's own ops (default: generated kernels draw other numbers)",
     )
     check_memory: bool = _knob(
         False,
         read.a_bool,
-        "compute live memory from scratch after every move of a pass and compare (slow; for debugging)",
+        "after every move of a pass, recompute live memory from scratch and compare (slow; for debugging)",
     )
     deterministic: bool = _knob(
         False,
         read.a_bool,
-        "same schedule and same bits in every run: no measuring on this machine, no atomics (also on while "
+        "same schedule and same bits in every run: nothing is measured on this machine, no atomics (also on while "
         "torch.use_deterministic_algorithms is on)",
     )
     memory: str = _knob(
         "reuse",
         read.one_of("reuse", "pool"),
-        "memory of buffers within a graph: allocated one by one and reused (reuse), or parts of one allocation (pool)",
+        "how buffers of a graph get memory: each is allocated by itself and reused (reuse), or all share one allocation"
+        " (pool)",
     )
     cuda_graphs: bool = _knob(
         False,
@@ -208,7 +217,7 @@ class Config:
     debug: frozenset[str] = _knob(
         frozenset(),
         read.subset_of("stage", *STAGES),
-        "stages to print to stderr, by the same names: debug=fusion says why kernels were not fused",
+        "stages to print to stderr, with the same names as for dump: debug=fusion says why kernels were not fused",
     )
     dump_dir: Path = _knob(Path("overlapc_dump"), read.path, "folder for dumps")
     warm_start: bool = _knob(
@@ -220,7 +229,7 @@ class Config:
         "folder for compiled kernels, graphs and measurements; not used if other users own it or may write to it",
     )
 
-    _given: ClassVar[frozenset[str]]  # of each instance; no option
+    _given: ClassVar[frozenset[str]]  # names that `__init__` was given; ClassVar keeps it from being an option
 
     def __init__(self, **options: Any) -> None:
         known = {knob.name: knob for knob in dataclasses.fields(self)}
@@ -235,27 +244,34 @@ class Config:
     def _check_together(self) -> None:
         """ConfigError for options that exclude each other."""
         if self.memory == "pool" and self.wrapper == "fx":
-            raise ConfigError("memory='pool' needs wrapper='python': graphs of wrapper='fx' allocate one by one")
+            raise ConfigError("memory='pool' needs wrapper='python': wrapper='fx' allocates each buffer by itself")
         if self.cuda_graphs:
             self._check_cuda_graphs()
         if self.autotune and self.autotune_seconds >= self.rank_timeout:
             raise ConfigError(
                 f"autotune_seconds={self.autotune_seconds:g} is not less than rank_timeout ({self.rank_timeout:g} s):"
-                " other ranks would give up waiting for a rank that measures; raise rank_timeout, too"
+                " other ranks would time out while one is still measuring; raise rank_timeout, too"
             )
 
     def _check_cuda_graphs(self) -> None:
         if self.wrapper == "fx":
             raise ConfigError("cuda_graphs needs wrapper='python': the FX wrapper cannot run captured parts")
         if self.memory == "pool":
-            raise ConfigError("cuda_graphs needs memory='reuse': captured parts allocate from a pool of CUDA graphs")
-        looks = [name for name in ("check_lifecycle", "check_values", "sync_kernels") if getattr(self, name)]
-        if looks:
-            raise ConfigError(f"cuda_graphs excludes {looks[0]}: nodes of a captured part cannot be checked one by one")
+            raise ConfigError(
+                "cuda_graphs needs memory='reuse': captured parts allocate from the CUDA graphs' own pool"
+            )
+        checks = [name for name in ("check_lifecycle", "check_values", "sync_kernels") if getattr(self, name)]
+        if checks:
+            raise ConfigError(
+                f"cuda_graphs excludes {checks[0]}: nodes of a captured part cannot be checked one by one"
+            )
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | Config | None = None, mode: str | None = None) -> Config:
-        """Each option from `options`, else its variable, else `mode`, else its default. Empty variables are unset."""
+        """Return the config with each option from `options`, else its variable, else `mode`, else its default.
+
+        An empty variable counts as unset.
+        """
         if mode is not None and mode not in MODES:
             raise ConfigError(unknown_name("mode", str(mode), MODES))
         if isinstance(options, Config):
@@ -279,7 +295,7 @@ class Config:
 
     @property
     def checks(self) -> frozenset[str]:
-        """What a wrapper checks after each node."""
+        """The checks that the wrapper makes after each node: of "nan", "inf" and "sync"."""
         return self.check_values | ({"sync"} if self.sync_kernels else frozenset())
 
     def wants_dump(self, stage: str) -> bool:
@@ -291,7 +307,7 @@ class Config:
         return stage in self.debug or "all" in self.debug
 
 
-# What the modes of `torch.compile(mode=…)` stand for, so that a script need only change the name of its backend.
+# The options that each `torch.compile(mode=…)` sets, so that a script need only change the name of its backend.
 MODES: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "reduce-overhead": {"cuda_graphs": True},
@@ -305,12 +321,12 @@ def variable_of(name: str) -> str:
     return "OVERLAPC_" + name.upper()
 
 
-# Variables with our prefix that are no options: launch.torchrun sets one for its ranks, tests read the other.
+# Variables with our prefix that are not options: launch.torchrun sets the first for its ranks, tests read the second.
 _OTHER_VARIABLES = ("OVERLAPC_RUN_DIR", "OVERLAPC_TEST_SEED")
 
 
 def _warn_of_unknown_variables(options: Iterable[str]) -> None:
-    """Warns of variables that no option reads: a misspelt name would have no effect and no error."""
+    """Warn about variables that no option reads: a misspelt name would silently have no effect."""
     known = {*map(variable_of, options), *_OTHER_VARIABLES}
     for variable in os.environ:
         if variable.startswith("OVERLAPC_") and variable not in known:
@@ -318,7 +334,7 @@ def _warn_of_unknown_variables(options: Iterable[str]) -> None:
 
 
 def describe() -> list[tuple[str, str, str, str]]:
-    """(option, variable, default, meaning) of every knob, for help texts and docs."""
+    """Return (option, variable, default, meaning) of every option, for help texts and docs."""
     return [
         (knob.name, variable_of(knob.name), str(knob.default), knob.metadata["help"])
         for knob in dataclasses.fields(Config)

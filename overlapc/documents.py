@@ -1,6 +1,7 @@
-"""Reads files that users exchange: limits their size, and converts them to the types that they should hold.
+"""Reads files that users exchange: limits their size, and converts their contents to the expected types.
 
-What a file says is quoted, clipped, in a ConfigError; nothing of it gets further unless all of it fits its type.
+Contents that do not fit their type raise a ConfigError that quotes them, clipped; only contents that fit as a whole are
+returned.
 """
 
 from __future__ import annotations
@@ -15,25 +16,23 @@ import msgspec
 from overlapc.errors import ConfigError
 
 _T = TypeVar("_T")
-MOST_BYTES = 2**28  # of one file: read as objects it takes several times as much
+MOST_BYTES = 2**28  # size limit of a file: its contents as Python objects take several times as much memory
 _PIECE = 2**20
-_LONGEST = 200  # characters of what the reader of a form says
+_LONGEST = 200  # characters of an error message of msgspec that are quoted
 
 
 def read_text(path: str | PathLike[str], most_bytes: int = MOST_BYTES) -> str:
-    """What a file holds. ConfigError where it cannot be read, is longer than that or is no UTF-8."""
+    """Return the text of a file. ConfigError if it cannot be read, is longer than `most_bytes` or is not UTF-8."""
     try:
-        with Path(path).open("rb") as file:  # in pieces: one read of that many bytes would allocate them all
+        with Path(path).open("rb") as file:  # in pieces: a single read would allocate `most_bytes` at once
             pieces = itertools.takewhile(len, (file.read(_PIECE) for _ in range(most_bytes // _PIECE + 1)))
             data = b"".join(pieces)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:  # a name that no file can have
+    except ValueError as error:  # an invalid file name, such as one with a null byte
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from None
     if len(data) > most_bytes:
-        raise ConfigError(
-            f"{path} is longer than {most_bytes // 2**20} MiB, which nothing that overlapc reads should be"
-        )
+        raise ConfigError(f"{path} is longer than {most_bytes // 2**20} MiB, the limit for files that overlapc reads")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -41,7 +40,7 @@ def read_text(path: str | PathLike[str], most_bytes: int = MOST_BYTES) -> str:
 
 
 def from_json(text: str, kind: type[_T], what: str) -> _T:
-    """The JSON text as a `kind`. ConfigError, beginning with `what`, for anything else."""
+    """Parse JSON text as a `kind`. Raise ConfigError, beginning with `what`, if it is not one."""
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
@@ -49,7 +48,7 @@ def from_json(text: str, kind: type[_T], what: str) -> _T:
 
 
 def from_data(data: Any, kind: type[_T], what: str) -> _T:
-    """Plain objects, such as JSON gives, as a `kind`. ConfigError, beginning with `what`, where they are none."""
+    """Convert plain objects, such as parsed JSON, to a `kind`. ConfigError, beginning with `what`, if they are none."""
     try:
         return msgspec.convert(data, kind)
     except (msgspec.MsgspecError, RecursionError) as error:

@@ -1,15 +1,15 @@
-"""Errors a user can meet. Each says what broke, where, and what to do next."""
+"""Errors that users see. Each message says what broke, where, and what to do next."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
 
-_LISTED = 60  # names that an error lists
+_LISTED = 60  # how many known names an error lists
 
 
 class OverlapcError(RuntimeError):
-    """Base of every error that overlapc raises on purpose."""
+    """Base class of all errors that overlapc raises deliberately."""
 
 
 class ConfigError(OverlapcError, ValueError):
@@ -21,11 +21,11 @@ class CompileError(OverlapcError):
 
 
 class NoSharedMemory(CompileError):
-    """Some rank has no memory that others can reach: raised on all of them, with the same text."""
+    """A rank has no memory that other ranks can access; raised on all ranks with the same text."""
 
 
 class ToolchainError(OverlapcError):
-    """A compiler (g++, triton) is missing or refused generated code."""
+    """A compiler (g++, triton) is missing or rejected generated code."""
 
 
 class ScheduleError(OverlapcError):
@@ -33,15 +33,15 @@ class ScheduleError(OverlapcError):
 
 
 class RanksDisagree(OverlapcError):
-    """Ranks compiled different graphs or orders, or a rank did not show up in time."""
+    """Ranks compiled different graphs or orders, or a rank did not respond in time while compiling."""
 
 
 class PeerLost(OverlapcError):
-    """A rank that a running collective waits for did not do its part in time."""
+    """A running collective waits for a rank that did not do its part in time."""
 
 
 class MemoryBudgetError(OverlapcError):
-    """No schedule fits the memory budget that the user set. peak_bytes: what one needs, if one was planned."""
+    """No schedule fits the user's memory budget. peak_bytes: the peak of the best schedule, if one was planned."""
 
     def __init__(self, message: str, peak_bytes: int | None = None) -> None:
         super().__init__(message)
@@ -53,11 +53,12 @@ class CalibrationError(OverlapcError):
 
 
 class CheckFailed(OverlapcError, IndexError):
-    """A check in a kernel that did not hold: eager's IndexError for an index, its RuntimeError for an assertion."""
+    """A check in a kernel failed. It is both errors that eager raises: IndexError for an index, RuntimeError for an
+    assertion."""
 
 
 def shown(value: object, longest: int = 100) -> str:
-    """What a user gave, as an error quotes it: clipped, however long it is."""
+    """Return the repr of a value that a user gave, clipped to about `longest` characters, to quote it in an error."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python prints
@@ -66,22 +67,22 @@ def shown(value: object, longest: int = 100) -> str:
 
 
 def clipped(text: str, longest: int = 100) -> str:
-    """A text that a user gave, no longer than that and a few words."""
+    """Return the text itself if it has at most `longest` characters, else its beginning, its end and its length."""
     return text if len(text) <= longest else f"{text[: longest - 20]}...{text[-10:]} ({len(text)} characters)"
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> Sequence[str]:
-    """The names closest to `name`, best first, those that begin with it before others; empty when nothing is close."""
+    """Return up to `count` known names: first those that begin with `name`, then similar ones, the closest first."""
     known = list(known)
-    longer = [each for each in known if name and each.startswith(name)]
-    alike = difflib.get_close_matches(name, known, n=count, cutoff=0.6)
-    return list(dict.fromkeys((*longer, *alike)))[:count]
+    longer = [candidate for candidate in known if name and candidate.startswith(name)]
+    similar = difflib.get_close_matches(name, known, n=count, cutoff=0.6)
+    return list(dict.fromkeys((*longer, *similar)))[:count]
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """`no pass named 'sink_wait'; nearest: sink_waits`, or all known names when none is near."""
+    """Return `no pass named 'sink_wait'; nearest: sink_waits`, or list the known names if none is similar."""
     known = sorted(known)
-    near = nearest(name[:200], known)  # comparing takes the product of both lengths
-    some = [*known[:_LISTED], f"... ({len(known)})"] if len(known) > _LISTED else known
-    offer = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(some)}"
-    return f"no {kind} named {shown(name)}; {offer}"
+    near = nearest(name[:200], known)  # the time of a comparison grows with the product of both lengths
+    listed = [*known[:_LISTED], f"... ({len(known)})"] if len(known) > _LISTED else known
+    suggestion = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(listed)}"
+    return f"no {kind} named {shown(name)}; {suggestion}"

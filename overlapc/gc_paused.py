@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """No collections meanwhile: of many objects that all stay alive they find nothing, and take longer the more there
-    are."""
+    """Disable garbage collection inside the block: a collection scans all live objects and finds nothing to free while
+    a graph is built."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,9 +1,9 @@
 """Makes `backend="overlapc"` known to torch as soon as the package is imported, installed or not.
 
 torch finds an installed backend by its entry point, but two threads that look for one at the same time both register
-it, and the second fails (`duplicate name`, torch 2.11 to 2.13). So importing the package registers the backend, once
-torch's registry is there: `import overlapc` imports no torch, and what comes first is the user's choice. The import
-may also be the entry point's own, in the middle of torch's look-up, which will register what it loaded once more.
+it, and the second fails (`duplicate name`, torch 2.11 to 2.13). So importing the package registers the backend, as soon
+as torch's registry is imported: `import overlapc` does not import torch, and the user may import either first. If
+torch's own look-up of the entry point imports overlapc, torch registers the backend a second time afterwards.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ _NAME = "overlapc"
 
 
 def overlapc(gm: Any, example_inputs: Sequence[Any], **how: Any) -> Callable[..., Any]:
-    """`overlapc.backend.overlapc`, imported when the first graph comes."""
+    """Call `overlapc.backend.overlapc`, which is imported with the first graph."""
     from overlapc import backend
 
     return backend.overlapc(gm, example_inputs, **how)
 
 
 def register_with_torch() -> None:
-    """Registers the backend now if torch's registry is imported, otherwise when it will be."""
+    """Register the backend now if torch's registry is imported, otherwise as soon as it is."""
     if _REGISTRY in sys.modules:
-        _register(import_module(_REGISTRY))  # which waits for a thread that is importing it
+        _register(import_module(_REGISTRY))  # `import_module` waits for a thread that is still importing it
     else:
         sys.meta_path.insert(0, _Watch())
 
 
 class _Registered(dict[str, Any]):
-    """torch's backends by name, where ours may be registered again: the first to come stays."""
+    """torch's backends by name; registering overlapc again is no error, and keeps the first registration."""
 
     def __contains__(self, name: object) -> bool:
         return name != _NAME and super().__contains__(name)
 
     def __setitem__(self, name: str, function: Any) -> None:
-        if name == _NAME and name in self.keys():  # `in self` denies it
+        if name == _NAME and name in self.keys():  # `in self` is always false for it
             return
         super().__setitem__(name, function)
 
@@ -56,15 +56,16 @@ def _register(registry: ModuleType) -> None:
 
 
 def _prepare_early() -> None:
-    """Has `torch.compile` check overlapc's options; without this torch hands them over with the first graph, which is
+    """Make `torch.compile` check overlapc's options; otherwise they are first checked when the first graph is compiled,
     30 frames deep in the first call. It also prepares Dynamo for the equal blocks of a model that overlapc shards.
 
-    torch 2.11 to 2.13 keep backend, options and mode in this class. Where it is another, the first graph still checks.
+    torch 2.11 to 2.13 keep backend, options and mode in `_TorchCompileWrapper`. In a torch without this class, options
+    are still checked with the first graph.
     """
-    kept = getattr(sys.modules["torch"], "_TorchCompileWrapper", None)
-    if kept is None:
+    compile_wrapper = getattr(sys.modules["torch"], "_TorchCompileWrapper", None)
+    if compile_wrapper is None:
         return
-    init = kept.__init__
+    init = compile_wrapper.__init__
 
     @wraps(init)
     def init_and_prepare(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -77,14 +78,14 @@ def _prepare_early() -> None:
             if access is not None and config.trace_once:
                 access.replay_equal_blocks()
 
-    kept.__init__ = init_and_prepare
+    compile_wrapper.__init__ = init_and_prepare
 
 
 class _Watch(MetaPathFinder):
-    """Sees torch's registry being imported, and registers the backend right after that."""
+    """Import hook that registers the backend right after torch's registry has been imported."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The registry's own spec, with a loader that registers the backend; None for all other modules."""
+        """Return the registry's own spec with a loader that also registers the backend; None for all other modules."""
         if name != _REGISTRY:
             return None
         sys.meta_path.remove(self)

@@ -1,4 +1,4 @@
-"""Bytes and times as people write them. Stored values are always bytes and nanoseconds."""
+"""Parses and prints sizes and times with units. Stored values are always bytes and nanoseconds."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ _BYTES = {
 }
 _NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
 MOST_BYTES = 2**62
-MOST_NS = 1e18  # thirty years; times this long still lie on the simulator's grid
+MOST_NS = 1e18  # thirty years; the simulator's time grid still represents times this long
 _NUMBER = re.compile(r"^\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*([A-Za-zµ]*)\s*$")
 
 
 def parse_count(text: str, most: int = MOST_BYTES) -> int:
-    """A whole number that is not negative. ConfigError on anything else, and beyond `most`."""
+    """Parse a whole number from 0 to `most`. ConfigError on anything else."""
     if not (text.isascii() and text.isdecimal()):
         raise ConfigError(f"{shown(text)} is not a whole number")
-    if len(text) > 30 or int(text) > most:  # Python does not read numbers of any length
+    if len(text) > 30 or int(text) > most:  # Python limits the digits that `int` converts
         raise ConfigError(f"{shown(text)} is more than {most:,}")
     return int(text)
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """`"70GiB"` -> bytes; a plain number is already bytes. ConfigError on anything else, and from 2**63 on."""
+    """Parse `"70GiB"` to bytes; a plain number is already bytes. ConfigError on anything else, and beyond 2**62."""
     size = _parse(text, _BYTES, "B", "a size", "70GiB")
-    if not -MOST_BYTES <= size <= MOST_BYTES:  # nor is nan
-        raise ConfigError(f"{shown(text)} is not a size that any memory has")
+    if not -MOST_BYTES <= size <= MOST_BYTES:  # also true for nan
+        raise ConfigError(f"{shown(text)} is out of range for a size in bytes")
     return round(size)
 
 
 def parse_ns(text: str | int | float) -> float:
-    """`"1180us"` -> nanoseconds; a plain number is already nanoseconds. ConfigError on anything else, and for years."""
+    """Parse `"1180us"` to ns; a plain number is already ns. ConfigError on anything else, and beyond thirty years."""
     ns = _parse(text, _NS, "ns", "a time", "250us")
     if not -MOST_NS <= ns <= MOST_NS:
-        raise ConfigError(f"{shown(text)} is not a time that anything here takes")
+        raise ConfigError(f"{shown(text)} is out of range for a time (at most 30 years)")
     return ns
 
 
@@ -63,7 +63,7 @@ def _parse(
 
 
 def format_bytes(size_bytes: int | float) -> str:
-    """The shortest text that parses back to exactly `size_bytes`: `512MiB`, `1.5GiB`, `100B`."""
+    """Return the shortest text that parses back to exactly `size_bytes`: `512MiB`, `1.5GiB`, `100B`."""
     size = int(size_bytes)
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         scale = _BYTES[unit]
@@ -73,7 +73,7 @@ def format_bytes(size_bytes: int | float) -> str:
 
 
 def human_bytes(size_bytes: int | float) -> str:
-    """Rounded for people to read: `8.79GiB`. Does not parse back exactly."""
+    """Return a size rounded for people to read: `8.79GiB`. It does not parse back exactly."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         size = size_bytes / _BYTES[unit]
         if abs(size) >= 1:
@@ -82,6 +82,6 @@ def human_bytes(size_bytes: int | float) -> str:
 
 
 def format_ns(time_ns: float) -> str:
-    """The shortest text that parses back to exactly `time_ns`, in microseconds where that is exact."""
+    """Return the shortest text that parses back to exactly `time_ns`, in microseconds where that is exact."""
     text = f"{time_ns / 1e3:g}us"
     return text if time_ns >= 1e3 and parse_ns(text) == time_ns else f"{time_ns!r}ns".replace(".0ns", "ns")
