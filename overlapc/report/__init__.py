@@ -1,6 +1,6 @@
 """Reports: what was compiled, which communication is hidden, which is not, and why.
 
-`overlapc.report(step)` is this package, called: the report of every graph this process compiled so far.
+The package itself can be called: `overlapc.report(step)` returns the report of all graphs that this process compiled.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ __all__ = [
 
 
 class _CallablePackage(ModuleType):
-    """Lets users write `overlapc.report(step)` though the renderers live in `overlapc.report.*`."""
+    """A module that can be called, so that `overlapc.report` is both a function and the package of the renderers."""
 
     def __call__(self, compiled: Any = None) -> Report:
-        """The report of this process. With `compiled`, NothingCompiled unless a graph exists by now."""
+        """Return the report of this process. With `compiled`, raise NothingCompiled unless a graph was compiled."""
         report = report_of_process()
         if compiled is not None and not report.steps[0].graphs:
             raise NothingCompiled(

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from overlapc.passes.reasons import Reason
 from overlapc.report.model import CollectiveRow, GraphRecord, Span, StepRecord
 
-_LEAST = 0.01  # of all exposed time: causes that cost less are not listed
-_LITTLE = 0.1  # of a collective's time: less compute than that hides a negligible part
+_LEAST = 0.01  # fraction of all exposed time; causes that cost less are not listed
+_LITTLE = 0.1  # fraction of a collective's time; compute shorter than that hides a negligible part of it
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What keeps communication exposed; `advice` is empty where nothing can be changed."""
+    """A cause of exposed communication; `advice` is empty if the user can change nothing about it."""
 
     why: str
     advice: str = ""
@@ -59,13 +59,13 @@ UNFORESEEN = Cause(
     "overlapc calibrate --from FILE feeds the measured times back into the profile; ranks with equal work",
 )
 SLOWER = Cause("every move that hides it makes the simulated step longer", BUSY.advice)
-OF_ORDER = (
+OF_ORDER = (  # constraints on the order: without them, another order of the same nodes could hide the communication
     MEMORY,
     BARRIER,
     COLLECTIVE_ORDER,
-)  # what these keep from moving, another order of the same nodes would move
+)
 
-# The first that applies is the cause: what can be changed with an option, then the ends of a graph, then the rest.
+# The first entry that applies is the cause. Causes that an option can change come first, then the two ends of a graph.
 _BY_REASON: tuple[tuple[Cause, frozenset[Reason]], ...] = (
     (MEMORY, frozenset({Reason.MEMORY})),
     (BARRIER, frozenset({Reason.BARRIER})),
@@ -92,7 +92,7 @@ _BY_REASON: tuple[tuple[Cause, frozenset[Reason]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """All that one cause keeps exposed in a graph."""
+    """The collectives of a graph that are exposed for one cause."""
 
     cause: Cause
     graph: str
@@ -101,9 +101,9 @@ class Exposure:
 
 
 def exposures(step: StepRecord, *, measured: bool = False) -> list[Exposure]:
-    """What is exposed in a step, by graph and cause, the worst first; what costs next to nothing is left out.
+    """Return the exposed communication of a step by graph and cause, longest first, without negligible causes.
 
-    measured: by what was measured (`exposed_is_measured`), not by the prediction.
+    measured: use measured times (see `exposed_is_measured`) instead of predicted ones.
     """
     found: list[Exposure] = []
     for graph, calls in step.called:
@@ -121,22 +121,22 @@ def exposures(step: StepRecord, *, measured: bool = False) -> list[Exposure]:
 
 
 def exposed_is_measured(step: StepRecord) -> bool:
-    """Whether each graph of a step was measured, collective by collective (older records hold only the sum)."""
+    """Whether the exposed time of every collective was measured in each graph (older records hold only sums)."""
     seen = [graph.measured for graph, _ in step.called]
     return bool(seen) and all(each is not None and (each.exposed or not each.exposed_ns) for each in seen)
 
 
 def _causes(graph: GraphRecord) -> Iterator[tuple[CollectiveRow, Cause]]:
     around = _Around(graph)
-    beginning = set()  # queues that have carried nothing yet but what the graph begins with
+    beginning = set()  # queues on which all collectives so far have the cause BEGIN
     seen = set()
     for row in graph.collectives:
         cause = cause_of(row)
-        if cause is END and around.in_first_half(row):  # its wait went to the end with all that waits for it
+        if cause is END and around.in_first_half(row):  # its wait moved to the end, with the compute behind it
             cause = cause_of(row, Reason.SCHEDULE_END)
         if cause is SLOWER or not cause.advice:
             cause = around.cause_of(row) or cause
-        if cause is END and "reduce" not in row.op:  # only gradients can be saved up for a later reduction
+        if cause is END and "reduce" not in row.op:  # only gradients can be accumulated and reduced later
             cause = CHAIN
         behind = row.group in beginning and cause is BUSY and Reason.QUEUE.name in row.causes
         if behind:
@@ -150,7 +150,7 @@ def _causes(graph: GraphRecord) -> Iterator[tuple[CollectiveRow, Cause]]:
 
 
 class _Around:
-    """How much is computed before and after collectives, where their reasons do not tell."""
+    """Compute time before and after each collective, for collectives whose recorded reasons do not name a cause."""
 
     def __init__(self, graph: GraphRecord) -> None:
         spans = graph.after.spans
@@ -160,7 +160,7 @@ class _Around:
         self.before_ns = [0.0, *itertools.accumulate(span.end_ns - span.start_ns for span in compute)]
 
     def cause_of(self, row: CollectiveRow) -> Cause | None:
-        """BEGIN or END, where the compute before or after could hide next to none of it."""
+        """Return BEGIN or END if the compute before or after the collective is too short to hide it, else None."""
         if row.name not in self.flight:
             return None
         before_ns, during_ns, after_ns = self._compute_ns(row)
@@ -169,14 +169,14 @@ class _Around:
         return END if after_ns <= _LITTLE * during_ns else None
 
     def in_first_half(self, row: CollectiveRow) -> bool:
-        """Whether more is computed after it than before: what is there then waits for it."""
+        """Whether more compute runs after the collective than before it, which means that compute depends on it."""
         if row.name not in self.flight:
             return False
         before_ns, _, after_ns = self._compute_ns(row)
         return before_ns < after_ns
 
     def _compute_ns(self, row: CollectiveRow) -> tuple[float, float, float]:
-        """Compute before it is in flight, its own time, compute after."""
+        """Return three times: compute before the collective starts, the collective itself, compute after it ends."""
         span = self.flight[row.name]
         before_ns = self.before_ns[bisect.bisect_left(self.starts, span.start_ns)]
         after_ns = self.before_ns[-1] - self.before_ns[bisect.bisect_left(self.starts, span.end_ns)]
@@ -188,7 +188,10 @@ def _start(span: Span) -> float:
 
 
 def cause_of(row: CollectiveRow, *but: Reason) -> Cause:
-    """Why this one is exposed, if not for `but`; the words of the table where no named reason stands behind them."""
+    """Return why a collective is exposed, ignoring the reasons `but`.
+
+    If no reason of the collective has a Cause, the text of its `limit` is the explanation.
+    """
     reasons = {Reason[name] for name in row.causes if name in Reason.__members__}.difference(but)
     for cause, covered in _BY_REASON:
         if reasons & covered:

@@ -1,4 +1,4 @@
-"""What Dynamo made of a program: the pieces that it captured, graph breaks, recompilations and their reasons."""
+"""How Dynamo captured a program: its pieces, graph breaks, and recompilations with their reasons."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from overlapc.fx.versions import Traced, compile_id, graph_breaks, traced
 from overlapc.report.model import Capture, GraphBreak, StepRecord
 from overlapc.runtime import phases
 
-_RESUMED = "torch_dynamo_resume_in_"  # how Dynamo names what is behind a graph break
-_UNSYNCED = "_overlapc_unsynced"  # an attribute of sharded modules, in guards
-_KEYS = "_overlapc_keys"  # which name the parameters of one model
-_ADOPTED = "parallel/access.py"  # the call that Dynamo traces of a sharded module that was compiled
-_SHOWN = 6  # breaks, and functions with variants
+_RESUMED = "torch_dynamo_resume_in_"  # prefix of Dynamo's name for the code after a graph break
+_UNSYNCED = "_overlapc_unsynced"  # an attribute of sharded modules that guards read
+_KEYS = "_overlapc_keys"  # an attribute that identifies the parameters of one model, also read by guards
+_ADOPTED = "parallel/access.py"  # holds the call that Dynamo traces when a sharded module is compiled
+_SHOWN = 6  # graph breaks, and functions with variants, that are printed
 
 
 class Captures:
-    """Of this process, since it began or `clear` was called."""
+    """Dynamo's captures in this process, since it started or since `clear` was called."""
 
     def __init__(self) -> None:
-        self._ids: dict[int, str] = {}  # number of its graphs -> Dynamo's id
+        self._ids: dict[int, str] = {}  # number of the capture's graphs -> Dynamo's compile id
         self._breaks_before = 0
 
     def note(self, number: int) -> None:
-        """Called by the backend within Dynamo's compilation, for the graphs that get this number."""
+        """Remember Dynamo's compile id for the graphs with this number; the backend calls it while Dynamo compiles."""
         self._ids[number] = compile_id()
 
     def captures(self) -> tuple[Capture, ...]:
-        """In the order of compilation. Of what Dynamo has forgotten, or still compiles, no more than its number."""
+        """Return the captures in the order of compilation.
+
+        A capture that Dynamo has forgotten, or is still compiling, has only its number and frame.
+        """
         found = []
         for number, of in self._traced().items():
             capture = Capture(number, self._ids[number].partition("/")[0])
@@ -43,22 +46,22 @@ class Captures:
         for each in traced():
             known.setdefault(each.compile_id, []).append(each)
         found: dict[int, Traced | None] = {}
-        for number, name in reversed(self._ids.items()):  # a reset of Dynamo begins with its first id again
+        for number, name in reversed(self._ids.items()):  # latest first: after a reset, Dynamo uses its ids again
             found[number] = known[name].pop() if known.get(name) else None
         return dict(reversed(found.items()))
 
     def breaks(self) -> tuple[GraphBreak, ...]:
-        """Each line once, with how often Dynamo came to it."""
+        """Return one GraphBreak for each line, with the number of times that Dynamo broke the graph there."""
         counted = Counter(graph_breaks()[self._breaks_before :])
         return tuple(GraphBreak(each.source, each.code, each.reason, times) for each, times in counted.items())
 
     def seconds(self) -> Mapping[str, float]:
-        """By phase; Dynamo's first."""
+        """Return the compile time by phase, in seconds, Dynamo's first."""
         dynamo_s = sum(each.seconds for each in self._traced().values() if each is not None)
         return {**({"Dynamo": dynamo_s} if dynamo_s else {}), **phases.seconds_by_phase()}
 
     def clear(self) -> None:
-        """Forgets all of it."""
+        """Forget all captures, graph breaks and compile times so far."""
         self._ids.clear()
         self._breaks_before = len(graph_breaks())
         phases.clear()
@@ -68,7 +71,7 @@ CAPTURES = Captures()
 
 
 def captures_lines(step: StepRecord) -> Iterator[str]:
-    """In how many pieces a step runs, broken where; which of them were compiled for more than one case, and why."""
+    """Yield the report's lines about graph breaks, functions compiled for several cases, and compile time."""
     called = {graph.number for graph, _ in step.called}
     pieces = list(dict.fromkeys(each.frame for each in step.captures if each.number in called))
     if len(pieces) > 1 or step.breaks:
@@ -108,7 +111,7 @@ def _why(capture: Capture) -> str:
 
 
 def shown_function(capture: Capture) -> str:
-    """`forward (train.py:7)`; of a piece behind a graph break, `forward from line 9 (train.py:9)`."""
+    """Return `forward (train.py:7)`, or after a graph break `forward from line 9 (train.py:9)`."""
     function, _, line = capture.function.removeprefix(_RESUMED).rpartition("_at_")
     if capture.function.startswith(_RESUMED) and function:
         return f"{function} from line {line} ({capture.source})"

@@ -1,4 +1,4 @@
-"""Measurement beside prediction: for every collective and kernel, and for the whole step."""
+"""Measured and predicted times side by side, for every collective and kernel and for the whole step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from overlapc.schedule.model import Kind, Node
 from overlapc.schedule.text import parse
 from overlapc.units import human_bytes
 
-FAR_OFF = 0.20  # a prediction further off than this is flagged
-_WORST = 8  # nodes shown in the totals
+FAR_OFF = 0.20  # predictions with a larger relative error are flagged
+_WORST = 8  # number of nodes with the largest errors that the totals list
 _KINDS = {Kind.START: "collective", Kind.COMM: "collective", Kind.KERNEL: "kernel", Kind.EXTERN: "library call"}
 _HEADERS = ("node", "what", "of", "alone µs", "predicted µs", "measured µs", "ratio", "")
 _ALIGN = ("left", "left", "left", "right", "right", "right", "right", "left")
@@ -25,7 +25,7 @@ _ALIGN = ("left", "left", "left", "right", "right", "right", "right", "left")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One node: what was expected and what was seen. Predicted times hold the slowdown by what runs beside it."""
+    """Predicted and measured time of one node. The prediction includes the slowdown by work that overlaps the node."""
 
     node: str
     kind: str  # "collective", "kernel" or "library call"
@@ -34,43 +34,43 @@ class Row:
     alone_ns: float | None  # the estimate; None: unknown
     predicted_ns: float
     measured_ns: float | None  # None: the profiler saw nothing of it
-    beside: float | None = None  # the share of it in which compute and communication were seen to run at once
+    beside: float | None = None  # fraction of the measured time in which compute and communication overlapped
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted; None where one of them is missing."""
+        """Measured time divided by predicted time; None if either is missing."""
         if self.measured_ns is None or self.alone_ns is None or self.predicted_ns <= 0:
             return None
         return self.measured_ns / self.predicted_ns
 
     @property
     def alone_ratio(self) -> float | None:
-        """Measured over the estimate; None for what ran beside something, or if one is missing."""
+        """Measured time divided by the estimate; None if the node was overlapped, or if either is missing."""
         if self.beside is None or self.beside > APART or not self.alone_ns or self.measured_ns is None:
             return None
         return self.measured_ns / self.alone_ns
 
     @property
     def slowdown_error(self) -> float | None:
-        """Error of predicted contention, in hundredths of its time alone; None unless it was overlapped throughout."""
+        """Error of the predicted contention in percent of the estimate; None unless the whole node was overlapped."""
         if self.beside is None or self.beside < 1 - APART or not self.alone_ns or self.measured_ns is None:
             return None
         return 100 * abs(self.measured_ns - self.predicted_ns) / self.alone_ns
 
     @property
     def far_off(self) -> bool:
-        """Whether the prediction is further off than FAR_OFF, or missing."""
+        """Whether the node was measured, and its prediction is missing or wrong by more than FAR_OFF."""
         ratio = self.ratio
         return self.measured_ns is not None and (ratio is None or abs(ratio - 1) > FAR_OFF)
 
     @property
     def lost_ns(self) -> float:
-        """How much the prediction is off, in time."""
+        """Absolute error of the prediction in ns; 0 if the node was not measured."""
         return abs((self.measured_ns or 0.0) - self.predicted_ns) if self.measured_ns is not None else 0.0
 
 
 def rows(graph: GraphRecord) -> list[Row]:
-    """Every node that is launched, in the final order; none for a graph that was not measured."""
+    """Return a row for every launched node in the final order; no rows for a graph that was not measured."""
     if graph.measured is None:
         return []
     spans = {span.node: span for span in graph.after.spans if span.kind != "idle"}
@@ -106,7 +106,7 @@ def _what(node: Node) -> str:
 
 
 def graph_text(graph: GraphRecord) -> str:
-    """The table of every node of a measured graph."""
+    """Return the table of all nodes of a measured graph."""
     table = tabulate([_cells(row) for row in rows(graph)], _HEADERS, colalign=_ALIGN, disable_numparse=True)
     return f"graph {graph.name}, predicted and measured\n{table}"
 
@@ -126,7 +126,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def totals_text(step: StepRecord) -> str:
-    """Times of the whole step and of each graph, how good predictions are by kind, and where most time is off."""
+    """Return times of the step and of each graph, accuracy of the predictions by kind, and the largest errors."""
     graphs = [graph for graph in step.graphs if graph.measured is not None]
     times = {graph.name: calls for graph, calls in step.called}
     table = [row for graph in graphs for row in _graph_totals(graph)]
@@ -184,7 +184,7 @@ def _predicted(graph: GraphRecord) -> dict[str, float]:
 
 
 def _sum(table: Iterable[_Total], times: Mapping[str, int]) -> list[_Total]:
-    """Of one step, which calls graphs so many times."""
+    """Return the totals of one step, which calls each graph `times[graph]` times."""
     sums = {what: [0.0, 0.0] for what in _FIELDS}
     for graph, what, predicted_ns, measured_ns in table:
         sums[what][0] += predicted_ns * times.get(graph, 0)
@@ -193,10 +193,10 @@ def _sum(table: Iterable[_Total], times: Mapping[str, int]) -> list[_Total]:
 
 
 def _quality(every: Iterable[Row]) -> Iterator[str]:
-    """`collectives: 74 measured, half within 7%, 9 off by more than 20%`, for each kind.
+    """Yield for each kind of node `collectives: 74 of 74 measured, half within 7%, 9 off by more than 20%`.
 
-    Where both were seen, errors of the estimates (nodes that had nothing beside them) are told from those of
-    contention (nodes that had something beside them all the time).
+    Further lines separate errors of the estimates (from nodes that ran alone) from errors of the predicted contention
+    (from nodes that were overlapped for their whole duration), as far as there are such nodes.
     """
     by_kind: dict[str, list[Row]] = {}
     for row in every:

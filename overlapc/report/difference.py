@@ -1,4 +1,4 @@
-"""Two runs or plans beside each other: what became longer, by cause."""
+"""Comparison of two runs or plans: which parts of the step became longer or shorter, by cause."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from overlapc.report.model import StepRecord, measured_step
 from overlapc.report.times import ms
 from overlapc.units import human_bytes
 
-_LEAST = 0.002  # of the longer step: changes that are less are added up
-_SHOWN = 12  # of a section
+_LEAST = 0.002  # fraction of the longer step; smaller changes are summed in one row
+_SHOWN = 12  # rows of a section
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One quantity of both, in ns, or bytes where `is_bytes`; None where one of them does not know it."""
+    """One quantity of both steps, in ns, or in bytes if `is_bytes`; None where a step does not know it."""
 
     section: str
     what: str
@@ -34,12 +34,16 @@ class Row:
 
     @property
     def change(self) -> float:
-        """How much more the second has."""
+        """The second value minus the first; an unknown value counts as 0."""
         return (self.second or 0.0) - (self.first or 0.0)
 
 
 def differences(first: StepRecord, second: StepRecord) -> list[Row]:
-    """Of two steps: the whole, its parts (which add up to it), then compute by kind, communication, causes, memory."""
+    """Return the rows that compare two steps.
+
+    In order: the step time, its parts (which add up to it), compute by kind, communication by queue, exposed time by
+    cause, peak memory.
+    """
     least_ns = _LEAST * max(first.step_ns, second.step_ns)
     rows = [Row("step", "predicted", first.step_ns, second.step_ns)]
     measured = Row("step", "measured", _measured(first), _measured(second))
@@ -81,7 +85,7 @@ def _causes(step: StepRecord) -> Iterable[tuple[str, float]]:
 
 
 def _section(section: str, first: dict[str, float], second: dict[str, float], least_ns: float) -> list[Row]:
-    """What changed most first; the rest in one row, so that columns add up."""
+    """Return the rows of a section, the largest change first, small changes in one row, so that columns add up."""
     rows = [
         Row(section, what, first.get(what, 0.0), second.get(what, 0.0)) for what in dict.fromkeys([*first, *second])
     ]
@@ -95,7 +99,7 @@ def _section(section: str, first: dict[str, float], second: dict[str, float], le
 
 
 def text(rows: Iterable[Row], names: tuple[str, str]) -> str:
-    """One table; a section is named in its first row."""
+    """Return the rows as a text table; only the first row of a section shows its name."""
     return tabulate(
         [_cells(row, named) for row, named in _named(rows)],
         ("", "", *names, "change", ""),
@@ -125,7 +129,7 @@ def _cells(row: Row, named: bool) -> tuple[str, ...]:
 
 
 def page(rows: Iterable[Row], names: tuple[str, str]) -> str:
-    """The table as a page of one file, with a bar for each change."""
+    """Return the rows as a self-contained HTML page, with a bar for each change."""
     rows = list(rows)
     most = max((abs(row.change) for row in rows if not row.is_bytes), default=0.0) or 1.0
     lines = []

@@ -1,7 +1,8 @@
 """A schedule as a graph for Graphviz: `dot -Tsvg schedule.dot > schedule.svg`.
 
-Nodes stand in execution order from top to bottom; arrows are dependences: data solid, mutation and weak order dashed,
-order of collectives and barriers dotted. Compute is boxes, communication ellipses, one colour a process group.
+Nodes are drawn in execution order from top to bottom. Arrows are dependences: solid for data, dashed for mutation and
+weak order, dotted for the order of collectives and for barriers. Compute nodes are boxes, communication nodes ellipses
+with a colour for each process group.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _COLOURS = ("lightblue", "lightsalmon", "palegreen", "plum", "khaki", "lightgrey
 
 
 def to_dot(schedule: Schedule) -> str:
-    """The text of a `.dot` file."""
+    """Return the text of a `.dot` file."""
     return "\n".join(["digraph schedule {", *(f"  {line}" for line in _statements(schedule)), "}"]) + "\n"
 
 

@@ -17,17 +17,21 @@ Seen = dict[tuple[str, str], tuple[str, float]]  # (graph, node) -> signature or
 
 
 def users_estimator(estimates: str | Hook | None, graph: str) -> UserHook | EarlierRun | None:
-    """Who answers for `graph` before all others; None where the user gave nothing. ConfigError as `earlier_run`."""
+    """Return the estimator that the user gave for `graph`, which is asked first; None without `estimates`.
+
+    Raise ConfigError as `earlier_run` does.
+    """
     if estimates is None:
         return None
     return UserHook(estimates) if callable(estimates) else earlier_run(estimates, graph)
 
 
 def earlier_run(path: str | Path, graph: str) -> EarlierRun:
-    """An estimator for `graph`. ConfigError for a file that holds no measurement by overlapc.
+    """Return an estimator for `graph` from a file. Raise ConfigError if the file holds no measurement by overlapc.
 
-    A record tells what a node was, and how much the simulator thought contention slowed it: its times go in without
-    that, as the simulator will add it again. A bare trace knows names only, and its times go in as they are.
+    A record holds each node's signature and the slowdown that the simulator predicted for contention. That slowdown is
+    divided out of the measured times, because the simulator will apply it again. A trace has only the names of nodes,
+    so its times are used unchanged.
     """
     path = Path(path).expanduser()
     try:

@@ -1,4 +1,4 @@
-"""From the result of the pass pipeline to a `GraphRecord`."""
+"""Builds the `GraphRecord` of a compiled graph from the result of the pass pipeline."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ def graph_record(
     compile_seconds: float = 0.0,
     budget_bytes: int | None = None,
 ) -> GraphRecord:
-    """The record of one compiled graph, as plain data.
+    """Return the record of one compiled graph, as plain data.
 
-    fallbacks: eager calls by op, without a lowering; they are no
-    library calls that we chose, and not counted as such.
-    attention: calls by kernel and reason, as the report is to say it.
-    budget_bytes: the limit that was planned for, if not the schedule's own.
+    fallbacks: number of eager calls by op, for ops without a lowering; they are not counted as library calls.
+    attention: number of calls by the text that the report prints for them (kernel and reason).
+    budget_bytes: the memory limit of the plan, if it is not the schedule's own.
     """
     final = result.schedule
     return GraphRecord(
@@ -94,14 +93,14 @@ def _row(row: CollectiveRecord, result: Result) -> CollectiveRow:
 
 
 def _whose(row: CollectiveRecord, result: Result) -> str:
-    """The module or line that a collective is of; of a bucket over several modules, the first and the last."""
+    """Return the module or source line of a collective; for a bucket over several modules, the first and the last."""
     members = [result.before.schedule.node(name) for name in row.members]
     units = list(dict.fromkeys(node.comm.unit for node in members if node.comm and node.comm.unit))
     return f"{units[0]} to {units[-1]}" if len(units) > 1 else shown_origin(result.schedule.node(row.name).origin)
 
 
 def plan_of(timeline: Timeline) -> Plan:
-    """What ran where and when, as spans that no longer need the schedule."""
+    """Return the timeline as plain spans, which do not need the schedule."""
     return Plan(timeline.step_ns, tuple(_spans(timeline)))
 
 
@@ -113,14 +112,14 @@ def _spans(timeline: Timeline) -> Iterator[Span]:
             yield Span(node.name, "compute", start_ns, end_ns, node.kind.value, origin)
         elif node.kind in COMMUNICATION:
             yield Span(node.name, f"@{node.queue or 'unknown'}", start_ns, end_ns, node.kind.value, origin)
-            if node.kind is Kind.COMM:  # which waits for itself
+            if node.kind is Kind.COMM:  # a blocking collective
                 yield Span(node.name, "compute", start_ns, end_ns, "idle", origin)
         elif node.kind is Kind.WAIT:
             yield Span(schedule.start_of(node).name, "compute", start_ns, end_ns, "idle", origin)
 
 
 def memory_of(timeline: Timeline) -> tuple[tuple[float, int], ...]:
-    """(time, live bytes) at every change of what is live, as the compute stream meets it."""
+    """Return (time in ns, live bytes) at every change of live memory, in the order of the compute stream."""
     points: list[tuple[float, int]] = []
     clock_ns = 0.0
     schedule = timeline.schedule
@@ -128,7 +127,7 @@ def memory_of(timeline: Timeline) -> tuple[tuple[float, int], ...]:
     for node, start_ns, end_ns, size_bytes in zip(
         schedule.nodes, timeline.start_ns, timeline.end_ns, during_bytes, strict=True
     ):
-        # A start allocates when it is issued, which is before its queue gets to it.
+        # A start allocates its result when it is issued, which is before the collective runs on its queue.
         time_ns = clock_ns if node.kind is Kind.START else start_ns
         if not points or points[-1][1] != size_bytes:
             points.append((time_ns, size_bytes))
@@ -138,7 +137,7 @@ def memory_of(timeline: Timeline) -> tuple[tuple[float, int], ...]:
 
 
 def shown_origin(origin: Origin) -> str:
-    """The module path, else the source line, else nothing."""
+    """Return the module path, else the source line, else ""."""
     return origin.module or origin.source
 
 

@@ -1,4 +1,4 @@
-"""Memory that a device holds while a graph runs, beyond the tensors of the graph, and the peak of a whole step."""
+"""Peak memory of a whole step, including memory that is live beside the tensors of the running graph."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _BACKWARD = re.compile(r"backward_(\d+)$")
 
 
 def step_peak_bytes(step: StepRecord) -> int:
-    """Most that is live in a training step: in its graphs beside the optimizers' state, or while optimizers step."""
+    """Return the peak memory of a step: of its graphs plus the optimizers' state, or of the optimizers' update."""
     return max(graphs_peak_bytes(step), step.update_peak_bytes)
 
 
 def peak_parts(step: StepRecord) -> str:
-    """What `step_peak_bytes` includes beyond the tensors of graphs, and what it leaves out; "" for inference."""
+    """Describe what `step_peak_bytes` includes besides the tensors of graphs and what it omits; "" for inference."""
     trains = [times for graph, times in step.called if _BACKWARD.match(graph.name)]
     parts = []
     in_graphs = graphs_peak_bytes(step)
@@ -37,14 +37,17 @@ def peak_parts(step: StepRecord) -> str:
 
 
 def graphs_peak_bytes(step: StepRecord, graphs: Sequence[GraphRecord] | None = None) -> int:
-    """Most that is live while these graphs run (those that a step calls), beside the state of its optimizers."""
+    """Return the peak memory of `graphs` (default: those that a step calls), plus the optimizers' state."""
     chosen = [graph for graph, _ in step.called] if graphs is None else graphs
     return max(peaks(chosen).values(), default=0) + sum(step.optimizer_bytes.values())
 
 
 def peaks(graphs: Sequence[GraphRecord]) -> dict[str, int]:
-    """Peak bytes while each graph runs: its own, and for a backward what only its forward was given (a parameter that
-    no gradient needs stays where it is)."""
+    """Return the peak bytes while each graph runs, by name.
+
+    For a backward, inputs that only its forward received are added: they stay allocated, for example a parameter that
+    no gradient needs.
+    """
     named = {graph.name: graph for graph in graphs}
     found = {}
     for graph in graphs:
@@ -54,15 +57,15 @@ def peaks(graphs: Sequence[GraphRecord]) -> dict[str, int]:
 
 
 def forward_of(name: str) -> str:
-    """The name of the forward that belongs to a backward; "" for any other graph."""
+    """Return the name of the forward that belongs to a backward; "" for any other graph."""
     match = _BACKWARD.match(name)
     return f"forward_{match[1]}" if match else ""
 
 
 def held_bytes(given: Mapping[str, Buffer], taken: Mapping[str, Buffer]) -> int:
-    """Inputs of a forward that its backward does not take, neither as such nor as a saved view of one.
+    """Return the bytes of a forward's inputs (`given`) that its backward receives neither directly nor as a saved view.
 
-    What a backward takes and may not free is such a view (of a parameter) or its own argument.
+    An input of the backward (`taken`) that it may not free, and that is no tangent, is a view of a forward's input.
     """
     held = sum(buffer.bytes for name, buffer in given.items() if name not in taken)
     views = sum(
@@ -74,5 +77,5 @@ def held_bytes(given: Mapping[str, Buffer], taken: Mapping[str, Buffer]) -> int:
 
 
 def inputs(graph: GraphRecord) -> dict[str, Buffer]:
-    """What a graph is given, by name."""
+    """Return the input buffers of a graph by name."""
     return {name: buffer for name, buffer in parse(graph.schedule).buffers.items() if buffer.is_input}

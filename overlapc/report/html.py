@@ -1,6 +1,6 @@
-"""The report as one self-contained page: first what a step takes and why, then a timeline to work with, then tables.
+"""The report as one self-contained HTML page: the step time and its causes, an interactive timeline, tables.
 
-Everything is in the one file: the data as JSON, our script (page.js), and uPlot (vendor/) which it draws with.
+The file contains everything: the data as JSON, the script page.js, and uPlot (vendor/), with which the script draws.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HERE = Path(__file__).parent
 
 
 def render(steps: Sequence[StepRecord]) -> str:
-    """The whole page: the steps of every rank; figures and tables of the first."""
+    """Return the page: a timeline of the steps of all ranks, figures and tables of the first."""
     return template("page.html.jinja").render(
         steps=steps,
         ledger_of=Ledger.of,
@@ -41,8 +41,8 @@ def render(steps: Sequence[StepRecord]) -> str:
 
 
 def drawing_parts(script: str) -> dict[str, str]:
-    """What a template embeds to draw with: uPlot, the styles, and our script of that name."""
-    # uPlot with its license, and without the address in its first line: a page reaches nothing.
+    """Return what a template embeds for drawing, by name: uPlot, the styles, and the file `script` of this folder."""
+    # The first line of uPlot is replaced: it has a web address, and a page must not name one. The license is added.
     source = (_HERE / "vendor" / "uPlot.iife.min.js").read_text().partition("\n")[2]
     return {
         "uplot": f"/* uPlot 1.6.32\n{(_HERE / 'vendor' / 'uPlot.LICENSE').read_text()}*/\n{source}",
@@ -53,12 +53,12 @@ def drawing_parts(script: str) -> dict[str, str]:
 
 
 def embedded(data: object) -> str:
-    """As JSON that may stand in a script element, whatever names say."""
+    """Return `data` as JSON that is safe inside a script element, whatever characters names contain."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _sort_keys(graph: GraphRecord) -> list[list[float | str]]:
-    """By what each cell of a collective's row sorts: a number where it shows one."""
+    """Return the sort key of each cell of each collective's row: a number if the cell shows one."""
     return [
         [
             row.name, row.origin, row.group, row.via, row.bytes, row.estimate_ns or 0.0, row.source,
@@ -70,7 +70,7 @@ def _sort_keys(graph: GraphRecord) -> list[list[float | str]]:
 
 @cache
 def template(name: str) -> jinja2.Template:
-    """A template of this folder."""
+    """Load a Jinja template of this folder."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
         autoescape=True,

@@ -1,4 +1,4 @@
-"""Which parameters stay gathered between forward and backward, and what it would save to keep more of them."""
+"""Which parameters stay gathered between forward and backward, and how much time keeping more of them would save."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ NO_ROOM = "memory_budget has no room for more"
 NOT_SHORTER = "the step was no shorter in trial plans that keep more of them"
 HIDDEN = "backward was no shorter in a trial plan without these gathers"
 SWITCHED_OFF = "keep_gathered is off"
-_NAMED = 4  # modules
+_NAMED = 4  # modules listed by name
 _BY_BUDGET = "memory_budget has room for them"
 _BY_SCRIPT = "they do not reshard after forward"
 
 
 @dataclass(frozen=True, slots=True)
 class GatherChoice:
-    """What was decided about the parameters of a forward and its backward. Launches have one name in both graphs."""
+    """Which gathers of a forward its backward repeats. A launch has the same name in both graphs."""
 
     kept: Set[str] = frozenset()  # launches whose results stay gathered because memory_budget has room
     again: Set[str] = frozenset()  # launches that backward repeats
-    why: str = NO_BUDGET  # why those do
+    why: str = NO_BUDGET  # why backward repeats them
 
 
 def with_gathers(graph: GraphRecord, result: Result, choice: GatherChoice) -> GraphRecord:
-    """`graph`, the record of `result`, with what became of the parameters that forward and backward need."""
+    """Return `graph`, the record of `result`, with its kept gathers (a forward) or repeated gathers (a backward)."""
     if graph.name.startswith("forward"):
         return replace(graph, kept_gathers=tuple(_kept(graph, result, choice.kept)))
     saved_ns = saved_by_launch(result.after, result.collectives, choice.again)
@@ -52,7 +52,10 @@ def with_gathers(graph: GraphRecord, result: Result, choice: GatherChoice) -> Gr
 
 
 def saved_by_launch(timeline: Timeline, collectives: Sequence[CollectiveRecord], gathers: Set[str]) -> dict[str, float]:
-    """How much shorter a backward is without each launch of `gathers` (of a bucket: of members that are among them)."""
+    """Return, for each launch that contains one of `gathers`, how many ns shorter the backward is without that launch.
+
+    A bucket contains its members.
+    """
     schedule, profile = timeline.schedule, timeline.profile
     launches = [row.name for row in collectives if not gathers.isdisjoint(row.members or (row.name,))]
     return {
@@ -61,7 +64,7 @@ def saved_by_launch(timeline: Timeline, collectives: Sequence[CollectiveRecord],
 
 
 def _saved_by_keeping(timeline: Timeline, repeated: Sequence[RepeatedGather]) -> Iterator[tuple[int, float]]:
-    """(bytes, ns) for 1, 2, 4, ... GiB as far as there is so much, and for all."""
+    """Yield (bytes kept gathered, ns saved) for 1, 2, 4, ... GiB below the total of `repeated`, and for the total."""
     schedule, profile = timeline.schedule, timeline.profile
     whole_bytes, room_bytes = sum(each.bytes for each in repeated), 2**30
     while True:
@@ -79,7 +82,7 @@ def _saved_by_keeping(timeline: Timeline, repeated: Sequence[RepeatedGather]) ->
 
 
 def _kept(graph: GraphRecord, result: Result, by_budget: Set[str]) -> Iterator[KeptGather]:
-    """Gathers of a forward whose results leave it."""
+    """Yield the gathers of a forward whose results are outputs of it."""
     schedule = result.schedule
     left = {schedule.root(name) for name in schedule.outputs}
     members = {row.name: row.members or (row.name,) for row in result.collectives}
@@ -99,7 +102,7 @@ def _unit(row: CollectiveRow, schedule: Schedule) -> str:
 
 
 def gathered_lines(step: StepRecord) -> Iterator[str]:
-    """Which parameters stay gathered until backward and which do not, why, and what it would save to keep more."""
+    """Yield the report's lines about parameters that stay gathered until backward or are gathered again, and why."""
     by_why: dict[str, list[KeptGather | RepeatedGather]] = {}
     for graph, _ in step.called:
         for kept in graph.kept_gathers:
@@ -115,7 +118,10 @@ def gathered_lines(step: StepRecord) -> Iterator[str]:
 
 
 def saved_by_keeping(step: StepRecord) -> list[tuple[int, float]]:
-    """(bytes, ns): with so many bytes more that stay gathered until backward, how much shorter a step is; if at all."""
+    """Return (bytes, ns) pairs: how much shorter a step is if that many more bytes stay gathered until backward.
+
+    Amounts that save nothing are left out.
+    """
     curves = [(graph.saved_by_keeping, times) for graph, times in step.called if graph.saved_by_keeping]
     amounts = sorted({size for curve, _ in curves for size, _ in curve})
     found = []
@@ -129,8 +135,8 @@ def saved_by_keeping(step: StepRecord) -> list[tuple[int, float]]:
 
 
 def savings_text(more: Sequence[tuple[int, float]]) -> str:
-    """`in the planned order, keeping 1GiB of them saves 0.51 ms, 2GiB 0.98 ms, all 2.5GiB 1.10 ms`."""
-    saved_ns = {human_bytes(size): ns for size, ns in more}  # of amounts that print alike the largest
+    """Return `in the planned order, keeping 1GiB of them saves 0.51 ms, 2GiB 0.98 ms, all 2.5GiB 1.10 ms`."""
+    saved_ns = {human_bytes(size): ns for size, ns in more}  # of amounts with the same text, the largest
     first, last = next(iter(saved_ns)), next(reversed(saved_ns))
     parts = (
         f"{'all ' if amount == last else ''}{amount} {'of them saves ' if amount == first else ''}{ms(ns)}"
@@ -140,6 +146,6 @@ def savings_text(more: Sequence[tuple[int, float]]) -> str:
 
 
 def _modules(found: Sequence[KeptGather | RepeatedGather]) -> str:
-    """`layers.0, layers.1`; of many the first and the last."""
+    """Return the names of the modules, `layers.0, layers.1`; of many only the first two and the last."""
     names = list(dict.fromkeys(each.of for each in found))
     return ", ".join(names) if len(names) <= _NAMED else f"{names[0]}, {names[1]} ... {names[-1]}"

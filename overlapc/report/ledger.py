@@ -1,4 +1,4 @@
-"""Where the time of a step goes, how short it could be, and what to change, by what that is estimated to bring."""
+"""Where the time of a step goes, how short the step could be, and what to change, by the time that it may save."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from overlapc.schedule.model import COMPUTE, Kind, Node
 from overlapc.schedule.text import parse
 from overlapc.units import human_bytes
 
-_LEAST = 0.005  # of a step: what brings less is not listed
+_LEAST = 0.005  # fraction of a step; changes that save less are not listed
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A share of a step; `kind` is its color."""
+    """A part of a step's time; `kind` selects its color."""
 
     name: str
     ns: float
@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """How long a step would take if something were perfect."""
+    """The time of a step under one ideal assumption, such as fully hidden communication."""
 
     name: str
     ns: float
@@ -40,7 +40,7 @@ class Ceiling:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Something to change, and at most how much shorter the step gets by it. Gains do not add up."""
+    """A change, and an upper bound of the time that it saves. Gains overlap, so they must not be added."""
 
     ns: float
     why: str
@@ -50,17 +50,20 @@ class Gain:
 
 @dataclass(frozen=True)
 class Ledger:
-    """A step's time as predicted: what it consists of, what bounds it; and what to change, as measured if it was."""
+    """The predicted time of a step, its parts and ceilings, and the changes that would shorten it.
+
+    The gains use measured times if the step was measured.
+    """
 
     step_ns: float
     parts: tuple[Part, ...]
     ceilings: tuple[Ceiling, ...]
     gains: tuple[Gain, ...]  # the largest first
-    utilization: float | None  # of the profile's rates of matrix products; None: it says none
+    utilization: float | None  # see `utilization` below
 
     @classmethod
     def of(cls, step: StepRecord) -> Ledger:
-        """Of the graphs of one step."""
+        """Add up the graphs of one step."""
         spent = Spent.of(step)
         alone_ns = spent.compute_ns - spent.slowed_ns
         idle_ns = max(0.0, spent.device_ns - spent.compute_ns - spent.exposed_ns)
@@ -87,7 +90,8 @@ class Ledger:
         if beyond_ns:
             ceilings.append(Ceiling("a host that is fast enough", spent.device_ns))
         seen = measured_step(step) if exposed_is_measured(step) else None
-        # Another order gains no more than the bound of all orders leaves, faster compute what the busiest queue leaves.
+        # Another order saves at most the distance to the lower bound; faster compute saves at most the distance to the
+        # time of the busiest queue.
         by_order_ns = max(0.0, step.step_ns - step.lower_bound_ns)
         found = []
         for cause, alike in _by_cause(step, bool(seen)).items():
@@ -109,7 +113,7 @@ class Ledger:
             found.append(Gain(seen.late_ns, "the device waits for the host's next launch", FOR_THE_HOST, True))
         elif beyond_ns:
             why = spent.limiting_factor()
-            found = [Gain(beyond_ns, why.why, why.advice)]  # whatever the device saves, the host takes as long
+            found = [Gain(beyond_ns, why.why, why.advice)]  # saving device time does not shorten the host's time
         least_ns = _LEAST * (seen or step).step_ns
         gains = sorted((each for each in found if each.ns > least_ns), key=lambda each: -each.ns)
         shown = tuple(part for part in parts if part.ns > 0)
@@ -137,7 +141,7 @@ _PRODUCTS, _ATTENTION, _CONVOLUTIONS, _GENERATED, _OTHERS = (
 
 
 def compute_shares(step: StepRecord) -> dict[tuple[str, str], float]:
-    """(what, color) -> its share of the time that compute takes by itself, the largest first; they add up to 1."""
+    """Return (kind of compute, color) -> its fraction of the compute time without contention, largest first; sum 1."""
     sums: dict[tuple[str, str], float] = defaultdict(float)
     for graph, times in step.called:
         for node in parse(graph.schedule).nodes:
@@ -160,7 +164,7 @@ def _kind(node: Node) -> tuple[str, str]:
 
 
 def recomputed_ns(step: StepRecord) -> float:
-    """What backwards spend, by themselves, on compute whose every op is one that their forward has as well."""
+    """Return the time (without contention) of backward's compute nodes all of whose ops are also in the forward."""
     forwards = {graph.number: graph for graph, _ in step.called if graph.name.startswith("forward")}
     found_ns = 0.0
     for graph, times in step.called:
@@ -180,7 +184,7 @@ def recomputed_ns(step: StepRecord) -> float:
 
 
 def measured_parts(measured: Measured) -> tuple[Part, ...]:
-    """What a measured step consists of, as far as a profiler can tell."""
+    """Return the parts of a measured step, as far as a profiler can separate them."""
     parts = (
         Part("compute", measured.compute_ns, "extern"),
         Part("exposed communication", measured.exposed_ns, "idle"),
@@ -191,7 +195,7 @@ def measured_parts(measured: Measured) -> tuple[Part, ...]:
 
 
 def bars(step: StepRecord, ledger: Ledger) -> list[tuple[str, float, tuple[Part, ...]]]:
-    """(title, ns, parts) of what was measured, if it was, then of what is predicted."""
+    """Return (title, ns, parts) of the measured step, if there is one, then of the predicted step."""
     found = [("predicted", ledger.step_ns, ledger.parts)]
     measured = measured_step(step)
     if measured is not None:
@@ -200,9 +204,9 @@ def bars(step: StepRecord, ledger: Ledger) -> list[tuple[str, float, tuple[Part,
 
 
 def utilization(step: StepRecord) -> float | None:
-    """The share of a step that its products take at the profile's rate of their dtype, which large ones reach.
+    """Return the fraction of a step that its matrix products would take at the profile's rate for their dtype.
 
-    None where a rate is not known.
+    Large products reach that rate. None if the profile does not know the rate of a dtype.
     """
     peak_s = 0.0
     for graph, times in step.called:
@@ -218,7 +222,7 @@ def utilization(step: StepRecord) -> float | None:
 
 
 def tiles(step: StepRecord, ledger: Ledger) -> list[tuple[str, str, str]]:
-    """(what, how much, beside what) for the top of a page: what was seen of a step, then what is predicted."""
+    """Return (title, value, remark) of each tile at the top of a page: measured times first, then predictions."""
     found = []
     seen = measured_step(step)
     if step.clock_ns is not None:
@@ -244,5 +248,5 @@ def tiles(step: StepRecord, ledger: Ledger) -> list[tuple[str, str, str]]:
 
 
 def tokens_per_s(step: StepRecord) -> float:
-    """By the clock or the profiler where one of them saw steps, else by the prediction."""
+    """Return tokens/s of a step by the host's clock, else by the profiler, else as predicted."""
     return step.tokens / (seen_ns(step) or step.step_ns) * 1e9

@@ -1,4 +1,4 @@
-"""The limiting factor of a step, and what its compute consists of: the first thing to know before changing anything."""
+"""The limiting factor of a step (host, communication or compute), and the ops that its compute consists of."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from overlapc.report.times import ms
 from overlapc.schedule.model import Kind
 from overlapc.schedule.text import parse
 
-_LITTLE = 0.05  # of a step: less than that is not what makes it slow
+_LITTLE = 0.05  # fraction of a step; less exposed communication than that is not the limiting factor
 _GENERATED = "generated kernels"
-_NUMBER = re.compile(r"_\d+$")  # by which FX tells nodes of one op apart
+_NUMBER = re.compile(r"_\d+$")  # the suffix with which FX distinguishes nodes of the same op
 
 FOR_THE_HOST = (
     "more work in each launch (batch, sequence); cuda_graphs=True, for small models; larger groups of"
@@ -24,7 +24,7 @@ FOR_THE_HOST = (
 
 @dataclass(frozen=True, slots=True)
 class ComputeShare:
-    """All compute of one kind in a step: a library op, or what was generated."""
+    """All compute of one kind in a step: calls of one library op, or all generated kernels."""
 
     what: str
     ns: float
@@ -32,7 +32,7 @@ class ComputeShare:
 
 
 def sources(step: StepRecord) -> dict[str, float]:
-    """Source of estimates -> its share of the sum of all estimates, the largest first."""
+    """Return the source of estimates -> its fraction of the sum of all estimates, largest first."""
     by_source_ns: dict[str, float] = defaultdict(float)
     for graph, times in step.called:
         for node in parse(graph.schedule).nodes:
@@ -44,19 +44,19 @@ def sources(step: StepRecord) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Where the time of a step goes, as predicted, over all of its graphs."""
+    """The predicted time of a step by resource, summed over its graphs."""
 
     device_ns: float  # the step time of the device alone
-    host_ns: float | None  # what the host needs for it; None: not known
+    host_ns: float | None  # the host's time for the step; None: not known
     compute_ns: float  # includes slowed_ns
-    slowed_ns: float  # by which communication beside it makes compute longer; 0 where that is not known
-    exposed_ns: float  # compute waits for communication
-    queues_ns: dict[str, float]  # how long each queue is busy, the longest first
-    work: tuple[ComputeShare, ...]  # what compute consists of, the longest first
+    slowed_ns: float  # time that contention with communication adds to compute; 0 if not known
+    exposed_ns: float  # time that compute waits for communication
+    queues_ns: dict[str, float]  # busy time of each queue, longest first
+    work: tuple[ComputeShare, ...]  # compute by kind, longest first
 
     @classmethod
     def of(cls, step: StepRecord) -> Spent:
-        """Adds up the spans of the final order."""
+        """Add up the spans of the final order."""
         lanes: dict[str, float] = defaultdict(float)
         work: dict[str, list[float]] = defaultdict(list)
         alone_known = all(graph.alone_ns is not None for graph, _ in step.called)
@@ -84,7 +84,7 @@ class Spent:
         )
 
     def limiting_factor(self) -> Cause:
-        """What must become less to make the step shorter."""
+        """Return the resource that must become faster, or be used less, to make the step shorter."""
         queue, busy_ns = next(iter(self.queues_ns.items()), ("", 0.0))
         if self.host_ns is not None and self.host_ns > self.device_ns:
             return Cause(
@@ -109,5 +109,5 @@ class Spent:
 
 
 def _op(node: str) -> str:
-    """The library op behind a node's name; plans for GPUs trace a CPU's attention, which stands for theirs."""
+    """Return the library op of a node from its name. Plans for GPUs trace the CPU's attention op, not the GPU's."""
     return _NUMBER.sub("", node).replace("_for_cpu", "")

@@ -1,13 +1,13 @@
-"""Measures steps of a training job beside their prediction.
+"""Measures steps of a training job and adds the measured times to the report.
 
     with overlapc.report.measure() as measured:
         for _ in range(3):
             step(tokens, targets).backward()
     print(measured.report)
 
-All ranks must measure the same steps. Graphs run with marks meanwhile, so keep compilation (the first steps) outside.
-A GPU needs some tenths of a second to settle at the clock that a job's power allows: for times of a job that goes on,
-measure more steps and let only the `last` of them count.
+All ranks must measure the same steps. Inside the block, graphs run with profiler marks around their nodes, so run the
+first steps, which compile, before the block. A GPU needs some tenths of a second until its clock settles at what its
+power limit allows: to get the times of a long job, measure more steps and count only the `last` of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from overlapc.schedule.text import parse
 
 
 class Measurement:
-    """The context of `measure()`; `report` holds the outcome afterwards, as does `overlapc.report()`."""
+    """The context manager of `measure()`. On exit, `report` and `overlapc.report()` have the measured times."""
 
     def __init__(self, trace: str | os.PathLike[str] | None = None, last: int = 0) -> None:
         self._trace = None if trace is None else Path(trace)
@@ -83,16 +83,17 @@ class Measurement:
 
 
 def measure(trace: str | os.PathLike[str] | None = None, *, last: int = 0) -> Measurement:
-    """Profile the steps in a `with` block. `trace` is where to leave the profiler's Chrome trace; it is large.
+    """Profile the steps in a `with` block.
 
-    last: how many runs of each graph count, from the end; 0: all of them.
-    NothingCompiled when no compiled graph ran in the block.
+    trace: file for the profiler's Chrome trace, which is large; None: the trace is deleted.
+    last: number of runs of each graph that count, from the end; 0: all.
+    Raise NothingCompiled if no compiled graph ran in the block.
     """
     return Measurement(trace, last)
 
 
 def with_trace(graph: GraphRecord, trace: Trace, last: int = 0) -> GraphRecord:
-    """`graph` with what the trace saw of it, of its `last` runs (0: of all); unchanged when it saw nothing."""
+    """Return `graph` with the times of its `last` runs (0: all) in the trace; `graph` itself if it has none."""
     runs = trace.runs.get(graph.name, ())[-last:]
     if not runs:
         return graph
@@ -112,7 +113,7 @@ def with_trace(graph: GraphRecord, trace: Trace, last: int = 0) -> GraphRecord:
 
 
 def _spans(run: Sequence[Marked], stalls: Sequence[Stall], schedule: Schedule) -> Iterator[Span]:
-    """What a run launched and waited for, on the lanes of the simulator, from the first thing on."""
+    """Yield the work and the stalls of a run on the lanes of the simulator; time 0 is the start of the first work."""
     begin_ns = min((start for each in run for start, _ in each.work), default=0.0)
     for each in run:
         name = each.label.node
@@ -129,9 +130,10 @@ def _spans(run: Sequence[Marked], stalls: Sequence[Stall], schedule: Schedule) -
 
 
 def report_with_trace(report: Report, path: str | os.PathLike[str]) -> Report:
-    """`report` with a trace file put beside its predictions: of the rank that the trace names, else of the first.
+    """Return `report` with the measured times of a trace file, for the rank that the trace names, else for the first.
 
-    ConfigError for a file that is no trace, or holds none of the report's graphs.
+    That rank becomes the first of the report. Raise ConfigError if the file is not a trace or has none of the report's
+    graphs.
     """
     trace = read_trace(Path(path))
     ranks = [step.rank for step in report.steps]
@@ -143,5 +145,5 @@ def report_with_trace(report: Report, path: str | os.PathLike[str]) -> Report:
             f"{path} holds other graphs ({', '.join(trace.runs)}) than the record "
             f"({', '.join(graph.name for graph in steps[at].graphs)}); take both from the same run"
         )
-    steps.insert(0, steps.pop(at))  # the rank that was measured is the one to show
+    steps.insert(0, steps.pop(at))  # the first rank is the one that reports show
     return Report(tuple(steps))

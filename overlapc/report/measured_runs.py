@@ -1,4 +1,4 @@
-"""Measured records as the runs that a device profile is fitted to, and the result of fitting as text."""
+"""Fits a device profile to measured records: reads their runs, and prints the result of the fit."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from overlapc.report.model import GraphRecord
 from overlapc.report.record import gather, load
 from overlapc.schedule.text import parse
 
-_SHOWN = 40  # changes
+_SHOWN = 40  # number of changed parameters that are printed
 
 
 def refine(profile: str, records: Sequence[Path]) -> tuple[Feedback, dict[str, Any]]:
-    """A profile, by name or file, fitted to what was measured in records; and the document of the new profile.
+    """Fit a profile (name or file) to measured records; return the result and the new profile's JSON document.
 
-    ConfigError for records that were not measured, and where nothing in them brings a prediction nearer.
+    Raise ConfigError if a record has no measurements, or if none of them improves the predictions.
     """
     base = load_profile(profile)
     runs = [run for path in records for run in runs_of(path)]
@@ -43,10 +43,10 @@ def refine(profile: str, records: Sequence[Path]) -> tuple[Feedback, dict[str, A
 
 
 def runs_of(path: Path) -> list[Run]:
-    """The measured graphs of a record, or of all ranks of a run's folder; of graphs that several ranks measured, one.
+    """Return the measured graphs of a record or of a run's folder; the same graph of several ranks becomes one run.
 
-    Compute takes the median of the ranks. A collective takes the shortest: what it takes on other ranks holds the time
-    that they waited for the last one to come.
+    A compute node gets the median time of the ranks, a collective the shortest: its longer times on other ranks include
+    their waiting for the last rank to start it.
     """
     same: dict[tuple[str, str], list[GraphRecord]] = defaultdict(list)
     for step in (gather(path) if path.is_dir() else load(path)).steps:
@@ -74,7 +74,7 @@ def _run(graphs: Sequence[GraphRecord]) -> Run:
 
 
 def _document(profile: str, feedback: Feedback, source: str) -> dict[str, Any]:
-    """The profile's file with what was fitted in the place of what was there, and a list of that."""
+    """Return the profile's JSON document with the fitted values, and with a list of the changes in `fed_back`."""
     path = Path(profile) if profile.endswith(".json") else PROFILES / f"{profile}.json"
     document: dict[str, Any] = json.loads(read_text(path))
     new = profile_to_json(_with_origin(feedback, source))
@@ -95,7 +95,7 @@ def _with_origin(feedback: Feedback, source: str) -> DeviceProfile:
 
 
 def feedback_text(feedback: Feedback) -> str:
-    """What changed, by how many nodes, and how much nearer that brings predictions."""
+    """Return the changed parameters, with their numbers of nodes, and the errors before and after, as text."""
     shown = tabulate(
         [_cells(change) for change in feedback.changes[:_SHOWN]],
         ("parameter", "was", "is", "", "nodes"),

@@ -1,4 +1,4 @@
-"""What a page's timeline draws, as plain data: whole steps of every rank, before, after and as measured."""
+"""The data of a page's timeline: whole steps of every rank, before and after the passes and as measured."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from overlapc.schedule.text import parse
 from overlapc.units import human_bytes
 
 KINDS = ("kernel", "extern", "start", "comm", "idle", "wait", "view", "noop")
-_POINTS = 2000  # of a curve of live memory in one graph
-_HELD = 12  # rows of buffers that are named at the peak
-_NUMBER = re.compile(r"_\d+$")  # by which FX tells nodes of one op apart
+_POINTS = 2000  # points of the memory curve of one graph
+_HELD = 12  # rows of buffers at the peak that are listed
+_NUMBER = re.compile(r"_\d+$")  # the suffix with which FX distinguishes nodes of the same op
 _LAYER = re.compile(r"\.\d+(?=\.|$)")
 
 Data = dict[str, Any]
 
 
 def page_data(steps: Sequence[StepRecord]) -> Data:
-    """Of every rank; one that is as an earlier one refers to that."""
+    """Return the data of every rank; a rank whose data equal those of an earlier rank has only a reference to it."""
     ranks: list[Data] = []
     for step in steps:
         data = {"orders": _orders(step), "nodes": _nodes(step), "peak": _peak(step)}
@@ -34,7 +34,10 @@ def page_data(steps: Sequence[StepRecord]) -> Data:
 
 
 def sequence(step: StepRecord) -> list[GraphRecord]:
-    """The graphs of one step in the order of its calls: micro-batch by micro-batch, backwards in turn, optimizers."""
+    """Return the graphs of one step in the order of its calls.
+
+    For each micro-batch the forwards, then their backwards in reverse order; at the end the compiled optimizers.
+    """
     called = step.called
     updates = [graph for graph, times in called for _ in range(times) if graph.infers and graph.changes_inputs]
     found: list[GraphRecord] = []
@@ -46,7 +49,7 @@ def sequence(step: StepRecord) -> list[GraphRecord]:
 
 
 def lanes_of(spans: Iterable[Span]) -> list[str]:
-    """The resources in use: compute first, then each group's queue by name."""
+    """Return the lanes of the spans: compute first, then the queues by name."""
     return sorted({span.lane for span in spans}, key=lambda lane: (lane != "compute", lane))
 
 
@@ -63,8 +66,10 @@ def _orders(step: StepRecord) -> Data:
 
 
 def _order(plans: Sequence[tuple[GraphRecord, Plan, Sequence[tuple[float, int]]]]) -> Data:
-    """Graphs one behind the other, each with its live memory, where that is known; a span is lane, kind, begin and end
-    in ns, node (of an idle one, the collective)."""
+    """Return one order of a step: its graphs one after the other, with their live memory where it is known.
+
+    A span is [lane, kind, begin in ns, end in ns, node]; the node of an idle span is the collective waited for.
+    """
     lanes = lanes_of(span for _, plan, _ in plans for span in plan.spans)
     spans: list[list[Any]] = []
     points: list[tuple[int, int]] = []
@@ -83,14 +88,14 @@ def _order(plans: Sequence[tuple[GraphRecord, Plan, Sequence[tuple[float, int]]]
 
 
 def thinned(memory: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
-    """Some `_POINTS`; of each stretch left out, the highest stays, so that the peak is drawn."""
+    """Yield at most `_POINTS` points: of each stretch the highest one, so that the peak is drawn."""
     stride = max(1, -(-len(memory) // _POINTS))
     for start in range(0, len(memory), stride):
         yield max(memory[start : start + stride], key=lambda point: point[1])
 
 
 def _nodes(step: StepRecord) -> Data:
-    """What a click on a node shows."""
+    """Return the facts that a click on a node shows, by "graph/node"."""
     found: Data = {}
     for graph, _ in step.called:
         facts = {
@@ -113,7 +118,7 @@ def _nodes(step: StepRecord) -> Data:
 
 
 def _live(schedule: Schedule, at: int) -> dict[str, int]:
-    """Storages that exist while the node at that position runs, and their bytes."""
+    """Return the storages that are live while the node at position `at` runs, with their bytes."""
     made: dict[str, int] = {}
     for position, node in enumerate(schedule.nodes):
         for name in node.writes:
@@ -128,7 +133,7 @@ def _live(schedule: Schedule, at: int) -> dict[str, int]:
 
 
 def _makers(schedule: Schedule, roots: Container[str]) -> dict[str, str]:
-    """Storage -> the module or line that makes it; of an input, that reads it first."""
+    """Return storage -> the module or line that writes it first; for an input, the one that reads it first."""
     found = dict.fromkeys(map(schedule.root, schedule.buffers), "")
     for node in schedule.nodes:
         place, colon, code = node.origin.source.partition(": ")
@@ -147,7 +152,7 @@ def _what(node: Node) -> str:
 
 
 def _peak(step: StepRecord) -> Data:
-    """The graph with the highest peak: where, against which budget, and what lives there."""
+    """Return the graph with the highest peak memory, with the node at the peak, the budget, and the live buffers."""
     graphs = [graph for graph, _ in step.called]
     if not graphs:
         return {}
@@ -169,7 +174,10 @@ def _peak(step: StepRecord) -> Data:
 
 
 def _alike(live: Mapping[str, int], makers: Mapping[str, str]) -> list[tuple[str, str, int]]:
-    """(name, whose, bytes), the largest first; those of one op in the same module of several layers together."""
+    """Return (name, module or line, bytes) of live buffers, largest first.
+
+    Buffers of the same op in the same module of several layers are one entry.
+    """
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in live:
         groups[_NUMBER.sub("", name), _LAYER.sub(".*", makers[name])].append(name)

@@ -15,32 +15,32 @@ from overlapc.report.model import StepRecord
 from overlapc.report.times import ms
 from overlapc.units import human_bytes, parse_bytes, parse_count
 
-Axes = Mapping[str, Sequence[str]]  # what may vary -> its values
-Point = Mapping[str, str]  # what may vary -> its value in one plan
-Outcome = StepRecord | str  # the step, or why it does not fit into the memory
+Axes = Mapping[str, Sequence[str]]  # option -> its values
+Point = Mapping[str, str]  # option -> its value in one plan
+Outcome = StepRecord | str  # the step, or the reason why it does not fit into memory
 
 GPUS = "world size"
 _UNITS = {GPUS: "GPUs", "seq": "tokens a row", "batch": "rows a rank", "budget": "memory budget, GiB"}
 _HEADS = ("step", "exposed", "no order can beat", "tokens/s", "tokens/s a GPU", "peak", "bound by")
-# What a plot can show: its name and unit, in the order of the choice.
+# The quantities that a plot can show, as the page's menu lists them.
 _MEASURES = ("tokens/s a GPU", "tokens/s", "step, ms", "exposed communication, ms", "peak memory, GiB")
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What is compared of one plan."""
+    """The figures of one plan that the table and the plot compare."""
 
     step_ns: float
     exposed_ns: float
     lower_bound_ns: float
-    tokens_per_s: float | None  # of all ranks; None: a script does not say how many tokens a step has
+    tokens_per_s: float | None  # of all ranks; None: the script does not give the number of tokens of a step
     ranks: int
     peak_bytes: int
     bound_by: str
 
     @classmethod
     def of(cls, step: StepRecord) -> Figures:
-        """Of the plan of one step."""
+        """Collect the figures of the plan of one step."""
         spent = Spent.of(step)
         return cls(
             step.step_ns,
@@ -53,7 +53,7 @@ class Figures:
         )
 
     def cells(self) -> tuple[str, ...]:
-        """In the order of `_HEADS`."""
+        """Return the figures as text, in the order of `_HEADS`."""
         rates = ("", "")
         if self.tokens_per_s is not None:
             rates = (f"{self.tokens_per_s:,.0f}", f"{self.tokens_per_s / self.ranks:,.0f}")
@@ -61,19 +61,19 @@ class Figures:
         return (*times, *rates, human_bytes(self.peak_bytes), self.bound_by)
 
     def measures(self) -> tuple[float | None, ...]:
-        """In the order of `_MEASURES`."""
+        """Return the figures as numbers, in the order of `_MEASURES`; None: not known."""
         rate = self.tokens_per_s
         rates = (None, None) if rate is None else (rate / self.ranks, rate)
         return (*rates, self.step_ns / 1e6, self.exposed_ns / 1e6, self.peak_bytes / 2**30)
 
 
 def varied(axes: Axes) -> list[str]:
-    """The axes with several values."""
+    """Return the options that have several values."""
     return [name for name, values in axes.items() if len(values) > 1]
 
 
 def table_rows(axes: Axes, found: Sequence[tuple[Point, Outcome]]) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows: what varies, then the figures; columns that are empty in every row are left out."""
+    """Return heads and rows: the varied options, then the figures, without columns that are empty in every row."""
     rows = []
     for point, outcome in found:
         cells = ("",) * (len(_HEADS) - 1) + (outcome,) if isinstance(outcome, str) else Figures.of(outcome).cells()
@@ -84,13 +84,13 @@ def table_rows(axes: Axes, found: Sequence[tuple[Point, Outcome]]) -> tuple[list
 
 
 def table(axes: Axes, found: Sequence[tuple[Point, Outcome]]) -> str:
-    """For a terminal."""
+    """Return the table as text for a terminal."""
     heads, rows = table_rows(axes, found)
     return tabulate(rows, heads, disable_numparse=True, colalign=(*("right",) * (len(heads) - 1), "left"))
 
 
 def page(axes: Axes, found: Sequence[tuple[Point, Outcome]], assumed: str) -> str:
-    """One file that needs no network: a plot over the number of GPUs, or what else varies first, and the table."""
+    """Return a self-contained HTML page: the table, and a plot over the number of GPUs or the first varied option."""
     heads, rows = table_rows(axes, found)
     return template("plans.html.jinja").render(
         heads=heads,
@@ -102,12 +102,12 @@ def page(axes: Axes, found: Sequence[tuple[Point, Outcome]], assumed: str) -> st
 
 
 def plot_data(axes: Axes, found: Sequence[tuple[Point, Outcome]]) -> dict[str, object]:
-    """What the plot draws: a line for each combination of what varies beside its axis, a value of each measure a point.
+    """Return the data of the plot: a line for each combination of the varied options that are not on the x axis.
 
-    A plan that does not fit into the memory is a gap.
+    Each point of a line has a value for each of `_MEASURES`; a plan that does not fit into memory is a gap.
     """
     across, *others = sorted(varied(axes), key=lambda name: name != GPUS)
-    drawn = [(point, outcome) for point, outcome in found if point[across]]  # all but "no budget"
+    drawn = [(point, outcome) for point, outcome in found if point[across]]  # "no budget" has no place on the axis
     places = sorted({_number(across, point[across]) for point, _ in drawn})
     nothing: tuple[float | None, ...] = (None,) * len(_MEASURES)
     lines: dict[str, list[tuple[float | None, ...]]] = {}

@@ -1,6 +1,6 @@
-"""The record of what was compiled: kept by this process, saved to JSON and other forms, loaded in any process.
+"""The record of compiled graphs: collected in this process, saved as JSON and in other formats, loaded anywhere.
 
-The backend calls `add` after each compilation; `overlapc.report()` gives back the `Report` of this process.
+The backend calls `add` after each compilation; `overlapc.report()` returns the `Report` of this process.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from overlapc.report.model import GraphRecord, StepRecord
 from overlapc.runtime.steps import STEPS
 from overlapc.schedule.model import Buffer
 
-FORMAT = 1  # of record.json; raised when a reader of the old one would misread the new one
+FORMAT = 1  # of record.json; incremented when code that reads the old format would misread the new one
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The steps of one or more ranks; printing it gives the overlap table of the first."""
+    """The step records of one or more ranks. `str()` of a report is the overlap table of the first rank."""
 
     steps: tuple[StepRecord, ...]
 
     def __str__(self) -> str:
-        from overlapc.report.text import render  # now: to compile a step needs no renderer
+        from overlapc.report.text import render  # imported late: compilation needs no renderer
 
         return render(self.steps)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the form that the name asks for; ConfigError for a name of no form.
+        """Write the report in the format that the file name selects, and return the path.
 
-        `*.html` a page, `*.pftrace` a trace for Perfetto, `*.json` this record (it loads again), `*schedule*.txt` the
-        final schedules, any other `*.txt` the table.
+        `*.html`: a page; `*.pftrace`: a trace for Perfetto; `*.json`: the record, which `load` reads; `*schedule*.txt`:
+        the final schedules; any other `*.txt`: the table. Raise ConfigError for any other name.
         """
         target = Path(path)
         content = self._as(target)
@@ -68,7 +68,7 @@ class Report:
         raise ConfigError(f"{target.name}: a report saves as .html, .pftrace, .json, schedule.txt or .txt")
 
     def to_json(self) -> str:
-        """Text that `load` reads back to an equal report."""
+        """Return the report as JSON, from which `load` builds an equal report."""
         return json.dumps({"overlapc_record": FORMAT, "steps": [asdict(step) for step in self.steps]}) + "\n"
 
 
@@ -82,7 +82,7 @@ class _Document(msgspec.Struct):
 
 
 def load(path: str | os.PathLike[str]) -> Report:
-    """The report in a `record.json`; ConfigError when the file is missing or something else."""
+    """Load a report from a `record.json`. Raise ConfigError if the file is missing or is not a record."""
     text = documents.read_text(path)
     head = documents.from_json(text, _Head, f"{path} is not a record")
     if head.overlapc_record != FORMAT:
@@ -95,25 +95,25 @@ _measured_peak_bytes: list[int] = []  # of the last measurement; empty before it
 
 
 def add(graph: GraphRecord) -> None:
-    """Remembers a compiled graph of this process. The backend calls it once for each compilation."""
+    """Add a compiled graph to the record of this process. The backend calls this once for each compilation."""
     _graphs.append(graph)
 
 
 def given_to_forward(name: str) -> dict[str, Buffer]:
-    """What the forward that belongs to the backward called `name` was given; nothing for any other graph."""
+    """Return the inputs of the forward that belongs to the backward `name`; empty for any other graph."""
     forward = next((graph for graph in reversed(_graphs) if graph.name == forward_of(name)), None)
     return {} if forward is None else inputs(forward)
 
 
 def add_measured(report: Report) -> None:
-    """Remembers what was measured of this process's graphs: `report` is its report with that filled in."""
+    """Replace the record of this process by `report`, which is the same record with measured times."""
     (step,) = report.steps
     _graphs[:] = step.graphs
     _measured_peak_bytes[:] = [] if step.measured_peak_bytes is None else [step.measured_peak_bytes]
 
 
 def clear() -> None:
-    """Forgets what this process compiled (`torch._dynamo.reset()` does not)."""
+    """Forget the graphs that this process compiled (`torch._dynamo.reset()` does not)."""
     _graphs.clear()
     STEPS.clear()
     CAPTURES.clear()
@@ -121,7 +121,10 @@ def clear() -> None:
 
 
 def report_of_process() -> Report:
-    """Everything this process compiled so far; the rank is that of its process group, else the one torchrun gave it."""
+    """Return the report of all graphs that this process compiled.
+
+    Rank and world size are those of torch.distributed if it is initialized, else those of torchrun's environment.
+    """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -145,12 +148,14 @@ def report_of_process() -> Report:
 
 
 def gather(run_dir: Path) -> Report:
-    """The report of all ranks in the folder of a run, by rank: a `rank*/record.json` each (`overlapc demo`), or one
-    `overlap.json` (`overlapc run`)."""
+    """Load the report of all ranks from the folder of a run, sorted by rank.
+
+    The folder has a `rank*/record.json` for each rank (`overlapc demo`), or one `overlap.json` (`overlapc run`).
+    """
     paths = list(run_dir.glob("rank*/record.json")) or list(run_dir.glob("overlap.json"))
     steps = [step for path in paths for step in load(path).steps]
     return Report(tuple(sorted(steps, key=lambda step: step.rank)))
 
 
 class NothingCompiled(OverlapcError):
-    """A report was asked for before the first compiled step ran."""
+    """A report was requested before the first compiled step ran."""

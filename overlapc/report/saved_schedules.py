@@ -1,12 +1,12 @@
-"""The schedules of a run in one file, with what the simulator needs to reproduce the figures.
+"""The schedules of a run in one file, with the machine and the calls that the simulator needs to repeat the figures.
 
     schedule forward_0
     ...
     # machine {"graphs": ["forward_0", "backward_0"], "profile": {...}}
     # step {"world_size": 8, "calls": {"forward_0": 2, "backward_0": 2}}
 
-Times of nodes are those of full load, as estimators gave them: the simulator goes from there to the clock that an order
-leads to. To the parser of a schedule the last lines are comments.
+Times of nodes are the estimators' times at full load; the simulator derives the clock of an order from them. For the
+parser of schedules the last lines are comments.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LINE = re.compile(r"^# (machine|step) (\{.*\})[ \t]*\r?$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Kept:
-    """What a file of schedules holds beside them."""
+    """What a file of schedules contains besides the schedules."""
 
     profiles: Mapping[str, DeviceProfile]  # by graph
-    calls: Mapping[str, int]  # graph -> in one step
+    calls: Mapping[str, int]  # graph -> number of calls in one step
     world_size: int = 1
 
 
@@ -48,7 +48,7 @@ class _Step(msgspec.Struct):
 
 
 def render(steps: Sequence[StepRecord]) -> str:
-    """The final schedules of the first rank, as `overlapc plan` reads them back."""
+    """Return the final schedules of the first rank, in the format that `overlapc plan` reads."""
     if not steps:
         return "\n"
     (first, *_) = steps
@@ -56,7 +56,7 @@ def render(steps: Sequence[StepRecord]) -> str:
 
 
 def _text(graph: GraphRecord) -> str:
-    """With times of full load, and what each collective is of, which of a bucket only the record knows."""
+    """Return a graph's schedule with times at full load, and with the modules of its buckets, which only rows have."""
     whose = {row.name: row.origin for row in graph.collectives if " to " in row.origin}
     if not graph.full_load_ns and not whose:
         return graph.schedule
@@ -82,7 +82,7 @@ def _lines(step: StepRecord) -> Iterator[str]:
 
 
 def kept(text: str) -> Kept:
-    """What `render` wrote behind the schedules of a file, if it did. ConfigError for lines that it would not write."""
+    """Read the lines that `render` wrote after the schedules, if any. Raise ConfigError if such a line is malformed."""
     profiles: dict[str, DeviceProfile] = {}
     step = _Step()
     for what, content in _LINE.findall(text):

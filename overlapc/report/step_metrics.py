@@ -1,4 +1,4 @@
-"""`overlapc.metrics(step, tokens=...)`: numbers of a training step for a logger."""
+"""`overlapc.metrics(step, tokens=...)`: the figures of a training step, for a logger."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from overlapc.runtime.steps import STEPS
 
 
 def metrics(compiled: Any = None, *, tokens: int = 0) -> dict[str, float]:
-    """Name -> value, of what is known by now; for `SummaryWriter.add_scalar`, `wandb.log` and the like.
+    """Return the known figures of a step by name, for `SummaryWriter.add_scalar`, `wandb.log` and similar loggers.
 
-    step_ms is the median of the last steps from optimizer to optimizer, by the host's clock, from the third on; with it
-    tokens_per_s, and utilization (of the rates of products in the profile, recomputation included). Predicted are
-    predicted_ms, exposed_ms, host_ms, bound_ms, peak_gib; allocated_gib is what torch's allocator held at most.
+    Measured, from the third step on: step_ms, the median time of the last steps by the host's clock from one optimizer
+    step to the next; tokens_per_s; utilization, the fraction of step_ms that the matrix products, recomputed ones
+    included, would take at the profile's rates. Predicted: predicted_ms, exposed_ms, host_ms, bound_ms (the lower
+    bound), peak_gib. allocated_gib is the peak of torch's allocator.
 
-    tokens: of one step on all ranks; a report then says tokens/s, too. With `compiled`, NothingCompiled unless a graph
-    exists by now.
+    tokens: number of tokens of one step on all ranks; reports then show tokens/s, too.
+    compiled: if given, raise NothingCompiled unless a graph was compiled.
     """
     if tokens:
         STEPS.tokens = tokens  # for the report

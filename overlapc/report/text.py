@@ -1,4 +1,4 @@
-"""The overlap table, for a terminal."""
+"""The report as text: the overlap table of each graph, and the totals of a step."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ HEADERS = (
 )
 _ALIGN = ("left", "left", "left", "left", "right", "right", "left", "right", "right", "right", "left")
 _NAMES_SHOWN = 8
-_ROWS_SHOWN = 24  # a table longer than that leaves out collectives that are hidden, unless all are asked for
+_ROWS_SHOWN = 24  # a longer table omits hidden collectives, unless all rows are requested
 _EXPOSURES_SHOWN = 4
-_WORK_SHOWN = 4  # kinds of compute
-_NAMED = 3  # modules of an exposure
+_WORK_SHOWN = 4  # kinds of compute that are listed
+_NAMED = 3  # modules of an exposure that are listed
 _FOUND: Mapping[Found, str] = {
     "step": "the whole step, without tracing it in AOTAutograd",
     "graph": "this graph, once AOTAutograd had traced the step",
 }
-_LEAST_SLOWED = 0.01  # of compute: smaller slowdowns by communication are not printed
+_LEAST_SLOWED = 0.01  # fraction of compute; smaller slowdowns by communication are not printed
 
 
 def render(steps: Sequence[StepRecord], *, all_rows: bool = False) -> str:
-    """What the first rank's step comes to and why, each graph, then a line for each rank that predicts something else.
+    """Return the totals and the graphs of the first rank, and a line for each rank whose prediction differs.
 
-    all_rows: of long tables too, the collectives that are hidden.
+    all_rows: show hidden collectives in long tables, too.
     """
     if not steps or not steps[0].graphs:
         return "nothing was compiled with backend='overlapc' yet"
@@ -64,7 +64,7 @@ def _heading(step: StepRecord) -> str:
 
 
 def graph_text(graph: GraphRecord, *, all_rows: bool = True) -> str:
-    """One graph: its collectives, and what they add up to."""
+    """Return the table of a graph's collectives with their sums, and the lines of `facts` below it."""
     rows = graph.collectives
     if not all_rows and len(rows) > _ROWS_SHOWN:
         rows = tuple(row for row in rows if row.exposed_after_ns > 0 or row.estimate_ns is None)
@@ -78,7 +78,7 @@ def graph_text(graph: GraphRecord, *, all_rows: bool = True) -> str:
 
 
 def collective_cells(row: CollectiveRow) -> tuple[str, ...]:
-    """The cells of one collective, in the order of HEADERS."""
+    """Return the cells of one collective, in the order of HEADERS."""
     return (
         row.name if row.name.startswith(row.op) else f"{row.name} {row.op}",
         _short(row.origin),
@@ -95,7 +95,7 @@ def collective_cells(row: CollectiveRow) -> tuple[str, ...]:
 
 
 def total_cells(rows: tuple[CollectiveRow, ...]) -> tuple[str, ...]:
-    """The last line of the table: sums over all collectives of a graph."""
+    """Return the cells of the table's last line: sums over all collectives of a graph."""
     return (
         f"all {len(rows)}",
         "",
@@ -112,7 +112,7 @@ def total_cells(rows: tuple[CollectiveRow, ...]) -> tuple[str, ...]:
 
 
 def facts(graph: GraphRecord) -> Iterator[str]:
-    """The lines below a table: step time, bound, memory, kernels, fallbacks, what is unknown."""
+    """Yield the lines below a graph's table: step time, lower bound, memory, kernels, fallbacks, unknown nodes."""
     after, bound = graph.after.step_ns, graph.lower_bound_ns
     yield f"step time    {ms(graph.before.step_ns)} -> {ms(after)}; {bound_text(after, bound)}"
     if sum(graph.gap.values()) > 0:
@@ -141,7 +141,7 @@ def facts(graph: GraphRecord) -> Iterator[str]:
 
 
 def _compiled_line(graph: GraphRecord) -> str:
-    """How long this process took to get the graph, and what of the work an earlier one had done."""
+    """Return how long this process took to compile the graph, or to load it from the disk cache."""
     if graph.found:
         return f"loaded in    {graph.compile_seconds:.2f} s from the disk cache: {_FOUND[graph.found]}"
     spent = [f"{row.name} {row.seconds:.3f} s" for row in graph.passes]
@@ -150,7 +150,7 @@ def _compiled_line(graph: GraphRecord) -> str:
 
 
 def fallback_text(graph: GraphRecord) -> str:
-    """`3 fallbacks (aten.sort 2, aten.topk 1)`, most frequent first."""
+    """Return `3 fallbacks (aten.sort 2, aten.topk 1)`, most frequent first."""
     if not graph.fallbacks:
         return "no fallbacks"
     ops = [f"{op} {count}" for op, count in sorted(graph.fallbacks.items(), key=lambda item: (-item[1], item[0]))]
@@ -159,7 +159,7 @@ def fallback_text(graph: GraphRecord) -> str:
 
 
 def totals_text(step: StepRecord) -> str:
-    """All graphs of a step together, which run one after the other: how long, what it is bound by, and what to try."""
+    """Return the totals over the graphs of a step: times, the limiting factor, exposed communication and advice."""
     exposed_before = step.sum(lambda graph: graph.exposed_before_ns)
     kernels = step.sum(lambda graph: graph.kernels)
     fallbacks = step.sum(lambda graph: sum(graph.fallbacks.values()))
@@ -194,7 +194,7 @@ def totals_text(step: StepRecord) -> str:
 
 
 def _measured_lines(step: StepRecord) -> Iterator[str]:
-    """What a step took: of its graphs, if all of them were measured, and of all that the script does."""
+    """Yield the measured time of the graphs, if all were measured, and of the whole step by the host's clock."""
     seen = measured_step(step)
     if seen is not None:
         parts = [("compute", seen.compute_ns), ("exposed", seen.exposed_ns), ("idle", seen.idle_ns)]
@@ -206,7 +206,7 @@ def _measured_lines(step: StepRecord) -> Iterator[str]:
 
 
 def _calls_lines(step: StepRecord) -> Iterator[str]:
-    """Which graphs make a step, where that is not each of them once."""
+    """Yield the graphs that a step calls, unless it calls every graph exactly once."""
     left_out = [graph.name for graph in step.left_out]
     if left_out or any(times != 1 for _, times in step.called):
         calls = tuple(f"{times} x {graph.name}" if times > 1 else graph.name for graph, times in step.called)
@@ -215,14 +215,14 @@ def _calls_lines(step: StepRecord) -> Iterator[str]:
 
 
 def _slowed(spent: Spent) -> str:
-    """What compute loses to communication that hides behind it, if that is not negligible."""
+    """Return the text about the time that overlapping communication adds to compute, "" if it is negligible."""
     if spent.slowed_ns < _LEAST_SLOWED * spent.compute_ns:
         return ""
     return f", {ms(spent.slowed_ns)} of it because communication runs beside it"
 
 
 def _work(spent: Spent) -> str:
-    """`: mm 71% (98), generated kernels 15% (138)`, and what else takes most of it."""
+    """Return the largest kinds of compute as `: mm 71% (98), generated kernels 15% (138)`."""
     shares = [f"{each.what} {100 * each.ns / spent.compute_ns:.0f}% ({each.count})" for each in spent.work if each.ns]
     if not shares:
         return ""
@@ -231,7 +231,7 @@ def _work(spent: Spent) -> str:
 
 
 def _exposure_lines(exposure: Exposure) -> Iterator[str]:
-    """One cause: how long, whose, why, and what to try."""
+    """Yield one cause of exposed communication: time, collectives with their modules, explanation, advice."""
     names = [row.origin or row.name for row in exposure.rows]
     whose = ", ".join(dict.fromkeys(map(_short, names[:_NAMED]))) + (" ..." if len(names) > _NAMED else "")
     count = f"{len(names)} collectives" if len(names) > 1 else "a collective"
@@ -247,13 +247,13 @@ def _other_rank(first: StepRecord, other: StepRecord) -> str:
 
 
 def bound_text(time_ns: float, bound_ns: float) -> str:
-    """The lower bound, and how far a time is over it."""
+    """Return the text of a lower bound and of the gap between it and a time."""
     over = 100 * (time_ns / bound_ns - 1) if bound_ns > 0 else 0.0
     return f"no order can beat {ms(bound_ns)} (gap {over:.1f}%)"
 
 
 def _short(origin: str, most: int = 36) -> str:
-    """The end of a long origin: the last parts of a module path say most."""
+    """Return an origin, shortened at its beginning, because the last parts of a module path are the most specific."""
     return origin if len(origin) <= most else f"...{origin[3 - most :]}"
 
 

@@ -1,7 +1,8 @@
 """The timeline of a report as a Perfetto trace (https://ui.perfetto.dev opens it), in Perfetto's own protobuf format.
 
-Under each rank stand its orders: as traced, after the passes, as measured. Each has the graphs of a step, compute,
-every queue, and live memory as a counter. An arrow leads from each collective to the moment compute goes on behind it.
+Each rank has a track group for each order: as traced, after the passes, as measured. A group has tracks for the graphs
+of a step, compute and every queue, and live memory as a counter. An arrow leads from each collective to the compute
+stream's wait for it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from overlapc.report.page_data import KINDS, Data, page_data
 
 Bar = list[Any]  # lane, kind, begin and end in ns, graph/node
 
-_SEQUENCE = 1  # all packets are of one writer
+_SEQUENCE = 1  # Perfetto's id of the writer; all packets have the same writer
 _TITLES = {"before": "before the passes", "after": "after the passes", "measured": "measured"}
 
 
 def render(steps: Sequence[StepRecord]) -> bytes:
-    """The bytes of a trace: one step of every rank, its orders below each other from time 0.
+    """Return the bytes of a trace: one step of every rank, all orders starting at time 0.
 
-    ConfigError where the package perfetto is missing.
+    Raise ConfigError if the package perfetto is missing.
     """
     try:
         from perfetto.trace_builder.proto_builder import TraceProtoBuilder
@@ -46,14 +47,14 @@ def _order(writer: _Writer, parent: int, order: Data, nodes: Data) -> None:
     graphs = writer.track("graphs", parent)
     for (begin, name), end in zip(order["borders"], ends, strict=True):
         writer.slice(graphs, begin, end, name)
-    rows = []  # Perfetto draws tracks of one name as one, each in a row of its own
+    rows = []  # Perfetto groups tracks of the same name, and draws each in its own row
     for lane, title in enumerate(order["lanes"]):
         on_lane = [span for span in order["spans"] if span[0] == lane]
         rows += [(writer.track(title, parent), spans) for spans in levels(on_lane)]
     arrows = [(writer.flow(), *arrow) for arrow in waits(order["spans"])]
     leaving = {tuple(flight): flow for flow, flight, _ in arrows}
     arriving = {tuple(idle): flow for flow, _, idle in arrows}
-    for track, spans in reversed(rows):  # queues first: of what begins at once, an arrow's begin has to come first
+    for track, spans in reversed(rows):  # queues first: of events at the same time, an arrow's begin must come first
         for span in spans:
             _, kind, begin, end, node = span
             name = node.partition("/")[2]
@@ -66,7 +67,7 @@ def _order(writer: _Writer, parent: int, order: Data, nodes: Data) -> None:
 
 
 def waits(spans: Iterable[Bar]) -> Iterator[tuple[Bar, Bar]]:
-    """(flight, idle stretch of compute that ends with it) for each collective that compute waits for."""
+    """Yield (span of a collective, span of compute's wait for it) for each collective that compute waits for."""
     flying: dict[str, Bar] = {}
     for span in sorted(spans, key=lambda span: (span[2], KINDS[span[1]] == "idle")):
         if KINDS[span[1]] != "idle":
@@ -76,7 +77,7 @@ def waits(spans: Iterable[Bar]) -> Iterator[tuple[Bar, Bar]]:
 
 
 def levels(spans: Iterable[Bar]) -> list[list[Bar]]:
-    """Spans in as few rows as keep those that overlap apart: on one track, slices must nest."""
+    """Distribute spans over the fewest rows in which they do not overlap, because slices of a track must nest."""
     rows: list[list[Bar]] = []
     free: list[tuple[int, int]] = []  # when a row ends, and which
     for span in sorted(spans, key=lambda span: span[2:4]):
@@ -91,7 +92,7 @@ def levels(spans: Iterable[Bar]) -> list[list[Bar]]:
 
 
 class _Writer:
-    """Tracks, slices and counters as packets of a trace."""
+    """Writes tracks, slices and counters as packets of a trace."""
 
     def __init__(self, builder: Any) -> None:
         from perfetto.protos.perfetto.trace import perfetto_trace_pb2
@@ -103,11 +104,11 @@ class _Writer:
         self._tracks, self._flows = count(1), count(1)
 
     def serialize(self) -> bytes:
-        """The whole trace."""
+        """Return the bytes of the whole trace."""
         return self._builder.serialize()
 
     def track(self, name: str, parent: int = 0) -> int:
-        """A new track below its siblings of before; its number."""
+        """Add a track below the earlier tracks of its parent; return its number."""
         descriptor = self._builder.add_packet().track_descriptor
         descriptor.uuid = next(self._tracks)
         descriptor.name = name
@@ -118,7 +119,7 @@ class _Writer:
         return descriptor.uuid
 
     def flow(self) -> int:
-        """The number of a new arrow."""
+        """Return the number of a new arrow."""
         return next(self._flows)
 
     def slice(
@@ -132,7 +133,10 @@ class _Writer:
         leaves: int | None = None,
         arrives: int | None = None,
     ) -> None:
-        """A bar with what a click on it shows. An arrow leads from the bar that it leaves to where it arrives."""
+        """Add a bar, with the facts that a click on it shows.
+
+        leaves, arrives: the number of the arrow that starts, or ends, at this bar.
+        """
         begin = self._track_event(track, begin_ns, self._event.TYPE_SLICE_BEGIN)
         begin.name = name
         for key, value in facts.items():
@@ -144,7 +148,7 @@ class _Writer:
         self._track_event(track, end_ns, self._event.TYPE_SLICE_END)
 
     def counter(self, name: str, parent: int, points: Iterable[tuple[int, int]]) -> None:
-        """Bytes over time."""
+        """Add a counter track of bytes over time."""
         track = self.track(name, parent)
         self._builder.trace.packet[-1].track_descriptor.counter.unit = self._unit_size_bytes
         for at_ns, value in points:

@@ -1,8 +1,8 @@
-"""What a profiler's trace says about the nodes of compiled graphs.
+"""Reads the times of the nodes of compiled graphs from a profiler's trace.
 
-A trace recorded under `overlapc.report.measure()` holds a mark around every node (runtime/marks.py). On a GPU a
-kernel belongs to the mark around its launch, which CUPTI's correlation ids tell. On a CPU the mark itself is the time
-of a kernel or call, and a collective is what gloo did next after its mark.
+A trace recorded under `overlapc.report.measure()` has a mark around every node (runtime/marks.py). On a GPU a kernel
+belongs to the mark around its launch, found by CUPTI's correlation ids. On a CPU the mark is the time of a kernel or
+call, and a collective is the next work of gloo after its mark.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from overlapc.runtime import marks
 Interval = tuple[float, float]  # ns
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
-_MOST_BYTES = 2**31  # of a file: torch writes hundreds of megabytes in a few steps
+_MOST_BYTES = 2**31  # limit of a file's size; torch writes hundreds of megabytes for a few steps
 
 
 @dataclass(slots=True)
 class Marked:
-    """One run of one node: its mark on the host, and what it launched on the device or on gloo's threads."""
+    """One run of one node: its mark on the host, and the work that it launched on the device or on gloo's threads."""
 
     label: marks.Label
     host: Interval
-    id: int | str | None = None  # the profiler's own, where it gives one
+    id: int | str | None = None  # the profiler's id of the mark, if it gives one
     work: list[Interval] = field(default_factory=list)
 
 
@@ -42,27 +42,27 @@ class Trace:
     """The runs of every graph, each a list of marked nodes in the order of their launch."""
 
     runs: Mapping[str, Sequence[Sequence[Marked]]]
-    on_device: bool  # kernels ran behind the host
-    rank: int | None = None  # whose trace it is, when it says so
+    on_device: bool  # kernels ran on a device, asynchronously to the host
+    rank: int | None = None  # the rank that recorded the trace, if the trace says so
 
 
 @dataclass(frozen=True, slots=True)
 class RunTimes:
-    """One run of a graph. Times in ns; communication includes waiting for other ranks."""
+    """Times of one run of a graph, in ns. Communication includes waiting for other ranks."""
 
-    step_ns: float  # from the first thing launched to the end of the last
+    step_ns: float  # from the start of the first launched work to the end of the last
     compute_ns: float
     comm_ns: float
-    exposed_ns: float  # communication beside which no compute ran, because the next kernel waited for it
-    idle_ns: float  # nothing ran, or communication beside the gap between two kernels
-    late_ns: float  # of the idle time: in which the host had yet to launch the next kernel
-    nodes: Mapping[str, float]  # node -> ns, of all that were seen to run
-    beside: Mapping[str, float]  # node -> the share of that in which communication (of a collective: compute) ran, too
+    exposed_ns: float  # communication that no compute overlapped, because the next kernel waited for it
+    idle_ns: float  # gaps between kernels that wait for no communication
+    late_ns: float  # the part of idle_ns in which the host had not launched the next kernel yet
+    nodes: Mapping[str, float]  # node -> ns, for all nodes that the trace shows
+    beside: Mapping[str, float]  # node -> fraction of that in which communication (for a collective: compute) ran, too
     stalls: Sequence[Stall] = ()  # the exposed communication, in order
 
     @property
     def exposed_by(self) -> Mapping[str, float]:
-        """Collective -> how long compute stands still for it, in ns."""
+        """Collective -> time that compute waits for it, in ns."""
         found: dict[str, float] = {}
         for stall in self.stalls:
             start, end = stall.interval
@@ -72,14 +72,14 @@ class RunTimes:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Compute stands still for a collective."""
+    """An interval in which compute waits for a collective."""
 
     collective: str
     interval: Interval
 
 
 def read_trace(path: str | Path) -> Trace:
-    """The marks in a Chrome trace. ConfigError when the file is none, or was recorded without marks."""
+    """Read the marks in a Chrome trace. Raise ConfigError if the file is not one, or was recorded without marks."""
     text = documents.read_text(path, _MOST_BYTES)
     data = documents.from_json(text, _File, f"{path} is not a Chrome trace")
     trace = _trace(data.traceEvents, None if data.distributedInfo is None else data.distributedInfo.rank)
@@ -100,7 +100,7 @@ class _Args(msgspec.Struct, frozen=True):
 
 
 class _Event(msgspec.Struct):
-    """What is asked of an event; torch writes more, and some kinds without some of it."""
+    """The fields of an event that are read here. Torch writes more fields, and not all of these for every kind."""
 
     ph: str = ""
     name: str = ""
@@ -112,7 +112,7 @@ class _Event(msgspec.Struct):
 
     @property
     def interval(self) -> Interval:
-        """In ns."""
+        """Start and end in ns."""
         return self.ts * 1e3, (self.ts + self.dur) * 1e3
 
 
@@ -142,7 +142,7 @@ def _trace(events: Sequence[_Event], rank: int | None) -> Trace:
 
 
 def _attach_kernels(spans: Iterable[_Event], by_thread: Mapping[int | str, list[Marked]]) -> bool:
-    """Give each mark the kernels launched within it; whether there were any."""
+    """Add to each mark the kernels launched within it; return whether there were any."""
     launches: dict[int | str, Marked] = {}
     by_id = {marked.id: marked for each in by_thread.values() for marked in each if marked.id is not None}
     starts = {thread: [marked.host[0] for marked in each] for thread, each in by_thread.items()}
@@ -157,7 +157,7 @@ def _attach_kernels(spans: Iterable[_Event], by_thread: Mapping[int | str, list[
     any_found = False
     for event in spans:
         if event.cat in _DEVICE:
-            # Where the trace holds no launches of the driver's API, the id of the mark itself is on the kernel.
+            # If the trace has no launches of the driver's API, the kernel has the id of the mark itself.
             marked = _of(event.args.correlation, launches) or _of(event.args.id, by_id)
             if marked is not None:
                 marked.work.append(event.interval)
@@ -170,10 +170,10 @@ def _of(number: int | str | None, marked: Mapping[int | str, Marked]) -> Marked 
 
 
 def _attach_host(spans: Iterable[_Event], order: Sequence[Marked]) -> None:
-    """A CPU's mark is what it ran; a start gets gloo's first events that began after it and belong to no other start.
+    """Add work to the marks of a CPU: a kernel or call gets its mark's time, a start gloo's next unassigned events.
 
-    gloo begins collectives in the order they were issued, on threads of its own. What the user communicates between
-    two starts is passed over: it began before the second.
+    gloo begins collectives in the order in which they were issued, on its own threads. Communication that the user
+    issues between two starts is skipped, because it begins before the second start.
     """
     gloo = sorted(event.interval for event in spans if event.name.startswith("gloo:"))
     at = 0
@@ -188,7 +188,7 @@ def _attach_host(spans: Iterable[_Event], order: Sequence[Marked]) -> None:
 
 
 def _runs(order: Sequence[Marked]) -> dict[str, list[list[Marked]]]:
-    """A graph's run ends where one of its nodes comes again."""
+    """Divide the marks of each graph into runs: a new run begins when a node occurs again."""
     runs: dict[str, list[list[Marked]]] = {}
     seen: dict[str, set[str]] = {}
     for marked in order:
@@ -202,16 +202,19 @@ def _runs(order: Sequence[Marked]) -> dict[str, list[list[Marked]]]:
 
 
 def run_times(run: Sequence[Marked], collective_of: Mapping[str, str], on_device: bool) -> RunTimes:
-    """Totals of one run, and each node's own time. collective_of: of starts and waits, the start's name."""
+    """Return the totals of one run and the time of each node.
+
+    collective_of: name of a start, or of a wait -> name of the start.
+    """
     work = {marked.label.node: merged(marked.work) for marked in run if marked.work}
-    # The parts of one collective may run at once; the kernels of one call follow each other.
+    # Intervals are merged because the parts of one collective may run concurrently.
     flights = {node: each for node, each in work.items() if node in collective_of}
     compute = merged(span for node, each in work.items() if node not in collective_of for span in each)
     comm = merged(span for each in flights.values() for span in each)
     computed, communicated = Covered.by(compute), Covered.by(comm)
     beside = {node: (computed if node in flights else communicated).share(each) for node, each in work.items()}
     busy = merged([*compute, *comm])
-    # On a CPU the host is the compute stream, and what it does between the nodes is part of the step.
+    # On a CPU the host is the compute stream, and its work between the nodes is part of the step.
     bounds = busy if on_device else merged([*busy, *(marked.host for marked in run)])
     step_ns = bounds[-1][1] - bounds[0][0] if bounds else 0.0
     gaps = list(_gaps(run, collective_of)) if on_device else []
@@ -230,9 +233,12 @@ def _stalls(
     flights: Mapping[str, Sequence[Interval]],
     exposed: Sequence[Interval],
 ) -> Iterator[Stall]:
-    """Exposed time by what is waited for: by the waits before the next kernel in their order, as far as their
-    collectives still run; else (a CPU's host is busy between two kernels) by what is in flight."""
-    waited: list[list[str]] = [[]]  # before each kernel, and behind the last
+    """Attribute the exposed time to collectives.
+
+    Each interval goes to the collectives of the waits before the next kernel, in their order, as long as each of them
+    runs. Any remaining part (on a CPU, where the host is busy between two kernels) goes to a collective in flight.
+    """
+    waited: list[list[str]] = [[]]  # collectives waited for before each kernel, and after the last one
     begins: list[float] = []  # of kernels
     for marked in run:
         collective = collective_of.get(marked.label.node)
@@ -254,14 +260,14 @@ def _stalls(
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
-    """From the end of a kernel to the begin of the next, for which nothing there had to wait."""
+    """The time between two kernels if the second one did not wait for communication."""
 
     between: Interval
-    late_ns: float  # of it, before the host began to launch that next one
+    late_ns: float  # the part before the host began to launch the second kernel
 
 
 def _gaps(run: Sequence[Marked], collective_of: Mapping[str, str]) -> Iterator[_Gap]:
-    """Between kernels of a device's compute stream, in the order of their launches."""
+    """Yield the gaps between kernels of a device's compute stream, in launch order."""
     end, waited = math.inf, False
     for marked in run:
         if marked.label.how == "start":
@@ -277,7 +283,7 @@ def _gaps(run: Sequence[Marked], collective_of: Mapping[str, str]) -> Iterator[_
 
 
 def typical(runs: Sequence[RunTimes]) -> RunTimes:
-    """The median of each time over several runs of a graph."""
+    """Return the median of each time over several runs of a graph."""
     names = dict.fromkeys(name for run in runs for name in run.nodes)
     return RunTimes(
         step_ns=median(run.step_ns for run in runs),
@@ -292,7 +298,7 @@ def typical(runs: Sequence[RunTimes]) -> RunTimes:
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points in time as ascending intervals that do not touch."""
+    """Return the union of intervals as ascending intervals that do not touch."""
     result: list[Interval] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -304,23 +310,23 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 @dataclass(frozen=True)
 class Covered:
-    """Points in time: ascending intervals that do not touch."""
+    """A set of ascending intervals that do not touch, for fast queries of the overlap with other intervals."""
 
     intervals: Sequence[Interval]
     starts: Sequence[float]
 
     @classmethod
     def by(cls, intervals: Sequence[Interval]) -> Covered:
-        """`intervals` as `merged` makes them."""
+        """Build from intervals as `merged` returns them."""
         return cls(intervals, [start for start, _ in intervals])
 
     def share(self, others: Sequence[Interval]) -> float:
-        """The part of `others`, which do not overlap each other, that is covered."""
+        """Return the fraction of `others`, which must not overlap each other, that is covered."""
         asked = length(others)
         return self.met(others) / asked if asked else 0.0
 
     def met(self, others: Iterable[Interval]) -> float:
-        """How much of `others`, which do not overlap each other, is covered, in ns."""
+        """Return how much of `others`, which must not overlap each other, is covered, in ns."""
         met = 0.0
         for start, end in others:
             for at in range(max(0, bisect_right(self.starts, start) - 1), bisect_right(self.starts, end)):
@@ -329,7 +335,7 @@ class Covered:
 
 
 def without(intervals: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What of `intervals` is in none of `others`; both as `merged` makes them."""
+    """Return `intervals` minus `others`; both must be as `merged` returns them."""
     left = []
     starts = [start for start, _ in others]
     for start, end in intervals:
@@ -345,5 +351,5 @@ def without(intervals: Iterable[Interval], others: Sequence[Interval]) -> list[I
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Their lengths together."""
+    """Return the total length of the intervals."""
     return sum(end - start for start, end in intervals)

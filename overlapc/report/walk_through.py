@@ -1,12 +1,12 @@
-"""A schedule node by node, as the simulator walks it: what runs beside what, and where the compute stream stands still.
+"""A simulated schedule as text, node by node: which compute overlaps communication, and where compute waits.
 
            at us        us  mark  node
              0.0      60.0  >     ag0 = all_gather(%p0)       @dp
              0.0      48.0  |     %h = kernel(%x)             48.0 beside communication
             48.0      12.0  !     %w0 = wait(ag0)             12.0 exposed, 12.0 so far
 
-Marks: `>` starts a collective on its queue, `|` is compute that a collective runs beside, `!` a wait that stands still,
-`<` one that does not. The time of a start is when it is issued, and how long its collective runs.
+Marks: `>` starts a collective on its queue, `|` is compute that overlaps a collective, `!` a wait that stalls compute,
+`<` a wait that does not. A start's times are when it is issued and how long its collective runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from overlapc.schedule.text import print_node
 
 
 def walk_through(timeline: Timeline) -> str:
-    """The text above for a whole replay, and its sums. Views and no-ops, which take no time, are left out."""
+    """Return the text above for a simulated schedule, with sums. Views and no-ops, which take no time, are left out."""
     lines = [f"{timeline.schedule.name}: {'at us':>10} {'us':>9}  mark  node", *_lines(timeline)]
     lines.append(
         f"step {timeline.step_ns / 1e3:.1f} us: compute {timeline.compute_ns / 1e3:.1f},"
@@ -46,7 +46,7 @@ def _lines(timeline: Timeline) -> Iterator[str]:
             beside_ns = max((min(end_ns, high) - max(begin_ns, low) for low, high in running.values()), default=0.0)
             note = f"{beside_ns / 1e3:.1f} beside communication" if beside_ns > 0 else ""
             yield _line(begin_ns, end_ns - begin_ns, "|" if beside_ns > 0 else " ", node, note)
-        else:  # a wait, or a collective that waits for itself
+        else:  # a wait, or a blocking collective
             exposed_ns += end_ns - begin_ns
             stands = end_ns > begin_ns
             note = (
@@ -62,13 +62,13 @@ def _line(at_ns: float, ns: float, mark: str, node: Node, note: str) -> str:
 
 
 def short(node: Node) -> str:
-    """A node in one line: what it defines, from what."""
+    """Return a node in one line: its name, op and inputs."""
     reads = ", ".join(node.reads[:4]) + (", ..." if len(node.reads) > 4 else "")
     return f"{node.name} = {node.op}({reads})"
 
 
 def long(timeline: Timeline, name: str) -> str:
-    """All there is to say of a node: its statement, its memory, when it runs, who it needs and who needs it."""
+    """Return the details of a node: statement, time, buffers, the nodes that it depends on and its readers."""
     schedule = timeline.schedule
     node, at = schedule.node(name), schedule.position(name)
     readers = dict.fromkeys(reader.name for written in node.writes for reader in schedule.readers(written))
