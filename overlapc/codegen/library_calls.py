@@ -17,7 +17,7 @@ from overlapc.schedule.model import Node
 
 
 def calls_of(graph: LoweredGraph) -> Callable[[Node], Call | None]:
-    """Return a function from a schedule node of `graph` to its library call, or None for nodes that are not measured."""
+    """Return a function from a schedule node of `graph` to its library call; it returns None for unmeasured nodes."""
 
     def call_of(node: Node) -> Call | None:
         op = node.payload

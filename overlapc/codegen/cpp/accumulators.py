@@ -1,4 +1,4 @@
-"""How each kind of reduction accumulates in C++."""
+"""The C++ statements that accumulate each kind of reduction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from overlapc.ir.body import Reduce
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A C++ variable, or an array of them with one for each column."""
+    """A C++ variable, or an array with one element for each column."""
 
     kind: str
     name: str
@@ -23,19 +23,19 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Accumulator:
-    """Lines that accumulate one `Reduce`; in a tile of columns every variable is indexed by `lane`."""
+    """The C++ lines that accumulate one `Reduce`; in a tile of columns every variable is indexed by `lane`."""
 
     reduce: Reduce
     number: int
-    totals: tuple[Variable, ...]  # kept across the whole reduction
-    partial: str | None  # declaration of the sum over one block, "float sum7": a short sum, folded into a double total
-    fold: str  # adds the partial to the total
-    # Of `#pragma omp simd reduction(...)`; "" when none is needed, None when the loop must run in order.
+    totals: tuple[Variable, ...]  # live during the whole reduction
+    partial: str | None  # declaration of the sum over one block ("float sum7"), which is folded into a double total
+    fold: str  # line that adds a block's partial result to the totals
+    # Clause in `#pragma omp simd reduction(...)`; "" if none is needed, None if the loop must run in order.
     clause: str | None
-    result: str  # the value, from the totals
-    add: Callable[[str, str], list[str]]  # (value, flat position) -> lines
-    combine: Callable[[list[str]], str]  # other totals -> a line
-    # Flat position of a block's first element -> lines before the block, along a row; `fold` comes after it.
+    result: str  # expression of the result, from the totals
+    add: Callable[[str, str], list[str]]  # (value, flat position) -> lines that accumulate the value
+    combine: Callable[[list[str]], str]  # other totals -> line that adds them to these totals
+    # Flat position of a block's first element -> lines before that block of a row; `fold` comes after the block.
     opening: Callable[[str], list[str]] = field(default=lambda first: [])
 
 
@@ -52,11 +52,11 @@ _LIMITS = {
 def accumulator(
     reduce: Reduce, number: int, columns: bool, in_order: bool, row: tuple[str, int] | None = None
 ) -> Accumulator:
-    """The lines for `reduce`.
+    """Return the accumulator for `reduce`; `number` makes its variables unique.
 
-    `columns` when there is one result for each lane of a tile; `in_order` when the loops visit positions of the
-    flattened reduction space from first to last. `row`: the vector loop's variable, which counts from zero, and its
-    iterations, where these are few.
+    columns: there is one result for each lane of a tile.
+    in_order: the loops visit positions of the flattened reduction space from first to last.
+    row: if the vector loop is short, its variable, which starts at zero, and its number of iterations.
     """
     lane = "[lane]" if columns else ""
     kind, dtype = reduce.kind, reduce.arg.dtype
@@ -76,9 +76,9 @@ def accumulator(
 
 
 def _short_sum(reduce: Reduce, number: int, variable: str, length: int) -> Accumulator:
-    """The sum of a short row, of terms that are kept until the row's end.
+    """Return the accumulator for the sum of a short row, which stores all terms and adds them up at the row's end.
 
-    Compilers join the lanes of a simd reduction one after another, which takes longer than a short row itself.
+    Compilers combine the lanes of a simd reduction one after another, which takes longer than a short row itself.
     """
     name, terms, kind = f"total{number}", f"terms{number}", C_TYPE[reduce.dtype]
     return Accumulator(
@@ -105,7 +105,7 @@ def _arithmetic(reduce: Reduce, number: int, lane: str) -> Accumulator:
         return f"{name}{lane} {sign}= {other[0]};"
 
     if reduce.kind == "sum" and reduce.dtype.is_floating_point:
-        # Lanes sum a block; blocks add up in double: as exact as pairwise summation, whatever the length.
+        # Lanes sum a block; sums of blocks are added in double: as accurate as pairwise summation at any length.
         part = f"sum{number}"
         return Accumulator(
             reduce,
@@ -153,14 +153,14 @@ def _logical(reduce: Reduce, number: int, lane: str, kind: str) -> Accumulator:
 
 
 def limit_of(dtype: torch.dtype, larger: bool) -> str:
-    """What every number of `dtype` is at least as large as (`larger`), or as small as."""
+    """Return the identity of max (if `larger`) or of min: the lowest or the highest number of `dtype`."""
     if dtype.is_floating_point:
         return constant_text(float("-inf") if larger else float("inf"), dtype)
     return _LIMITS[dtype][0 if larger else 1]
 
 
 def _extreme(reduce: Reduce, number: int, lane: str) -> Accumulator:
-    """max or min of integers, or of floats a column each: compare and blend, which vectorizes."""
+    """Return the accumulator for max or min of integers, or of columns of floats: a compare and select, vectorized."""
     name, kind = f"total{number}", C_TYPE[reduce.arg.dtype]
     function = "maximum" if reduce.kind == "max" else "minimum"
 
@@ -188,7 +188,7 @@ def _extreme(reduce: Reduce, number: int, lane: str) -> Accumulator:
 
 
 def _ordered(reduce: Reduce, number: int) -> Accumulator:
-    """max or min of floats along a row, on integers of the same order: see `ordered` in prelude.h."""
+    """Return the accumulator for max or min of floats along a row, computed on integers: see `ordered` in prelude.h."""
     name = f"total{number}"
     bits = 32 if reduce.arg.dtype == torch.float32 else 64
     of_nan = f"INT{bits}_MAX" if reduce.kind == "max" else f"INT{bits}_MIN"
@@ -212,7 +212,7 @@ def _ordered(reduce: Reduce, number: int) -> Accumulator:
 
 
 def _position(reduce: Reduce, number: int, lane: str) -> Accumulator:
-    """argmax or argmin, one element after another: of columns, or where positions do not come in order."""
+    """Return the accumulator for argmax or argmin of columns, or of rows whose positions are not visited in order."""
     best, place = f"total{number}{lane}", f"at{number}{lane}"
     kind = C_TYPE[reduce.arg.dtype]
     order = reduce.kind[3:]
@@ -241,9 +241,10 @@ def _position(reduce: Reduce, number: int, lane: str) -> Accumulator:
 
 
 def _first_position(reduce: Reduce, number: int) -> Accumulator:
-    """argmax or argmin along a row: the extreme of each block, and only where it is a new one, its first place.
+    """Return the accumulator for argmax or argmin along a row.
 
-    Everything is compared as integers of the same order (`ordered` in prelude.h; + 0.0 makes both zeros equal).
+    It computes the extreme of each block, and searches its first position only if it is a new extreme. Floats are
+    compared as integers of the same order (`ordered` in prelude.h; adding 0 makes both zeros equal).
     """
     dtype, larger = reduce.arg.dtype, reduce.kind == "argmax"
     kind, limit, of_nan = C_TYPE[dtype], limit_of(dtype, larger), ""

@@ -1,4 +1,4 @@
-"""Several kernels of one kind as one C++ function: the kind as a function of its buffers and size, called for each.
+"""Several kernels with one template as one C++ function, which calls the template's function for each of them.
 
 static void part(float* out0, const float* in0, int64_t n, int64_t threads) { ... }
 extern "C" void step_1f0c(void* t0, void* t1, void* t2, void* t3, int64_t threads) {
@@ -19,9 +19,10 @@ from overlapc.ir.template import SIZE, template_of
 
 
 def combo_text(bodies: Sequence[Body], arguments: dict[str, str]) -> tuple[str, tuple[str, ...]]:
-    """The text, in which the function is called KERNEL_NAME, and the buffers that it takes.
+    """Return the text, in which the function is called KERNEL_NAME, and the buffers that the function takes.
 
-    `bodies` have one template; `arguments` names the template's buffers, in the order of parameters.
+    bodies: loop bodies that all have the same template.
+    arguments: parameter names of the template's buffers, in order.
     """
     templates = [template_of(body) for body in bodies]
     kind = templates[0]
@@ -31,7 +32,7 @@ def combo_text(bodies: Sequence[Body], arguments: dict[str, str]) -> tuple[str, 
     hints = {str(SIZE): max(template.size or 1 for template in templates)}
     planned = plan(kind.body, hints)
     function = (ReductionFunction if kind.body.reduction else Function)(kind.body, planned, arguments, sizes)
-    # Inlined, its `omp simd` loops lose their vectors (GCC 12).
+    # If it were inlined, GCC 12 would not vectorize its `omp simd` loops.
     lines = [*function.text("__attribute__((noinline)) static", "part").splitlines(), ""]
     alone, together, together_work = [], [], 0
     for body, template in zip(bodies, templates, strict=True):

@@ -13,7 +13,7 @@ from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, ModularIndexin
 
 from overlapc.ir.body import Op, Scan, Value, as_number
 
-# What a value is computed in.
+# dtype of a value -> C++ type in which it is computed.
 C_TYPE: Mapping[torch.dtype, str] = {
     torch.float32: "float",
     torch.float64: "double",
@@ -24,7 +24,7 @@ C_TYPE: Mapping[torch.dtype, str] = {
     torch.uint8: "uint8_t",
     torch.bool: "bool",
 }
-# What an element is in memory. A bool is a byte there: reading 2 from a `bool` would be undefined.
+# dtype -> C++ type of an element in memory. A bool is a byte there: reading 2 from a `bool` would be undefined.
 MEMORY_TYPE: Mapping[torch.dtype, str] = {
     **C_TYPE,
     torch.bool: "uint8_t",
@@ -33,7 +33,7 @@ MEMORY_TYPE: Mapping[torch.dtype, str] = {
     torch.float8_e4m3fn: "uint8_t",
     torch.float8_e5m2: "uint8_t",
 }
-# Formats that are only read and written, by the name of their functions in prelude.h.
+# Formats without arithmetic, which are only loaded and stored -> suffix of their functions in prelude.h.
 FORMAT = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
@@ -45,7 +45,10 @@ _FLOAT_MAX = 3.4028234663852886e38
 
 @lru_cache(50_000)
 def index_text(expr: sympy.Expr) -> str:
-    """C++ for an index expression; every symbol in it is an int64_t. NotImplementedError naming what it lacks."""
+    """Return C++ for an index expression, in which every symbol is an int64_t.
+
+    NotImplementedError, which names the unsupported function, if there is no C++ for it.
+    """
     if expr.is_Integer:
         return str(expr) if abs(int(expr)) < 2**31 else f"INT64_C({expr})"
     if expr.is_Symbol:
@@ -92,7 +95,7 @@ def _divide(base: sympy.Expr, divisor: sympy.Expr) -> str:
 
 
 def constant_text(number: float | int | bool, dtype: torch.dtype) -> str:
-    """A literal of exactly the type that computes `dtype`."""
+    """Return a literal whose C++ type is exactly the one that computes `dtype`."""
     if dtype == torch.bool:
         return "true" if number else "false"
     if dtype.is_floating_point:
@@ -112,14 +115,14 @@ def constant_text(number: float | int | bool, dtype: torch.dtype) -> str:
 
 
 def load_text(place: str, memory_dtype: torch.dtype) -> str:
-    """The value stored at `place`, such as `in0[i]`."""
+    """Return the expression that loads the value stored at `place`, such as `in0[i]`."""
     if memory_dtype in FORMAT:
         return f"load_{FORMAT[memory_dtype]}({place})"
     return f"{place} != 0" if memory_dtype == torch.bool else place
 
 
 def cast_text(value: str, source: torch.dtype, to: torch.dtype) -> str:
-    """`value` of dtype `source` as the C++ type that computes `to`."""
+    """Convert `value` of dtype `source` to the C++ type that computes `to`, rounded to the precision of `to`."""
     if to in FORMAT:
         number = _convert(value, source, torch.float32)
         return number if source == torch.bool else f"round_{FORMAT[to]}({number})"
@@ -127,7 +130,7 @@ def cast_text(value: str, source: torch.dtype, to: torch.dtype) -> str:
 
 
 def store_text(value: str, source: torch.dtype, memory_dtype: torch.dtype) -> str:
-    """`value` of dtype `source` as an element of memory."""
+    """Convert `value` of dtype `source` to an element in memory."""
     if memory_dtype in FORMAT:
         return f"store_{FORMAT[memory_dtype]}({_convert(value, source, torch.float32)})"
     if memory_dtype == torch.bool:
@@ -170,27 +173,27 @@ _PRELUDE = {
     "pow": "power", "maximum": "maximum", "minimum": "minimum",
     "shift_left": "shift_left", "shift_right": "shift_right",
 }  # fmt: skip
-# Named as in C's math.h, with an f for float.
+# Functions named as in C's math.h, with an f for float.
 _MATH = frozenset(
     "sqrt exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erfc "
     "lgamma floor ceil trunc atan2 hypot copysign nextafter".split()
 )
 _ROUNDING = frozenset({"floor", "ceil", "trunc", "round"})
-# Of these, what prelude.h has one implementation of for vectors and single numbers, as `same_sinf`.
+# The functions of `_MATH` that prelude.h implements alike for vectors and single numbers, as `same_sinf`.
 _SAME = _MATH - set("sqrt lgamma floor ceil trunc copysign nextafter".split())
-# What an operation costs, in additions; decides from how much work on threads are worth waking.
+# Cost of an operation in additions; used to decide whether there is enough work to start threads.
 HEAVY = dict.fromkeys(_MATH | {"exp", "erf", "sigmoid", "pow"}, 10) | dict.fromkeys(
     ("floor", "ceil", "trunc", "sqrt", "copysign"), 1
 )
 HEAVY |= dict.fromkeys(("random", "random_word"), 40)  # ten rounds of two products
-EXPENSIVE = 10  # exp and similar functions: kept rather than computed again
-_SCAN_WEIGHT = 10  # each waits for the one before it
-# No vector version exists: the loop around it runs one element at a time.
+EXPENSIVE = 10  # cost from which a value is stored rather than recomputed: exp and similar functions
+_SCAN_WEIGHT = 10  # each step depends on the previous one
+# Functions without a vector version: the loop around them runs one element at a time.
 SCALAR_ONLY = frozenset({"lgamma", "nextafter"})
 
 
 def operation_text(op: Op, args: list[str]) -> str:
-    """C++ for an element-wise operation on arguments that are names or literals."""
+    """Return C++ for an element-wise operation on `args`, which are names or literals."""
     if op.name == "bitcast":
         return f"bits<{C_TYPE[op.dtype]}>({args[0]})"
     if op.name in _RANDOM:
@@ -247,7 +250,7 @@ def _operation(op: Op, args: list[str], dtype: torch.dtype, kind: str) -> str:
     limit = as_number(op.args[-1])
     if name in ("maximum", "minimum") and dtype.is_floating_point and limit is not None and limit == limit:
         sign = "<" if name == "maximum" else ">"
-        return f"{args[0]} {sign} {args[1]} ? {args[1]} : {args[0]}"  # the limit is not NaN: one comparison is enough
+        return f"{args[0]} {sign} {args[1]} ? {args[1]} : {args[0]}"  # one comparison, as the limit is not NaN
     if name in _PRELUDE:
         return (
             f"{_PRELUDE[name]}<{kind}>({', '.join(args)})"
@@ -263,7 +266,7 @@ _BEHIND = {"exponential": "exp", "sigmoid": "exp", "error_function": "erf", "pow
 
 
 def definitions_of(text: str) -> str:
-    """Definitions of the functions that the text of a kernel calls; they come before it."""
+    """Return definitions of the math functions that the text of a kernel calls, to be placed before it."""
     calls = set(_CALLED.findall(text))
     names = {name.removesuffix("f") if name != "erf" else name for same, name in calls if same}
     names |= {_BEHIND[name] for same, name in calls if not same and name in _BEHIND}
@@ -271,12 +274,12 @@ def definitions_of(text: str) -> str:
 
 
 def _templated(name: str, dtype: torch.dtype) -> bool:
-    """Whether the type must be written: small integer literals and conversions would deduce `int`."""
+    """Whether a call must name its template argument: literals and small integers would deduce `int`."""
     return not dtype.is_floating_point
 
 
 def weight(value: Value) -> int:
-    """Rough cost of computing `value` once, in additions."""
+    """Return the rough cost of computing `value` once, in additions."""
     if isinstance(value, Scan):
         return _SCAN_WEIGHT
     return HEAVY.get(value.name, 1) if isinstance(value, Op) else 1

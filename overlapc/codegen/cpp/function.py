@@ -1,4 +1,4 @@
-"""The text of one C++ function: values at their places in a nest of loops, stores at the end."""
+"""Writes one C++ function: a nest of loops, in which each value is computed as far out as possible, then the stores."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from overlapc.ir.body import Body, Reduce, Scan, Store, Value
 
 
 class Function(ValueWriter):
-    """Writes one kernel without reductions, and holds what `ReductionFunction` shares with it."""
+    """Writes one kernel without reductions; the base class of `ReductionFunction`."""
 
     def __init__(self, body: Body, plan: LoopPlan, arguments: Mapping[str, str], sizes: Sequence[sympy.Symbol]) -> None:
-        """`sizes` are parameters, too."""
+        """arguments: parameter name of each buffer. sizes: symbols that are parameters after the buffers."""
         super().__init__(body, arguments)
         self.plan = plan
         self.sizes = sizes
         reduced = {loop.symbol for loop in body.reduction}
-        # The loop whose iterations have a place each in small arrays: columns of a tile, or rows of one.
+        # The loop over the columns or rows of a tile, each of which has one element in small arrays.
         self.lanes = plan.vector if plan.columns else plan.rows
-        self.symbols: dict[Value, frozenset[sympy.Symbol]] = {}  # loops that a value depends on
+        self.symbols: dict[Value, frozenset[sympy.Symbol]] = {}  # symbols of the loops that a value depends on
         for value in self.values:
             own = frozenset(symbol for expr in value.indices() for symbol in expr.free_symbols)
             below = own.union(*(self.symbols[operand] for operand in value.operands()))
@@ -39,12 +39,12 @@ class Function(ValueWriter):
             self.symbols[value] = below
 
     def text(self, linkage: str = 'extern "C"', name: str = "KERNEL_NAME") -> str:
-        """The whole function."""
+        """Write the whole function and return its text."""
         parameters = [f"{self.parameter_type(buffer)} {argument}" for buffer, argument in self.arguments.items()]
         parameters += [f"int64_t {symbol}" for symbol in self.sizes] + ["int64_t threads"]
         self.line(f"{linkage} {'int32_t' if self.checks else 'void'} {name}({', '.join(parameters)}) {{")
         self.depth += 1
-        if self.checks:  # volatile: every thread and lane may set it, and none of that may be optimized away
+        if self.checks:  # volatile: any thread and lane may set it, and the assignment must not be optimized away
             for number, message in enumerate(self.checks, 1):
                 self.line(f"// {number}: {message!a}")
             self.line("volatile int32_t failed = 0;")
@@ -62,9 +62,9 @@ class Function(ValueWriter):
         finish: Callable[[Mapping[Value, str]], Iterable[str]],
         collapsed: int = 0,
     ) -> None:
-        """Loops around the lines of `finish`, with what `roots` need computed as far out as it can be.
+        """Write `loops` around the lines of `finish`; values that `roots` need are computed as far out as possible.
 
-        The innermost loop is written in pieces. Nothing may stand between the first `collapsed` loops.
+        The innermost loop may be split into pieces. No statement is written between the first `collapsed` loops.
         """
         names = dict(known)
         roots = list(roots)
@@ -97,7 +97,10 @@ class Function(ValueWriter):
         known: Mapping[Value, str],
         finish: Callable[[Mapping[Value, str]], Iterable[str]],
     ) -> None:
-        """The loop around the lines of `finish` and the `values` that `roots` need there, in pieces where it pays."""
+        """Write the innermost loop with the values that `roots` need in it and the lines of `finish`.
+
+        If `divisible`, it is split into pieces where that pays. values: the values that depend on the loop.
+        """
         self.write_lines(loop.before)
         assert loop.loop is not None
         parts = pieces(values, loop.loop) if divisible else [LoopPiece()]
@@ -118,7 +121,10 @@ class Function(ValueWriter):
     def _side_by_side(
         self, parts: Sequence[LoopPiece], loop: For, roots: Sequence[Value], known: Mapping[Value, str]
     ) -> list[Moved] | None:
-        """`parts` as one loop, where their iterations may run in any order and no name depends on the loop's."""
+        """Merge `parts` into one loop.
+
+        None if iterations must run in order, a known name contains the loop's variable, or nothing is shared.
+        """
         symbol = str(loop.name)
         if len(parts) < 2 or loop.begin != "0" or loop.loop is None or symbol != str(loop.loop.symbol):
             return None
@@ -138,7 +144,7 @@ class Function(ValueWriter):
         known: Mapping[Value, str],
         finish: Callable[[Mapping[Value, str]], Iterable[str]],
     ) -> None:
-        """One loop as long as the first piece: the values of all, each once, then the lines of every piece in turn."""
+        """Write one loop of the first piece's length: the distinct values of all pieces, then each piece's lines."""
         names = dict(known)
         self.begin(loop.between(None, sympy.Integer(together[1].shift)))
         for piece in together:
@@ -147,7 +153,7 @@ class Function(ValueWriter):
             self.define((value for value in piece.values.values() if value not in names), names)
         for piece in together:
             self.facts = piece.facts
-            if piece.shift:  # the lines name the loop's variable, as they do in a loop of their own
+            if piece.shift:  # the piece's lines use the loop's variable as if they were in a loop of their own
                 self.line(f"const int64_t {loop.name}_{piece.shift} = {loop.name} + {piece.shift};")
                 self.line("{")
                 self.line(f"const int64_t {loop.name} = {loop.name}_{piece.shift};")
@@ -159,27 +165,27 @@ class Function(ValueWriter):
     def store_nest(
         self, loops: Sequence[For], stores: Sequence[Store], known: Mapping[Value, str], collapsed: int = 0
     ) -> None:
-        """Loops around `stores`, with what they need computed as far out as it can be."""
+        """Write `loops` around `stores`; values that the stores need are computed as far out as possible."""
         roots = [value for store in stores for value in store.operands()]
         self.nest(loops, roots, known, lambda names: [self.store(store, names) for store in stores], collapsed)
 
     # ---- lanes
 
     def tile(self) -> int:
-        """Columns, or rows, that are accumulated together."""
+        """Return the number of columns, or rows, that are accumulated together."""
         assert self.lanes is not None
         most = TILE if self.plan.columns else ROWS
         return min(most, int(self.lanes.size)) if self.lanes.size.is_Integer else most
 
     def over_lanes(self, lines: Iterable[str]) -> None:
-        """`lines` for every lane."""
+        """Write a loop that runs `lines` for every lane."""
         self.line("for (int64_t lane = 0; lane < lanes; ++lane) {")
         self.depth += 1
         self.write_lines(lines)
         self.close()
 
     def declare(self, variables: Sequence[Variable]) -> None:
-        """Declares each variable, or one for each column, with its identity as the value."""
+        """Declare each variable, or an array with one element per column, initialized to its identity."""
         for variable in variables:
             if self.plan.columns:
                 self.line(f"{variable.kind} {variable.name}[{self.tile()}];")
@@ -191,7 +197,10 @@ class Function(ValueWriter):
     # ---- loops
 
     def on_threads(self, loops: Sequence[For], iterations: sympy.Expr) -> int:
-        """Puts the pragma on a nest of parallel loops; returns how many of them it collapses (0 when serial)."""
+        """Put an OpenMP pragma on a nest of parallel loops; return how many loops it collapses (0 if it stays serial).
+
+        iterations: iterations of the innermost loop in total; with little work the nest stays serial.
+        """
         if not loops or not self.plan.threads:
             return 0
         work = sympy.expand(iterations * self.plan.work_per_iteration)
@@ -203,7 +212,7 @@ class Function(ValueWriter):
         pragma += " num_threads(threads)"
         if not work.is_Integer:
             pragma += f" if({index_text(work)} >= {PARALLEL_WORK})"
-        # Bounds of blocks are computed inside the innermost collapsed loop: nothing may stand between the loops.
+        # Bounds of blocks are computed inside the innermost collapsed loop: OpenMP allows no statements between loops.
         moved = [text for loop in loops[:-1] for text in loop.inside]
         for loop in loops[:-1]:
             loop.inside = []
@@ -212,13 +221,13 @@ class Function(ValueWriter):
         return len(loops)
 
     def simd(self, loop: For, clauses: str = "") -> For:
-        """`loop`, as one whose iterations may run side by side, where the plan has such loops."""
+        """Return `loop`, marked for vectorization if iterations of the plan's vector loop may run concurrently."""
         if self.plan.simd:
             loop.pragma = f"#pragma omp simd{clauses}"
         return loop
 
     def write(self) -> None:
-        """Writes the loops and their contents."""
+        """Write the loops and their contents."""
         plan = self.plan
         parallel = [plain(loop) for loop in plan.outer]
         inner = [plain(loop) for loop in plan.serial]

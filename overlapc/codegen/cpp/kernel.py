@@ -1,4 +1,4 @@
-"""Loop bodies to C++: one function a kernel, vectorized by the compiler, on OpenMP threads.
+"""Generates C++ from loop bodies: one function per kernel, vectorized by the compiler, on OpenMP threads.
 
 ::
 
@@ -9,8 +9,8 @@
         int32_t total2 = ordered(-INFINITY, INT32_MAX);
         ...
 
-`loop_plan.py` decides the loops; `function.py` and `reduce.py` write them; `expressions.py` and `prelude.h` give every
-operation its C++.
+`loop_plan.py` chooses the loop structure; `function.py` and `reduce.py` write the loops; `expressions.py` and
+`prelude.h` implement the operations.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _HINT_CHARACTERS = 60
 
 
 class CppGenerator:
-    """Kernels for torch's `cpu` device."""
+    """Generates kernels for torch's `cpu` device."""
 
     device_type = "cpu"
 
     def refuse(self, body: Body) -> str | None:
-        """Why this body cannot be generated, or None if it can."""
+        """Return why no kernel can be generated for this body, or None if it can be."""
         dtypes = {value.dtype for value in body.values()}
         dtypes |= {value.to for value in body.values() if isinstance(value, Cast)}
         dtypes |= {load.memory_dtype for load in body.loads()} | {store.memory_dtype for store in body.stores}
@@ -63,13 +63,13 @@ class CppGenerator:
         return None
 
     def refuse_fused(self, body: Body) -> str | None:
-        """None: every fused kernel can be generated."""
+        """Return None: every fusion of kernels that can be generated is allowed."""
         return None
 
     def generate(
         self, body: Body, hint: str, comment: str = "", size_hints: Mapping[str, int] | None = None
     ) -> KernelSource:
-        """C++ for `body`; equal bodies give equal text whatever their buffers are called."""
+        """Return C++ for `body`; bodies that differ only in buffer names have equal text."""
         body = with_sums(body)
         buffers = _argument_names(body)
         sizes = tuple(body.size_symbols())
@@ -78,19 +78,19 @@ class CppGenerator:
         return _named(text, hint, tuple(buffers), sizes, comment, tuple(body.checks()))
 
     def combine(self, bodies: Sequence[Body], hint: str, comment: str = "") -> KernelSource:
-        """C++ that runs bodies of one kind one after the other, small ones side by side."""
+        """Return C++ that runs bodies with one template: large ones one after another, small ones concurrently."""
         text, buffers = combo_text(bodies, _argument_names(template_of(bodies[0]).body))
         return _named(text, hint, buffers, (), comment, ())
 
     def alternatives(
         self, bodies: Sequence[Body], hint: str, size_hints: Mapping[str, int] | None = None, around: Any = None
     ) -> list[Alternative]:
-        """Only one source: the C++ compiler and OpenMP divide the work."""
+        """Return the only source: there are no tilings to choose from, as the compiler and OpenMP divide the work."""
         (body, *more) = bodies
         return [Alternative(self.combine(bodies, hint) if more else self.generate(body, hint, size_hints=size_hints))]
 
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
-        """Compiles what is not in the cache, all at once; a launcher for each name. ToolchainError on failure."""
+        """Compile sources that are not cached, at once; return a launcher per name. ToolchainError on failure."""
         return load_kernels(sources, cache_dir)
 
 
@@ -102,7 +102,7 @@ def _named(
     comment: str,
     checks: tuple[str, ...],
 ) -> KernelSource:
-    """The source, with its function named by `hint` and the text's hash."""
+    """Return the source, with its function named by `hint` and the text's hash."""
     prefix = re.sub(r"\W+", "_", hint)[:_HINT_CHARACTERS].strip("_") or "kernel"
     text = definitions_of(text) + text
     name = f"{prefix}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
@@ -110,7 +110,7 @@ def _named(
 
 
 def _argument_names(body: Body) -> dict[str, str]:
-    """Buffer -> argument: what is stored first (`out0` …), then what is only read (`in0` …), by first use."""
+    """Map buffers to argument names: stored buffers (`out0` …), then those only read (`in0` …), each by first use."""
     stored = dict.fromkeys(store.buffer for store in body.stores)
     loaded = dict.fromkeys(load.buffer for load in body.loads() if load.buffer not in stored)
     names = {buffer: f"out{at}" for at, buffer in enumerate(stored)}

@@ -1,19 +1,18 @@
-"""How a body's loops become C++ loops: which is vectorized, which run on threads, which are tiled.
+"""Chooses the C++ loops for a body: which loop is vectorized, which ones run on threads, which ones are tiled.
 
-Three shapes come out:
+There are three loop structures:
 
-* pointwise: all loops parallel, the one with most contiguous accesses innermost; where another loop is contiguous for
-  some access (a transpose), both are blocked so that cache lines are used whole;
-* rows: a reduction loop is innermost and vectorized; several short rows go through each pass together, so that what
-  is computed once a row (a square root, a division) is vectorized over them, and one row's sum need not wait for
-  another's;
-* columns: a parallel loop is innermost and vectorized; a tile of it keeps its accumulators in a small array.
+* pointwise: all loops are parallel, and the one with most contiguous accesses is innermost. If another loop is
+  contiguous for some access (a transpose), both are blocked so that whole cache lines are used.
+* rows: a reduction loop is innermost and vectorized. A pass handles several short rows together, so that values
+  computed once per row (a square root, a division) are vectorized over rows, and the sums of rows overlap.
+* columns: a parallel loop is innermost and vectorized; a tile of it has its accumulators in a small array.
 
-Where something is scanned, the reduction loops keep their order (scans.py goes through a row by blocks). Where stores
-total columns, chunks of rows run on threads, and each keeps totals of its own.
+Scans keep the order of the reduction loops (scans.py scans a row in blocks). With stores that total columns, threads
+take chunks of rows, and each chunk has totals of its own.
 
-Where a reduction has few parallel iterations, its passes are *split*: a fixed number of chunks run on threads and are
-combined in order, so that results do not depend on the number of threads.
+A reduction with few parallel iterations is *split*: a fixed number of chunks run on threads and are combined in order,
+so that results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -29,53 +28,54 @@ from overlapc.codegen.cpp.expressions import SCALAR_ONLY, weight
 from overlapc.ir.body import Body, Load, Loop, Op, Store, Value
 from overlapc.ir.indexing import numel
 
-# Additions below which waking threads costs more than it saves: about 10 us of work (torch uses the same number).
+# Work in additions below which starting threads costs more than it saves: about 10 us (torch uses the same number).
 PARALLEL_WORK = 32768
-# Elements of the vector loop that one thread takes at a time: 8 KiB of float32, and a multiple of every vector, so
-# that where vectors start does not depend on the number of threads.
+# Elements of the vector loop in one block, the unit of work of a thread: 8 KiB of float32, and a multiple of every
+# vector width, so that vectors begin at the same elements for any number of threads.
 BLOCK = 2048
-# Of the loop around the vector loop, and of that. With rows a power of two apart only 12 lines of a cache set are left:
-# (32, 64) took 4 times as long as this on a 2048 x 2048 float32 transpose (two cores of a Zen 5).
+# Block sizes of a transpose: of the loop around the vector loop, and of the vector loop. Rows whose distance is a power
+# of two share the 12 lines of one cache set: (32, 64) took 4 times as long as this on a 2048 x 2048 float32 transpose
+# (two cores of a Zen 5).
 TRANSPOSE_BLOCK = (32, 16)
-# The same where blocks are turned round in registers: bytes read of each row (the line that comes anyway), rows, and
-# blocks one after another that read on in the same rows: pages, and lines that come in pairs, are then still at hand.
+# Sizes of blocks that are transposed in registers: bytes read from each row (a whole cache line), rows, and successive
+# blocks that read on in the same rows, so that their pages and adjacent cache lines are used while still cached.
 TILED_BYTES, TILED_COLUMNS, TILED_STRIPE = 64, 128, 4
-CONFLICT_BLOCK = 64  # of the vector loop when it is the only one that may run on threads
-TILE = 128  # columns that accumulate at a time: 512 B of float32 from each row
-ROWS = 16  # short rows that go through a pass together
-SHORT_ROW = 1024  # elements; with a tile of them the next pass still finds its data in the nearest cache
-# Terms that are kept and then added up, where more are faster added as they come: 4096 sums of 64 squares take 12 us so
-# and 36 us otherwise, 512 sums of 512 take 7 and 11, 256 of 1024 take 11 and 9 (GCC 12, Zen 5).
+CONFLICT_BLOCK = 64  # block size of the vector loop if it is the only loop that may run on threads
+TILE = 128  # columns accumulated at a time: 512 B of float32 from each row
+ROWS = 16  # short rows that one pass handles together
+SHORT_ROW = 1024  # most elements of a short row; a tile of such rows stays in the nearest cache until the next pass
+# Most terms that are stored and then added up: longer rows are faster with a running sum. 4096 sums of 64 squares take
+# 12 us stored and 36 us running, 512 sums of 512 take 7 and 11, 256 of 1024 take 11 and 9 (GCC 12, Zen 5).
 SHORT_SUM = 512
-FEWEST_ROWS = 4  # that are worth a tile
-FEWEST_TILES = 8  # below this many tiles of rows, threads would idle
-# At most, of a split reduction or of the rows that columns are totalled over: enough for the threads of a large host.
-# How many depends on sizes alone, so that results do too.
+FEWEST_ROWS = 4  # least rows for a tile
+FEWEST_TILES = 8  # least tiles of rows: with fewer, threads would idle
+# Most chunks of a split reduction, or of the rows whose columns are totalled: enough for the threads of a large host.
+# The number of chunks depends on sizes only, and therefore so do results.
 CHUNKS = 64
-CHUNK_ROWS = 32  # at least, where a chunk has a row of totals: starting and adding that up costs about four rows
+CHUNK_ROWS = 32  # least rows of a chunk with a row of totals: initializing and adding up totals costs about four rows
 FEW_ITERATIONS = 8  # parallel iterations below which a long reduction is split
 UNKNOWN_SIZE = 512  # a symbolic size without a hint
 
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """Loops by role; every loop of the body is in exactly one of them."""
+    """The loops of a body by role; `outer`, `serial`, `reduction`, `vector`, `rows` and `blocked` are disjoint."""
 
     outer: tuple[Loop, ...]  # parallel loops that may run on threads, outermost first
     serial: tuple[Loop, ...]  # parallel loops whose iterations may write the same element
     reduction: tuple[Loop, ...]  # reduction loops, without the vector loop
-    vector: Loop | None  # innermost; None only when there is no loop
-    columns: bool  # the vector loop is a parallel loop around reductions
-    rows: Loop | None  # the parallel loop of which `ROWS` iterations go through each pass together
-    blocked: Loop | None  # the loop around the vector loop, blocked together with it
+    vector: Loop | None  # innermost; None only if there is no loop
+    columns: bool  # the vector loop is a parallel loop, with reductions over other loops
+    rows: Loop | None  # the parallel loop of which each pass handles `ROWS` iterations together
+    blocked: Loop | None  # the loop around the vector loop that is blocked together with it
     split: Loop | None  # the reduction loop whose chunks run on threads
-    simd: bool  # iterations of the vector loop may run side by side
-    threads: bool  # anything may run on threads
+    simd: bool  # iterations of the vector loop may run concurrently
+    threads: bool  # some loop may run on threads
     work_per_iteration: int  # additions in one innermost iteration
 
 
 def plan(body: Body, size_hints: Mapping[str, int] | None = None) -> LoopPlan:
-    """The loop structure for `body`; deterministic in the body and the hints."""
+    """Choose the loop structure for `body`; deterministic in the body and the hints."""
     values = body.values()
     accesses = _accesses(body, values)
     hints = dict(size_hints or {})
@@ -116,7 +116,7 @@ def plan(body: Body, size_hints: Mapping[str, int] | None = None) -> LoopPlan:
 
 
 def _rows_together(body: Body, outer: tuple[Loop, ...], hints: Mapping[str, int]) -> Loop | None:
-    """The innermost parallel loop of several iterations, where rows are short and there are many of them."""
+    """Return the innermost parallel loop of several iterations if rows are short and there are many, else None."""
     length = body.reduction_numel()
     if not length.is_Integer or int(length) > SHORT_ROW:
         return None
@@ -129,14 +129,14 @@ def _rows_together(body: Body, outer: tuple[Loop, ...], hints: Mapping[str, int]
 
 
 def chunk_count(size: sympy.Expr, least: int) -> sympy.Expr:
-    """Into how many chunks of at least `least` iterations a loop of `size` is split."""
+    """Return the number of chunks, of at least `least` iterations each, into which a loop of `size` is split."""
     if size.is_Integer:
         return sympy.Integer(max(1, min(CHUNKS, int(size) // least)))
     return Max(1, Min(CHUNKS, FloorDiv(size, least)))
 
 
 def size_hint(size: sympy.Expr, hints: Mapping[str, int]) -> int:
-    """`size` with hints for its symbols."""
+    """Return `size` as a number, with hints for its symbols."""
     if size.is_Integer:
         return int(size)
     known = {symbol: hints.get(str(symbol), UNKNOWN_SIZE) for symbol in size.free_symbols}
@@ -145,7 +145,7 @@ def size_hint(size: sympy.Expr, hints: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Access:
-    """One load or store, with the stride of every loop: None where it is not a constant."""
+    """One load or store, with its stride along every loop; None if the stride is not constant."""
 
     strides: Mapping[sympy.Symbol, sympy.Expr | None]
     cost: float
@@ -160,14 +160,15 @@ def _accesses(body: Body, values: Iterable[Value]) -> list[_Access]:
     for access, cost in found:
         moving = {symbol for _, value in access.indirect for symbol in reads[value]}
         strides = {symbol: None if symbol in moving else stride(access.index, symbol) for symbol in symbols}
+        # An access that does not depend on some loop runs less often.
         everywhere = all(step != 0 for step in strides.values())
-        result.append(_Access(strides, cost if everywhere else cost / 8))  # the rest is read less often
+        result.append(_Access(strides, cost if everywhere else cost / 8))
     return result
 
 
 @lru_cache(100_000)
 def stride(index: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr | None:
-    """The difference of `index` when `symbol` grows by one; None if it is not constant."""
+    """Return the difference of `index` when `symbol` grows by one; None if it is not constant."""
     if symbol not in index.free_symbols:
         return sympy.S.Zero
     step = sympy.expand(index.xreplace({symbol: symbol + 1}) - index)
@@ -175,7 +176,7 @@ def stride(index: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr | None:
 
 
 def symbols_read(values: Iterable[Value]) -> dict[Value, frozenset[sympy.Symbol]]:
-    """Every symbol that each value depends on, its own and its operands' (a Reduce included)."""
+    """Return all symbols that each value depends on, directly or by its operands (also those that a Reduce reduces)."""
     reads: dict[Value, frozenset[sympy.Symbol]] = {}
     for value in values:
         own = frozenset(symbol for expr in value.indices() for symbol in expr.free_symbols)
@@ -186,7 +187,10 @@ def symbols_read(values: Iterable[Value]) -> dict[Value, frozenset[sympy.Symbol]
 def _vector_loop(
     loops: tuple[Loop, ...], accesses: list[_Access], hints: Mapping[str, int], prefer: set[sympy.Symbol]
 ) -> Loop | None:
-    """The loop along which most accesses are contiguous; of equal ones the innermost that threads may share."""
+    """Return the loop along which most accesses are contiguous.
+
+    Ties go to loops in `prefer`, then to inner loops. None if there are no loops.
+    """
     best, best_cost = None, 0.0
     for position, loop in enumerate(loops):
         lanes = min(16, max(1, size_hint(loop.size, hints)))
@@ -200,7 +204,10 @@ def _vector_loop(
 def _transposed(
     loops: tuple[Loop, ...], vector: Loop, accesses: list[_Access], hints: Mapping[str, int]
 ) -> Loop | None:
-    """The loop that is contiguous where the vector loop strides, when both are long enough to block."""
+    """Return a loop that is contiguous for an access whose stride along the vector loop is larger than 1.
+
+    Both loops must be long enough to be blocked. None if there is no such loop.
+    """
     for loop in reversed(loops):
         if loop == vector or min(size_hint(loop.size, hints), size_hint(vector.size, hints)) < 16:
             continue
@@ -210,22 +217,21 @@ def _transposed(
 
 
 def _writes_apart(body: Body, loop: Loop) -> bool:
-    """Whether different iterations of `loop` write different elements, as far as it matters.
+    """Whether iterations of `loop` write different elements by every atomic store and every indirect store.
 
-    It matters for stores that add, and for those whose place is read from memory: on threads their order would
-    decide the result.
+    Otherwise the result would depend on the order of threads. Other stores write different elements anyway.
     """
     return all(_digit(store.index, loop, body) for store in body.stores if store.is_atomic or store.indirect)
 
 
 def _digit(index: sympy.Expr, loop: Loop, body: Body) -> bool:
-    """Whether `loop` is a digit of `index` of its own, as p1 is in `4096*i0 + p1` with p1 < 4096."""
+    """Whether `loop` is a separate digit of `index`, as p1 is in `4096*i0 + p1` with p1 < 4096."""
     step = stride(index, loop.symbol)
     if step is None or step == 0 or not step.is_positive:
         return False
     sizes = {other.symbol: other.size for other in (*body.loops, *body.reduction)}
     above = sympy.expand(step * loop.size)
-    below = sympy.S.Zero  # the most that smaller digits add
+    below = sympy.S.Zero  # largest sum of the smaller digits
     for term in sympy.Add.make_args(sympy.expand(index - step * loop.symbol)):
         if term == 0 or not (term.free_symbols - set(body.size_symbols())):
             continue

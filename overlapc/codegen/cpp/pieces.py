@@ -1,4 +1,4 @@
-"""A loop cut into pieces within which conditions on positions do not change, so that masks and selects are not needed.
+"""Splits a loop into pieces within which conditions on positions are constant, so that they need no masks or selects.
 
     for p0 < 96: y[p0] = p0 < 32 ? a[p0] : b[p0 - 32]   ->   for p0 < 32: y[p0] = a[p0];  for 32 <= p0 < 96: y[p0] = …
 
@@ -16,13 +16,13 @@ from overlapc.codegen.cpp.loop_plan import stride
 from overlapc.ir.body import Loop, Op, Value
 from overlapc.ir.settle import whole_number
 
-MOST_PIECES = 16  # of one loop; every piece repeats its body
-SHORTEST_PIECE = 16  # iterations on average; shorter ones fill no vector
+MOST_PIECES = 16  # a loop is split into fewer pieces than this, because every piece repeats the loop's body
+SHORTEST_PIECE = 16  # least iterations of a piece on average; shorter ones would not fill a vector
 
 
 @dataclass(frozen=True, slots=True)
 class LoopPiece:
-    """Iterations from `begin` up to `end` (None: the loop's own), and bool values that are known there."""
+    """Iterations from `begin` up to `end` (None: the loop's own bounds), and the bool values that are known there."""
 
     begin: sympy.Expr | None = None
     end: sympy.Expr | None = None
@@ -31,14 +31,14 @@ class LoopPiece:
 
 @dataclass(frozen=True, slots=True)
 class _Border:
-    """A condition that is `below` for iterations before `at` and the opposite from there on."""
+    """The iteration `at` where a condition changes: it is `below` before `at` and the opposite from there on."""
 
     at: sympy.Expr
     below: bool
 
 
 def pieces(values: Sequence[Value], loop: Loop) -> list[LoopPiece]:
-    """Pieces of `loop` in order, for a body of `values` (operands first); one when it should stay whole."""
+    """Split `loop` into pieces, in order, for a body of `values` (operands first); one piece leaves it whole."""
     borders = {value: border for value in values if (border := _border(value, loop.symbol)) is not None}
     places = _sorted({border.at for border in borders.values()})
     if places is not None and loop.size.is_Integer:
@@ -55,7 +55,7 @@ def pieces(values: Sequence[Value], loop: Loop) -> list[LoopPiece]:
 
 
 def _border(value: Value, symbol: sympy.Symbol) -> _Border | None:
-    """Where a comparison of positions changes along `symbol`; None for any other value."""
+    """Return where a comparison of positions changes along `symbol`; None for any other value."""
     if not isinstance(value, Op) or value.name not in ("lt", "le", "gt", "ge"):
         return None
     left, right = map(whole_number, value.args)
@@ -67,13 +67,13 @@ def _border(value: Value, symbol: sympy.Symbol) -> _Border | None:
         return None
     rest = sympy.expand(difference - step * symbol)
     strictly, falls = value.name in ("lt", "ge"), step == -1
-    less = value.name in ("lt", "le")  # of `left`; the other two are their opposites
+    less = value.name in ("lt", "le")  # true while `left` is small; "gt" and "ge" are the opposites
     at = -rest + (0 if strictly else 1) if not falls else rest + (1 if strictly else 0)
     return _Border(at, less != falls)
 
 
 def _sorted(places: Iterable[sympy.Expr]) -> list[sympy.Expr] | None:
-    """In the order of their values; None where that depends on symbols."""
+    """Return `places` in ascending order; None if their order depends on symbols."""
     places = list(places)
     distances = [sympy.expand(at - places[0]) for at in places]
     if not all(distance.is_Integer for distance in distances):
@@ -89,7 +89,7 @@ def _is_before(begin: sympy.Expr | None, at: sympy.Expr) -> bool:
 
 
 def _consequences(values: Iterable[Value], known: dict[Value, bool]) -> dict[Value, bool]:
-    """`known` and what follows from it by and, or, not."""
+    """Extend `known` by the values that follow from it by and, or, not, and return it."""
     for value in values:
         if value in known or not isinstance(value, Op):
             continue

@@ -1,11 +1,11 @@
 """C++ functions with reductions: rows, columns, and long reductions split into chunks.
 
-A kernel makes one pass over the reduction loops for each depth of reductions, then one for its inner stores that have
-to wait for all of them; values that vary with a reduction loop are computed again in every pass, from data still in
-cache, unless they are expensive.
+A kernel makes one pass over the reduction loops for each depth of nested reductions, then one pass for the inner stores
+that depend on all of them. Values that vary with a reduction loop are recomputed in every pass, from data that is still
+in cache, unless they are expensive.
 
-Where stores total the columns (`Store.is_total`), a thread takes a chunk of rows at a time and adds up to a row of
-totals for that chunk; the chunks' rows are combined in order at the end.
+For stores that total columns (`Store.is_total`), a thread takes a chunk of rows at a time and accumulates a row of
+totals for that chunk; the rows of all chunks are combined in order at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from overlapc.ir.indexing import numel
 
 _IDENTITY = {"sum": "0", "prod": "1"}
 _SIGN = {"sum": "+", "prod": "*"}
-_ROW_BYTES = 64 * 1024  # on each thread's stack, and still in the nearest caches
+_ROW_BYTES = 64 * 1024  # most bytes of stored rows: they fit on each thread's stack and in the nearest caches
 
 
 class ReductionFunction(ScanningFunction):
@@ -38,7 +38,7 @@ class ReductionFunction(ScanningFunction):
         self.stages = Stages(body)
 
     def write(self) -> None:
-        """A pass over the reduction loops for each depth of reductions, then the stores."""
+        """Write a pass over the reduction loops for each depth of reductions, then the stores."""
         plan = self.plan
         vector = plan.vector
         assert vector is not None
@@ -75,7 +75,7 @@ class ReductionFunction(ScanningFunction):
     # ---- totals of columns
 
     def _chunks_of_rows(self, totals: Sequence[Store]) -> list[For]:
-        """Memory for a row of totals a chunk; the loops over chunks, and over the rows of one."""
+        """Allocate a row of totals per chunk; return the loops over chunks and over the rows of a chunk."""
         rows, width = index_text(self.body.numel()), index_text(self.body.reduction_numel())
         self.line(f"const int64_t rows = {rows}, width = {width};")
         self.line(f"const int64_t chunks = {index_text(chunk_count(self.body.numel(), CHUNK_ROWS))};")
@@ -97,7 +97,7 @@ class ReductionFunction(ScanningFunction):
         return [chunk, row]
 
     def store(self, store: Store, known: Mapping[Value, str]) -> str:
-        """As for other kernels; a total is added to the chunk's row of totals."""
+        """Return the statement of a store, as in the base class; totals are added to the chunk's row of totals."""
         if not store.is_total:
             return super().store(store, known)
         at = [other for other in self.body.stores if other.is_total].index(store)
@@ -105,7 +105,7 @@ class ReductionFunction(ScanningFunction):
         return f"{slot} = {slot} {_SIGN[store.mode]} {known[store.value]};"
 
     def _combine_chunks(self, totals: Sequence[Store]) -> None:
-        """The last step of totals: the chunks' in order, and what was asked for stored."""
+        """Combine the totals of all chunks in order, store the results and free the chunks' rows."""
         loops = [plain(loop) for loop in self.body.reduction]
         self.on_threads(loops, self.body.reduction_numel() * CHUNKS)
         for loop in loops:
@@ -129,7 +129,7 @@ class ReductionFunction(ScanningFunction):
     # ---- passes
 
     def _lane_loop(self, side_by_side: bool = True) -> For:
-        """The loop over the columns or rows of a tile; a vector loop if `side_by_side`."""
+        """Return the loop over the columns or rows of a tile; it is vectorized if `side_by_side`."""
         assert self.lanes is not None
         symbol = self.lanes.symbol
         block = f"{symbol}_block"
@@ -139,7 +139,7 @@ class ReductionFunction(ScanningFunction):
 
     @contextmanager
     def _each_row(self) -> Iterator[None]:
-        """Around what is done for one row after another: the loop over a tile of them, where there is one."""
+        """Write the loop over the rows of a tile, if there is one, around the lines written in this context."""
         row = self._lane_loop(side_by_side=False) if self.plan.rows is not None else None
         if row is not None:
             self.open(row)
@@ -148,13 +148,13 @@ class ReductionFunction(ScanningFunction):
             self.close(row)
 
     def _define_stage(self, stage: int, known: dict[Value, str]) -> None:
-        """Computes what is the same for all reduction iterations and known after `stage` reductions."""
+        """Define the values that depend on `stage` nested reductions and are constant in the reduction loops."""
         values = [value for value in self.stages.fixed(stage) if value not in known]
         if self.lanes is None:
             self.define(values, known)
             return
         self.define((value for value in values if self.lanes.symbol not in self.symbols[value]), known)
-        # A value of its own for each lane lives in an array, if a later loop needs it and it is not just a load.
+        # A value that differs between lanes is stored in an array if a later loop needs it and it is not just a load.
         kept = [value for value in values if self.stages.crosses(value) and value not in known]
         if not kept:
             return
@@ -169,11 +169,11 @@ class ReductionFunction(ScanningFunction):
         known.update((value, f"a{self.number[value]}[lane]") for value in kept)
 
     def _pass(self, reduces: Sequence[Reduce], known: dict[Value, str]) -> None:
-        """One sweep over the reduction loops that computes `reduces`."""
+        """Write one pass over the reduction loops, which computes `reduces`."""
         columns = self.plan.columns
         vector = self.plan.vector
         assert vector is not None
-        in_order = columns or vector == self.body.reduction[-1]  # every other role keeps the body's order
+        in_order = columns or vector == self.body.reduction[-1]  # the other loops keep the body's order
         row = self._short_row()
         accumulators = [accumulator(reduce, self.number[reduce], columns, in_order, row) for reduce in reduces]
         kept: list[Value] = []
@@ -204,7 +204,7 @@ class ReductionFunction(ScanningFunction):
         known.update((value, self._kept_place(value)) for value in kept)
 
     def _short_row(self) -> tuple[str, int] | None:
-        """The vector loop's variable and length, where it goes over a whole short row at a time."""
+        """Return the vector loop's variable and length if it runs over a whole short row, else None."""
         plan = self.plan
         vector = plan.vector
         if plan.columns or plan.split is not None or vector is None or not vector.size.is_Integer:
@@ -212,14 +212,14 @@ class ReductionFunction(ScanningFunction):
         return (str(vector.symbol), int(vector.size)) if 1 < int(vector.size) <= SHORT_SUM else None
 
     def _kept_place(self, value: Value) -> str:
-        """Where the element at hand of a value kept in a row is."""
+        """Return the element, for the current iteration, of the row in which `value` is stored."""
         vector = self.plan.vector
         assert vector is not None
         row = "" if self.plan.rows is None else f"{vector.size} * lane + "
         return f"row{self.number[value]}[{row}{vector.symbol}]"
 
     def _worth_keeping(self, reduces: Sequence[Reduce], known: Mapping[Value, str]) -> list[Value]:
-        """Values of this pass that a later one needs again and that are dearer to compute than to keep in a row."""
+        """Return values of this pass that a later pass needs and that cost more to recompute than to store in a row."""
         plan = self.plan
         if plan.columns or plan.reduction or plan.vector is None or not plan.vector.size.is_Integer:
             return []
@@ -237,11 +237,11 @@ class ReductionFunction(ScanningFunction):
         return kept if size_bytes <= _ROW_BYTES else []
 
     def _totals(self, accumulators: Sequence[Accumulator]) -> None:
-        """Declares what each reduction accumulates into, at its identity."""
+        """Declare the variables that reductions accumulate into, initialized to their identities."""
         self.declare([variable for part in accumulators for variable in part.totals])
 
     def _split_pass(self, accumulators: Sequence[Accumulator], known: dict[Value, str], split: Loop) -> None:
-        """Chunks of one reduction loop on threads, each with totals of its own, combined in order."""
+        """Write a pass whose chunks of the loop `split` run on threads with totals of their own, combined in order."""
         columns = self.plan.columns
         extent = f"[{self.tile()}]" if columns else ""
         lane = "[lane]" if columns else ""
@@ -279,7 +279,7 @@ class ReductionFunction(ScanningFunction):
         self.close()
 
     def _range(self, loop: Loop, split: Loop | None) -> tuple[str, str]:
-        """First and end of a reduction loop: of the chunk when it is the one that is split."""
+        """Return begin and end of a reduction loop: those of the chunk for the loop that is split."""
         return (f"{loop.symbol}_begin", f"{loop.symbol}_end") if loop == split else ("0", index_text(loop.size))
 
     def _sweep(
@@ -317,7 +317,7 @@ class ReductionFunction(ScanningFunction):
         return "".join(f" reduction({part.clause})" for part in accumulators if part.clause)
 
     def _along_rows(self, parts: Sequence[Accumulator], split: Loop | None, clauses: str | None) -> list[For]:
-        """The vector loop of a sweep, in blocks that end with a fold; side by side unless `clauses` is None."""
+        """Return the vector loop of a pass, in blocks that end with a fold; vectorized unless `clauses` is None."""
         vector = self.plan.vector
         assert vector is not None
         loops: list[For] = []
@@ -336,7 +336,7 @@ class ReductionFunction(ScanningFunction):
         return [*loops, inner]
 
     def _sweep_columns(self, partials: Sequence[Accumulator], loops: list[For], split: Loop | None) -> None:
-        """Sums the rows of a block in the value's own type, and the blocks in double."""
+        """Block the last of `loops`: rows of a block are summed in the value's own type, the blocks' sums in double."""
         last = self.plan.reduction[-1]
         if not partials:
             return
@@ -353,14 +353,14 @@ class ReductionFunction(ScanningFunction):
         loops[-1].after.append(f"for (int64_t lane = 0; lane < lanes; ++lane) {{ {fold} }}")
 
     def _flat_position(self) -> sympy.Expr:
-        """The position in the flattened reduction space."""
+        """Return the position in the flattened reduction space."""
         position: sympy.Expr = sympy.S.Zero
         for loop in self.body.reduction:
             position = position * loop.size + loop.symbol
         return sympy.expand(position)
 
     def _inner_stores(self, known: Mapping[Value, str]) -> None:
-        """The pass after all reductions."""
+        """Write the pass after all reductions, which makes the late stores."""
         plan = self.plan
         loops = [plain(loop) for loop in plan.reduction]
         vector = plan.vector
@@ -385,7 +385,7 @@ class ReductionFunction(ScanningFunction):
 
 
 def _unconditional(roots: Iterable[Value], known: Container[Value]) -> list[Value]:
-    """What is computed for `roots` in every iteration, whatever conditions a piece of the loop knows."""
+    """Return the values that `roots` need in every iteration, even if a piece of the loop knows some conditions."""
     reached: dict[Value, None] = {}
     stack = list(roots)
     while stack:

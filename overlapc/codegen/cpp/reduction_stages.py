@@ -1,4 +1,4 @@
-"""Which values and stores of a kernel are known after how many reductions: what each pass computes."""
+"""Stages of a kernel with reductions: the values and stores that each pass over the reduction loops computes."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from overlapc.ir.body import Body, Constant, Index, Load, Op, Reduce, Store, Val
 
 
 class Stages:
-    """Values and stores of a body by stage: those of stage n need n reductions, one after the other, before them."""
+    """Values and stores of a body by stage; those of stage n depend on n nested reductions."""
 
     def __init__(self, body: Body) -> None:
         reduced = {loop.symbol for loop in body.reduction}
         self._values = body.values()
-        self.varies = depends_on(self._values, reduced)  # with a reduction loop
+        self.varies = depends_on(self._values, reduced)  # whether a value varies with a reduction loop
         self.stage = reduction_depth(self._values)
         self.last = max(self.stage.values(), default=0)
-        self.inner_stores: list[Store] = []  # in every iteration of the reduction loops; the others once a row
+        self.inner_stores: list[Store] = []  # run in every iteration of the reduction loops; outer stores once per row
         self.outer_stores: list[Store] = []
         for store in body.stores:
             inner = reduced & store.index.free_symbols or any(self.varies[value] for value in store.operands())
             (self.inner_stores if inner else self.outer_stores).append(store)
 
     def stage_of(self, store: Store) -> int:
-        """After how many reductions a store can be made."""
+        """Return the number of nested reductions that a store depends on."""
         return max(self.stage[value] for value in store.operands())
 
     def reductions(self, stage: int) -> list[Reduce]:
-        """Those that one pass computes when all that is known after `stage` reductions is there."""
+        """Return the reductions that the pass after `stage` computes: their inputs depend on `stage` reductions."""
         return [value for value in self._values if isinstance(value, Reduce) and self.stage[value] == stage + 1]
 
     def fixed(self, stage: int) -> list[Value]:
-        """Values known after `stage` reductions, none of them itself, that are the same in all their iterations."""
+        """Return the values of `stage`, without reductions, that are constant in the reduction loops."""
         return [
             value
             for value in self._values
@@ -39,23 +39,23 @@ class Stages:
         ]
 
     def early_stores(self, stage: int) -> list[Store]:
-        """Inner stores whose values are known after `stage` reductions, so that the next pass can make them."""
+        """Return the inner stores of `stage`, which the next pass can make; none if no reduction is left to compute."""
         return [store for store in self.inner_stores if self.stage_of(store) == stage < self.last]
 
     @cached_property
     def late_stores(self) -> list[Store]:
-        """Inner stores that wait for every reduction; only these may overwrite what the passes read."""
+        """Inner stores that depend on the last reductions; only these may overwrite memory that the passes read."""
         return [store for store in self.inner_stores if self.stage_of(store) == self.last]
 
     def crosses(self, value: Value) -> bool:
-        """Whether a later loop than the one that computes `value` needs it, and it is neither cheap nor just a load."""
+        """Whether a loop after the one that computes `value` needs it, and it is neither cheap nor just a load."""
         if isinstance(value, Load) and not value.operands():
             return False
         return value in self._used_later and value not in self._of_positions
 
     @cached_property
     def _of_positions(self) -> set[Value]:
-        """Values made of positions and numbers alone: cheap, and often known in a piece of a loop."""
+        """Values computed from positions and constants only: they are cheap and often constant in a piece of a loop."""
         found: set[Value] = set()
         for value in self._values:
             if isinstance(value, Constant | Index | Op) and found.issuperset(value.operands()):
@@ -64,7 +64,7 @@ class Stages:
 
     @cached_property
     def _used_later(self) -> set[Value]:
-        """Values that another loop than the one computing them reads."""
+        """Values that are read in another loop than the one that computes them."""
         later: set[Value] = set()
         for user in self._values:
             for operand in user.operands():

@@ -1,12 +1,13 @@
-"""Scans in C++: each element moves a state on, or, along rows, a block of elements is scanned at once.
+"""Scans in C++: each element updates a state, or, along rows, a block of elements is scanned at once.
 
-Along a row each result waits for the one before it, and would hold up everything else in its loop. So a block goes
+Along a row each result depends on the previous one, which would keep the whole loop from being vectorized. So a block
+is computed in three steps:
 
-    for (r0 ...) scan3[r0 - r0_block] = ...;               what is scanned, side by side
-    scan_sums(scan3, r0_end - r0_block, so_far3);          prelude.h: several at a time, where their kind allows that
-    for (r0 ...) out0[r0] = ... scan3[r0 - r0_block] ...;  all else, side by side again
+    for (r0 ...) scan3[r0 - r0_block] = ...;               the scanned values, vectorized
+    scan_sums(scan3, r0_end - r0_block, so_far3);          prelude.h: several at a time if the kind of scan allows it
+    for (r0 ...) out0[r0] = ... scan3[r0 - r0_block] ...;  everything else, vectorized
 
-Columns have a state each and go side by side as they are; short rows do not repay the arrays.
+Columns have one state each and are vectorized without this; for short rows the arrays do not pay.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from overlapc.codegen.cpp.loop_plan import BLOCK, stride
 from overlapc.codegen.cpp.loops import For
 from overlapc.ir.body import Scan, Value
 
-_SHORT = 32  # elements of a row, up to which arrays and calls cost more than they save
+_SHORT = 32  # elements of a row up to which arrays and calls cost more than they save
 
 
 class ScanningFunction(Function):
-    """Writes nests of loops in which values are scanned."""
+    """Writes nests of loops that contain scans."""
 
     def nest(
         self,
@@ -38,7 +39,7 @@ class ScanningFunction(Function):
         finish: Callable[[Mapping[Value, str]], Iterable[str]],
         collapsed: int = 0,
     ) -> None:
-        """As for other kernels; what `roots` need scanned is scanned from the first iteration of `loops` on."""
+        """Write a nest as in the base class; scans that `roots` need begin at the first iteration of `loops`."""
         roots = list(roots)
         scans = self._scans_of(roots, known)
         if not scans:
@@ -56,18 +57,18 @@ class ScanningFunction(Function):
         self.close()
 
     def statement(self, value: Value, known: Mapping[Value, str]) -> str:
-        """As for other kernels; a scan's also moves its state on."""
+        """Return the expression of a value as in the base class; the expression of a scan also updates its state."""
         if not isinstance(value, Scan):
             return super().statement(value, known)
         lane = "[lane]" if self.plan.columns else ""
         return _moved_on(value, self.number[value], known[value.arg], f"int64_t({index_text(value.position)})", lane)
 
     def _scans_of(self, roots: Iterable[Value], known: Mapping[Value, str]) -> list[Scan]:
-        """What has to be scanned for `roots`, a scan of another after it."""
+        """Return the scans that `roots` need; a scan of another scan's result comes after it."""
         return [value for value in self.needed(roots, known) if isinstance(value, Scan)]
 
     def _in_arrays(self, scans: Sequence[Scan]) -> bool:
-        """Whether blocks are scanned at once: of long rows, where the scans or what they are given gain by it."""
+        """Whether to scan blocks at once: for long rows whose scans, or the scanned values, become faster by it."""
         vector = self.plan.vector
         assert vector is not None
         if self.plan.columns or (vector.size.is_Integer and int(vector.size) <= _SHORT):
@@ -83,7 +84,7 @@ class ScanningFunction(Function):
         known: Mapping[Value, str],
         finish: Callable[[Mapping[Value, str]], Iterable[str]],
     ) -> None:
-        """The last of `loops` goes over a row, or a block of it."""
+        """Write a nest that scans blocks at once; the last of `loops` runs over a row or a block of it."""
         *around, inner = loops
         assert inner.loop is not None
         place_of = {_extremes_of(scan): scan for scan in scans if _is_place(scan)}
@@ -119,7 +120,7 @@ class ScanningFunction(Function):
         return f"scan{self.number[scan]}[{here}]"
 
     def _scan_block(self, scan: Scan, place: Scan | None, inner: For) -> str:
-        """The statement that scans a block, and finds the places of extremes."""
+        """Return the statement that scans a block, and finds the positions of extremes if `place` is given."""
         count = inner.end if inner.begin == "0" else f"{inner.end} - {inner.begin}"
         number = self.number[scan]
         given = f"scan{number}, {count}, so_far{number}"
@@ -137,24 +138,24 @@ def _is_place(scan: Scan) -> bool:
 
 
 def _extremes_of(scan: Scan) -> Scan:
-    """The maxima of an argmax, the minima of an argmin."""
+    """Return the scan for the maxima of a cumulative argmax, or for the minima of an argmin."""
     return Scan(scan.kind.removeprefix("arg"), scan.arg, scan.arg.dtype, scan.position)
 
 
 def _waits(scan: Scan) -> bool:
-    """Whether one element after another is as fast as any other way that is as exact: see prelude.h."""
+    """Whether no equally exact method is faster than scanning one element after another: see prelude.h."""
     return scan.kind == "prod" or (scan.kind == "sum" and not scan.dtype.is_floating_point)
 
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """A block of what is scanned, and then of the results."""
+    """The array that holds a block of scanned values, and then of results."""
 
-    kind: str
+    kind: str  # C++ type of an element
     identity: str  # initial state of a scan
-    function: str  # of prelude.h: (array, how much of it counts, what all blocks before add up to); "" for places
-    given: str = "{}"  # an element from a value
-    result: str = "{}"  # a value from an element
+    function: str  # in prelude.h: (array, number of elements, state after all earlier blocks); "" for positions
+    given: str = "{}"  # format of an element, from a value
+    result: str = "{}"  # format of a value, from an element
 
 
 def _array(scan: Scan) -> _Array:
@@ -164,7 +165,7 @@ def _array(scan: Scan) -> _Array:
         function = f"scan_{'maxima' if scan.kind == 'max' else 'minima'}<{of_floats}>"
         if not scan.dtype.is_floating_point:
             return _Array(state.kind, state.identity, function)
-        # Integers of the same order: GCC makes branches of comparisons that look for NaN.
+        # Compared as integers of the same order: GCC compiles comparisons that handle NaN to branches.
         bits = 32 if scan.dtype == torch.float32 else 64
         of_nan = f"INT{bits}_{'MAX' if scan.kind == 'max' else 'MIN'}"
         begin = f"ordered({state.identity}, {of_nan})"
@@ -174,10 +175,10 @@ def _array(scan: Scan) -> _Array:
 
 
 def _states(scan: Scan, number: int) -> tuple[Variable, ...]:
-    """What a scan carries from one iteration to the next, at its start."""
+    """Return the variables that a scan carries from one iteration to the next, with their initial values."""
     name = f"scan{number}"
     if scan.kind in ("sum", "prod", "logsumexp"):
-        # As in eager, whose kernels carry a double for floats.
+        # A double for floats, as in eager's kernels.
         kind = "double" if scan.dtype.is_floating_point else C_TYPE[scan.dtype]
         start = {"sum": "0", "prod": "1", "logsumexp": "-INFINITY"}[scan.kind]
         return (Variable(kind, name, start),)
@@ -187,7 +188,7 @@ def _states(scan: Scan, number: int) -> tuple[Variable, ...]:
 
 
 def _moved_on(scan: Scan, number: int, value: str, position: str, lane: str) -> str:
-    """An expression that takes `value` into the state and is the scan's value there; `lane` indexes the state."""
+    """Return an expression that updates the state by `value` and yields the scan's value; `lane` indexes the state."""
     state = f"scan{number}{lane}"
     kind = C_TYPE[scan.arg.dtype]
     if scan.kind in ("sum", "prod"):

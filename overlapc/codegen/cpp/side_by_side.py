@@ -1,10 +1,10 @@
-"""Pieces of a loop that read the same memory, merged into one loop.
+"""Merges pieces of a loop that read the same memory into one loop.
 
     for p0 < 32: y[p0] = f(x[p0], x[p0 + 32]);   for 32 <= p0 < 64: y[p0] = g(x[p0], x[p0 - 32])
  -> for p0 < 32: a = x[p0]; b = x[p0 + 32]; y[p0] = f(a, b); y[p0 + 32] = g(b, a)
 
-The halves of a rotary embedding are such pieces: what is made of an element before it is turned (a norm, roundings) is
-then computed once and not twice.
+The halves of a rotary embedding are such pieces: values computed from an element before the rotation (a norm,
+roundings) are then computed once instead of twice.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from overlapc.ir.rewriting import rebuild
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """One piece, computed in iterations of the first piece."""
+    """One piece, computed in the iterations of the first piece."""
 
-    shift: int  # its first iteration
+    shift: int  # first iteration of the piece
     facts: Mapping[Value, bool]
-    values: Mapping[Value, Value]  # the piece's -> the same `shift` iterations on, without conditions known there
+    values: Mapping[Value, Value]  # value of the piece -> the value `shift` iterations later, with `facts` applied
 
 
 def side_by_side(parts: Sequence[LoopPiece], needed: Sequence[Sequence[Value]], loop: Loop) -> list[Moved] | None:
-    """The pieces of `loop`, of one length each, side by side; None where they do not share a read.
+    """Merge the pieces of `loop`; None if their lengths differ or no two pieces share a read.
 
-    `needed` holds for each piece what it computes, operands first.
+    needed: the values that each piece computes, operands first.
     """
     if len(parts) < 2 or not loop.size.is_Integer or int(loop.size) % len(parts):
         return None
@@ -58,7 +58,7 @@ def side_by_side(parts: Sequence[LoopPiece], needed: Sequence[Sequence[Value]], 
 def _moved(
     values: Sequence[Value], facts: Mapping[Value, bool], symbol: sympy.Symbol, shift: int
 ) -> dict[Value, Value]:
-    """`values` `shift` iterations on, what `facts` decide decided. Operands that are not in `values` stay."""
+    """Map `values` to those `shift` iterations later, with `facts` applied; operands outside of `values` stay."""
     later = {symbol: symbol + shift}
     new: dict[Value, Value] = {}
     for value in values:

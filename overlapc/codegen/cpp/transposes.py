@@ -1,4 +1,4 @@
-"""Reads whose neighbouring elements are far apart in memory: blocks of them are transposed in registers first.
+"""Transposes blocks in registers for reads whose neighbouring elements are far apart in memory.
 
    for p0, p1: y[64*p0 + p1] = x[p0 + 100*p1]
 -> for each stripe of p0, each block of p1, each block of p0 in the stripe:
@@ -23,22 +23,22 @@ from overlapc.ir.body import Body, Load, Loop
 class Tiles:
     """The loads that are transposed in tiles, over the two loops that are blocked together."""
 
-    names: Mapping[Load, str]  # of each load's tile
-    blocked: Loop  # a row of a tile for each of its iterations
+    names: Mapping[Load, str]  # name of each load's tile
+    blocked: Loop  # each of its iterations is a row of a tile
     vector: Loop
 
     @property
     def rows(self) -> int:
-        """Of a tile: a cache line of the smallest element that is turned."""
+        """Rows of a tile: as many as a cache line holds of the smallest transposed element."""
         return TILED_BYTES // min(load.memory_dtype.itemsize for load in self.names)
 
     def place(self, load: Load) -> str:
-        """The element of `load` at hand: `tile3[128 * (p0 - p0_block) + (p1 - p1_block)]`."""
+        """Return the tile's element for the current iteration: `tile3[128 * (p0 - p0_block) + (p1 - p1_block)]`."""
         row, column = (f"({loop.symbol} - {loop.symbol}_block)" for loop in (self.blocked, self.vector))
         return f"{self.names[load]}[{TILED_COLUMNS} * {row} + {column}]"
 
     def loops(self, arguments: Mapping[str, str]) -> tuple[list[For], For]:
-        """The parallel loops over stripes and columns, and the one over a stripe's blocks, which fills the tiles."""
+        """Return the parallel loops over stripes and columns, and the loop over blocks of a stripe (fills the tiles)."""
         stripe, block = stripes(self.blocked, self.rows * TILED_STRIPE, self.rows)
         block.inside += self._fill(arguments)
         return [stripe, blocks(self.vector, TILED_COLUMNS)], block
@@ -57,7 +57,7 @@ class Tiles:
 
 
 def tiles_of(body: Body, blocked: Loop, vector: Loop, memory_dtype: Mapping[str, torch.dtype]) -> Tiles | None:
-    """The loads that go through memory along `blocked` while `vector` strides; None where there are none."""
+    """Return the loads that are contiguous along `blocked` and strided along `vector`; None if there are none."""
     names = {}
     for number, load in enumerate(body.loads()):
         across, along = (stride(load.index, loop.symbol) for loop in (vector, blocked))

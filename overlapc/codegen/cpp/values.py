@@ -1,4 +1,4 @@
-"""Values of a loop body as C++: expressions over names, loads, definitions and stores."""
+"""Writes values of a loop body as C++: expressions over names, loads, definitions and stores."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from overlapc.ir.settle import whole_number
 
 
 class ValueWriter(Writer):
-    """Writes values and stores of `body` at the end of its lines; `known` names values of earlier lines."""
+    """Appends values and stores of `body` to its lines; parameters `known` map values to names in earlier lines."""
 
     def __init__(self, body: Body, arguments: Mapping[str, str]) -> None:
-        """`arguments` are the names of the function's parameters by buffer."""
+        """arguments: names of the function's parameters, by buffer."""
         super().__init__()
         self.body = body
         self.arguments = arguments
@@ -37,20 +37,20 @@ class ValueWriter(Writer):
         self.always_in_bounds = frozenset(load for load in body.loads() if _checks_guard(load))
         self.number = {value: at for at, value in enumerate(self.values)}
         self.tiles: Tiles | None = None
-        self.bits: dict[str, str] = {}  # name of a number -> name of the bits it was read from
-        self.facts: Mapping[Value, bool] = {}  # conditions that hold, or do not, where we are writing
+        self.bits: dict[str, str] = {}  # name of a number -> name of the bits that it was converted from
+        self.facts: Mapping[Value, bool] = {}  # conditions that are constant in the loop being written
         self.memory_dtype: dict[str, torch.dtype] = {}
         accesses: list[Load | Store] = [*body.stores, *body.loads()]
         for access in accesses:
             self.memory_dtype.setdefault(access.buffer, access.memory_dtype)
 
     def parameter_type(self, buffer: str) -> str:
-        """`float*`, or `const float*` for what is only read."""
+        """Return the type of a buffer's parameter: `float*`, or `const float*` if the buffer is only read."""
         stored = any(store.buffer == buffer for store in self.body.stores)
         return f"{'' if stored else 'const '}{MEMORY_TYPE[self.memory_dtype[buffer]]}*"
 
     def statement(self, value: Value, known: Mapping[Value, str]) -> str:
-        """The C++ expression of one value over the names of its operands."""
+        """Return the C++ expression of one value over the names of its operands."""
         if isinstance(value, Load):
             return self.element(value, known)
         if isinstance(value, Index):
@@ -60,14 +60,14 @@ class ValueWriter(Writer):
         if isinstance(value, Checked):
             number = self.checks.index(value.message) + 1
             arg, zero = known[value.arg], constant_text(0, value.dtype)
-            return f"{known[value.condition]} ? {arg} : (failed = {number}, {zero})"  # 0: an index that is in bounds
+            return f"{known[value.condition]} ? {arg} : (failed = {number}, {zero})"  # 0 is an index in bounds
         assert isinstance(value, Op), f"{type(value).__name__} is not computed in place"
         if value.name == "where" and value.args[0] in self.facts:
             return known[self.operands_of(value)[0]]
         return operation_text(value, [known[arg] for arg in value.args])
 
     def element(self, load: Load, known: Mapping[Value, str]) -> str:
-        """The element that is read: a number, or its bits in a format without arithmetic."""
+        """Return the expression of a loaded element: a number, or its bits for a format without arithmetic."""
         raw = load.memory_dtype in FORMAT
         zero = f"{MEMORY_TYPE[load.memory_dtype]}(0)" if raw else constant_text(0, load.dtype)
         if load.mask is not None and self.facts.get(load.mask) is False:
@@ -78,7 +78,7 @@ class ValueWriter(Writer):
         return f"{known[load.mask]} ? {text} : {zero}"
 
     def place(self, access: Load | Store, known: Mapping[Value, str]) -> str:
-        """`in0[4096 * p0 + r0]`."""
+        """Return the element that is loaded or stored: `in0[4096 * p0 + r0]`."""
         if isinstance(access, Load) and self.tiles is not None and access in self.tiles.names:
             return self.tiles.place(access)
         index = access.index
@@ -87,8 +87,8 @@ class ValueWriter(Writer):
             for symbol, value in access.indirect:
                 name = known[value] if value.dtype == torch.int64 else f"int64_t({known[value]})"
                 if _counts_a_condition(value):
-                    # GCC 12 takes a vector's condition for a number: it gathers from -1, not from 1. That fails where
-                    # the index is a multiple of the condition plus a constant, not behind an `|` (here with 0).
+                    # GCC 12 uses a vectorized condition as a number: it gathers from -1 instead of 1 if the index is a
+                    # multiple of the condition plus a constant. A bitwise or (here with 0) prevents that.
                     name = f"({name} | threads >> 63)"
                 names[symbol] = sympy.Symbol(name, integer=True)
             index = index.xreplace(names)
@@ -99,7 +99,7 @@ class ValueWriter(Writer):
         return f"{argument}[{index_text(index)}]"
 
     def store(self, store: Store, known: Mapping[Value, str]) -> str:
-        """The statement that stores a known value."""
+        """Return the statement that stores a known value."""
         assert not store.is_total, f"{store.buffer} is a total of columns, and this kernel reduces no rows"
         place = self.place(store, known)
         stored = self._as_stored(store, known)
@@ -120,7 +120,7 @@ class ValueWriter(Writer):
         return text if store.mask is None else f"if ({known[store.mask]}) {text}"
 
     def _as_stored(self, store: Store, known: Mapping[Value, str]) -> Value:
-        """The value to write: behind selects decided here, and before a conversion that storing does anyway."""
+        """Return the value to store, without selects that `facts` decide and conversions that the store does anyway."""
         stored = store.value
         while store.mode == "set":
             decided = isinstance(stored, Op) and stored.name == "where" and stored.args[0] in self.facts
@@ -134,7 +134,7 @@ class ValueWriter(Writer):
         return stored
 
     def needed(self, roots: Iterable[Value], known: Mapping[Value, str]) -> list[Value]:
-        """Values that must be computed for `roots` in addition to `known`, operands first."""
+        """Return the values that must be computed for `roots` in addition to `known`, operands first."""
         found: set[Value] = set()
         stack = [root for root in roots if root not in known]
         while stack:
@@ -145,7 +145,7 @@ class ValueWriter(Writer):
         return sorted(found, key=self.number.__getitem__)
 
     def operands_of(self, value: Value) -> tuple[Value, ...]:
-        """What `value` is computed from, going by `facts`."""
+        """Return the operands that `value` is computed from, given `facts`."""
         if value in self.facts:
             return ()
         if isinstance(value, Op) and value.name == "where" and value.args[0] in self.facts:
@@ -157,7 +157,7 @@ class ValueWriter(Writer):
         return value.operands()
 
     def define(self, values: Iterable[Value], known: dict[Value, str]) -> None:
-        """Writes `const` definitions of values, and adds their names to `known`."""
+        """Write `const` definitions of values, and add their names to `known`."""
         for value in values:
             if value in self.facts:
                 known[value] = "true" if self.facts[value] else "false"
@@ -177,7 +177,7 @@ class ValueWriter(Writer):
 
 
 def _counts_a_condition(index: Value) -> bool:
-    """Whether an index may be computed from a condition as from a 0 or a 1."""
+    """Whether an index may be computed from a condition that is used as the number 0 or 1."""
     found: set[Value] = set()
     stack = [index]
     while stack:
@@ -199,9 +199,9 @@ def _counts_a_condition(index: Value) -> bool:
 
 
 def _checks_guard(load: Load) -> bool:
-    """Whether the mask asks only what the checks of indices ask, and a failed check's index, 0, is in bounds.
+    """Whether every part of a load's mask is also checked for its indices, and index 0 of a failed check is in bounds.
 
-    Such a load needs no condition, which would keep the loop around it from being vectorized.
+    Such a load needs no condition, which would prevent vectorization of the loop around it.
     """
     asked: set[Value] = set()
     for _, index in load.indirect:
@@ -214,14 +214,14 @@ def _checks_guard(load: Load) -> bool:
 
 
 def _parts(condition: Value) -> list[Value]:
-    """Conditions that hold together where `condition` does."""
+    """Return the conditions whose conjunction is `condition`."""
     if isinstance(condition, Op) and condition.name == "logical_and":
         return [part for arg in condition.args for part in _parts(arg)]
     return [condition]
 
 
 def _holds_for_zero(condition: Value, index: Value) -> bool:
-    """Whether `condition` is a bound of `index` that 0 is within."""
+    """Whether `condition` is a bound on `index` that 0 satisfies."""
     if not isinstance(condition, Op) or condition.args[0] is not index:
         return False
     limit = whole_number(condition.args[1])

@@ -1,4 +1,4 @@
-"""Lines of C++ in a nest of blocks."""
+"""Writes indented lines of C++."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from overlapc.codegen.cpp.loops import For
 
 
 class Writer:
-    """The lines written so far, indented by the blocks that are open."""
+    """The lines written so far; new lines are indented by the number of open blocks."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.depth = 0
 
     def line(self, text: str) -> None:
-        """One line, which may be empty."""
+        """Write one line, which may be empty."""
         self.lines.append("  " * self.depth + text if text else "")
 
     def write_lines(self, lines: Iterable[str]) -> None:
-        """Each of them."""
+        """Write several lines."""
         for text in lines:
             self.line(text)
 
     def open(self, loop: For) -> None:
-        """The lines before a loop, and its head."""
+        """Write the lines before a loop, and begin the loop."""
         self.write_lines(loop.before)
         self.begin(loop)
 
     def begin(self, loop: For) -> None:
-        """The head of a loop, and the first lines within."""
+        """Write the head of a loop, and its first lines."""
         if loop.pragma:
             self.line(loop.pragma)
         self.line(loop.header + " {")
@@ -37,7 +37,7 @@ class Writer:
         self.write_lines(loop.inside)
 
     def close(self, loop: For | None = None) -> None:
-        """Ends the innermost block; the lines after `loop` if it is one that `open` began."""
+        """End the innermost block, and write the lines after `loop` if that was begun by `open`."""
         self.depth -= 1
         self.line("}")
         self.write_lines(loop.after if loop is not None else ())

@@ -1,12 +1,12 @@
-"""How a kernel accumulates its reductions: tile by tile, lane-wise, then once over the lanes; and how it scans.
+"""The statements with which a Triton kernel accumulates reductions and scans.
 
-An accumulation has up to four states and writes statements over them. `update` folds a tile into lane states
-`[x, r]`; `reduced` turns these into `[x, 1]`. So it does with the reduced states of several programs, side by side:
-that is all a split needs.
+An accumulation has up to four state variables. `update` folds a tile into states `[x, r]`, one per lane; `reduced`
+reduces these over the lanes to `[x, 1]`. A split reduction applies `reduced` again, to the reduced states of several
+programs next to each other.
 
-A scan combines the elements of a tile along r, and what an earlier tile left in its states `[x, 1]` with all of them.
-Where r is divided among programs it is an accumulation as well: what the programs before this one have accumulated is
-where this one's scan begins.
+A scan combines the elements of a tile along r, each also with the state `[x, 1]` that earlier tiles left. If r is
+divided among programs, a scan is an accumulation as well: each program's scan begins with the state that the programs
+before it accumulated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PRELUDE_NAME = {"any": "max", "all": "min"}
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One variable of an accumulation, a number for every `width` neighbours along r."""
+    """One state variable of an accumulation; it has one element per `width` neighbouring elements along r."""
 
     name: str
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """sum, prod, max, min, any, all: one state. any/all run on int32."""
+    """A reduction with one state: sum, prod, max, min, any or all. any and all are computed on int32."""
 
     reduce: Reduce
     states: tuple[State, ...]
@@ -50,9 +50,10 @@ class Plain:
     def update(
         self, states: Sequence[str], targets: Sequence[str], value: str, position: str, inside: str
     ) -> list[str]:
-        """New states in `targets`, given the current ones.
+        """Return statements that assign the states after one more tile to `targets`.
 
-        Where the mask `inside` ("" if there is no end in this tile) is false `value` is the first state's neutral.
+        inside: the mask of valid elements; "" if all elements of the tile are valid. Elsewhere `value` is the neutral
+        element of the first state.
         """
         (state,) = states
         kind = self.reduce.kind
@@ -61,22 +62,22 @@ class Plain:
         return [f"{targets[0]} = ops.{'maximum' if kind in ('max', 'any') else 'minimum'}({state}, {value})"]
 
     def start(self, value: str, position: str) -> list[str]:
-        """States after the first tile."""
+        """Return expressions of the states after the first tile."""
         return [value]
 
     def reduced(self, states: Sequence[str], targets: Sequence[str]) -> list[str]:
-        """Statements that reduce lane states into `targets`."""
+        """Return statements that reduce states of lanes into `targets`."""
         kind = _PRELUDE_NAME.get(self.reduce.kind, self.reduce.kind)
         return [f"{targets[0]} = ops.reduce_{kind}({states[0]})"]
 
     def results(self, reduced: Sequence[str]) -> list[str]:
-        """Values of `provides`, from reduced states."""
+        """Return expressions of the values in `provides`, from reduced states."""
         return [f"{reduced[0]} != 0" if self.reduce.dtype is torch.bool else reduced[0]]
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """argmax, argmin: the best value and where it was seen first."""
+    """argmax or argmin: the best value and its first position."""
 
     reduce: Reduce
     states: tuple[State, ...]
@@ -97,8 +98,8 @@ class Position:
     ) -> list[str]:
         best, at = states
         wins = f"{value} {'>' if self.reduce.kind == 'argmax' else '<'} {best}"
-        # Positions grow from tile to tile, so a tie keeps the earlier one. What never wins is neutral, and at 0: that
-        # is the answer for a row in which nothing wins.
+        # Positions grow from tile to tile, so a tie keeps the earlier one. The initial state is the neutral value at
+        # position 0, which is the answer for a row in which no element wins.
         if self.states[0].dtype.is_floating_point:
             wins = f"(({wins}) | ({value} != {value})) & ({best} == {best})"
         return [
@@ -115,16 +116,16 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Online:
-    """max(x) and sum(exp(x - max(x))) in one pass: a lane's running maximum and its sum relative to that.
+    """max(x) and sum(exp(x - max(x))) in one pass: each lane has a running maximum and a sum relative to that maximum.
 
-    A lane is as many neighbours as a thread loads at once. The maximum of these costs no exchange between threads, as
-    one of the whole tile would, and it takes one exponential for all of them to make the sum relative to a new one.
+    A lane is the group of neighbouring elements that a thread loads at once. Unlike the maximum of the whole tile, a
+    lane's maximum needs no exchange between threads, and rescaling a lane's sum takes one exponential.
     """
 
     peak: Reduce
     total: Reduce
     states: tuple[State, ...]
-    guarded: bool = False  # an infinite maximum counts as 0 in the sum
+    guarded: bool = False  # an infinite maximum is replaced by 0 in the sum
 
     @property
     def arg(self) -> Value:
@@ -158,8 +159,11 @@ class Online:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """sum(x) and sum((x - mean)²) in one pass: beside the sum a lane keeps its own mean, the squared distances from it
-    and how many elements it has seen (Welford); lanes are then joined by these."""
+    """sum(x) and sum((x - mean)²) in one pass (Welford).
+
+    Each lane has its sum, its own mean, the sum of squared distances from that mean and its number of elements; the
+    last three are combined over lanes.
+    """
 
     total: Reduce
     squares: Reduce
@@ -194,8 +198,8 @@ class Moments:
         return [total, squares]
 
 
-# The prelude's functions by kind of scan: of two elements, and of all elements along r, which gives what the scan
-# would have at the end.
+# Functions of the prelude by kind of scan: `_COMBINE` combines two elements; `_AT_THE_END` reduces all elements along r
+# to the last value of the scan.
 _COMBINE = {
     "sum": "add", "prod": "multiply", "logsumexp": "log_add_exp", "max": "later_max", "min": "later_min",
     "argmax": "later_largest", "argmin": "later_smallest",
@@ -207,9 +211,9 @@ _AT_THE_END = {kind: f"reduce_{kind}" for kind in _COMBINE} | {
 
 @dataclass(frozen=True, slots=True)
 class Scanning:
-    """A scan in a kernel. Its states, one of them or the extreme and its position, are its value so far.
+    """A scan. Its states, one or two (an extreme and its position), are the scan's latest value.
 
-    As an accumulation, where r is divided among programs, it is the scan's value at the end of a program's share.
+    As an accumulation, if r is divided among programs, it computes the scan's value at the end of a program's share.
     """
 
     scan: Scan
@@ -224,11 +228,11 @@ class Scanning:
         return (self.scan,)
 
     def tile(self, elements: Sequence[str]) -> str:
-        """The scan of one tile by itself: an expression that yields as many values as there are states."""
+        """Return an expression that scans one tile by itself; it yields as many values as there are states."""
         return f"ops.scan_{self.scan.kind}({', '.join(elements)})"
 
     def joined(self, scanned: Sequence[str]) -> str:
-        """What `tile` yielded, with all earlier tiles before it."""
+        """Return an expression that combines the results of `tile` with the state of all earlier tiles."""
         return f"ops.{_COMBINE[self.scan.kind]}({', '.join([*(state.name for state in self.states), *scanned])})"
 
     def update(
