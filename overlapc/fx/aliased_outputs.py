@@ -1,8 +1,8 @@
-"""Results that are views of one another, where parameters are DTensors.
+"""Takes results that are views of other results out of a graph whose parameters are DTensors.
 
-AOTAutograd refuses such graphs (torch 2.11 to 2.13: "ANY output aliasing ... is currently unsupported"). They are
-common at graph breaks: the code after a break often needs a tensor and a view of it. Here the graph returns the tensor
-alone, and the same view nodes run outside of the graph.
+AOTAutograd rejects graphs with such results (torch 2.11 to 2.13: "ANY output aliasing ... is currently unsupported"),
+but they are common at graph breaks: the code after a break often needs a tensor and a view of it. The rewritten graph
+returns only the tensor, and the view nodes run outside of the graph.
 
     h = linear(x); flat = h.view(-1, 8); return (h, flat, loss)
  -> h = linear(x); return (h, loss)   and, run eagerly after it:   flat = h.view(-1, 8)
@@ -25,10 +25,10 @@ Results = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def views_outside(gm: GraphModule) -> Results | None:
-    """Takes views that share memory with other results out of the graph that Dynamo captured, in place.
+    """Remove results that are views of other results from the graph that Dynamo captured, in place.
 
-    Returns a graph that makes the former results from the present ones; None if nothing had to change, because `gm` has
-    no two differentiable results in one memory, or none that is a view of another tensor of the graph.
+    Return a function that computes the original results from the new ones; None if `gm` is unchanged, because no two
+    differentiable results share memory, or none of those is a view of another tensor of the graph.
     """
     output = gm.graph.output_node()
     results = [value for value in output.args[0] if isinstance(value, Node)]  # type: ignore[union-attr]
@@ -36,7 +36,7 @@ def views_outside(gm: GraphModule) -> Results | None:
     if not chains:
         return None
     outside = {node for chain in chains.values() for node in chain}
-    # What is returned now: other results, and what views outside read: tensors, and sizes that are symbols.
+    # The new results: the remaining ones, and the tensors and symbolic sizes that the removed views read.
     read = [argument for node in outside for argument in node.all_input_nodes]
     kept = [node for node in dict.fromkeys((*results, *read)) if node not in outside]
     replay = _graph_of(gm, kept, [node for node in gm.graph.nodes if node in outside], output.args[0])
@@ -49,7 +49,7 @@ def views_outside(gm: GraphModule) -> Results | None:
 
 
 def _sharing(results: Iterable[Node]) -> list[list[Node]]:
-    """The differentiable results, by the memory they lie in, where that holds several."""
+    """Return the groups of differentiable results that share memory."""
     by_memory: dict[StorageWeakRef, list[Node]] = {}
     for node in dict.fromkeys(results):
         memory = _memory(node)
@@ -59,7 +59,7 @@ def _sharing(results: Iterable[Node]) -> list[list[Node]]:
 
 
 def _memory(node: Node) -> StorageWeakRef | None:
-    """Where the value of `node` lies; None for what is no plain tensor."""
+    """Return a reference to the storage of `node`'s value; None if that is not a plain tensor."""
     value = node.meta.get("example_value")
     if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
         return None
@@ -67,7 +67,7 @@ def _memory(node: Node) -> StorageWeakRef | None:
 
 
 def _chains(shared: Sequence[Node]) -> dict[Node, list[Node]]:
-    """By result: the views that make it of the one tensor behind all of `shared`; empty if there is no such tensor."""
+    """Return, for each result, the views that compute it from the common base of `shared`; empty without a base."""
     chains = {node: _views_to(node) for node in shared}
     behind = {chain[-1].args[0] if chain else node for node, chain in chains.items()}
     (first, *others) = behind
@@ -77,7 +77,7 @@ def _chains(shared: Sequence[Node]) -> dict[Node, list[Node]]:
 
 
 def _views_to(node: Node) -> list[Node]:
-    """The nodes from `node` up, each a view of the next one's value and of no other tensor."""
+    """Return the chain of view nodes from `node` to its base (excluded); each is a view of the next node's value."""
     chain: list[Node] = []
     while node.op in ("call_function", "call_method") and _is_view(node):
         chain.append(node)
@@ -94,7 +94,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _graph_of(gm: GraphModule, given: Sequence[Node], views: Sequence[Node], results: Any) -> GraphModule:
-    """A graph that makes `results` of the values of `given`, by `views`."""
+    """Return a graph that computes `results` from the values of `given` with the nodes `views`."""
     graph = Graph()
     copies = {node: graph.placeholder(f"given_{at}") for at, node in enumerate(given)}
     for view in views:

@@ -1,4 +1,4 @@
-"""What a call gives for the arguments of its op, in whichever way it gives them."""
+"""Arguments of a call, whether positional, named or left at their defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 
 
 def argument(node: fx.Node, at: int | str) -> Any:
-    """A positional or named argument of a call, or None; FX's own types say too little to be of use."""
+    """Return a positional or named argument of a call, or None; as Any, because FX's own type is too wide to use."""
     if isinstance(at, str):
         return node.kwargs.get(at)
     return node.args[at] if at < len(node.args) else None
@@ -19,9 +19,9 @@ def argument(node: fx.Node, at: int | str) -> Any:
 def declared_arguments(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[torch.Argument, Any]]:
-    """Each argument that the schema of `target` declares, and what the call gives for it, or else its default.
+    """Yield each argument in the schema of `target` with its value in the call, or its default.
 
-    None of what is no op of torch's.
+    Yield nothing if `target` is not a torch op.
     """
     if isinstance(target, torch._ops.OpOverload):
         for at, declared in enumerate(target._schema.arguments):
@@ -29,5 +29,5 @@ def declared_arguments(
 
 
 def is_written(declared: torch.Argument) -> bool:
-    """Whether the op changes what it is given for this argument."""
+    """Whether the op writes into this argument."""
     return declared.alias_info is not None and declared.alias_info.is_write

@@ -1,14 +1,14 @@
-"""Attention whose mask follows from positions alone is rewritten to a call without a mask.
+"""Rewrites attention whose mask depends only on positions to a call without a mask.
 
-A model that is traced whole builds its mask as a tensor; a kernel with a mask reads it and computes masked scores, too.
-On the graph that Dynamo captured, before autograd:
+A model that is traced whole builds its mask as a tensor; a kernel with a mask reads it, and also computes the scores
+that it masks. The rewrite applies to the graph that Dynamo captured, before autograd:
 
     scaled_dot_product_attention(q, k, v, attn_mask=arange(n) <= arange(n)[:, None])
  -> scaled_dot_product_attention(q, k, v, is_causal=True)
 
 A mask that is true everywhere is dropped, too, and so are the copies of keys and values for grouped-query attention if
 the kernel without a mask can read each key for several heads. Attention within a window is computed in pieces of the
-sequence (windows.py); offsets and masks that depend on data stay. The verdict on the mask travels to the ATen graph
+sequence (windows.py); offsets and masks that depend on data stay. The verdict on the mask is passed to the ATen graph
 as `node.meta["custom"]["overlapc_attention"]`.
 """
 
@@ -34,9 +34,9 @@ from overlapc.fx.windows import Window, window_of, windowed_attention
 KEY = "overlapc_attention"  # under node.meta["custom"]
 CAUSAL, FULL, WINDOW = "its mask is causal", "its mask lets everything through", "its mask is a window"
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-_MASKED = -1e30  # what is added to a score to leave it out: no score in bfloat16 or float32 comes near
+_MASKED = -1e30  # adding this number or less to a score masks it: no score in bfloat16 or float32 is that large
 _LARGEST_FLASH_HEAD = 256  # elements
-_INNER = ("tag_activation_checkpoint", "wrap")  # calls of a graph with the operands behind it
+_INNER = ("tag_activation_checkpoint", "wrap")  # higher-order ops that call a graph on the operands that follow it
 _KERNELS = {
     "_scaled_dot_product_flash_attention": "flash",
     "_scaled_dot_product_flash_attention_for_cpu": "flash",
@@ -47,9 +47,9 @@ _KERNELS = {
 
 
 def drop_masks(gm: GraphModule, *, eager_dropout: bool) -> None:
-    """Rewrites every attention of Dynamo's graph, in place, whose mask is causal or true everywhere.
+    """Rewrite every attention of Dynamo's graph whose mask is causal or true everywhere, in place.
 
-    eager_dropout: dropout has to draw eager's numbers, which another kernel may not.
+    eager_dropout: dropout must draw the same random numbers as eager, which another kernel may not do.
     """
     _Rewriter(eager_dropout).graph(gm, {})
 
@@ -59,8 +59,8 @@ class Verdict:
     """The proven properties of an attention's mask."""
 
     why: str  # as the report says it
-    outcome: str  # what that comes to: CAUSAL, FULL, WINDOW, or something else
-    window: Window | None = None  # what it is, whether or not that can be made use of
+    outcome: str  # its kind: CAUSAL, FULL, WINDOW, or another word
+    window: Window | None = None  # the mask as a window, whether or not attention is computed in pieces
 
 
 class _Rewriter:
@@ -70,7 +70,10 @@ class _Rewriter:
         self._verdicts: dict[tuple[Grid, tuple[sympy.Expr, ...]], Verdict] = {}  # layers share a mask
 
     def graph(self, gm: GraphModule, given: Mapping[int, Grid]) -> set[int]:
-        """given: what is known of inputs, by place. Returns the places of which that is true at the end, too."""
+        """Rewrite the attentions of one graph. given: the known grids of inputs, by position.
+
+        Return the positions of those inputs whose grids still hold at the end.
+        """
         positions = Positions()
         changed = False
         inputs = gm.graph.find_nodes(op="placeholder")
@@ -89,7 +92,7 @@ class _Rewriter:
         return {place for place, grid in given.items() if positions.grid(inputs[place]) is grid}
 
     def _inner(self, gm: GraphModule, node: fx.Node, positions: Positions) -> None:
-        """A graph that `node` calls: a checkpointed part of the model, say."""
+        """Rewrite the graph that `node` calls, such as a checkpointed part of the model."""
         body, *operands = node.args
         inner = getattr(gm, str(body.target), None) if isinstance(body, fx.Node) and body.op == "get_attr" else None
         calls = [
@@ -98,7 +101,7 @@ class _Rewriter:
             for user in each.users
             if isinstance(body, fx.Node) and each.target == body.target
         ]
-        if not isinstance(inner, GraphModule) or calls != [node]:  # what several calls share is traced for all of them
+        if not isinstance(inner, GraphModule) or calls != [node]:  # a graph with several calls is rewritten for none
             positions.visit(node)
             return
         found = {place: positions.grid(each) for place, each in enumerate(operands)}
@@ -107,7 +110,10 @@ class _Rewriter:
             positions.forget(operands[place])  # type: ignore[arg-type]
 
     def _attention(self, node: fx.Node, positions: Positions, *, share: bool) -> bool:
-        """Whether `node` was rewritten; notes why or why not. share: keys may be given as they were before repeats."""
+        """Rewrite one attention if possible, note the reason in its metadata, and return whether it was rewritten.
+
+        share: keys and values may be passed without their repeats for grouped-query attention.
+        """
         arguments = dict(zip(_PARAMETERS, node.args, strict=False)) | node.kwargs
         mask = arguments.get("attn_mask")
         verdict = self._verdict(arguments, positions)
@@ -153,11 +159,11 @@ class _Rewriter:
         return self._verdicts[key]
 
 
-# --- what a mask is
+# --- classification of masks
 
 
 def _what_it_is(grid: Grid, scores: tuple[sympy.Expr, ...], shape_env: ShapeEnv | None) -> Verdict:
-    """The verdict on a mask that follows from positions, for scores of these sizes."""
+    """Return the verdict on a mask that depends only on positions, for scores of these sizes."""
     rows, columns = scores[-2:]
     padded = (*[sympy.S.One] * (len(scores) - len(grid.size)), *grid.size)
     if len(padded) > len(scores) or any(n not in (1, extent) for n, extent in zip(padded, scores, strict=True)):
@@ -178,7 +184,7 @@ def _what_it_is(grid: Grid, scores: tuple[sympy.Expr, ...], shape_env: ShapeEnv 
 
 
 def _piece(verdict: Verdict, arguments: Mapping[str, Any]) -> int | None:
-    """Positions of a piece for attention within a window; None if it is not computed in pieces."""
+    """Return the length of a piece for attention within a window; None if it is not computed in pieces."""
     fakes = [_fake(arguments[name]) for name in ("query", "key", "value")]
     if verdict.window is None or arguments.get("is_causal") or arguments.get("enable_gqa"):
         return None
@@ -190,7 +196,10 @@ def _piece(verdict: Verdict, arguments: Mapping[str, Any]) -> int | None:
 
 
 def _allowed(value: Any, box: Box) -> Condition:
-    """Where a mask lets a score through: it is true, or adds 0; UnknownValue where it adds another number."""
+    """Return the condition under which a mask keeps a score: it is true, or adds 0.
+
+    UnknownValue if it adds a number other than 0 that is larger than `_MASKED`, or is an integer.
+    """
     if not isinstance(value, Cases):
         if isinstance(value, sympy.Expr):
             raise UnknownValue
@@ -210,7 +219,7 @@ def _fake(node: Any) -> Tensor | None:
 
 
 def _share_keys(arguments: dict[str, Any]) -> bool:
-    """Gives attention without a mask the keys and values before they were repeated for its heads. Whether it did."""
+    """Replace keys and values that are repeated for several heads by the unrepeated ones; return whether it did so."""
     if arguments.get("enable_gqa") or not _flash_shares_keys(arguments):
         return False
     key, value = (_before_repeat(arguments[name]) for name in ("key", "value"))
@@ -221,7 +230,7 @@ def _share_keys(arguments: dict[str, Any]) -> bool:
 
 
 def _flash_shares_keys(arguments: Mapping[str, Any]) -> bool:
-    """Whether torch will take flash attention, which alone reads a key for several heads."""
+    """Whether torch will choose flash attention, the only kernel that can read one key for several heads."""
     fakes = [_fake(arguments[name]) for name in ("query", "key", "value")]
     query, key, value = fakes
     if query is None or key is None or value is None or query.ndim != 4:
@@ -239,7 +248,7 @@ def _flash_shares_keys(arguments: Mapping[str, Any]) -> bool:
 
 
 def _before_repeat(node: Any) -> fx.Node | None:
-    """x of [batch, heads, ...], where `node` is each of its heads several times over; None for anything else."""
+    """Return x of [batch, heads, ...] if `node` repeats each head of x several times in a row; else None."""
     if not isinstance(node, fx.Node):
         return None
     name = _name(node)
@@ -271,7 +280,7 @@ def _before_repeat(node: Any) -> fx.Node | None:
 
 
 def _heads(source: Any, repeated: fx.Node) -> fx.Node | None:
-    """`source`, if it is a plain tensor with other sizes than `repeated` in dim 1 only, which is a multiple there."""
+    """Return `source` if `repeated` has its sizes, except for a multiple of its size in dim 1; else None."""
     one, many = _fake(source), _fake(repeated)
     if one is None or many is None or one.ndim != 4 or many.ndim != 4:
         return None
@@ -285,12 +294,11 @@ def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
-# --- what the report says
+# --- data for the report
 
 
 def attention_kernels(graph: fx.Graph) -> Counter[str]:
-    """A line for each kind of attention in an ATen graph, and how many there are: kernel, sizes, what became of the
-    mask."""
+    """Return a line for each kind of attention in an ATen graph (kernel, sizes, verdict on the mask), and its count."""
     found: Counter[str] = Counter()
     composed: dict[int, tuple[str, str]] = {}
     fused: set[int] = set()
@@ -315,7 +323,7 @@ def attention_kernels(graph: fx.Graph) -> Counter[str]:
 
 
 def attention_counts(graph: fx.Graph) -> dict[str, int]:
-    """How many attentions of a forward graph had a causal or full mask dropped, use a window, or still have a mask."""
+    """Count the attentions of a forward graph by what became of their masks; those without one are not counted."""
     outcomes = {note["at"]: note["outcome"] for note in _notes(graph)}
     names = {
         CAUSAL: "attention_masks_causal", FULL: "attention_masks_full", WINDOW: "attention_masks_windows",

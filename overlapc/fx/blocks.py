@@ -1,11 +1,11 @@
-"""Equal blocks of a model in the graph that Dynamo captured: stretches of nodes that compute the same.
+"""Finds equal blocks of a model in the graph that Dynamo captured: stretches of nodes that compute the same.
 
     a = f(x, w0); b = g(a, m); c = f(b, w1); d = g(c, m)
  -> two stretches of one form: f(operand 0, operand 1), g(%0, operand 2); its last value is used elsewhere
 
-A block is a member of a list of modules (`layers.0`); its stretch is all nodes of its modules, which must follow each
-other. Two stretches of one form differ in nothing that tracing looks at: operations, constants, which value goes where,
-and what their operands are (sizes, strides, dtype, device, whether they need gradients).
+A block is a member of a module list (`layers.0`); its stretch consists of all nodes of its modules, which must be
+adjacent. Two stretches have the same form if they are equal in everything that tracing depends on: ops, constants, data
+flow, and properties of operands (sizes, strides, dtype, device, whether they require gradients).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from overlapc.fx.source import block_of, module_path
 from overlapc.fx.subgraphs import carried, nodes_within
 
 Describe = Callable[[fx.Node], Any]
-"""What stands for the constants of a node where these are names of something; None for nodes that hold no names."""
+"""Returns a value that represents the constants of a node which are names; None for nodes without names."""
 
-_LEAST_SAVED = 6  # nodes that need not be traced: tracing a block by itself costs as much as a few of them
+_LEAST_SAVED = 6  # least number of nodes whose tracing is saved: tracing a block by itself costs as much as a few nodes
 _HARMLESS = frozenset({torch._C._log_api_usage_once})
 
 
@@ -36,7 +36,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Stretch:
-    """The nodes of one block, its operands from elsewhere, and its results that are used elsewhere."""
+    """The nodes of one block, its operands from other nodes, and its results that other nodes use."""
 
     block: str  # path of its module
     nodes: tuple[fx.Node, ...]
@@ -45,16 +45,16 @@ class Stretch:
     form: Any  # equal for stretches that are traced alike
 
     def all_nodes(self) -> Iterator[fx.Node]:
-        """All nodes, those of nested graphs included; in the same order for stretches of one form."""
+        """Yield all nodes, including those of nested graphs; in the same order for stretches of one form."""
         for node in self.nodes:
             yield node
             yield from nodes_within(node)
 
 
 def equal_blocks(graph: fx.Graph, describe: Describe) -> list[list[Stretch]]:
-    """Stretches of one form, where these are enough to gain something.
+    """Return the groups of stretches of one form that are large enough to save time.
 
-    Unfit where the graph changes modes in a way that is not known here.
+    Unfit if the graph changes a mode in an unsupported way.
     """
     forms: dict[Any, list[Stretch]] = {}
     for block, nodes in _stretches(graph):
@@ -69,7 +69,7 @@ def equal_blocks(graph: fx.Graph, describe: Describe) -> list[list[Stretch]]:
 
 
 def as_module(stretch: Stretch) -> fx.GraphModule:
-    """The stretch as a graph of its own, from its operands to a tuple of its results."""
+    """Return the stretch as a graph of its own, which takes its operands and returns a tuple of its results."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for at, operand in enumerate(stretch.operands):
@@ -82,8 +82,8 @@ def as_module(stretch: Stretch) -> fx.GraphModule:
 
 
 def replace_by_calls(graph: fx.Graph, calls: Sequence[tuple[Stretch, Callable[..., Any], tuple[Any, ...]]]) -> None:
-    """Replaces each stretch by `target(*constants, *operands)`, which returns all its results."""
-    now: dict[fx.Node, fx.Node] = {}  # result of a stretch -> what stands for it
+    """Replace each stretch by a call `target(*constants, *operands)`, which returns all its results."""
+    now: dict[fx.Node, fx.Node] = {}  # result of a stretch -> node that replaces it
     for stretch, target, constants in calls:
         last = stretch.nodes[-1]
         with graph.inserting_before(stretch.nodes[0]):
@@ -106,15 +106,15 @@ def replace_by_calls(graph: fx.Graph, calls: Sequence[tuple[Stretch, Callable[..
 
 
 def _stretches(graph: fx.Graph) -> Iterator[tuple[str, tuple[fx.Node, ...]]]:
-    """Every block whose nodes follow each other, with them; none where tracing does not begin in the usual modes."""
+    """Yield every block whose nodes are adjacent, with these nodes; not those that begin or end in changed modes."""
     runs: list[tuple[str, list[fx.Node]]] = [("", [])]
-    unusual: set[int] = set()  # runs that begin or end in other modes
+    unusual: set[int] = set()  # runs that begin or end in changed modes
     modes = _Modes()
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         block = _block(node)
-        if block is None and _changes_modes(node):  # Dynamo notes no module there
+        if block is None and _changes_modes(node):  # Dynamo records no module for these nodes
             block = _next_block(node) if modes.usual else runs[-1][0]
         if (block or "") != runs[-1][0]:
             if not modes.usual:
@@ -129,9 +129,10 @@ def _stretches(graph: fx.Graph) -> Iterator[tuple[str, tuple[fx.Node, ...]]]:
 
 
 def _block(node: fx.Node) -> str | None:
-    """The member of a list that the node's module lies in; empty for none, None where no module is known.
+    """Return the member of a module list that contains the node's module; "" if none does, None if it is unknown.
 
-    A call that carries graphs (a checkpoint), and what is taken from its results, belong where these graphs do.
+    A call with nested graphs (a checkpoint), and the `getitem` nodes on its results, belong to the block of these
+    graphs.
     """
     source = node.args[0] if node.target is operator.getitem else next(iter(node.users), None)
     caller = source if isinstance(source, fx.Node) and (node.target is operator.getitem or carried(node)) else node
@@ -150,7 +151,7 @@ def _block_of_module(node: fx.Node) -> str | None:
 
 
 def _next_block(node: fx.Node) -> str:
-    """The block of the next node whose module is known."""
+    """Return the block of the next node whose module is known."""
     while node.op != "output":
         block = _block(node)
         if block is not None:
@@ -160,7 +161,7 @@ def _next_block(node: fx.Node) -> str:
 
 
 class _Modes:
-    """Modes that a graph changes for later nodes: whether gradients are recorded, autocast."""
+    """Modes that nodes change for later nodes: grad mode and autocast."""
 
     def __init__(self) -> None:
         self._gradients = True
@@ -168,11 +169,11 @@ class _Modes:
 
     @property
     def usual(self) -> bool:
-        """Whether all is as where the graph begins."""
+        """Whether all modes are as at the beginning of the graph."""
         return self._gradients and not self._open
 
     def after(self, node: fx.Node) -> None:
-        """Applies the mode change of one node. Unfit for a node of unknown effect."""
+        """Apply the mode change of one node. Unfit for a node of unknown effect."""
         if not _changes_modes(node):
             return
         name = getattr(node.target, "__name__", "")
@@ -187,29 +188,29 @@ class _Modes:
 
 
 def _changes_modes(node: fx.Node) -> bool:
-    """Whether a node is called for its effect, because it returns nothing to compute with."""
+    """Whether a node may change modes: it returns no value to compute with, so it is called for its effect."""
     return node.op in ("call_function", "call_method") and not isinstance(
         node.meta.get("example_value"), Tensor | tuple | list | int | float
     )
 
 
-# --- what they compute
+# --- forms of stretches
 
 
 class _Lines:
-    """Nodes as values that are equal for nodes which compute the same."""
+    """Converts nodes into hashable values that are equal for nodes that compute the same."""
 
     def __init__(self, nodes: Iterable[fx.Node], describe: Describe) -> None:
         self._numbers = {node: at for at, node in enumerate(nodes)}
         self._describe = describe
-        self.operands: dict[fx.Node, int] = {}  # what comes from elsewhere
+        self.operands: dict[fx.Node, int] = {}  # nodes from elsewhere -> number
 
     def number(self, node: fx.Node) -> int | None:
-        """Which of the nodes it is; None for one from elsewhere."""
+        """Return the position of `node` among the nodes; None for one from elsewhere."""
         return self._numbers.get(node)
 
     def line(self, node: fx.Node) -> Any:
-        """Unfit for a node that is neither a call nor a graph."""
+        """Return the value of a node. Unfit for a node that is neither a call nor a nested graph."""
         if node.op == "get_attr":
             module = carried(node)
             if module is None:
@@ -222,7 +223,7 @@ class _Lines:
         return (node.op, node.target, args, self.form(node.kwargs))
 
     def form(self, value: Any) -> Any:
-        """An argument."""
+        """Return the value of an argument."""
         if isinstance(value, fx.Node):
             if value in self._numbers:
                 return ("node", self._numbers[value])
@@ -239,7 +240,7 @@ class _Lines:
 
 
 def _graph_lines(module: fx.GraphModule, describe: Describe) -> Any:
-    """A graph that is carried. What else its caller is to know (a policy of checkpoints) is compared by identity."""
+    """Return the value of a nested graph. Metadata of its module (a checkpoint's policy) are compared by identity."""
     lines = _Lines(module.graph.nodes, describe)
     noted = tuple(sorted((str(key), id(value)) for key, value in module.meta.items()))
     body = [
@@ -266,7 +267,10 @@ def _stretch(block: str, nodes: Sequence[fx.Node], describe: Describe) -> Stretc
 
 
 def _described(node: fx.Node) -> tuple[Any, ...]:
-    """Properties of a tensor that tracing reads. Unfit for other values, tensor subclasses and symbolic sizes."""
+    """Return the properties of a tensor that tracing depends on.
+
+    Unfit for values that are not tensors, tensor subclasses and symbolic sizes.
+    """
     value = node.meta.get("example_value")
     if not isinstance(value, Tensor) or type(value) not in (FakeTensor, Tensor, torch.nn.Parameter):
         raise Unfit(f"{node.name} is a {type(value).__name__}")

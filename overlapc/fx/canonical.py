@@ -1,14 +1,14 @@
-"""Functional collectives made canonical: each launch paired with its wait.
+"""Brings functional collectives into a canonical form: each launch has its wait.
 
-`canonicalize` leaves a graph in which
+In a graph after `canonicalize`,
 
-- every collective is a `_c10d_functional` op whose result is read only through one `wait_tensor` (one an output
-  for the coalesced, list-valued forms),
-- no wait is left for a value that is not in flight, equal gathers exist once, and gradients of one parameter are added
-  up before they are reduced,
-- `_dtensor.shard_dim_alltoall`, in-place forms, point-to-point and custom ops stay as they are: they are
-  synchronous, or of unknown kind (`Collective.waits` is empty). The first is a collective and its wait and no more; the
-  scheduler treats the others as barriers, unless the user declares them safe.
+- every collective is a `_c10d_functional` op whose result is read only through one `wait_tensor` (through one for each
+  output, in the coalesced, list-valued forms),
+- there are no waits for values that cannot be in flight, no duplicate gathers, and the gradients of one parameter are
+  added up before they are reduced,
+- `_dtensor.shard_dim_alltoall`, in-place forms, point-to-point and custom ops are unchanged: they are synchronous or of
+  unknown kind (`Collective.waits` is empty). The first only launches a collective and waits for it; the scheduler
+  treats the others as barriers, unless the user declares them safe.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _VIEWS: frozenset[Any] = frozenset(
 
 
 def canonicalize(graph_module: fx.GraphModule) -> int:
-    """Bring all collectives of the graph into the form above; returns how many nodes were changed."""
+    """Bring all collectives of the graph into canonical form; return the number of changed nodes."""
     graph = graph_module.graph
     changed = _plain_ops(graph) + _drop_identity_views(graph)
     changed += _one_wait_each(graph)
@@ -44,7 +44,7 @@ def canonicalize(graph_module: fx.GraphModule) -> int:
 
 
 def _plain_ops(graph: fx.Graph) -> int:
-    """Below autograd an op of the autograd namespace, where one survived tracing, is the plain one."""
+    """Replace ops of the autograd namespace that survived tracing by the plain ones, which are equal below autograd."""
     changed = 0
     for node in graph.nodes:
         namespace, name = op_of(node)
@@ -55,7 +55,7 @@ def _plain_ops(graph: fx.Graph) -> int:
 
 
 def _drop_identity_views(graph: fx.Graph) -> int:
-    """Removes views with their input's shape; `DTensor.to_local` leaves one before every gather."""
+    """Remove views that have their input's shape; `DTensor.to_local` leaves one before every gather."""
     changed = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         source = node.args[0]
@@ -70,14 +70,14 @@ def _drop_identity_views(graph: fx.Graph) -> int:
 
 
 def _launch_of(value: Any) -> Any:
-    """The launch of which `value` is a result, if that launch is coalesced; else `value`."""
+    """Return the coalesced launch of which `value` is one result; `value` itself if it is no such result."""
     return value.args[0] if isinstance(value, fx.Node) and value.target is operator.getitem else value
 
 
 def _settled(node: fx.Node) -> bool:
-    """Whether nothing can be in flight behind `node`, as it was waited for or computed.
+    """Whether the value of `node` cannot be in flight, because it was waited for, or computed by an ordinary op.
 
-    Anything else may be: inputs may have been launched before the graph, and custom ops may launch.
+    An input may be in flight (launched before the graph), and so may the result of a custom op.
     """
     return is_wait(node) or op_of(node)[0] in ("aten", "prims")
 
@@ -99,7 +99,7 @@ def _one_wait_each(graph: fx.Graph) -> int:
     for start in list(graph.nodes):
         if is_asynchronous(start):
             changed += sum(_wait_once(graph, output) for output in outputs_of(start))
-    first_wait: dict[fx.Node, fx.Node] = {}  # of an input, which may be read without waiting, too
+    first_wait: dict[fx.Node, fx.Node] = {}  # by input; an input may also be read without waiting
     for node in list(graph.nodes):
         if is_wait(node) and node.args[0].op == "placeholder":
             first = first_wait.setdefault(node.args[0], node)
@@ -111,8 +111,8 @@ def _one_wait_each(graph: fx.Graph) -> int:
 
 
 def _wait_once(graph: fx.Graph, output: fx.Node) -> int:
-    """Makes all readers of `output` read it through one wait, directly after it unless it had one wait."""
-    users = [user for user in output.users if user.target is not done]  # that it was launched is all `done` needs
+    """Make all readers of `output` read it through one wait; unless it has exactly that, insert the wait after it."""
+    users = [user for user in output.users if user.target is not done]  # `done` needs the launch, not the result
     if not users or (len(users) == 1 and is_wait(users[0])):
         return 0
     with graph.inserting_after(output):
@@ -128,10 +128,10 @@ def _wait_once(graph: fx.Graph, output: fx.Node) -> int:
 
 
 def _drop_unread(graph: fx.Graph) -> int:
-    """Drops collectives whose results are not read; ranks share the graph, so all drop the same ones.
+    """Remove collectives whose results are not read; the graph is the same on all ranks, so all remove the same ones.
 
-    torch keeps waits alive as side effects. Of a functional launch a wait's only effect is its result; of one that
-    works in place it is what readers of the mutated tensor rely on, so that stays.
+    torch considers waits to have side effects, and keeps them. The only effect of waiting for a functional launch is
+    its result. The wait for an in-place collective stays, because readers of the mutated tensor rely on it.
     """
     changed = 0
     for node in reversed(list(graph.nodes)):

@@ -1,14 +1,14 @@
-"""Backward reads inputs that forward changes as eager does: as they were before the change, from a copy.
+"""Lets backward read the original values of inputs that forward changes, as in eager, from a copy.
 
-AOTAutograd writes a changed input back at the end of forward (`copy_`), or its wrapper does (an input that takes part
-in autograd). torch's partitioner takes inputs for constants: it lets backward compute from the input itself, which
-then holds another value. Gradients of aot_eager and Inductor are wrong there.
+AOTAutograd writes a changed input back at the end of forward (`copy_`), or in its wrapper (for an input that requires
+gradients). torch's partitioner treats inputs as constants: it lets backward read the input itself, which then holds
+another value. The gradients of aot_eager and Inductor are wrong in this case.
 
     forward: y = sin(x) * w; copy_(x, x + 1)                             backward: grad * sin(x)
  -> forward: y = sin(x) * w; before = clone(x); copy_(x, x + 1)          backward: grad * sin(before)
 
-Changes through `x.data` are kept from autograd: in eager, what it saved is then what these made of it. So backward's
-own reads stay reads of the input itself; what forward computed is computed of the copy there, too.
+Autograd does not know of changes through `x.data`: in eager, a saved tensor has then changed, too. So reads of the
+input by backward's own nodes stay; nodes of forward that backward recomputes read the copy.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ aten = torch.ops.aten
 
 
 def copy_changed_inputs(joint: fx.Graph, forward_outputs: int) -> dict[str, str]:
-    """Makes what a joint graph computes of an input that forward changes be computed of a copy of that input.
+    """Make the nodes of a joint graph that read an input before forward changes it read a copy of the input.
 
-    Returns the name of the input by the name of its copy. torch's partitioner saves the copy, or what is computed of
-    it, where backward needs it: a copy is never made again.
+    Return a mapping from the name of each copy to that of its input. torch's partitioner saves the copy, or values
+    computed from it, for backward: the copy itself is never recomputed.
     """
     inputs = joint.find_nodes(op="placeholder")
     output = joint.output_node()
@@ -52,7 +52,7 @@ def copy_changed_inputs(joint: fx.Graph, forward_outputs: int) -> dict[str, str]
         if not readers and not gradients:
             continue
         copy = NodeWriter(inputs[-1].next, node).call(aten.clone.default, node)
-        copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # to the partitioner: never to be computed again
+        copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # torch's partitioner must not recompute it
         for reader in readers:
             reader.replace_input_with(node, copy)
         for at in gradients:
@@ -63,9 +63,9 @@ def copy_changed_inputs(joint: fx.Graph, forward_outputs: int) -> dict[str, str]
 
 
 def drop_copies(forward: fx.Graph, forward_outputs: int, copies: dict[str, str]) -> None:
-    """Lets `forward` read its inputs themselves where they still hold what the copies hold.
+    """Make `forward` read an input instead of its copy where the input has not changed yet.
 
-    What is saved for backward stays a copy, or a view of one.
+    Values saved for backward remain copies, or views of copies.
     """
     named = {node.name: node for node in forward.nodes}
     order = {node: at for at, node in enumerate(forward.nodes)}
@@ -83,7 +83,7 @@ def drop_copies(forward: fx.Graph, forward_outputs: int, copies: dict[str, str])
 
 
 def _behind_saved(forward: fx.Graph, forward_outputs: int, memory: int | None) -> set[fx.Node]:
-    """The nodes whose values lie in the `memory` that was traced for an input, and that saved values are views of."""
+    """Return the nodes that saved values are, or are views of, if they share the storage `memory` of an input."""
     found: set[fx.Node] = set()
     pending = [value for value in forward.output_node().args[0][forward_outputs:] if isinstance(value, fx.Node)]  # type: ignore[index,union-attr]
     while pending:
@@ -95,7 +95,7 @@ def _behind_saved(forward: fx.Graph, forward_outputs: int, memory: int | None) -
 
 
 def writes_of(given: fx.Node) -> Iterable[fx.Node]:
-    """The nodes that change the memory of `given`."""
+    """Return the nodes that write into `given`."""
     for user in given.users:
         arguments = declared_arguments(user.target, user.args, user.kwargs)
         if any(value is given and is_written(declared) for declared, value in arguments):

@@ -1,4 +1,4 @@
-"""The collectives of a canonical graph, and what each of them moves."""
+"""The collectives of a canonical graph, and the data that each moves."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from overlapc.fx.versions import size_hint
 from overlapc.schedule.collective_kinds import KINDS
 from overlapc.schedule.model import Comm
 
-_SELF_WAITING = frozenset({"_dtensor::shard_dim_alltoall"})  # launch, wait and nothing else
+_SELF_WAITING = frozenset({"_dtensor::shard_dim_alltoall"})  # blocking, with no effect except its result
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One launch in a graph."""
+    """One launch of a collective in a graph."""
 
     start: fx.Node
-    waits: tuple[fx.Node, ...]  # one an output, in output order; empty when it waits for itself
+    waits: tuple[fx.Node, ...]  # one for each output, in output order; empty if the launch itself blocks
     comm: Comm
     label: ParamLabel | None  # the sharded parameter it serves, if any
 
@@ -37,7 +37,10 @@ class Collective:
 
 
 def find_collectives(graph: fx.Graph, safe: frozenset[str] = frozenset()) -> list[Collective]:
-    """Every launch of a canonical graph, in order. `safe`: ops (`namespace::name`) that others may cross."""
+    """Return every collective of a canonical graph, in order.
+
+    safe: ops (`namespace::name`) of unknown kind that other collectives may be moved across.
+    """
     names = GroupNames(graph)
     return [
         Collective(node, tuple(_waits(node)), describe(node, names, safe), label_of(node))
@@ -47,10 +50,10 @@ def find_collectives(graph: fx.Graph, safe: frozenset[str] = frozenset()) -> lis
 
 
 def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset()) -> Comm:
-    """The communication of `node`; a gather counts the bytes of its output, a scatter those of its input."""
+    """Describe the communication of `node`. Its bytes are those of a gather's output, or of a scatter's input."""
     kind = kind_of(node)
     group = group_of(node)
-    if kind in KINDS and KINDS[kind].output_sized and node.target is not EXCHANGE:  # whose output lacks a part
+    if kind in KINDS and KINDS[kind].output_sized and node.target is not EXCHANGE:  # its output lacks own part
         moved = _tensors(node.meta.get("val"))
     else:
         moved = _tensors(node.args if kind == "unknown" else node.args[0])
@@ -70,12 +73,12 @@ def describe(node: fx.Node, names: GroupNames, safe: frozenset[str] = frozenset(
 
 
 def unit_of(label: ParamLabel | None) -> str:
-    """`Comm.unit` of a labelled parameter: the module given to `fully_shard`, which is gathered as a whole."""
+    """Return `Comm.unit` of a labelled parameter: the module given to `fully_shard`, which is gathered as a whole."""
     return "" if label is None else label.group or "root"
 
 
 def outputs_of(start: fx.Node) -> list[fx.Node]:
-    """The nodes that hold one tensor each: the start itself, or the parts of a coalesced one in order."""
+    """Return the nodes that hold the launch's tensors: the launch itself, or the parts of a coalesced one in order."""
     if not isinstance(start.meta.get("val"), (list, tuple)):
         return [start]
     parts = [user for user in start.users if user.target is operator.getitem]
@@ -95,7 +98,7 @@ def _waits(start: fx.Node) -> Iterator[fx.Node]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The (fake) tensors behind a node, a list of nodes, or a meta value."""
+    """Return the fake tensors of a node, a list of nodes, or a `meta["val"]`."""
     if isinstance(value, fx.Node):
         value = value.meta.get("val")
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Which nodes of a graph communicate, and how."""
+"""Tells which nodes of a graph communicate, and how."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from overlapc.schedule.collective_kinds import KINDS
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _KINDS = {**{kind.op: kind.name for kind in KINDS.values()}, "shard_dim_alltoall": "all_to_all"}
 _OURS = {"exchange": "all_to_all", "gather_blocks": "all_gather"}  # in overlapc's own namespace
-# The ops of the last three are unknown; all of them communicate.
+# Namespaces of ops that communicate; those in the last three are of unknown kind.
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
 _NOT_COMMUNICATION = ("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group")
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether `node` launches communication, known to us or not; a conditional whose branch does launches it too.
+    """Whether `node` launches communication, of a known kind or not; true of a conditional if one of its branches does.
 
-    A custom op does if it takes the name of a process group (`group_name`), as torch's own do.
+    A custom op is a collective if it takes the name of a process group (`group_name`), as torch's own collectives do.
     """
     namespace, name = op_of(node)
     if namespace in _NAMESPACES:
@@ -47,19 +47,19 @@ def _is_torchs(namespace: str, name: str) -> bool:
 
 
 def kind_of(node: fx.Node) -> str:
-    """What `schedule.model.Comm.collective` calls it; "unknown" for point-to-point and new ops."""
+    """Return the kind of a collective, as in `schedule.model.Comm`; "unknown" for point-to-point and other ops."""
     namespace, name = op_of(node)
     return _OURS.get(name, "unknown") if namespace == "overlapc" else _KINDS.get(_base(name), "unknown")
 
 
 def group_of(node: fx.Node) -> str | None:
-    """This rank's name of the process group that a collective runs on, or None if it names none."""
+    """Return this rank's name of the process group that a collective runs on, or None if the op takes no group."""
     arguments = declared_arguments(node.target, node.args, node.kwargs)
     return next((group_name_of(given) for declared, given in arguments if declared.name == "group_name"), None)
 
 
 def op_of(node: fx.Node) -> tuple[str, str]:
-    """Namespace and name of a node's op; empty for what is no op of torch's."""
+    """Return namespace and name of a node's op; both are empty if the node calls no torch op."""
     if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
         return node.target.namespace, node.target._opname
     return "", ""

@@ -1,10 +1,10 @@
-"""Values that must not be recomputed: a node compares them, and their bits depend on the kernel that computes them.
+"""Values that must not be recomputed, because a node compares them and their bits depend on the kernel they are in.
 
     total = sum(x); share = x / total; top = amax(share); ...; hit = eq(share, top)          total is saved
 
-A sum's last bit depends on the order of its terms, and that on the kernel it is fused into; so does that of everything
-else here. Element-wise operations, maxima and library calls give the same bits again. Where the user's checkpoint says
-to compute all of it again, such a sum is saved nevertheless: it is small beside what it sums.
+The last bit of a sum depends on the order of its terms, and so on the kernel that the sum is fused into; the same holds
+for all ops in `_INEXACT`. Element-wise ops, maxima and library calls give the same bits when they are repeated. A
+compared sum is saved even in a checkpoint that recomputes everything: it is small compared to what it sums.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INEXACT = _packets(
     "sum mean prod var var_mean std std_mean cumsum cumprod logcumsumexp logsumexp linalg_vector_norm norm index_add "
     "scatter_add scatter_reduce index_put _softmax _log_softmax native_layer_norm native_group_norm"
 )
-# Ops for which the last bit matters: steps, orders, positions.
+# Ops whose result can change completely with the last bit of an operand: comparisons, rounding, sorting, searching.
 _STEPS = _packets(
     "eq ne lt le gt ge isnan isinf sign sgn floor ceil trunc round frac remainder fmod floor_divide heaviside "
     "logical_not logical_and logical_or logical_xor threshold_backward hardtanh_backward argmax argmin sort topk "
@@ -37,7 +37,7 @@ _STEPS = _packets(
 
 
 def save_what_is_compared(graph: fx.Graph, backward: set[fx.Node]) -> int:
-    """Marks these values of a joint graph as saved; returns how many. backward: nodes that depend on tangents."""
+    """Mark these values of a joint graph as saved; return their number. backward: nodes that depend on tangents."""
     sharp: set[fx.Node] = set()  # nodes whose last bit decides a result
     marked = 0
     for node in reversed(graph.nodes):
@@ -55,7 +55,7 @@ def save_what_is_compared(graph: fx.Graph, backward: set[fx.Node]) -> int:
 
 
 def _results(node: fx.Node) -> Iterable[fx.Node]:
-    """The node, and the nodes that select its results."""
+    """Return the node and the `getitem` nodes that select its results."""
     return (node, *(user for user in node.users if user.target is operator.getitem))
 
 
@@ -64,7 +64,7 @@ def _is_step(user: fx.Node) -> bool:
     packet = getattr(target, "overloadpacket", None)
     if packet in _STEPS:
         return True
-    if packet in (aten.max, aten.min):  # along a dim: also where
+    if packet in (aten.max, aten.min):  # along a dim, they also return indices
         return target in (aten.max.dim, aten.min.dim)
     if packet is aten.div and "rounding_mode" in user.kwargs:
         return True

@@ -1,5 +1,7 @@
-"""Conditions on positions: comparisons of integers that depend on indices, joined by "and" and "or", not simplified
-further than by what is certain for every size that the indices can range over."""
+"""Conditions on indices: integer comparisons joined by "and" and "or".
+
+A condition is simplified only by facts that hold for every value of the indices and of symbolic sizes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ class NotNegative:
 
 @dataclass(frozen=True, slots=True)
 class AllOf:
-    """Every one of several conditions, none of them constant or implied by another."""
+    """All of several conditions, none of them constant or implied by another."""
 
     of: frozenset[NotNegative | AnyOf]
 
@@ -46,13 +48,13 @@ Condition = bool | NotNegative | AllOf | AnyOf
 
 @dataclass(frozen=True)
 class Box:
-    """The indices that conditions are about: how many values each takes, from 0."""
+    """The indices that conditions refer to, and their ranges."""
 
-    sizes: Mapping[sympy.Symbol, sympy.Expr]
-    shape_env: ShapeEnv | None  # what is known of sizes that are symbols; None: all are numbers
+    sizes: Mapping[sympy.Symbol, sympy.Expr]  # index -> size: its values are 0 to size - 1
+    shape_env: ShapeEnv | None  # bounds of symbolic sizes; None: all sizes are numbers
 
     def not_negative(self, value: sympy.Expr) -> Condition:
-        """`value >= 0`: True or False where that holds for all indices of the box and all sizes."""
+        """Return the condition `value >= 0`; True or False if it is the same for all indices and all symbolic sizes."""
         value = sympy.expand(value)
         if self._is_certain(value):
             return True
@@ -61,7 +63,7 @@ class Box:
         return NotNegative(value)
 
     def compare(self, op: str, left: sympy.Expr, right: sympy.Expr) -> Condition:
-        """`left op right` for integers. op: le, lt, ge, gt, eq or ne."""
+        """Return the condition `left op right` for integers. op: le, lt, ge, gt, eq or ne."""
         if isinstance(left, sympy.Abs) and op in ("le", "lt"):
             inside = left.args[0]
             return self.all_of([self.compare(op, inside, right), self.compare(op, -inside, right)])
@@ -76,7 +78,7 @@ class Box:
         return self.not_negative(difference if op in ("le", "ge") else difference - 1)
 
     def all_of(self, conditions: Iterable[Condition]) -> Condition:
-        """All of `conditions`, without those that others imply; False where two exclude each other."""
+        """Return "all of `conditions`", without implied ones; False if two of them exclude each other."""
         found = _flattened(conditions, AllOf, False)
         if found is None:
             return False
@@ -92,11 +94,11 @@ class Box:
         return AllOf(frozenset(found)) if len(found) > 1 else next(iter(found), True)
 
     def any_of(self, conditions: Iterable[Condition]) -> Condition:
-        """At least one of `conditions`."""
+        """Return "at least one of `conditions`"."""
         return negated(self.all_of([negated(each, self) for each in conditions]), self)
 
     def bounds(self, value: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
-        """The least and the largest that `value` can be, in sizes; None where it is not linear in the indices."""
+        """Return the minimum and maximum of `value`, in terms of sizes; None if it is not linear in the indices."""
         least = largest = value = sympy.expand(value)
         for index in value.free_symbols & self.sizes.keys():
             factor = value.coeff(index, 1)
@@ -108,7 +110,7 @@ class Box:
         return sympy.expand(least), sympy.expand(largest)
 
     def _is_certain(self, value: sympy.Expr) -> bool:
-        """Whether `value` is 0 or more for all indices and all sizes."""
+        """Whether `value` is known to be 0 or more for all indices and all symbolic sizes."""
         bounds = self.bounds(sympy.expand(value))
         if bounds is None:
             return False
@@ -120,7 +122,7 @@ class Box:
 
 
 def negated(condition: Condition, box: Box) -> Condition:
-    """The opposite of `condition`."""
+    """Return the negation of `condition`."""
     if isinstance(condition, bool):
         return not condition
     if isinstance(condition, NotNegative):
@@ -134,7 +136,7 @@ def negated(condition: Condition, box: Box) -> Condition:
 
 
 def _flattened(conditions: Iterable[Condition], kind: type[AllOf | AnyOf], decides: bool) -> set[Any] | None:
-    """The parts of `conditions`, of which those of one `kind` are joined alike; None where one is `decides`."""
+    """Return the parts of `conditions`, replacing each of `kind` by its parts; None if one of them is `decides`."""
     found: set[Any] = set()
     for each in conditions:
         if each is decides:

@@ -1,9 +1,9 @@
-"""Order that the graph asks for beyond its data: torch's `control_deps(earlier, subgraph, *args)`.
+"""Order that a graph demands beyond data dependences: torch's `control_deps(earlier, subgraph, *args)`.
 
 torch wraps an op in this way to make it run after ops whose results it does not read: waits for streams and events, and
 decisions of earlier passes. `inline_control_deps` puts the wrapped ops back into the graph, behind a node
-`done(*earlier)`, which names what must have run. As arguments, the earlier ops follow every rewrite of the
-graph; `order_of` says for a node which `done` it stands behind.
+`done(*earlier)` whose arguments are the nodes that must run before them. Because these are arguments, every rewrite of
+the graph updates them. `order_of` returns the `done` node that a node must follow.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ has_side_effect(done)
 
 
 def order_of(node: Node) -> Node | None:
-    """The `done` that `node` stands behind."""
+    """Return the `done` node that `node` must follow, or None."""
     return node.meta.get(_KEY)
 
 
 def inline_control_deps(gm: GraphModule) -> int:
-    """Every wrapped op as a node of the graph itself, marked with its `done`; returns how many were unwrapped."""
+    """Move every wrapped op into the graph itself, marked with its `done`; return the number of unwrapped ops."""
     wrapped = [node for node in gm.graph.nodes if _is_control_deps(node)]
     for node in wrapped:
         _unwrap(gm, node)
@@ -44,7 +44,7 @@ def inline_control_deps(gm: GraphModule) -> int:
 
 
 def _is_control_deps(node: Node) -> bool:
-    # By name: its module belongs to another backend, and is there only when that was imported.
+    # Compared by name, because torch registers the op only when Inductor, which defines it, is imported.
     return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() == "control_deps"
 
 
@@ -71,7 +71,7 @@ def _unwrap(gm: GraphModule, node: Node) -> None:
 
 
 def _copied(graph: Graph, inner: GraphModule, args: list[Any], mark: Node) -> Any:
-    """The nodes of `inner` put at the insert point of `graph`, each marked; what `inner` returns."""
+    """Copy the nodes of `inner` to the insert point of `graph`, each marked with `mark`; return its results."""
     now: dict[Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), args, strict=True))
     results: Any = None
     for node in inner.graph.nodes:

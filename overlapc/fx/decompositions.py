@@ -1,7 +1,7 @@
-"""Which ATen ops AOTAutograd decomposes into smaller ones.
+"""The ATen ops that AOTAutograd decomposes into smaller ones.
 
-torch's core set, less what is better lowered whole (variance, softmax's backward), called as a library kernel
-(attention), or kept as one call.
+These are torch's core set, except ops that are better lowered whole (variance, softmax's backward), called as a library
+kernel (attention), or left as one call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from overlapc.fx.versions import set_autograd_rule
 
 aten = torch.ops.aten
 
-# Lowered whole (overlapc/lowering) or library kernels: their decompositions move more bytes.
+# Not decomposed, but lowered whole (overlapc/lowering) or called as library kernels: decompositions move more bytes.
 KEPT = (
     aten._softmax_backward_data,
     aten._log_softmax_backward_data,
@@ -32,7 +32,7 @@ KEPT = (
     aten._scaled_dot_product_flash_attention_for_cpu_backward,
     aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention,
-    aten.embedding_dense_backward,  # its index_put with accumulation is one call too, and less exact in bfloat16
+    aten.embedding_dense_backward,  # decomposes into index_put with accumulation: one call, too, less exact in bfloat16
     aten.gelu,
     aten.silu,
     aten.lerp,
@@ -46,9 +46,9 @@ KEPT = (
     aten.index_put,
     aten.clamp_min,
     aten.clamp_max,
-    aten.linspace,  # its decomposition rounds low precision in other places than eager does
+    aten.linspace,  # in low precision, its decomposition rounds in other places than eager
 )
-# Broken up into what computes in float32, parameters included.
+# Decomposed into ops that compute in float32, also on parameters.
 NORMS = (
     aten.native_layer_norm,
     aten.native_group_norm,
@@ -60,10 +60,10 @@ NORMS = (
     aten._batch_norm_with_update_functional,
     aten._batch_norm_no_update,
 )
-# Not in the core set, but made of parts that fuse.
+# Not in torch's core set, but decomposed, because the parts fuse.
 BROKEN_UP = (
     *NORMS,
-    aten._softmax,  # what a row's maximum and sum are is little to save for backward, and rows can be computed again
+    aten._softmax,  # backward recomputes a row from its maximum and sum, which take little memory to save
     aten._log_softmax,
     aten.native_layer_norm_backward,
     aten.native_group_norm_backward,
@@ -92,9 +92,9 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 @lru_cache(None)
 def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
-    """Op -> decomposition, for AOTAutograd's `decompositions=`.
+    """Return the decomposition of each op, for AOTAutograd's `decompositions=`.
 
-    With `native_random`, random numbers come from generated code; without, from torch's own ops, as eager's do.
+    With `native_random`, generated code makes random numbers; without, torch's own ops do, as in eager.
     """
     kept = {getattr(packet, overload) for packet in KEPT for overload in packet.overloads()}
     table = {**core_aten_decompositions(), **get_decompositions(BROKEN_UP)}
@@ -123,9 +123,10 @@ def decompositions(native_random: bool = True) -> dict[Any, Callable[..., Any]]:
 
 
 def of_dense(op: Any) -> Callable[..., Any]:
-    """`op` itself instead of torch's rule, whose result has the dtype to which both tensors promote.
+    """Return a decomposition that keeps `op`, because torch's rule returns the dtype to which both tensors promote.
 
-    Where elements of `x` share memory, `op` of a copy: torch 2.11 traces a result whose elements share memory, too.
+    If elements of `x` share memory, `op` is called on a copy: torch 2.11 would trace a result whose elements share
+    memory, too.
     """
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -136,15 +137,15 @@ def of_dense(op: Any) -> Callable[..., Any]:
 
 
 def slices(x: Tensor, sizes: list[Any], dim: int = 0) -> Any:
-    """The parts of a split, which torch's partitioner saves, as slices, which backward may take again."""
+    """Split into slices: torch's partitioner would save the results of a split, but recomputes slices in backward."""
     if any(isinstance(size, torch.SymInt) for size in (*sizes, x.shape[dim])):
-        return NotImplemented  # slices would ask where each of them ends
+        return NotImplemented  # slices would add guards on where each of them ends
     ends = list(itertools.accumulate(sizes))
     return [aten.slice.Tensor(x, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor | float) -> Tensor:
-    """Laid out as `x`; torch's own rule copies in place to get there, which AOTAutograd refuses."""
+    """Decompose `index_fill` into a result laid out as `x`; torch's rule copies in place, which AOTAutograd rejects."""
     if x.dim() == 0:
         return index_fill(x.unsqueeze(0), 0, index, value).squeeze(0)
     number = value.to(x.dtype) if isinstance(value, Tensor) else aten.full([], value, dtype=x.dtype, device=x.device)
@@ -152,23 +153,23 @@ def index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor | float) -> Ten
 
 
 def hardtanh_backward(grad: Tensor, x: Tensor, low: float, high: float) -> Tensor:
-    """Of `x` in float32, as eager compares it: torch's own rule before 2.13 rounds the bounds to the dtype of `x`."""
+    """Compare `x` in float32, as eager does; torch's rule before 2.13 rounds the bounds to the dtype of `x`."""
     wide = x.float() if x.dtype in _LOW_PRECISION else x
     return torch.where((wide <= low) | (wide >= high), 0.0, grad)
 
 
 def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
-    """0 between the bounds, as in eager's vectors (the rest of its loop has -0 for what is negative); and so is the
-    gradient there, also where what comes back is infinite or NaN.
+    """Decompose `softshrink`: result and gradient are 0 between the bounds, also if the tangent is infinite or NaN.
 
-    torch's own rule multiplies that by 0, which is NaN in the gradient of `softshrink(x).abs().sqrt()`.
+    Between the bounds, eager's vectorized code gives 0, too (its scalar tail gives -0 for negative elements). torch's
+    rule multiplies the tangent by 0, which gives NaN in the gradient of `softshrink(x).abs().sqrt()`.
     """
     between = torch.where(x.isnan(), x, torch.zeros_like(x))
     return torch.where(x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, between))
 
 
 def norms(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """`_foreach_norm` as the norm of each, so that each fuses with its neighbours and all share launches again."""
+    """Decompose `_foreach_norm` into one norm for each tensor: these fuse with neighbours, and share launches again."""
     return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
 
 
@@ -181,9 +182,10 @@ def nll_loss_backward(
     ignore_index: int,
     total_weight: Tensor,
 ) -> Tensor:
-    """Minus the weight at each row's target, 0 elsewhere; by comparing positions, which needs nothing saved.
+    """Compute the gradient, which is minus the weight at each row's target and 0 elsewhere, by comparing positions.
 
-    torch's own scatters into zeros like the log-probabilities, and its partitioner then saves those or the zeros.
+    This saves nothing for backward. torch's rule scatters into zeros like the log-probabilities, and its partitioner
+    saves the log-probabilities or the zeros.
     """
     classes = log_probabilities.shape[-1]
     if reduction == 1:  # mean
@@ -202,7 +204,7 @@ def nll_loss_backward(
 
 
 def of_contiguous_on_cpu(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """`rule`, with contiguous results on a CPU, as eager's kernel has there; torch's own rule keeps strides."""
+    """Return `rule` with contiguous results on a CPU, as those of eager's kernel; torch's rule keeps strides."""
 
     @wraps(rule)
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -212,7 +214,7 @@ def of_contiguous_on_cpu(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_the_first_dtype(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """`rule`, its result in the dtype of the first tensor, as eager's, not in the one that all tensors promote to."""
+    """Return `rule` with its result in the dtype of the first tensor, as in eager, instead of the promoted dtype."""
 
     @wraps(rule)
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -222,9 +224,9 @@ def in_the_first_dtype(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_parameters_in_float32(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A normalization's `rule`; statistics of a low-precision tensor beside float32 parameters are float32, as eager's.
+    """Return a normalization's `rule` with float32 statistics for a low-precision tensor with float32 parameters.
 
-    torch's own rounds them on a CPU, whatever the parameters are.
+    Eager's statistics are float32 then, too; torch's rule rounds them on a CPU, whatever the parameters are.
     """
 
     @wraps(rule)
@@ -239,7 +241,10 @@ def with_parameters_in_float32(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def group_norm_backward(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """`rule`, computing in float32 on tensors of low precision, as eager's kernels do; gradients as their tensors."""
+    """Return `rule` computing in float32 on low-precision tensors, as eager's kernels do.
+
+    Each gradient has the dtype of its tensor.
+    """
 
     @wraps(rule)
     def call(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, *args: Any) -> Any:

@@ -3,7 +3,7 @@
     rand = aten.rand(4)                 ->      rand = aten.rand(4); overlapc.drawn(rand)
 
 torch drops unread random ops while it traces, unless Inductor's own `fallback_random` is set, which overlapc must not
-set. `drawn` has a side effect as far as torch knows, and is lowered to no code.
+set. `drawn` is registered as an op with side effects, so torch does not remove it; no code is generated for it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from overlapc.fx.rng_state import draws_nothing
 _library = torch.library.Library("overlapc", "FRAGMENT")
 _library.define("drawn(Tensor number) -> ()")
 _library.impl("drawn", lambda number: None, "CompositeExplicitAutograd")
-_LATE = "must_be_in_backward"  # a word of torch's partitioner
+_LATE = "must_be_in_backward"  # a tag that torch's partitioner reads
 DRAWN = has_side_effect(torch.ops.overlapc.drawn.default)
 
 
 def draws(target: Any) -> bool:
-    """Whether `target` itself advances a generator, and is no composition of other such ops."""
+    """Whether `target` itself advances a random generator, and is not a composition of other ops that do."""
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     return not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
@@ -36,7 +36,7 @@ def draws(target: Any) -> bool:
 
 @lru_cache(None)
 def drawn_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Every functional random op of torch -> itself and `drawn` of what it gives."""
+    """Return a decomposition of every functional random op of torch: the op itself, and `drawn` on its result."""
     names = (name[6:].split(".") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     found = (getattr(getattr(torch.ops.aten, name), "".join(overload) or "default") for name, *overload in names)
     return {op: partial(_drawn, op) for op in found if draws(op) and not op._schema.is_mutable}
@@ -51,9 +51,9 @@ def _drawn(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def draw_late(joint: fx.Graph) -> None:
-    """Keeps draws of backward in backward: torch's partitioner would move those that need no tangent to forward.
+    """Keep draws of backward in backward: torch's partitioner would move those that need no tangent to forward.
 
-    torch tags as forward's all that is; what a custom function's backward does has no tag.
+    torch tags all nodes of forward; nodes from the backward of a custom autograd function have no tag.
     """
     for node in joint.nodes:
         if node.meta.get("partitioner_tag") != "is_forward" and (node.target is DRAWN or draws(node.target)):
@@ -61,7 +61,7 @@ def draw_late(joint: fx.Graph) -> None:
 
 
 def draw_early(backward: fx.Graph) -> None:
-    """Removes from `backward`, in place, copies that torch's partitioner made of forward's draws."""
+    """Remove copies of forward's draws that torch's partitioner put into `backward`, in place."""
     for node in reversed(backward.nodes):
         if node.target is DRAWN and node.meta.get("partitioner_tag") != _LATE:
             number = node.args[0]

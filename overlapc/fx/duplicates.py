@@ -1,8 +1,8 @@
-"""Equal nodes of a joint graph computed once.
+"""Common subexpression elimination on a joint graph.
 
     a = _to_copy(x, dtype=bfloat16); …; b = _to_copy(x, dtype=bfloat16)  ->  a, read by b's users too
 
-torch's partitioner can do this, too, but imports most of Inductor for it and takes ten times as long.
+torch's partitioner has such a pass, too, but it imports most of Inductor and takes ten times as long.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ class _Unknown(Exception):
 
 
 def merge_duplicates(graph: fx.Graph) -> int:
-    """Replaces each node by an earlier one that is equal; returns how many.
+    """Replace each node by an equal earlier one; return the number of replaced nodes.
 
-    Not merged: what draws random numbers, changes memory or leaves the graph (two results that are equal are two
-    tensors), and what has no schema. Equal nodes with a change of memory between them are different.
+    Nodes that draw random numbers, write to memory, share memory with a result of the graph (two equal results must be
+    two tensors), or call neither a torch op nor a Python operator are not merged. Neither are two equal nodes with a
+    write to memory between them.
     """
     leaving = _storages_of_results(graph)
     changes = 0
@@ -41,9 +42,9 @@ def merge_duplicates(graph: fx.Graph) -> int:
 
 
 def merge_equal(graph: fx.Graph, kind: Callable[[fx.Node], object]) -> int:
-    """Replaces each node by an earlier one with the same op, arguments and `kind`; returns how many.
+    """Replace each node by an earlier one with the same op, arguments and `kind`; return the number of replaced nodes.
 
-    `kind` is asked of every function call in graph order; those of which it says None stay.
+    `kind` is called on every function call, in graph order. Calls for which it returns None are not merged.
     """
     first: dict[Any, fx.Node] = {}
     merged = 0
@@ -66,7 +67,8 @@ def _changes_memory(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return bool(target._schema.is_mutable)
-    # Functionalization left only those that say so in their name; Python's operators compute sizes.
+    # Of ops without a schema, only those with "mutation" in the name write after functionalization; Python's
+    # operators compute sizes.
     return "mutation" in getattr(target, "__name__", "")
 
 
@@ -84,7 +86,7 @@ def _storages_of_results(graph: fx.Graph) -> set[int | None]:
 
 
 def storage_of(node: fx.Node) -> int | None:
-    """The storage of a node's value; None if it has none."""
+    """Return an id of the storage of a node's fake tensor; None if its value is no strided tensor with a storage."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
@@ -95,7 +97,7 @@ def storage_of(node: fx.Node) -> int | None:
 
 
 def _key(value: Any) -> Any:
-    """A hashable key of `value`: 1, 1.0 and True differ, a node is its own key."""
+    """Return a hashable key of an argument: 1, 1.0 and True have different keys, a node is its own key."""
     if isinstance(value, fx.Node) or value is None:
         return value
     if isinstance(value, list | tuple):

@@ -1,20 +1,20 @@
-"""Reductions as an exchange and a sum: each rank gets all contributions to its part, and adds them up itself.
+"""Reductions as an exchange and a sum: each rank receives all contributions to its part, and adds them up itself.
 
     r = wait(reduce_scatter(cast(g), "avg"))
  -> p = wait(exchange(g)); r = (cast(p[0]) + cast(g[1]) + cast(p[1]) + ...) / ranks    (on rank 1)
 
-A ring adds up on the way, so data travel in the dtype of the sum. Here gradients travel as they were computed (half
-the bytes for bfloat16), are added in float32 in the order of ranks, and rounded once. The sum is plain ops: one
-generated kernel, with whatever reads it. It reads a rank's own part where that was computed, and those of the others
-where they arrived; so graphs of ranks differ in a number, and in nothing else. An all-reduce is the same and a gather
-of the sums:
+A ring reduces at each hop, so data are sent in the dtype of the sum. Here gradients are sent as they were computed
+(half the bytes for bfloat16), added in float32 in the order of ranks, and rounded once. The sum consists of plain ops,
+which fuse with their readers into one generated kernel. It reads this rank's own part from the input, and the other
+ranks' parts from the result of the exchange; so the graphs of ranks differ only in which part is their own. An
+all-reduce becomes the same, followed by a gather of the sums:
 
     r = wait(all_reduce(cast(g), "sum"))
  -> p = wait(exchange(flat(g))); s = cast(p[0]) + cast(flat(g)[1]) + ...; r = wait(all_gather(s))
 
-A group that has several ranks on each of several hosts first adds up within hosts; the library reduces across them what
-is left, a share for each rank of a host, in float32. Its gathers go the other way: shards of ranks that have the same
-place on their hosts across these, and all of that within a host.
+A group with several ranks on each of several hosts first adds up within each host; the library then reduces across
+hosts, in float32, one share for each rank of a host. Gathers go the other way: first across hosts, among the ranks that
+have the same place on their hosts, then within each host.
 
     r = wait(reduce_scatter(cast(g), "avg"))
  -> p = wait(exchange(g, within, blocks=hosts)); s = cast(p[0]) + cast(g[1]) + ...
@@ -55,14 +55,16 @@ def _gathered(shard: Tensor, ranks: int, group: str, blocks: int) -> Tensor:
     return shard.new_empty((shard.shape[0] * ranks, *shard.shape[1:]))
 
 
-# These two are for a graph that runs as it stands: where copies run it, nothing is waited for in them.
+# These two implementations serve graphs that run without the copy transport, so they block inside. Where copies carry
+# out a collective, they are not called.
 
 
 @torch.library.impl(_library, "exchange", "CompositeExplicitAutograd")
 def exchanged(given: Tensor, ranks: int, group: str, blocks: int = 1) -> Tensor:
-    """What the other ranks have for this one in an all-to-all of equal parts, in order of rank; to be waited for.
+    """Return the parts that the other ranks have for this one in an all-to-all of equal parts, in order of rank.
 
-    blocks: `given` is of so many, each with a part for every rank; what a rank gets of another stays together.
+    In a graph, the result must be waited for. blocks: number of blocks in `given`, each of which has a part for every
+    rank; the parts that one rank sends to another are adjacent in the result.
     """
     rows = given.shape[0] // ranks
     sent = given.unflatten(0, (blocks, ranks, -1)).transpose(0, 1).flatten(0, 2).contiguous()
@@ -73,7 +75,10 @@ def exchanged(given: Tensor, ranks: int, group: str, blocks: int = 1) -> Tensor:
 
 @torch.library.impl(_library, "gather_blocks", "CompositeExplicitAutograd")
 def gathered_blocks(shard: Tensor, ranks: int, group: str, blocks: int) -> Tensor:
-    """Each of the blocks that a shard is of, gathered by itself: block by block, in order of rank; to be waited for."""
+    """Gather each block of `shard` by itself: the result has block after block, each in order of rank.
+
+    In a graph, the result must be waited for.
+    """
     parts = _c10d.wait_tensor(_c10d.all_gather_into_tensor(shard, ranks, group))
     return parts.unflatten(0, (ranks, blocks, -1)).transpose(0, 1).flatten(0, 2).contiguous()
 
@@ -83,7 +88,7 @@ torch.library.register_fake("overlapc::gather_blocks", _gathered, lib=_library)
 
 
 def blocks_of(target: Any, args: Sequence[Any]) -> int:
-    """Of how many blocks are the tensors of a collective, each of which is gathered or exchanged by itself."""
+    """Return the number of blocks of a collective, each of which is gathered or exchanged by itself."""
     given = {declared.name: value for declared, value in declared_arguments(target, args, {})}
     return int(given.get("blocks", 1))
 
@@ -103,18 +108,20 @@ REDUCTIONS = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
 
 
 class Place(NamedTuple):
-    """Which of how many ranks this one is: of a group on one host, or of its ranks on this rank's host."""
+    """This rank's place in a process group: among all its ranks, or, over several hosts, among those on its host."""
 
     rank: int
     ranks: int
     hosts: int = 1
-    within: str = ""  # of several hosts: torch's name of the group of these ranks
-    across: str = ""  # and of those that have this rank's place on every host
+    within: str = ""  # with several hosts: torch's name of the group of the ranks on this host
+    across: str = ""  # with several hosts: torch's name of the group of the ranks with this place on every host
 
 
 def exchange_reductions(graph_module: fx.GraphModule, place_of: Callable[[fx.Node], Place | None]) -> int:
-    """Rewrites reductions of a canonical graph; how many. `place_of`: this rank's among those that reduce, None to
-    leave a reduction alone."""
+    """Rewrite reductions of a canonical graph; return the number of rewritten ones.
+
+    place_of: returns this rank's place in the group of a reduction, or None to leave that reduction unchanged.
+    """
     graph = graph_module.graph
     count = 0
     for start in list(graph.nodes):
@@ -131,7 +138,7 @@ def exchange_reductions(graph_module: fx.GraphModule, place_of: Callable[[fx.Nod
 
 
 def gather_by_hosts(start: fx.Node, place: Place) -> None:
-    """Rewrites a gather of a canonical graph, over several hosts: across these first."""
+    """Rewrite a gather over several hosts in a canonical graph: first across hosts, then within each."""
     (wait,) = start.users
     write = NodeWriter(start, start)
     across = write.call(_c10d.all_gather_into_tensor.default, argument(start, 0), place.hosts, place.across)
@@ -143,14 +150,14 @@ def gather_by_hosts(start: fx.Node, place: Place) -> None:
 
 
 def travelling_bytes(start: fx.Node) -> int:
-    """What the exchange of a reduction moves: its input, as it was before casts that lost nothing."""
+    """Return the bytes that the exchange of a reduction moves: those of its input before casts that are exact."""
     given: fx.Node = argument(start, 0)
     value: Tensor = given.meta["val"]
     return value.numel() * (_narrowest(given) or value.dtype).itemsize
 
 
 def refusal(start: fx.Node) -> str | None:
-    """Reason why a reduction cannot be an exchange and a sum; None if it can."""
+    """Return the reason why a reduction cannot be an exchange and a sum; None if it can."""
     given = argument(start, 0).meta["val"]
     if argument(start, 1) not in ("sum", "avg"):
         return f"its reduction is {argument(start, 1)!r}"
@@ -166,7 +173,7 @@ def refusal(start: fx.Node) -> str | None:
 
 
 def _is_impure(node: fx.Node) -> bool:
-    """What only this rewriting leaves unread may go: casts and moves."""
+    """Whether dead-code elimination must keep a node: all except casts and moves, which this rewrite leaves unread."""
     return node.op in ("placeholder", "output") or (node.target not in _MOVES and node.target not in _CASTS)
 
 
@@ -216,7 +223,7 @@ def _exchange(start: fx.Node, place: Place) -> None:
 
 
 def _across_hosts(write: NodeWriter, total: fx.Node, place: Place, *, whole: bool) -> fx.Node:
-    """What ranks of this host have in sum, added up across hosts: all of it, or this host's block."""
+    """Reduce the sums of this host across hosts: all of them (`whole`), or only this host's block."""
     if whole:
         started = write.call(_c10d.all_reduce.default, total, "sum", place.across)
     else:
@@ -227,7 +234,7 @@ def _across_hosts(write: NodeWriter, total: fx.Node, place: Place, *, whole: boo
 
 
 def _in_parts(write: NodeWriter, node: fx.Node, ranks: int) -> fx.Node:
-    """`node` as one row of numbers that divides by the ranks, zeros behind it."""
+    """Return `node` flattened, padded with zeros to a multiple of `ranks` elements."""
     value: Tensor = node.meta["val"]
     if not value.is_contiguous():
         node = write.call(aten.clone.default, node, memory_format=torch.contiguous_format)
@@ -243,13 +250,13 @@ def _cast(write: NodeWriter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _as_computed(node: fx.Node, dtype: torch.dtype, write: NodeWriter) -> fx.Node:
-    """What `node` was before it was cast up to `dtype`, moved as it was; itself if it was not cast."""
+    """Return `node` without its casts up to `dtype`, but with its moves; itself if it was not cast."""
     narrow = _narrowest(node)
     return node if narrow is None or narrow == dtype else _moved(node, narrow, write)
 
 
 def _narrowest(node: fx.Node) -> torch.dtype | None:
-    """The dtype that the numbers of `node` had before casts that lost nothing; None where they had several."""
+    """Return the dtype of `node` before exact casts; its own dtype if its inputs had several."""
     dtype: torch.dtype = node.meta["val"].dtype
     if node.target in _CASTS and _widens(node):
         return _narrowest(argument(node, 0))
@@ -260,7 +267,7 @@ def _narrowest(node: fx.Node) -> torch.dtype | None:
 
 
 def _widens(cast: fx.Node) -> bool:
-    """Whether a cast keeps every number, layout and device as they are."""
+    """Whether a cast is exact, and changes neither shape nor device."""
     before, after = argument(cast, 0).meta["val"], cast.meta["val"]
     exact = before.dtype in (torch.bfloat16, torch.float16) and after.dtype in (torch.float32, torch.float64)
     return exact and before.device == after.device and before.shape == after.shape
@@ -271,7 +278,7 @@ def _pads_with_zero(node: fx.Node) -> bool:
 
 
 def _moved(node: fx.Node, narrow: torch.dtype, write: NodeWriter) -> fx.Node:
-    """`node` as made of what was not yet cast."""
+    """Return `node` recomputed without the casts behind dtype `narrow`."""
     if node.meta["val"].dtype == narrow:
         return node
     if node.target in _CASTS:

@@ -1,14 +1,14 @@
-"""FSDP2's flat buckets taken apart into one collective a tensor (S22).
+"""Splits FSDP2's flat buckets into one collective for each tensor (S22).
 
 FSDP2 copies the shards of a group into one flat tensor, gathers that, and copies every parameter out again; gradients
-are cut into chunks and copied together, reduced, and read through strided views. For the tensors alone that is
+are divided into chunks, copied into one tensor, reduced, and read through strided views. Without the copies, this is
 
     flat = copy_in(a, b); g = wait(all_gather(flat)); split_copy(g, out=[x, y])   ->  x = wait(all_gather(a)); y = ...
     flat = chunk_cat(u, v); r = wait(reduce_scatter(flat)); as_strided(r, ...)    ->  wait(reduce_scatter(u)); ...
 
-because the gathered shard of one tensor *is* the tensor, and a full gradient *is* what the scatter takes. The group
-stays together as the unit that `passes/bucket.py` merges again: one launch over the tensors where they lie, without
-copies. What does not fit becomes plain ATen ops, for which kernels are generated and fused.
+because the gathered shard of one tensor *is* the tensor, and the scatter takes a full gradient as it is. The group
+remains a unit, which `passes/bucket.py` merges again into one launch on the tensors in place, without copies. Ops of
+other forms become plain ATen ops, for which kernels are generated and fused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from overlapc.fx.node_writer import NodeWriter
 aten, fsdp, _c10d = torch.ops.aten, torch.ops.fsdp, torch.ops._c10d_functional
 _WAIT = _c10d.wait_tensor.default
 _VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default})
-# What may lie between a flat reduction and the views of it: the same for every element.
+# Ops between a flat reduction and the views of its result: they do the same to every element.
 _BETWEEN = frozenset(
     {aten.div.Tensor, aten.mul.Tensor, aten._to_copy.default, torch.ops.prims.convert_element_type.default}
 )
@@ -40,15 +40,15 @@ _BETWEEN = frozenset(
 
 @dataclass
 class _Flat:
-    """What went into flat tensors, by the node that is the flat tensor."""
+    """The parts of flat tensors, by the node of the flat tensor."""
 
     shards: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # one-dimensional
     gradients: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # padded to equal chunks on dim 0
-    replaced: list[fx.Node] = field(default_factory=list)  # the last readers first
+    replaced: list[fx.Node] = field(default_factory=list)  # readers before the nodes they read
 
 
 def split_buckets(graph: fx.Graph) -> int:
-    """Takes every bucket of the graph apart; returns how many of FSDP2's ops were replaced."""
+    """Split every bucket of the graph; return the number of FSDP2's ops that were replaced."""
     flat, replaced = _Flat(), 0
     for node in list(graph.nodes):
         if node.target is fsdp.all_gather_copy_in.default:
@@ -73,7 +73,7 @@ def split_buckets(graph: fx.Graph) -> int:
 
 
 def _copy_in(node: fx.Node, flat: _Flat) -> None:
-    """`all_gather_copy_in(inputs, out, sizes, numel, rank) -> (this rank's part of out, out)` without its aliasing."""
+    """Replace `all_gather_copy_in(inputs, out, sizes, numel, rank) -> (this rank's part of out, out)`."""
     inputs, out, numel, rank = (argument(node, at) for at in (0, 1, 3, 4))
     write = NodeWriter(node, node)
     dtype = out.meta["val"].dtype
@@ -83,14 +83,14 @@ def _copy_in(node: fx.Node, flat: _Flat) -> None:
     for item in list(node.users):
         if argument(item, 1) == 0:
             item.replace_all_uses_with(mine)
-        elif item.users:  # the whole buffer, of which only our part is known
+        elif item.users:  # a read of the whole buffer, in which only this rank's part is known
             at = rank * numel
             whole = write.call(aten.slice_scatter.default, out, mine, 0, at, at + numel)
             item.replace_all_uses_with(whole)
 
 
 def _copy_out(node: fx.Node, flat: _Flat) -> bool:
-    """`split_with_sizes_copy(gathered.view(ranks, -1), sizes, dim=1, out=…)`; False where it stays as it is."""
+    """Replace `split_with_sizes_copy(gathered.view(ranks, -1), sizes, dim=1, out=…)`; return False if it stays."""
     gathered, sizes = argument(node, "all_gather_output"), argument(node, "all_gather_input_split_sizes")
     outs = [base for at in range(len(sizes)) if (base := _base(node, f"out_{at}")) is not None]
     if argument(node, "dim") != 1 or len(outs) < len(sizes):
@@ -119,13 +119,13 @@ def _copy_out(node: fx.Node, flat: _Flat) -> bool:
 
 
 def _gathered_apart(node: fx.Node, start: fx.Node, shards: list[fx.Node]) -> list[fx.Node]:
-    """One gather a shard, where the flat one starts, and one wait each, before `node`."""
+    """Gather each shard where the flat gather starts, and wait for each before `node`; return the waits."""
     starts = [_launcher(start, start, at).call(start.target, shard, *start.args[1:]) for at, shard in enumerate(shards)]
     return [_launcher(node, start, at).call(_WAIT, each) for at, each in enumerate(starts)]
 
 
 def _chunk_cat(node: fx.Node, flat: _Flat) -> bool:
-    """`chunk_cat(gradients, 0, ranks, out=flat.view(ranks, -1))`; False where it stays as it is."""
+    """Replace `chunk_cat(gradients, 0, ranks, out=flat.view(ranks, -1))`; return False if it stays."""
     base = _base(node, "out")
     if base is None or argument(node, "dim") != 0:
         return False
@@ -151,7 +151,7 @@ def _chunk_cat(node: fx.Node, flat: _Flat) -> bool:
 
 
 def _split_reduction(start: fx.Node, flat: _Flat) -> None:
-    """Reduce the gradients of a flat bucket one by one, if everything that reads it is a view of one of them."""
+    """Reduce the gradients of a flat bucket one by one, if all readers of its result are views of one gradient."""
     flat_input = argument(start, 0)
     while isinstance(flat_input, fx.Node) and flat_input not in flat.gradients and flat_input.target in _VIEWS:
         flat_input = argument(flat_input, 0)
@@ -179,7 +179,7 @@ def _split_reduction(start: fx.Node, flat: _Flat) -> None:
         size: list[int] = list(argument(view, 1))
         write = NodeWriter(view, view)
         part = reduced[at]
-        # On ranks without padding, too: all have to have the same nodes.
+        # Ranks without padding slice, too, because all ranks must have the same nodes.
         if gradients[at].target is aten.constant_pad_nd.default:
             part = write.call(aten.slice.Tensor, part, 0, 0, size[0])
         view.replace_all_uses_with(part)
@@ -187,7 +187,7 @@ def _split_reduction(start: fx.Node, flat: _Flat) -> None:
 
 
 def _readers(wait: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """(steps done to the whole flat reduction, in order; strided views of what comes out)."""
+    """Return (the ops on the whole flat reduction, in order; the strided views of their result)."""
     between: list[fx.Node] = []
     current = wait
     while len(current.users) == 1:
@@ -204,7 +204,7 @@ def _readers(wait: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _part_of(view: fx.Node, gradients: list[fx.Node], offsets: list[int], ranks: int) -> int | None:
-    """Which gradient's shard a strided view of the flat reduction is; None if it is not the first rows of one."""
+    """Return the index of the gradient whose shard a strided view reads; None unless it reads the first rows of one."""
     size: list[int] = list(argument(view, 1))
     offset = argument(view, 3) or 0
     if offset not in offsets[:-1] or tuple(argument(view, 2)) != make_contiguous_strides_for(size):
@@ -218,13 +218,13 @@ def _part_of(view: fx.Node, gradients: list[fx.Node], offsets: list[int], ranks:
 
 
 def _launcher(anchor: fx.Node, start: fx.Node, number: int) -> NodeWriter:
-    """Nodes of the `number`-th tensor of a bucket, labelled with the bucket as their unit."""
+    """Return a writer of nodes for the `number`-th tensor of a bucket, labelled with the bucket as their unit."""
     label = ParamLabel(group=start.name, param=f"{start.name}.{number}", axis="")
     return NodeWriter(anchor, start, label.as_annotation())
 
 
 def _source(node: fx.Node, launch: Any) -> tuple[fx.Node | None, list[fx.Node]]:
-    """The `launch` whose waited-for result `node` is, through views, and the nodes from it to `node`."""
+    """Return the node of `launch` whose result `node` is, behind a wait and views, and the path from `node` to it."""
     path = [node]
     while path[-1].target in _VIEWS:
         path.append(argument(path[-1], 0))
@@ -235,7 +235,7 @@ def _source(node: fx.Node, launch: Any) -> tuple[fx.Node | None, list[fx.Node]]:
 
 
 def _base(node: fx.Node, name: str) -> int | None:
-    """The index of the base that argument `name` of a functionalized op covers whole, or None."""
+    """Return the index of the base tensor that argument `name` of a functionalized op covers completely, or None."""
     index = argument(node, f"_{name}_base_index")
     if not isinstance(index, int):
         return None
@@ -250,7 +250,7 @@ def _base(node: fx.Node, name: str) -> int | None:
 
 
 def _results(node: fx.Node) -> dict[int, fx.Node]:
-    """Nodes that hold the bases after a functionalized op without results of its own, by base."""
+    """Return, by base, the nodes that hold the bases after a functionalized op that has no other results."""
     return {argument(user, 1) - 1: user for user in node.users if argument(user, 1)}
 
 

@@ -9,9 +9,9 @@ from overlapc.fx.unsharded import remove_fills
 
 
 def clean_up(graph_module: fx.GraphModule) -> int:
-    """Removes resizes of storage, and takes flat buckets apart; returns how many ops were replaced.
+    """Remove resizes of storage, and split flat buckets; return the number of replaced ops.
 
-    Comes before `canonicalize`, after which everything is as if `overlapc.fully_shard` had written it.
+    Runs before `canonicalize`, after which the graph is as if `overlapc.fully_shard` had written it.
     """
     replaced = remove_fills(graph_module.graph) + split_buckets(graph_module.graph)
     if replaced:

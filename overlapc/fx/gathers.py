@@ -1,6 +1,6 @@
-"""Sharded parameters in a graph: finds each gather with its casts and views; merges duplicates.
+"""Finds the gathers of sharded parameters with their casts and views, and merges duplicate gathers and reductions.
 
-A parameter that forward reads twice is gathered twice as traced, and each read reduces its own gradient.
+If forward reads a parameter twice, the traced graph gathers it twice and reduces a gradient for each read.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from overlapc.fx.labels import ParamLabel, label_of
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
-# One tensor in, the same numbers out: what lies between a shard and its gather, and between a gathered
-# parameter and the op that computes with it. None of them is worth keeping a copy of the parameter for.
+# Ops that only move or cast elements: they lie between a shard and its gather, and between the gathered parameter
+# and its readers. Recomputing them is always better than keeping another copy of the parameter.
 CARRIERS: frozenset[Any] = frozenset(
     {
         aten.view.default,
@@ -50,7 +50,7 @@ CARRIERS: frozenset[Any] = frozenset(
 
 _GATHERS = frozenset({_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_coalesced.default})
 
-# What `fully_shard` does to a gradient: f(x + y) == f(x) + f(y) for each of them.
+# The ops that `fully_shard` applies to a gradient; f(x + y) == f(x) + f(y) holds for each.
 _LINEAR: frozenset[Any] = CARRIERS - {operator.getitem} | {
     _c10d.reduce_scatter_tensor.default,
     _c10d.all_reduce.default,
@@ -64,7 +64,7 @@ class Gather:
     """One gather of a sharded parameter in a graph."""
 
     label: ParamLabel
-    before: tuple[fx.Node, ...]  # casts, pads and views from the placeholder on, in order
+    before: tuple[fx.Node, ...]  # casts, pads and views between the placeholder and `start`, in order
     start: fx.Node
     wait: fx.Node
     after: tuple[fx.Node, ...]  # views and casts of the gathered tensor
@@ -76,7 +76,7 @@ class Gather:
 
 
 def parameter_gathers(graph: fx.Graph) -> Iterator[Gather]:
-    """Every gather that `fully_shard` labelled, in graph order."""
+    """Return every gather with a label of `fully_shard`, in graph order."""
     for start in graph.find_nodes(op="call_function", target=_c10d.all_gather_into_tensor.default, sort=True):
         label = label_of(start)
         wait = next((user for user in start.users if user.target is _c10d.wait_tensor.default), None)
@@ -91,7 +91,7 @@ def parameter_gathers(graph: fx.Graph) -> Iterator[Gather]:
 
 
 def whole_parameter_casts(graph: fx.Graph) -> Iterator[tuple[ParamLabel, tuple[fx.Node, ...]]]:
-    """The casts of labelled parameters that lie whole on this rank, each with the views and casts of its result."""
+    """Return the casts of labelled parameters that this rank holds whole, each with its views and further casts."""
     for node in graph.find_nodes(op="call_function", target=aten._to_copy.default, sort=True):
         label, source = label_of(node), node.args[0]
         if label is None:
@@ -105,7 +105,7 @@ def whole_parameter_casts(graph: fx.Graph) -> Iterator[tuple[ParamLabel, tuple[f
 
 
 def _carried(root: fx.Node) -> tuple[fx.Node, ...]:
-    """All views and casts of `root`, and of those, as far as they hold nothing but `root`."""
+    """Return all views and casts of `root`, direct or indirect, that have no other input."""
     found: dict[fx.Node, None] = {}
     pending = list(root.users)
     while pending:
@@ -117,7 +117,7 @@ def _carried(root: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def merge_gathers(graph: fx.Graph) -> int:
-    """Merge equal gathers in an ATen graph, with their casts and pads; returns how many nodes it removed."""
+    """Merge equal gathers in an ATen graph, with their casts and pads; return the number of removed nodes."""
     wanted: set[fx.Node] = set()
     for start in graph.nodes:
         if start.target in _GATHERS:
@@ -126,7 +126,7 @@ def merge_gathers(graph: fx.Graph) -> int:
 
 
 def _carriers_before(start: fx.Node) -> Iterator[fx.Node]:
-    """Casts, pads and views through which a launch's inputs pass."""
+    """Return the casts, pads and views that a launch's inputs are computed with."""
     seen: set[fx.Node] = set()
     pending = list(start.all_input_nodes)
     while pending:
@@ -138,7 +138,7 @@ def _carriers_before(start: fx.Node) -> Iterator[fx.Node]:
 
 
 def _waits_behind(start: fx.Node) -> Iterator[fx.Node]:
-    """The waits for a launch; of a coalesced one also those for its parts."""
+    """Return the waits for a launch; for a coalesced one, the `getitem` nodes of its parts and their waits."""
     for user in start.users:
         if user.target is _c10d.wait_tensor.default:
             yield user
@@ -148,7 +148,7 @@ def _waits_behind(start: fx.Node) -> Iterator[fx.Node]:
 
 
 def merge_reductions(graph: fx.Graph) -> int:
-    """Reduces the sum of a parameter's gradients in place of each one; returns how many it removed.
+    """Add up a parameter's gradients before reducing them once; return the number of removed reductions.
 
         a = reduce(x); b = reduce(y); s = add(a, b)  ->  t = add(x, y); s = reduce(t)
 
@@ -165,7 +165,7 @@ def merge_reductions(graph: fx.Graph) -> int:
         if late < early:
             pairs = [(second, first) for first, second in pairs]
             early, late = late, early
-        # The later chain stays, where both gradients are at hand.
+        # The later chain stays, because both gradients are computed before it.
         gradients = (early.all_input_nodes[0], late.all_input_nodes[0])
         with graph.inserting_before(late):
             total = graph.call_function(aten.add.Tensor, gradients)
@@ -181,7 +181,7 @@ def merge_reductions(graph: fx.Graph) -> int:
 
 
 def _equal_chains(first: fx.Node, second: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """Pairs of equal nodes in the chains that reduce two gradients of one parameter, from the end up."""
+    """Return pairs of equal nodes in the chains that reduce two gradients of one parameter, last pair first."""
     pairs: list[tuple[fx.Node, fx.Node]] = []
     label = label_of(first)
     while (

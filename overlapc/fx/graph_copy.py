@@ -1,4 +1,4 @@
-"""Copies of FX graphs, for who rewrites one and may need it as it was."""
+"""Copies of FX graphs, for code that rewrites a graph and may still need the original."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch.fx import Graph
 
 
 def copied(graph: Graph) -> Graph:
-    """The same nodes once more."""
+    """Return a copy of `graph`."""
     copy = Graph()
     copy.output(copy.graph_copy(graph, {})).meta = dict(graph.output_node().meta)
     return copy

@@ -1,4 +1,4 @@
-"""Process groups by names that are equal on all ranks."""
+"""Names of process groups that are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from overlapc.fx.communication import group_of, is_collective, kind_of
 from overlapc.fx.labels import label_of
 from overlapc.fx.versions import resolve_group
 
-OURS = "overlapc_"  # how torch's description of a group begins that overlapc made; its name in schedules follows
+OURS = "overlapc_"  # prefix of `group_desc` of groups that overlapc created; their name in schedules follows it
 
 
 def ranks_of(group: str) -> tuple[int, ...]:
-    """Global ranks of a process group by its name."""
+    """Return the global ranks of the process group that torch calls `group`."""
     return tuple(dist.get_process_group_ranks(resolve_group(group)))
 
 
 class GroupNames:
     """Names of a graph's process groups that are equal on all ranks, and differ between groups.
 
-    torch's own names count up per process and so differ between ranks. A group is called by, in this order: the
-    name that overlapc gave it; the mesh axis that `fully_shard` wrote on its nodes; the axis that `DeviceMesh`
-    wrote into the group's description; "world"; its shape, such as "2x4" for two ranks that are four apart. Of two
-    groups with the same axis name all but the first (in graph order, which ranks share) get their shape appended:
-    "tp.2x4".
+    torch numbers its groups per process, so torch's names differ between ranks. A group's name here is the first that
+    exists of: the name that overlapc gave it; the mesh axis in the labels that `fully_shard` wrote on its nodes; the
+    axis that `DeviceMesh` wrote into the group's description; "world"; its shape, such as "2x4" for two ranks that are
+    four apart. If several groups have the same name, all except the first (in graph order, which is the same on all
+    ranks) get their shape appended: "tp.2x4".
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -55,11 +55,11 @@ class GroupNames:
             self._names[group] = name
 
     def __getitem__(self, group: str) -> str:
-        """The name of a group, by torch's name for it; KeyError for one that the graph does not use."""
+        """Return the name of the group that torch calls `group`; KeyError if the graph does not use it."""
         return self._names[group]
 
     def ranks(self, group: str) -> tuple[int, ...]:
-        """Global ranks of a group; KeyError likewise."""
+        """Return the global ranks of the group that torch calls `group`; KeyError if the graph does not use it."""
         return self._ranks[group]
 
 

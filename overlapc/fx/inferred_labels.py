@@ -1,11 +1,11 @@
-"""Labels for sharded parameters that `overlapc.fully_shard` did not shard: FSDP that a user wrote with DTensors.
+"""Labels for parameters that were not sharded by `overlapc.fully_shard`: FSDP that a user wrote with DTensors.
 
-    %w = wait(all_gather(cast(%parameter)))              the graph's input goes through casts and views into a gather
-    return cast(wait(reduce_scatter(%gradient)))         a reduction goes through casts and views out of the graph
+    %w = wait(all_gather(cast(%parameter)))              a gather of a graph input behind casts and views
+    return cast(wait(reduce_scatter(%gradient)))         a reduction whose result is returned behind casts and views
 
 Such a chain gets the label that `fully_shard` would have written, with the block that its module belongs to as the
-group. So packing and buckets (fx/pack.py, passes/bucket.py) treat both alike. Labels are inferred when torch has
-divided the joint graph already: what is gathered again in backward remains the user's choice.
+group. Packing and bucketing (fx/pack.py, passes/bucket.py) then treat both alike. Labels are inferred after torch has
+partitioned the joint graph, so the user still decides which parameters are gathered again in backward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_MODULE = "parameters"  # the group of chains whose tracer recorded no module
 
 
 def infer_labels(graph: fx.Graph) -> int:
-    """Label every parameter's chain that has no label, in a canonical graph; returns how many chains were labelled."""
+    """Label the unlabelled chains of parameters in a canonical graph; return the number of labelled chains."""
     labelled = 0
     for start in graph.nodes:
         if label_of(start) is not None:
@@ -47,7 +47,7 @@ def infer_labels(graph: fx.Graph) -> int:
 
 
 def _gather_of_an_input(start: fx.Node) -> list[fx.Node]:
-    """The nodes between an input of the graph and the wait for its gather; empty if the input is computed on first."""
+    """Return the nodes from a graph input to the wait for its gather; empty unless casts and views alone precede it."""
     chain = [start, *(user for user in start.users if user.target is _c10d.wait_tensor.default)]
     node = start.args[0]
     while isinstance(node, fx.Node) and node.target in CARRIERS:
@@ -57,7 +57,7 @@ def _gather_of_an_input(start: fx.Node) -> list[fx.Node]:
 
 
 def _reduction_to_an_output(start: fx.Node) -> list[fx.Node]:
-    """A reduction and the later nodes up to an output; empty unless these only move, cast or scale the result."""
+    """Return a reduction and the nodes from it to an output; empty unless these only move, cast or scale its result."""
     chain = [start]
     for user in _behind(start):
         if user.op == "output":
@@ -70,7 +70,7 @@ def _reduction_to_an_output(start: fx.Node) -> list[fx.Node]:
 
 
 def _behind(start: fx.Node) -> Iterator[fx.Node]:
-    """All users of `start`, and theirs, each once; a caller may stop at any."""
+    """Yield the direct and indirect users of `start`, each once."""
     seen = {start}
     pending = list(start.users)
     while pending:

@@ -1,4 +1,4 @@
-"""What a node of the graph knows about the sharded parameter it serves.
+"""Labels on nodes: the sharded parameter that a node gathers or whose gradient it reduces.
 
 `overlapc.fully_shard` writes one label on every node that gathers a parameter or reduces its gradient. It
 travels as `node.meta["custom"]["overlapc"]` (`torch.fx.traceback.annotate`), because that is the one piece of
@@ -23,9 +23,9 @@ KEY = "overlapc"  # under node.meta["custom"]
 
 @dataclass(frozen=True, slots=True)
 class ParamLabel:
-    """The sharded parameter a node belongs to, in plain values, equal on all ranks but for `post_*`."""
+    """The sharded parameter that a node belongs to, as plain values; equal on all ranks except for `post_*`."""
 
-    group: str  # path of the module given to fully_shard, seen from the outermost one; "" for that one itself
+    group: str  # path of the module passed to fully_shard, from the outermost module; "" for the outermost one
     param: str  # the parameter's name in the outermost module's state_dict
     axis: str  # mesh axis that parameters are sharded over (gather and reduce-scatter)
     replicate_axis: str = ""  # HSDP: mesh axis that the scattered gradient is all-reduced over
@@ -35,25 +35,25 @@ class ParamLabel:
     post_rank: int = 0  # this rank in that group
 
     def as_annotation(self) -> dict[str, dict[str, Any]]:
-        """What `torch.fx.traceback.annotate` takes; plain values only, as torch may log it as JSON."""
+        """Return the label for `torch.fx.traceback.annotate`; plain values only, because torch may log it as JSON."""
         return {KEY: dataclasses.asdict(self)}
 
 
 def annotate(label: ParamLabel) -> AbstractContextManager[Any]:
-    """Label every node traced inside; free when nothing is being traced."""
+    """Label every node traced inside the context; costs nothing while nothing is traced."""
     if traceback.has_preserved_node_meta():
         return traceback.annotate(label.as_annotation())
     return nullcontext()
 
 
 def put_label(node: fx.Node, label: ParamLabel) -> None:
-    """Label one node of a finished graph."""
+    """Label one node of an already traced graph."""
     custom = node.meta.get("custom")
     node.meta["custom"] = {**(custom if isinstance(custom, Mapping) else {}), **label.as_annotation()}
 
 
 def label_of(node: fx.Node) -> ParamLabel | None:
-    """The label on `node`, or None."""
+    """Return the label of `node`, or None."""
     custom = node.meta.get("custom")
     if not isinstance(custom, Mapping) or KEY not in custom:
         return None

@@ -1,4 +1,4 @@
-"""Add nodes to a graph with everything later stages read from them: fake values, labels, source lines."""
+"""Adds nodes to a graph with the metadata that later stages read: fake values, labels, source lines."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _CARRIED = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "custom", "
 
 
 def described_like(node: fx.Node) -> dict[str, Any]:
-    """Metadata about the origin of `node`, for a node that replaces it."""
+    """Return the metadata about the origin of `node`, for a node that replaces it."""
     return {key: node.meta[key] for key in _CARRIED if key in node.meta}
 
 
 class NodeWriter:
-    """Appends calls before `anchor`, described like `like`; `custom` is what `fx.labels` reads."""
+    """Inserts calls before `anchor` with the metadata of `like`; `custom` holds the entries that `fx.labels` reads."""
 
     def __init__(self, anchor: fx.Node, like: fx.Node, custom: dict[str, Any] | None = None) -> None:
         self.anchor = anchor
@@ -28,7 +28,7 @@ class NodeWriter:
             self.meta["custom"] = {**self.meta.get("custom", {}), **custom}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node that calls `target`, with the fake value that it has for these arguments."""
+        """Insert a node that calls `target`, with its fake result as metadata, and return it."""
         with self.anchor.graph.inserting_before(self.anchor):
             node = self.anchor.graph.call_function(target, args, kwargs)
         node.meta = dict(self.meta)
@@ -37,7 +37,7 @@ class NodeWriter:
 
 
 def fake_result(node: fx.Node) -> Any:
-    """The result of the call on the fake values of its arguments, in a graph with at least one fake tensor."""
+    """Return the result of a call on the fake values of its arguments; the graph must have at least one fake tensor."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     values = itertools.chain((args, kwargs), (other.meta.get("val") for other in node.graph.nodes))
     leaves = itertools.chain.from_iterable(map(pytree.tree_leaves, values))

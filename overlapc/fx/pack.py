@@ -1,11 +1,11 @@
-"""Small tensors of one module through one flat tensor, where launching them side by side costs more than copying.
+"""Copies small tensors of a module into one flat tensor for their collective, where that costs less than a bucket.
 
     a = wait(all_gather(p)); b = wait(all_gather(q))  ->  flat = wait(all_gather(cat(p, q))); a, b = copies out of flat
     a = wait(reduce_scatter(g)); b = ...(h)           ->  flat = wait(reduce_scatter(chunks of g and h)); a, b = ...
 
-A bucket of `passes/bucket.py` needs no copies, but every tensor in it adds to its time (`coalesced_tensor_ns`). Norms
-and biases are copied in less: the copies are plain ATen ops, so casts and pads before, and what reads the result,
-fuse with them into generated kernels. Large tensors are not copied.
+A bucket of `passes/bucket.py` needs no copies, but every tensor in it adds to its time (`coalesced_tensor_ns`). Copying
+norms and biases takes less: the copies are plain ATen ops, so casts and pads before them, and the readers of the
+results, fuse with them into generated kernels. Large tensors are not copied.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
 @dataclass(frozen=True, slots=True)
 class CopyCosts:
-    """The costs that decide about packing, in ns; equal on all ranks."""
+    """Costs from which packing is decided, in ns; equal on all ranks."""
 
-    tensor_ns: float  # that one more tensor adds to a coalesced collective
-    kernel_ns: float  # of a kernel that does next to nothing
-    byte_ns: float  # of reading or writing one byte of device memory
+    tensor_ns: float  # time that one more tensor adds to a coalesced collective
+    kernel_ns: float  # time of a kernel that does next to nothing
+    byte_ns: float  # time to read or write one byte of device memory
 
     def saved_ns(self, sent_bytes: int, received_bytes: int) -> float:
-        """Time that copying one tensor in and out saves, in ns; negative if copying takes longer."""
+        """Return the time that copying one tensor in and out saves, in ns; negative if copying takes longer."""
         return self.tensor_ns - self.kernel_ns - 2 * (sent_bytes + received_bytes) * self.byte_ns
 
 
@@ -47,7 +47,7 @@ class _Member:
     label: ParamLabel
     start: fx.Node
     wait: fx.Node
-    moves: tuple[fx.Node, ...]  # casts and views before a gather; what a reduction's result goes through behind it
+    moves: tuple[fx.Node, ...]  # casts and views before a gather; the nodes that depend on a reduction's result
 
     @property
     def input(self) -> Tensor:
@@ -56,12 +56,12 @@ class _Member:
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """The properties in which members of one flat tensor must agree."""
+        """The properties that all members of one flat tensor must share."""
         return (self.label.group, self.start.target, str(self.start.args[1:]), self.input.dtype)
 
 
 def pack(graph_module: fx.GraphModule, costs: CopyCosts) -> int:
-    """Packs tensors of a canonical graph where that pays; returns how many."""
+    """Pack tensors of a canonical graph where that saves time; return the number of packed tensors."""
     graph = graph_module.graph
     packed = 0
     for find, write in ((_gathers, _pack_gathers), (_reductions, _pack_reductions)):
@@ -78,7 +78,7 @@ def pack(graph_module: fx.GraphModule, costs: CopyCosts) -> int:
 
 
 def _gathers(graph: fx.Graph) -> Iterator[_Member]:
-    """Gathers whose input is a graph input behind casts and views only, so that they can start anywhere."""
+    """Return the gathers of a graph input behind casts and views only, so that they can start anywhere."""
     for found in parameter_gathers(graph):
         made_of = argument((*found.before, found.start)[0], 0)
         if isinstance(made_of, fx.Node) and made_of.op == "placeholder":
@@ -86,7 +86,7 @@ def _gathers(graph: fx.Graph) -> Iterator[_Member]:
 
 
 def _reductions(graph: fx.Graph) -> Iterator[_Member]:
-    """Reductions whose results only leave the graph, so that they can end anywhere."""
+    """Return the reductions whose results are only returned by the graph, so that they can end anywhere."""
     for start in graph.find_nodes(op="call_function", target=_c10d.reduce_scatter_tensor.default, sort=True):
         label, wait = label_of(start), next(iter(start.users), None)
         if label is None or wait is None or len(start.users) > 1:
@@ -104,7 +104,7 @@ def _reductions(graph: fx.Graph) -> Iterator[_Member]:
 
 
 def _worth_it(members: Sequence[_Member], costs: CopyCosts) -> Iterator[list[_Member]]:
-    """Of each run of equal members, those for which copying is faster, if the flat collective is then faster, too."""
+    """Return, for each run of members that are alike, those to pack, unless one flat collective would not be faster."""
     for _, run in itertools.groupby(members, key=lambda member: member.alike):
         saved_ns = {member: _saved_ns(member, costs) for member in run}
         small = [member for member, ns in saved_ns.items() if ns > 0]
@@ -120,7 +120,7 @@ def _saved_ns(member: _Member, costs: CopyCosts) -> float:
 
 
 def _pack_gathers(members: Sequence[_Member]) -> None:
-    """One gather where the first of them started, and copies out of it where that was waited for."""
+    """Gather `members` at once where the first one started, and copy from the result where the first one waited."""
     first = members[0]
     for node in itertools.chain.from_iterable(member.moves for member in members):
         if first.start < node:
@@ -137,7 +137,7 @@ def _pack_gathers(members: Sequence[_Member]) -> None:
 
 
 def _pack_reductions(members: Sequence[_Member]) -> None:
-    """One reduction where the last of them started, and copies out of it where that was waited for."""
+    """Reduce `members` at once where the last one started, and copy from the result where the last one waited."""
     last = members[-1]
     ranks = argument(last.start, 2)
     write = _writer(last.start, members)
@@ -156,7 +156,7 @@ def _pack_reductions(members: Sequence[_Member]) -> None:
 
 
 def _copied_out(write: NodeWriter, piece: fx.Node, member: _Member) -> None:
-    """Let readers of the member's result read a copy of `piece`, in memory of its own."""
+    """Replace the member's result by a copy of `piece` in memory of its own."""
     copy = write.call(aten.clone.default, piece, memory_format=torch.contiguous_format)
     result = write.call(aten.view.default, copy, list(_value(member.wait).shape))
     member.wait.replace_all_uses_with(result)

@@ -2,22 +2,22 @@
 
     partition_fn = overlapc.fx.partition.partition      # for AOTAutograd
 
-torch's min-cut decides what is saved and what is recomputed; this says what it may not decide:
+torch's min-cut decides which values are saved and which are recomputed, except for these, which are fixed here:
 
-- The gather of a group that reshards after forward is always recomputed, with its casts and views: the gathered
-  parameter is never saved. Of a group that does not, and of `keep`, it is never recomputed, not even inside a
-  checkpoint. On one rank, where nothing is gathered, the cast of a parameter of a group that reshards is recomputed.
+- If a group reshards after forward, the gathers of its parameters are always recomputed, with their casts and views:
+  the gathered parameter is never saved. If it does not, or the gather is in `keep`, the gather is never recomputed, not
+  even inside a checkpoint. On one rank, where nothing is gathered, the casts of such parameters are recomputed.
 - `reshard_after_forward=int`: this rank's part of the gathered parameter is saved, and backward gathers that over
   the smaller group.
-- Other collectives are recomputed only under the user's checkpointing, matmuls likewise (torch's own rules).
-- float32 values made element by element of smaller ones, and every other sum of gated residuals, are not saved
-  (overlapc/fx/recompute.py). Views are not saved either, but what they are views of: backward then knows which of its
-  inputs share memory, and the plan counts it once.
+- Other collectives and matmuls are recomputed only under the user's checkpointing (torch's own rules).
+- float32 values computed element by element from smaller ones, and every other sum of gated residuals, are not saved
+  (overlapc/fx/recompute.py). Of a view, the base is saved: backward then knows which of its inputs share memory, and
+  the plan counts that memory once.
 - An input that forward changes is saved as a copy from before the change (overlapc/fx/changed_inputs.py).
-- Sums, and what else depends on its kernel, are saved where the graph compares them, checkpoint or not
-  (overlapc/fx/compared.py).
+- Sums, and other values whose bits depend on the kernel that computes them, are saved if the graph compares them, also
+  inside a checkpoint (overlapc/fx/compared.py).
 
-Recomputed gathers come to lie before their first use: torch orders backward by what each gradient needs.
+Recomputed gathers are placed before their first use, because torch orders backward by the nodes each gradient needs.
 """
 
 from __future__ import annotations
@@ -55,26 +55,26 @@ def partition(
     keep: Collection[str] = (),
     **options: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """(forward, backward) of `joint_module`, whose collectives are made canonical first.
+    """Split `joint_module` into (forward, backward); its collectives are made canonical first.
 
-    keep: names of gathers whose results are saved although their groups reshard. `options` are those of torch's
-    partitioners (`static_lifetime_input_indices`), passed through.
+    keep: names of gathers whose results are saved although their groups reshard. `options` are passed to torch's
+    partitioner (`static_lifetime_input_indices`).
     """
     return_no_tangents(joint_module.graph, num_fwd_outputs)
     canonicalize(joint_module)
     draw_once(joint_module.graph)
     draw_late(joint_module.graph)
-    joint_module.graph.eliminate_dead_code()  # reads that nothing computes with would count as uses
-    regathered: dict[str, str] = {}  # name of the backward gather's wait -> of the forward one's
+    joint_module.graph.eliminate_dead_code()  # else dead nodes would count as users
+    regathered: dict[str, str] = {}  # name of the wait of backward's gather -> name of the wait of forward's gather
     for gather in list(parameter_gathers(joint_module.graph)):
         if gather.label.post_size:
             regathered.update(_gather_from_part(gather))
         elif gather.label.reshard and gather.start.name not in keep:
             _mark(gather.nodes, CheckpointPolicy.MUST_RECOMPUTE)
         else:
-            _mark(gather.nodes, None)  # torch saves what untagged collectives give
+            _mark(gather.nodes, None)  # torch saves the results of collectives without a policy
     for label, cast in whole_parameter_casts(joint_module.graph):
-        if label.reshard:  # on one rank: what would be saved beside the parameter, and backward casts again
+        if label.reshard:  # on one rank: saving the cast would keep a second copy of the parameter
             _mark(cast, CheckpointPolicy.MUST_RECOMPUTE)
     copies = copy_changed_inputs(joint_module.graph, num_fwd_outputs)
     backward_part = backward_nodes(joint_module.graph)
@@ -84,7 +84,8 @@ def partition(
     if torch._functorch.config.cse:
         merge_duplicates(joint_module.graph)
     note_coarse(joint_module.graph)
-    # The other way, generators as inputs of the graphs, is for CUDA graphs over libraries that draw random numbers.
+    # With `graphsafe_rng_functionalization`, generators become inputs of the graphs; only CUDA graphs over library
+    # calls that draw random numbers need that.
     with torch._functorch.config.patch(graphsafe_rng_functionalization=False, cse=False, recompute_views=True):
         forward, backward = min_cut_rematerialization_partition(
             joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
@@ -100,15 +101,15 @@ def partition(
 
 
 def gathered_again(backward: fx.Graph) -> frozenset[str]:
-    """Names of the gathers that a backward graph repeats and that `keep` can save: those over all ranks of a group."""
+    """Return the names of the gathers in a backward graph that `keep` can avoid: those over all ranks of a group."""
     return frozenset(each.start.name for each in parameter_gathers(backward) if not each.label.post_size)
 
 
 def _mark(nodes: Iterable[fx.Node], policy: CheckpointPolicy | None) -> None:
-    """Set `policy` on the whole chain of a parameter in place of what a surrounding checkpoint says.
+    """Set `policy` on all `nodes` of a parameter's gather, overriding that of a surrounding checkpoint.
 
-    The checkpoint's id goes too: torch saves values that cross from one checkpoint into a later one, which
-    would save a gathered parameter that two of them share.
+    The checkpoint's id is removed, too, because torch saves values that one checkpoint computes and a later one reads:
+    it would save a gathered parameter that two checkpoints share.
     """
     for node in nodes:
         node.meta.pop("ac_graph_id", None)
@@ -118,11 +119,11 @@ def _mark(nodes: Iterable[fx.Node], policy: CheckpointPolicy | None) -> None:
 
 
 def _gather_from_part(gather: Gather) -> dict[str, str]:
-    """Put save-part, gather-part behind a gather, for all of its users.
+    """Insert, behind a gather, the part to save and a gather of that part, and let all users read the latter.
 
         w = wait(all_gather(shard))  ->  w = ...; part = clone(w[this rank's rows]); w2 = wait(all_gather(part))
 
-    Forward, where w is at hand, reads w again afterwards (`_skip_regather`).
+    After partitioning, forward reads w again (`_skip_regather`).
     """
     label, wait = gather.label, gather.wait
     rows = wait.meta["val"].shape[0] // label.post_size
@@ -130,7 +131,7 @@ def _gather_from_part(gather: Gather) -> dict[str, str]:
 
     write = NodeWriter(wait.next, wait)
     rows_of_rank = write.call(aten.slice.Tensor, wait, 0, label.post_rank * rows, (label.post_rank + 1) * rows)
-    part = write.call(aten.clone.default, rows_of_rank)  # its own memory, or the slice would keep the whole alive
+    part = write.call(aten.clone.default, rows_of_rank)  # a slice would keep the whole parameter alive
     start = write.call(_c10d.all_gather_into_tensor.default, part, label.post_size, label.post_group)
     again = write.call(_c10d.wait_tensor.default, start)
     for user in users:
@@ -142,7 +143,7 @@ def _gather_from_part(gather: Gather) -> dict[str, str]:
 
 
 def _skip_regather(forward: fx.GraphModule, regathered: dict[str, str]) -> None:
-    """Let forward use the parameter it has just gathered from all ranks."""
+    """Let forward read the parameter that it gathered from all ranks, and remove its gather of the saved part."""
     by_name = {node.name: node for node in forward.graph.nodes}
     for again_name, wait_name in regathered.items():
         again = by_name.get(again_name)

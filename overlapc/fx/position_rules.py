@@ -1,7 +1,8 @@
-"""Rules of torch's functions on tensors whose elements follow from their positions.
+"""Rules for torch functions on tensors whose elements are functions of their positions.
 
-A rule is given arguments, named arguments and the size of the result, and returns what the element at an index of the
-result is; UnknownValue where that does not follow, or not in a way that is known here.
+A rule takes the call's arguments, its named arguments and the size of the result, and returns a function from an index
+of the result to the element there. It raises UnknownValue if the element depends on more than the position, or on the
+position in a way that is not supported.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Rule = Callable[[list[Any], dict[str, Any], tuple[sympy.Expr, ...]], At]
 
 
 def _operand(given: Any) -> At:
-    """A grid or a number as what an element-wise rule reads."""
+    """Return a function that reads an operand of an element-wise rule, which is a grid or a number."""
     if isinstance(given, Grid):
         return given.read
     if isinstance(given, bool):
@@ -47,7 +48,7 @@ def _operand(given: Any) -> At:
 
 
 def _element_wise(combine: Callable[..., Value], count: int) -> Rule:
-    """combine: of a box and `count` values."""
+    """Make the rule of an element-wise function from `combine`, which takes a box and `count` values."""
 
     def rule(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr, ...]) -> At:
         given = [*given, *(named[name] for name in ("mask", "value", "other") if name in named)]
@@ -98,7 +99,7 @@ def _arithmetic(op: Callable[[Any, Any], Any]) -> Callable[..., Value]:
 
 
 def _quotient(box: Box, left: Value, right: Value) -> Value:
-    """Rounded down, where that is one number at all positions."""
+    """Divide and round down; UnknownValue unless the result is the same number at all positions."""
     if not (isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr) and right.is_number and right > 0):
         raise UnknownValue
     bounds = box.bounds(left)
@@ -167,7 +168,7 @@ def _masked_fill(box: Box, value: Value, condition: Value, filled: Value) -> Val
 
 
 def _triangle(op: str) -> Rule:
-    """tril and triu."""
+    """Make the rule of `tril` (op "le") or `triu` (op "ge")."""
 
     def rule(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr, ...]) -> At:
         source, *rest = given
@@ -200,7 +201,7 @@ def _arange(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr, ...
 
 
 def _filled(number: float | None, at_argument: int) -> Rule:
-    """Constants: `number`, or the argument at a place or of the name `fill_value`."""
+    """Make the rule of a constant tensor: `number`, or else the argument at `at_argument` or named `fill_value`."""
 
     def rule(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr, ...]) -> At:
         value: Any = number
@@ -227,9 +228,9 @@ def _broadcast(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr, 
 
 
 def _reshaped(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr, ...]) -> At:
-    """Dims of size 1 come and go; the others stay as they were."""
+    """Apply a view that adds or removes dims of size 1; UnknownValue for one that changes other dims."""
     source, *rest = given
-    if not isinstance(source, Grid) or any(isinstance(each, torch.dtype) for each in rest):  # the same bits as another
+    if not isinstance(source, Grid) or any(isinstance(each, torch.dtype) for each in rest):  # the bits as another dtype
         raise UnknownValue
     places = [place for place, each in enumerate(size) if each != 1]
     if [size[place] for place in places] != [each for each in source.size if each != 1]:
@@ -243,7 +244,10 @@ def _reshaped(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr, .
 
 
 def _permuted(order: Callable[[list[Any], int], Sequence[int]]) -> Rule:
-    """order: of the arguments and the number of dims, the source's dim of each of the result's."""
+    """Make the rule of a permutation of dims.
+
+    order: takes the call's integers and the number of dims, and returns the source's dim for each dim of the result.
+    """
 
     def rule(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr, ...]) -> At:
         source, *rest = given
@@ -271,7 +275,7 @@ def _transposed(dims: list[int], count: int) -> list[int]:
 
 
 def _indexed(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr, ...]) -> At:
-    """`source[...]` by whole numbers, slices that begin within, None and `...`; or by one grid a dim."""
+    """Index with integers, slices with a non-negative start, None and `...`; or with a grid for each dim."""
     source, picked = given
     picked = picked if isinstance(picked, list) else [picked]
     if not isinstance(source, Grid):
@@ -307,7 +311,7 @@ def _indexed(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr, ..
 
 
 def _difference(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr, ...]) -> At:
-    """`diff` of neighbours along a dim, with one value put before the first."""
+    """Apply `diff` along a dim, with one value prepended."""
     source, before = given[0], named.get("prepend")
     if len(given) > 1 or not named.keys() <= {"dim", "prepend"} or not isinstance(source, Grid):
         raise UnknownValue
@@ -329,7 +333,7 @@ def _difference(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr,
 
 
 def _running_sum(given: list[Any], named: dict[str, Any], size: tuple[sympy.Expr, ...]) -> At:
-    """`cumsum` along a dim of what is the same everywhere along it."""
+    """Apply `cumsum` along a dim in which all elements are equal."""
     source, *rest = given
     dim = rest[0] if rest else named.get("dim")
     if not isinstance(source, Grid) or not size or not isinstance(dim, sympy.Integer):
@@ -356,7 +360,7 @@ def _gathered(source: Grid, picked: Sequence[Grid]) -> At:
     def at(index: Index, box: Box) -> Value:
         own = [each.read(index, box) for each in picked]
         for place, size in zip(own, source.size, strict=True):
-            if not isinstance(place, sympy.Expr) or box.not_negative(place) is not True:  # -1 is the last one
+            if not isinstance(place, sympy.Expr) or box.not_negative(place) is not True:  # -1 would be the last
                 raise UnknownValue
             if box.not_negative(size - 1 - place) is not True:
                 raise UnknownValue
@@ -365,7 +369,7 @@ def _gathered(source: Grid, picked: Sequence[Grid]) -> At:
     return at
 
 
-MADE_OF_NOTHING = ("ones", "zeros", "full")  # sizes may be named arguments
+MADE_OF_NOTHING = ("ones", "zeros", "full")  # without a tensor argument; sizes may be named arguments
 RULES: dict[str, Rule] = {
     "arange": _arange,
     **dict.fromkeys(("ones", "ones_like", "new_ones"), _filled(1.0, 0)),

@@ -1,7 +1,7 @@
-"""Elements that follow from their positions in a tensor: as symbolic values, and tensors of such elements.
+"""Symbolic values of elements as functions of their positions in a tensor, and tensors of such elements.
 
-An element is an integer expression, a condition (bool tensors), or one of a few numbers and the condition under which
-it is that one (`Cases`: a mask of 0 and -inf).
+An element is an integer expression, a condition (bool tensors), or one of a few numbers, each with the condition under
+which the element has that value (`Cases`: a mask of 0 and -inf).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 
 from overlapc.fx.conditions import Box, Condition, negated
 
-LARGEST_FACTOR = 1 << 20  # positions times that do not wrap around
-_INTEGERS = (torch.int64, torch.int32)  # narrower ones may wrap around
+LARGEST_FACTOR = 1 << 20  # a position times this factor does not overflow
+_INTEGERS = (torch.int64, torch.int32)  # narrower integers may overflow
 _MOST_CASES = 6
 
 
 class UnknownValue(Exception):
-    """A value does not follow from positions, or not in a way that is known here."""
+    """A value depends on more than positions, or on positions in a way that is not supported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ At = Callable[[Index, Box], Value]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A tensor whose elements follow from their positions."""
+    """A tensor whose elements are functions of their positions."""
 
     size: tuple[sympy.Expr, ...]
     at: At  # the element at an index that is within `size`
 
     def read(self, index: Index, box: Box) -> Value:
-        """The element at an index of a larger tensor that this one is broadcast to."""
+        """Return the element at an index of a larger tensor to which this tensor is broadcast."""
         own = index[len(index) - len(self.size) :]
         return self.at(tuple(sympy.S.Zero if n == 1 else each for n, each in zip(self.size, own, strict=True)), box)
 
@@ -55,7 +55,7 @@ def is_condition(value: Any) -> bool:
 
 
 def cases_of(value: Value) -> Cases:
-    """A value as numbers; UnknownValue for integers that differ from position to position."""
+    """Return a number as cases; UnknownValue for conditions, and for integers that depend on the position."""
     if isinstance(value, Cases):
         return value
     if isinstance(value, sympy.Expr):
@@ -74,7 +74,7 @@ def number_of(value: Any) -> float:
 
 
 def together(box: Box, found: Sequence[tuple[float, Condition]]) -> Cases:
-    """Cases of numbers that may come more than once."""
+    """Return (number, condition) pairs as cases, joining the conditions of equal numbers; UnknownValue for NaN."""
     by_number: dict[float, list[Condition]] = {}
     for number, condition in found:
         if math.isnan(number):
@@ -87,7 +87,7 @@ def together(box: Box, found: Sequence[tuple[float, Condition]]) -> Cases:
 
 
 def condition_of(value: Value, box: Box) -> Condition:
-    """Where a value is not zero."""
+    """Return the condition under which a value is not zero."""
     if isinstance(value, Cases):
         return box.any_of(condition for number, condition in value.of.items() if number)
     if isinstance(value, sympy.Expr):
@@ -96,7 +96,7 @@ def condition_of(value: Value, box: Box) -> Condition:
 
 
 def of_dtype(at: At, dtype: torch.dtype) -> At:
-    """What `at` gives, as a tensor of `dtype` holds it."""
+    """Return `at` with its values converted to `dtype`; UnknownValue where the conversion may change a number."""
 
     def converted(index: Index, box: Box) -> Value:
         value = at(index, box)

@@ -1,7 +1,7 @@
-"""Tensors of a Dynamo graph whose elements follow from their positions alone: `arange`, `tril`, comparisons of these.
+"""Finds tensors of a Dynamo graph whose elements depend only on position: `arange`, `tril`, comparisons of these.
 
-`Positions` goes over a graph and knows such a tensor as a function from an element's index, in symbols, to what the
-element is (position_values.py), by rules of torch's functions (position_rules.py). What it does not know it leaves out;
+`Positions` visits the nodes of a graph and represents such a tensor as a function from a symbolic index to the value of
+the element there (position_values.py), with rules for torch's functions (position_rules.py). Other tensors are unknown;
 nothing is computed.
 
     i = arange(n)[:, None]; j = arange(n); allowed = j <= i      ->  allowed[x, y]:  x - y >= 0
@@ -21,30 +21,30 @@ from overlapc.fx.position_rules import MADE_OF_NOTHING, RULES
 from overlapc.fx.position_values import Grid, UnknownValue, of_dtype
 from overlapc.fx.wrapped import storage_of
 
-_UNSEEN = object()  # an argument that does not follow from positions
+_UNSEEN = object()  # an argument that is not known to depend only on positions
 
 
 class Positions:
-    """The nodes of one graph whose values follow from positions, as far as `visit` has seen it."""
+    """The nodes of one graph whose elements depend only on positions, among those that `visit` was called on."""
 
     def __init__(self) -> None:
         self._known: dict[fx.Node, Grid] = {}
         self.shape_env: ShapeEnv | None = None  # of the first symbolic size
 
     def grid(self, node: Any) -> Grid | None:
-        """The grid of the value of `node`, if it is known."""
+        """Return the grid of the value of `node`; None if it is unknown."""
         return self._known.get(node)
 
     def learn(self, node: fx.Node, grid: Grid) -> None:
-        """`node` has these elements: an input of a graph within a graph."""
+        """Record the grid of `node`, an input of a nested graph."""
         self._known[node] = grid
 
     def visit(self, node: fx.Node) -> None:
-        """Records the value of the next node, in the order of the graph, and its changes in place."""
+        """Record the value of the next node in graph order, and its in-place changes."""
         if node.op not in ("call_function", "call_method", "call_module"):
             return
         if not _is_torchs(node):
-            for given in node.all_input_nodes:  # which it may write into
+            for given in node.all_input_nodes:  # it may write into any of them
                 self.forget(given)
             return
         value, name = node.meta.get("example_value"), _name(node)
@@ -69,7 +69,7 @@ class Positions:
             return None
 
     def _change(self, node: fx.Node, name: str, changed: fx.Node) -> None:
-        """`changed` is written into. Known afterwards only if all that is known in its memory is this very tensor."""
+        """Record a write into `changed`, which is known afterwards only if all known nodes in its memory are equal."""
         value, grid = changed.meta.get("example_value"), self._known.get(changed)
         names = [each for each in self._known if _memory(each) == _memory(changed)]
         whole = grid is not None and all(self._known[each] is grid for each in names)
@@ -80,20 +80,20 @@ class Positions:
             self._known |= dict.fromkeys([*names, node], after)
 
     def forget(self, node: fx.Node) -> None:
-        """Forgets all values in the memory of `node`."""
+        """Forget the values of all nodes in the memory of `node`."""
         memory = _memory(node)
         for each in [each for each in self._known if _memory(each) == memory]:
             del self._known[each]
 
     def extent(self, size: int | torch.SymInt) -> sympy.Expr:
-        """`size` as an expression."""
+        """Return `size` as an expression."""
         if isinstance(size, torch.SymInt):
             self.shape_env = self.shape_env or size.node.shape_env
             return size.node.expr
         return sympy.Integer(size)
 
     def _argument(self, given: Any) -> Any:
-        """An argument of a rule: grids for tensors, expressions for integers, _UNSEEN for other nodes."""
+        """Convert an argument for a rule: grids for tensors, expressions for integers, _UNSEEN for other nodes."""
         if isinstance(given, fx.Node):
             if given in self._known:
                 return self._known[given]
@@ -109,11 +109,11 @@ class Positions:
         return given
 
 
-# --- what a node does
+# --- names of operations, and what they write into
 
 
 def _name(node: fx.Node) -> str:
-    """What the node calls; of an operator's method (torch 2.11 traces `a.__eq__(b)`) the operator, such as `eq`."""
+    """Return the name of the called function; `eq` for `a.__eq__(b)`, which torch 2.11 traces."""
     target = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     function = getattr(operator, name, None) if name.startswith("__") else None
@@ -126,7 +126,7 @@ _WRITING_OPERATORS = {
 
 
 def _changed(node: fx.Node, name: str) -> fx.Node | None:
-    """The tensor that `node` writes into, by the names that torch and Python give such operations."""
+    """Return the tensor that `node` writes into, judged by the name of the operation; None if it writes into none."""
     named_so = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_", "is_")
     in_place = named_so or name == "setitem" or name in _WRITING_OPERATORS
     written = node.kwargs.get("out", node.args[0] if in_place and node.args else None)
@@ -134,7 +134,7 @@ def _changed(node: fx.Node, name: str) -> fx.Node | None:
 
 
 def _is_torchs(node: fx.Node) -> bool:
-    """Whether names say truly what `node` writes into: methods of tensors, torch's and Python's functions."""
+    """Whether the operation's name tells what `node` writes into: a tensor's method, torch's or Python's function."""
     home = getattr(node.target, "__module__", None) or "torch"
     ours = isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator)
     return node.op == "call_method" or (not ours and home.split(".")[0] in ("torch", "_operator", "math", "builtins"))

@@ -1,9 +1,9 @@
-"""Which float32 nodes of a graph end in a format of 16 bits, however they get there.
+"""Finds coarse nodes: float32 nodes whose values reach only results that are rounded to 16 bits.
 
     wide = x.float(); y = (exp(wide - top) / total).to(bfloat16)        exp, total and the quotient are coarse
 
-What such a node computes may be off by a few units in the last place (lowering/precision.py). That is decided before
-forward and backward part, on the graph of both, and noted on each node: a node that both compute gives both the same.
+A coarse node may be off by a few units in the last place (lowering/precision.py). This is decided on the joint graph
+and noted on each node, so that a node which both forward and backward compute has the same value in both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 _LOW = frozenset((torch.float16, torch.bfloat16))
 _NOTE = "overlapc_coarse"
 
-# What hands an error on about as large as it takes it (see lowering/precision.py).
+# Ops whose result has an error about as large as that of their operands (see lowering/precision.py).
 _PASSES_ON = frozenset(
     getattr(aten, name)
     for name in (
@@ -27,7 +27,7 @@ _PASSES_ON = frozenset(
 
 
 def note_coarse(graph: fx.Graph) -> None:
-    """Notes on every float32 result in `graph` whether it is coarse."""
+    """Note on every float32 node of `graph` whether it is coarse."""
     coarse: set[fx.Node] = set()
     for node in reversed(graph.nodes):  # users before what they read
         value = node.meta.get("val")
@@ -39,20 +39,20 @@ def note_coarse(graph: fx.Graph) -> None:
 
 
 def is_noted(graph: fx.Graph) -> bool:
-    """Whether `graph` is, or comes from, one that `note_coarse` has seen."""
+    """Whether `note_coarse` ran on `graph`, or on the graph it was made from."""
     return any(_NOTE in node.meta for node in graph.nodes)
 
 
 def is_coarse(node: fx.Node) -> bool:
-    """Whether `note_coarse` marked this node; a node made after it ran counts as exact."""
+    """Whether `note_coarse` found this node coarse; nodes added later count as exact."""
     return bool(node.meta.get(_NOTE, False))
 
 
 def _forgives(user: fx.Node, node: fx.Node, coarse: set[fx.Node]) -> bool:
-    """Whether `user` rounds what it reads of `node`, or hands it on to those who do."""
+    """Whether `user` rounds the value of `node` to 16 bits, or is itself coarse."""
     packet = getattr(user.target, "overloadpacket", None)
     if packet is aten._log_softmax_backward_data and user.args[1] is node:
-        return False  # it takes the exponential of that
+        return False  # it takes the exponential of this operand
     if packet not in _PASSES_ON:
         return False
     value = user.meta.get("val")

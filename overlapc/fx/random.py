@@ -1,10 +1,11 @@
-"""Random ops as functions of a seed, so that they fuse, and repeat exactly where backward computes them again.
+"""Random ops as functions of a seed, so that they fuse, and give the same numbers when backward recomputes them.
 
     torch.rand(4) -> uniform(seed(), [4])        and in a whole graph        s0, s1, … = seeds(n), drawn once
 
-The seeds come from torch's generator of the device when the graph runs: each run draws others, and `torch.manual_seed`
-repeats them. Only the seeds are drawn; a number depends on its seed and its position alone (`runtime/philox.py`), so a
-checkpoint that repeats its forward in backward gets the same numbers from the same seed, which is saved.
+The seeds come from torch's generator of the device when the graph runs: each run draws new ones, and
+`torch.manual_seed` makes them repeatable. Only the seeds are drawn; a random number depends on its seed and position
+alone (`runtime/philox.py`). The seed is saved, so a checkpoint that recomputes forward in backward gets the same
+numbers.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _implement(name: str, real: Callable[..., Any], fake: Callable[..., Any]) ->
 
 
 def _draw(count: int, device: torch.device) -> list[Tensor]:
-    return [seed.clone() for seed in philox.draw(count, device)]  # results of an op may not share memory
+    return [seed.clone() for seed in philox.draw(count, device)]  # results of an op must not share memory
 
 
 def _laid_out(flat: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
@@ -80,7 +81,7 @@ _implement("normal", _normal, _like)
 _implement("integers", _integers, _like)
 
 
-# --- torch's random ops in these terms: decompositions
+# --- decompositions of torch's random ops into these ops
 
 _FLOATS = frozenset(philox.UNIFORM_BITS)
 _INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
@@ -98,7 +99,7 @@ def _strides(x: Tensor) -> Sequence[int]:
 def _generated(
     dtype: torch.dtype, layout: Any, device: torch.device, pinned: bool | None, known: Collection[torch.dtype]
 ) -> bool:
-    """Whether generated code makes tensors like that, of one of the `known` dtypes."""
+    """Whether generated code can make this tensor: a strided one, not pinned, on a known device, of a `known` dtype."""
     return dtype in known and device.type in _DEVICES and layout in (None, torch.strided) and not pinned
 
 
@@ -183,7 +184,7 @@ def exponential(x: Tensor, rate: float = 1.0) -> Any:
     if not _supported(x):
         return NotImplemented
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    # Never 0, as eager's on a GPU: a uniform number is, once in 2^24, and Gumbel noise is the logarithm of this.
+    # Never 0, as in eager on a GPU: a uniform number is 0 once in 2^24, and Gumbel noise takes the logarithm of this.
     return (torch.clamp_min(-torch.log1p(-_uniform_like(x, wide)), torch.finfo(wide).eps / 2) / rate).to(x.dtype)
 
 
@@ -192,7 +193,7 @@ def _supported(x: Tensor) -> bool:
 
 
 def random_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Random op -> its decomposition."""
+    """Return the decomposition of each random op."""
     return {
         aten.rand.default: _factory(ops.uniform),
         aten.randn.default: _factory(ops.normal),
@@ -211,7 +212,7 @@ def random_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def draw_once(graph: fx.Graph) -> None:
-    """All seeds of a device in one draw, where the first node of the graph stands; each has memory of its own."""
+    """Draw all seeds of a device at once, before the first node of the graph; each seed has memory of its own."""
     drawn: dict[torch.device, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node.target is ops.seed.default:

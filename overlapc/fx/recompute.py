@@ -1,16 +1,16 @@
-"""What backward computes again, beyond what torch's min-cut decides.
+"""Values that backward recomputes although torch's min-cut would save them.
 
-A float32 value that element-wise operations make out of low-precision tensors and small ones (a row's maximum, a
-sum) is as large as two of the former: saving it moves more bytes than computing it again. torch's min-cut weighs
-distance too, and saves the softmax of `scores.float()` rather than the scores.
+A float32 value that element-wise ops compute from low-precision tensors and small ones (a row's maximum, a sum) is
+twice as large as such a tensor: saving it moves more bytes than recomputing it. torch's min-cut also considers the
+distance between uses, and saves the softmax of `scores.float()` rather than the scores.
 
     wide = x.float(); top = amax(wide); total = sum(exp(wide - top)); y = exp(wide - top) / total
     saved: x, top and total; not y
 
-Of a chain of gated residuals, whose terms backward reads for the gradients of the gates, every other sum is computed
-again: it costs no read where backward's kernel reads the term anyway. torch's min-cut saves each sum that is added to
-behind a product, because the sum before it is "used far apart"; of a block that is compiled by itself, whose first sum
-is an input, it does not.
+In a chain of gated residuals, whose terms backward reads for the gradients of the gates, every other sum is recomputed:
+this costs no extra read, because backward's kernel reads the term anyway. torch's min-cut saves each sum of a sum and a
+product, because the former sum is "used far apart"; in a block that is compiled by itself, whose first sum is an input,
+it does not save it.
 
     x1 = x0 + gate0 * (a @ v); x2 = x1 + gate1 * (b @ w)      saved: x0, x2 and both products; not x1
 """
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 aten = torch.ops.aten
 
-_SMALL = 16  # a root this many times smaller than the value costs nothing
+_SMALL = 16  # the size of a root that is smaller than the value by this factor is ignored
 _MOST_ROOTS = 6
 _VIEWS = frozenset(
     (aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.squeeze.dims, aten.alias.default)
@@ -33,9 +33,9 @@ _VIEWS = frozenset(
 
 
 def recompute_expansions(graph: fx.Graph, backward: Collection[fx.Node]) -> int:
-    """Marks such values of a joint graph as never saved; returns their number. Policies of checkpoints stay.
+    """Mark values that are larger than what they are computed from as never saved; return their number.
 
-    backward: nodes that depend on tangents.
+    Policies of checkpoints stay. backward: nodes that depend on tangents.
     """
     roots: dict[fx.Node, frozenset[fx.Node] | None] = {}  # None: not made element by element
     marked = 0
@@ -50,7 +50,7 @@ def recompute_expansions(graph: fx.Graph, backward: Collection[fx.Node]) -> int:
 
 
 def recompute_sums(graph: fx.Graph, backward: Collection[fx.Node]) -> int:
-    """Marks every other sum of a chain of gated residuals in a joint graph as never saved; returns their number.
+    """Mark every other sum of a chain of gated residuals in a joint graph as never saved; return their number.
 
     backward: nodes that depend on tangents.
     """
@@ -73,7 +73,7 @@ def recompute_sums(graph: fx.Graph, backward: Collection[fx.Node]) -> int:
 
 
 def _read_by_backward(graph: fx.Graph, backward: Collection[fx.Node]) -> set[fx.Node]:
-    """Nodes of forward that backward reads, or computes what it reads from, element by element."""
+    """Return the nodes of forward that backward reads, or that it can compute such nodes from element by element."""
     read: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node not in backward and any(
@@ -84,9 +84,9 @@ def _read_by_backward(graph: fx.Graph, backward: Collection[fx.Node]) -> set[fx.
 
 
 def _is_product_of_saved(term: fx.Node, size: int, backward: Collection[fx.Node]) -> bool:
-    """Whether `term` is a tensor that backward reads in any case, multiplied by small ones.
+    """Whether `term` is the product of small tensors and one tensor that is saved for backward in any case.
 
-    Such a tensor is the result of an operation that is never repeated, with a reader in backward. size: of `term`.
+    The latter is the result of an op that is never recomputed, and backward reads it. size: bytes of `term`.
     """
     factors = [operand for operand in term.all_input_nodes if _SMALL * (_size(operand) or size) > size]
     if term.target is not aten.mul.Tensor or len(factors) != 1:
@@ -100,7 +100,7 @@ def _is_product_of_saved(term: fx.Node, size: int, backward: Collection[fx.Node]
 
 
 def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on tangents."""
+    """Return the nodes that depend on tangents."""
     backward: set[fx.Node] = set()
     for node in graph.nodes:
         tangent = node.op == "placeholder" and "tangents" in str(node.target)
@@ -110,7 +110,7 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _roots(node: fx.Node, roots: Mapping[fx.Node, frozenset[fx.Node] | None]) -> frozenset[fx.Node] | None:
-    """The tensors from which `node` is computed element by element; None if it is not, or from too many."""
+    """Return the tensors from which `node` is computed element by element; None if it is not, or from too many."""
     if not _is_elementwise(node):
         return None
     found: frozenset[fx.Node] = frozenset()
@@ -120,7 +120,7 @@ def _roots(node: fx.Node, roots: Mapping[fx.Node, frozenset[fx.Node] | None]) ->
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    """Whether each element of the result is computed from one of each operand; random operations are not."""
+    """Whether each element of the result is computed from one element of each operand; False for random ops."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
@@ -130,7 +130,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _expands(node: fx.Node, roots: frozenset[fx.Node] | None) -> bool:
-    """Whether a float32 value is larger than all the tensors that it is computed from."""
+    """Whether `node` is a float32 value whose roots together have at most 3/4 of its bytes."""
     value = node.meta.get("val")
     if not roots or node.target in _VIEWS or not isinstance(value, Tensor) or value.dtype is not torch.float32:
         return False
@@ -147,12 +147,12 @@ def _expands(node: fx.Node, roots: frozenset[fx.Node] | None) -> bool:
 
 
 def _size(node: fx.Node) -> int | None:
-    """Bytes of what a node gives; None where that is no tensor, or a size is a symbol."""
+    """Return the bytes of a node's value; None if it is not a tensor, or has a symbolic size."""
     value = node.meta.get("val")
     return _bytes(value) if isinstance(value, Tensor) else None
 
 
 def _bytes(value: Tensor) -> int | None:
-    """Bytes of a value; None where a size is a symbol."""
+    """Return the bytes of a tensor; None if it has a symbolic size."""
     count = value.numel()
     return count * value.element_size() if isinstance(count, int) else None

@@ -1,9 +1,9 @@
-"""Operators that draw random numbers under a checkpoint.
+"""Random ops inside a checkpoint.
 
-torch's partitioner wraps every operator that may be random, so that backward can repeat it with the same state:
-`run_and_save_rng_state(bernoulli, p)` in forward, `run_with_rng_state(state, bernoulli, p)` in backward. It leaves out
-what these give, which `describe` adds. Attention without dropout draws no random numbers, whatever its operator's tags
-say: `unwrap_attention` makes both the plain call again, and no state is saved.
+torch's partitioner wraps every op that may be random, so that backward can repeat it with the same generator state:
+`run_and_save_rng_state(bernoulli, p)` in forward, `run_with_rng_state(state, bernoulli, p)` in backward. The wrapped
+calls have no fake values; `describe` adds them. Attention without dropout draws no random numbers, although its op is
+tagged as random: `unwrap_attention` restores the plain calls, and no state is saved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from overlapc.fx.node_writer import NodeWriter, fake_result
 
 
 def unwrap_attention(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    """Take the wrapping off attention without dropout, in both graphs; in place."""
+    """Unwrap attention without dropout in both graphs, in place."""
     if not _unwrap_saving(forward):
         return
     for node in list(backward.graph.nodes):
@@ -37,14 +37,14 @@ def unwrap_attention(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
 
 
 def describe(gm: fx.GraphModule) -> None:
-    """Give wrapped operators the fake tensors that every node of a graph carries."""
+    """Add the missing fake values of wrapped ops to their metadata."""
     for node in gm.graph.nodes:
         if node.target in (run_and_save_rng_state, run_with_rng_state) and "val" not in node.meta:
             node.meta["val"] = fake_result(node)
 
 
 def _unwrap_saving(forward: fx.GraphModule) -> bool:
-    """Whether there was any; the states are no longer saved."""
+    """Unwrap attention without dropout in forward, which then saves no state for it; return whether there was any."""
     found = False
     output = forward.graph.output_node()
     for node in list(forward.graph.nodes):
@@ -64,7 +64,7 @@ def _unwrap_saving(forward: fx.GraphModule) -> bool:
 
 
 def draws_nothing(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this is attention with a dropout of 0."""
+    """Whether a call is attention with a dropout of 0."""
     if not isinstance(target, torch._ops.OpOverload) or "_scaled_dot_product" not in target.name():
         return False
     arguments = declared_arguments(target, args, kwargs)

@@ -1,4 +1,4 @@
-"""Sizes that a graph only pretends to know."""
+"""Sizes that depend on data but were traced as constants."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ aten = torch.ops.aten
 
 
 def guessed_size(graph: fx.Graph) -> fx.Node | None:
-    """The first node whose result has a size that depends on data, but was traced as a plain number.
+    """Return the first node whose result has a size that depends on data, but was traced as a constant; None if none.
 
-    torch 2.11 traces the `_unique` in the backward of `index_fill` so (its test is in tests/fx/test_sizes.py). Nothing
-    after such a node can be compiled for the traced sizes.
+    torch 2.11 traces the `_unique` in the backward of `index_fill` this way (tests/fx/test_sizes.py). Nodes after it
+    cannot be compiled for the traced sizes.
     """
     return next((node for node in graph.nodes if _depends_on_data(node) and _is_static(node.meta.get("val"))), None)
 
@@ -26,7 +26,7 @@ def _depends_on_data(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not sized_by_data(target):
         return False
-    if target is aten.index.Tensor:  # only masks select by data
+    if target is aten.index.Tensor:  # only a mask makes the size depend on data
         return any(_is_mask(index) for index in node.args[1])  # type: ignore[union-attr]
     if target is aten.repeat_interleave.Tensor:
         return node.kwargs.get("output_size") is None
@@ -38,11 +38,11 @@ def _is_mask(index: Any) -> bool:
 
 
 def _is_static(value: Any) -> bool:
-    """Whether the first result, whose size is what the data decide, was traced with numbers only."""
+    """Whether the first result, the one whose size depends on data, was traced with constant sizes only."""
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     return all(_is_number(size) for size in tensors[0].shape) if tensors else False
 
 
 def _is_number(size: int | torch.SymInt) -> bool:
-    """A symbol that tracing has settled on one number since is a number too (torch 2.11 on CUDA)."""
+    """Whether `size` is a constant, or a symbol that tracing has since fixed to one (torch 2.11 on CUDA)."""
     return isinstance(size, int) or bool(size.node.expr.is_number)

@@ -1,4 +1,4 @@
-"""The user's line and the module that an FX node comes from, as the tracer recorded them."""
+"""The user's source line and the module that an FX node comes from, as recorded during tracing."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from torch.fx import Node
 
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+).*\n?(?! *File ") *(.*)', re.MULTILINE)
 _MEMBER = re.compile(r"list\(dict\.values\(((?:(?!list\().)*?)\._modules\)\)\[(\d+)\]")
-_WRAPPED = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})  # the module within checkpoint_wrapper, torch.compile
-_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "parallel", "")  # between a user's module and its call
+_WRAPPED = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})  # inner module of checkpoint_wrapper, torch.compile
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "parallel", "")  # its frames lie below the user's
 
 
 def user_line(node: Node) -> str:
-    """`model.py:12: x = self.head(x)`: the innermost frame that is the user's; empty where none is known."""
+    """Return the innermost frame in the user's code, as `model.py:12: x = self.head(x)`; empty if unknown."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     theirs = [frame for frame in frames if not frame[0].startswith(_OURS)] or frames
     return "{}:{}: {}".format(*theirs[-1]) if theirs else ""
 
 
 def module_path(node: Node) -> str:
-    """`layers.0.attention`: the innermost module; of a backward node its forward node's. Empty where none is known."""
+    """Return the path of the innermost module, such as `layers.0.attention`; empty if unknown.
+
+    A backward node has the module of its forward node.
+    """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if stack:
         return clean_module(next(reversed(stack.values()))[0])
@@ -32,22 +35,22 @@ def module_path(node: Node) -> str:
 
 
 def block_of(module: str) -> str:
-    """`layers.0` of `layers.0.attention.wq`: the outermost member of a list of modules, else the module itself."""
+    """Return the outermost member of a module list in a path (`layers.0` of `layers.0.attention.wq`), else the path."""
     parts = module.split(".")
     ends = next((at for at, part in enumerate(parts, 1) if part.isdigit()), len(parts))
     return ".".join(parts[:ends])
 
 
 def clean_module(path: str) -> str:
-    """`L['self']._modules['layers']._modules['0']` or `L['self'].layers[0]` as `layers.0`.
+    """Rewrite Dynamo's name of a module as a path: `L['self']._modules['layers']._modules['0']` as `layers.0`.
 
-    So, too, `list(dict.values(L['self'].layers._modules))[0]`, as Dynamo calls what a Sequential iterates over; a model
-    that is compiled in place, or is a Sequential, it calls `fn`.
+    So also `L['self'].layers[0]`, and `list(dict.values(L['self'].layers._modules))[0]`, Dynamo's name of a module that
+    a Sequential iterates over. Dynamo calls the model `fn` if it is compiled in place, or is a Sequential.
     """
     while path != (path := _MEMBER.sub(r"\1.\2", path)):
         pass
     for old, new in (
-        (".forward._torchdynamo_inline.__self__", ""),  # of a block that torch.compile(block) wraps
+        (".forward._torchdynamo_inline.__self__", ""),  # in names of a block wrapped by torch.compile(block)
         ("L['self']", ""),
         ("L['fn']", ""),
         ("._modules['", "."),

@@ -1,7 +1,7 @@
-"""The traced graph of one block, copied into the joint graph of the step for every equal block.
+"""Copies the traced graph of one block into the joint graph of the step, once for every equal block.
 
-The joint graph of a block holds its forward, then its backward. Both parts of a copy lie in one graph, so backward
-simply reads the values of forward; what is saved and what is computed again is decided later, for the whole step.
+The joint graph of a block holds its forward, then its backward. Both parts of a copy are in one graph, so backward
+simply reads the values of forward; which values are saved or recomputed is decided later, for the whole step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TracedBlock:
 
     @classmethod
     def of(cls, joint: fx.Graph, forward_results: int, differentiable: Sequence[bool]) -> TracedBlock:
-        """Unfit where the graph does more than to compute results from operands, and gradients from tangents."""
+        """Take a joint graph apart. Unfit unless it only computes results from operands and gradients from tangents."""
         placeholders = joint.find_nodes(op="placeholder")
         tangents = tuple(node for node in placeholders if "tangents" in node.name)
         operands = tuple(node for node in placeholders if "tangents" not in node.name)
@@ -77,7 +77,7 @@ class TracedBlock:
 
 @dataclass(frozen=True)
 class Names:
-    """Names of modules and parameters in one block, by their names in the traced block."""
+    """A mapping from the traced block's names of modules and parameters to those of another block."""
 
     stacks: Mapping[tuple[str, ...], Any]  # paths of the traced block's modules -> modules of this one
     notes: Mapping[str, Mapping[str, Any]]  # `custom` entries, by their text
@@ -85,7 +85,10 @@ class Names:
 
     @classmethod
     def of(cls, traced: Stretch, this: Stretch, label: Callable[[fx.Node], Mapping[str, Any] | None]) -> Names:
-        """Of `this`, a stretch of the form of `traced`. label: of the parameter that a node names, if it names one."""
+        """Map names of `traced` to those of `this`, a stretch of the same form.
+
+        label: returns the label of the parameter that a node names; None if it names none.
+        """
         stacks: dict[tuple[str, ...], Any] = {}
         notes: dict[str, Mapping[str, Any]] = {}
         labels: dict[str, Any] = {}
@@ -102,7 +105,7 @@ class Names:
         return cls(stacks, notes, labels)
 
     def rename(self, meta: dict[str, Any]) -> None:
-        """Puts this block's names into the metadata of a copied node."""
+        """Replace the traced block's names by this block's in the metadata of a copied node."""
         for key in _STACKS:
             if meta.get(key):
                 meta[key] = self.stacks.get(_paths(meta[key]), meta[key])
@@ -119,21 +122,21 @@ class Stamp:
     """One copy of a traced block: its forward, and then its backward, each appended to a graph."""
 
     def __init__(self, block: TracedBlock, names: Names, number: Any) -> None:
-        """number: which tells it from all other copies."""
+        """number: identifies this copy among all copies."""
         self._block, self._names, self._number = block, names, number
         self._copies: dict[fx.Node, fx.Node] = {}
-        # Of the traced block -> a tensor over that of the copy, and how much farther in its memory elements lie.
+        # Storage of the traced block -> a tensor in the storage of the copy, and how much larger offsets are there.
         self._memory: dict[int, tuple[Tensor, int]] = {}
 
     def forward(self, graph: fx.Graph, operands: Sequence[fx.Node]) -> list[fx.Node]:
-        """Appends forward; its results."""
+        """Append forward to `graph`; return its results."""
         for traced, operand in zip(self._block.operands, operands, strict=True):
             self._take(traced, operand)
         self._append(graph, self._block.forward)
         return [self._copies[node] for node in self._block.results]
 
     def backward(self, graph: fx.Graph, tangents: Sequence[fx.Node]) -> list[fx.Node]:
-        """Appends backward; the gradients that there are, by operand."""
+        """Append backward to `graph`; return the gradients that are not None, in the order of operands."""
         for traced, tangent in zip(self._block.tangents, tangents, strict=True):
             self._take(traced, _laid_out_like(traced, tangent, graph))
         self._append(graph, self._block.backward)
@@ -153,7 +156,7 @@ class Stamp:
                 copied.meta[_CHECKPOINT] = (self._number, copied.meta[_CHECKPOINT])
 
     def _value(self, value: Any) -> Any:
-        """A value like the traced one, in memory of the copy: what shared memory there does so here, and no more."""
+        """Return fake tensors like the traced ones: two share memory if and only if the traced ones do."""
         if isinstance(value, list | tuple):
             return type(value)(map(self._value, value))
         if not isinstance(value, FakeTensor):
@@ -165,7 +168,7 @@ class Stamp:
 
 
 def number_checkpoints(graph: fx.Graph) -> None:
-    """Numbers checkpoints in the order in which forward comes to them, as torch's partitioner expects."""
+    """Number checkpoints in the order of forward, as torch's partitioner expects."""
     numbers: dict[Any, int] = {}
     for node in graph.nodes:
         if _CHECKPOINT in node.meta:
@@ -173,10 +176,10 @@ def number_checkpoints(graph: fx.Graph) -> None:
 
 
 def append_copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """`node` at the end of `graph`, reading `copies`, which it joins.
+    """Append a copy of `node` to `graph` that reads `copies`, and add it to these.
 
-    It gets the name that tracing would give it there: names count up in order, as they do while torch traces. Graphs of
-    one function that are traced in other ways (of symbolic sizes) so call their collectives the same.
+    The copy gets the name that torch's tracing would give it, with numbers in graph order. The names of collectives are
+    therefore the same in graphs of the same function that were traced without folding (with symbolic sizes).
     """
     name = node.name if node.op == "placeholder" else _NUMBER.sub("", node.name)
     args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
@@ -187,7 +190,7 @@ def append_copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) 
 
 
 def _laid_out_like(traced: fx.Node, given: fx.Node, graph: fx.Graph) -> fx.Node:
-    """`given` as backward was traced for it, copied where it is laid out otherwise. Unfit where no copy makes it so."""
+    """Return tangent `given` in the layout that backward was traced with, copied if needed; Unfit if a copy differs."""
     expected, value = traced.meta["val"], given.meta["val"]
     if expected.stride() == value.stride():
         return given
@@ -206,7 +209,7 @@ def _is_plain(value: Any) -> bool:
         sizes = (*value.shape, *value.stride(), value.storage_offset())
         odd = value.layout != torch.strided or value.is_conj() or value.is_neg()
         return not odd and all(isinstance(each, int) for each in sizes)
-    return value is None or type(value) is int  # the lengths of sequences that attention on GPUs returns
+    return value is None or type(value) is int  # attention on GPUs returns sequence lengths
 
 
 def _shares(node: fx.Node, other: fx.Node) -> bool:

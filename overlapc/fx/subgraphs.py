@@ -1,7 +1,8 @@
-"""The graphs that conditionals and loops carry: branches of `torch.cond`, condition and body of `while_loop`.
+"""Nested graphs of conditionals and loops: branches of `torch.cond`, condition and body of `while_loop`.
 
-Each is a graph of ATen ops like the one around it, with everything it needs as arguments, and is compiled as one.
-Other higher-order ops keep theirs as they are: `flex_attention` maps its score function over indices, for one.
+Each is a graph of ATen ops like the enclosing one, takes everything it reads as arguments, and is compiled on its own.
+The graphs of other higher-order ops are not compiled: `flex_attention`, for example, maps its score function over
+indices.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _CARRIERS = frozenset({"cond", "while_loop", "invoke_subgraph"})
 
 @dataclass(frozen=True, slots=True)
 class Subgraph:
-    """`reader` runs `module`, which `node` of the graph around it names."""
+    """A nested graph `module`, with the `get_attr` node that names it and the node `reader` that runs it."""
 
     node: Node
     reader: Node
@@ -25,12 +26,12 @@ class Subgraph:
 
     @property
     def name(self) -> str:
-        """Name of its attribute, such as "true_graph_0"."""
+        """The name of the attribute that holds it, such as "true_graph_0"."""
         return str(self.node.target)
 
 
 def subgraphs(gm: GraphModule) -> Iterator[Subgraph]:
-    """Every nested graph of `gm` that can be compiled on its own, in order."""
+    """Return the nested graphs of `gm` that can be compiled on their own, in order."""
     for node in gm.graph.find_nodes(op="get_attr"):
         readers = [reader for reader in node.users if carries_graphs(reader)]
         module = carried(node)
@@ -39,18 +40,18 @@ def subgraphs(gm: GraphModule) -> Iterator[Subgraph]:
 
 
 def carries_graphs(node: Node) -> bool:
-    """Whether `node` is a conditional, a loop or a call whose graphs run as they are, on tensors."""
+    """Whether `node` is a conditional, a loop or a call, which run their graphs on the tensors they are given."""
     return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in _CARRIERS
 
 
 def carried(node: Node) -> GraphModule | None:
-    """The graph that a `get_attr` node names, if it names one."""
+    """Return the graph that a `get_attr` node names; None for any other node."""
     found = getattr(node.graph.owning_module, str(node.target), None) if node.op == "get_attr" else None
     return found if isinstance(found, GraphModule) else None
 
 
 def nodes_within(node: Node) -> Iterator[Node]:
-    """All nodes of all graphs among the arguments of `node`, at any depth."""
+    """Return all nodes of the graphs among the arguments of `node`, at any depth."""
     for argument in node.all_input_nodes if node.op == "call_function" else ():
         module = carried(argument)
         if module is not None:
@@ -60,12 +61,12 @@ def nodes_within(node: Node) -> Iterator[Node]:
 
 
 def is_loop(node: Node) -> bool:
-    """Whether `node` runs its graphs as often as the data say."""
+    """Whether `node` is a loop, whose number of iterations depends on data."""
     return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() == "while_loop"
 
 
 def return_tuple(module: GraphModule) -> bool:
-    """Let the graph return a tuple, as every graph that is compiled; True where it returned one value bare."""
+    """Make the graph return a tuple, as every compiled graph must; return True if it returned a single bare value."""
     output = module.graph.output_node()
     if isinstance(output.args[0], tuple | list):
         return False
@@ -75,5 +76,5 @@ def return_tuple(module: GraphModule) -> bool:
 
 
 def _described(module: GraphModule) -> bool:
-    """Whether every argument has metadata, as the arguments of a graph must."""
+    """Whether every argument has a fake value in its metadata, which compilation needs."""
     return all("val" in node.meta for node in module.graph.find_nodes(op="placeholder"))

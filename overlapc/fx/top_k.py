@@ -1,12 +1,12 @@
-"""`topk` of long rows, such as a vocabulary's logits: by way of the groups whose largest elements are largest.
+"""`topk` of long rows, such as a vocabulary's logits: searches only the groups with the largest maxima.
 
     topk(x: [rows, n], k)  ->  tops = amax of each group of neighbours           : [rows, n / group]
                                the groups of topk(tops, k), gathered             : [rows, k * group]
-                               topk of these
+                               topk of the gathered elements
 
-Each of the k groups has an element that is at least as large as any element of the other groups, so no other is
-missed; a NaN is larger than all numbers, also where the smallest elements are asked for. One pass reads the row; both
-remaining searches are over about sqrt(k * n) elements.
+Each of the k groups has an element that is at least as large as any element of the other groups, so the result is in
+these groups. A NaN counts as larger than all numbers, also when the smallest elements are searched. One pass reads the
+row; the two searches that remain are over about sqrt(k * n) elements.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
-LONG_ROW = 2**14  # elements; below, the two searches cost as much as one over the row
-_SAVED = 16  # the row must be at least so many times as long as what is searched
-_GROUPS = (16, 32, 64, 128)  # neighbours of one group
+LONG_ROW = 2**14  # elements; in shorter rows, the two searches cost as much as one search of the row
+_SAVED = 16  # least ratio of the row's length to the number of elements that are searched
+_GROUPS = (16, 32, 64, 128)  # neighbouring elements in a group
 
 
 def topk_of_groups(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """A decomposition of `aten.topk`; NotImplemented, which leaves the op as it is, where that would not pay."""
+    """Decompose `aten.topk`; return NotImplemented, which leaves the op as it is, if that would not be faster."""
     group = group_of(x, k, dim)
     if group is None:
         return NotImplemented
@@ -35,7 +35,7 @@ def topk_of_groups(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorte
 
 
 def _smallest(groups: Tensor) -> Tensor:
-    """The smallest number of each group, and NaN only where there is no number: `amin` would give any NaN."""
+    """Return the smallest number of each group; NaN only for a group of NaNs (`amin` gives NaN if there is one)."""
     if not groups.is_floating_point():
         return groups.amin(-1)
     missing = groups.isnan()
@@ -44,7 +44,7 @@ def _smallest(groups: Tensor) -> Tensor:
 
 
 def group_of(x: Tensor, k: int, dim: int) -> int | None:
-    """The number of neighbours in a group, or None where `x` is better searched as it is."""
+    """Return the number of elements in a group, or None if searching `x` itself is better."""
     length = x.shape[dim] if x.dim() else 1
     if dim % max(x.dim(), 1) != x.dim() - 1 or not isinstance(length, int) or not isinstance(k, int):
         return None

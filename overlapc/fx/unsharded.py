@@ -1,14 +1,14 @@
-"""Parameters that a graph fills for a while: read the value that fills them instead (S23).
+"""Replaces unsharded parameters that a graph fills and frees by the value that fills them (S23).
 
 FSDP2 keeps each unsharded parameter as a tensor without storage and, around the ops that need it, does
 
     resize(p, full); fsdp.copy_(p, gathered); y = mm(x, p); resize(p, 0)   ->   y = mm(x, gathered)
 
-`remove_fills` does the replacement for every such region of every input, a layer that is used twice included. The
-parameter is then never written, and the gathered tensor is freed when nothing needs it any more.
+`remove_fills` replaces every region of this form, for every input, including layers that are used twice. The parameter
+is then never written, and the gathered tensor is freed after its last use.
 
-Regions that are not `full, copy, reads, 0` stay, with a warning. A graph that itself writes into an unsharded parameter
-is refused, as the user's change would be lost when the storage is freed.
+Regions of another form than `full, copy, reads, 0` stay, with a warning. A graph in which the user writes into an
+unsharded parameter is rejected, because the change would be lost when the storage is freed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 _RESIZE = torch.ops.inductor.resize_storage_bytes_.default
 _FILL = torch.ops.fsdp.copy_.default
 
-# torch's resize does not say in its schema that it changes its argument; a scheduler needs to know.
+# The schema of torch's resize does not declare that it changes its argument, which the scheduler needs to know.
 _library = torch.library.Library("overlapc", "FRAGMENT")
 _library.define("resize_storage_(Tensor(a!) tensor, SymInt bytes) -> ()")
 
@@ -45,7 +45,7 @@ fx.node.has_side_effect(torch.ops.overlapc.resize_storage_.default)
 
 @dataclass
 class _Region:
-    """Nodes from one resize to full up to the resize to nothing."""
+    """The nodes from a resize to full size up to the resize to 0."""
 
     begin: fx.Node
     fill: fx.Node | None = None
@@ -54,7 +54,7 @@ class _Region:
 
 
 def remove_fills(graph: fx.Graph) -> int:
-    """Removes the regions of all inputs; returns their number. CompileError if the user writes to one."""
+    """Remove the regions of all inputs; return their number. CompileError if the user writes into a parameter."""
     position = {node: at for at, node in enumerate(graph.nodes)}
     removed = 0
     resized: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -82,7 +82,7 @@ def remove_fills(graph: fx.Graph) -> int:
 
 
 def _regions(param: fx.Node, users: list[fx.Node]) -> list[_Region] | str:
-    """The regions of an unsharded parameter, or why its storage cannot be taken out of the graph."""
+    """Return the regions of an unsharded parameter, or the reason why they cannot be removed from the graph."""
     full = _bytes(param.meta["val"])
     regions: list[_Region] = []
     for user in users:
@@ -118,7 +118,7 @@ def _regions(param: fx.Node, users: list[fx.Node]) -> list[_Region] | str:
 
 
 def _writes(user: fx.Node, param: fx.Node) -> bool:
-    """Whether an op changes `param` by its schema."""
+    """Whether the schema of an op declares that it writes into `param`."""
     return any(
         is_written(declared) and (given is param or (isinstance(given, (list, tuple)) and param in given))
         for declared, given in declared_arguments(user.target, user.args, user.kwargs)
@@ -126,7 +126,7 @@ def _writes(user: fx.Node, param: fx.Node) -> bool:
 
 
 def _alike(param: fx.Node, value: Any) -> bool:
-    """Whether reading `value` is reading what was copied from it into `param`."""
+    """Whether `value` has the shape, strides and dtype of `param`, so that it can be read instead of a copy."""
     if not isinstance(value, fx.Node):
         return False
     ours, given = param.meta["val"], value.meta["val"]

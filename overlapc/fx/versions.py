@@ -43,7 +43,7 @@ StridedShard = _StridedShard
 
 
 def check_torch_version(version: str | None = None) -> tuple[int, int]:
-    """(major, minor) of torch, or ConfigError when overlapc was not tested with it."""
+    """Return (major, minor) of torch; raise ConfigError if overlapc was not tested with that version."""
     text = torch.__version__ if version is None else version
     match = re.match(r"(\d+)\.(\d+)", text)
     found = (int(match[1]), int(match[2])) if match else None
@@ -54,41 +54,43 @@ def check_torch_version(version: str | None = None) -> tuple[int, int]:
 
 
 def sized_by_data(op: torch._ops.OpOverload) -> bool:
-    """Whether the sizes of the results depend on data; torch 2.11 does not mark `_unique` so."""
+    """Whether the sizes of the op's results depend on data; torch 2.11 lacks the tag on `_unique`."""
     return torch.Tag.dynamic_output_shape in op.tags or op is torch.ops.aten._unique.default
 
 
 def set_autograd_rule(op: torch._ops.OpOverload, rule: Callable[..., Any]) -> None:
-    """Traces of `op` differentiate `rule` from now on, instead of the rule in Python that torch has for it."""
+    """Replace torch's Python rule for `op` under autograd by `rule`, so that traces differentiate `rule`."""
     op.py_kernels[torch._C.DispatchKey.Autograd] = rule
     op._dispatch_cache.clear()
 
 
 def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh | None:
-    """The mesh of both's axes, `first`'s before `second`'s, as FSDP2 makes it; None where they share ranks otherwise
-    than as axes of one mesh. Axes of meshes that were unflattened are known to no common root by name.
+    """Return the mesh with the axes of `first` and then of `second`, as FSDP2 makes it.
+
+    None if the two are not distinct axes of one mesh. Axes of unflattened meshes have no common root that knows their
+    names.
     """
     if not (first.mesh_dim_names and second.mesh_dim_names):
         return None
     try:
-        with unset_fake_temporarily():  # where a model is planned on fake tensors; ranks are counted on real ones
+        with unset_fake_temporarily():  # a model may be planned on fake tensors, but ranks are counted on real ones
             return DeviceMesh._concatenate([first, second])
     except RuntimeError:  # other ranks, or overlapping ones
         return None
 
 
 def in_backward() -> bool:
-    """Whether this thread runs the autograd engine, as when an eager checkpoint repeats its forward."""
+    """Whether the autograd engine runs on this thread, for example when an eager checkpoint repeats its forward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def fsdp2_state(module: nn.Module) -> Any:
-    """FSDP2's state of a module that was given to its `fully_shard`, or None."""
+    """Return FSDP2's state of a module that was passed to its `fully_shard`, else None."""
     return _get_module_state(module) if isinstance(module, FSDPModule) else None
 
 
 def fsdp2_groups(state: Any) -> list[Any]:
-    """The parameter groups of one `fully_shard` call, where torch 2.11 knew of one at most."""
+    """Return the parameter groups of one `fully_shard` call; torch 2.11 has one at most."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -113,26 +115,26 @@ def release_fsdp2(state: Any) -> None:
 
 
 def set_fsdp2_state(module: nn.Module, state: Any) -> None:
-    """Let torch's callers of `torch.distributed.fsdp.fully_shard.state(module)` find `state`."""
+    """Make `torch.distributed.fsdp.fully_shard.state(module)` return `state`, for torch code that calls it."""
     states = module.__dict__.setdefault(STATE_KEY, {})
     states[fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
 
 
 def runs_under_fsdp2() -> bool:
-    """Whether some module that FSDP2 manages is in its forward now."""
+    """Whether a module that FSDP2 manages is running its forward."""
     states = {id(state): state for ref in _module_state_mapping.values() if (state := ref()) is not None}
     return any(getattr(getattr(state, "_training_state", None), "name", "") == "FORWARD" for state in states.values())
 
 
 def runs_under_ddp() -> bool:
-    """Whether some DistributedDataParallel is in its forward now."""
+    """Whether a DistributedDataParallel module is running its forward."""
     return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def compiled_autograd(gm: Any) -> bool:
-    """Whether compiled autograd traced `gm`, or will trace its backward; it knows AOTAutograd's functions only.
+    """Whether compiled autograd traced `gm`, or will trace its backward: it supports only AOTAutograd's own functions.
 
-    A backward that it traced takes its inputs in lists, and comes in a wrapper that is no GraphModule.
+    A backward that it traced takes its inputs in lists, and is passed in a wrapper that is not a GraphModule.
     """
     from torch._dynamo import compiled_autograd as autograd
     from torch._dynamo import config
@@ -141,10 +143,10 @@ def compiled_autograd(gm: Any) -> bool:
 
 
 def return_no_tangents(joint: fx.Graph, forward_outputs: int) -> None:
-    """Let forward return the mesh of a DTensor as one of its own inputs, where torch 2.13 traced that of the gradient.
+    """Let forward return the mesh of a DTensor as one of its inputs, if torch 2.13 traced it as a tangent's mesh.
 
-    Torch finds the input that brings a mesh by the mesh's identity. Where a program made an equal mesh before, DTensors
-    that a graph makes may lie on that one, and only the gradients that were made up for tracing are found to share it.
+    torch finds the input that holds a mesh by the mesh's identity. If the program created an equal mesh earlier,
+    DTensors that the graph creates may have that mesh, and only the tangents, which were made up for tracing, share it.
     """
     output = joint.output_node()
     (returned,) = output.args
@@ -170,19 +172,19 @@ def _real(node: fx.Node) -> Any:
 
 
 def belongs_to_backward(node: fx.Node) -> bool:
-    """Whether AOTAutograd marked a node of a joint graph as one of backward, as it does with changes made there."""
+    """Whether AOTAutograd tagged a node of a joint graph as backward's, for example a mutation made in backward."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 def inputs_written_after(joint: fx.Graph) -> set[fx.Node]:
-    """The inputs of a joint graph into which AOTAutograd's wrapper copies results of forward, after it has run."""
+    """Return the inputs of a joint graph into which AOTAutograd's wrapper copies results after forward has run."""
     results = map(_outermost, joint.output_node().meta["desc"])
     written = {result.mutated_input for result in results if isinstance(result, InputMutationAOTOutput)}
     return {node for node in joint.find_nodes(op="placeholder") if _outermost(node.meta.get("desc")) in written}
 
 
 def inputs_changed_unseen(joint: fx.Graph) -> set[fx.Node]:
-    """The inputs of a joint graph whose changes autograd never sees, as those through `x.data`."""
+    """Return the inputs of a joint graph that are changed without autograd's knowledge, as through `x.data`."""
     infos = getattr(getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None), "input_info", ())
     nodes: dict[Any, list[fx.Node]] = {}
     for node in joint.find_nodes(op="placeholder"):
@@ -196,16 +198,16 @@ def inputs_changed_unseen(joint: fx.Graph) -> set[fx.Node]:
 
 
 def _outermost(description: Any) -> Any:
-    """Of the tensor whose attribute this describes, where it does."""
+    """Return the description of the outermost tensor, if `description` is of an attribute of a tensor subclass."""
     while isinstance(description, SubclassGetAttrAOTInput | SubclassGetAttrAOTOutput):
         description = description.base
     return description
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """`module` as a function of one list of arguments that it empties, so that each is freed after its last use.
+    """Return `module` as a function of one list of arguments, which it empties: each is freed after its last use.
 
-    A version of torch without boxed code generation keeps the arguments until the end.
+    In a version of torch without boxed code generation, the arguments live until the function returns.
     """
     codegen = getattr(fx.graph, "_BoxedCodeGen", None)
     if codegen is None:
@@ -223,9 +225,10 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def group_name_of(group: Any) -> str | None:
-    """The name of the process group that a collective was given, in whatever form the graph holds it.
+    """Return the name of a collective's process group from the argument in the graph; None if there is none.
 
-    torch 2.11 gives a string; 2.13 may give a ProcessGroup, or a node that takes one from a mesh input.
+    The argument is a string in torch 2.11; in 2.13 it may be a ProcessGroup, or a node that reads one from a mesh
+    input.
     """
     if isinstance(group, fx.Node):
         group = group.meta.get("val")
@@ -236,16 +239,16 @@ def group_name_of(group: Any) -> str | None:
 
 
 def resolve_group(name: str) -> Any:
-    """The process group of that name in this process."""
+    """Return this process's process group with that name."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def donated_inputs() -> list[int] | None:
-    """Positions of the inputs that only the backward graph being compiled holds; None when not known.
+    """Return the positions of inputs that only the backward graph being compiled refers to; None if unknown.
 
-    What forward saved is not among them if it is a view of a parameter, for instance.
+    A saved tensor that is a view of a parameter, for instance, is not among them.
     """
     found: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
     donated: list[int] | None = getattr(found, "bw_donated_idxs", None)
@@ -254,36 +257,36 @@ def donated_inputs() -> list[int] | None:
 
 @dataclass(frozen=True, slots=True)
 class GradientMetadata:
-    """Indices, among the backward graph's results, of an input's gradient, or of its local part and mesh."""
+    """Where an input's gradient is among the results of the backward graph."""
 
-    at: int
-    mesh_at: int | None = None  # torch 2.13; before, who makes the DTensor knows the mesh
-    make: Callable[[Sequence[Any]], torch.Tensor] | None = None  # the DTensor, of all results; None for a plain tensor
-    as_input: bool = True  # it is laid out as the input is
+    at: int  # index of the gradient, or of a DTensor's local part
+    mesh_at: int | None = None  # index of a DTensor's mesh in torch 2.13; in earlier versions, `make` knows the mesh
+    make: Callable[[Sequence[Any]], torch.Tensor] | None = None  # makes the DTensor from all results; None if plain
+    as_input: bool = True  # the gradient has the placements and sizes of the input
 
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """AOTAutograd's metadata of a step, as far as a caller of its graphs needs it."""
+    """The part of AOTAutograd's metadata of a step that a caller of its graphs needs."""
 
-    inputs: tuple[tuple[str, ...], ...]  # the attributes of each that its graphs take, none for the input itself
+    inputs: tuple[tuple[str, ...], ...]  # for each input, its attributes that the graphs take; () for the input itself
     differentiable: tuple[bool, ...]  # by output
     gradients: tuple[GradientMetadata, ...]  # by input
-    changed: tuple[int, ...]  # inputs that a graph changes in place, and autograd is to see it
-    computed: tuple[int, ...]  # inputs that take part in autograd and are no leaves
-    sizes: int  # symbolic sizes among what forward saves, at its end
-    objects: int  # meshes among what forward saves, before the sizes
-    formats: tuple[torch.memory_format | None, ...]  # of gradients of symbolic sizes; None for static ones
+    changed: tuple[int, ...]  # inputs that a graph changes in place so that autograd must be told
+    computed: tuple[int, ...]  # inputs that require gradients and are no leaves
+    sizes: int  # number of symbolic sizes that forward saves, after all other saved values
+    objects: int  # number of meshes that forward saves, before the sizes
+    formats: tuple[torch.memory_format | None, ...]  # of tangents of symbolic size; None for those of static size
     dynamic: tuple[tuple[int, tuple[int, ...]], ...]  # (output, its dims that a later graph should take as symbolic)
     deterministic: bool  # backward may run under torch.use_deterministic_algorithms
 
 
 def step_metadata() -> StepMetadata | None:
-    """Of the step of plain tensors that AOTAutograd is compiling on this thread.
+    """Return the metadata of the step of plain tensors that AOTAutograd is compiling on this thread.
 
-    None when outputs alias anything, tensors hold others, inputs are changed in a way that needs more than the graph
-    (other sizes, other memory, changes that have gradients), or graphs take or return more than the user's tensors
-    (tokens, random state): then only torch's own wrapper can call its graphs.
+    None if an output aliases another tensor, a tensor is a subclass that holds others, an input is changed in a way
+    that the graph alone cannot do (other sizes, other memory, differentiable changes), or graphs take or return more
+    than the user's tensors (tokens, random state): only torch's own wrapper can then call the graphs.
     """
     context = torch._guards.TracingContext.try_get()
     found: Any = getattr(context, "fw_metadata", None)
@@ -293,10 +296,10 @@ def step_metadata() -> StepMetadata | None:
 
 
 def dtensor_step_metadata(outputs: Iterable[Any]) -> StepMetadata | None:
-    """Of the step that just returned `outputs` through AOTAutograd's wrapper, who alone knows the DTensors it traced.
+    """Return the metadata of a step with DTensors from its `outputs`, which AOTAutograd's wrapper has just returned.
 
-    None as for `step_metadata`, or when an output is no plain tensor, or an input or a gradient is neither that nor a
-    DTensor of a plain one and of static size.
+    Only that wrapper has the DTensors it traced. None in the same cases as `step_metadata`, or if an output is not a
+    plain tensor, or an input or gradient is neither a plain tensor nor a DTensor of static size around a plain tensor.
     """
     nodes: Iterable[Any] = (each.grad_fn for each in outputs if isinstance(each, torch.Tensor))
     function: Any = next((node._forward_cls for node in nodes if hasattr(node, "_forward_cls")), None)
@@ -308,12 +311,12 @@ def dtensor_step_metadata(outputs: Iterable[Any]) -> StepMetadata | None:
 
 
 def _attributes(border: Any) -> tuple[str, ...]:
-    """The names of what a tensor holds, by AOTAutograd's note on it; none for a plain one."""
+    """Return the names of the attributes of a tensor subclass from AOTAutograd's metadata; () for a plain tensor."""
     return tuple(getattr(border, "attrs", ()))
 
 
 def _is_simple(border: Any) -> bool:
-    """Whether it is AOTAutograd's note on a plain tensor, or on a DTensor of a plain one and of static size."""
+    """Whether AOTAutograd's metadata `border` is of a plain tensor, or a DTensor of static size around a plain one."""
     if not _attributes(border):
         return True
     return (
@@ -325,7 +328,7 @@ def _is_simple(border: Any) -> bool:
 
 
 def _gradient(border: Any, of: Any) -> GradientMetadata:
-    """of: the note on the input that it is the gradient of."""
+    """Return the metadata of a gradient from AOTAutograd's, `border`. of: AOTAutograd's metadata of the input."""
     attributes = _attributes(border)
     if not attributes:
         return GradientMetadata(border.unwrapped_idx, as_input=not _attributes(of))
@@ -336,7 +339,7 @@ def _gradient(border: Any, of: Any) -> GradientMetadata:
 
 
 def _form(border: Any) -> tuple[Any, ...]:
-    """Placements and global sizes of the DTensor that it is AOTAutograd's note on; in torch 2.11 with the mesh."""
+    """Return a DTensor's placements, global sizes and strides (torch 2.11: and mesh) from AOTAutograd's metadata."""
     *spec, _requires_grad = border.meta
     return (*spec, tuple(border.outer_size), tuple(border.outer_stride))
 
@@ -376,27 +379,27 @@ def _metadata(found: Any, gradients: tuple[GradientMetadata, ...]) -> StepMetada
 
 
 def mark_dynamic(tensor: torch.Tensor, dims: Iterable[int]) -> None:
-    """Lets a graph that takes `tensor`, a result of another, have these dims as symbols from the start."""
+    """Mark `dims` of a graph's result `tensor` as dynamic, so that the next graph treats them as symbolic at once."""
     from torch._functorch._aot_autograd import runtime_wrappers
 
-    name = "mark_dynamo_propagated_dynamic_indices"  # before torch 2.13 under the other name
+    name = "mark_dynamo_propagated_dynamic_indices"  # before torch 2.13: maybe_mark_dynamic_helper
     mark = getattr(runtime_wrappers, name, None) or runtime_wrappers.maybe_mark_dynamic_helper  # type: ignore[attr-defined]
     mark(tensor, set(dims))
 
 
 @lru_cache(None)
 def float8_saturates() -> bool:
-    """Whether a conversion to float8_e4m3fn makes the largest number of what lies beyond (torch 2.13), not NaN."""
+    """Whether casting an out-of-range value to float8_e4m3fn gives the largest number (torch 2.13) instead of NaN."""
     with _disable_current_modes():
         return not torch.tensor(1e3).to(torch.float8_e4m3fn).float().isnan().item()
 
 
 @contextmanager
 def contiguous_tangents_of_overlaps() -> Iterator[None]:
-    """While AOTAutograd traces, the tangent of a result that may lie twice in the same memory (`unfold`) is contiguous.
+    """Make AOTAutograd trace with contiguous tangents for results whose elements may share memory (`unfold`).
 
-    AOTAutograd guesses that tangents lie as results do, and would copy what differs from element to element there;
-    torch 2.13 finds this out for itself where a stride is 0.
+    AOTAutograd assumes that a tangent has the strides of its result, and would copy a tangent whose elements differ
+    into such a layout. torch 2.13 itself handles this where a stride is 0.
     """
     metadata: Any = MemoryFormatMeta
     guess = metadata.from_tensor
@@ -415,7 +418,7 @@ def contiguous_tangents_of_overlaps() -> Iterator[None]:
 
 
 def _may_lie_twice(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether some step is no longer than all that shorter steps reach."""
+    """Whether two elements of a tensor may share memory: a stride is not larger than the extent of all smaller ones."""
     reached = 0
     for step, extent in sorted((step, extent) for step, extent in zip(stride, size, strict=True) if extent > 1):
         if step <= reached:
@@ -425,9 +428,10 @@ def _may_lie_twice(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def copied_capture(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph that Dynamo captured, with what AOTAutograd reads off it beside metadata.
+    """Copy a graph that Dynamo captured, with the attributes outside of `meta` that AOTAutograd reads.
 
-    That is where inputs come from, by which it knows parameters: the partitioner saves these at no cost.
+    These are the sources of inputs, from which AOTAutograd recognizes parameters: the partitioner saves those at no
+    cost.
     """
     graph = copied(gm.graph)
     for ours, theirs in zip(graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True):
@@ -442,9 +446,9 @@ def copied_capture(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def fake_like(value: FakeTensor, base: torch.Tensor | None, shift: int) -> FakeTensor:
-    """A fake tensor of the form of `value`: in memory of its own, or in that of `base`, `shift` elements behind.
+    """Return a fake tensor of the form of `value` in new memory, or in that of `base` with its offset moved by `shift`.
 
-    As torch makes fake tensors of meta tensors; through its dispatcher it takes ten times as long.
+    It is built from a meta tensor, as torch does it; through torch's dispatcher this takes ten times as long.
     """
     memory = value.untyped_storage().nbytes() if base is None else base.untyped_storage()
     with _disable_current_modes():
@@ -455,9 +459,9 @@ def fake_like(value: FakeTensor, base: torch.Tensor | None, shift: int) -> FakeT
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """The hint of a size that may be symbolic, for planning.
+    """Return a size as an integer for planning: for a symbolic size, its hint.
 
-    Sizes that depend on data have no hint; torch's partitioner assumes 4096 for them, and so does overlapc.
+    A size that depends on data has no hint; overlapc assumes 4096 for it, as torch's partitioner does.
     """
     if isinstance(size, int):
         return size
@@ -465,7 +469,7 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def symbol_hint(size: torch.SymInt | torch.SymFloat, symbol: Any) -> int | None:
-    """The value of `symbol` when the graph of `size` was traced; None for one known only at run time."""
+    """Return the value that `symbol` had when the graph of `size` was traced; None if it is known only at run time."""
     shape_env = size.node.shape_env
     if shape_env is None:
         return None
@@ -476,18 +480,18 @@ def symbol_hint(size: torch.SymInt | torch.SymFloat, symbol: Any) -> int | None:
     return None if value is None else int(value)
 
 
-# --- what Dynamo says of its own work
+# --- Dynamo's records of its compilations
 
 
 @dataclass(frozen=True)
 class Traced:
     """One compilation of one frame by Dynamo."""
 
-    compile_id: str  # "0/1": frame 0, compiled before once
+    compile_id: str  # "0/1": frame 0, its second compilation
     function: str
     source: str  # file:line
     recompiled: str  # the guard of an earlier compilation that failed; "" for the first
-    seconds: float  # without the backend's
+    seconds: float  # without the time spent in the backend
 
 
 @dataclass(frozen=True)
@@ -500,12 +504,12 @@ class Broken:
 
 
 def compile_id() -> str:
-    """The id of Dynamo's current compilation, as its logs write it; "" outside of compilations."""
+    """Return the id of Dynamo's current compilation as in its logs; "" outside of compilations."""
     return str(torch._guards.CompileContext.current_compile_id() or "")
 
 
 def traced() -> list[Traced]:
-    """torch's records of its last 64 compilations, in order."""
+    """Return torch's records of its last 64 compilations, in order."""
     from torch._dynamo.utils import get_compilation_metrics
 
     return [
@@ -517,18 +521,18 @@ def traced() -> list[Traced]:
             max(0.0, (each.entire_frame_compile_time_s or 0.0) - (each.backend_compile_time_s or 0.0)),
         )
         for each in get_compilation_metrics()
-        if each.co_name is not None  # else it is a backward's, compiled when it first ran
+        if each.co_name is not None  # None: a backward graph, compiled when it first ran
     ]
 
 
 def ends_in_break(gm: Any) -> bool:
-    """Whether Dynamo captured `gm` up to a graph break: what is behind it runs before the backward of `gm`."""
+    """Whether `gm` ends in a graph break: the code behind the break runs before the backward of `gm`."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     return reason is not None and bool(reason.graph_break)
 
 
 def graph_breaks() -> list[Broken]:
-    """Every graph break of this process, in the order in which Dynamo met them."""
+    """Return the graph breaks of this process, in the order in which Dynamo recorded them."""
     from torch._dynamo.output_graph import graph_break_reasons
 
     found = []
@@ -541,7 +545,7 @@ def graph_breaks() -> list[Broken]:
     return found
 
 
-# Where Dynamo gives a name of its own, and no sentence.
+# Descriptions of the breaks for which Dynamo gives a name instead of a sentence.
 _BREAKS = {
     "generic_jump": "which branch is taken depends on a tensor's value",
     "step_unsupported": "Dynamo does not trace this statement",

@@ -1,10 +1,10 @@
-"""Attention within a window of positions, a piece of the sequence at a time.
+"""Sliding-window attention, computed on one piece of the sequence at a time.
 
     scaled_dot_product_attention(q, k, v, attn_mask=|query - key| <= 64)        length**2 scores, most of them masked
- -> windowed_attention(q, k, v, 64, 64, piece=128)                               3 * 128 scores a query
+ -> windowed_attention(q, k, v, 64, 64, piece=128)                               3 * 128 scores for each query
 
-A piece of queries sees the keys of its own piece and, where the window reaches there, of those beside it. Each piece is
-one more element of the batch, so any kernel that takes a mask can compute it.
+A piece of queries attends to the keys of its own piece and, if the window reaches them, of the neighbouring pieces.
+Pieces become part of the batch dim, so any attention kernel that takes a mask can compute them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 
 from overlapc.fx.conditions import AllOf, Condition, NotNegative
 
-SHORTEST_PIECE = 128  # queries that a program of an attention kernel takes
-LEAST_SKIPPED = 2  # scores of the whole length over those that are left
+SHORTEST_PIECE = 128  # queries in one program of an attention kernel
+LEAST_SKIPPED = 2  # least ratio of the scores of the whole sequence to the scores computed in pieces
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A query sees keys from `before` positions before it to `after` positions after it."""
+    """A mask with which a query attends to keys from `before` positions before it to `after` positions after it."""
 
     before: int
     after: int
 
     def piece(self, length: int) -> int | None:
-        """Positions of a piece of a sequence of `length`; None where pieces spare less than half of the scores."""
+        """Return the length of a piece of a sequence of `length`; None if pieces save less than half of the scores."""
         size = -(-max(self.before, self.after, 1) // SHORTEST_PIECE) * SHORTEST_PIECE
         while length % size and size < length:
             size += SHORTEST_PIECE
@@ -39,7 +39,7 @@ class Window:
 
 
 def window_of(allowed: Condition, query: sympy.Symbol, key: sympy.Symbol) -> Window | None:
-    """The window that `allowed` describes, for sequences of one length; None for anything else."""
+    """Return the window that `allowed` describes, where queries and keys have the same length; None if it is none."""
     if not isinstance(allowed, AllOf) or len(allowed.of) != 2:
         return None
     limits: dict[int, int] = {}
@@ -57,9 +57,10 @@ def window_of(allowed: Condition, query: sympy.Symbol, key: sympy.Symbol) -> Win
 def windowed_attention(
     query: Tensor, key: Tensor, value: Tensor, before: int, after: int, *, piece: int, scale: float | None = None
 ) -> Tensor:
-    """Attention of `[batch, heads, length, width]` tensors within a window; a view of `[batch, length, heads, width]`.
+    """Compute attention of `[batch, heads, length, width]` tensors within a window.
 
-    `piece` divides the length, and is at least `before` and `after`.
+    The result has the same shape, as a view of a `[batch, length, heads, width]` tensor. `piece` divides the length,
+    and is at least `before` and at least `after`.
     """
     batch, _, length, _ = query.shape
     pieces = length // piece
@@ -72,7 +73,7 @@ def windowed_attention(
 
 
 def _with_neighbours(x: Tensor, piece: int, before: bool, after: bool) -> Tensor:
-    """Each piece of keys behind that before it and in front of that after it, zeros where there is none."""
+    """Concatenate to each piece of keys the piece before it and the piece after it; zeros where there is none."""
     own = x.transpose(1, 2).unflatten(1, (-1, piece))
     parts = [own]
     if before:
@@ -83,9 +84,9 @@ def _with_neighbours(x: Tensor, piece: int, before: bool, after: bool) -> Tensor
 
 
 def _mask(pieces: int, piece: int, before: int, after: int, device: torch.device) -> Tensor:
-    """`[pieces, piece, keys]`: which of the keys at hand a query sees."""
+    """Return the mask `[pieces, piece, keys]`: whether a query attends to a key of its own or a neighbouring piece."""
     count = piece * (1 + (before > 0) + (after > 0))
-    keys = torch.arange(count, device=device) - (piece if before else 0)  # from the first query of the piece
+    keys = torch.arange(count, device=device) - (piece if before else 0)  # relative to the piece's first query
     distance = keys - torch.arange(piece, device=device)[:, None]
     near = (distance >= -before) & (distance <= after)
     place = keys + piece * torch.arange(pieces, device=device)[:, None]

@@ -1,4 +1,4 @@
-"""Tensors that torch.func wraps: what a graph's example values are where Dynamo traced through a transform."""
+"""Tensors wrapped by torch.func: the example values of a graph where Dynamo traced through a transform."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def storage_of(value: Tensor) -> torch.UntypedStorage:
-    """The memory of a strided tensor; of one that torch.func wrapped, that of the tensor within, as it has none."""
+    """Return the storage of a strided tensor; for one wrapped by torch.func, which has none, the inner tensor's."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(value):
         value = functorch.get_unwrapped(value)

@@ -1,4 +1,4 @@
-"""Numbers that a program wrote as tensors: `torch.tensor(0.5)`, or the 2 of `x[0] = 2`."""
+"""Numbers that a program writes as tensors: `torch.tensor(0.5)`, or the 2 in `x[0] = 2`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def written_number(held: Any) -> bool | int | float | complex | None:
-    """The number in what a graph holds, if that is a tensor on the CPU with no dims; else None.
+    """Return the number in an attribute of a graph, if that is a real tensor without dims on the CPU; else None.
 
-    Graphs are compiled under a fake mode, which would refuse to read a real tensor.
+    It is read outside of the fake mode in which graphs are compiled, because that cannot read a real tensor.
     """
     if not isinstance(held, torch.Tensor) or isinstance(held, FakeTensor) or held.ndim or held.device.type != "cpu":
         return None
