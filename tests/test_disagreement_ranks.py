@@ -74,7 +74,7 @@ def test_what_else_differs_is_named():
     for outcome in run_on_ranks(different_variables_and_batches, 2):
         assert outcome.error_type.endswith("RanksDisagree"), outcome
         assert "variable TORCH_NOTED_BY_A_TEST: not set on rank 0, 2 on rank 1" in outcome.error
-        assert "which torch traces by itself: not set on rank 0, [1, 8] on rank 1" in outcome.error
+        assert "for which torch specializes the graph: not set on rank 0, [1, 8] on rank 1" in outcome.error
 
 
 def test_a_rank_that_never_compiles_is_named_within_the_timeout():

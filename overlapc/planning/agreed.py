@@ -1,4 +1,4 @@
-"""What ranks agreed on about their graphs, and where they know it from: by what Dynamo compiles, or from disk."""
+"""What ranks agreed on about their graphs, found by the function that Dynamo compiles or loaded from the disk cache."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from overlapc.planning.transports import AgreedCopies
 
 Key = tuple[object, ...]
-Captured = tuple[tuple[str, Comm], ...]  # the collectives of a graph by name, in its order
-Launch = tuple[str, tuple[str, ...]]  # its name, and the collectives that it stands for
+Captured = tuple[tuple[str, Comm], ...]  # (name, collective) of a graph, in program order
+Launch = tuple[str, tuple[str, ...]]  # name, and the captured collectives that it launches together
 
 
 @dataclass(frozen=True)
 class Agreed:
     """What ranks agreed on about one graph."""
 
-    collectives: tuple[tuple[str, Comm], ...]  # as passes were given them
+    collectives: tuple[tuple[str, Comm], ...]  # in the schedule before the passes
     launches: tuple[Launch, ...]  # in the final order
-    lines: tuple[str, ...]  # the same as ranks compare it
-    copies: AgreedCopies | None = None  # None: the groups' libraries carry all of them
-    graph: str = ""  # hash of the graph as ranks compare it
-    captured: Captured = ()  # collectives before a transport is chosen, by which `to_follow` finds it
+    lines: tuple[str, ...]  # the launches as the text that ranks compare
+    copies: AgreedCopies | None = None  # None: all collectives use the process groups' libraries
+    graph: str = ""  # hash of the graph's text that ranks compare
+    captured: Captured = ()  # the collectives before transports are chosen; `to_follow` compares them
 
     @property
     def order(self) -> str:
-        """The hash by which a kept graph knows its order."""
+        """The hash of launches and copy layouts, which a cached graph stores as its `order`."""
         return order_hash(self.lines, {} if self.copies is None else self.copies.layouts)
 
 
@@ -52,15 +52,15 @@ Known = TypeVar("Known", bound=_HasCaptured)
 
 @dataclass(frozen=True)
 class Followed(Generic[Known]):
-    """What was agreed on about an earlier graph of a function, by which one for other sizes goes."""
+    """The agreement about an earlier graph of a function that a new graph of it, for other sizes, must follow."""
 
     agreed: Known
-    resized: frozenset[str] = frozenset()  # process groups whose collectives are others than in that graph
-    meets: tuple[int, ...] = ()  # the ranks of these groups, which compile this graph together; () where one is alone
+    resized: frozenset[str] = frozenset()  # process groups whose collectives differ from those of the earlier graph
+    meets: tuple[int, ...] = ()  # the ranks of these groups, which compile together; () if this rank compiles alone
 
 
 def key_of(name: str, options: object) -> Key | None:
-    """What graphs of one function have in common, however often Dynamo compiles it; None outside of Dynamo."""
+    """Return a key that all graphs of one function share, however often Dynamo compiles it; None outside Dynamo."""
     compile_id = CompileContext.current_compile_id()
     if compile_id is None or compile_id.frame_id is None:
         return None
@@ -68,11 +68,12 @@ def key_of(name: str, options: object) -> Key | None:
 
 
 def to_follow(known: Sequence[Known], captured: Captured, peers: Peers) -> Followed[Known] | None:
-    """By which earlier graph of a function one with the `captured` collectives goes; None if all ranks meet about it.
+    """Return the earlier graph of a function that a graph with the `captured` collectives must follow, or None if all
+    ranks compile this graph together and agree on it anew.
 
-    Other ranks may run the earlier graph in the same step. They notice nothing if each group that this rank shares
-    with them has the same collectives: only ranks of groups whose collectives differ have to compile this graph, too.
-    Where these are all ranks, none can run the earlier graph beside this one.
+    Other ranks may run the earlier graph in the same step. They need not compile if each group that they share with
+    this rank has the same collectives in both graphs: only the ranks of groups whose collectives differ have to compile
+    this graph, too. If those are all ranks, no rank can run the earlier graph at the same time as this one.
     """
     if not compiles_again():
         return None
@@ -90,7 +91,7 @@ def to_follow(known: Sequence[Known], captured: Captured, peers: Peers) -> Follo
 
 
 def by_group(collectives: Captured) -> dict[str, list[Comm]]:
-    """The collectives of each process group, in order."""
+    """Return the collectives of each process group, in order."""
     found: dict[str, list[Comm]] = {}
     for _, comm in collectives:
         found.setdefault(comm.group, []).append(comm)
@@ -98,24 +99,24 @@ def by_group(collectives: Captured) -> dict[str, list[Comm]]:
 
 
 def compiles_again() -> bool:
-    """Whether Dynamo has compiled this frame before: after `torch._dynamo.reset()` its numbers begin anew."""
+    """Whether Dynamo has compiled this frame before; `torch._dynamo.reset()` restarts its numbering."""
     compile_id = CompileContext.current_compile_id()
     return compile_id is not None and bool(compile_id.frame_compile_id)
 
 
 def forget_before_reset(peers: Peers) -> None:
-    """After `torch._dynamo.reset()`, nothing of what was agreed on before is followed: its memory for copies may be
-    gone on one rank and not yet on another. To be called for every graph."""
+    """Drop all earlier agreements if `torch._dynamo.reset()` was called: the memory for their copies may be freed on
+    one rank and not yet on another. Must be called for every graph."""
     compile_id = CompileContext.current_compile_id()
     if compile_id is None or compile_id.frame_id is None or compile_id.frame_compile_id:
         return
-    if compile_id.frame_id < peers.newest_frame:  # a new function; their numbers only grow
+    if compile_id.frame_id < peers.newest_frame:  # without a reset, new functions only get larger numbers
         peers.agreed.clear()
     peers.newest_frame = compile_id.frame_id
 
 
 def ranks_of_step(inputs: Iterable[Any], config: Config) -> Peers | None:
-    """The ranks that compile a step of these inputs too, by the meshes of its DTensors; None without such."""
+    """Return the ranks that compile a step with these inputs too, from the meshes of its DTensors; None without any."""
     if not (config.rank_check and dist.is_available() and dist.is_initialized()):
         return None
     meshes = {value._spec.mesh for value in inputs if type(value).__name__ == "DTensor"}
@@ -124,8 +125,8 @@ def ranks_of_step(inputs: Iterable[Any], config: Config) -> Peers | None:
 
 
 def _ranks_along_axes(mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
-    """Of each axis, the ranks that this rank communicates with: from the mesh itself, as its process groups may be gone
-    (`destroy_process_group`) while tensors on it live on."""
+    """Yield for each axis the ranks that this rank communicates with. They are read from the mesh itself, because its
+    process groups may be destroyed (`destroy_process_group`) while tensors on it still live."""
     here = mesh.get_coordinate()
     if here is None:
         return
@@ -137,13 +138,11 @@ def _ranks_along_axes(mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
 def common_step(
     peers: Peers, kept: Sequence[CompiledGraph], config: Config, notes: dict[str, str]
 ) -> list[OfGraph] | None:
-    """The copies of each graph of a step, if every rank's disk cache has one of the same graphs with the same order of
-    collectives; else None.
+    """Return the copies of each graph of a cached step if every rank has cached a step of the same graphs with the same
+    orders of collectives; else None.
 
-    `kept` is this rank's cached step.
-
-    They then follow these orders. A function that is compiled again may be so on one rank alone: then ranks do not
-    meet, and what this rank has must be what they agreed on before.
+    `kept` is this rank's cached step. A recompile may happen on one rank alone: then ranks exchange nothing, and this
+    rank's cached step must have the orders that ranks agreed on before.
     """
     forget_before_reset(peers)
     if compiles_again():

@@ -1,13 +1,13 @@
-"""A graph that Dynamo compiles again for other sizes is scheduled in the order that ranks agreed on before.
+"""Schedules a graph that Dynamo recompiles for other sizes in the order that ranks agreed on before.
 
-A smaller last batch may come on some ranks alone: these compile again, and the others know nothing of it. So ranks meet
-about a graph of a function whose graph they agreed on already only within the process groups whose collectives have
-other sizes now, such as those of tensor parallelism. On all other groups, which are shared with ranks that do not
-compile, the new graph gets the same buckets and launches them in the same order, whatever its own estimates say. That
-is verified before anything is launched; where data dependences do not allow it, compiling ends with an error.
+Only some ranks may get a smaller last batch: these ranks recompile, and the others do not know. So for a function whose
+earlier graph was agreed on, ranks exchange data only within the process groups whose collectives have other sizes now,
+such as those of tensor parallelism. On all other groups, which this rank shares with ranks that do not compile, the new
+graph gets the same buckets and launches them in the same order, whatever its own estimates say. This is verified before
+anything is launched; if data dependences do not allow that order, compiling fails with an error.
 
-The order is one over all of these groups: on a mesh of several axes, ranks that kept only the order within each group
-could wait for each other in a circle.
+The order is a single one over all of these groups: on a mesh of several axes, ranks that preserved only the order
+within each group could deadlock.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from overlapc.schedule.dependencies import Why
 from overlapc.schedule.model import COMMUNICATION, Comm, Node, Schedule
 from overlapc.schedule.verify import verify
 
-# What moves compute around launches whose order stays: one after the other, up to the first that keeps it.
+# Passes that move compute around launches without reordering these. Tried in turn until a result has the agreed order.
 _PASSES = (("raise_collectives", "sink_waits"), ())
 
 
 def agreed_on(
     schedule: Schedule, result: Result, lines: Sequence[str], followed: Followed[Agreed] | None = None
 ) -> Agreed:
-    """What `result` made of `schedule`, to be followed."""
+    """Return what later graphs of the function must follow, from the incoming `schedule` and the passes' `result`."""
     merged = {name: members for report in result.reports for name, members in report.merged.items()}
     if followed is not None:
         merged.update(_buckets(schedule, followed.agreed))
@@ -49,7 +49,7 @@ def agreed_on(
 
 
 def follow(schedule: Schedule, followed: Followed[Agreed], ctx: Context) -> Iterator[Result]:
-    """Schedules of the same launches in the agreed order, the best first; none where there is no such order."""
+    """Yield schedules with the agreed launches in the agreed order, the best first; none if dependences forbid it."""
     ordered = _in_order(schedule, followed.agreed, ctx)
     if ordered is None:
         return
@@ -60,9 +60,9 @@ def follow(schedule: Schedule, followed: Followed[Agreed], ctx: Context) -> Iter
 
 
 def goes_by(planned: Agreed, followed: Followed[Agreed]) -> bool:
-    """Whether `planned` and the graph that it follows may run on different ranks in one step.
+    """Whether `planned` and the graph that it follows can run on different ranks in one step.
 
-    Ranks of groups that do not launch the same have to compile together.
+    They can if they launch the same on all groups except those whose ranks compile together.
     """
     earlier = followed.agreed
     same = _same_groups(planned.collectives, earlier.collectives)
@@ -73,20 +73,20 @@ def goes_by(planned: Agreed, followed: Followed[Agreed]) -> bool:
 
 
 def _same_groups(collectives: Captured, others: Captured) -> set[str]:
-    """The groups over which two graphs do the same."""
+    """Return the process groups over which both graphs have the same collectives."""
     here, there = by_group(collectives), by_group(others)
     return {group for group in here if here[group] == there.get(group)}
 
 
 def _order_on(groups: Collection[str], agreed: Agreed) -> list[list[tuple[str, int]]]:
-    """The launches over some groups in order, of each its group and which of the group's collectives it stands for."""
+    """Return the launches over `groups` in order: for each the (group, number) of the collectives that it launches."""
     places = _places(agreed.collectives)
     launches = ([places[member] for member in members] for _, members in agreed.launches)
     return [launch for launch in launches if launch[0][0] in groups]
 
 
 def _places(collectives: Captured) -> dict[str, tuple[str, int]]:
-    """Of each collective, by name: its group, and its number among the collectives of that group."""
+    """Map the name of each collective to its group and its number among the collectives of that group."""
     numbers: dict[str, int] = {}
     found = {}
     for name, comm in collectives:
@@ -96,7 +96,7 @@ def _places(collectives: Captured) -> dict[str, tuple[str, int]]:
 
 
 def _launches(schedule: Schedule, agreed: Agreed) -> list[Launch]:
-    """The agreed launches over groups that do the same in `schedule`, with the names of its collectives."""
+    """Return the agreed launches over groups with the same collectives in `schedule`, with the names used there."""
     collectives = _collectives(schedule)
     same = _same_groups(collectives, agreed.collectives)
     name_at = {place: name for name, place in _places(collectives).items()}
@@ -122,8 +122,8 @@ def _buckets(schedule: Schedule, agreed: Agreed) -> dict[str, tuple[str, ...]]:
 def _in_order(schedule: Schedule, agreed: Agreed, ctx: Context) -> Schedule | None:
     launches = _launches(schedule, agreed)
     nodes = list(schedule.nodes)
-    place = list(range(len(nodes)))  # of a node, or of the launch that it is part of: a position
-    rank = list(range(len(nodes)))  # by which a place is chosen among those that may be next
+    place = list(range(len(nodes)))  # position -> position of the launch that replaces the node, else the same
+    rank = list(range(len(nodes)))  # position -> priority among the nodes that are ready (lowest first)
     renamed: dict[str, str] = {}
     for name, members in launches:
         at = [schedule.position(member) for member in members]
@@ -157,13 +157,14 @@ def _bucket(name: str, members: Sequence[Node], ctx: Context) -> Node | None:
 def _sorted(
     schedule: Schedule, launches: Sequence[Launch], place: Sequence[int], rank: Sequence[int]
 ) -> list[int] | None:
-    """Places in an order with the agreed launches, and others in the order that they have; None if there is none."""
+    """Return the places in topological order, agreed launches in the agreed order and all other collectives in their
+    present order; None if dependences forbid it."""
     after: dict[int, set[int]] = {at: set() for at in place}
     for one, other, why in dependencies.of(schedule).edges():
         if why is Why.COLLECTIVE_ORDER:
             continue
         if place[one] == place[other]:
-            return None  # part of a launch needs another part of it
+            return None  # one member of a launch depends on another
         after[place[one]].add(place[other])
     in_launches = {member for _, members in launches for member in members}
     in_order = [place[schedule.position(members[0])] for _, members in launches]

@@ -1,4 +1,4 @@
-"""Copies of graphs from the disk cache, on pools of this process."""
+"""Reopens the copies of graphs from the disk cache on memory pools of this process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from overlapc.planning.host_groups import divided_again, still_divided
 from overlapc.runtime.copies.command_queues import unsupported
 from overlapc.runtime.copies.pool import GraphCopies, KeptCopies, Pool, Wanted, kept_pools, open_pools
 
-OfGraph = Mapping[str, GraphCopies]  # by the name of the pool
+OfGraph = Mapping[str, GraphCopies]  # the copies of one graph, by the name of their pool
 
 
 def reopened(graphs: Sequence[CompiledGraph], config: Config, agreement: GraphAgreement | None) -> list[OfGraph] | None:
-    """The copies of each graph, on pools that all ranks open together.
+    """Return the copies of each graph, on pools that all ranks open together.
 
-    None, on all ranks, where these do not meet (no `agreement`), where copies no longer reach all ranks of a group,
-    where a group is not divided into the same hosts, or where a rank has no memory to share.
+    None, on all ranks, if there is no `agreement` between ranks, if copies no longer reach all ranks of a group, if a
+    group is not divided into the same hosts, or if a rank has no memory to share.
     """
     kept = [each for graph in graphs for each in graph.copies]
     if not kept:
@@ -37,20 +37,23 @@ def reopened(graphs: Sequence[CompiledGraph], config: Config, agreement: GraphAg
     if reach.none or any(reach.apart(ranks, device.type) for ranks in reach.groups):
         return None
     groups = {divided.group: divided for graph in graphs for divided in graph.divided}.values()
-    if groups:  # on all ranks: their orders of collectives, which they agreed on, name the parts
+    if groups:  # the same on all ranks: the agreed orders of collectives name the parts of divided groups
         as_kept = [divided_again(divided, reach.hosts(divided.ranks)) for divided in groups]
         if not all(map(json.loads, agreement.tell("groups of several hosts", json.dumps(all(as_kept))))):
             return None
     try:
-        with unset_fake_temporarily():  # or what is done to the memory would be traced, and not done
+        with unset_fake_temporarily():  # in fake mode, operations on the memory would be traced instead of executed
             pools = open_pools(_wanted(kept), device, agreement.ranks, agreement.tell)
-    except NoSharedMemory:  # raised on all ranks, which plan again and then report it
+    except NoSharedMemory:  # raised on all ranks: they plan the graph again, which reports the reason
         return None
     return _on(pools, graphs)
 
 
 def still_open(graphs: Sequence[CompiledGraph]) -> list[OfGraph] | None:
-    """The copies of each graph, on pools that are open already; None where one is not, or is smaller. No meeting."""
+    """Return the copies of each graph, on pools that are already open, or None if a pool is closed or too small.
+
+    Other ranks are not asked.
+    """
     if not all(still_divided(divided) for graph in graphs for divided in graph.divided):
         return None
     kept = [each for graph in graphs for each in graph.copies]
@@ -59,7 +62,7 @@ def still_open(graphs: Sequence[CompiledGraph]) -> list[OfGraph] | None:
 
 
 def _wanted(kept: Sequence[KeptCopies]) -> list[Wanted]:
-    """What all of the graphs need of each pool: they run one after the other."""
+    """Return what each pool must provide for all graphs: its largest size, as graphs run one after the other."""
     found: dict[str, Wanted] = {}
     for each in kept:
         wanted = each.wanted

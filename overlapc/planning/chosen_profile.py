@@ -15,16 +15,16 @@ from overlapc.runtime.deterministic import deterministic
 
 
 def profile_of(config: Config, device_types: Collection[str]) -> DeviceProfile:
-    """The profile that `config` names, else this machine's for the devices of a graph."""
+    """Return the profile that `config` names, else this machine's profile for the devices of a graph."""
     if config.profile is not None:
         return load_profile(config.profile)
     device_type = "cuda" if "cuda" in device_types else "cpu"
-    if torch.are_deterministic_algorithms_enabled():  # what is measured here differs from run to run
+    if torch.are_deterministic_algorithms_enabled():  # a profile measured on this machine differs from run to run
         return stored_profile(device_type)
     return profile_for(device_type, config.cache_dir)
 
 
 def profile_text(config: Config, device_types: Collection[str]) -> str:
-    """All of it as text: part of a fingerprint."""
-    with deterministic(config.deterministic):  # so that it is not measured, if nothing is to be
+    """Return the whole profile as text, for a fingerprint."""
+    with deterministic(config.deterministic):  # with `deterministic`, nothing is measured on this machine
         return json.dumps(profile_to_json(profile_of(config, device_types)))

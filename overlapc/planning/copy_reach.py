@@ -1,4 +1,4 @@
-"""Which ranks' memory copies can reach, by what ranks tell each other about their hosts and devices."""
+"""Which ranks can copy to each other's memory: ranks exchange their hosts and devices to find out."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from overlapc.runtime.copies.shared_memory import FOLDER
 
 @dataclass(frozen=True)
 class CopyReach:
-    """What ranks told each other: the same on all of them."""
+    """Hosts and devices of all ranks that compile a graph together; equal on all of them."""
 
     places: Mapping[int, Mapping[str, object]] = field(default_factory=dict)  # by rank: host, device, process groups
-    groups: Collection[Sequence[int]] = ()  # the groups, of all ranks, that copies are asked for
-    none: str = ""  # reason why no collective goes by copies; "" if some may
+    groups: Collection[Sequence[int]] = ()  # ranks of each group that some rank wants to use copies for
+    none: str = ""  # reason why no collective can use copies; "" if some may
 
     @classmethod
     def agreed_on(
@@ -35,7 +35,10 @@ class CopyReach:
         reason: str,
         groups: Collection[Sequence[int]] = (),
     ) -> CopyReach:
-        """Ranks meet once. reason: why copies carry nothing, as this rank sees it; "" with the `device` they are on."""
+        """Exchange places with the other ranks. Collective: every rank of `agreement` must call it.
+
+        reason: why this rank cannot use copies; "" if it can, on `device`.
+        """
         mine = {
             "reason": reason,
             "groups": process_groups(),
@@ -50,7 +53,7 @@ class CopyReach:
         return cls(dict(zip(agreement.ranks, told, strict=True)), asked, reason)
 
     def apart(self, ranks: Sequence[int], device_type: str) -> str | None:
-        """Reason why copies cannot reach all of these ranks."""
+        """Return the reason why copies cannot reach all of these ranks, or None if they can."""
         known = [self.places[rank] for rank in ranks if rank in self.places]
         hosts = len({place["host"] for place in known})
         if hosts == len(ranks) > 1:
@@ -64,21 +67,22 @@ class CopyReach:
         return None
 
     def hosts(self, ranks: Sequence[int]) -> list[tuple[int, ...]] | None:
-        """The ranks of each host, if a group of these ranks can be divided into parts within hosts and across them."""
+        """Return the ranks of each host; None if a group of these ranks cannot be divided within and across hosts."""
         if any(rank not in self.places for rank in ranks):
             return None
         hosts = hosts_of(ranks, lambda rank: self.places[rank]["host"])
-        alike = len({self.places[rank].get("groups") for rank in ranks}) == 1  # or names of new groups would differ
-        return hosts if alike else None
+        # torch names a new group after the number of groups that a rank has: the names must be equal on all ranks.
+        same_names = len({self.places[rank].get("groups") for rank in ranks}) == 1
+        return hosts if same_names else None
 
 
 def _place(device: torch.device) -> dict[str, object]:
-    """What tells a rank's host and device from others'."""
+    """Return identifiers of this rank's host and device."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = boot.read_text().strip() if boot.exists() else os.uname().nodename
     if device.type == "cpu":
         return {"host": f"{host}/{os.stat(FOLDER).st_dev}", "device": "cpu"}
     uuid = str(torch.cuda.get_device_properties(device).uuid)
-    # torch's own switch for ranks that share a GPU: its symmetric memory refuses them without it.
+    # torch's own switch for ranks that share a GPU; without it, torch's symmetric memory refuses them.
     shared = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "") not in ("", "0")
     return {"host": host, "device": f"{uuid}/{dist.get_rank()}" if shared else uuid}

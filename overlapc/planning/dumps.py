@@ -1,4 +1,4 @@
-"""Every stage of a compilation as text, when asked for: in files (`OVERLAPC_DUMP=passes`), or printed
+"""Writes the stages of a compilation as text on request: to files (`OVERLAPC_DUMP=passes`) or to stderr
 (`OVERLAPC_DEBUG=fusion`)."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Dumps:
         self.folder = config.dump_dir / f"rank{rank}" / graph
 
     def write(self, stage: str, what: str, text: Callable[[], str], suffix: str = "txt") -> None:
-        """The text is made only if `stage` is wanted."""
+        """Write or print `what` of `stage`; `text` is called only if the options ask for the stage."""
         to_file, printed = self.config.wants_dump(stage), self.config.wants_debug(stage)
         if not to_file and not printed:
             return
@@ -34,7 +34,7 @@ class Dumps:
             )
 
     def writer(self, stage: str) -> Callable[[str, str], None] | None:
-        """A function for (what, text) of one stage; None when it is not wanted."""
+        """Return a function of (what, text) that writes texts of `stage`; None if the options do not ask for it."""
         if not (self.config.wants_dump(stage) or self.config.wants_debug(stage)):
             return None
         return lambda what, text: self.write(stage, what, lambda: text)

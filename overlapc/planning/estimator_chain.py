@@ -1,12 +1,12 @@
-"""Which estimators are asked for the time of a node, in order; every estimate names its source.
+"""The estimators that are asked for the time of a node, in this order; every estimate names its source.
 
-1. the user: a function, or a measured run of this job       (`estimates=`)
-2. conditionals and other graphs within this one             (simulated already)
-3. this device: matmuls, attention, convolutions             (`measure_matmuls=`; once a shape, kept on disk)
-   and generated kernels                                     (`autotune=`)
-4. the profile's tables of collectives                       (measured by `overlapc calibrate`)
-5. the library: NCCL's own estimate
-6. models: rings and trees, roofline at achieved rates
+1. the user's times: a function, or a measured run of this job     (`estimates=`)
+2. inner graphs, such as branches of conditionals                  (simulated before)
+3. times measured on this device: matmuls, attention, convolutions (`measure_matmuls=`; once per shape, cached on disk)
+   and generated kernels                                           (`autotune=`)
+4. the profile's tables of collectives                             (measured by `overlapc calibrate`)
+5. NCCL's own estimate
+6. models: rings and trees for collectives, the roofline at achieved rates for compute
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from overlapc.report.earlier import users_estimator
 def chain_of(
     profile: DeviceProfile, config: Config, graph: LoweredGraph, inner: Estimator, tuned: Estimator | None = None
 ) -> FirstKnown:
-    """The estimators for `graph`. `inner` knows the calls of graphs within it, `tuned` kernels that were measured."""
+    """Return the estimators for `graph`.
+
+    inner: estimates calls of its inner graphs. tuned: the times of kernels that autotuning measured.
+    """
     chain: list[Estimator] = []
     user = users_estimator(config.estimates, graph.name)
     if user is not None:
         chain.append(user)
     chain.append(inner)
     device = _device_of(graph)
-    here = device is not None and config.profile is None  # a profile that the user named may stand for another machine
+    here = device is not None and config.profile is None  # a profile that the user names may be of another machine
     communicates = any(isinstance(op, Start) for op in graph.ops)
     if device is not None and measures(config, device, communicates=communicates):
         chain.append(MeasuredCalls(calls_of(graph), Times(config.cache_dir, device), profile))
@@ -48,10 +51,10 @@ def chain_of(
 
 
 def measures(config: Config, device: torch.device, *, communicates: bool) -> bool:
-    """Whether estimates may depend on a measurement taken now.
+    """Whether matmuls, attention and convolutions may be measured now for estimates.
 
-    Unasked only on GPUs (on CPUs others disturb it), and for graphs that communicate: in others no time changes what
-    is generated, and measuring takes a tenth of a second a shape.
+    By default only on GPUs (on CPUs, other processes disturb a measurement), and only for graphs that communicate: in
+    other graphs no estimate changes the generated code, and measuring takes a tenth of a second per shape.
     """
     if torch.are_deterministic_algorithms_enabled():
         return False
@@ -61,6 +64,6 @@ def measures(config: Config, device: torch.device, *, communicates: bool) -> boo
 
 
 def _device_of(graph: LoweredGraph) -> torch.device | None:
-    """The GPU that the graph runs on, else whatever it runs on."""
+    """Return the GPU that the graph runs on, else any of its devices; None if it has none."""
     devices = {view.layout.device for view in graph.views.values()}
     return next((each for each in devices if each.type == "cuda"), next(iter(devices), None))

@@ -1,9 +1,9 @@
-"""A process group of several hosts as groups within each of them, and groups of one rank of each.
+"""Divides a process group that spans several hosts into groups within each host and groups of one rank per host.
 
-    dp = 0 1 2 3 | 4 5 6 7   ->   dp_within = 0 1 2 3, dp_across = 0 4   (on rank 0, with four ranks a host)
+    dp = 0 1 2 3 | 4 5 6 7   ->   dp_within = 0 1 2 3, dp_across = 0 4   (on rank 0, with four ranks per host)
 
-Both are process groups of torch's. All ranks of the divided one make theirs in the same order; both
-exist as long as it.
+Both parts are process groups of torch. All ranks of the divided group create their parts in the same order; the parts
+live as long as the divided group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from overlapc.runtime.copies.pool import timeout_s
 
 @dataclass(frozen=True, slots=True)
 class HostGroups:
-    """This rank's two groups, by torch's names, and who is in them, in order."""
+    """The two process groups that this rank is in: torch's names of them, and their ranks in order."""
 
     within: str
     across: str
@@ -35,23 +35,24 @@ class HostGroups:
 
 @dataclass(frozen=True, slots=True)
 class DividedGroup:
-    """What is kept on disk of a group that is divided: enough to divide it in another process."""
+    """A divided process group as it is cached on disk, with all that another process needs to divide it again."""
 
-    group: str  # torch's name; the keys of cached graphs and steps hold it, with its ranks
-    name: str  # equal on all ranks
+    group: str  # torch's name; cache keys of graphs and steps contain it, with its ranks
+    name: str  # our label of the group, equal on all ranks
     ranks: tuple[int, ...]
     parts: HostGroups
 
 
 def hosts_of(ranks: Sequence[int], host_of: Callable[[int], Hashable]) -> list[tuple[int, ...]] | None:
-    """The ranks of each host; None unless hosts follow each other in the group, with the same number of ranks each."""
+    """Return the ranks of each host; None unless each host's ranks are consecutive in the group and equally many."""
     hosts = [tuple(of_one) for _, of_one in itertools.groupby(ranks, host_of)]
     different = len({host_of(each[0]) for each in hosts}) == len(hosts)
     return hosts if different and len({len(each) for each in hosts}) == 1 else None
 
 
 def process_groups() -> int:
-    """How many this rank is in. torch names the next one after that: ranks that make one together have to agree."""
+    """Return the number of process groups that this rank has created. torch derives the next group's name from it, so
+    all ranks that create a group together must have the same count."""
     return len(distributed_c10d._world.pg_names)
 
 
@@ -59,9 +60,10 @@ _made: weakref.WeakKeyDictionary[Any, HostGroups] = weakref.WeakKeyDictionary()
 
 
 def divided(group: str, name: str, hosts: Sequence[tuple[int, ...]], *, alone: bool) -> HostGroups | None:
-    """The groups that a group is divided into; made unless they exist. name: of the group, equal on all ranks.
+    """Return the parts of a divided process group, creating them if needed.
 
-    alone: no other rank comes here now, so that none can be made: None where there are none.
+    name: our label of the group, equal on all ranks. alone: no other rank calls this now, so parts cannot be created;
+    return None if they do not exist.
     """
     whole = resolve_group(group)
     found = _made.get(whole)
@@ -84,9 +86,10 @@ def divided(group: str, name: str, hosts: Sequence[tuple[int, ...]], *, alone: b
 
 
 def divided_again(kept: DividedGroup, hosts: Sequence[tuple[int, ...]] | None) -> bool:
-    """Whether a group has the parts that a cached graph names; they are made unless they exist. All its ranks meet.
+    """Whether a group has the parts that a cached graph names, creating the parts if needed. Collective: every rank of
+    the group must call it.
 
-    hosts: the ranks of each host now.
+    hosts: the present ranks of each host.
     """
     if hosts is None or kept.parts.ranks_within not in hosts:
         return False
@@ -94,5 +97,5 @@ def divided_again(kept: DividedGroup, hosts: Sequence[tuple[int, ...]] | None) -
 
 
 def still_divided(kept: DividedGroup) -> bool:
-    """Whether a group has the parts that a cached graph names."""
+    """Whether a group has the parts that a cached graph names, without creating any."""
     return _made.get(resolve_group(kept.group)) == kept.parts

@@ -1,12 +1,13 @@
-"""Which parameters stay gathered between forward and backward, where a memory budget has room for them.
+"""Chooses the parameters that stay gathered between forward and backward, as far as a memory budget has room for them.
 
     forward:   w = wait(all_gather(p)); y = kernel(x, w)         backward:  w = wait(all_gather(p)); g = kernel(d, w)
  -> forward:   w = wait(all_gather(p)); y = kernel(x, w)         backward:  g = kernel(d, w)
                w is an output                                               w is an input
 
-Decided on the schedules of both, as passes would be given them. The planned backward is replayed without each of its
-gathers: those come first without which it is shortest, by byte. As many are kept as both graphs have room for in the
-order that they come in. Prefetching needs room too, so fewer are planned as well, and the shortest step is chosen.
+The choice is made on the schedules of both graphs before the passes. All-gathers are ranked by the time per byte that
+the planned backward gets shorter when it is replayed without them. The first of them are kept, as many as the budgets
+of both graphs allow in program order. Prefetching needs memory too, so keeping fewer is planned as well, and the
+shortest step is chosen.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from overlapc.report.kept_gathered import HIDDEN, NO_ROOM, NOT_SHORTER, saved_by
 from overlapc.schedule.gathered_inputs import given_gathered
 from overlapc.schedule.model import Buffer, Schedule
 
-_SHARES = (1.0, 0.75, 0.5, 0.25)  # of the gathers that fit: planned in turn until one is good enough, or gains less
-_EFFORT = 0.25  # of what the search may take for the final plans: plans to choose from need not be as good
-_ENOUGH = 0.8  # of what the replays promised: a plan that gains so much is good enough
+_SHARES = (1.0, 0.75, 0.5, 0.25)  # of the gathers that fit: tried in turn until one is good enough or gains less
+_EFFORT = 0.25  # of the search effort of final plans: plans that are only compared need not be as good
+_ENOUGH = 0.8  # of the gain that the replays predicted: a plan that gains this much is good enough
 
 
 @dataclass(frozen=True)
 class Step:
-    """Forward and backward of one function, as passes would be given them."""
+    """The schedules of forward and backward of one function before the passes, with the passes' contexts."""
 
     forward: Schedule
     backward: Schedule
@@ -41,7 +42,7 @@ class Step:
 
     @classmethod
     def of(cls, forward: tuple[Schedule, Context], backward: tuple[Schedule, Context]) -> Step:
-        """The same with what only forward was given counted against the budget of backward."""
+        """Return the step, with the inputs that only forward receives charged to backward's memory budget."""
         given, taken = forward[0], backward[0]
         if taken.budget_bytes is not None:
             held = held_bytes(_inputs(given), _inputs(taken))
@@ -50,7 +51,7 @@ class Step:
 
     @cached_property
     def gathered_twice(self) -> Mapping[str, int]:
-        """Gathers of parameters that backward repeats, which have one name in both graphs, and the bytes they bring."""
+        """The all-gathers of parameters that backward repeats under the same name -> bytes of their results."""
         in_forward = {start.name for start in self.forward.starts()}
         return {
             start.name: sum(self.backward.buffers[self.backward.root(name)].bytes for name in start.writes)
@@ -60,7 +61,7 @@ class Step:
         }
 
     def keeping(self, gathers: Collection[str]) -> Step:
-        """The same step where forward saves the results of `gathers`."""
+        """Return this step with the results of `gathers` saved for backward instead of gathered again."""
         nodes = self.forward.nodes
         waits = (nodes[wait] for wait, start in self.forward.started.items() if nodes[start].name in gathers)
         saved = tuple(name for wait in waits for name in wait.writes)
@@ -68,7 +69,7 @@ class Step:
         return replace(self, forward=forward, backward=given_gathered(self.backward, gathers))
 
     def at_effort(self, share: float) -> Step:
-        """The same step, for plans that are searched with a share of the effort."""
+        """Return this step with only a share of the search effort."""
         forward, backward = (
             replace(ctx, effort=int(ctx.effort * share)) for ctx in (self.forward_ctx, self.backward_ctx)
         )
@@ -76,7 +77,7 @@ class Step:
 
     @property
     def fits(self) -> bool:
-        """Whether both graphs fit into their budgets in the order that they come in."""
+        """Whether both graphs fit into their memory budgets in program order."""
         graphs = ((self.forward, self.forward_ctx), (self.backward, self.backward_ctx))
         return all(
             schedule.budget_bytes is None or ctx.peak_of(schedule) <= schedule.budget_bytes for schedule, ctx in graphs
@@ -84,12 +85,12 @@ class Step:
 
     @cached_property
     def plans(self) -> tuple[Result, Result]:
-        """What the passes make of forward and backward."""
+        """The results of the passes on forward and backward."""
         return run_pipeline(self.forward, self.forward_ctx), run_pipeline(self.backward, self.backward_ctx)
 
     @property
     def planned_ns(self) -> float:
-        """How long both take as planned; without end where no plan fits."""
+        """The planned time of forward and backward together; infinite if no plan fits the budget."""
         try:
             return sum(plan.after.step_ns for plan in self.plans)
         except MemoryBudgetError:
@@ -97,7 +98,8 @@ class Step:
 
 
 def kept_gathers(step: Step, gathers: Collection[str]) -> tuple[tuple[str, ...], str]:
-    """Which of `gathers` forward saves for backward, and why no more: none that make the planned step no shorter."""
+    """Return which of `gathers` forward saves for backward, none if that makes the planned step no shorter, and the
+    reason why it saves no more."""
     whole, step = step, step.at_effort(_EFFORT)
     saved_ns = _saved_ns(step, gathers)
     ranked = list(saved_ns)
@@ -111,10 +113,10 @@ def kept_gathers(step: Step, gathers: Collection[str]) -> tuple[tuple[str, ...],
         if planned_ns < shortest_ns:
             shortest_ns, kept = planned_ns, count
         elif kept:
-            break  # more of them gained more
+            break  # the larger share before was shorter
         if step.planned_ns - planned_ns >= _ENOUGH * sum(saved_ns[name] for name in ranked[:count]):
             break
-    # The final plans are searched for longer, which may gain more where nothing is kept.
+    # The final plans get the full search effort, with which keeping nothing may be the shortest after all.
     if kept and whole.planned_ns <= shortest_ns and whole.planned_ns <= whole.keeping(ranked[:kept]).planned_ns:
         kept = 0
     if kept < most:
@@ -123,9 +125,9 @@ def kept_gathers(step: Step, gathers: Collection[str]) -> tuple[tuple[str, ...],
 
 
 def _saved_ns(step: Step, gathers: Collection[str]) -> dict[str, float]:
-    """How much shorter the planned backward is without each of `gathers`; those first that save most a byte.
+    """Return how much shorter the planned backward is without each of `gathers`, ordered by time saved per byte.
 
-    Gathers of one launch share by bytes what the launch costs. Without those that save nothing.
+    The time saved by a bucketed launch is divided among its gathers by bytes. Gathers that save nothing are left out.
     """
     backward = step.plans[1]
     found = step.gathered_twice.keys() & gathers

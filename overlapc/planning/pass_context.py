@@ -10,7 +10,8 @@ from overlapc.passes.base import Context
 
 
 def context_of(config: Config, profile: DeviceProfile, estimator: Estimator | None) -> Context:
-    """`estimator` is asked about the collectives that passes make; with None these have no time."""
+    """Return the passes' context. `estimator` estimates the collectives that passes create; None leaves them without
+    a time."""
     return Context(
         profile=profile,
         passes=config.passes,

@@ -71,24 +71,24 @@ Passes = Callable[[Schedule, Context], Result]
 
 @dataclass(frozen=True)
 class Reused:
-    """There is nothing to plan: every rank has the graph as an earlier process compiled it. copies: by group."""
+    """The result if nothing is planned because every rank has cached the compiled graph. copies: by group."""
 
     copies: OfGraph = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What planning gives: the passes' result, the graph in loop IR, and what was measured of its kernels."""
+    """The result of planning: the passes' result, the graph in loop IR, and the measured times of its kernels."""
 
     result: Result
     lowered: LoweredGraph
     tuning: Tuning | None = None
-    copies: Mapping[str, Copied] = field(default_factory=dict)  # starts that go by copies
-    not_copied: Mapping[str, str] = field(default_factory=dict)  # collectives that were to go by copies -> why not
-    attention: Mapping[str, int] = field(default_factory=dict)  # what the report says of it, and of how many calls
+    copies: Mapping[str, Copied] = field(default_factory=dict)  # start -> how generated code copies it
+    not_copied: Mapping[str, str] = field(default_factory=dict)  # collective that should use copies -> why it does not
+    attention: Mapping[str, int] = field(default_factory=dict)  # the report's text about a kernel -> number of calls
     attention_counts: Mapping[str, int] = field(default_factory=dict)
-    agreed: Agreed | None = None  # what ranks agreed on, of a graph that communicates
-    divided: Sequence[DividedGroup] = ()  # groups of several hosts, whose parts it communicates over
+    agreed: Agreed | None = None  # what ranks agreed on; None for a graph that does not communicate
+    divided: Sequence[DividedGroup] = ()  # groups that span several hosts and are divided for this graph
 
 
 def plan_graph(
@@ -104,11 +104,12 @@ def plan_graph(
     runs: bool = True,
     tentative: bool = False,
 ) -> Planned | Reused:
-    """The stages up to the final schedule, before any code is generated. `inner` knows what calls of inner graphs take.
+    """Run the stages up to the final schedule, before any code is generated.
 
-    within: another graph carries this one. runs: False for one that is only planned, on torch's fake process group.
-    tentative: the plan only decides how the step is divided: no memory for copies is opened, no later graph follows it.
-    kept: this graph, as an earlier process compiled it; reused if every rank has it with the same order of collectives.
+    inner: estimates calls of inner graphs. within: this is an inner graph of another. runs: False for a graph that is
+    only planned, on torch's fake process group. tentative: the plan only decides how the step is partitioned: no memory
+    for copies is opened, and no later graph follows it. kept: this graph from the disk cache; reused if every rank has
+    cached it with the same order of collectives.
     """
     inline_control_deps(gm)
     clean_up(gm)
@@ -161,7 +162,7 @@ def _reused(
     lines: Sequence[str],
     config: Config,
 ) -> OfGraph | None:
-    """The copies of a graph from the disk cache, if all ranks that compile it use theirs; None where it is planned."""
+    """Return the copies of the cached graph if all ranks that compile it have cached it; None if it must be planned."""
     opened = None
     if kept is not None and followed is not None:
         opened = still_open([kept]) if _may_follow(kept, followed) else None
@@ -174,7 +175,7 @@ def _reused(
 
 
 def _may_follow(kept: CompiledGraph, followed: Followed[Agreed]) -> bool:
-    """Whether a graph from the disk cache goes by what ranks agreed on about an earlier one."""
+    """Whether a cached graph has the order and the copy layouts that ranks agreed on for an earlier graph."""
     if not followed.meets:
         return kept.order == followed.agreed.order
     if kept.agreed is None or not goes_by(kept.agreed, followed):
@@ -185,7 +186,8 @@ def _may_follow(kept: CompiledGraph, followed: Followed[Agreed]) -> bool:
 
 
 def without_measuring_kernels(config: Config) -> Config:
-    """For a plan that no other rank makes, or that comes to no code: nothing is chosen by timing kernels."""
+    """Return `config` without the options that choose code by timing kernels: for a plan that no other rank makes, or
+    that no code is generated from."""
     matmul = "library" if config.matmul == "autotune" else config.matmul
     return replace(config, autotune=False, benchmark_fusion=False, matmul=matmul)
 
@@ -205,7 +207,7 @@ def _stages(
     followed: Followed[Agreed] | None,
     passes: Passes,
 ) -> Planned:
-    """The stages behind the first meeting. followed: whose order is to be followed, if any."""
+    """Run the stages after ranks have agreed on the graph. followed: the graph whose order must be followed, if any."""
     profile = profile_of(config, device_types(gm))
     if agreement is not None:
         profile = agreement.agree_on_profile(profile)
@@ -261,7 +263,7 @@ def _scheduled(
     transports: Transports,
     dumps: Dumps,
 ) -> Planned:
-    """The stages once it is known what may carry collectives, up to the agreement on their order."""
+    """Run the stages after the choice of transports, up to the agreement on the order of collectives."""
     communication = described(carried(gm, config.safe_communication, transports))
     if transports.rewritten:
         dumps.write("fx", "exchanged", lambda: gm.print_readable(print_output=False))
@@ -306,18 +308,18 @@ def _scheduled(
 
 
 def _following(followed: Followed[Agreed], schedule: Schedule, context: Context, transports: Transports) -> Result:
-    """The best plan that goes by what ranks agreed on; CompileError where none does."""
+    """Return the best plan that has the agreed order and copy layouts; CompileError if there is none."""
     obstacle, hint = "data dependences", '{"reorder_collectives": False} keeps the order of the program in every graph'
     for result in follow(schedule, followed, context):
         if goes_by(agreed_on(schedule, result, collective_lines(result.schedule), followed), followed):
             if transports.fits(result.schedule):
                 return result
-            obstacle, hint = "slots in memory for copies", '{"transport": "nccl"} uses none'
+            obstacle, hint = "memory slots for copies", '{"transport": "nccl"} uses no copies'
     raise CompileError(
         f"{schedule.name}: this function was compiled before for other sizes or arguments, and other ranks may run that"
-        f" graph in the same step. So this one has to launch its collectives in the same order, which its {obstacle} do"
-        f" not allow (optimizer steps so far: {STEPS.stepped})"
-        f"\nhint: options={hint}; torch.compile(..., dynamic=True) makes one graph for all sizes"
+        f" graph in the same step. So this graph has to launch its collectives in the same order, which its {obstacle}"
+        f" do not allow (optimizer steps so far: {STEPS.stepped})"
+        f"\nhint: options={hint}; torch.compile(..., dynamic=True) compiles one graph for all sizes"
     )
 
 
@@ -337,7 +339,7 @@ def _agreement(
 
 
 def peers_of_graph(communication: Mapping[Node, Communication], config: Config) -> Peers | None:
-    """The ranks that compile this graph too; None when it does not communicate."""
+    """Return the ranks that compile this graph too; None if it does not communicate."""
     if not (config.rank_check and communication and dist.is_initialized()):
         return None
     groups = {found.comm.ranks for found in communication.values() if found.comm.ranks}
@@ -346,7 +348,7 @@ def peers_of_graph(communication: Mapping[Node, Communication], config: Config) 
 
 
 def collective_lines(schedule: Schedule) -> list[str]:
-    """One line per launch in execution order, equal on all ranks when the orders are."""
+    """Return one line per launch in execution order; ranks with the same order have the same lines."""
     return [
         f"{node.comm.carried} {node.name} @{node.comm.group}({node.comm.size}) {node.comm.bytes}B"
         for node in schedule.nodes
@@ -376,7 +378,7 @@ def _lowered(
     communication: Mapping[Node, Communication],
     agreement: GraphAgreement | None,
 ) -> LoweredGraph:
-    """The graph in loop IR, matrix products as the configuration wants them."""
+    """Lower the graph to loop IR, with matrix products as `config.matmul` says."""
 
     def lowered_with(native: Callable[[Product], bool]) -> LoweredGraph:
         rounds = config.numerics == "eager"
@@ -394,23 +396,24 @@ def _lowered(
     measured = config.matmul == "autotune" and not torch.are_deterministic_algorithms_enabled()
     if not measured or "cuda" not in device_types(gm):
         return lowered_with(lambda product: config.matmul == "native")
-    met: list[Product] = []
+    products: list[Product] = []
 
     def note(product: Product) -> bool:
-        met.append(product)
+        products.append(product)
         return False
 
-    lowered_with(note)  # once to see which there are
-    times = ProductTimes(torch.device("cuda", torch.cuda.current_device()), config.cache_dir)(met)
+    lowered_with(note)  # only to collect the products
+    times = ProductTimes(torch.device("cuda", torch.cuda.current_device()), config.cache_dir)(products)
     if agreement is not None:
         times = agreement.agree_on_medians(times)
     return lowered_with(choice(times))
 
 
 def _kernel_times(lowered: LoweredGraph, config: Config, *, alone: bool) -> KernelTimes | None:
-    """What judges fusions, where these are to be measured; alone: no other rank compiles this graph.
+    """Return the object that times fusions, or None if fusions are not measured.
 
-    Measured on one rank, fusions of other ranks would differ, and with them what ranks compare.
+    alone: no other rank compiles this graph. If another does, fusions are not measured: each rank would choose its own
+    fusions, and the schedules that ranks compare would differ.
     """
     if not config.benchmark_fusion or not alone or torch.are_deterministic_algorithms_enabled():
         return None
@@ -418,7 +421,7 @@ def _kernel_times(lowered: LoweredGraph, config: Config, *, alone: bool) -> Kern
 
 
 def _freeable(gm: GraphModule, name: str) -> set[str]:
-    """Inputs that only the graph holds: what forward saved for backward, except parameters and inputs."""
+    """Return the inputs that the graph may free: what forward saved for backward, except parameters and user inputs."""
     if not name.startswith("backward"):
         return set()
     names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
@@ -429,13 +432,13 @@ def _freeable(gm: GraphModule, name: str) -> set[str]:
 
 
 def device_types(gm: GraphModule) -> set[str]:
-    """Types of the devices that tensors of the graph lie on."""
+    """Return the types of the devices that tensors of the graph are on."""
     values = tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
     return {value.device.type for value in values if isinstance(value, torch.Tensor)}
 
 
 def _share_hints(lowered: LoweredGraph, agreement: GraphAgreement | None) -> None:
-    """Every rank plans for the same sizes: medians of what the ranks' symbols stood for when the graph was traced."""
+    """Replace the size hints of symbols by their medians over ranks, so that all ranks plan for the same sizes."""
     if agreement is None or not lowered.size_hints:
         return
     agreed = agreement.agree_on_medians({f"size {at}": hint for at, hint in enumerate(lowered.size_hints.values())})
@@ -444,7 +447,7 @@ def _share_hints(lowered: LoweredGraph, agreement: GraphAgreement | None) -> Non
 
 
 def _estimated(schedule: Schedule, chain: Estimator, agreement: GraphAgreement | None) -> Schedule:
-    """`schedule` with estimates that are the same on every rank: the median of what each would say."""
+    """Return `schedule` with estimates, which are the medians of all ranks' estimates."""
     schedule = estimate_schedule(schedule, chain)
     if agreement is not None:
         known = {node.name: node.estimate for node in schedule.nodes if node.estimate is not None}
@@ -454,10 +457,10 @@ def _estimated(schedule: Schedule, chain: Estimator, agreement: GraphAgreement |
 
 
 def _with_common_sizes(schedule: Schedule, agreement: GraphAgreement) -> Schedule:
-    """`schedule` with every buffer as large as on the rank where it is largest.
+    """Return `schedule` with every buffer as large as on the rank where it is largest.
 
-    Shards of a parameter that ranks cannot share evenly differ in size. Passes would otherwise stop at the memory
-    limit of one rank and go on at that of another; and a budget has to hold on all.
+    Shards of a parameter differ in size if it does not divide evenly. With different sizes, passes would reach their
+    memory limit on one rank earlier than on another, and a budget has to hold on all ranks.
     """
     largest = agreement.agree_on_largest({name: buffer.bytes for name, buffer in schedule.buffers.items()})
     return replace(
@@ -466,7 +469,8 @@ def _with_common_sizes(schedule: Schedule, agreement: GraphAgreement) -> Schedul
 
 
 def _beside_what_is_held(schedule: Schedule) -> Schedule:
-    """`schedule` with what its memory budget leaves it: what only a backward's forward was given stays where it is."""
+    """Return `schedule` with its budget reduced by the memory of inputs that only its forward received: during backward
+    they are still alive."""
     if schedule.budget_bytes is None:
         return schedule
     taken = {name: buffer for name, buffer in schedule.buffers.items() if buffer.is_input}
@@ -475,7 +479,7 @@ def _beside_what_is_held(schedule: Schedule) -> Schedule:
 
 
 def _merged(payloads: Sequence[IROp]) -> IROp | str:
-    """What several nodes of one kind launch together, or why they cannot."""
+    """Return the payload of one launch for several nodes of one kind, or the reason why they cannot share a launch."""
     starts = [op for op in payloads if isinstance(op, Start)]
     return merge_starts(starts) if starts else one_launch([op for op in payloads if isinstance(op, Loops | Combo)])
 
@@ -483,7 +487,7 @@ def _merged(payloads: Sequence[IROp]) -> IROp | str:
 def _tuned(
     schedule: Schedule, lowered: LoweredGraph, profile: DeviceProfile, config: Config, agreement: GraphAgreement | None
 ) -> Tuning | None:
-    """Times of its kernels in several block sizes, if they are asked for."""
+    """Return the measured times of the schedule's kernels in several block sizes; None without `autotune`."""
     if not config.autotune or torch.are_deterministic_algorithms_enabled():
         return None
     seconds = config.autotune_seconds

@@ -1,4 +1,5 @@
-"""What a rank reports of its compilation if ranks disagree: options, variables, versions, steps, inputs of size 1."""
+"""Notes about a rank's compilation that an error shows where ranks differ: options, variables, versions, steps so far,
+inputs of size 0 or 1."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from overlapc.runtime.steps import STEPS
 from overlapc.runtime.toolchain import triton_version
 
 _PREFIXES = ("OVERLAPC_", "TORCH", "PYTORCH_")
-_OF_A_RANK = ("OVERLAPC_RUN_DIR", "OVERLAPC_CACHE_DIR", "TORCHELASTIC_")  # and may differ
+_OF_A_RANK = ("OVERLAPC_RUN_DIR", "OVERLAPC_CACHE_DIR", "TORCHELASTIC_")  # variables that may differ between ranks
 
 
 def notes_of(gm: GraphModule, config: Config) -> dict[str, str]:
-    """By name; what is not there is as it is by default."""
+    """Return the notes by name. Options and variables without a note have their defaults."""
     notes = {"version of torch": torch.__version__, "version of Triton": triton_version()}
     notes[STEPS_SO_FAR] = str(STEPS.stepped)
     notes.update(
@@ -33,7 +34,7 @@ def notes_of(gm: GraphModule, config: Config) -> dict[str, str]:
             notes[f"option {knob.name}"] = _text(value)
     short = sorted(_short_inputs(gm))
     if short:
-        notes["inputs with a size of 0 or 1, which torch traces by itself"] = ", ".join(short)
+        notes["inputs with a size of 0 or 1, for which torch specializes the graph"] = ", ".join(short)
     return notes
 
 

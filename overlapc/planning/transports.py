@@ -1,8 +1,9 @@
-"""What carries each collective of a graph (`transport=`), and the reason where copies were asked for but not used.
+"""Chooses the transport of each collective of a graph (`transport=`), and records why copies were not used.
 
-Copies are slower for little data, as ranks wait for each other's flags. So what a unit of `fully_shard` gathers, or
-reduces, goes by copies where these take less, by the profile's times of copies; a profile without any says nothing.
-What a group of several hosts does is divided: copies within each host, the group's library across hosts.
+Copies are slower than the process group's library for little data, because ranks wait for each other's flags. So the
+gathers, or the reductions, of a unit of `fully_shard` use copies where the profile's times of copies are shorter; with
+a profile without such times they use the library. A collective of a group that spans several hosts is divided: copies
+within each host, the library across hosts.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from overlapc.schedule.collective_kinds import COPY, KINDS
 from overlapc.schedule.model import Comm, Kind, Schedule
 from overlapc.schedule.model import Node as ScheduleNode
 
-AUTO, LIBRARY_ONLY = "auto", "nccl"  # of `Config.transport`
+AUTO, LIBRARY_ONLY = "auto", "nccl"  # values of `Config.transport`
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-REDUCTIONS = ("reduce_scatter", "all_reduce")  # that an exchange and a sum can take the place of
+REDUCTIONS = ("reduce_scatter", "all_reduce")  # collectives that an exchange and a sum can replace
 
-Hosts = Sequence[tuple[int, ...]]  # the ranks of each host, or of the only one
+Hosts = Sequence[tuple[int, ...]]  # the ranks of each host
 Unit = tuple[str, str, str]
 
 
@@ -54,29 +55,30 @@ class AgreedCopies:
     over_hosts: bool = False
 
     def without(self, groups: Collection[str]) -> AgreedCopies:
-        """The same for a graph whose collectives over `groups` do not go by copies."""
+        """Return the agreement without the layouts of `groups`, for a graph that uses the library over these."""
         layouts = {group: layout for group, layout in self.layouts.items() if group not in groups}
         return replace(self, layouts=layouts)
 
 
 @dataclass
 class Transports:
-    """The choice for one graph: the same on all ranks that compile it, as it depends on what these told each other."""
+    """The transports of one graph: the same on all ranks that compile it, as they depend only on data that these ranks
+    exchanged."""
 
     device: torch.device | None = None
     agreement: GraphAgreement | None = None
     reach: CopyReach = field(default_factory=CopyReach)
     wanted: bool = False
-    rewritten: bool = False  # collectives of the graph became others that copies can carry
-    over_hosts: bool = False  # groups of several hosts may be divided
-    divided: dict[str, DividedGroup] = field(default_factory=dict)  # of these, by torch's name
+    rewritten: bool = False  # collectives of the graph were replaced by others that copies can carry
+    over_hosts: bool = False  # groups that span several hosts may be divided
+    divided: dict[str, DividedGroup] = field(default_factory=dict)  # torch's name of a divided group -> its parts
     profile: DeviceProfile = IDEAL
-    chooses: bool = False  # transport=auto: what costs less by the group's library stays there
-    units_by_library: frozenset[Unit] = frozenset()  # what is moved faster by the group's library
-    agreed: AgreedCopies | None = None  # once memory is laid out
-    resized: frozenset[str] = frozenset()  # groups whose collectives no agreed layout is for
+    chooses: bool = False  # transport=auto: units that cost less with the group's library use it
+    units_by_library: frozenset[Unit] = frozenset()  # units that cost less with the group's library
+    agreed: AgreedCopies | None = None  # set once memory is laid out
+    resized: frozenset[str] = frozenset()  # groups whose collectives do not fit an agreed layout
     groups: dict[str, str] = field(default_factory=dict)  # `Comm.group` -> torch's name
-    reasons: dict[str, str] = field(default_factory=dict)  # FX node of a collective that does not -> why
+    reasons: dict[str, str] = field(default_factory=dict)  # FX node of a collective without copies -> why
 
     @classmethod
     def of(
@@ -88,7 +90,7 @@ class Transports:
         profile: DeviceProfile,
         runs: bool = True,
     ) -> Transports:
-        """What this graph may use. Ranks meet once more if copies may be used.
+        """Return the transports that this graph may use; ranks exchange data if copies may be used.
 
         runs: False for a graph that is only planned, for the machines of the profile: no other rank runs.
         """
@@ -101,13 +103,13 @@ class Transports:
         else:
             found = cls._asked(gm, config, agreement, within)
         found.profile, found.chooses = profile, config.transport == AUTO
-        # On request only: no such group has been measured on GPUs.
+        # Only on request: groups that span several hosts have not been measured on GPUs.
         found.over_hosts = not found.chooses or config.ranks_per_host is not None
         return found
 
     @classmethod
     def _asked(cls, gm: GraphModule, config: Config, agreement: GraphAgreement | None, within: bool) -> Transports:
-        """What copies may do for this graph where its ranks are, as these tell each other."""
+        """Return the transports that the hosts and devices of this graph's ranks allow; ranks exchange these."""
         devices = {
             value.device
             for node in gm.graph.nodes
@@ -122,9 +124,9 @@ class Transports:
 
     @classmethod
     def following(cls, agreed: AgreedCopies, resized: frozenset[str]) -> Transports:
-        """What a graph may use that goes by what ranks agreed on about one with the same collectives.
+        """Return the transports of a graph that follows an earlier one, about whose copies ranks `agreed`.
 
-        resized: the groups over which it has others. Their ranks meet, but the group's library carries these.
+        resized: the groups whose collectives differ from the earlier graph's; these use the group's library.
         """
         return cls(
             agreed.device,
@@ -138,8 +140,8 @@ class Transports:
         )
 
     def rewrite(self, gm: GraphModule, found: Sequence[Collective]) -> None:
-        """Makes of collectives what copies can carry: an exchange and a sum of a reduction, and of what a group of
-        several hosts does a part within each and one across them."""
+        """Rewrite collectives so that copies can carry them: a reduction as an exchange and a sum, a collective of a
+        group that spans several hosts as one within each host and one across hosts."""
         if not self.wanted or self.reach.none:
             return
         hosts = {collective.start: self._hosts(collective) for collective in found}
@@ -154,7 +156,7 @@ class Transports:
         self.rewritten = exchange_reductions(gm, places.get) > 0 or bool(gathers)
 
     def _place(self, collective: Collective, hosts: Hosts | None) -> Place | None:
-        """This rank's among those that a collective is rewritten for; None for one that stays as it is."""
+        """Return this rank's place in the groups that a collective is rewritten for; None if it is not rewritten."""
         comm = collective.comm
         rewritable = comm.collective in (*REDUCTIONS, "all_gather") and comm.group not in self.resized
         if hosts is None or unit_of(comm) in self.units_by_library or not rewritable:
@@ -170,8 +172,8 @@ class Transports:
         return Place(own, len(groups.ranks_within), len(hosts), groups.within, groups.across)
 
     def _hosts(self, collective: Collective) -> Hosts | None:
-        """All ranks where copies reach them; the ranks of each host where a collective can be divided into a part
-        within each and one across them; else None."""
+        """Return all ranks as one host if copies reach all of them, the ranks of each host if the collective can be
+        divided within and across hosts, else None."""
         start, ranks = collective.start, collective.comm.ranks
         if self._refused(start, ranks) is None:
             return [ranks]
@@ -186,7 +188,7 @@ class Transports:
         return None if any(self.reach.apart(of_one, device.type) for of_one in hosts) else hosts
 
     def chosen(self, found: Sequence[Collective]) -> list[Collective]:
-        """The collectives, each with what carries it."""
+        """Return the collectives, each with its transport."""
         if not self.wanted:
             return list(found)
         return [self._chosen(collective) for collective in found]
@@ -203,27 +205,27 @@ class Transports:
         start, comm = collective.start, collective.comm
         kind = KINDS.get(comm.collective)
         if unit_of(comm) in self.units_by_library:
-            return "so little is moved faster by the group's library"
+            return "the group's library is faster for this size"
         if comm.group in self.resized:
-            return "its size is another than in the graph whose copies ranks agreed on"
+            return "its size differs from the graph whose copies ranks agreed on"
         if collective.synchronous or kind is None:
-            return "not a collective that is started and waited for"
+            return "it is not an asynchronous collective with a start and a wait"
         if kind.name in REDUCTIONS:
             return refusal(start) or self._refused(start, comm.ranks) or "its op takes a list of tensors"
         if not kind.by_copies:
-            return f"{kind.name} is not done by copies yet"
+            return f"{kind.name} is not implemented by copies yet"
         if kind.name == "all_to_all" and not _even(collective):
-            return "its parts are not of one size that is known"
+            return "its parts differ in size or have symbolic sizes"
         if len(collective.waits) != 1 or isinstance(argument(start, 0), list | tuple):
             return "its op takes a list of tensors, or its wait is in another graph"
         return self._refused(start, comm.ranks)
 
     def _refused(self, start: Node, ranks: Sequence[int]) -> str | None:
-        """Reason why copies cannot reach all ranks of this collective."""
+        """Return the reason why copies cannot carry this collective between its ranks, or None if they can."""
         return self._shapeless(start, len(ranks)) or self.reach.apart(ranks, argument(start, 0).meta["val"].device.type)
 
     def _shapeless(self, start: Node, ranks: int) -> str | None:
-        """Reason why what a collective moves cannot be divided among ranks."""
+        """Return the reason why the data of a collective cannot be divided among ranks, or None if it can."""
         value = argument(start, 0).meta.get("val") if isinstance(argument(start, 0), Node) else None
         if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
             return "its size is symbolic"
@@ -232,7 +234,8 @@ class Transports:
         return None
 
     def opened(self, schedule: Schedule) -> Mapping[str, Copied]:
-        """By start, how generated code runs what goes by copies: memory is laid out, agreed, and mapped into all."""
+        """Lay out memory for copies, agree on it, and map it into all ranks. Return for each start that uses copies how
+        generated code runs it."""
         if not self.wanted or self.reach.none or self.device is None:
             return {}
         graph = copying(schedule)
@@ -249,7 +252,7 @@ class Transports:
         layouts = {
             group: common([from_text(told[rank][group]) for rank in graph.ranks(group)]) for group in graph.groups
         }
-        with unset_fake_temporarily():  # or what is done to the memory would be traced, and not done
+        with unset_fake_temporarily():  # in fake mode, operations on the memory would be traced instead of executed
             opened = open_pools(
                 graph.wanted(layouts, self.groups), self.device, self.agreement.ranks, self.agreement.tell
             )
@@ -257,36 +260,37 @@ class Transports:
         return graph.on(layouts, opened)
 
     def fits(self, schedule: Schedule) -> bool:
-        """Whether the schedule can go by what ranks agreed on before."""
+        """Whether the schedule can use the copy layouts that ranks agreed on before."""
         graph = copying(schedule)
         if not graph.starts:
             return self.agreed is None or not self.agreed.layouts
         return self._kept(graph) is not None
 
     def _kept(self, graph: Copying) -> Mapping[str, Pool] | None:
-        """The pools that ranks agreed on, if the graph can go by their layouts."""
+        """Return the open pools that ranks agreed on; None if the graph does not fit their layouts."""
         if self.agreed is None or graph.broken(self.agreed.layouts) is not None:
             return None
         return kept_pools(graph.wanted(self.agreed.layouts, self.groups), self.agreed.device)
 
 
 def unit_of(comm: Comm) -> Unit:
-    """What is moved together: collectives of one kind of a unit of `fully_shard`."""
+    """Return the key of the collectives that are moved together: those of one kind of a unit of `fully_shard`."""
     return comm.collective, comm.group, comm.unit
 
 
 def rank_in_graphs(config: Config) -> str:
-    """What graphs of ranks differ by (`fx/exchange.py`), for who finds them by their contents."""
+    """Return the part of a cache key that distinguishes ranks: with copies, their graphs differ (`fx/exchange.py`)."""
     return "" if config.transport == LIBRARY_ONLY or not dist.is_initialized() else f"rank {dist.get_rank()}"
 
 
 def considers_copies(config: Config, profile: DeviceProfile) -> bool:
-    """Whether copies may carry anything: they were asked for, or the profile knows what they take."""
+    """Whether copies may carry collectives: the option asks for them, or the profile has their times."""
     return config.transport == COPY or (config.transport == AUTO and profile.copy_link is not None)
 
 
 def _by_copies(collective: Collective, hosts: Hosts | None) -> Sequence[Comm]:
-    """What would replace `collective`, with what copies can carry by copies; nothing if they can carry none of it."""
+    """Return the collectives that would replace `collective` if copies carry as much as possible; empty if they can
+    carry nothing of it."""
     if hosts is None:
         return []
     comm = collective.comm
@@ -324,10 +328,11 @@ def _even(collective: Collective) -> bool:
 
 
 def by_library(collectives: Sequence[tuple[Comm, Sequence[Comm]]], profile: DeviceProfile) -> frozenset[Unit]:
-    """Of collectives, each with what copies would carry in its place, the units that cost less by the group's library.
+    """Return the units that cost less with the process group's library than with copies.
 
-    A unit is moved in one launch, and costs its time, as many times as long as it makes large matmuls beside it.
-    Nothing without a profile that knows copies.
+    collectives: each with the collectives that would replace it with copies. A unit is moved in one launch, and costs
+    the launch's time multiplied by the slowdown of large matmuls that run beside it. Empty for a profile without times
+    of copies.
     """
     if profile.copy_link is None:
         return frozenset()
@@ -348,7 +353,7 @@ def by_library(collectives: Sequence[tuple[Comm, Sequence[Comm]]], profile: Devi
 
 
 def _cost_ns(comms: Sequence[Comm], profile: DeviceProfile) -> float:
-    """Time of one launch of `comms` and what it costs matmuls beside it; infinite if `profile` has no estimate."""
+    """Return the time of one launch of `comms` times the slowdown of matmuls beside it; infinite if it is unknown."""
     comm = replace(comms[0], bytes=sum(each.bytes for each in comms))
     estimate = from_profile(profile).estimate(ScheduleNode("", Kind.START, comm.collective, comm=comm))
     return math.inf if estimate is None else estimate.ns * profile.slowdown(comm.carried).matmul
@@ -357,23 +362,23 @@ def _cost_ns(comms: Sequence[Comm], profile: DeviceProfile) -> float:
 def _no_copies(
     config: Config, agreement: GraphAgreement | None, within: bool, devices: Collection[torch.device]
 ) -> str:
-    """Reason why nothing of a graph goes by copies, as this rank sees it."""
+    """Return the reason why this rank cannot use copies for any collective of a graph; "" if it can."""
     if within:
-        return "a graph within another"
+        return "the graph is an inner graph of another"
     if config.wrapper != "python":
-        return "wrapper='fx' has no code for copies"
+        return "wrapper='fx' does not support copies"
     if config.cuda_graphs:
         return "CUDA graphs cannot hold copies that wait for other ranks"
     if config.check_lifecycle:
-        return "check_lifecycle looks at memory that copies share"
+        return "check_lifecycle does not support the memory that copies share"
     if agreement is None or dist.get_backend() == "fake":
-        return "ranks do not meet while compiling (rank_check)"
+        return "ranks do not exchange data while compiling (see rank_check)"
     if len(devices) != 1:
         return f"the graph is on {len(devices)} devices"
     return unsupported(next(iter(devices))) or ""
 
 
 def carried(gm: GraphModule, safe: frozenset[str], transports: Transports) -> list[Collective]:
-    """Every launch of a canonical graph with what carries it; reductions that copies carry are rewritten first."""
+    """Return every collective of a canonical graph with its transport; those that copies carry are rewritten first."""
     transports.rewrite(gm, find_collectives(gm.graph, safe))
     return transports.chosen(find_collectives(gm.graph, safe))
