@@ -1,6 +1,6 @@
-// What every generated kernel starts with: element-wise functions with torch's meaning, written so that a compiler
-// can vectorize loops over them. No C++ library headers, and no math.h or stdlib.h: they would cost more to parse than a
-// kernel to compile (of 95 ms for a small kernel, math.h took 22 ms and stdlib.h 5 ms).
+// The beginning of every generated kernel: element-wise functions with torch's semantics, written so that compilers can
+// vectorize loops over them. It includes no C++ library headers, math.h or stdlib.h, because parsing them takes long
+// compared with compiling a kernel (of 95 ms for a small kernel, math.h took 22 ms and stdlib.h 5 ms).
 #include <stdint.h>
 #include <string.h>
 
@@ -18,11 +18,11 @@ DECLARE_2(pow) DECLARE_2(fmod) DECLARE_2(atan2) DECLARE_2(hypot) DECLARE_2(copys
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf("")
 
-// sin, exp and their like have one implementation each, `same_sinf(x)`, whatever loop they stand in: a number computed
-// twice has the same bits in a vector, in the tail behind it and in a loop that is no vector loop. Where glibc has vector
-// versions (libmvec; its scalar ones round differently, and so do its vectors of other widths) that is always the one of
-// the machine's widest vectors. GCC calls `_ZGVbN4v_same_sinf` and so on because of the declaration; a kernel that uses
-// a function writes DEFINE_sin, which makes these of the widest one. Elsewhere (clang, other machines) it is libm's.
+// sin, exp and similar functions have one implementation each, `same_sinf(x)`, so that a value has the same bits in a
+// vector, in the scalar tail of a vector loop and in a scalar loop. If glibc has vector versions (libmvec), it is the
+// one for the machine's widest vectors, because libmvec's other widths and the scalar functions round differently. The
+// simd attribute makes GCC call `_ZGVbN4v_same_sinf` and so on; DEFINE_sin, in kernels that use sin, defines these by
+// the widest version. Elsewhere (clang, other machines) the implementation is libm's.
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
 #if __GLIBC_PREREQ(2, 35)
 #define LIBMVEC 2
@@ -55,7 +55,7 @@ typedef double D2 __attribute__((vector_size(16)));
 typedef double D4 __attribute__((vector_size(32)));
 typedef double D8 __attribute__((vector_size(64)));
 
-// `x`, a number or a vector, as often as it fits: a lane that holds nothing would be computed too, and 0 may be slow.
+// Repeats `x`, a number or a vector, in all lanes: unused lanes are computed, too, and 0 may be a slow argument.
 template <class Wide, class Narrow>
 static inline __attribute__((always_inline)) Wide repeated(Narrow x) {
   Wide wide;
@@ -69,7 +69,8 @@ static inline __attribute__((always_inline)) Narrow first_part(Wide wide, int pa
   return x;
 }
 
-// The function `symbol` of `T` by `wide`, a function of the larger `Wide`; and of vectors twice as large as `Wide`.
+// These define the function `symbol` on `T`: NARROWED by the function `wide` on the larger type `Wide`, ITSELF by a
+// function on the same type, and TWICE by two calls of `wide` on the halves of `T`.
 #define NARROWED_1(id, symbol, T, wide, Wide)                                             \
   static __attribute__((used)) T id(T x) __asm__(symbol);                                 \
   static T id(T x) { return first_part<T>(wide(repeated<Wide>(x))); }
@@ -98,8 +99,8 @@ static inline __attribute__((always_inline)) Narrow first_part(Wide wide, int pa
     return first_part<T>(parts);                                                          \
   }
 
-// For the two kinds of numbers: f the letter behind a function's name, v one v an argument, n1 to n4 lanes of 16, 32 and
-// 64 bytes. What is not the widest is made of it.
+// Defines all widths of one function with `k` arguments by the machine's widest vector version. `v` is one letter v per
+// argument, S the scalar type, V1 to V3 the vectors of 16, 32 and 64 bytes, and n1 to n3 their lanes.
 #if defined(__AVX512F__) && defined(VECTORS_OF_64_BYTES)
 #define WIDENED(k, name, v, S, V1, V2, V3, n1, n2, n3)                                                       \
   ITSELF_##k(e_##name, "_ZGVeN" #n3 #v "_same_" #name, V3, _ZGVeN##n3##v##_##name)                           \
@@ -245,13 +246,13 @@ INLINE uint16_t store_bf16(float x) {  // to nearest, ties to even
   return uint16_t(x != x ? 0x7fc0u : rounded);
 }
 
-// The number of `Mantissa` bits and an exponent biased by `Bias` that is nearest to a positive float, ties to even, as
-// its bits; exponents have no end above. `u`: the float's bits.
+// Rounds the positive float with bits `u` to the nearest number with `Mantissa` bits and an exponent biased by `Bias`,
+// ties to even, and returns its bits. The exponent has no upper limit.
 template <int Mantissa, int Bias>
 INLINE uint32_t nearest(uint32_t u) {
   constexpr uint32_t least = (128u - Bias) << 23;  // the smallest normal number; those below share its unit
   const uint32_t power = u & 0x7f800000u, unit = power < least ? least : power;
-  // Beside a power of two so much larger the adder drops what is less than a unit, and rounds for us.
+  // Adding a power of two that is so much larger makes the hardware round to whole units.
   const uint32_t beside = unit + (uint32_t(23 - Mantissa) << 23);
   const uint32_t units = bits<uint32_t>(bits<float>(u) + bits<float>(beside)) - beside;
   return units + (unit >> (23 - Mantissa)) - (least >> (23 - Mantissa));
@@ -274,7 +275,7 @@ INLINE uint16_t store_f16(float x) {  // to nearest, ties to even
   return uint16_t(half | sign);
 }
 
-// There is no infinity: what lies beyond 448 is 448, and NaN above E4M3_END.
+// The format has no infinity: numbers above 448 become 448, and NaN above E4M3_END.
 INLINE uint8_t store_e4m3(float x) {
   const uint32_t u = bits<uint32_t>(x) & 0x7fffffffu;
   uint32_t number = nearest<3, 7>(u < 0x43e00000u ? u : 0x43e00000u);
@@ -306,7 +307,7 @@ INLINE float round_bf16(float x) {
 }
 INLINE float round_f16(float x) { return load_f16(store_f16(x)); }
 
-// ---- integers as torch has them: they wrap, and dividing by zero yields -1 (eager raises; a kernel cannot)
+// ---- integers with torch's semantics: they wrap; division by zero yields -1 (eager raises, which a kernel cannot)
 
 template <class T> struct unsigned_of;
 template <> struct unsigned_of<int8_t> { using type = uint8_t; };
@@ -338,7 +339,7 @@ template <class T>
 INLINE T float_floor_div(T a, T b) {
   if (b == 0) return a / b;
   T rest = fmod_(a, b);
-  T q = (a - rest) / b;  // a whole number but for one rounding
+  T q = (a - rest) / b;  // an integer, except for one rounding error
   if (rest != 0 && (b < 0) != (rest < 0)) q -= T(1);
   if (q == 0) return T(copysign(0.0, double(a / b)));
   T low = T(floor(double(q)));
@@ -348,7 +349,7 @@ INLINE float floor_div(float a, float b) { return float_floor_div(a, b); }
 INLINE double floor_div(double a, double b) { return float_floor_div(a, b); }
 
 template <class T>
-INLINE T remainder_(T a, T b) {  // the divisor's sign, as in Python
+INLINE T remainder_(T a, T b) {  // has the divisor's sign, as in Python
   const T rest = fmod_(a, b);
   return rest != 0 && (rest < 0) != (b < 0) ? T(rest + b) : rest;
 }
@@ -365,12 +366,12 @@ INLINE float power(float a, float b) { return same_powf(a, b); }
 INLINE double power(double a, double b) { return same_pow(a, b); }
 
 template <class T>
-INLINE T shift_left(T a, T by) {  // 0 when all bits leave, as in eager
+INLINE T shift_left(T a, T by) {  // 0 if all bits are shifted out, as in eager
   using U = typename unsigned_of<T>::type;
   return U(by) < 8 * sizeof(T) ? T(U(a) << U(by)) : T(0);
 }
 template <class T>
-INLINE T shift_right(T a, T by) {  // all sign when all bits leave
+INLINE T shift_right(T a, T by) {  // all sign bits if all bits are shifted out
   using U = typename unsigned_of<T>::type;
   return U(by) < 8 * sizeof(T) ? T(a >> by) : T(a < 0 ? -1 : 0);
 }
@@ -382,8 +383,9 @@ INLINE T absolute(T x) { return x < 0 ? T(0 - x) : x; }
 INLINE float absolute(float x) { return fabsf(x); }
 INLINE double absolute(double x) { return fabs(x); }
 
-// A float as an integer, the lowest one where that is out of range or NaN, as x86 converts it and eager does. C++ leaves it
-// open, and GCC takes a NaN that it foresees, as in `x != x ? NAN : x`, for 0. Other machines saturate, and GCC as well.
+// Converts a float to an integer. NaN and floats out of range become the lowest integer, as x86's instruction and eager
+// have it; in C++ this is undefined, and GCC folds a NaN that it can predict (`x != x ? NAN : x`) to 0. Other machines
+// saturate, and so does GCC for them.
 template <class To, class From>
 INLINE To truncated(From x) {
 #if defined(__x86_64__)
@@ -405,8 +407,9 @@ INLINE T minimum(T a, T b) { return (a < b) | (a != a) ? a : b; }
 template <class T>
 INLINE T relu(T x) { return x < 0 ? T(0) : x; }
 
-// exp of float32 is what training kernels spend their time in. Inline it keeps a loop's registers, and is within one
-// unit in the last place (libmvec: 2.6), over the whole range, subnormal results, infinities and NaN included.
+// Training kernels spend much of their time in exp of float32. This one is inline, so that a loop keeps its registers.
+// Its error is at most one unit in the last place (libmvec: 2.6) over the whole range, including subnormal results,
+// infinities and NaN.
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 INLINE float exponential(float x) {
   const float shifted = __builtin_fmaf(x, 1.44269504f, 12582912.0f);  // + 1.5 * 2^23 rounds to an integer
@@ -420,14 +423,14 @@ INLINE float exponential(float x) {
   p = __builtin_fmaf(p, r, 0.5f);
   p = __builtin_fmaf(p * r, r, r) + 1.0f;
   const int32_t whole = bits<int32_t>(shifted) - 0x4b400000;
-  const int32_t half = whole >> 1;  // 2^n in two factors: n may leave the range of an exponent
+  const int32_t half = whole >> 1;  // 2^n as two factors, because n may exceed the range of an exponent
   p = p * bits<float>((half + 127) << 23) * bits<float>((whole - half + 127) << 23);
   p = x < -104.0f ? 0.0f : p;
-  return x > 89.0f ? INFINITY : p;  // NaN has come through
+  return x > 89.0f ? INFINITY : p;  // a NaN has propagated to p
 }
 
-// erf of float32, within two units in the last place (libmvec: four). Near zero a polynomial;
-// elsewhere 1 - 2^r with a polynomial r, so that 1 + erf(x) is right for negative x as well (GELU).
+// erf of float32, with an error of at most two units in the last place (libmvec: four). It is a polynomial near zero,
+// and 1 - 2^r with a polynomial r elsewhere, so that 1 + erf(x) is accurate for negative x, too (GELU).
 INLINE float error_function(float x) {
   const float a = fabsf(x), s = x * x;
   float near = -0.0006090340327f;  // erf(x) / x - 1 over x * x, for |x| < 0.9
@@ -436,7 +439,7 @@ INLINE float error_function(float x) {
   near = __builtin_fmaf(near, s, 0.1128214073f);
   near = __builtin_fmaf(near, s, -0.3761252327f);
   near = __builtin_fmaf(near, s, 0.128379154f);
-  const float b = a > 4.0f ? 4.0f : a;  // from there on erf is 1; NaN comes through
+  const float b = a > 4.0f ? 4.0f : a;  // erf is 1 beyond 4; a NaN propagates
   float r = 0.0002859836285f;           // log2(1 - erf(b)) for 0.9 <= b <= 4
   r = __builtin_fmaf(r, b, -0.004422686461f);
   r = __builtin_fmaf(r, b, 0.03219448436f);
@@ -444,7 +447,7 @@ INLINE float error_function(float x) {
   r = __builtin_fmaf(r, b, -0.9189613565f);
   r = __builtin_fmaf(r, b, -1.627067971f);
   r = __builtin_fmaf(r, b, -0.0002400252912f);
-  const float shifted = r + 12582912.0f;  // as above; r has no need of its range
+  const float shifted = r + 12582912.0f;  // as in exponential(), but one factor 2^n is enough for r
   const float f = r - (shifted - 12582912.0f);
   float p = 0.001327642768f;  // 2^f on |f| <= 1/2, error 8e-8
   p = __builtin_fmaf(p, f, 0.00967554098f);
@@ -470,7 +473,7 @@ INLINE bool sign_bit(double x) { return int64_t(bits<uint64_t>(x)) < 0; }
 template <class T>
 INLINE bool sign_bit(T x) { return x < 0; }
 
-// ---- random numbers: Philox 4x32-10, word `position` of a stream (runtime/philox.py says which)
+// ---- random numbers: word `position` of a Philox 4x32-10 stream (runtime/philox.py defines the streams)
 
 INLINE uint32_t philox(int64_t key, int64_t upper, int64_t position) {
   uint32_t k0 = uint32_t(key), k1 = uint32_t(uint64_t(key) >> 32);
@@ -496,8 +499,8 @@ INLINE float random(int64_t key, int64_t upper, int64_t position) {
 
 // ---- reductions
 
-// Integers in the order of floats, NaN beyond every number: compilers vectorize an integer max, a NaN-aware one not.
-// -0.0 comes before 0.0.
+// Maps floats to integers of the same order, and NaN to `of_nan`: compilers vectorize a max of integers, but not a max
+// of floats that propagates NaN. -0.0 comes before 0.0.
 INLINE int32_t ordered(float x, int32_t of_nan) {
   const int32_t u = bits<int32_t>(x);
   return x != x ? of_nan : u ^ ((u >> 31) & 0x7fffffff);
@@ -523,7 +526,7 @@ INLINE double from_ordered(int64_t key) {
 #endif
 
 
-// The sum of a vector's numbers: half is added to half until one is left.
+// Sums the elements of a vector by adding halves until one element is left.
 template <int Bytes, class T>
 INLINE T folded(const char* from) {
   if constexpr (Bytes == sizeof(T)) {
@@ -541,7 +544,7 @@ INLINE T folded(const char* from) {
 }
 #endif
 
-// The sum of `Count` terms, in an order that depends on nothing but the machine's vectors.
+// Sums `Count` terms in an order that depends only on the machine's vector width.
 template <int Count, class T>
 INLINE T sum_terms(const T* terms) {
   T sum = 0;
@@ -568,7 +571,7 @@ INLINE T sum_terms(const T* terms) {
   return sum;
 }
 
-// Whether (x, at) is the better argmax: NaN first, then the larger, then the earlier.
+// Whether (x, at) precedes (best, best_at) for argmax: NaN first, then the larger, then the earlier.
 template <class T>
 INLINE bool before_max(T x, int64_t at, T best, int64_t best_at) {
   const bool nan = x != x, best_nan = best != best;
@@ -580,7 +583,7 @@ INLINE bool before_min(T x, int64_t at, T best, int64_t best_at) {
   return nan != best_nan ? nan : (x < best) | ((x == best) | nan) & (at < best_at);
 }
 
-// Where `key` is found first in an array that holds it, and that has room for a multiple of 64.
+// Returns the first position of `key` in an array that contains it and has room for a multiple of 64 elements.
 template <class T>
 INLINE int64_t first_equal(const T* keys, T key) {
   int64_t at = 0;
@@ -600,15 +603,15 @@ INLINE double log_add_exp(double a, double b) {  // log(exp(a) + exp(b)), NaN if
   return low == high && absolute(low) == (double)INFINITY ? low : high + log1p(exp(low - high));
 }
 
-// Combines x[i] with everything before it, for i < count; `so_far` is what all that came before x[0] add up to.
+// Scans x[i] for i < count; `so_far` is the combination of all elements before x[0], and is updated.
 template <class Combine, class T>
 INLINE void scan_in_order(T* x, int64_t count, T& so_far) {
   for (int64_t i = 0; i < count; ++i) x[i] = so_far = Combine::of(so_far, x[i]);
 }
 
-// The same in another order, in which no vector waits for another lane: first every four neighbours, then four of
-// those, and with them the result 16 before, which covers all that is left. Inlined, its loops
-// lose their vectors (GCC 12).
+// Scans in another order, without dependences between lanes of a vector: it combines groups of four neighbours, then
+// four groups, then these 16 elements with the result 16 positions before, which covers the rest. If it were inlined,
+// GCC 12 would not vectorize its loops.
 template <class Combine, class T>
 static __attribute__((noinline)) void scan(T* x, int64_t count, T& so_far, T nothing) {
   enum { PART = 256 };
@@ -656,13 +659,13 @@ struct LogAddExp {
 template <class T>
 INLINE void scan_sums(T* x, int64_t count, T& so_far) { scan_in_order<Sum>(x, count, so_far); }
 INLINE void scan_sums(double* x, int64_t count, double& so_far) { scan<Sum>(x, count, so_far, 0.0); }
-template <class T>  // of floats in order, too: 1e300 * 1e300 * 0 is NaN or 0, as one multiplies
+template <class T>  // floats in order, too: 1e300 * 1e300 * 0 is NaN or 0, depending on the order
 INLINE void scan_products(T* x, int64_t count, T& so_far) { scan_in_order<Product>(x, count, so_far); }
 INLINE void scan_logs(double* x, int64_t count, double& so_far) { scan_in_order<LogAddExp>(x, count, so_far); }
-// The extremes so far of integers, or of floats as integers of their order (`ordered`), and where each stands: the last
-// of equals, a NaN before all numbers. x[0] has the position `first`; `so_far` stands at `place`. `places` may be null.
-// Most stretches hold nothing that is as good as what came before. Both zeros are compared as 0.0 (-0.0 is the integer
-// before it), and a result that is one gets the sign of the last.
+// Computes running extremes of integers, or of floats mapped to integers by `ordered`, and their positions: the last of
+// equal elements, with NaN before all numbers. x[0] is at position `first`; `so_far` is the extreme before x[0], at
+// position `place`. `places` may be null. Most parts contain no element as good as `so_far` and are filled with it.
+// Both zeros are compared as 0.0 (-0.0 is the integer before it); a result that is zero gets the sign of the last zero.
 template <class Extreme, bool OfFloats, class T>
 static __attribute__((noinline)) void scan_extremes(T* x, int64_t* places, int64_t count, int64_t first, T& so_far,
                                                     int64_t& place) {
@@ -736,7 +739,7 @@ INLINE void scan_minima(T* x, int64_t count, T& so_far) {
   scan_minima<OfFloats>(x, count, so_far, nullptr, 0, place);
 }
 
-// Takes (x, at) into the extreme so far; a later one wins ties, a NaN wins over every number.
+// Updates the running extreme by (x, at); the later of equal elements wins, and a NaN wins over every number.
 template <class T>
 INLINE int64_t running_argmax(T x, int64_t at, T& best, int64_t& best_at) {
   const bool later = (x != x) | (x >= best);
@@ -750,8 +753,7 @@ INLINE int64_t running_argmin(T x, int64_t at, T& best, int64_t& best_at) {
   return best_at = later ? at : best_at;
 }
 
-// ---- transposed reads: a block of memory turned round in registers, where reading it column by column would take each
-// element by itself
+// ---- transposed reads: blocks of memory are transposed in registers; reading columns would load elements one by one
 
 template <int Bytes> struct bits_type;
 template <> struct bits_type<1> { using type = uint8_t; };
@@ -760,7 +762,7 @@ template <> struct bits_type<4> { using type = uint32_t; };
 template <> struct bits_type<8> { using type = uint64_t; };
 
 #if defined(VECTOR_BYTES) && !defined(__clang__)
-// Pieces of 16 bytes that lie `step` bytes apart, side by side in one vector.
+// Loads pieces of 16 bytes that are `step` bytes apart in memory into one vector.
 typedef uint64_t Pieces1 __attribute__((vector_size(16)));
 typedef uint64_t Pieces2 __attribute__((vector_size(32)));
 typedef uint64_t Pieces4 __attribute__((vector_size(64)));
@@ -780,8 +782,9 @@ INLINE void gather_pieces(Pieces4& to, const char* from, int64_t step) {
 }
 #endif
 
-// to[i][j] = from[j][i] for i < 16 / sizeof(T), j < VECTOR_BYTES / sizeof(T): a square in every 16 bytes of a vector,
-// where two vectors are interleaved in one cheap instruction; rows i and i + side/2 are, log2(side) times.
+// to[i][j] = from[j][i] for i < 16 / sizeof(T), j < VECTOR_BYTES / sizeof(T). Every 16 bytes of a vector hold a square,
+// because one cheap instruction interleaves two vectors within 16 bytes. Rows i and i + side/2 are interleaved, which is
+// repeated log2(side) times.
 template <class T>
 INLINE void transpose_squares(T* to, int64_t to_step, const T* from, int64_t from_step) {
   constexpr int side = 16 / sizeof(T), width = VECTOR_BYTES / sizeof(T);
@@ -814,16 +817,17 @@ INLINE void transpose_squares(T* to, int64_t to_step, const T* from, int64_t fro
 }
 #endif
 
-// tile[i][j] = from[i + step * j] for i < rows <= Rows, j < columns <= Columns, as far as the tile, which has room for
-// Rows x Columns, is read: vectors leave any numbers beyond.
+// tile[i][j] = from[i + step * j] for i < rows <= Rows, j < columns <= Columns. The tile has room for Rows x Columns
+// elements; vectors leave arbitrary numbers in the others, which are not read.
 template <int Rows, int Columns, class T>
 INLINE void transpose_tile(T* tile, const T* from, int64_t step, int64_t rows, int64_t columns) {
 #if defined(VECTOR_BYTES) && !defined(__clang__)
   using Bits = typename bits_type<sizeof(T)>::type;
   constexpr int side = 16 / sizeof(T), width = VECTOR_BYTES / sizeof(T);
   static_assert(Rows % side == 0 && Columns % width == 0, "a tile is whole vectors");
-  // So many lines of memory a power of two apart would push each other out of a set of the nearest cache (of 8 to 12)
-  // before they are used up: those are copied first. A tile that is not full is, too, so that vectors read no further.
+  // More than 16 cache lines whose distance is a power of two would evict each other from one set of the nearest cache
+  // (8 to 12 lines) before they are used up, so such a block is copied first. A block that does not fill the tile is
+  // copied, too, so that vectors read only inside of it.
   if (width <= 16 && rows == Rows && columns == Columns) {
     for (int64_t j = 0; j < Columns; j += width)
       for (int64_t i = 0; i < Rows; i += side)
@@ -844,7 +848,7 @@ INLINE void transpose_tile(T* tile, const T* from, int64_t step, int64_t rows, i
 #endif
 }
 
-// ---- index arithmetic (the printer uses / and % where both sides are known to be positive)
+// ---- index arithmetic (the printer uses / and % if both sides are known to be nonnegative)
 
 INLINE int64_t floor_mod(int64_t a, int64_t b) {
   const int64_t rest = a % b;

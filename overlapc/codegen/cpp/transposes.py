@@ -38,7 +38,7 @@ class Tiles:
         return f"{self.names[load]}[{TILED_COLUMNS} * {row} + {column}]"
 
     def loops(self, arguments: Mapping[str, str]) -> tuple[list[For], For]:
-        """Return the parallel loops over stripes and columns, and the loop over blocks of a stripe (fills the tiles)."""
+        """Return the parallel loops over stripes and columns, and the loop over a stripe's blocks (fills the tiles)."""
         stripe, block = stripes(self.blocked, self.rows * TILED_STRIPE, self.rows)
         block.inside += self._fill(arguments)
         return [stripe, blocks(self.vector, TILED_COLUMNS)], block

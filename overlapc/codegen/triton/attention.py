@@ -1,17 +1,17 @@
-"""Attention over blocks of scores: kernels as they are written by hand, the functions of a score generated.
+"""Attention over blocks of scores: fixed kernels with generated code for the score and mask functions.
 
-Forward is one function, a program for a tile of queries of a head. Backward is three: sums of rows, then gradients of
-keys and values, a program for a tile of keys, then of queries, a program for a tile of these.
+Forward is one function, with a program per tile of queries of a head. Backward is three functions: sums of rows,
+gradients of keys and values (a program per tile of keys), and gradients of queries (a program per tile of queries).
 
-    for i in range(0, count * 2):                   # tiles in the blocks that this row of blocks has
+    for i in range(0, count * 2):                   # tiles of all blocks in this row of blocks
         k = block * 128 + i % 2 * 64 + tl.arange(0, 64)
         scores = ops.dot(queries, tl.trans(keys), ...)
-        v0 = ...                                    # results of the score function
-        scores = tl.where(v1, v0, float("-inf"))    # where the mask function lets them count; not in full blocks
+        v0 = ...                                    # result of the score function
+        scores = tl.where(v1, v0, float("-inf"))    # v1: result of the mask function; omitted in full blocks
         ...
-        block = tl.load(blocks + (i + 1) // 2)      # a step ahead of where it is needed
+        block = tl.load(blocks + (i + 1) // 2)      # loaded one step ahead
 
-Exponents are to base 2: the hardware's, and what torch's op returns logsumexp and maximum in.
+Exponentials are to base 2, as in hardware; torch's op also returns logsumexp and maximum to base 2.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from overlapc.runtime.triton_kernel import Stage, TritonLaunch
 
 _LOG2E = math.log2(math.e)
 _SMALLEST = 16  # tl.dot takes no smaller tile in any dim
-_LARGEST_HEAD = 256  # elements
+_LARGEST_HEAD = 256  # elements of a head
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _INT32_LIMIT = 2**31
-_ROWS = 128  # of a tile of the first stage of backward
+_ROWS = 128  # rows in a tile of the first stage of backward
 
 
-Step = Callable[[Scope, bool], None]  # writes what is done with a tile; whether it lies in a full block
+Step = Callable[[Scope, bool], None]  # (scope, whether the tile is in a full block): writes the code for one tile
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries and keys of a tile of scores, warps, and tiles that are loaded ahead."""
+    """Size of a tile of scores (queries by keys), number of warps, and number of pipeline stages."""
 
     queries: int
     keys: int
@@ -56,14 +56,15 @@ class Tile:
 
 
 def stages_of(op: Attention) -> tuple[str, ...]:
-    """The functions whose tiles can be chosen."""
+    """Return the names of the functions whose tile sizes can be chosen."""
     return ("keys", "queries") if op.is_backward else ("forward",)
 
 
 def choose(op: Attention) -> dict[str, Tile]:
-    """Tiles by function: for bfloat16 heads of 128 the fastest of a sweep on one H200 (benchmarks/flex_attention.py).
+    """Choose the tile of each function.
 
-    Others as they fit its registers (255 a thread) and shared memory (228 KiB).
+    For bfloat16 heads of 128 elements these are the fastest in a sweep on one H200 (benchmarks/flex_attention.py);
+    other tiles are chosen to fit its registers (255 per thread) and shared memory (228 KiB).
     """
     wide = max(_padded(op.tensors[role].layout.size[3]) for role in ("query", "value"))
     if op.tensors["query"].dtype is torch.float32:
@@ -80,7 +81,7 @@ def choose(op: Attention) -> dict[str, Tile]:
 
 
 def _fitted(tile: Tile, op: Attention) -> Tile:
-    """`tile`, small enough to divide the blocks and no larger than the tensors need."""
+    """Shrink `tile` so that it divides the blocks and is no larger than the tensors need."""
 
     def fit(size: int, block: int, length: sympy.Expr) -> int:
         return min(size, block & -block, max(_SMALLEST, power_of_two(int(length))))
@@ -91,7 +92,7 @@ def _fitted(tile: Tile, op: Attention) -> Tile:
 
 
 def refuse(op: Attention) -> str | None:
-    """Reason this attention is unsupported, or None. Operations of its functions are checked elsewhere."""
+    """Return why this attention is unsupported, or None. The caller checks the operations of its functions."""
     query, key, value = (op.tensors[role] for role in ("query", "key", "value"))
     if query.dtype not in _DTYPES:
         return f"attention of {query.dtype}"
@@ -118,7 +119,7 @@ def refuse(op: Attention) -> str | None:
 
 
 def source(op: Attention, hint: str, comment: str, tiles: Mapping[str, Tile] | None = None) -> KernelSource:
-    """The source of the kernel: its functions and how they are launched."""
+    """Return the source of the kernel: its functions and their launch parameters. tiles: default of `choose`."""
     tiles = tiles or choose(op)
     heads, batch = int(op.tensors["query"].size[1]), int(op.tensors["query"].size[0])
     views: dict[str, View] = {**op.tensors, **list_arguments(op)}
@@ -148,7 +149,7 @@ def _described(op: Attention, tiles: Mapping[str, Tile]) -> str:
 
 
 def list_arguments(op: Attention) -> dict[str, View]:
-    """The lists of blocks by the names of the arguments that they are."""
+    """Return the lists of blocks, by the names of the kernel's arguments."""
     return {
         f"{kind}_{what}": view
         for kind, pair in op.blocks.lists.items()
@@ -161,7 +162,7 @@ def _padded(size: sympy.Expr) -> int:
 
 
 def _shape_of(op: Attention, body: Body, tile: Tile) -> KernelShape:
-    """A function of scores as a kernel over a tile of these."""
+    """Return a score or mask function as a kernel over a tile of scores."""
     b, h, q, k = body.loops
     shape = KernelShape(body, Tiling("dot", (k,), tile.keys, tile.warps, y=(q,), yblock=tile.queries, grid=(b, h)), "f")
     shape.arguments = {view.buffer: f"captured{at}" for at, view in enumerate(op.captured)}
@@ -169,7 +170,7 @@ def _shape_of(op: Attention, body: Body, tile: Tile) -> KernelShape:
 
 
 def _index(numbers: Iterable[str], steps: Sequence[int]) -> str:
-    """`b * 4096 + q`: numbers times their steps, the last of which is added."""
+    """Return an index such as `b * 4096 + q`: the sum of numbers times their steps, plus the last of `steps`."""
     *steps, offset = steps
     terms = [number if step == 1 else f"{number} * {step}" for number, step in zip(numbers, steps, strict=True) if step]
     return " + ".join([*terms, *([str(offset)] if offset or not terms else [])])
@@ -190,8 +191,8 @@ class _Function:
         self.group = self.heads // self.key_heads
         self.value_width = int(value.size[3])
         self.programs = 0
-        self.by_key = False  # tiles are [keys, queries]
-        self.written = 0  # functions of scores, for names of their own
+        self.by_key = False  # whether tiles are [keys, queries] instead of [queries, keys]
+        self.written = 0  # number of score and mask functions so far, for unique names
         own = op.score is None and op.scale > 0
         self.factor = op.scale * _LOG2E if own else _LOG2E  # factor that turns `scores` into exponents to base 2
         self.scales = not own
@@ -233,7 +234,10 @@ class _Function:
         emit("best = highest")
 
     def row_sums(self) -> list[str]:
-        """What each row of gradients is moved by: the sum of `out * grad_out`, less what its logsumexp adds."""
+        """Compute the term that is subtracted from each row of gradients of weights.
+
+        It is the sum of `out * grad_out`, minus the gradient of logsumexp.
+        """
         emit = self.emit
         rows = self.batch * self.heads * self.queries
         emit(f"row = tl.program_id(0) * {_ROWS} + tl.arange(0, {_ROWS})")
@@ -257,7 +261,7 @@ class _Function:
         return self.lines
 
     def by_keys(self) -> list[str]:
-        """Gradients of keys and values, summed over the queries of all heads that share them."""
+        """Compute gradients of keys and values, summed over the queries of all heads that share them."""
         emit, columns = self.emit, self.tile.keys
         self.by_key = True
         self._program("keys", columns)
@@ -325,7 +329,7 @@ class _Function:
     # --- the tile of a program, and positions in memory
 
     def _program(self, over: str, size: int) -> None:
-        """Number of the tile, head and batch of this program; long rows of blocks come first where a mask is causal."""
+        """Define the tile, head and batch of this program; the first programs get the longest rows of a causal mask."""
         length, heads = (self.queries, self.heads) if over == "queries" else (self.keys, self.key_heads)
         tiles = -(-length // size)
         self.programs = tiles * heads * self.batch
@@ -348,7 +352,7 @@ class _Function:
             emit(f"{name}_clamped = tl.minimum({name}, {length - 1})")
 
     def _is_even(self, name: str) -> bool:
-        """Whether no tile along q or k reaches past the last position, wherever a block lies."""
+        """Whether no tile along q or k extends past the last position, for any block."""
         length, size, block = (
             (self.queries, self.tile.queries, self.op.blocks.query_size)
             if name == "q"
@@ -357,12 +361,12 @@ class _Function:
         return length % size == 0 and (length % block == 0 or block > length)
 
     def _steps(self, role: str) -> tuple[int, ...]:
-        """Strides and offset of a tensor."""
+        """Return the strides and the offset of a tensor."""
         view = self.op.tensors.get(role) or self.op.results[role]
         return (*map(int, view.layout.stride), int(view.layout.offset))
 
     def _head(self, emit: Scope, role: str) -> None:
-        """Where the head's matrix of a tensor begins."""
+        """Define the pointer to the matrix of this program's head in a tensor."""
         batch, head, *_, offset = self._steps(role)
         number = "key_head" if role in ("key", "value", "grad_key", "grad_value") else "h"
         begin = _index(("b.to(tl.int64)", f"{number}.to(tl.int64)"), (batch, head, offset))
@@ -373,7 +377,7 @@ class _Function:
         self.emit(f"e = tl.arange(0, {_padded(self.op.tensors['value'].size[3])})")
 
     def _element(self, role: str, row: str) -> tuple[str, str]:
-        """(pointers to a tile of a tensor, the condition that they are inside of it or "")."""
+        """Return (pointers to a tile of a tensor, the condition that they are in bounds, or "" if they always are)."""
         *_, step, inner, _ = self._steps(role)
         wide, width = (
             ("d", self.width) if role in ("query", "key", "grad_query", "grad_key") else ("e", self.value_width)
@@ -398,13 +402,13 @@ class _Function:
         emit(f"tl.store({role} + {_index(('b.to(tl.int64)', 'h', 'q'), self._steps(role))}, {value}{mask})")
 
     def _row_pointers(self, emit: Scope) -> None:
-        """Where the numbers of the head's rows begin: their logsumexp and their sums."""
+        """Define the pointers to the logsumexp and the row sums of this program's head."""
         batch, head, _, offset = self._steps("logsumexp")
         emit(f"logsumexp_at = logsumexp + {_index(('b.to(tl.int64)', 'h'), (batch, head, offset))}")
         emit(f"sums_at = row_sums + (b * {self.heads} + h).to(tl.int64) * {self.queries}")
 
     def _rows(self, emit: Scope) -> None:
-        """Logsumexp and sum of each row of this tile; what has no score, or is no row, weighs nothing."""
+        """Load logsumexp and sum of each row of this tile; rows without scores and rows out of bounds get weight 0."""
         mask = "" if self._is_even("q") else ', q_inside, other=float("-inf")'
         emit(f"logsumexps = tl.load(logsumexp_at + {_index('q', (self._steps('logsumexp')[2], 0))}{mask})")
         emit('logsumexps = tl.where(logsumexps == float("-inf"), float("inf"), logsumexps)')
@@ -413,7 +417,7 @@ class _Function:
     # --- blocks and scores
 
     def _over_blocks(self, emit: Scope, kind: str, block: str, step: Step) -> None:
-        """Loops over the tiles of a row's blocks, whose scores the mask function decides on, and of its full ones."""
+        """Write the loops over a row's tiles: those of blocks that need the mask function, then of full blocks."""
         for full in (False, True):
             name = f"full_{kind}" if full else kind
             if name in self.op.blocks.lists:
@@ -441,13 +445,13 @@ class _Function:
         inner(f"block = tl.load(blocks + {_index((f'tl.minimum({following}, {last})',), (stride, 0))})")
 
     def _list_index(self, view: View, block: str) -> str:
-        """Where the part of a list for this program's row of blocks begins."""
+        """Return the index in a list at which the entries for this program's row of blocks begin."""
         sizes, strides = view.size[:3], view.layout.stride[:3]
         steps = [0 if size == 1 else int(step) for size, step in zip(sizes, strides, strict=True)]
         return _index(("b", "h", block), (*steps, int(view.layout.offset)))
 
     def _scores(self, emit: Scope, left: str, right: str, full: bool) -> None:
-        """Scores of a tile, as the functions make them, -inf where they do not count."""
+        """Compute the scores of a tile, with the score function applied, and -inf where the mask excludes them."""
         shape = (self.tile.keys, self.tile.queries) if self.by_key else (self.tile.queries, self.tile.keys)
         zeros = f"tl.full({list(shape)}, 0.0, tl.float32)"
         emit(f"raw = ops.dot({left}, tl.trans({right}), {zeros}, {self.precision})")
@@ -462,7 +466,7 @@ class _Function:
             emit('scores = tl.where(counts, scores, float("-inf"))')
 
     def _changes(self, emit: Scope, full: bool) -> None:
-        """Gradients of scores from those of what their function made of them."""
+        """Turn gradients of the score function's results into gradients of raw scores."""
         if self.op.gradient is None:
             return
         emit(f"changes = {self._value(emit, self.op.gradient, {SCORE: 'raw', GRADIENT: 'changes'})}")
@@ -470,11 +474,11 @@ class _Function:
         sides = {"q": "[None, :]", "k": "[:, None]"} if self.by_key else {"q": "[:, None]", "k": "[None, :]"}
         counted = [f"{name}_inside{sides[name]}" for name in uneven]
         counted += [] if full or self.op.mask is None else ["counts"]
-        if counted:  # where its derivative is no number
+        if counted:  # the derivative may be NaN where scores are excluded
             emit(f"changes = tl.where({' & '.join(counted)}, changes, 0.0)")
 
     def _value(self, emit: Scope, body: Body, given: Mapping[Load, str]) -> str:
-        """Statements for a function of the scores of this tile; the name of what it gives."""
+        """Write the statements of a score or mask function for this tile; return the name of its result."""
         writer = ValueWriter(_shape_of(self.op, body, self.tile))
         sides = ("[None, :]", "[:, None]") if self.by_key else ("[:, None]", "[None, :]")
         b, h, q, k = (loop.symbol for loop in body.loops)

@@ -1,4 +1,4 @@
-"""Axes of a tile as Triton text: which tile a program computes, its index variables, masks and loops over r."""
+"""Writes the axes of a tile in Triton: the tile that a program computes, index variables, masks and loops over r."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from overlapc.codegen.triton.shape import KernelShape, axis_symbol
 from overlapc.ir.body import Loop
 from overlapc.ir.indexing import exact_quotient
 
-FIRST = "first"  # variable: where a kernel of one axis begins, for the random numbers of a whole tile
+FIRST = "first"  # variable: first index of the program's tile in a kernel of one axis that draws random numbers
 
 
 class Scope:
-    """Lines of a function at one indentation, in order."""
+    """Appends lines to a function at one indentation."""
 
     def __init__(self, lines: list[str], depth: int) -> None:
         self.lines = lines
@@ -30,18 +30,18 @@ class Scope:
 
 
 class AxisWriter:
-    """Writes the axes of one function: index variables, masks and the loop symbols they stand for."""
+    """Writes the axes of one function: index variables, masks and the variables of loop symbols."""
 
     def __init__(self, kernel: KernelShape) -> None:
         self.kernel = kernel
         self.lines: list[str] = []
         self.top = Scope(self.lines, 1)
-        self.symbols: dict[sympy.Symbol, str] = {}  # loops of axes that are open
-        self.masks: dict[str, str] = {}
-        self.pair_masks: dict[str, str] = {}  # of tiles of twice the length
+        self.symbols: dict[sympy.Symbol, str] = {}  # loop symbols of open axes -> variables
+        self.masks: dict[str, str] = {}  # axis -> variable of its mask
+        self.pair_masks: dict[str, str] = {}  # axis -> variable of its mask for tiles of twice the length
 
     def program_axes(self, split: bool) -> None:
-        """Which tile this program computes."""
+        """Write which tile this program computes. split: r is divided among programs."""
         kernel, emit = self.kernel, self.top
         self.sizes_as_indices()
         program = kernel.widened(kernel.program)
@@ -61,13 +61,13 @@ class AxisWriter:
             self.axis("x", program, emit)
 
     def sizes_as_indices(self) -> None:
-        """Sizes in the dtype that this launch indexes with."""
+        """Convert sizes to the index dtype of this launch."""
         if self.kernel.index_dtype == "INDEX":
             for size in self.kernel.sizes:
                 self.top(f"{size} = {size}.to(INDEX)")
 
     def fixed_loops(self, number: str) -> None:
-        """Loops that are one value in a whole program, from the variable `number` that counts their iterations."""
+        """Define the loop symbols that are constant in a program, from `number`, the variable of their iteration."""
         kernel, emit = self.kernel, self.top
         grid = kernel.tiling.grid
         for loop in reversed(grid):
@@ -79,7 +79,7 @@ class AxisWriter:
             self.symbols[loop.symbol] = str(loop.symbol)
 
     def axis(self, axis: str, tile: str, emit: Scope) -> None:
-        """Index variable, mask and loop symbols of tile number `tile` along `axis`."""
+        """Define the index variable, mask and loop symbols of tile number `tile` along `axis`."""
         block = f"{axis.upper()}BLOCK"
         if tile == "0":
             self.axis_index(axis, self.kernel.widened(f"tl.arange(0, {block})"), emit)
@@ -123,7 +123,7 @@ class AxisWriter:
             step = sympy.expand(step * loop.size)
 
     def pair_index(self, axis: str, text: str, emit: Scope) -> None:
-        """The index variable, and the mask, of tiles that hold two elements for each iteration of `axis`."""
+        """Define the index variable and the mask of tiles that hold two elements per iteration of `axis`."""
         kernel = self.kernel
         first, _, lanes = text.rpartition(" + ")
         lanes = lanes.replace("tl.arange(0, ", "tl.arange(0, 2 * ")
@@ -134,7 +134,7 @@ class AxisWriter:
             emit(f"{self.pair_masks[axis]} = {name} < {kernel.size_text(2 * kernel.numel[axis])}")
 
     def symbols_needed(self, axis: str) -> set[sympy.Symbol]:
-        """Loops of an axis that occur in an index other than through the flattened axis."""
+        """Return the loops of an axis that occur in an index other than as part of the flattened axis."""
         body = self.kernel.body
         exprs = [expr for value in body.values() for expr in value.indices()] + [store.index for store in body.stores]
         used: set[sympy.Symbol] = set()
@@ -143,7 +143,7 @@ class AxisWriter:
         return used & {loop.symbol for loop in self.kernel.axes[axis]}
 
     def flattened(self, expr: sympy.Expr) -> sympy.Expr:
-        """`expr` with whole flattened axes in place of their loops: 4096*p0 + p1 -> x, p1 // 64 % 2 -> x // 64 % 2."""
+        """Replace the loops of whole axes in `expr` by the flat axis: 4096*p0 + p1 -> x, p1//64 % 2 -> x//64 % 2."""
         for axis, loops in self.kernel.axes.items():
             if len(loops) < 2:
                 continue
@@ -164,13 +164,13 @@ class AxisWriter:
         return expr
 
     def share(self) -> tuple[str, str]:
-        """First and past-the-last r of this program: whole tiles, the same number for every program."""
+        """Return the begin and end of r for this program; every program gets the same number of whole tiles."""
         size = self.kernel.size_text(self.kernel.numel["r"])
         self.top(f"share = ({size} + SPLITS * RBLOCK - 1) // (SPLITS * RBLOCK) * RBLOCK")
         return "split * share", f"tl.minimum(split * share + share, {size})"
 
     def steps(self, first: str, last: str, step: str) -> str:
-        """The range of a loop; a pipelined one asks for tiles ahead of time, into shared memory."""
+        """Return the range of a loop; a pipelined loop loads tiles into shared memory in advance."""
         bounds, stages = f"{first}, {last}, {step}", self.kernel.tiling.num_stages
         return f"ops.pipelined({bounds}, num_stages={stages})" if stages else f"range({bounds})"
 
@@ -181,14 +181,14 @@ class AxisWriter:
         return scope
 
     def close_axis(self, axis: str) -> None:
-        """Forgets the names of an axis after the loop over its tiles."""
+        """Remove the names of an axis after the loop over its tiles."""
         for loop in self.kernel.axes[axis]:
             self.symbols.pop(loop.symbol, None)
         self.masks.pop(axis, None)
         self.pair_masks.pop(axis, None)
 
     def mask_argument(self, axes: Iterable[str], condition: str | None = None, pairs_along: str = "") -> str:
-        """`, mask` for an access that covers `axes`: axes that may reach past their end, and a condition."""
+        """Return `, mask` for an access over `axes`: the masks of axes that may exceed their size, and a condition."""
         wanted = set(axes)
         masks = [
             self.pair_masks[axis] if axis == pairs_along else mask
@@ -203,7 +203,7 @@ class AxisWriter:
 def _of_flat(
     flat: sympy.Symbol, loops: Sequence[Loop], base: sympy.Expr, divisor: sympy.Expr, modulus: sympy.Expr
 ) -> sympy.Expr:
-    """`base // divisor % modulus` by the flattened axis, where `base` is one of its loops and wraps as that does."""
+    """Return `base // divisor % modulus`, by the flat axis if `base` is one of its loops and wraps in step with it."""
     step = sympy.S.One
     for loop in reversed(loops):
         if loop.symbol == base and exact_quotient(loop.size, divisor * modulus) is not None:

@@ -1,6 +1,6 @@
-"""Tilings worth measuring beside the heuristic one: other blocks, warps and shares of the work, and other forms.
+"""Tilings that autotuning measures beside the heuristic one: other block sizes, warps, splits and forms.
 
-The axes stay those that `tiling.choose` found. Every tiling here is correct; which is fastest only a device can say.
+They use the axes that `tiling.choose` found. Every tiling is correct; measurement decides which is fastest.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from overlapc.codegen.triton.tiling import MULTIPROCESSORS, Tiling, hint_of, pow
 from overlapc.ir.body import Body
 from overlapc.ir.indexing import free_symbols, numel
 
-MOST = 16  # tilings of one kernel: compiling each takes a core half a second, measuring it 20 ms of the device
+MOST = 16  # tilings per kernel: compiling one takes half a second of a core, measuring it 20 ms of the device
 _LANES = 32  # threads of a warp
 _MOST_WARPS = 32
-_PIECES = ((1024, 4), (2048, 8), (4096, 8))  # elements of a row at a time, and warps
-_LEAST_ROW = 2048  # elements; shorter rows are not worth a loop
-_LONGEST_TILE = 65536  # elements of a row that may be tried as one tile: 64 a thread at 32 warps
+_PIECES = ((1024, 4), (2048, 8), (4096, 8))  # (elements of a row in one tile, warps) of looped reductions
+_LEAST_ROW = 2048  # elements; a loop does not pay for shorter rows
+_LONGEST_TILE = 65536  # most elements of a row as one tile: 64 per thread at 32 warps
 # Columns, rows, layers and warps of a tile over three dims.
 _CUBES = (
     (16, 16, 16, 8), (16, 16, 32, 16), (32, 16, 16, 8), (16, 32, 16, 8), (32, 16, 32, 16), (16, 32, 32, 16),
     (32, 32, 16, 16), (16, 16, 64, 16),
 )  # fmt: skip
-# Columns, rows and warps of a tile that turns a matrix round.
+# Columns, rows and warps of a tile that transposes a matrix.
 _TILES = ((64, 64, 8), (64, 64, 4), (32, 32, 2), (32, 32, 4), (64, 32, 4), (32, 64, 4), (128, 32, 8), (32, 128, 8))
 
 
 def alternatives(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) -> list[Tiling]:
-    """`chosen`, then others, the likeliest first; each once and at most MOST."""
+    """Return `chosen`, then other distinct tilings, the most promising first, at most MOST in all."""
     found = {
         "flat": _pointwise,
         "rows": _pointwise,
@@ -55,7 +55,7 @@ def _pointwise(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) ->
         block = min(1024, power_of_two(length))
         yield Tiling("rows", last, block, max(1, block // 256), grid=chosen.x[:-1])
     for block in (chosen.xblock, 2 * chosen.xblock, chosen.xblock // 2, 4 * chosen.xblock):
-        for each in (8, 4, 16):  # elements a thread
+        for each in (8, 4, 16):  # elements per thread
             warps = block // (_LANES * each)
             if 1 <= warps <= 16:
                 yield replace(chosen, xblock=block, num_warps=warps)
@@ -73,7 +73,7 @@ def _tiled(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) -> Ite
 
 
 def _reduction(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) -> Iterator[Tiling]:
-    """More and fewer warps, rows and columns; then the row as a whole, in pieces, or divided among programs."""
+    """Yield more and fewer warps, rows and columns; then a row as one tile, in pieces, or split among programs."""
     rows, length = (hint_of(numel(loop.size for loop in axis), hints) for axis in (chosen.x, chosen.r))
     if chosen.form == "persistent":
         yield from _warps(chosen)
@@ -91,7 +91,7 @@ def _reduction(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) ->
             yield from _warps(other, (1, factor) if factor == 2 else (factor,))
     if chosen.xblock == 1:
         yield from _whole(chosen, length)
-    else:  # by columns, whose tiles are a warp's width
+    else:  # a reduction of columns, whose tiles are as wide as a warp
         for factor in (2, 0.5):
             xblock = int(chosen.xblock * factor)
             if 8 <= xblock <= 2 * power_of_two(rows):
@@ -104,7 +104,7 @@ def _reduction(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) ->
 
 
 def _whole(chosen: Tiling, length: int) -> Iterator[Tiling]:
-    """The row as one tile, where that is possible."""
+    """Yield tilings with the row as one tile, if that is possible."""
     static = not free_symbols(loop.size for loop in chosen.r)
     if static and chosen.form == "looped" and power_of_two(length) <= _LONGEST_TILE:
         yield from (_form(chosen, "persistent", power_of_two(length), warps) for warps in (16, 32))
@@ -127,13 +127,13 @@ def _products(body: Body, hints: Mapping[sympy.Symbol, int], chosen: Tiling) -> 
 
 
 def _stages(tiling: Tiling) -> Iterator[Tiling]:
-    """More and fewer pipeline stages; 0 loads a tile when it is needed."""
+    """Yield more and fewer pipeline stages; with 0 stages a tile is loaded when it is needed."""
     others = (0, 2, 3, 4) if tiling.num_stages else (3,)
     yield from (replace(tiling, num_stages=stages) for stages in others if stages != tiling.num_stages)
 
 
 def _warps(tiling: Tiling, factors: tuple[float, ...] = (2, 0.5)) -> Iterator[Tiling]:
-    """The same tile among more or fewer threads."""
+    """Yield the same tile with more or fewer warps."""
     for factor in factors:
         other = replace(tiling, num_warps=min(_MOST_WARPS, int(tiling.num_warps * factor)))
         if other.num_warps >= 1 and _fits(other):
@@ -141,12 +141,12 @@ def _warps(tiling: Tiling, factors: tuple[float, ...] = (2, 0.5)) -> Iterator[Ti
 
 
 def _fits(tiling: Tiling) -> bool:
-    """Whether a thread has at least one element and not more than its registers may hold."""
+    """Whether a thread has at least one element, and no more than its registers can hold."""
     return 1 <= tiling.xblock * tiling.rblock / (_LANES * tiling.num_warps) <= 128
 
 
 def _with_rows(tiling: Tiling, factor: float, rows: int) -> Iterator[Tiling]:
-    """`factor` times as many rows a tile, as they are and with as many more or fewer warps."""
+    """Yield tiles with `factor` times as many rows, with the same warps and with `factor` times as many warps."""
     xblock = int(tiling.xblock * factor)
     if 1 <= xblock <= power_of_two(rows) and xblock * tiling.rblock <= 32768:
         other = replace(tiling, xblock=xblock)
@@ -154,6 +154,6 @@ def _with_rows(tiling: Tiling, factor: float, rows: int) -> Iterator[Tiling]:
 
 
 def _form(tiling: Tiling, form: str, rblock: int, warps: int) -> Tiling:
-    """Another form over the same axes; a row a tile where rows are long."""
+    """Return a tiling of another form over the same axes; a change from or to "persistent" has one row per tile."""
     xblock = 1 if form == "persistent" or tiling.form == "persistent" else tiling.xblock
     return Tiling(form, tiling.x, xblock, warps, r=tiling.r, rblock=rblock)

@@ -1,4 +1,4 @@
-"""Several kernels of one kind in one launch: programs are dealt out to the parts, and each picks its part's arguments.
+"""Several kernels with one template in one launch: each part gets a range of programs, which select its arguments.
 
     def step(t0, t1, t2, t3, XBLOCK: tl.constexpr):
         program = tl.program_id(0)
@@ -8,7 +8,7 @@
             first, in0, out0, n = 4, t2, t3, 100
         step_part(number, in0, out0, n, XBLOCK)
 
-The picking is a binary search, so a launch of many parts costs a program a few branches, and compiles once.
+The selection is a binary search, so that many parts cost a program only a few branches, and are compiled once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from overlapc.ir.body import Body
 from overlapc.ir.template import SIZE, Template, template_of
 from overlapc.runtime.triton_kernel import Stage, TritonLaunch
 
-_PROGRAMS = 16 * tilings.MULTIPROCESSORS  # that share the parts of a split reduction: a few rounds of the device
+_PROGRAMS = 16 * tilings.MULTIPROCESSORS  # programs for all parts of split reductions: a few waves of the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class _Part:
     """The arguments of one part of a launch."""
 
     tensors: Mapping[str, str]  # the template's buffers -> arguments of the launch
-    known: Mapping[sympy.Symbol, int]  # SIZE, where the template has one
+    known: Mapping[sympy.Symbol, int]  # value of SIZE, if the template has one
 
 
 def combo_source(bodies: Sequence[Body], name: str, comment: str = "", tiling: Tiling | None = None) -> KernelSource:
-    """Source of one launch for `bodies`, which have one template; `tiling` is chosen for the largest unless given."""
+    """Return the source of one launch for `bodies`, which have one template. tiling: default for the largest body."""
     templates = [template_of(body) for body in bodies]
     kind = templates[0].body
     tiling = tiling or _chosen(templates)[1]
@@ -73,13 +73,13 @@ def combo_source(bodies: Sequence[Body], name: str, comment: str = "", tiling: T
 
 
 def combo_tiling(bodies: Sequence[Body]) -> tuple[Body, dict[sympy.Symbol, int], Tiling]:
-    """What `bodies` have in common, the largest size of it, and the tiling that `combo_source` chooses."""
+    """Return the template of `bodies`, its largest size, and the tiling that `combo_source` chooses."""
     templates = [template_of(body) for body in bodies]
     return (templates[0].body, *_chosen(templates))
 
 
 def _chosen(templates: Sequence[Template]) -> tuple[dict[sympy.Symbol, int], Tiling]:
-    """The largest size, and a tiling for it."""
+    """Return the largest size, and a tiling for it."""
     first = templates[0]
     largest = {} if first.size is None else {SIZE: max(template.size or 0 for template in templates)}
     return largest, _shared(tilings.choose(first.body, largest), len(templates))
@@ -91,7 +91,7 @@ def _part(template: Template, types: Mapping[str, str], tensors: Mapping[tuple[s
 
 
 def _shared(tiling: Tiling, parts: int) -> Tiling:
-    """`tiling`, its splits fewer when many parts fill the device together."""
+    """Return `tiling` with fewer splits if many parts fill the device together."""
     if tiling.form != "split":
         return tiling
     fewer = 1 << max(1, (_PROGRAMS // parts).bit_length() - 1)
@@ -99,7 +99,7 @@ def _shared(tiling: Tiling, parts: int) -> Tiling:
 
 
 def _dealing(function: Function, made: Functions, parts: Sequence[_Part], counts: Sequence[int]) -> list[str]:
-    """The launched function's lines: the part a program belongs to, by binary search, and the call."""
+    """Return the launched function's lines: a binary search for the part of this program, and the call."""
     shape = made.shape
     firsts = [sum(counts[:at]) for at in range(len(parts))]
     lines = ["    program = tl.program_id(0)"]

@@ -15,7 +15,7 @@ from overlapc.ir.body import Constant, Op
 from overlapc.ir.indexing import Ranges, at_most, bounds
 from overlapc.runtime.triton_kernel import ELEMENT
 
-# What a kernel computes in, and how the memory behind a pointer is declared to Triton. A bool is a byte in memory.
+# dtype -> Triton type in which a kernel computes it, and Triton's type of a pointer to it. A bool is a byte in memory.
 COMPUTE = {
     torch.float64: "tl.float64", torch.float32: "tl.float32", torch.int64: "tl.int64", torch.int32: "tl.int32",
     torch.int16: "tl.int16", torch.int8: "tl.int8", torch.uint8: "tl.uint8", torch.bool: "tl.int1",
@@ -26,7 +26,7 @@ POINTER = {dtype: pointer for pointer, dtype in ELEMENT.items()} | {torch.bool: 
 class IndexPrinter:
     """Prints sympy integers; `names` maps symbols to variables of the kernel.
 
-    Triton's `//` and `%` round toward zero, so a part that may be negative goes through the prelude.
+    Triton's `//` and `%` round toward zero, so operands that may be negative use functions of the prelude.
     """
 
     def __init__(self, names: Mapping[sympy.Symbol, str], ranges: Ranges) -> None:
@@ -34,7 +34,7 @@ class IndexPrinter:
         self.ranges = ranges
 
     def __call__(self, expr: sympy.Expr) -> str:
-        """`expr` as text, safe as a term of a sum."""
+        """Return `expr` as text that can be a term of a sum."""
         if isinstance(expr, sympy.Add):
             text = ""
             for term in expr.as_ordered_terms():
@@ -49,7 +49,7 @@ class IndexPrinter:
         return str(expr) if expr.is_Integer else self.factor(expr)
 
     def factor(self, expr: sympy.Expr) -> str:
-        """`expr` as text, safe as a factor."""
+        """Return `expr` as text that can be a factor."""
         if expr.is_Integer:
             return str(expr) if expr >= 0 else f"({expr})"
         if expr.is_Symbol:
@@ -89,7 +89,7 @@ class IndexPrinter:
         return f"ops.remainder({self._tensor(base)}, {self(modulus)})"
 
     def _tensor(self, expr: sympy.Expr) -> str:
-        """`expr` with a dtype, which a plain number has not."""
+        """Return `expr` as a typed value: a plain number has no dtype."""
         return f"tl.full([], {expr}, tl.int32)" if expr.is_Integer else self(expr)
 
     def _nonnegative(self, expr: sympy.Expr) -> bool:
@@ -99,7 +99,7 @@ class IndexPrinter:
 
 @lru_cache(50_000)
 def unprintable(expr: sympy.Expr) -> str | None:
-    """The part of an index expression that IndexPrinter cannot print, if any."""
+    """Return the part of an index expression that IndexPrinter cannot print, or None."""
     known = (
         sympy.Add, sympy.Mul, sympy.Symbol, sympy.Integer, sizes.FloorDiv, sizes.CeilDiv, sizes.ModularIndexing,
         sizes.Mod, sizes.PythonMod, sympy.Max, sympy.Min, sizes.Max, sizes.Min,
@@ -112,14 +112,14 @@ def unprintable(expr: sympy.Expr) -> str | None:
 
 
 def number_text(number: float | int | bool) -> str:
-    """A Python literal that Triton reads back exactly."""
+    """Return a Python literal that Triton parses to exactly this number."""
     if isinstance(number, float) and not math.isfinite(number):
         return f'float("{number}")'
     return repr(number)
 
 
 def constant_text(value: Constant) -> str:
-    """A typed scalar; conversions follow torch's (a float constant of an integer dtype is truncated)."""
+    """Return a typed scalar, converted as in torch (a float constant of an integer dtype is truncated)."""
     number = value.number
     if value.dtype is torch.bool:
         number = bool(number)
@@ -130,7 +130,7 @@ def constant_text(value: Constant) -> str:
     return f"tl.full([], {number_text(number)}, {COMPUTE[value.dtype]})"
 
 
-# Operations in which a bare Python literal takes the other operand's dtype; comparisons make float32 of any float.
+# Operations in which a Python literal takes the other operand's dtype; comparisons convert any float to float32.
 _COMPARISONS = frozenset("eq ne lt le gt ge".split())
 _LITERAL_OPS = _COMPARISONS | {"add", "sub", "mul"}
 _LITERAL_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
@@ -152,7 +152,7 @@ _FLOAT_ONLY = _LIBDEVICE - {"pow", "fmod", "trunc"} | {"sqrt", "rsqrt", "recipro
 
 
 def unsupported(op: Op) -> str | None:
-    """Why `op` has no Triton form, or None."""
+    """Return why `op` cannot be written in Triton, or None."""
     dtype = op.args[-1].dtype
     if op.name in _FLOAT_ONLY and not dtype.is_floating_point:
         return f"{op.name} of {dtype}"
@@ -162,7 +162,7 @@ def unsupported(op: Op) -> str | None:
 
 
 def as_literal(op: Op, position: int) -> str | None:
-    """The bare number that may stand for argument `position` of `op`, where its meaning stays exact."""
+    """Return a literal that can replace argument `position` of `op` exactly, or None."""
     arg, other = op.args[position], op.args[1 - position] if len(op.args) == 2 else None
     if op.name not in _LITERAL_OPS or other is None or isinstance(other, Constant):
         return None
@@ -176,7 +176,7 @@ def as_literal(op: Op, position: int) -> str | None:
 
 
 def operation(op: Op, args: Sequence[str]) -> str:
-    """Text of `op` on the texts of its arguments (names or literals)."""
+    """Return the text of `op`, given the texts of its arguments (names or literals)."""
     dtype = op.args[-1].dtype
     if op.coarse:
         return f"ops.coarse_{op.name}({', '.join(args)})"
@@ -263,7 +263,7 @@ def _on_integers(name: str, first: str, args: Sequence[str], dtype: torch.dtype)
 
 
 def converted(text: str, source: torch.dtype, to: torch.dtype) -> str:
-    """`text` of compute dtype `source` as the memory dtype `to`, by the rules of `tensor.to`."""
+    """Convert `text` of compute dtype `source` to the memory dtype `to`, with the semantics of `tensor.to`."""
     if to is source:
         return text
     if to is torch.bool:
@@ -287,7 +287,7 @@ def converted_name(text: str, source: torch.dtype, to: torch.dtype) -> str:
 
 
 def neutral(kind: str, dtype: torch.dtype) -> str:
-    """The neutral element of a reduction of `kind` over `dtype`."""
+    """Return the neutral element of a reduction of `kind` over `dtype`."""
     if kind in ("sum", "dot", "prod"):
         one = kind == "prod"
         return number_text(float(one) if dtype.is_floating_point else int(one))

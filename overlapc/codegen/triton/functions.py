@@ -1,4 +1,4 @@
-"""The functions of a kernel, the memory between them and the constants they are compiled with."""
+"""The functions of a kernel, the scratch memory between them and the constants that they are compiled with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from overlapc.runtime import triton_prelude as ops
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One stage: its name, its lines and how many programs run it."""
+    """One stage: its name, its lines and the number of programs that run it."""
 
     name: str
     lines: list[str]
@@ -37,7 +37,7 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """A buffer that one function leaves for the next."""
+    """A buffer that one function writes for the next."""
 
     name: str
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class Functions:
     constants: dict[str, int]
 
     def parameters(self) -> list[str]:
-        """Of every function: buffers, scratch memory, sizes, constants."""
+        """Return the parameters of every function: buffers, scratch memory, sizes, constants."""
         shape = self.shape
         names = [*shape.arguments.values(), *(item.name for item in self.scratch), *(str(size) for size in shape.sizes)]
         names += [f"{key}: tl.constexpr = {value}" for key, value in self.constants.items()]
@@ -62,7 +62,7 @@ class Functions:
 
 
 def functions_of(shape: KernelShape) -> Functions:
-    """Everything that `shape` needs to run."""
+    """Return the functions, scratch memory and constants of the kernel `shape`."""
     form, splits = shape.tiling.form, shape.tiling.splits
     constants = {f"{axis.upper()}BLOCK": shape.block[axis] for axis in shape.tile_axes}
     if form == "split":
@@ -78,7 +78,7 @@ def functions_of(shape: KernelShape) -> Functions:
 
 
 def function_text(name: str, parameters: Sequence[str], lines: Sequence[str]) -> str:
-    """A `@triton.jit` function."""
+    """Return the text of a `@triton.jit` function."""
     head = f"def {name}({', '.join(parameters)}):"
     if len(head) > 110:
         head = f"def {name}(\n    " + ",\n    ".join(parameters) + ",\n):"
@@ -98,7 +98,7 @@ def _whole(shape: KernelShape) -> Function:
 
 
 def _totals(shape: KernelShape) -> Iterator[Function]:
-    """The pass over the rows, then the totals of their columns."""
+    """Yield the function that passes over the rows, then the one that combines the totals of columns."""
     tiling = shape.tiling
     lines = StageWriter(shape).over_rows(*shape.divided_stores())
     yield Function(f"{shape.name}_rows", lines, sympy.Integer(tiling.splits), tiling.num_warps)
@@ -107,7 +107,7 @@ def _totals(shape: KernelShape) -> Iterator[Function]:
 
 
 def _split(shape: KernelShape) -> Iterator[Function]:
-    """A function for every reduction depth, then one for each kind of store."""
+    """Yield a function for every reduction depth, then one for inner and one for outer stores."""
     inner, outer = shape.divided_stores()
     rows = _blocks(shape.numel["x"], shape.tiling.xblock)
     programs, warps = rows * shape.tiling.splits, shape.tiling.num_warps
@@ -121,7 +121,7 @@ def _split(shape: KernelShape) -> Iterator[Function]:
 
 
 def _parts(shape: KernelShape) -> Iterator[Scratch]:
-    """A buffer for every state of every reduction: one part a split."""
+    """Yield a buffer for every state of every reduction, with one part per split."""
     for level in shape.levels:
         for accumulation in level:
             for state in accumulation.states:
@@ -131,6 +131,6 @@ def _parts(shape: KernelShape) -> Iterator[Scratch]:
 def named_source(
     name: str, text: str, buffers: tuple[str, ...], sizes: tuple[sympy.Symbol, ...], comment: str, launch: TritonLaunch
 ) -> KernelSource:
-    """The source with a name of its own, by what it says and how it is launched."""
+    """Return the source, whose name ends with a hash of its text and launch parameters."""
     digest = hashlib.sha256(repr((text, launch.identity())).encode()).hexdigest()[:12]
     return KernelSource(f"{name}_{digest}", text, buffers, sizes, comment, launch)

@@ -1,8 +1,8 @@
-"""Loop bodies as Triton kernels.
+"""Generates Triton kernels from loop bodies.
 
-A kernel reads like the body it comes from: axes, then a pass over tiles for every reduction depth, then stores.
-See tiling.py for the forms a kernel takes, functions.py for the functions of each, stage.py for a function's passes,
-accumulate.py for how reductions run and combo.py for several kernels in one launch.
+A kernel has the structure of its body: axes, then a pass over tiles for every reduction depth, then stores.
+See tiling.py for the forms of kernels, functions.py for the functions of each form, stage.py for a function's passes,
+accumulate.py for reductions and combo.py for several kernels in one launch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TritonGenerator:
     device_type = "cuda"
 
     def refuse(self, body: Body) -> str | None:
-        """Why this body cannot be generated, or None."""
+        """Return why no kernel can be generated for this body, or None if it can be."""
         dtypes: dict[str, torch.dtype] = {}
         for item in accesses_of(body):
             if not _has(item.memory_dtype):
@@ -65,7 +65,10 @@ class TritonGenerator:
         return next((f"index {part} has no Triton form" for part in parts if part is not None), None)
 
     def refuse_fused(self, body: Body) -> str | None:
-        """Why this fused body cannot be generated, or None. A factor of a product must not become a number."""
+        """Return why no kernel can be generated for this fused body, or None.
+
+        Only matrix products can be refused: fusion could, for example, turn a factor into a constant.
+        """
         return products.refuse(body) if body.dots() else None
 
     def generate(
@@ -76,21 +79,21 @@ class TritonGenerator:
         size_hints: Mapping[str, int] | None = None,
         tiling: Tiling | None = None,
     ) -> KernelSource:
-        """Source for `body`; `tiling` overrides the heuristic choice of axes and block sizes."""
+        """Return the source for `body`; `tiling` overrides the heuristic choice of axes and block sizes."""
         hints = _hints(body, size_hints or {})
-        # Kernels without checks have one text wherever they come from.
+        # Without checks, the text does not depend on the origin, so that equal kernels are compiled once.
         origin = comment if body.checks() else ""
         shape = KernelShape(body, tiling or _chosen(body, hints), _identifier(hint), origin=origin)
         return _source(shape, comment, tuple(hints.values()))
 
     def combine(self, bodies: Sequence[Body], hint: str, comment: str = "") -> KernelSource:
-        """One launch for bodies of one kind."""
+        """Return the source of one launch for bodies with one template."""
         return combo_source(bodies, _identifier(hint), comment)
 
     def alternatives(
         self, bodies: Sequence[Body], hint: str, size_hints: Mapping[str, int] | None = None, around: Any = None
     ) -> list[Alternative]:
-        """The kernel in the heuristic tiling, or the one that is given, then in others."""
+        """Return the kernel in the heuristic tiling, or in the tiling `around`, then in others."""
         if len(bodies) > 1:
             kind, sizes, chosen = combo_tiling(bodies)
             make = partial(combo_source, bodies, _identifier(hint))
@@ -102,16 +105,16 @@ class TritonGenerator:
         return [Alternative(make(tiling=each), each) for each in alternatives(kind, sizes, around or chosen)]
 
     def refuse_attention(self, op: Attention) -> str | None:
-        """Why this attention cannot be generated, or None."""
+        """Return why no kernel can be generated for this attention, or None."""
         refused = (self.refuse(body) for body in op.functions)
         return next((reason for reason in refused if reason is not None), None) or attention.refuse(op)
 
     def attention(self, op: Attention, comment: str = "") -> KernelSource:
-        """Source of its kernel."""
+        """Return the source of an attention kernel."""
         return attention.source(op, "flex_attention_backward" if op.is_backward else "flex_attention", comment)
 
     def load(self, sources: Sequence[KernelSource], cache_dir: Path) -> Mapping[str, Launcher]:
-        """Launchers for the current CUDA device, or for Triton's interpreter when TRITON_INTERPRET=1."""
+        """Return launchers for the current CUDA device, or for Triton's interpreter if TRITON_INTERPRET=1."""
         return load_kernels(sources, cache_dir)
 
 
@@ -128,7 +131,7 @@ def _identifier(hint: str) -> str:
 
 
 def _source(shape: KernelShape, comment: str, hints: tuple[int, ...]) -> KernelSource:
-    """Every stage as a function, and how to launch them."""
+    """Return the source with a function for every stage, and the launch parameters."""
     made = functions_of(shape)
     text = f"# {shape.describe()}\n{HEADER}"
     text += "".join(function_text(function.name, made.parameters(), function.lines) for function in made.functions)
@@ -148,7 +151,7 @@ def _source(shape: KernelShape, comment: str, hints: tuple[int, ...]) -> KernelS
 
 
 def _has(dtype: torch.dtype) -> bool:
-    """Whether the GPU (without one, the GPUs that are planned for) can hold elements of `dtype` in memory."""
+    """Whether the GPU supports loads and stores of `dtype`; without a GPU, whether recent GPUs do."""
     if dtype is torch.float8_e4m3fn and torch.cuda.is_available():
         return torch.cuda.get_device_capability() >= (8, 9)  # its conversions came with Ada
     return dtype in POINTER

@@ -1,4 +1,4 @@
-"""Which reductions a kernel accumulates in which pass over its data."""
+"""Assigns the reductions of a kernel to passes over its data."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def accumulations(
     width: int = 1,
     scans: Mapping[Scan, Scanning] | None = None,
 ) -> list[list[Accumulation]]:
-    """The reductions of `body` by depth: those of entry d need only results of entries before d.
+    """Return the reductions of `body` by depth: those of entry d need only results of entries before d.
 
-    With `joined`, two that go over the same values one after the other become one accumulation where they can: a
-    maximum and the sum of exponentials relative to it, in lanes of `width`; a sum and the squared distances from the
-    mean. `scans` are those that must be accumulated before what they give is known.
+    joined: two successive reductions of the same values become one accumulation where possible: a maximum and the sum
+    of exponentials relative to it, in lanes of `width`; a sum and the squared distances from the mean.
+    scans: scans that must be accumulated before their results can be computed.
     """
     scans = scans or {}
     second = _partners(body) if joined else {}
@@ -63,7 +63,7 @@ def accumulations(
 
 
 def _partners(body: Body) -> dict[Reduce, Reduce]:
-    """What is reduced -> what is reduced relative to that, in the same pass."""
+    """Map each reduction to the later one, relative to its result, that can be computed in the same pass."""
     reduces = [value for value in body.values() if isinstance(value, Reduce)]
     found: dict[Reduce, Reduce] = {}
     for later in reduces:
@@ -76,7 +76,7 @@ def _partners(body: Body) -> dict[Reduce, Reduce]:
 
 
 def _read(body: Body, first: Mapping[Reduce, Reduce]) -> list[Value]:
-    """Values in order, without those that only a reduction reads which is accumulated together with its `first`."""
+    """Return the values in order, without those that only reductions read which are computed with their `first`."""
     read: set[Value] = set()
     roots: list[Value] = [value for store in body.stores for value in store.operands()]
     while roots:
@@ -88,7 +88,7 @@ def _read(body: Body, first: Mapping[Reduce, Reduce]) -> list[Value]:
 
 
 def _peak_of(total: Reduce) -> Reduce | None:
-    """max(x) of sum(exp(x - max(x)))."""
+    """Return max(x) if `total` is sum(exp(x - max(x))), else None."""
     exp = total.arg
     if total.kind != "sum" or not isinstance(exp, Op) or exp.name != "exp":
         return None
@@ -101,7 +101,10 @@ def _peak_of(total: Reduce) -> Reduce | None:
 
 
 def _total_of(squares: Reduce, count: sympy.Expr) -> Reduce | None:
-    """sum(x) of sum((x - mean)²), where the mean is sum(x) / count, or that between the least and the largest x."""
+    """Return sum(x) if `squares` is sum((x - mean)²), else None.
+
+    The mean must be sum(x) / count, possibly clamped to the range of x.
+    """
     square = squares.arg
     if squares.kind != "sum" or not isinstance(square, Op) or square.name != "mul":
         return None
@@ -117,7 +120,7 @@ def _total_of(squares: Reduce, count: sympy.Expr) -> Reduce | None:
 
 
 def _unbounded(mean: Value, x: Value) -> Value:
-    """a of `minimum(maximum(a, min(x)), max(x))`; anything else as it is."""
+    """Return a if `mean` is `minimum(maximum(a, min(x)), max(x))`, else `mean`."""
     for name, kind in (("minimum", "max"), ("maximum", "min")):
         if isinstance(mean, Op) and mean.name == name and mean.args[1] is Reduce(kind, x, x.dtype):
             mean = mean.args[0]
@@ -125,7 +128,7 @@ def _unbounded(mean: Value, x: Value) -> Value:
 
 
 def _is_number(value: Value, number: sympy.Expr) -> bool:
-    """Whether `value` is `number`, which may be a size that only a launch knows."""
+    """Whether `value` is `number`, which may be a symbolic size."""
     value = value.arg if isinstance(value, Cast) else value
     if isinstance(value, Index):
         return bool(value.expr == number)
@@ -133,7 +136,7 @@ def _is_number(value: Value, number: sympy.Expr) -> bool:
 
 
 def _unguarded(value: Value) -> Value | None:
-    """peak of `where(abs(peak) == inf, 0, peak)`, as a log-sum-exp takes it; None for anything else."""
+    """Return peak if `value` is `where(abs(peak) == inf, 0, peak)`, as in torch's logsumexp, else None."""
     if not isinstance(value, Op) or value.name != "where" or as_number(value.args[1]) != 0:
         return None
     condition, _, peak = value.args
@@ -144,7 +147,7 @@ def _unguarded(value: Value) -> Value | None:
 
 
 def _joined(sooner: Reduce, later: Reduce, number: int, width: int) -> Online | Moments:
-    """Both in one; `number` is the accumulation's in its kernel."""
+    """Return one accumulation for both reductions; `number` is its number in the kernel."""
     if sooner.kind == "sum":
         names = (f"sum{number}", f"mean{number}", f"squares{number}", f"count{number}")
         return Moments(sooner, later, tuple(State(name, sooner.dtype, "0.0") for name in names))
@@ -167,7 +170,7 @@ def _single(value: Reduce, number: int, position_dtype: torch.dtype) -> Plain | 
 
 
 def scanning(scan: Scan, number: int, position_dtype: torch.dtype) -> Scanning:
-    """How `scan`, the kernel's number `number`, runs."""
+    """Return the accumulation of `scan`; `number` is its number in the kernel."""
     kind, dtype = scan.kind, scan.arg.dtype
     if dtype is torch.bool:
         dtype = torch.int32

@@ -1,9 +1,9 @@
-"""Accesses to elements that alternate in memory: gate and up of a product, the two parts of a complex number.
+"""Pairs of accesses to elements that alternate in memory: interleaved gate and up, the parts of a complex number.
 
     a = load x[2*p0];  b = load x[2*p0 + 1]
 
-One access takes a tile of twice the length, in which neighbours in memory are neighbours, and the tile is taken apart
-into the two. Each by itself would read a sector of the cache for every second of its elements.
+One contiguous access loads a tile of twice the length, which is then split into the two. Two strided accesses would
+each use only half of every cache sector that they read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Access = TypeVar("Access", Load, Store)
 
 @dataclass(frozen=True)
 class Pair(Generic[Access]):
-    """Two accesses side by side; along `axis` the next two follow them."""
+    """Two accesses to adjacent elements; the next pair along `axis` is adjacent to them."""
 
     even: Access
     odd: Access
@@ -30,7 +30,7 @@ class Pair(Generic[Access]):
 
 
 def paired(accesses: Iterable[Access], axes: Mapping[str, tuple[Loop, ...]]) -> dict[Access, Pair[Access]]:
-    """The pairs among `accesses`, by each of their two."""
+    """Return the pairs among `accesses`; each pair is listed under both of its accesses."""
     plain = {
         (access.buffer, access.index): access for access in accesses if access.mask is None and not access.indirect
     }
@@ -44,7 +44,7 @@ def paired(accesses: Iterable[Access], axes: Mapping[str, tuple[Loop, ...]]) -> 
 
 
 def _axis(index: sympy.Expr, axes: Mapping[str, tuple[Loop, ...]]) -> str | None:
-    """The axis whose innermost loop goes two elements further each time, where every `index` is even."""
+    """Return the axis whose innermost loop has stride 2 in `index`, if `index` is always even, else None."""
     if any(exact_quotient(term, sympy.Integer(2)) is None for term in sympy.Add.make_args(sympy.expand(index))):
         return None
     for axis, loops in axes.items():

@@ -1,14 +1,14 @@
-"""Matrix products: a tile [y, x] of sums per program, a loop over r that multiplies tiles [y, r] and [r, x].
+"""Matrix products: each program computes a tile [y, x] of sums by a loop over r, which multiplies [y, r] by [r, x].
 
     accumulated = tl.full([YBLOCK, XBLOCK], 0.0, tl.float32)
     for r_start in range(0, 4096, RBLOCK):
         ...
         accumulated = ops.dot(a0, b0, accumulated, "ieee")
 
-Loops that only one factor varies with make up its axis; loops that both vary with (the batch) are fixed in a program.
-A factor is whatever the body computes it from: a load, or a load that is cast or scaled on its way (the prologue). A
-factor that is broadcast stays so: its index just does not have the loop. What the body makes of the sums (bias,
-activation, casts, several stores: the epilogue) is written over [y, x] like any element-wise kernel.
+Loops with which only one factor varies form that factor's axis; loops with which both vary (the batch) are constant in
+a program. A factor may be any expression: a load, or a load that is cast or scaled (the prologue). The index of a
+broadcast factor just does not contain the loop. Computations on the sums (the epilogue: bias, activation, casts,
+several stores) are written over [y, x] as in any element-wise kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from overlapc.ir.body import Body, Cast, Load, Loop, Op, Reduce, Value, depends_
 from overlapc.ir.indexing import numel
 
 _SMALLEST = 16  # tl.dot takes no smaller tile in any dim
-_GROUP = 8  # rows of tiles that run side by side: they share the other factor's tiles in L2
+_GROUP = 8  # rows of tiles whose programs run together, so that they share the other factor's tiles in L2
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 # Rows, columns and length of a tile, warps, stages. A thread holds rows * columns / (32 * warps) sums in registers,
 # and 228 KiB of shared memory hold `stages` tiles of both factors.
@@ -36,11 +36,11 @@ _NARROW = ((128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (256, 128, 64, 8, 3), (64
            (64, 64, 64, 4, 4))  # fmt: skip
 _WIDE = ((64, 64, 32, 4, 3), (128, 64, 16, 4, 3), (32, 64, 32, 4, 3))
 _Tile: TypeAlias = tuple[int, int, int, int, int]
-_preferred: dict[tuple[int, int, int, int, bool], _Tile] = {}  # by sizes
+_preferred: dict[tuple[int, int, int, int, bool], _Tile] = {}  # fastest measured tile, by `_sizes`
 
 
 def refuse(body: Body) -> str | None:
-    """Why a body with matrix products cannot be generated, or None."""
+    """Return why no kernel can be generated for a body with matrix products, or None."""
     if len([value for value in body.values() if isinstance(value, Reduce)]) > 1:
         return "a matrix product beside another reduction"
     (dot,) = body.dots()
@@ -54,7 +54,7 @@ def refuse(body: Body) -> str | None:
 
 
 def axes(body: Body) -> tuple[tuple[Loop, ...], tuple[Loop, ...], tuple[Loop, ...]] | None:
-    """Loops of y, of x, and those fixed in a program; None where a factor has no loop of its own."""
+    """Return the loops of y, of x, and those constant in a program; None if a factor has no loop of its own."""
     left, right = _factors(body)
     found: dict[str, list[Loop]] = {"y": [], "x": [], "fixed": []}
     for loop in body.loops:
@@ -65,18 +65,18 @@ def axes(body: Body) -> tuple[tuple[Loop, ...], tuple[Loop, ...], tuple[Loop, ..
 
 
 def choose(body: Body, hints: Mapping[sympy.Symbol, int]) -> Tiling:
-    """The tiling that was measured to be fastest for products of these sizes, else the likeliest."""
+    """Return the tiling that was measured to be fastest for products of these sizes, else the most promising one."""
     tile = _preferred.get(_sizes(body, hints))
     return candidates(body, hints)[0] if tile is None else _tiling(body, hints, tile)
 
 
 def prefer(body: Body, hints: Mapping[sympy.Symbol, int], tiling: Tiling) -> None:
-    """From now on `choose` gives products of these sizes tiles of this shape."""
+    """Make `choose` return tiles of this shape for products of these sizes."""
     _preferred[_sizes(body, hints)] = _tile(tiling)
 
 
 def candidates(body: Body, hints: Mapping[sympy.Symbol, int]) -> list[Tiling]:
-    """Tilings worth measuring, the likeliest first."""
+    """Return tilings worth measuring, the most promising first."""
     shapes: tuple[_Tile, ...] = _NARROW if _is_narrow(body) else _WIDE
     _, rows, columns, _, _ = _sizes(body, hints)
     if rows * columns < 128 * 256 * MULTIPROCESSORS:  # large tiles would leave multiprocessors without work
@@ -85,7 +85,7 @@ def candidates(body: Body, hints: Mapping[sympy.Symbol, int]) -> list[Tiling]:
 
 
 def tile_name(tiling: Tiling) -> str:
-    """`128x256x64, 8 warps, 3 stages`: rows, columns and length."""
+    """Return a tiling as text: `128x256x64, 8 warps, 3 stages` (rows, columns and length)."""
     rows, columns, length, warps, stages = _tile(tiling)
     return f"{rows}x{columns}x{length}, {warps} warps, {stages} stages"
 
@@ -95,7 +95,7 @@ def _tile(tiling: Tiling) -> _Tile:
 
 
 def _sizes(body: Body, hints: Mapping[sympy.Symbol, int]) -> tuple[int, int, int, int, bool]:
-    """Products, rows, columns and length, and whether factors are of a low precision."""
+    """Return the number of products, their rows, columns and length, and whether factors have low precision."""
     found = axes(body)
     assert found is not None
     y, x, grid = found
@@ -105,7 +105,7 @@ def _sizes(body: Body, hints: Mapping[sympy.Symbol, int]) -> tuple[int, int, int
 
 
 def _tiling(body: Body, hints: Mapping[sympy.Symbol, int], tile: _Tile) -> Tiling:
-    """Tiles of that shape, cut down to the sizes."""
+    """Return a tiling with tiles of this shape, shrunk to the sizes."""
     found = axes(body)
     assert found is not None
     y, x, grid = found
@@ -126,7 +126,7 @@ def _tiling(body: Body, hints: Mapping[sympy.Symbol, int], tile: _Tile) -> Tilin
 
 
 def lines(kernel: KernelShape) -> list[str]:
-    """The body of the kernel's one function."""
+    """Return the lines of the kernel's only function."""
     (dot,) = kernel.body.dots()
     out = ValueWriter(kernel.seen_over(("y", "x")))
     _program_axes(out)
@@ -144,7 +144,7 @@ def lines(kernel: KernelShape) -> list[str]:
 
 
 class _FactorWriter(ValueWriter):
-    """Statements for one factor's tile, within the loop over r; where the tile has no element it is 0."""
+    """Writes one factor's tile inside of the loop over r; elements out of bounds are 0."""
 
     def __init__(self, kernel: KernelShape, prefix: str, out: ValueWriter, loop: Scope) -> None:
         super().__init__(kernel)
@@ -160,11 +160,11 @@ class _FactorWriter(ValueWriter):
         return f"{self.prefix}{self.count - 1}"
 
     def tile_of(self, factor: Value) -> str:
-        """The factor in the dtype it is multiplied in, by name."""
+        """Compute the factor in the dtype of the multiplication; return its name."""
         value, dtype = (factor.arg, factor.to) if isinstance(factor, Cast) else (factor, factor.dtype)
         if isinstance(value, Load) and value.memory_dtype is dtype:
             self.compute(self.loop, self.names, value.operands())
-            text = self.raw(value, self.names)  # tensor cores take it as it lies in memory
+            text = self.raw(value, self.names)  # tensor cores multiply the memory dtype
             self.value_axes[value] = self.axes_of(value)
         else:
             self.compute(self.loop, self.names, [value])
@@ -180,7 +180,7 @@ class _FactorWriter(ValueWriter):
 
 
 def _program_axes(out: ValueWriter) -> None:
-    """Which tile this program computes: groups of rows of tiles, column by column within a group."""
+    """Write which tile this program computes: groups of rows of tiles, column by column within a group."""
     kernel, emit = out.kernel, out.top
     out.sizes_as_indices()
     emit(f"program = {kernel.widened('tl.program_id(0)')}")
@@ -206,12 +206,12 @@ def _factors(body: Body) -> tuple[Value, Value]:
 
 
 def _is_narrow(body: Body) -> bool:
-    """Whether both factors are multiplied in a low precision."""
+    """Whether both factors are multiplied in low precision."""
     return all(isinstance(factor, Cast) and factor.to in _LOW_PRECISION for factor in _factors(body))
 
 
 def _precision() -> str:
-    """How float32 is multiplied, as torch was told for its own products."""
+    """Return Triton's precision for float32 products, by torch's setting for its own products."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
