@@ -1,12 +1,12 @@
-"""Kernels measured on this device (`autotune`): each kernel of a graph in a few block sizes, with times stored on disk.
+"""Measures each kernel of a graph in a few block sizes on this device (`autotune`), and caches the times on disk.
 
     tuning = tune(schedule, graph, weigh, cache_dir, seconds=60, agreement=agreement)
-    sources = generate_kernels(schedule, graph, tuning.sources)      # the fastest of each
-    tuning.estimate(node)                                            # and what it took
+    sources = generate_kernels(schedule, graph, tuning.sources)      # the fastest source of each kernel
+    tuning.estimate(node)                                            # the measured time of a kernel
 
-search.py says which tilings come next, timing.py runs them, kept.py keeps their times, tuning.py puts that together.
-Before there is a schedule, product_choice.py times matrix products against the library, and fusions.py times kernels
-that may fuse.
+search.py chooses the tilings to try next, timing.py runs them, kept.py caches their times, tuning.py combines these.
+Before there is a schedule, product_choice.py compares matrix products with library calls, and fusions.py times kernels
+that may be fused.
 """
 
 from overlapc.autotune.tuning import Choice, Tuning, tune

@@ -1,4 +1,4 @@
-"""Kernels timed while a graph is being fused, for `benchmark_fusion`: a fusion stays only if it is faster."""
+"""Times kernels while a graph is fused (`benchmark_fusion`): a fusion is kept only if it is faster."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from overlapc.ir.ops import Loops, LoweredGraph
 
 
 class KernelTimes:
-    """Compiles and runs kernels of one graph on memory of their buffers' sizes, zeros all; equal ones once."""
+    """Compiles and times kernels of one graph on buffers of zeros; equal kernels are measured once."""
 
     def __init__(self, graph: LoweredGraph, cache_dir: Path) -> None:
         self.graph = graph
         self.cache_dir = cache_dir
-        self.known: dict[str, KernelTiming] = {}  # by the name of the source, which says what it does
+        self.known: dict[str, KernelTiming] = {}  # by the name of the source, which is derived from its contents
 
     def __call__(self, op: Loops) -> KernelTiming | str:
-        """Its time, launch included where nothing hides it; or why there is none. ToolchainError if it fails."""
+        """Return the time of the kernel of `op`, including its launch where the launch is not hidden, or the reason why
+        no kernel is generated for it. ToolchainError if it does not compile."""
         generator = generator_for(op.device.type)
         reason = generator.refuse(op.body)
         if reason is not None:
@@ -31,7 +32,7 @@ class KernelTimes:
         if source.name not in self.known:
             launcher = generator.load([source], self.cache_dir)[source.name]
             sizes = [self.graph.hint(symbol) for symbol in source.sizes]
-            with _disable_current_modes(), torch.device(op.device):  # a compiler runs among fake tensors
+            with _disable_current_modes(), torch.device(op.device):  # torch compiles under a fake tensor mode
                 memory = {root: self._memory(root) for root in map(self.graph.root, source.buffers)}
                 tensors = [memory[self.graph.root(name)] for name in source.buffers]
                 ns = compute_ns(clock_for(op.device), lambda: launcher(*tensors, *sizes))

@@ -1,4 +1,4 @@
-"""Times of tilings on disk: one entry for each kernel, by its text, the device and the versions of the compilers."""
+"""Caches the times of tilings on disk: one entry per kernel, keyed by its text, the device and the Triton version."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SUFFIX = ".tilings.json"
 
 
 class KeptTimes:
-    """ns of each tiling of a kernel by the name of its source; what is damaged or something else counts as empty."""
+    """The cached times of kernels, in ns, by the name of each tiling's source. A damaged entry counts as empty."""
 
     def __init__(self, cache_dir: Path, graph: LoweredGraph) -> None:
         self._cache = KernelCache(cache_dir, "tilings")
@@ -27,7 +27,7 @@ class KeptTimes:
         self._keys: dict[str, str] = {}
 
     def key(self, trial: Trial) -> str:
-        """Cache key of the times of a kernel's tilings; sources contain all sizes but those of symbols."""
+        """Return the cache key of a kernel's times. It contains the sizes of symbols, which sources do not."""
         if trial.name not in self._keys:
             sizes = [f"{symbol}={self._graph.hint(symbol)}" for symbol in trial.heuristic.sizes]
             names = [each.source.name for each in trial.first]
@@ -36,7 +36,7 @@ class KeptTimes:
         return self._keys[trial.name]
 
     def read(self, trial: Trial) -> dict[str, float]:
-        """The times that earlier processes measured."""
+        """Return the times that earlier processes measured; empty if there are none."""
         text = self._cache.read(self.key(trial), _SUFFIX)
         if text is None:
             return {}
@@ -47,16 +47,16 @@ class KeptTimes:
         return found if all(math.isfinite(ns) and ns > 0 for ns in found.values()) else {}
 
     def write(self, trial: Trial, times: Mapping[str, float]) -> None:
-        """Replaces the entry, unless another rank of this host has."""
+        """Replace the entry, unless it already holds these times because another rank of this host wrote them."""
         if self.read(trial) == times:
             return
         try:
             self._cache.update(self.key(trial), _SUFFIX, lambda _: json.dumps(times))
-        except ConfigError:  # a folder that cannot be written costs only the keeping
+        except ConfigError:  # a folder that cannot be written only means that the times are not cached
             return
 
 
 @functools.cache
 def _prelude() -> bytes:
-    """Text of the prelude that every Triton kernel calls, and which is not part of their texts."""
+    """Return the text of the prelude that every Triton kernel calls, which is not part of the kernels' texts."""
     return Path(__file__).parents[1].joinpath("runtime", "triton_prelude.py").read_bytes()

@@ -1,8 +1,8 @@
-"""Which matrix products are faster as generated kernels: measured on this device, once for each shape, stored on disk.
+"""Measures which matrix products are faster as generated kernels, once for each shape on this device; cached on disk.
 
 A product is timed by itself, under load as in a training step: the library's call, and our kernel with each of its
-tilings. What fusing its epilogue would save is not counted in: measured on an H200, fused epilogues of large products
-cost more than the separate kernel (docs/BENCHMARKS.md).
+tilings. The time that fusing its epilogue would save is not counted: measured on an H200, fused epilogues of large
+products cost more than a separate kernel (docs/BENCHMARKS.md).
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from overlapc.ir.ops import Loops
 from overlapc.lowering import lower
 from overlapc.lowering.product import Product
 
-NEVER = 1e18  # ns of what could not be measured: finite, as ranks agree on medians
-_OURS = "overlapc product, form 1"  # part of the key on disk: kernels of another form are measured again
+NEVER = 1e18  # ns of a product that could not be measured: finite, because ranks agree on medians
+_OURS = "overlapc product, form 1"  # part of cache keys: a change makes all products be measured again
 
 
 class ProductTimes:
-    """ns of products as library calls and as our kernels. Prefers, from then on, the tiling that was fastest."""
+    """Measures products, in ns, as library calls and as our kernels. The fastest tiling becomes the default for the
+    product from then on."""
 
     def __init__(self, device: torch.device, cache_dir: Path) -> None:
         self.device = device
@@ -38,9 +39,10 @@ class ProductTimes:
         self.times = Times(cache_dir, device)
 
     def __call__(self, wanted: Iterable[Product]) -> dict[str, float]:
-        """`"<product> library"` and `"<product> ours"` for each product; NEVER for what could not be measured."""
+        """Return the times `"<product> library"` and `"<product> ours"` of each product; NEVER if it cannot be
+        measured."""
         found: dict[str, float] = {}
-        with _disable_current_modes():  # a compiler runs among fake tensors
+        with _disable_current_modes():  # torch compiles under a fake tensor mode
             for product in dict.fromkeys(wanted):
                 key = f"{product} library"
                 found[key] = self._time(key, partial(self._library, product))
@@ -75,9 +77,9 @@ class ProductTimes:
         return times[best]
 
     def _lowered(self, product: Product) -> tuple[Body, tuple[str, ...]]:
-        """The kernel's body, and its buffers: both factors and the result."""
+        """Return the kernel's body and its buffers: both factors and the result."""
         multiply = _multiply(product)
-        with FakeTensorMode() as mode:  # not the one of the graph being compiled, which makes symbols of sizes
+        with FakeTensorMode() as mode:  # a mode of its own: that of the graph being compiled would make sizes symbolic
             fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in self._tensors(product)[:2]]
         gm = make_fx(lambda a, b: (multiply(a, b),))(*fakes)
         graph = lower(gm, "trial", lambda device: True, lambda node: None, lambda each: True)
@@ -93,7 +95,7 @@ class ProductTimes:
         return partial(launcher, *(given[name] for name in source.buffers))
 
     def _tensors(self, product: Product) -> tuple[Tensor, Tensor, Tensor]:
-        """Both factors, of random numbers, and the result."""
+        """Allocate both factors, filled with random numbers, and the result."""
         sizes = ((product.rows, product.length), (product.length, product.columns))
         left, right = (self._factor(product, *size, *step) for size, step in zip(sizes, product.strides, strict=True))
         shape = (*_batch(product), product.rows, product.columns)
@@ -102,7 +104,7 @@ class ProductTimes:
     def _factor(self, product: Product, rows: int, columns: int, row_step: int, column_step: int) -> Tensor:
         span = (rows - 1) * row_step + (columns - 1) * column_step + 1
         memory = torch.zeros(product.batch * span, dtype=product.dtype, device=self.device)
-        memory.normal_(generator=torch.Generator(self.device).manual_seed(0))  # the user's generators stay as they are
+        memory.normal_(generator=torch.Generator(self.device).manual_seed(0))  # the user's generators are not advanced
         steps = (span,) * len(_batch(product))
         return memory.as_strided((*_batch(product), rows, columns), (*steps, row_step, column_step))
 
@@ -116,5 +118,5 @@ def _multiply(product: Product) -> Callable[..., Tensor]:
 
 
 def choice(times: Mapping[str, float]) -> Callable[[Product], bool]:
-    """Whether a product is to be a generated kernel, by times of `ProductTimes` that all ranks agree on."""
+    """Return a predicate that chooses products to generate kernels for, by the agreed times of `ProductTimes`."""
     return lambda product: times[f"{product} ours"] < times[f"{product} library"]

@@ -1,4 +1,4 @@
-"""Which kernels are measured in which tilings: first tilings near the heuristic one, then near the fastest."""
+"""Chooses the kernels and tilings to measure: first tilings near the heuristic one, then near the fastest."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from overlapc.codegen.trial import refuse
 from overlapc.ir.ops import Combo, Loops, LoweredGraph, loops_of
 from overlapc.schedule.model import Estimate, Node, Schedule
 
-NEVER = 1e18  # ns of a tiling that the toolchain refuses: finite, as ranks agree on medians
-_STEPS = 3  # how often the search goes on from a tiling that was faster
-_STEP_GAIN = 0.99  # of the time before: what a step must stay under for another
-_LEAST_SHARE = 1e-3  # of all kernels' time: cheaper ones are left as they are
+NEVER = 1e18  # ns of a tiling that the toolchain rejects: finite, because ranks agree on medians
+_STEPS = 3  # how often the search may move to a faster tiling
+_STEP_GAIN = 0.99  # the search stops unless a step takes less than this share of the time before it
+_LEAST_SHARE = 1e-3  # of the time of all kernels: cheaper kernels are not measured
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A kernel of the graph in the heuristic tiling and those around it, and which nodes it is launched for."""
+    """A kernel of the graph to measure in several tilings."""
 
     op: Loops | Combo
-    first: tuple[Alternative, ...]  # the heuristic one first
-    nodes: tuple[str, ...]
-    around: Callable[[Alternative], tuple[Alternative, ...]]  # the neighbours of another one
+    first: tuple[Alternative, ...]  # the heuristic tiling, then its neighbours
+    nodes: tuple[str, ...]  # schedule nodes that launch the kernel
+    around: Callable[[Alternative], tuple[Alternative, ...]]  # the neighbours of a tiling
 
     @property
     def heuristic(self) -> KernelSource:
@@ -41,7 +41,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Explored:
-    """The state of a search: the tilings that it reached, and those among them to measure next."""
+    """The state of a search: the tilings that it has reached, and those of them that must be measured next."""
 
     met: Mapping[str, KernelSource]  # by name
     missing: tuple[KernelSource, ...]
@@ -50,7 +50,7 @@ class Explored:
 def trials_of(
     schedule: Schedule, graph: LoweredGraph, weigh: Callable[[Node], Estimate | None]
 ) -> tuple[int, list[Trial]]:
-    """(different kernels, those worth measuring with the heaviest first). `weigh` estimates a node."""
+    """Return (number of different kernels, those worth measuring, most expensive first). `weigh` estimates a node."""
     first: dict[str, Loops | Combo] = {}
     nodes: dict[str, list[str]] = {}
     weights_ns: dict[str, float] = {}
@@ -73,9 +73,9 @@ def trials_of(
 
 
 def trial_of(op: Loops | Combo, graph: LoweredGraph, nodes: tuple[str, ...]) -> Trial:
-    """The kernel of `op`, which is launched for `nodes`."""
+    """Return the trial of the kernel of `op`, which `nodes` launch."""
 
-    @functools.cache  # times are followed several times
+    @functools.cache  # `explore` is called several times for one trial
     def around(alternative: Alternative) -> tuple[Alternative, ...]:
         return tuple(alternatives_of(op, graph, alternative.tiling))
 
@@ -83,9 +83,9 @@ def trial_of(op: Loops | Combo, graph: LoweredGraph, nodes: tuple[str, ...]) -> 
 
 
 def explore(trial: Trial, times: Mapping[str, float]) -> Explored:
-    """Follows `times` (ns by name of the source) from the heuristic tiling: the neighbours of the fastest, and so on.
+    """Search from the heuristic tiling, at each step adding the neighbours of the fastest one by `times`.
 
-    Equal times lead to equal tilings.
+    times: ns by name of the source. The result depends only on `times`, so ranks with equal times agree.
     """
     met = {each.source.name: each for each in trial.first}
     fastest_ns = times.get(trial.name, math.inf)

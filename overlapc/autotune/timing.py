@@ -1,7 +1,7 @@
-"""Runs kernels in their tilings and times them.
+"""Compiles kernels in several tilings and times them.
 
-Each runs alone, on made-up memory that is larger than the device's cache, so that it finds as little in it as after
-the kernels before it in a step.
+Each kernel runs alone, on scratch memory that is larger than the device's cache, so that its data is as rarely cached
+as after other kernels of a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from overlapc.estimators.calibration.clock import cache_bytes, clock_for, comput
 from overlapc.ir.ops import LoweredGraph
 from overlapc.runtime.counters import count
 
-_TOGETHER = 4  # kernels whose tilings are compiled in one go, enough for 16 workers
+_TOGETHER = 4  # kernels whose tilings are compiled together, enough to occupy 16 workers
 _FINALISTS = 3
 _ROUNDS = 3
 
@@ -36,10 +36,10 @@ def measure(
     cache_dir: Path,
     seconds: float,
 ) -> dict[str, dict[str, float]]:
-    """ns by kernel and tiling of `trials`, in their order, as many as there is time for; `known` is what is there."""
+    """Return ns by kernel and tiling, with the `known` ones, for the first of `trials`, as many as `seconds` allow."""
     until = time.monotonic() + seconds
     found: dict[str, dict[str, float]] = {}
-    with _disable_current_modes(), torch.no_grad():  # a compiler runs among fake tensors
+    with _disable_current_modes(), torch.no_grad():  # torch compiles under a fake tensor mode
         for at in range(0, len(trials), _TOGETHER):
             if time.monotonic() > until:
                 count("kernels_not_tuned_for_want_of_time", len(trials) - at)
@@ -48,14 +48,14 @@ def measure(
             times = {each.name: dict(known[each.name]) for each in together}
             found |= _searched(together, times, graph, cache_dir, until)
     if any(each.op.device.type == "cuda" for each in trials):
-        torch.cuda.empty_cache()  # what kernels ran on is for the job, and for those who allocate without torch
+        torch.cuda.empty_cache()  # returns the scratch memory, also to libraries that allocate without torch
     return found
 
 
 def _searched(
     trials: Sequence[Trial], times: dict[str, dict[str, float]], graph: LoweredGraph, cache_dir: Path, until: float
 ) -> dict[str, dict[str, float]]:
-    """`times` with all that the search for the fastest tilings of `trials` met until that moment."""
+    """Search for the fastest tilings of `trials` until that moment. Return `times` with all tilings measured."""
     generator = generator_for(trials[0].op.device.type)
     open_ones = list(trials)
     while True:
@@ -74,7 +74,7 @@ def _searched(
 
 
 def _loaded(generator: Generator, sources: Iterable[KernelSource], cache_dir: Path) -> dict[str, Launcher]:
-    """Launchers by name, without those that the toolchain refuses (a tile that needs too much shared memory)."""
+    """Return launchers by name, without those that the toolchain rejects (a tile that needs too much shared memory)."""
     wanted = list(sources)
     try:
         return dict(generator.load(wanted, cache_dir))
@@ -91,7 +91,7 @@ def _loaded(generator: Generator, sources: Iterable[KernelSource], cache_dir: Pa
 def _times(
     trial: Trial, sources: Sequence[KernelSource], launchers: Mapping[str, Launcher], graph: LoweredGraph
 ) -> dict[str, float]:
-    """ns of each of `sources`; nothing where the memory to try them is not there."""
+    """Return the time of each of `sources` in ns; empty if there is not enough memory to run them."""
     device = trial.op.device
     sizes = [graph.hint(symbol) for symbol in trial.heuristic.sizes]
     names = [source.name for source in sources if source.name in launchers]
@@ -102,8 +102,8 @@ def _times(
             calls = {name: _call(launchers[name], sets, sizes) for name in names}
             samples = {name: [compute_ns(clock, call, rounds=1)] for name, call in calls.items()}
             best = sorted(names, key=lambda name: samples[name][0])[:_FINALISTS]
-            for _ in range(_ROUNDS):  # taking turns, as clocks and temperatures drift
-                for name in dict.fromkeys((*names[:1], *best)):  # the first is what others are compared with
+            for _ in range(_ROUNDS):  # tilings take turns, because clocks and temperatures drift
+                for name in dict.fromkeys((*names[:1], *best)):  # others are compared with the first one
                     samples[name].append(compute_ns(clock, calls[name], rounds=1))
     except torch.OutOfMemoryError:
         return {}
@@ -113,6 +113,6 @@ def _times(
 
 
 def _call(launcher: Launcher, sets: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> Callable[[], None]:
-    """A launch on the next of `sets`, each time."""
+    """Return a function that launches the kernel on the next of `sets` at each call."""
     turn = itertools.cycle(sets)
     return lambda: launcher(*next(turn), *sizes)

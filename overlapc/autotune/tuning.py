@@ -1,11 +1,11 @@
-"""The fastest tiling of each kernel, the same on all ranks.
+"""Chooses the fastest tiling of each kernel, the same on all ranks.
 
-Kernels that take most of a graph come first; equal ones are measured once, in all graphs and processes of a host, as
-times are kept by the text of a kernel, the device and the versions of what compiles it.
+The most expensive kernels are measured first. Equal kernels are measured once in all graphs and processes of a host,
+because times are cached by the text of a kernel, the device and the versions of its compilers.
 
-Ranks divide the kernels that all of them have, tell each other the times and decide by the same ones: they run the same
-kernels, so that what they compute alike stays alike. A kernel that only one rank has is measured by that rank. No rank
-waits for another for longer than `seconds` and a compilation.
+Ranks divide the kernels that all of them have, exchange the times and decide by the same ones, so that they run the
+same kernels and replicated results stay bitwise equal. A kernel that only one rank has is measured by that rank. No
+rank waits for another for longer than `seconds` and a compilation.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from overlapc.estimators.agreement.rank_agreement import GraphAgreement
 from overlapc.ir.ops import LoweredGraph
 from overlapc.schedule.model import Estimate, Node, Schedule
 
-_GAIN = 0.97  # of the heuristic tiling's time: what another must stay under, as one time is 1 to 2% off the next
+_GAIN = 0.97  # of the heuristic tiling's time: another must take less, because times vary by 1 to 2% between runs
 
 
 @dataclass(frozen=True)
 class Choice:
     """The measurements of one kernel."""
 
-    source: KernelSource  # the one to use
+    source: KernelSource  # the chosen one
     chosen_ns: float
     heuristic_ns: float
     nodes: tuple[str, ...]
 
     @property
     def tiling(self) -> str:
-        """As the head of its source says it: `looped: x 4096 by 1, r 4096 by 2048, 8 warps`."""
+        """The tiling, as the first line of the source: `looped: x 4096 by 1, r 4096 by 2048, 8 warps`."""
         return self.source.text.splitlines()[0].removeprefix("# ")
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The kernels of a graph that were measured, by the name of the heuristic source; an estimator of their nodes."""
+    """The measured kernels of a graph, by the name of their heuristic source; an estimator of their nodes."""
 
     choices: Mapping[str, Choice]
     kernels: int  # different ones in the graph
@@ -57,13 +57,13 @@ class Tuning:
         object.__setattr__(self, "_ns", times)
 
     def estimate(self, node: Node) -> Estimate | None:
-        """The time of the tiling that was chosen for it."""
+        """Return the measured time of the tiling chosen for the node's kernel; None if it was not measured."""
         ns = self._ns.get(node.name)
         return None if ns is None else Estimate(ns, self.name)
 
     @property
     def sources(self) -> dict[str, KernelSource]:
-        """What to use instead of the heuristic source of that name."""
+        """The name of a heuristic source -> the source to use instead."""
         return {name: choice.source for name, choice in self.changed.items()}
 
     @property
@@ -99,7 +99,7 @@ def tune(
     seconds: float,
     agreement: GraphAgreement | None = None,
 ) -> Tuning:
-    """Measures the kernels of `schedule`. `weigh` estimates a node; `seconds` bounds what is spent on measuring."""
+    """Measure the kernels of `schedule` for at most `seconds`. `weigh` estimates a node."""
     kernels, trials = trials_of(schedule, graph, weigh)
     kept = KeptTimes(cache_dir, graph)
     known = {each.name: kept.read(each) for each in trials}
@@ -118,7 +118,7 @@ def tune(
 
 
 def choose(trial: Trial, times: Mapping[str, float]) -> Choice:
-    """The fastest by `times`, in ns; the heuristic tiling unless another gains more than noise may."""
+    """Choose the fastest tiling by `times`, in ns; the heuristic one unless the gain exceeds measurement noise."""
     met = explore(trial, times).met
     heuristic = times[trial.name]
     best = min((name for name in met if name in times), key=lambda name: (times[name], name))
@@ -128,9 +128,9 @@ def choose(trial: Trial, times: Mapping[str, float]) -> Choice:
 
 
 def _on_all_ranks(agreement: GraphAgreement, kept: KeptTimes, trials: list[Trial]) -> list[Trial]:
-    """The kernels that all ranks have; the same, in the same order, on each.
+    """Return the kernels that all ranks have, in the same order on all of them.
 
-    A sum of what ranks exchanged has this rank's number in it, and a rank on another device has keys of its own.
+    Not all kernels are common: a sum after an exchange contains this rank's number, and keys contain the device.
     """
     told = agreement.tell("kernels to measure", "\n".join(map(kept.key, trials)))
     common = set.intersection(*(set(keys.split()) for keys in told))
@@ -140,7 +140,7 @@ def _on_all_ranks(agreement: GraphAgreement, kept: KeptTimes, trials: list[Trial
 def _shared_times(
     agreement: GraphAgreement, kept: KeptTimes, trials: list[Trial], times: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Mapping[str, float]]:
-    """The times of kernels that all ranks have, the same on each."""
+    """Return the agreed times of the kernels that all ranks have."""
     known = {kept.key(each): times[each.name] for each in trials if times[each.name]}
     tables = agreement.agree_on_tables(known)
     return {each.name: tables.get(kept.key(each), {}) for each in trials}

@@ -11,7 +11,7 @@ from overlapc.schedule.model import Kind
 
 
 def fallbacks_of(result: Result) -> dict[str, int]:
-    """Calls without a lowering, by op."""
+    """Return the number of calls of each op that has no lowering."""
     found: Counter[str] = Counter()
     for node in result.schedule.nodes:
         op = node.payload.call if isinstance(node.payload, Start) else node.payload
@@ -21,14 +21,14 @@ def fallbacks_of(result: Result) -> dict[str, int]:
 
 
 def counts_of(result: Result) -> dict[str, int]:
-    """What one compiled graph adds to `counters["overlapc"]`."""
+    """Return what one compiled graph adds to `counters["overlapc"]`."""
     kinds = Counter(node.kind for node in result.schedule.nodes)
     fused = sum(node.kind is Kind.KERNEL for node in result.before.schedule.nodes)
     fallbacks = fallbacks_of(result)
     return {
         "graphs": 1,
         "kernels": kinds[Kind.KERNEL],
-        "kernels_sharing": fused - kinds[Kind.KERNEL],  # that fusion made, and passes put into launches of others
+        "kernels_sharing": fused - kinds[Kind.KERNEL],  # kernels that passes merged into the launches of others
         "externs": kinds[Kind.EXTERN] - sum(fallbacks.values()),
         "collectives": kinds[Kind.START] + kinds[Kind.COMM],
         "fallbacks": sum(fallbacks.values()),

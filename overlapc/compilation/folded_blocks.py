@@ -1,14 +1,14 @@
-"""Equal blocks of a model are traced once: one block's joint graph stands for all equal blocks.
+"""Traces equal blocks of a model only once, and copies the joint graph of one block for all equal blocks.
 
     Dynamo's graph:    x = layers.0(x, w0); x = layers.1(x, w1); …
-    what is traced:    x = run_block(0, 0, x, w0); x = run_block(0, 1, x, w1); …      and layers.0 by itself
+    traced instead:    x = run_block(0, 0, x, w0); x = run_block(0, 1, x, w1); …      and layers.0 by itself
     joint graph:       forward of layers.0, of layers.1, …, backward of layers.1, of layers.0, each with its own names
 
-`Folded` puts calls in the place of equal stretches of the graph (fx/blocks.py). AOTAutograd traces such a call as one
-op of forward and one of backward. Before the joint graph is divided, `Folded.unfold` writes the block's own nodes in
-their place (fx/stamps.py), so that every later stage sees the graph that tracing each block gives.
+`Folded` replaces equal stretches of the graph by calls (fx/blocks.py). AOTAutograd traces each call as one op in
+forward and one in backward. Before the joint graph is partitioned, `Folded.unfold` replaces these ops by the block's
+own nodes (fx/stamps.py), so that every later stage sees the same graph as if each block had been traced.
 
-What is not told apart by forms is traced block by block: see `Unfit` for the reasons.
+Where this is not possible, blocks are traced one by one: see the reasons of `Unfit`.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _library = torch.library.Library("overlapc", "FRAGMENT")
 _library.define("block_forward(Tensor[] operands, int block, int call) -> Tensor[]")
 _library.define("block_backward(Tensor[] tangents, int block, int call) -> Tensor[]")
 _forward, _backward = torch.ops.overlapc.block_forward.default, torch.ops.overlapc.block_backward.default
-# Backward's nodes read values of forward's that only `unfold` writes.
+# Keeps the op even if it has no users: the nodes of backward that read its values are only written by `unfold`.
 fx.node.has_side_effect(_forward)
 
-_blocks: dict[int, TracedBlock] = {}  # of the steps that are being traced
-_without_gradient: set[int] = set()  # blocks of which a call has fewer gradients than it was traced with
+_blocks: dict[int, TracedBlock] = {}  # number -> block, for the steps that are being traced
+_without_gradient: set[int] = set()  # blocks with a call that gets fewer gradients than the block was traced with
 _numbers = itertools.count()
 
 
 class Folded:
-    """A graph that Dynamo captured in which equal blocks are calls, while AOTAutograd traces it."""
+    """A graph that Dynamo captured, with equal blocks replaced by calls while AOTAutograd traces it."""
 
     def __init__(self, gm: GraphModule, inputs: Sequence[Any], trace: Trace) -> None:
-        """Unfit where no blocks are equal, or the graph is none to fold. `gm` stays as it is."""
+        """Fold a copy of `gm`. Unfit if no blocks are equal, or if the graph cannot be folded."""
         if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            raise Unfit("no gradients, or hooks on what is saved")
+            raise Unfit("gradients are disabled, or saved tensors have hooks")
         self.module = copied_capture(gm)
         graph = self.module.graph
         modules = _take_shards_outside(self.module)
@@ -82,7 +82,7 @@ class Folded:
         self.module.recompile()
 
     def unfold(self, graph_module: GraphModule) -> None:
-        """Writes the nodes of each block in the place of its calls. Unfit where these do not fit there."""
+        """Replace the calls of each block by the block's nodes. Unfit if the block's graph does not fit a call."""
         if not _without_gradient.isdisjoint(self._numbers):
             raise Unfit("a result of a block has no gradient")
         graph = fx.Graph()
@@ -108,14 +108,14 @@ class Folded:
         count("blocks_traced_once", len(stamps))
 
     def close(self) -> None:
-        """Forgets the traced blocks."""
+        """Drop the traced blocks."""
         for number in self._numbers:
             del _blocks[number]
         _without_gradient.difference_update(self._numbers)
 
 
 def run_block(number: int, call: int, *operands: Tensor) -> tuple[Tensor, ...]:
-    """What stands for a block while the step is traced."""
+    """Run block `number` in the folded graph: AOTAutograd traces this call as one op in forward and one in backward."""
     results: tuple[Tensor, ...] = _Run.apply(number, call, *operands)
     return results
 
@@ -124,7 +124,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, number: int, call: int, *operands: Tensor) -> tuple[Tensor, ...]:
         ctx.number, ctx.call = number, call
-        ctx.set_materialize_grads(False)  # a gradient of zeros may give NaN where none gives none
+        ctx.set_materialize_grads(False)  # zeros in place of a missing gradient may become NaN in backward
         results = _forward(list(operands), number, call)
         flags = _blocks[number].differentiable
         ctx.mark_non_differentiable(*(each for each, has in zip(results, flags, strict=True) if not has))
@@ -135,7 +135,7 @@ class _Run(torch.autograd.Function):
         block = _blocks[ctx.number]
         given = []
         for tangent, result, has in zip(tangents, block.results, block.differentiable, strict=True):
-            if has and tangent is None:  # what is traced on is thrown away: an error here would be shown to users
+            if has and tangent is None:  # go on with zeros: an error raised here would reach users; `unfold` raises
                 _without_gradient.add(ctx.number)
                 like = result.meta["val"]
                 tangent = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
@@ -160,20 +160,20 @@ _implement(_backward, lambda block: block.gradients)
 
 
 class _Captured(Exception):
-    """A joint graph on its way out of AOTAutograd."""
+    """Carries a joint graph out of AOTAutograd, whose later stages are not needed."""
 
     def __init__(self, joint: GraphModule, forward_results: int) -> None:
         self.joint, self.forward_results = joint, forward_results
 
 
 def _traced(block: Stretch, mode: Any, trace: Trace) -> TracedBlock:
-    """Unfit for a block whose graphs do more than map its operands to results and gradients."""
+    """Trace a block by itself. Unfit if its graphs do more than map its operands to results and gradients."""
 
     def capture(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         raise _Captured(joint, num_fwd_outputs)
 
     def never(*args: Any, **kwargs: Any) -> Any:
-        raise Unfit("AOTAutograd finds nothing that needs a gradient")
+        raise Unfit("AOTAutograd finds no value that needs a gradient")
 
     with mode:
         operands = [_operand(node) for node in block.operands]
@@ -186,7 +186,7 @@ def _traced(block: Stretch, mode: Any, trace: Trace) -> TracedBlock:
             )
     except _Captured as captured:
         return TracedBlock.of(captured.joint.graph, captured.forward_results, differentiable)
-    raise Unfit("AOTAutograd divides no joint graph")
+    raise Unfit("AOTAutograd makes no joint graph")
 
 
 def _operand(node: fx.Node) -> Tensor:
@@ -199,11 +199,12 @@ def _operand(node: fx.Node) -> Tensor:
 
 
 def _take_shards_outside(gm: GraphModule) -> dict[fx.Node, Any]:
-    """Lets blocks gather plain shards: a DTensor is taken apart in front of all blocks, also for checkpoints.
+    """Convert DTensor inputs to local shards before all blocks, also for checkpoints: blocks then gather plain shards.
 
         unshard(%weight, key) -> unshard_local(to_local(%weight), key)
 
-    Returns the modules of the new nodes, which have none as long as blocks are looked for: they are part of no block.
+    Return the module stacks of the new nodes. They are set only after blocks are found, because these nodes belong to
+    no block.
     """
     modules: dict[fx.Node, Any] = {}
     last = gm.graph.find_nodes(op="placeholder")[-1:]
@@ -224,7 +225,7 @@ def _take_shards_outside(gm: GraphModule) -> dict[fx.Node, Any]:
             body = carried(node.args[0])
             assert body is not None
             body = copied_capture(body)
-            setattr(gm, str(node.args[0].target), body)  # of this copy only
+            setattr(gm, str(node.args[0].target), body)  # replaces the body in this copy of the graph only
             for at, inner in enumerate(body.graph.find_nodes(op="placeholder"), 1):
                 readers = list(inner.users)
                 whole = all(reader.target is unshard and _takes_a_shard(reader) for reader in readers)
@@ -247,7 +248,7 @@ def _is_sharded_input(value: Any) -> bool:
 
 
 def _takes_a_shard(node: fx.Node) -> bool:
-    """Whether an `unshard` needs no more than the local shard."""
+    """Whether an `unshard` needs only the local shard of its parameter."""
     unsynced = node.args[2] if len(node.args) > 2 else node.kwargs.get("unsynced")
     return unsynced is None and param_of(str(node.args[1])).tensor_parallel is None
 

@@ -1,4 +1,4 @@
-"""Graphs that another graph carries: branches of conditionals, loop bodies, nested compile regions."""
+"""Compiles the inner graphs of a graph: branches of conditionals, loop bodies, nested compile regions."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from overlapc.runtime.support import unboxed
 
 @dataclass(frozen=True)
 class Built:
-    """A compiled graph, and what a run of it takes by the simulator; None for one that is not compiled."""
+    """A compiled graph."""
 
     call: Callable[[list[Any]], Any]
-    step_ns: float | None
-    kept: bool = False  # a later process can have it from the cache
-    module: GraphModule | None = None  # the same as a graph, with wrapper="fx"
+    step_ns: float | None  # simulated time of a run; None for a graph that runs uncompiled
+    kept: bool = False  # whether it is in the disk cache
+    module: GraphModule | None = None  # the compiled graph as a module; only with wrapper="fx"
 
 
 def inner_graphs(gm: GraphModule, config: Config, name: str, build: Callable[..., Built]) -> dict[GraphModule, Built]:
-    """The branches and loop bodies that `gm` carries, each compiled once and called with its arguments one by one."""
+    """Compile each inner graph of `gm` once. The compiled functions take their arguments one by one."""
     found: dict[GraphModule, Built] = {}
     for each in subgraphs(gm):
         if each.module not in found:
@@ -36,7 +36,7 @@ def inner_graphs(gm: GraphModule, config: Config, name: str, build: Callable[...
 
 
 def times_of_inner(gm: GraphModule, inner: Mapping[GraphModule, Built]) -> EarlierRun:
-    """Times of calls of inner graphs: a conditional takes as long as its longer branch, a loop has no estimate."""
+    """Return the times of calls of inner graphs: that of its longest branch for a conditional, none for a loop."""
     times: dict[str, list[float | None]] = {}
     for each in subgraphs(gm):
         times.setdefault(each.reader.name, []).append(None if is_loop(each.reader) else inner[each.module].step_ns)

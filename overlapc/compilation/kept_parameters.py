@@ -1,8 +1,9 @@
-"""Divides a joint graph into forward and backward so that gathered parameters use the room of a memory budget.
+"""Partitions a joint graph into forward and backward; parameters stay gathered between them within a memory budget.
 
-What reshards after forward is gathered again in backward. With a budget, forward and backward are planned like that
-first, `planning/keep_gathered.py` chooses from the plans which parameters stay gathered, and the joint graph is divided
-once more. All ranks go by the choice of the first of them; a choice on disk counts if all ranks have the same one.
+Parameters that are resharded after forward are gathered again in backward. With a budget, forward and backward are
+first planned like that, `planning/keep_gathered.py` chooses from the plans which parameters stay gathered, and the
+joint graph is partitioned again. All ranks use the choice of the first rank. A cached choice is used if all ranks have
+cached the same one.
 """
 
 from __future__ import annotations
@@ -51,21 +52,21 @@ from overlapc.warm.fingerprint import NotCacheable, graph_key
 from overlapc.warm.loading import uses_disk_cache
 
 _SUFFIX = ".gathers.json"
-_KEY = "overlapc_gathers"  # of a `GatherChoice` in GraphModule.meta
+_KEY = "overlapc_gathers"  # key of the `GatherChoice` in `GraphModule.meta`
 
 
 def partition_of(gm: GraphModule, config: Config, number: int, *, runs: bool) -> Partition:
-    """What divides the joint graph of `gm`, which Dynamo captured as step `number`. runs: as for `plan_graph`.
+    """Return the partitioner for the joint graph of `gm`, captured by Dynamo as step `number`. runs: see `plan_graph`.
 
-    Forward and backward get a `GatherChoice` each, for the report.
+    It attaches a `GatherChoice` to forward and backward, for the report.
     """
     return partial(_divided, config=config, number=number, runs=runs, captured=gm)
 
 
 def _held_beside_others(captured: GraphModule) -> str:
-    """Reason why other graphs run between forward and backward of `captured`, beside what stays gathered; "" for none.
+    """Return the reason why other graphs run between forward and backward of `captured`; "" if none do.
 
-    What these need is not known, so that the budget would not hold.
+    The memory of those graphs is not known, so parameters that stay gathered meanwhile could exceed the budget.
     """
     if ends_in_break(captured):
         return "a graph break follows"
@@ -111,18 +112,19 @@ def _noted(graphs: tuple[GraphModule, GraphModule], choice: GatherChoice) -> tup
 
 
 def choice_of(gm: GraphModule) -> GatherChoice:
-    """What was decided when the joint graph of `gm` was divided; for a graph of another kind, nothing."""
+    """Return the choice made when the joint graph of `gm` was partitioned; an empty one if `gm` had no joint graph."""
     found: GatherChoice = gm.meta.get(_KEY, GatherChoice())
     return found
 
 
 def _unfit(config: Config, *graphs: GraphModule) -> str:
-    """Reason why plans of these graphs would not say what keeping costs; "" for none."""
+    """Return the reason why plans of these graphs do not predict the cost of keeping parameters gathered; "" if they
+    do."""
     if config.cuda_graphs:
         return "CUDA graphs would copy them out of forward and into backward"
     for graph in graphs:
         if next(subgraphs(graph), None) is not None:
-            return "the step carries conditionals, loops or nested regions"
+            return "the step contains conditionals, loops or nested compile regions"
         if guessed_size(graph.graph) is not None:
             return "the step runs op by op"
     return ""
@@ -130,16 +132,16 @@ def _unfit(config: Config, *graphs: GraphModule) -> str:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What ranks chose for one forward graph."""
+    """The choice that ranks made for one forward graph."""
 
     captured: Captured
     gathers: tuple[str, ...]
-    why: str  # and no more
+    why: str  # reason why no more parameters stay gathered
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """Which of `gathers` forward saves for backward."""
+    """Chooses which of `gathers` forward saves for backward."""
 
     forward: GraphModule
     backward: GraphModule
@@ -149,11 +151,11 @@ class _Choice:
     runs: bool
 
     def made(self) -> tuple[tuple[str, ...], str]:
-        """The names, the same on all ranks, and why no more."""
+        """Return the chosen gathers, the same on all ranks, and the reason why it is no more of them."""
         communication = described(find_collectives(self.forward.graph, self.config.safe_communication))
         peers = peers_of_graph(communication, self.config)
-        if peers is None:  # each rank would choose by its own estimates
-            reason = "ranks do not meet while compiling (rank_check)"
+        if peers is None:  # ranks could choose differently, each by its own estimates
+            reason = "ranks do not exchange data while compiling (see rank_check)"
             count(f"parameters not kept gathered: {reason}")
             return (), f"none are kept: {reason}"
         forget_before_reset(peers)
@@ -161,7 +163,7 @@ class _Choice:
         key = key_of("gathers", self.config)
         known: list[_Kept] = peers.agreed[key] if key is not None else []
         followed = to_follow(known, captured, peers)
-        if followed is not None:  # perhaps on this rank alone
+        if followed is not None:  # other ranks may not be compiling now
             return followed.agreed.gathers, followed.agreed.why
         meeting = partial(
             peers.agreement, "kept gathered", self.config.rank_timeout, notes_of(self.forward, self.config)
@@ -187,7 +189,7 @@ class _Choice:
                 return kept_gathers(Step.of(forward, backward), self.gathers)
 
     def _schedule(self, gm: GraphModule, name: str) -> tuple[Schedule, Context]:
-        """What passes would be given of a copy of `gm`."""
+        """Return the schedule of `gm` before the passes, and their context. `gm` is not changed."""
         given: list[tuple[Schedule, Context]] = []
 
         def note(schedule: Schedule, ctx: Context) -> Result:
@@ -208,7 +210,7 @@ class _Choice:
         return given[-1]
 
     def _place_on_disk(self) -> str | None:
-        """Under which the choice is stored; None where it is not."""
+        """Return the cache key of the choice, or None if it cannot be cached."""
         if not uses_disk_cache(self.config):
             return None
         try:
@@ -216,12 +218,12 @@ class _Choice:
             context = environment_key(self.config), profile_text(self.config, devices), rank_in_graphs(self.config)
             return content_key(graph_key(self.forward, *context), graph_key(self.backward, *context))
         except NotCacheable as reason:
-            count(f"not kept: {reason}")
+            count(f"choice of gathered parameters not cached: {reason}")
             return None
 
 
 def _read(place: str | None, config: Config) -> str:
-    """The choice on disk; "" for none."""
+    """Return the cached choice as JSON; "" if there is none."""
     text = None if place is None else _choices(config.cache_dir).read(place, _SUFFIX)
     return "" if text is None else text.decode()
 

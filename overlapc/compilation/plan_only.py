@@ -1,4 +1,4 @@
-"""Steps that are planned and recorded but not compiled: for `overlapc plan`, which runs on another machine."""
+"""Plans and records steps without compiling them: for `overlapc plan`, which runs on any machine."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ Found = Callable[[Schedule, Context], None]
 
 
 def plan_step(gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int) -> Callable[..., Any]:
-    """Forward and backward of `gm`, planned only: their FX graphs run uncompiled."""
+    """Plan forward and backward of `gm`. Return a step that runs their FX graphs uncompiled."""
     return step_of(_plan_only, gm, example_inputs, config, number, partition_of(gm, config, number, runs=False))
 
 
 def schedule_step(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int, found: Found
 ) -> Callable[..., Any]:
-    """Forward and backward of `gm` up to where passes begin: `found` is handed what these would be given."""
+    """Call `found` with the schedules of forward and backward of `gm` before the passes, and the passes' contexts."""
     return step_of(partial(_schedule_only, found=found), gm, example_inputs, config, number)
 
 
 def plan_schedules(forward: tuple[Schedule, Context], backward: tuple[Schedule, Context], config: Config) -> None:
-    """The passes on what `schedule_step` found, or on the like, recorded as graphs of this process."""
+    """Run the passes on a forward and a backward, as `schedule_step` gives them, and record both as graphs of this
+    process."""
     step = Step.of(forward, backward)
     again = frozenset(step.gathered_twice)
     choice = GatherChoice(frozenset(), again, NO_BUDGET if config.memory_budget is None else SWITCHED_OFF)
@@ -58,7 +59,7 @@ def plan_schedules(forward: tuple[Schedule, Context], backward: tuple[Schedule, 
 
 
 def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str) -> Callable[..., Any]:
-    """Like compile_graph, but for fake tensors: the graph itself runs, as nothing is generated."""
+    """Plan and record a graph of fake tensors. Return a function that runs the graph itself: no code is generated."""
     began = time.perf_counter()
     with phase("graph"):
         planned = _plan(gm, config, name)
@@ -75,7 +76,7 @@ def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], *, config: Config
 def _schedule_only(
     gm: GraphModule, example_inputs: Sequence[Any], *, config: Config, name: str, found: Found
 ) -> Callable[..., Any]:
-    """Like _plan_only, up to where passes begin."""
+    """Run the stages of `_plan_only` that come before the passes."""
 
     def hand_over(schedule: Schedule, ctx: Context) -> Result:
         found(schedule, ctx)
@@ -86,12 +87,12 @@ def _schedule_only(
 
 
 def _plan(gm: GraphModule, config: Config, name: str, passes: Passes = run_pipeline) -> Planned:
-    # This machine is not the one that is planned for.
+    # The plan is for another machine: measurements on this one say nothing about it.
     config = replace(config, measure_matmuls=False, autotune=False)
     of_inner = times_of_inner(gm, inner_graphs(gm, config, name, _planned_within))
     dumps = Dumps(config, name)
     planned = plan_graph(gm, config=config, name=name, dumps=dumps, inner=of_inner, passes=passes, runs=False)
-    assert isinstance(planned, Planned), "there was no cache to take it from"
+    assert isinstance(planned, Planned), "no cached graph was given"
     return planned
 
 

@@ -1,4 +1,4 @@
-"""From an FX graph to a scheduled callable, stage by stage; torch calls `backend`, which calls this."""
+"""Compiles an FX graph to a scheduled callable, stage by stage; torch calls `backend`, which calls this module."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _log = logging.getLogger("overlapc")
 def compile_step(
     gm: GraphModule, example_inputs: Sequence[Any], config: Config, number: int, key: str | None
 ) -> Callable[..., Any]:
-    """Forward and backward of `gm`, compiled; kept under `key` if there is one and the step is of plain tensors."""
+    """Compile forward and backward of `gm`. With a `key`, the step is cached under it if it is one of plain tensors."""
     divide = partition_of(gm, config, number, runs=True)
     if compiled_autograd(gm):
         return step_of(compile_graph, gm, example_inputs, config, number, divide)
@@ -70,7 +70,7 @@ def compile_graph(
     name: str,
     watch: StepWatch | None = None,
 ) -> Callable[..., Any]:
-    """One graph of ATen ops and functional collectives: the whole way. `watch` sees the graphs of the step."""
+    """Compile one graph of ATen ops and functional collectives. `watch` is told of each graph of the step."""
     with phase("graph"), deterministic(config.deterministic):  # backward is compiled when it first runs
         key = _graph_key(gm, config, name)
         built = _build(gm, config, name, key=key)
@@ -82,10 +82,10 @@ def compile_graph(
 def _build(
     gm: GraphModule, config: Config, name: str, *, key: str | None = None, within: bool = False, single: bool = False
 ) -> Built:
-    """`compile_graph` as the list of its stages.
+    """Run the stages of `compile_graph`.
 
-    within: another graph carries this one, and is reported. single: it returns one value, and no tuple, to that one.
-    key: under which the result is looked for, and kept; None for neither.
+    key: cache key of the graph; None to neither load nor store it. within: this is an inner graph of another, which is
+    reported instead. single: it returns one value to that graph rather than a tuple.
     """
     began = time.perf_counter()
     guessed = guessed_size(gm.graph)
@@ -108,7 +108,7 @@ def _build(
     _dump(generated, dumps)
     graph = None
     if config.wrapper == "fx":
-        from overlapc.codegen.fx import FxWrapper  # which registers an operator: not for those who do not need it
+        from overlapc.codegen.fx import FxWrapper  # imported only when needed, because it registers an operator
 
         graph = FxWrapper(generated.program, single=single)
     with phase("kernels"):
@@ -128,7 +128,7 @@ def _dump(generated: Generated, dumps: Dumps) -> None:
 def _generate(
     planned: Planned, inner: Mapping[GraphModule, Built], config: Config, within: bool, choice: GatherChoice
 ) -> Generated:
-    """Kernels, and the program that launches them."""
+    """Generate the kernels, and the program that launches them."""
     result, lowered, tuning = planned.result, planned.lowered, planned.tuning
     schedule = result.schedule
     for constant, module in lowered.constants.items():
@@ -142,7 +142,7 @@ def _generate(
         report = _with_shared_memory(report, planned)
     if config.memory == "pool":
         program, report = _with_pool(program, report, schedule, lowered)
-    # What is within another graph runs as a part of that one's call.
+    # An inner graph is not split: it runs as part of a call of the outer graph.
     parts = split(program) if config.cuda_graphs and not within else None
     counts = {**counts_of(result), **planned.attention_counts}
     if planned.copies:
@@ -154,7 +154,8 @@ def _generate(
         counts["kernels_tuned"] = len(tuning.changed)
         _log.info("%s: %s", schedule.name, report.tuned)
     if parts is not None:
-        report = replace(report, captured=parts.summary(), host_ns=None)  # which is of nodes launched one by one
+        # `host_ns` is the host time of nodes that are launched one by one, so it does not hold for captured parts.
+        report = replace(report, captured=parts.summary(), host_ns=None)
         counts["cuda_graph_parts"] = len(parts.parts)
         _log.info("%s: %s", schedule.name, report.captured)
     kernels, order = kernels_of(sources, schedule), collective_lines(schedule)
@@ -163,14 +164,14 @@ def _generate(
 
 
 def _donated(schedule: Schedule, config: Config) -> set[str]:
-    """Saved activations whose memory backward may go on with, unless what runs it holds its arguments."""
+    """Return the saved activations whose memory backward may reuse; none if the caller keeps the arguments alive."""
     if config.cuda_graphs or config.wrapper == "fx":
         return set()
     return {buffer.name for buffer in schedule.buffers.values() if buffer.freeable}
 
 
 def _with_shared_memory(report: GraphRecord, planned: Planned) -> GraphRecord:
-    """What ranks share for copies is part of the peak."""
+    """Return `report` with the memory that ranks share for copies added to the peak."""
     pools = {each.copies.pool.name: each.copies.pool.bytes for each in planned.copies.values()}
     shared = sum(pools.values())
     peak = peak_with_pools(planned.result.schedule, shared)  # pools of other graphs may be larger
@@ -178,8 +179,9 @@ def _with_shared_memory(report: GraphRecord, planned: Planned) -> GraphRecord:
     if budget is not None and peak > budget:
         count("copies_over_budget")
         warnings.warn(
-            f"{report.name}: {human_bytes(shared)} that ranks share for copies raise the peak to {human_bytes(peak)},"
-            ' over memory_budget\nhint: options={"transport": "nccl"} shares none; smaller units of fully_shard, less',
+            f"{report.name}: the {human_bytes(shared)} that ranks share for copies raise the peak to"
+            f" {human_bytes(peak)}, more than memory_budget"
+            '\nhint: options={"transport": "nccl"} shares no memory; smaller units of fully_shard share less',
             stacklevel=2,
         )
     return replace(report, pool_bytes=shared, peak_bytes=peak)
@@ -188,7 +190,8 @@ def _with_shared_memory(report: GraphRecord, planned: Planned) -> GraphRecord:
 def _with_pool(
     program: Program, report: GraphRecord, schedule: Schedule, lowered: LoweredGraph
 ) -> tuple[Program, GraphRecord]:
-    """`program` on a pool, and what its peak is then; as it was if the pool would not fit the memory budget."""
+    """Return `program` with its buffers in a pool, and `report` with its peak; both unchanged if the pool would exceed
+    the memory budget."""
     on_pool = pooled(program)
     peak = peak_bytes(on_pool, schedule, lowered.hint)
     if schedule.budget_bytes is not None and peak > schedule.budget_bytes:
@@ -198,7 +201,7 @@ def _with_pool(
 
 
 def _uncompiled(gm: GraphModule, node: Node) -> Callable[..., Any]:
-    """The graph run op by op, with a count and a warning: the sizes it was traced with cannot be relied on."""
+    """Return a function that runs the graph op by op, and warn that a data-dependent size was traced as a constant."""
     count("graphs_as_they_stand")
     warnings.warn(
         f"overlapc runs a graph op by op: {node.name} = {node.target} gives a size that depends on data and was traced"
@@ -209,16 +212,17 @@ def _uncompiled(gm: GraphModule, node: Node) -> Callable[..., Any]:
 
 
 def _graph_key(gm: GraphModule, config: Config, name: str) -> str | None:
-    """Under which a graph of ATen ops is kept; None when it must be compiled each time."""
+    """Return the cache key of a graph of ATen ops, or None if it cannot be cached."""
     if not uses_disk_cache(config):
         return None
     try:
         context = environment_key(config), profile_text(config, device_types(gm)), rank_in_graphs(config)
-        given = {} if config.memory_budget is None else record.given_to_forward(name)  # a budget is for both together
+        # A budget covers forward and backward together, so the plan of backward depends on the inputs of forward.
+        given = {} if config.memory_budget is None else record.given_to_forward(name)
         sizes = str({name: buffer.bytes for name, buffer in given.items()})
         return graph_key(gm, name.split("_")[0], *context, sizes, choice_of(gm).why)
     except NotCacheable as reason:
-        count(f"not kept: {reason}")
+        count(f"graph not cached: {reason}")
         return None
 
 
@@ -226,6 +230,6 @@ def _keep(key: str, compiled: cached_graph.CompiledGraph, config: Config) -> boo
     try:
         cached_graph.store(key, compiled, config.cache_dir)
     except NotCacheable as reason:
-        count(f"not kept: {reason}")
+        count(f"graph not cached: {reason}")
         return False
     return True

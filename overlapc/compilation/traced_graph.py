@@ -1,4 +1,4 @@
-"""Compiles a graph that the caller traced: forward, loss and backward together, as torchtitan's graph_trainer does."""
+"""Compiles a graph of forward, loss and backward that the caller traced, as torchtitan's graph_trainer does."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def compile_graph(
     options: Mapping[str, Any] | Config | None = None,
     mode: str | None = None,
 ) -> fx.GraphModule:
-    """`gm` compiled: a module that takes and returns what `gm` does.
+    """Compile `gm`. Return a module with the same inputs and results.
 
-    gm: a function of plain tensors that make_fx traced, with its backward in it, and functional collectives; nothing
-        is differentiated. Nodes whose `meta["custom"]["module_fqn"]` names a module give collectives their names and
-        buckets; gathers of inputs and reductions of results count as those of sharded parameters.
+    gm: a function of plain tensors that make_fx traced, with functional collectives and with its backward included:
+        nothing is differentiated here. Nodes whose `meta["custom"]["module_fqn"]` names a module give collectives their
+        names and buckets; gathers of inputs and reductions of results are treated as those of sharded parameters.
     example_inputs: one for each placeholder, real or fake. options, mode: as for `torch.compile`.
 
-    Raises ConfigError for options it cannot use, CompileError with the FX node for a graph it cannot compile,
+    Raises ConfigError for invalid options, CompileError with the FX node for a graph that cannot be compiled,
     RanksDisagree when ranks compile different graphs.
     """
     config = Config.of(options, mode)

@@ -1,4 +1,4 @@
-"""Passes what Dynamo captured to AOTAutograd, and the graphs that it makes to a compiler of single graphs."""
+"""Traces a graph that Dynamo captured with AOTAutograd, and compiles the forward and backward that result."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from overlapc.runtime.counters import count
 from overlapc.runtime.deterministic import deterministic
 from overlapc.runtime.phases import phase
 
-GraphCompiler = Callable[..., Callable[..., Any]]  # of (gm, inputs, *, config, name)
-Partition = Callable[..., tuple[GraphModule, GraphModule]]  # of a joint graph, as AOTAutograd asks for it
+GraphCompiler = Callable[..., Callable[..., Any]]  # called with (gm, inputs, *, config, name)
+Partition = Callable[..., tuple[GraphModule, GraphModule]]  # AOTAutograd's `partition_fn`: splits a joint graph
 
 
 def step_of(
@@ -38,12 +38,12 @@ def step_of(
     number: int,
     divide: Partition = partition,
 ) -> Callable[..., Any]:
-    """What runs forward and backward of `gm` as `compile_graph` compiles them. ConfigError for unknown passes.
+    """Return a callable that runs forward and backward of `gm`, compiled by `compile_graph`.
 
-    divide: makes forward and backward of the joint graph.
+    divide: partitions the joint graph into forward and backward. Raises ConfigError for unknown passes.
     """
     check_torch_version()
-    select(config.passes)  # an unknown pass is an error now, not after the first graph was lowered
+    select(config.passes)  # fail early for an unknown pass, not only after the first graph has been lowered
     if any(isinstance(value, list | tuple | dict) for value in example_inputs):  # compiled autograd's graphs
         flat = partial(_traced, compile_graph, config=config, number=number, divide=divide)
         return flatten_graph_inputs(gm, example_inputs, flat)
@@ -59,12 +59,12 @@ def _traced(
     number: int,
     divide: Partition,
 ) -> Callable[..., Any]:
-    """What AOTAutograd makes of `gm`, called directly.
+    """Trace and compile `gm` with AOTAutograd.
 
-    Not through `torch._dynamo.backends.common.aot_autograd`, which imports Inductor's scheduler and IR to ask whether
-    they log: on a machine that keeps no bytecode a tenth of a cold start.
+    AOTAutograd is called directly and not through `torch._dynamo.backends.common.aot_autograd`, which imports
+    Inductor's scheduler and IR to ask whether they log: a tenth of a cold start on a machine that caches no bytecode.
     """
-    if isinstance(gm, GraphModule):  # compiled autograd wraps its graph, in which no attention is whole
+    if isinstance(gm, GraphModule):  # compiled autograd wraps its graph, which contains no whole attention calls
         drop_masks(gm, eager_dropout=config.fallback_random)
     as_they_were = views_outside(gm) if any(map(is_traceable_wrapper_subclass, inputs)) else None
     trace: Callable[..., Any] = partial(
@@ -78,7 +78,7 @@ def _traced(
         "inference_compiler": partial(compile_graph, config=config, name=f"inference_{number}"),
     }
     divide = phase("partition")(divide)
-    # No collections: a traced graph is objects that all stay.
+    # The garbage collector is paused: tracing creates many objects, and all of them stay alive.
     with phase("AOTAutograd"), deterministic(config.deterministic), gc_paused(), contiguous_tangents_of_overlaps():
         step = (
             _folded(trace, gm, inputs, compilers, divide) if config.trace_once and not compiled_autograd(gm) else None
@@ -96,7 +96,7 @@ def _folded(
     compilers: Mapping[str, Any],
     divide: Partition,
 ) -> Callable[..., Any] | None:
-    """What AOTAutograd makes of `gm` when equal blocks are traced once; None where they cannot be."""
+    """Trace and compile `gm` with equal blocks traced only once; None if that is not possible."""
     try:
         with phase("equal blocks"):
             folded = Folded(gm, inputs, trace)
@@ -126,7 +126,8 @@ def _folded(
 
 
 def _hidden(compiler: GraphCompiler) -> GraphCompiler:
-    """`compiler` and what it makes, kept from Dynamo: backward may be compiled and run within what that traces."""
+    """Return `compiler` with Dynamo disabled for it and for what it returns: Dynamo may be tracing while backward is
+    compiled and run."""
 
     def compile_backward(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         return disable(disable(compiler)(*args, **kwargs), reason="it is compiled")
