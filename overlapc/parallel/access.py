@@ -1,8 +1,8 @@
 """Reading a managed parameter: gathered inside forward, sharded everywhere else.
 
-A module that owns managed parameters gets a subclass of its own class with one property a parameter. Inside a
-forward (or its repetition by an eager checkpoint in backward) the property gathers; outside it gives the sharded
-DTensor parameter, so that initialization, optimizers and checkpoints see what they should.
+A module that owns managed parameters gets a subclass of its own class with one property per parameter. Inside a
+forward (or its recomputation by an eager checkpoint in backward) the property gathers; elsewhere it returns the sharded
+DTensor parameter, which is what initialization, optimizers and checkpoints need.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from overlapc.parallel.unreduced import (
 
 
 class FSDPModule(Controls, fsdp2.FSDPModule):
-    """Mixed into the class of every module given to `fully_shard`, which makes it an instance of FSDP2's class.
+    """Mixin for the class of every module given to `fully_shard`, which makes it an instance of FSDP2's class.
 
-    Casts inputs and outputs of forward, marks by its stack frames that a forward runs, and reduces gradients of earlier
-    micro-batches.
+    Casts the inputs and outputs of forward, shows by its stack frames that a forward is running, and makes backward
+    reduce the gradients of earlier micro-batches.
     """
 
     _overlapc_base: type[nn.Module]
@@ -49,15 +49,15 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
     _overlapc_pending: Pending  # gradients that the next forward's backward has to reduce
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes a module of the original class if arguments are given, as slices of containers do."""
+        """Make a module of the original class if arguments are given, as slicing a container does."""
         if args or kwargs:
             return cls._overlapc_base(*args, **kwargs)
-        return object.__new__(cls)  # what copying does
+        return object.__new__(cls)  # copying a module calls this without arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # With a method of its own here, Dynamo traces `_call_impl`; otherwise it would go to `forward` at once.
+        # Because this method exists, Dynamo traces `_call_impl`; otherwise it would trace `forward` directly.
         if torch.compiler.is_dynamo_compiling() and isinstance(self, torch._dynamo.OptimizedModule):
-            return nn.Module.__call__(self, *args, **kwargs)  # Dynamo skips the call of what torch.compile(block) made
+            return nn.Module.__call__(self, *args, **kwargs)  # Dynamo skips OptimizedModule's (torch.compile(block))
         return call_block(self, *args, **kwargs)
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,14 +85,14 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
         return ModuleState(self)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether forwards from now on reduce their gradients in backward; FSDP2's method of this name.
+        """Set whether later forwards reduce their gradients in backward, like FSDP2's method of this name.
 
             model.set_requires_gradient_sync(False)   # before all micro-batches of a step but the last
             model.set_requires_gradient_sync(True)    # before the last one's forward
 
         If it is off, gradients add up unsharded, in the reduce dtype and in separate memory. The backward of the next
         forward of this module that runs with it on reduces the sum. A gradient of a forward without reduction that
-        arrives after it was turned on is reduced at once. recurse: also for sharded modules below.
+        arrives after it was turned on is reduced at once. recurse: also set it for the sharded modules inside this one.
         """
         modules = modules_of(self, recurse)
         if requires_gradient_sync:
@@ -102,35 +102,35 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
         for module in modules:
             if isinstance(module, FSDPModule):
                 pending.update(module._overlapc_pending)
-                module._overlapc_pending.clear()  # hooks of forwards whose backward has not run refer to it
+                module._overlapc_pending.clear()  # hooks of forwards whose backward has not run hold this dict
                 module._overlapc_pending = {}
         keep_unsynced(modules, pending)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this module, not of sharded ones below, and keep them until `reshard`.
+        """Gather this module's parameters, except those of sharded modules inside it, until `reshard` frees them.
 
-        For calls that run eagerly; compiled code gathers within its graph. On all ranks. As with FSDP2, a forward
-        reshards where its group does so after forward, and so does a backward, but for
-        `set_reshard_after_backward(False)`. `parameters()` and `state_dict()` keep the shards throughout. async_op:
-        a handle is returned, with nothing left to wait for.
+        Affects calls that run eagerly; compiled code gathers within its graph. Every rank must call this. As with
+        FSDP2, a forward frees the gathered parameters if its group reshards after forward, and a backward does unless
+        `set_reshard_after_backward(False)` was called. `parameters()` and `state_dict()` return the shards throughout.
+        async_op: return a handle; there is nothing left to wait for.
         """
         if not torch.compiler.is_dynamo_compiling():
             gathered.unshard(self)
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
-        """Free what `unshard` has gathered."""
+        """Free the parameters that `unshard` gathered."""
         if not torch.compiler.is_dynamo_compiling():
             gathered.reshard(self)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether a backward ends what `unshard` began; in compiled graphs nothing stays gathered after backward."""
+        """Set whether a backward frees what `unshard` gathered; after a compiled backward nothing stays gathered."""
         for module in modules_of(self, recurse):
             if isinstance(module, FSDPModule):
                 module.__dict__["_overlapc_reshard_after_backward"] = reshard_after_backward
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: frees what is gathered, and forgets gradients not reduced yet.
+        """Free gathered parameters and drop unreduced gradients, after an exception in forward or backward.
 
         Call it on the outermost module, on all ranks.
         """
@@ -143,25 +143,25 @@ class FSDPModule(Controls, fsdp2.FSDPModule):
 
 
 def call_block(module: FSDPModule, *args: Any, **kwargs: Any) -> Any:
-    """Calls a sharded module; a function of its own because Dynamo traces it once for equal modules."""
+    """Call a sharded module. This is a separate function so that Dynamo can trace it once for equal modules."""
     return super(FSDPModule, module).__call__(*args, **kwargs)  # type: ignore[misc]
 
 
 def replay_equal_blocks() -> None:
-    """Lets Dynamo trace equal sharded blocks once."""
+    """Make Dynamo trace equal sharded blocks only once."""
     from overlapc.parallel.replayed_blocks import replay
 
     replay(call_block)
 
 
 for _name, _theirs in vars(fsdp2.FSDPModule).items():
-    if not _name.startswith("_") and getattr(FSDPModule, _name) is _theirs:  # of a later version of torch
+    if not _name.startswith("_") and getattr(FSDPModule, _name) is _theirs:  # added by a later version of torch
         setattr(FSDPModule, _name, refusal(_name, "this version of overlapc does not know the method"))
 
 
 @contextmanager
 def no_sync(module: FSDPModule) -> Iterator[None]:
-    """Forwards within the block leave their gradients unreduced; see `FSDPModule.set_requires_gradient_sync`.
+    """Leave the gradients of forwards within the block unreduced; see `FSDPModule.set_requires_gradient_sync`.
 
     with overlapc.no_sync(model):
         step(*first).backward()
@@ -181,12 +181,12 @@ def no_sync(module: FSDPModule) -> Iterator[None]:
 
 
 def groups_of(module: nn.Module) -> tuple[ShardGroup, ...] | None:
-    """The groups that a `fully_shard` call on `module` made, one for each mesh; None if there was no such call."""
+    """Return the groups that `fully_shard` made for `module`, one per mesh; None if it was not called on it."""
     return module.__dict__.get("_overlapc_groups")
 
 
 def manage(module: nn.Module, params: dict[str, ShardedParam]) -> None:
-    """Makes reads of `module`'s parameters named in `params` gather them."""
+    """Make reads of the parameters of `module` that are named in `params` gather them."""
     if not params:
         return
     module.__dict__["_overlapc_params"] = {**managed(module), **params}
@@ -204,10 +204,10 @@ def make_group(
     output_dtype: torch.dtype | None,
     part: int = 0,
 ) -> None:
-    """Makes calls of `module` cast their floating inputs and outputs and count as forward.
+    """Make calls of `module` cast their floating-point inputs and outputs, and count as a forward.
 
-    groups: one for each mesh that parameters of `module` lie on, none if it has no parameters. part: which of the
-    groups' modules it is.
+    groups: one for each mesh that parameters of `module` lie on, none if it has no parameters. part: the index of
+    `module` among the groups' modules.
     """
     module.__dict__["_overlapc_groups"] = tuple(groups)
     module.__dict__["_overlapc_part"] = part
@@ -219,7 +219,7 @@ def make_group(
 
 
 def name_groups(root: nn.Module) -> None:
-    """Tells every group at or below `root` the paths of its modules."""
+    """Set the module paths of every group at or below `root`."""
     for path, module in root.named_modules():
         for group in groups_of(module) or ():
             group.paths[module.__dict__["_overlapc_part"]] = path
@@ -255,11 +255,11 @@ def _property(name: str) -> property:
 
 
 def _in_forward() -> bool:
-    """Whether a `FSDPModule.__call__` is among the callers of the code that reads a parameter.
+    """Whether an `FSDPModule.__call__` is among the callers of the code that reads a parameter.
 
-    A counter that `__call__` keeps would miss what runs eagerly behind a graph break: the frame with the break is
-    compiled code then, in which nothing may be counted (a side effect would break Dynamo's checkpoint regions). But it
-    still is a frame of this file, as is what Dynamo resumes after the break.
+    A counter in `__call__` would miss code that runs eagerly after a graph break: the frame with the break is then
+    compiled, and compiled code must not count (a side effect would break Dynamo's checkpoint regions). But that frame
+    still belongs to this file, as does the function that Dynamo resumes after the break.
     """
     frame = sys._getframe(2)  # 0: this function, 1: the property
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Converts a model that FSDP2 sharded, so that its collectives become nodes of the compiled graph.
+"""Convert a model that FSDP2 sharded, so that its collectives become nodes of the compiled graph.
 
     for block in model.layers:
         torch.distributed.fsdp.fully_shard(block, mesh=mesh)
@@ -29,13 +29,13 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def adopt_fsdp2(model: _Module) -> _Module:
-    """Manage every module of `model` that FSDP2 manages, in place, with the same groups and options; returns it.
+    """Take over every module of `model` that FSDP2 manages, in place, with the same groups and options; return `model`.
 
     Call it after all `fully_shard` calls, before `torch.compile`. Nothing is copied or communicated. A model that
     overlapc manages already is left as it is.
 
-    Raises ConfigError when FSDP2 manages no module here, and for what has no counterpart: CPU offload, all-gather
-    extensions, replicated (DDP) parameters.
+    Raises ConfigError if FSDP2 manages no module of `model`, and for features that overlapc does not have: CPU offload,
+    all-gather extensions, replicated (DDP) parameters.
     """
     states = {id(state): state for module in model.modules() if (state := fsdp2_state(module)) is not None}
     if not states and any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -70,7 +70,7 @@ def _why_none(model: nn.Module) -> str:
 
 
 def _refuse(state: Any, paths: dict[nn.Module, str]) -> None:
-    """ConfigError, before anything was changed, for what cannot be taken over."""
+    """Raise ConfigError, before anything is changed, for an FSDP2 feature that overlapc does not have."""
     where = paths.get(state._modules[0]) or "the model"
     groups = fsdp2_groups(state)
     for group in groups:
@@ -101,12 +101,12 @@ def _refuse(state: Any, paths: dict[nn.Module, str]) -> None:
 
 
 def _adopt(state: Any) -> None:
-    """Converts the modules and parameters of one call of FSDP2's `fully_shard`."""
+    """Convert the modules and parameters of one call of FSDP2's `fully_shard`."""
     modules, policy = state._modules, state._mp_policy
     for group in fsdp2_groups(state):
         group._to_sharded()
     release_fsdp2(state)  # first: it restores the modules' classes, from which ours are derived
-    found: list[ShardGroup] = []  # one a mesh; none where inner calls took all parameters
+    found: list[ShardGroup] = []  # one per mesh; none if inner calls took all parameters
     for group in fsdp2_groups(state):
         mesh = group.mesh_info.mesh
         ours = group_on(mesh, _reshard_after_forward(state, group))
@@ -127,14 +127,14 @@ def _adopt(state: Any) -> None:
 
 
 def _manage(info: Any, sharded: ShardedParam) -> None:
-    """Manage the parameter wherever it is registered, tied places included."""
+    """Manage the parameter in every module that it is registered in, including those that tie it."""
     places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
     for module, name in places:
         manage(module, {name: sharded})
 
 
 def _path_of(owner: nn.Module, name: str, modules: tuple[nn.Module, ...]) -> tuple[int, str]:
-    """Which of the modules given to `fully_shard` the parameter belongs to, and its name seen from there."""
+    """Return which of the modules given to `fully_shard` holds the parameter (an index), and its name from there."""
     for part, module in enumerate(modules):
         for path, inner in module.named_modules():
             if inner is owner:
@@ -143,7 +143,7 @@ def _path_of(owner: nn.Module, name: str, modules: tuple[nn.Module, ...]) -> tup
 
 
 def _reshard_after_forward(state: Any, group: Any) -> bool | int | None:
-    """The option that the user gave to FSDP2."""
+    """Return the `reshard_after_forward` that the user gave to FSDP2."""
     if state._auto_reshard_after_forward:
         return None
     after = group.post_forward_mesh_info

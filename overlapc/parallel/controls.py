@@ -1,7 +1,7 @@
-"""FSDP2's other methods on a sharded module: which change the graph, which do nothing, which are refused.
+"""FSDP2's other methods of a sharded module: some change the graph, some do nothing, some raise ConfigError.
 
-Options that change what is traced give parameters new keys. Dynamo guards on keys, so the next call compiles another
-graph; before the first call that costs nothing.
+Options that change the traced graph give parameters new keys. Dynamo guards on keys, so the next call recompiles;
+setting such an option before the first call costs nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from overlapc.parallel.gather import ShardedParam, halved
 
 _log = logging.getLogger("overlapc")
 
-# These control when FSDP2 communicates. The compiler decides that here, so they are counted and do nothing.
+# These control when FSDP2 communicates. The compiler decides that here, so a call is logged and does nothing.
 HINTS = (
     "set_modules_to_forward_prefetch",
     "set_modules_to_backward_prefetch",
@@ -29,7 +29,7 @@ HINTS = (
     "set_reduce_scatter_max_input_buffers",
     "set_allocate_memory_from_process_group_for_comm",
     "set_symm_mem_for_comm",
-    "set_requires_all_reduce",  # each micro-batch's gradients are added up over replicas: the same sum in the end
+    "set_requires_all_reduce",  # every micro-batch is reduced over replicas, too, which gives the same sum
 )
 # Methods whose effect cannot be a node of a graph -> what to do instead.
 REFUSED = {
@@ -42,10 +42,10 @@ REFUSED = {
 
 
 class Controls:
-    """Mixed into `FSDPModule`. `recurse`: for all sharded modules below, too."""
+    """Mixin for `FSDPModule`. `recurse`: also change all sharded modules inside this one."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether backward gathers parameters again (True), or forward keeps them for it; as for `fully_shard`.
+        """Set whether backward gathers parameters again (True) or forward keeps them for it, as in `fully_shard`.
 
         Raises ConfigError while gradients wait to be reduced.
         """
@@ -71,22 +71,22 @@ class Controls:
         _describe_anew(changed, lambda param: divided_by(param, factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """FSDP2's former name of `set_gradient_divide_factor`."""
+        """Call `set_gradient_divide_factor`; this is its former name in FSDP2."""
         self.set_gradient_divide_factor(factor)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Makes the current stream wait for `event`, and with it the next forward's gathers."""
+        """Make the current stream, and so the next forward's gathers, wait for `event`."""
         event.wait()
 
 
 def divided_by(param: ShardedParam, factor: float) -> ShardedParam:
-    """`param` with its gradients divided by `factor` after the sum; in fp16 half of that before it, as by default."""
+    """Return `param` with gradients divided by `factor` after the sum; in fp16 half before it, as by default."""
     before, after = halved(factor) if param.divide_before != 1 else (1.0, factor)
     return dataclasses.replace(param, reduce_op="sum", divide_before=before, divide_after=after)
 
 
 def modules_of(control: Any, recurse: bool) -> list[nn.Module]:
-    """The modules whose parameters a control is about: those of one group, or of all groups below."""
+    """Return the modules whose parameters a control changes: those of one group, or of all groups inside it, too."""
     assert isinstance(control, nn.Module)
     if recurse:
         return list(control.modules())
@@ -109,7 +109,7 @@ def _refuse_unreduced(what: str, modules: Iterable[nn.Module]) -> None:
 
 
 def _describe_anew(modules: Iterable[nn.Module], change: Callable[[ShardedParam], ShardedParam]) -> None:
-    """Replace the descriptions of the modules' parameters; tied ones keep sharing one."""
+    """Replace the descriptions of the modules' parameters; tied parameters keep sharing one description."""
     changed: dict[int, ShardedParam] = {}
     for module in modules:
         params: dict[str, ShardedParam] = module.__dict__.get("_overlapc_params", {})
@@ -124,7 +124,7 @@ def _describe_anew(modules: Iterable[nn.Module], change: Callable[[ShardedParam]
 
 
 def _variant(param: ShardedParam) -> ShardedParam:
-    """`param` under a key for its present options; an earlier key if it had the same options before."""
+    """Return `param` under the key of its current options, which is an earlier key if it had these options before."""
     group = param.group
     how = (group.reshard_after_forward, group.post, param.reduce_op, param.divide_before, param.divide_after)
     if how not in param.variants:
@@ -141,10 +141,10 @@ def _hint(name: str) -> Callable[..., None]:
 
 
 def refusal(name: str, instead: str) -> Callable[..., None]:
-    """A method that says what to do instead."""
+    """Return a method that raises ConfigError with what to do instead."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> None:
-        if args[:1] not in ((None,), (False,)):  # those ask for what is anyway
+        if args[:1] not in ((None,), (False,)):  # these values ask for the default, which holds anyway
             raise ConfigError(f"{name}: not possible in a compiled graph; {instead}")
 
     method.__name__, method.__doc__ = name, f"Not possible in a compiled graph; {instead}."

@@ -5,8 +5,8 @@
     overlapc.fully_shard(model, mesh)
 
 Each call makes one group of the parameters that no inner call manages. They become DTensor parameters, sharded on
-dim 0 unless `shard_placement_fn` says otherwise, under the same names in `state_dict()`; reading one inside forward
-gives the gathered tensor.
+dim 0 unless `shard_placement_fn` says otherwise, under the same names in `state_dict()`. Inside forward, reading one
+returns the gathered tensor.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     ignored_params: Collection[nn.Parameter] | None = None,
 ) -> _Modules:
-    """Shard the parameters of `module` that no inner call manages, in place; returns `module`.
+    """Shard the parameters of `module` that no inner call manages, in place, and return `module`.
 
-    module: or a list of several, such as the last norm and the head, whose parameters make one group.
+    module: a module, or a list of modules whose parameters form one group, such as the last norm and the head.
     mesh: one axis shards (FSDP); two axes replicate over the first and shard over the second (HSDP). Default:
         all ranks. Parameters that are DTensors already (`parallelize_module`) must lie on other axes of the
         same root mesh.
-    mp_policy: torch's policy; `param_dtype` and `reduce_dtype` are short for its fields of that name.
+    mp_policy: torch's policy; `param_dtype` and `reduce_dtype` set its fields of the same name.
     reshard_after_forward: True gathers again in backward, False keeps the gathered parameters, an int keeps
         them sharded over that many ranks. None, like FSDP2: True, but False for the outermost module.
-        Outside of a compiled graph gathered parameters are always kept.
-    shard_placement_fn: the dim a parameter is sharded on, as `Shard(dim)`; None for dim 0. Other dims must divide
-        evenly, and cost a copy of the gathered parameter and of its gradient.
+        Eager code always keeps gathered parameters for backward.
+    shard_placement_fn: returns the dim to shard a parameter on, as `Shard(dim)`, or None for dim 0. Other dims must
+        divide evenly, and cost a copy of the gathered parameter and of its gradient.
     ignored_params: neither sharded nor reduced.
 
-    Compile the outermost module. Compiled block by block, each block is compiled again (its parameters have names of
-    their own in the graph), which Dynamo stops after `torch._dynamo.config.recompile_limit` blocks. What runs
-    eagerly within a forward (behind a graph break, or because of `torch.compiler.disable`) gathers what it reads.
+    Compile the outermost module. If blocks are compiled one by one, each block is a recompile (the graph contains the
+    names of its parameters), and Dynamo stops after `torch._dynamo.config.recompile_limit` of them. Code that runs
+    eagerly within a forward (after a graph break, or under `torch.compiler.disable`) gathers the parameters it reads.
 
     Raises ConfigError for a mesh, module, parameter or option that cannot be used.
     """
@@ -79,7 +79,7 @@ def fully_shard(
             if param is None or name in managed(owner) or id(param) in ignored:
                 continue
             _refuse_owner(owner, _joined(path, name))
-            # Tied parameters stay tied; one that is tied to another group's belongs to the group that came first.
+            # Tied parameters stay tied; a parameter tied across groups belongs to the group that was made first.
             known = replaced_by(param)
             if known is None:
                 placed = shard_placement_fn(param) if shard_placement_fn else None
@@ -99,7 +99,7 @@ def fully_shard(
 
 
 def _checked(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules of one call, without those inside another of them."""
+    """Return the modules given to one call, without those that lie inside another of them."""
     modules = [given] if isinstance(given, nn.Module) else list(given)
     if not modules:
         raise ConfigError("fully_shard: the list of modules is empty")
@@ -138,7 +138,7 @@ def _default_mesh() -> DeviceMesh:
 
 
 def _refuse_owner(owner: nn.Module, param: str) -> None:
-    """ConfigError for a module that does not read its parameters as attributes."""
+    """Raise ConfigError for a module that does not read its parameters as attributes."""
     if isinstance(owner, nn.RNNBase):
         raise ConfigError(
             f"fully_shard: {param} belongs to a {type(owner).__name__}, which reads its weights from a list of its own "
@@ -151,7 +151,10 @@ def _joined(path: str, name: str) -> str:
 
 
 def _own_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[int, str, nn.Module]]:
-    """(which root, path from there, module) of the roots and all below, but not of inner groups; a shared one once."""
+    """Yield (index of the root, path from it, module) for all modules of the roots, without those of inner groups.
+
+    A module that is reached twice is yielded once.
+    """
     seen: set[int] = set()
     for part, root in enumerate(roots):
         pending = [("", root)]

@@ -1,8 +1,8 @@
 """Gather a sharded parameter and reduce its gradient, as differentiable functional collectives.
 
 The collectives are plain `_c10d_functional` ops, so that in a compiled graph each is a node the scheduler can
-move. For even shards on dim 0 the gathered output is the parameter and the full gradient is the scatter's input:
-besides casts there is no copy.
+move. For even shards on dim 0 the output of the all-gather is the parameter, and the full gradient is the input of the
+reduce-scatter: apart from casts nothing is copied.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Axis:
     """One mesh axis as collectives see it."""
 
     name: str  # equal on all ranks
-    group: str  # this rank's process group, by torch's name for it
-    size: int  # ranks
+    group: str  # torch's name of this rank's process group
+    size: int  # number of ranks
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """How the gathered tensor is a DTensor again on the tensor-parallel mesh."""
+    """The layout of a gathered tensor that is itself a DTensor, on the tensor-parallel mesh."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -49,10 +49,10 @@ class TensorParallel:
 
 
 class ShardGroup:
-    """The parameters of one `fully_shard` call: what they have in common."""
+    """What the parameters of one `fully_shard` call have in common."""
 
     def __init__(self, reshard_after_forward: bool | int | None, axis: Axis, replicate: Axis | None) -> None:
-        self.paths = [""]  # of its modules, seen from the outermost fully_shard; outer calls refresh them
+        self.paths = [""]  # of its modules, relative to the outermost sharded module; outer calls update them
         self.reshard_after_forward = reshard_after_forward
         self.axis = axis
         self.replicate = replicate
@@ -63,47 +63,47 @@ class ShardGroup:
 
     @property
     def path(self) -> str:
-        """The group's name: the path of its module, or of several."""
+        """The group's name: the path of its module, or the paths of its modules joined by commas."""
         return ",".join(self.paths)
 
     @property
     def reshard(self) -> bool:
-        """Whether backward gathers again. Like FSDP2, None means yes, but not for the outermost module."""
+        """Whether backward gathers again. As in FSDP2, None means yes, except for the outermost module."""
         if self.reshard_after_forward is None:
             return "" not in self.paths
         return bool(self.reshard_after_forward)
 
 
 # Compiled code names a parameter by a short key instead of holding its ShardedParam: Dynamo then guards on one
-# string a parameter rather than on every field of the description.
+# string per parameter rather than on every field of the description.
 _params: weakref.WeakValueDictionary[str, ShardedParam] = weakref.WeakValueDictionary()
 _count = itertools.count()
 
-# By key, within an eager backward: full gradients of former micro-batches, to be reduced with this one's.
+# During an eager backward, by parameter key: full gradients of earlier micro-batches, to be reduced with this one's.
 due: dict[str, Tensor] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedParam:
-    """How one parameter is gathered from its shards, and its gradient reduced. Lengths are of dim `dim`."""
+    """How one parameter is gathered from its shards, and how its gradient is reduced."""
 
-    name: str  # seen from its module, `group.paths[part]`
+    name: str  # relative to its module, `group.paths[part]`
     group: ShardGroup
-    dim: int  # that is sharded; other dims than 0 are even
-    length: int  # of the gathered tensor
-    chunk: int  # of the largest shard, which all ranks send
-    local: int  # of this rank's shard
+    dim: int  # the sharded dim; shards on a dim other than 0 have equal sizes
+    length: int  # size of `dim` in the gathered tensor
+    chunk: int  # size of `dim` in the largest shard, which all ranks send
+    local: int  # size of `dim` in this rank's shard
     dtype: torch.dtype  # of the shard, and of its gradient
-    param_dtype: torch.dtype | None  # of the gathered tensor, when it differs from dtype
-    reduce_dtype: torch.dtype | None  # gradients are reduced in it, when it differs from the computed one
+    param_dtype: torch.dtype | None  # of the gathered tensor, if it differs from dtype
+    reduce_dtype: torch.dtype | None  # dtype of the reduction, if it differs from that of the computed gradient
     reduce_op: str  # "avg" or "sum"
     divide_before: float  # gradients are divided by this before they are reduced (1.0: not at all)
     divide_after: float  # and by this after
     tensor_parallel: TensorParallel | None
-    part: int = 0  # which of the group's modules it belongs to
-    # Descriptions of the same parameter, by what the controls changed: turned back, it has its former key.
+    part: int = 0  # index of its module in the group
+    # Descriptions of the same parameter by the options that controls change: an option set back restores the old key.
     variants: dict[object, ShardedParam] = field(default_factory=dict, repr=False)
-    key: str = field(init=False)  # for `unshard`; valid as long as this object lives
+    key: str = field(init=False)  # identifies this description to `unshard`; valid as long as this object lives
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", f"{self.name}#{next(_count)}")
@@ -114,12 +114,12 @@ class ShardedParam:
 
     @property
     def uneven(self) -> bool:
-        """Whether ranks pad. The same on all ranks, so that their graphs have the same nodes."""
+        """Whether ranks pad their shards; equal on all ranks, so that their graphs have the same nodes."""
         return self.length != self.chunk * self.group.axis.size
 
     @property
     def way(self) -> tuple[Any, ...]:
-        """How it is gathered and its gradient reduced, as plain values: equal for equal parameters of two modules."""
+        """How it is gathered and its gradient reduced, as plain values that are equal for equal parameters."""
         group = self.group
         fields = dataclasses.fields(self)
         others = ("name", "group", "part", "variants", "key")
@@ -128,7 +128,7 @@ class ShardedParam:
 
     @property
     def label(self) -> ParamLabel:
-        """The mark on nodes that gather it or reduce its gradient."""
+        """The label of nodes that gather this parameter or reduce its gradient."""
         group = self.group
         post, post_rank = group.post or (None, 0)
         path = group.paths[self.part]
@@ -145,7 +145,7 @@ class ShardedParam:
 
 
 def halved(divisor: float) -> tuple[float, float]:
-    """Two about equal divisors of gradients, before and after a sum over ranks that could overflow."""
+    """Return two roughly equal divisors of gradients, for before and after a sum over ranks that could overflow."""
     before = 1.0
     while divisor % before == 0 and divisor / before > before:
         before *= 2
@@ -153,7 +153,7 @@ def halved(divisor: float) -> tuple[float, float]:
 
 
 class _Described(Mapping[str, Any]):
-    """By key of a sharded parameter: all that a graph which names it depends on, in plain values."""
+    """Maps the key of a sharded parameter to everything about it that a graph depends on, as plain values."""
 
     def __getitem__(self, key: str) -> Any:
         sharded = _params[key]
@@ -170,17 +170,18 @@ described_params = _Described()
 
 
 def param_of(key: str) -> ShardedParam:
-    """The description that compiled code names by `key`."""
+    """Return the description that compiled code refers to by `key`."""
     return _params[key]
 
 
 @torch.compiler.allow_in_graph
 def unshard(param: DTensor, key: str, unsynced: Tensor | None = None, gathered: GatheredParam | None = None) -> Tensor:
-    """The gathered parameter: a plain tensor, or a DTensor on the tensor-parallel mesh.
+    """Return the gathered parameter: a plain tensor, or a DTensor on the tensor-parallel mesh.
 
-    `param` is the sharded parameter that the ShardedParam with this key describes. Gradients flow back reduced
-    and sharded, or, given `unsynced` (an `unsynced_leaf`), to that one as they are. One node in Dynamo's graph,
-    traced through by AOTAutograd. gathered: eager code's, which takes the place of the collective.
+    `param` is the sharded parameter that the ShardedParam with this key describes. Its gradient is reduced and
+    sharded; if `unsynced` (an `unsynced_leaf`) is given, the gradient flows to that leaf unreduced instead. This
+    function is one node in Dynamo's graph, and AOTAutograd traces into it. gathered: the parameter that eager code
+    keeps gathered, which is returned without a collective.
     """
     sharded = _params[key]
     if not isinstance(param, DTensor):
@@ -195,13 +196,13 @@ def unshard(param: DTensor, key: str, unsynced: Tensor | None = None, gathered: 
 
 
 def unshard_local(shard: Tensor, key: str) -> Tensor:
-    """`unshard` of a parameter whose local shard is given, and that only data-parallel axes divide."""
+    """Return the gathered parameter, given its local shard; only data-parallel axes may divide the parameter."""
     full: Tensor = _Unshard.apply(shard, key, None, None)
     return full
 
 
 def unsynced_leaf(param: Tensor, key: str) -> Tensor:
-    """A leaf without memory in whose `.grad` unreduced gradients of the parameter add up."""
+    """Return a leaf tensor without memory whose `.grad` accumulates the parameter's unreduced gradients."""
     assert isinstance(param, DTensor)
     sharded = _params[key]
     shard = param.to_local()
@@ -212,17 +213,17 @@ def unsynced_leaf(param: Tensor, key: str) -> Tensor:
 
 
 class GatheredParam:
-    """A parameter that eager code keeps gathered until `drop`: its memory, and its shard's version at that time."""
+    """A parameter that eager code keeps gathered: the full tensor, and the version of the shard that it came from."""
 
     def __init__(self, param: DTensor, key: str, after_backward: Callable[[], None]) -> None:
-        """Gathers `param`, on all ranks alike. after_backward: called when a backward that used it has ended."""
+        """Gather `param`; every rank must do so. after_backward: called when a backward that used it has ended."""
         shard = param.to_local().detach()
         self.after_backward = after_backward
         self.full = _gather(shard, _params[key])
         self._of = (shard.data_ptr(), shard._version)
 
     def is_of(self, param: DTensor) -> bool:
-        """Whether the shard has not been changed since, as far as torch knows."""
+        """Whether this is `param` gathered, and its shard has not changed since, as far as torch knows."""
         shard = param.to_local()
         return self._of == (shard.data_ptr(), shard._version)
 
@@ -249,7 +250,7 @@ class _Unshard(torch.autograd.Function):
         if ctx.unsynced_dtype is not None:
             return None, None, grad.to(ctx.unsynced_dtype), None
         sharded = _params[ctx.key]
-        if ctx.key in due and type(grad) is Tensor:  # not while a graph is traced, whose tensors are others
+        if ctx.key in due and type(grad) is Tensor:  # not while a graph is traced, whose tensors are subclasses
             former = due.pop(ctx.key)
             grad = former + grad.to(former.dtype)
         with annotate(sharded.label):
@@ -257,13 +258,13 @@ class _Unshard(torch.autograd.Function):
 
 
 def _is_looked_at(tensor: Tensor) -> bool:
-    """Whether only sizes and dtypes of what `tensor` leads to are asked for, as Dynamo does; nothing is traced then."""
+    """Whether only shapes and dtypes are computed from `tensor`, as Dynamo does; no nodes are traced then."""
     return type(tensor) is FakeTensor and all(isinstance(mode, FakeTensorMode) for mode in dispatch_modes())
 
 
 @torch.no_grad()
 def accumulate_reduced(param: DTensor, key: str, grad: Tensor) -> None:
-    """Reduce the full gradient `grad` of `param` and add this rank's part to `param.grad`; on all ranks alike."""
+    """Reduce the full gradient `grad` of `param` and add this rank's part to `param.grad`; every rank must do so."""
     local = _reduce(grad, _params[key])
     mesh, placements = param.device_mesh, param.placements
     reduced = DTensor.from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
@@ -272,10 +273,10 @@ def accumulate_reduced(param: DTensor, key: str, grad: Tensor) -> None:
 
 @torch.compiler.allow_in_graph
 def reduce_with(output: Tensor, shards: list[DTensor], keys: list[str], pending: list[Tensor]) -> Tensor:
-    """`output`, through whose backward the gathered parameters' `pending` gradients are reduced, too.
+    """Return `output`, whose backward also reduces the `pending` gradients of gathered parameters.
 
-    They reach the sharded parameters besides those of the step; in a compiled graph the two are added up first
-    and reduced once (`fx.gathers.merge_reductions`).
+    The sharded parameters receive these gradients in addition to those of the step; in a compiled graph the two are
+    added up first and reduced once (`fx.gathers.merge_reductions`).
     """
     locals_ = [shard.to_local() for shard in shards]
     result: Tensor = _ReduceWith.apply(output, keys, len(locals_), *locals_, *pending)
@@ -299,15 +300,15 @@ class _ReduceWith(torch.autograd.Function):
 
 
 def _gather(shard: Tensor, param: ShardedParam) -> Tensor:
-    """The local shard, cast first so that the gather moves few bytes, then gathered."""
+    """Gather the local shard, cast before so that the all-gather moves fewer bytes."""
     axis = param.group.axis
-    # Padded before the cast: the cast of a shard without rows would be a call that makes an empty tensor, on this rank
-    # alone, where other ranks fuse cast and padding into one kernel.
+    # Pad before the cast: on a rank whose shard has no rows, a cast before the padding would be a call that makes an
+    # empty tensor, while other ranks fuse cast and padding into one kernel.
     full = _pad(shard, param.chunk) if param.uneven else shard
     if param.param_dtype is not None:
         full = full.to(param.param_dtype)
     if axis.size > 1:
-        # Not in a graph, where every tensor is a subclass of torch's: the gather that is safe over gloo.
+        # Eager code over gloo needs `gather_apart`; while a graph is traced, every tensor is a subclass.
         apart = type(full) is Tensor and backend_of(axis.group, full.device.type) == "gloo"
         gather = gather_apart if apart else _ops.all_gather_into_tensor
         full = _ops.wait_tensor(gather(full.contiguous(), axis.size, axis.group))
@@ -319,7 +320,7 @@ def _gather(shard: Tensor, param: ShardedParam) -> Tensor:
 
 
 def _reduce(grad: Tensor, param: ShardedParam) -> Tensor:
-    """The gradient of the gathered parameter, averaged over data-parallel ranks, this rank's part of it."""
+    """Return this rank's part of the gathered parameter's gradient, averaged over data-parallel ranks."""
     axis, replicate = param.group.axis, param.group.replicate
     if param.reduce_dtype is not None:
         grad = grad.to(param.reduce_dtype)
@@ -341,6 +342,6 @@ def _reduce(grad: Tensor, param: ShardedParam) -> Tensor:
 
 
 def _pad(tensor: Tensor, rows: int) -> Tensor:
-    """Zeros appended up to `rows`; also a node where none are missing, so that all ranks have the same graph."""
+    """Append zeros up to `rows` rows; also a node where none are missing, so that all ranks have the same graph."""
     sides = [0] * (2 * (tensor.ndim - 1)) + [0, rows - tensor.shape[0]]
     return torch.ops.aten.constant_pad_nd(tensor, sides)

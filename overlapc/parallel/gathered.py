@@ -1,6 +1,6 @@
 """Parameters that stay gathered across several calls: from `unshard()` to `reshard()`, as in FSDP2.
 
-For code that runs eagerly, such as a head that is called once for each part of a sequence. Compiled code gathers
+They serve code that runs eagerly, such as a head that is called once for each part of a sequence. Compiled code gathers
 parameters within its graph, where the compiler hides the collective. As with FSDP2, a forward frees the gathered
 parameters if its group reshards after forward, and a backward does unless `set_reshard_after_backward(False)` was
 called. A shard that has changed is gathered again.
@@ -19,8 +19,8 @@ from overlapc.parallel.unreduced import managed
 
 
 def unshard(module: Any) -> None:
-    """Gather the parameters of `module`'s groups and keep them. A collective for each: call it on all ranks."""
-    kept: dict[str, GatheredParam] = {}  # by key: tied parameters share one
+    """Gather the parameters of `module`'s groups and keep them, by one collective each: call it on all ranks."""
+    kept: dict[str, GatheredParam] = {}  # by parameter key, which tied parameters share
     after_backward = _Resharding(module)
     for owner in modules_of(module, recurse=False):
         for name, sharded in managed(owner).items():
@@ -34,19 +34,19 @@ def unshard(module: Any) -> None:
 
 
 def reshard(module: Any) -> None:
-    """Free what `unshard` has gathered."""
+    """Free the parameters that `unshard` gathered."""
     for owner in modules_of(module, recurse=False):
         owner.__dict__.get("_overlapc_gathered", {}).clear()
 
 
 def reshard_after_forward(module: Any) -> None:
-    """`reshard` at the end of a forward of `module`, if its groups are resharded then."""
+    """Call `reshard` at the end of a forward of `module` if its groups reshard after forward."""
     if any(group.reshard for group in module._overlapc_groups):
         reshard(module)
 
 
 def gathered_of(owner: Any, name: str) -> GatheredParam | None:
-    """The gathered parameter of `owner`, gathered again if its shard has changed; None without `unshard`."""
+    """Return the gathered parameter of `owner`, gathered again if its shard has changed; None without `unshard`."""
     kept: GatheredParam | None = owner._overlapc_gathered.get(name)
     if kept is None:
         return None
@@ -57,7 +57,7 @@ def gathered_of(owner: Any, name: str) -> GatheredParam | None:
 
 
 class _Resharding:
-    """Called at the end of a backward that used gathered parameters of `module`."""
+    """Callback for the end of a backward that used gathered parameters of `module`; frees them unless told not to."""
 
     def __init__(self, module: Any) -> None:
         self.module = weakref.ref(module)

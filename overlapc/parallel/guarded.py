@@ -1,6 +1,6 @@
-"""What Dynamo's guards of each kind compare: two values of one type for which it is equal pass or fail alike.
+"""What Dynamo's guards of each kind compare: a guard gives the same answer for two values of one type if it is equal.
 
-torch says so itself from 2.12 on (`GuardCheckSpec`), for the same kinds in slightly other words.
+torch 2.12 and later have the same information (`GuardCheckSpec`), in a slightly different form.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._library.opaque_object import get_opaque_obj_info
 
 
 class _Same:
-    """A value that equals itself only; it is kept, so that no other takes its `id`."""
+    """A value compared by identity. It is held, so that no other object gets its `id`."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -27,25 +27,25 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-Compared = Callable[[dict[str, Any], Any], Any]  # of the guard's keywords and a value
+Compared = Callable[[dict[str, Any], Any], Any]  # takes the guard's keywords and a value
 
 
 @lru_cache(1 << 12)
 def is_within(source: Source, whole: Source) -> bool:
-    """Whether a source names `whole` or a part of it; torch 2.11's `is_from_source` looks at outermost names only."""
+    """Whether a source names `whole` or a part of it; torch 2.11's `is_from_source` compares outermost names only."""
     return source == whole or (isinstance(source, ChainedSource) and is_within(source.base, whole))
 
 
 def compared(guard: Guard) -> Compared | None:
-    """What a guard compares of a value; None for kinds that no block is known to be traced once with."""
+    """Return the function that computes what a guard compares of a value; None for a kind that is not known here."""
     return _COMPARED.get(guard.create_fn_name())
 
 
 def subject(guard: Guard) -> tuple[Source, dict[str, Any]]:
-    """The value that is compared, and what the guard knows beside it."""
+    """Return the source of the value that a guard compares, and the guard's other arguments."""
     source = guard.originating_source
     known = dict(getattr(guard.create_fn, "keywords", {}))
-    if guard.create_fn_name() == "HASATTR" and "attr" not in known:  # before torch 2.13: by the attribute's own name
+    if guard.create_fn_name() == "HASATTR" and "attr" not in known:  # before torch 2.13 it names the attribute
         attribute = source.base if isinstance(source, NNModuleSource) else source
         if isinstance(attribute, AttrSource):
             source, known["attr"] = attribute.base, attribute.member
@@ -86,5 +86,5 @@ _COMPARED: dict[str, Compared] = {
     "TENSOR_MATCH": _tensor,
     "TENSOR_SUBCLASS_METADATA_MATCH": lambda given, value: value.__tensor_flatten__()[1],
     "OPAQUE_OBJ_GUARD_FN_MATCH": _opaque,
-    "DUPLICATE_INPUT": lambda given, value: None,  # of two names, which whoever compares looks at
+    "DUPLICATE_INPUT": lambda given, value: None,  # its two sources are compared by the caller
 }

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-_MARK = "_overlapc_sharded"  # of a parameter that was replaced: by what, and how that is gathered
+_MARK = "_overlapc_sharded"  # attribute of a replaced parameter: its replacement, and how that is gathered
 _SHOWN = 3
 
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -19,12 +19,12 @@ _watching = False
 
 
 def replaced_by(param: nn.Parameter) -> Any:
-    """What `replace_by` was called with; None for a parameter that no `fully_shard` has replaced."""
+    """Return what `replace_by` noted for `param`; None if no `fully_shard` has replaced it."""
     return getattr(param, _MARK, None)
 
 
 def replace_by(param: nn.Parameter, name: str, sharded: Any) -> None:
-    """Notes that `fully_shard` has put `sharded` in the place of `param`."""
+    """Note that `fully_shard` replaced `param` by `sharded`."""
     global _watching
     setattr(param, _MARK, sharded)
     param._overlapc_name = name  # type: ignore[attr-defined]
@@ -39,7 +39,10 @@ def _is_gone(param: nn.Parameter) -> bool:
 
 
 def _look(optimizer: Optimizer, *_: Any) -> None:
-    """At an optimizer's first step. No warning if parameters have gradients: the optimizer trains them."""
+    """Warn at an optimizer's first step about parameters that were replaced, except those that have gradients.
+
+    The optimizer does train a parameter that has a gradient.
+    """
     if is_compiling() or optimizer in _seen:  # Dynamo traces hooks of a step that it compiles
         return
     _seen.add(optimizer)

@@ -1,12 +1,12 @@
-"""Dynamo traces the first of several equal sharded blocks; for the others it takes over the nodes of the first.
+"""Have Dynamo trace only the first of several equal sharded blocks, and copy its nodes for the others.
 
     layers.0(x)    traced: nodes, and guards such as `layers[0].training == True`
     layers.1(x)    the guards hold for layers[1] in place of layers[0]: the same nodes, over the parameters of layers.1
 
-What Dynamo reads while it traces is guarded, so a block for which all guards of another hold, under its own name, is
-traced to the same nodes. The guards are then installed for that block, too: a later change to it recompiles. The
-captured graph is the one that tracing each block gives. Where a trace may depend on something else, or changes
-something, Dynamo traces the block as always: see `Unfit`.
+Dynamo guards everything that it reads while tracing, so if all guards of a traced block also hold for another block
+(with that block's name in them), tracing the other block would give the same nodes. The guards are then installed for
+that block, too: a later change to it recompiles. The captured graph equals the one from tracing every block. Where a
+trace may depend on something else, or has side effects, Dynamo traces the block as usual: see `Unfit`.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from overlapc.parallel.gather import described_params
 from overlapc.parallel.guarded import Compared, compared, is_within, subject
 from overlapc.runtime.counters import count
 
-_BLOCKS = "overlapc_blocks"  # of Dynamo's tracer of a graph: the blocks traced so far, by form of what they were given
-_UNREADABLE = (AttributeError, LookupError, TypeError)  # a source that leads nowhere
+_BLOCKS = "overlapc_blocks"  # attribute of Dynamo's tracer of a graph: the traced blocks, by the form of their inputs
+_UNREADABLE = (AttributeError, LookupError, TypeError)  # raised for a source that has no value
 
 
 class Unfit(Exception):
-    """Why a block is traced, or its trace cannot stand for other blocks."""
+    """Why a block has to be traced, or why its trace cannot be copied for other blocks."""
 
 
 def replay(call: Any) -> None:
-    """Lets Dynamo replay `call(module, *args, **kwargs)`, a function of this package, where equal modules are given."""
+    """Make Dynamo replay `call(module, *args, **kwargs)`, a function of this package, for equal modules."""
     VariableBuilder._id_dispatch()[id(call)] = lambda builder, value: _Call(value, source=builder.source)
 
 
 class _Call(UserFunctionVariable):
-    """The function that calls a block, as Dynamo sees it."""
+    """Dynamo's variable for the function that calls a block."""
 
     def call_function(self, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         try:
@@ -78,7 +78,7 @@ class _Call(UserFunctionVariable):
 
 
 class _Inputs:
-    """What a block is called with."""
+    """The arguments of one call of a block."""
 
     def __init__(self, module: Any) -> None:
         source = module.source
@@ -89,7 +89,7 @@ class _Inputs:
 
     @classmethod
     def of(cls, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Inputs:
-        """Unfit for a call that may depend on more than its block, tensors, constants, and Dynamo's guards."""
+        """Return a call's inputs; Unfit if it may depend on more than block, tensors, constants and Dynamo's guards."""
         module, *others = [each.realize() for each in args]
         output = tx.output
         if not isinstance(module, UnspecializedNNModuleVariable) or module.source is None:
@@ -124,7 +124,7 @@ class _Inputs:
 
 
 def _lines(tx: Any) -> tuple[Any, ...]:
-    """The lines that are being called from: nodes say so."""
+    """Return the positions in the code of the call and its callers, which nodes record."""
     found = []
     while tx is not None:
         found.append((tx.f_code, tx.current_instruction.positions))
@@ -140,9 +140,9 @@ def _form_of(node: fx.Node) -> Any:
 
 
 def _changes(effects: Any) -> Any:
-    """What Python code traced so far has changed of objects that were there before, as far as a block can read it.
+    """Return what the code traced so far changed in objects that existed before, as far as a block can read it.
 
-    Unfit for changes of lists and dictionaries that were there before.
+    Unfit if a list or dictionary that existed before was changed.
     """
     stores = {item: names for item, names in effects.store_attr_mutations.items() if item.source is not None}
     changed = [item for item in effects.mutation_user_stacks if item.source is not None or _existed(item, 1)]
@@ -156,19 +156,19 @@ def _changes(effects: Any) -> Any:
 
 
 def _existed(item: Any, scope: int) -> bool:
-    """Whether an object is of outside of a scope, of which the outermost is 1; those that no code made are of 0."""
+    """Whether an object is from outside of `scope`. The outermost scope is 1; objects that no code made have 0."""
     return item.mutation_type is not None and bool(item.mutation_type.scope < scope)
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Whether what Dynamo knows of changes is the same: its objects by identity."""
+    """Whether two results of `_changes` are the same; Dynamo's objects compare by identity."""
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(_same, first, second))
     return first is second or (isinstance(first, int | str) and first == second)
 
 
 class _Recording:
-    """What Dynamo does from here to `end`."""
+    """Records what Dynamo does while it traces a block."""
 
     def __init__(self, tx: Any, inputs: _Inputs) -> None:
         self._tx, self._inputs = tx, inputs
@@ -176,7 +176,7 @@ class _Recording:
         self._modes, self._annotation = GlobalStateGuard(), _annotation()
         self._effects = self._seen_effects()
         self._read: list[Source] = []
-        self._changed: list[Any] = []  # objects of outside
+        self._changed: list[Any] = []  # objects from outside of the block
 
     def _seen_effects(self) -> Any:
         return len(self._tx.output.side_effects.tensor_hooks), len(self._tx.output.random_calls)
@@ -186,7 +186,7 @@ class _Recording:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Notes what Dynamo reads within this, and which objects of outside are changed."""
+        """Record the sources that Dynamo reads within this context, and which outside objects change."""
         builder: Any = VariableBuilder
         build = builder.__call__
 
@@ -196,8 +196,8 @@ class _Recording:
 
         tracer, changes = self._tx.output.current_tracer, self._changes_by_object()
         allowed = tracer.unsafe_allow_externally_visible_side_effects
-        tracer.unsafe_allow_externally_visible_side_effects = True  # as outside of all scopes
-        builder.__call__ = noted  # from torch 2.12 on its tracer notes the same in `traced_sources`
+        tracer.unsafe_allow_externally_visible_side_effects = True  # as if outside of all scopes
+        builder.__call__ = noted  # torch 2.12 and later record the same in `traced_sources`
         try:
             with enter_new_scope():
                 yield
@@ -208,7 +208,7 @@ class _Recording:
             tracer.unsafe_allow_externally_visible_side_effects = allowed
 
     def block(self, result: Any) -> _Block:
-        """Unfit where the nodes do more than make `result` of the inputs and of what the block's module holds."""
+        """Return the traced block; Unfit if it does more than compute `result` from its inputs and its module."""
         output, root = self._tx.output, self._inputs.root
         if self._effects != self._seen_effects() or self._changed:
             raise Unfit("it changes something, or draws Python's random numbers")
@@ -251,7 +251,7 @@ class _Recording:
         )
 
     def _expect_names_of_its_own(self) -> None:
-        """Unfit where a tensor of the block has two names: another block may have two tensors there."""
+        """Raise Unfit if a tensor of the block has two names: another block may have two tensors there."""
         tracked = self._tx.output.side_effects
         cache: dict[Source, Any] = {}
         for source in self._read:
@@ -261,7 +261,7 @@ class _Recording:
                     raise Unfit(f"{source.name} has another name")
 
     def _checks(self) -> list[_Check]:
-        """All guards on the block, those of before included, which its trace may rely on."""
+        """Return all guards on the block, including those from before it was called: its trace may rely on them."""
         found = []
         cache: dict[Source, Any] = {}
         for guard in list(self._tx.output.guards):
@@ -279,43 +279,43 @@ class _Recording:
 
 @dataclass(frozen=True)
 class _Check:
-    """A guard of a traced block, and what it was found to be."""
+    """A guard of a traced block, and the value that it compared when the block was traced."""
 
     guard: Guard
     source: Source  # of the value that is compared
-    given: dict[str, Any]  # what the guard knows beside it
+    given: dict[str, Any]  # the guard's other arguments
     compare: Compared
-    value: str | FunctionType | None  # of which guards compare the code only
+    value: str | FunctionType | None  # the value if it is one of these: guards compare only a function's code
     kind: type
     expected: Any
 
     @property
     def same(self) -> Source | None:
-        """The other name of the same object, where the guard is that these are the same."""
+        """The other source, if the guard checks that two sources are the same object."""
         return self.given.get("source_b")
 
     @property
     def of_tensor(self) -> bool:
-        """Whether the guard holds on to a tensor, as Dynamo's own for an input do."""
+        """Whether the guard refers to a tensor, as those that Dynamo makes for inputs do."""
         return "value" in self.given
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A traced block, whose nodes may stand for those of other blocks."""
+    """A traced block, whose nodes can be copied for equal blocks."""
 
     inputs: _Inputs
     modes: Any
     annotation: Any
-    stack: dict[str, Any]  # of modules, around it
+    stack: dict[str, Any]  # the modules around it
     nodes: list[fx.Node]
     captured: dict[fx.Node, Source]  # graph inputs that its module holds
     checks: list[_Check]
-    key_orders: dict[Source, list[Any]]  # of dictionaries that were iterated over
-    result: Any  # nodes: one, or a tuple
+    key_orders: dict[Source, list[Any]]  # the keys of dictionaries that were iterated over
+    result: Any  # a node, or a tuple of nodes
 
     def replayed(self, tx: Any, inputs: _Inputs) -> Any:
-        """The result, of new nodes. None where this block is another one, or Unfit where it lacks what that one has."""
+        """Return the result of `inputs`, as copied nodes; None, or Unfit, if the called block differs from this one."""
         if not self.modes.check() or self.annotation != _annotation() or not _same(self.inputs.changes, inputs.changes):
             return None
         named = _Renamed(self.inputs.root, inputs.root)
@@ -338,12 +338,12 @@ class _Block:
         known = set(tx.output.graph.find_nodes(op="placeholder"))
         for node, source in self.captured.items():
             given = VariableBuilder(tx, named(source))(_value(tx, named(source), cache)).as_proxy().node
-            if copies.setdefault(node, given) is not given:  # it was among the inputs, too
+            if copies.setdefault(node, given) is not given:  # it is also among the inputs
                 return None
         for check in self.checks:
             source, make = named(check.guard.originating_source), check.guard.create_fn
             if check.of_tensor:
-                VariableBuilder(tx, source)(_value(tx, source, cache))  # which guards it
+                VariableBuilder(tx, source)(_value(tx, source, cache))  # this installs its guard
             elif check.same is not None:
                 install_guard(source.make_guard(partial(make.func, source_b=named(check.same))))  # type: ignore[attr-defined]
             else:
@@ -375,7 +375,7 @@ class _Block:
     def _copied_body(
         self, tx: Any, node: fx.Node, copies: dict[fx.Node, fx.Node], argument: Callable[[Any], Any]
     ) -> fx.GraphModule:
-        """The graph that `node` names, which a checkpoint runs, over this block's parameters."""
+        """Return a copy of the graph that `node` names and a checkpoint runs, over the called block's parameters."""
         body = tx.output.nn_modules[node.target]
         (caller,) = node.users
         inputs = {each.name: copies[each].name for each in caller.all_input_nodes if each in copies}
@@ -401,7 +401,7 @@ class _Block:
         return copy
 
     def _set_modules(self, tx: Any, node: fx.Node, copy: fx.Node) -> None:
-        """Notes the modules of `node` as those of this block."""
+        """Set the modules that `copy` came from: those of `node`, under the called block."""
         (old, _), (new, _) = (next(reversed(each.values())) for each in (self.stack, tx.nn_module_stack))
         inner = list(node.meta.get("nn_module_stack", {}).items())[len(self.stack) :]
         renamed = {f"{key} of {new}": (new + path.removeprefix(old), cls) for key, (path, cls) in inner}
@@ -409,26 +409,26 @@ class _Block:
 
 
 def _created_like(node: fx.Node, create: Callable[..., fx.Node], argument: Callable[[Any], Any]) -> fx.Node:
-    """A copy of `node` by `create`, named as Dynamo would name it there."""
+    """Copy `node` by `create`, with the name that Dynamo would give it there."""
     *within, (made_as, target) = node.meta["source_fn_stack"]
     args, kwargs = (fx.node.map_aggregate(each, argument) for each in (node.args, node.kwargs))
     copy = create(node.op, node.target, args, kwargs, _numberless(made_as), node.type)
     copy.meta = {**node.meta, **copy.meta, "source_fn_stack": [*within, (copy.name, target)]}
     if _numberless(node.name) != _numberless(made_as):
-        copy._rename(_numberless(node.name))  # as the variable that holds it
+        copy._rename(_numberless(node.name))  # Dynamo named it after the variable that holds it
     return copy
 
 
 def _numberless(name: str) -> str:
-    """`linear` of `linear_3`: the graph appends the next number."""
+    """Return `linear` for `linear_3`: the graph appends the next number."""
     return re.sub(r"_\d+$", "", name)
 
 
 class _Renamed:
-    """Names of a block's parts as those of another block's."""
+    """Maps the sources of a block's parts to those of another block."""
 
     def __init__(self, old: Source, new: Source) -> None:
-        self._known = {old: new}  # `Source.clone` would make the same prefixes again for each name
+        self._known = {old: new}  # `Source.clone` would rebuild the common prefixes for each source
 
     def __call__(self, source: Source) -> Source:
         found = self._known.get(source)
@@ -440,7 +440,7 @@ class _Renamed:
 
 
 def _value(tx: Any, source: Source, cache: dict[Source, Any]) -> Any:
-    """What a source names in the frame that is compiled; Unfit for nothing."""
+    """Return the value of a source in the frame being compiled; Unfit if it has none."""
     try:
         return source.get_value({"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}, {}, cache)
     except _UNREADABLE as error:
@@ -458,7 +458,7 @@ def _annotation() -> Any:
 
 
 def _results(result: Any, inside: set[fx.Node], given: Sequence[fx.Node]) -> Any:
-    """The nodes of a tensor, or of a tuple. Unfit for others, and for tensors in memory of what was given."""
+    """Return the node of a tensor, or the nodes of a tuple; Unfit for other results, and for views of the inputs."""
     if type(result) is TupleVariable:
         return tuple(_results(each.realize(), inside, given) for each in result.items)
     if type(result) is not TensorVariable:
@@ -486,5 +486,5 @@ def _wrapped(tx: Any, result: Any, copies: dict[fx.Node, fx.Node]) -> VariableTr
         value = value.view_as(value) if not like.is_leaf else value
     del node.meta["example_value"]
     made: Any = wrap_fx_proxy(tx, fx.Proxy(node, tx.output.current_tracer), example_value=value)
-    made._is_name_set = True  # as the first one's: by the name that its variable had in the block
+    made._is_name_set = True  # keep the name from the first block, which is that of its variable there
     return made

@@ -24,7 +24,7 @@ _post_meshes: weakref.WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]] = wea
 
 
 def group_on(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> ShardGroup:
-    """A group of parameters sharded over the last axis of `mesh`, and replicated over the first of two."""
+    """Return a group for parameters sharded over the last axis of `mesh`, and replicated over the first of two."""
     axes = _axes(mesh)
     group = ShardGroup(reshard_after_forward, axes[-1], axes[0] if len(axes) == 2 else None)
     group.post = _post_forward(mesh, group)
@@ -42,7 +42,7 @@ def _axes(mesh: DeviceMesh) -> list[Axis]:
 
 
 def _post_forward(mesh: DeviceMesh, group: ShardGroup) -> tuple[Axis, int] | None:
-    """The axis of `reshard_after_forward=int` ranks and our rank on it; None for all ranks or one."""
+    """Return the axis for `reshard_after_forward=int` and this rank's place on it; None for all ranks or one."""
     count = group.reshard_after_forward
     if count is None or isinstance(count, bool):
         return None
@@ -54,7 +54,7 @@ def _post_forward(mesh: DeviceMesh, group: ShardGroup) -> tuple[Axis, int] | Non
     if count in (1, group.axis.size):
         group.reshard_after_forward = count > 1
         return None
-    meshes = _post_meshes.setdefault(mesh, {})  # process groups are costly, and all parameters should share one queue
+    meshes = _post_meshes.setdefault(mesh, {})  # a process group is expensive, and all parameters should share one queue
     if count not in meshes:
         ranks = mesh.mesh.view(-1, count)
         names = (f"{group.axis.name}_outer", f"{group.axis.name}_post")
@@ -65,7 +65,7 @@ def _post_forward(mesh: DeviceMesh, group: ShardGroup) -> tuple[Axis, int] | Non
 
 @dataclass(frozen=True)
 class Sharding:
-    """What the parameters of one `fully_shard` call have in common: their mesh, and the dtypes they are used in."""
+    """What the parameters of one `fully_shard` call have in common: mesh, group and dtypes."""
 
     mesh: DeviceMesh
     group: ShardGroup
@@ -73,7 +73,7 @@ class Sharding:
 
     @property
     def device(self) -> torch.device:
-        """This rank's device of the mesh."""
+        """This rank's device in the mesh."""
         kind = self.mesh.device_type
         return (
             torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
@@ -81,9 +81,9 @@ class Sharding:
 
     @torch.no_grad()
     def shard(self, name: str, param: nn.Parameter, dim: int, part: int = 0) -> tuple[nn.Parameter, ShardedParam]:
-        """The DTensor parameter, sharded on `dim`, that replaces `param`, and how to gather it.
+        """Return the DTensor parameter, sharded on `dim`, that replaces `param`, and how to gather it.
 
-        part: which of the group's modules it belongs to. ConfigError for what cannot be sharded so.
+        part: the index of its module in the group. Raises ConfigError if `param` cannot be sharded on `dim`.
         """
         if param.ndim == 0:
             raise ConfigError(f"fully_shard: parameter {name} is a scalar; make it a tensor of one element")
@@ -116,9 +116,9 @@ class Sharding:
         return sharded, self.describe(name, sharded, dim, length, part)
 
     def describe(self, name: str, param: nn.Parameter, dim: int, length: int, part: int = 0) -> ShardedParam:
-        """How to gather `param`, a DTensor sharded on `dim` over `mesh` and perhaps over axes of tensor parallelism.
+        """Return how to gather `param`, a DTensor sharded on `dim` over `mesh` and perhaps over tensor-parallel axes.
 
-        length: of dim `dim` of the gathered tensor, on this tensor-parallel rank.
+        length: the size of `dim` in the gathered tensor, on this tensor-parallel rank.
         """
         data = param.data
         assert isinstance(data, DTensor)
@@ -152,7 +152,7 @@ class Sharding:
 
 
 def _placements(name: str, param: Tensor, mesh: DeviceMesh, dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Mesh and placements of the sharded parameter, the ones FSDP2 gives it, so that checkpoints interchange."""
+    """Return mesh and placements of the sharded parameter: those of FSDP2, so that checkpoints interchange."""
     replicate: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - 1)
     if not isinstance(param, DTensor):
         return mesh, (*replicate, Shard(dim))
@@ -164,8 +164,8 @@ def _placements(name: str, param: Tensor, mesh: DeviceMesh, dim: int) -> tuple[D
             f"fully_shard: parameter {name} is a DTensor on mesh axes {other.mesh_dim_names}, which are not other "
             f"axes of the same mesh as {mesh.mesh_dim_names}; slice both from one init_device_mesh(...)"
         )
-    # Sharding a dim a second time, inside the tensor-parallel shard: the data-parallel axis comes first in the
-    # mesh but cuts last, which is what a strided shard says.
+    # The dim is sharded a second time, inside the tensor-parallel shard. The data-parallel axis comes first in the mesh
+    # but divides last, which is what StridedShard means.
     split = 1
     for axis, placement in enumerate(param.placements):
         if isinstance(placement, Shard) and placement.dim == dim:
@@ -175,19 +175,19 @@ def _placements(name: str, param: Tensor, mesh: DeviceMesh, dim: int) -> tuple[D
 
 
 def _tensor_parallel(param: DTensor, mesh: DeviceMesh) -> TensorParallel | None:
-    """Mesh and placements of a sharded parameter after it is gathered over `mesh`."""
+    """Return mesh and placements of a parameter once gathered over `mesh`; None if it is a plain tensor then."""
     names = (param.device_mesh.mesh_dim_names or ())[mesh.ndim :]
     if not names:
         return None
-    other = param.device_mesh[names]  # of the parameter's own mesh: a root may not know its axes by these names
+    other = param.device_mesh[names]  # from its own mesh: the root may not have axes of these names
     return TensorParallel(other, tuple(param.placements[mesh.ndim :]), param.shape, tuple(param.stride()))
 
 
 def _mean(group: ShardGroup, dtype: torch.dtype, device_type: str) -> tuple[str, float, float]:
-    """(reduction, divisor before, divisor after) of gradients, as FSDP2 chooses them.
+    """Return (reduction, divisor before, divisor after) for the mean of gradients, as FSDP2 chooses them.
 
-    NCCL averages by itself; elsewhere a sum is divided where it is smallest, after the scatter. In fp16 a sum
-    over ranks could overflow, so half of the division happens before.
+    NCCL computes means itself. Elsewhere the sum is divided after the scatter, where it is smallest. In fp16 a sum over
+    ranks could overflow, so half of the division happens before it.
     """
     ranks = group.axis.size * (group.replicate.size if group.replicate else 1)
     if ranks == 1:

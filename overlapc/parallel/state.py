@@ -1,7 +1,7 @@
-"""What torch's own callers read of FSDP2's state of a module, for modules sharded or adopted by overlapc.
+"""The part of FSDP2's module state that torch's own code reads, for modules sharded or adopted by overlapc.
 
-`torch.distributed.pipelining` reduces gradients after the last micro-batch through it, and methods that
-`register_fsdp_forward_method` registered count as forwards.
+Through it `torch.distributed.pipelining` reduces gradients after the last micro-batch, and methods that were given to
+`register_fsdp_forward_method` count as forwards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from overlapc.parallel.unreduced import reduce_all
 
 
 class ModuleState:
-    """The state of one sharded module; it is also its only parameter group, and the context that all modules share."""
+    """The state of one sharded module; also used as its only parameter group and as the context of all modules."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -33,20 +33,20 @@ class ModuleState:
         return [self]
 
     @property
-    def _fsdp_param_group(self) -> ModuleState:  # what torch 2.11's pipelines ask for
+    def _fsdp_param_group(self) -> ModuleState:  # torch 2.11's pipelines read this name
         return self
 
     def post_backward(self) -> None:
-        """Reduce, now, the gradients of micro-batches whose backward left them."""
+        """Reduce the gradients that earlier micro-batches left unreduced."""
         reduce_all(self._module._overlapc_pending)
         if self._module.__dict__.get("_overlapc_reshard_after_backward", True):
             gathered.reshard(self._module)
 
     def _root_post_backward_final_callback(self) -> None:
-        """Does nothing: reductions are waited for where they are made."""
+        """Do nothing: each reduction is waited for where it is made."""
 
     def _lazy_init(self) -> None:
-        """Does nothing: modules are complete after `fully_shard`."""
+        """Do nothing: modules are complete after `fully_shard`."""
 
     def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         gathered.unshard(module)

@@ -1,9 +1,9 @@
-"""Gradients that add up over micro-batches before they are reduced, as `set_requires_gradient_sync(False)` asks.
+"""Gradients that accumulate over micro-batches before they are reduced: `set_requires_gradient_sync(False)`.
 
-While synchronization is off, gradients flow to leaf tensors without memory and add up in their `.grad`, outside of
+While synchronization is off, gradients flow to leaf tensors without memory and accumulate in their `.grad`, outside of
 every graph. When it is turned on, the sums are *pending*: the backward of the module's next forward reduces them. In a
-compiled graph that is one reduction with the step's own gradient. In eager code a hook adds pending gradients in the
-backward of the parameter's gather, and reduces those that no gather takes.
+compiled graph they are reduced together with the step's own gradient. In eager code a hook makes the backward of each
+parameter's gather add the pending gradient, and reduces those of parameters whose gather has no backward.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch.utils import _pytree as pytree
 
 from overlapc.parallel.gather import ShardedParam, accumulate_reduced, due, reduce_with, unsynced_leaf
 
-# By the key of a ShardedParam: the sharded parameter, and its full gradient that is not reduced yet.
+# Maps the key of a ShardedParam to the sharded parameter and its full gradient, which is not reduced yet.
 Pending = dict[str, tuple[DTensor, Tensor]]
 
 
 def managed(module: nn.Module) -> dict[str, ShardedParam]:
-    """`module`'s own managed parameters by name."""
+    """Return `module`'s own managed parameters by name."""
     return module.__dict__.get("_overlapc_params", {})
 
 
 def keep_unsynced(modules: Iterable[nn.Module], pending: Pending) -> None:
-    """Makes gradients of the modules' parameters add up in leaves, beginning with those that are `pending`."""
-    leaves: dict[str, Tensor] = {}  # tied parameters share one
+    """Make gradients of the modules' parameters accumulate in leaves, beginning with those that are `pending`."""
+    leaves: dict[str, Tensor] = {}  # by parameter key, which tied parameters share
     for module in modules:
         for name, sharded in managed(module).items():
             param = module._parameters[name]
@@ -46,9 +46,9 @@ def keep_unsynced(modules: Iterable[nn.Module], pending: Pending) -> None:
 
 
 def take_unsynced(modules: Iterable[nn.Module], holder: Any) -> Pending:
-    """Ends this; returns the sums, which become pending on `holder`.
+    """End what `keep_unsynced` began, and return the sums, which become pending on `holder`.
 
-    A gradient of a forward before that arrives later is reduced on arrival, and with it what is pending.
+    A gradient that arrives later, from a forward before this call, is reduced on arrival together with pending ones.
     """
     held = weakref.ref(holder)
     taken: Pending = {}
@@ -66,14 +66,14 @@ def take_unsynced(modules: Iterable[nn.Module], holder: Any) -> Pending:
 
 
 def discard_unsynced(modules: Iterable[nn.Module]) -> None:
-    """Drops the sums; later gradients add up from zero."""
+    """Drop the sums; later gradients accumulate from zero."""
     for module in modules:
         for leaf in module.__dict__.get("_overlapc_unsynced", {}).values():
             leaf.grad = None
 
 
 def reduce_behind(output: Any, module: Any) -> Any:
-    """`output` of `module`, whose backward will reduce what is pending there, if any tensor in it has a backward."""
+    """Return `output` of `module`, whose backward, if it has one, also reduces the module's pending gradients."""
     leaves, tree = pytree.tree_flatten(output)
     pending: Pending = module._overlapc_pending
     for at, leaf in enumerate(leaves):
@@ -84,14 +84,14 @@ def reduce_behind(output: Any, module: Any) -> Any:
             leaves[at] = reduce_with(leaf, [shard for shard, _ in waiting], keys, [grad for _, grad in waiting])
             module._overlapc_pending = {}
             return pytree.tree_unflatten(leaves, tree)
-        # A hook, not a function of autograd: callers may change the result in place, as `loss *= scale` does.
+        # A hook, not an autograd function: callers may change the result in place, as `loss *= scale` does.
         leaf.register_hook(functools.partial(_begin, pending))
         break
     return output
 
 
 def reduce_all(pending: Pending) -> None:
-    """Reduce what is pending, now, and add it to the parameters' `.grad`. On all ranks alike."""
+    """Reduce the pending gradients and add them to the parameters' `.grad`; every rank must call this."""
     waiting = dict(pending)
     pending.clear()
     for key, (param, grad) in waiting.items():
@@ -99,9 +99,9 @@ def reduce_all(pending: Pending) -> None:
 
 
 def _begin(pending: Pending, _grad: Tensor) -> None:
-    """At the begin of the backward that has to reduce `pending`: gathers' backwards add these to their gradients."""
+    """Hand `pending` to the gathers of the backward that begins, and reduce at its end what none of them took."""
     waiting = dict(pending)
-    pending.clear()  # the first backward reduces them, of however many forwards
+    pending.clear()  # if there were several forwards, the first backward reduces them
     due.update({key: grad for key, (_, grad) in waiting.items()})
 
     def finish() -> None:
@@ -118,5 +118,5 @@ def _arrived_late(holder: weakref.ref[Any], param: DTensor, key: str, leaf: Tens
     if key in pending:
         grad = pending.pop(key)[1] + grad
     accumulate_reduced(param, key, grad)
-    if pending:  # of parameters that this backward may have no gradients for
+    if pending:  # parameters that may get no gradient in this backward
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(reduce_all, pending))

@@ -1,4 +1,4 @@
-"""Refuses to compile a forward that changes gathered parameters: the next gather would not contain the change."""
+"""Refuse to compile a forward that changes gathered parameters: the next gather would not contain the change."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from overlapc.parallel.gather import param_of, unshard
 _OPERATORS = {operator.setitem}.union(
     getattr(operator, f"i{name}") for name in "add sub mul truediv floordiv mod pow matmul and or xor".split()
 )
-_NO_CHANGE = {"requires_grad_", "detach_", "share_memory_"}  # of the numbers
+_NO_CHANGE = {"requires_grad_", "detach_", "share_memory_"}  # leave the values as they are
 
 
 def refuse_writes(graph: fx.Graph) -> None:
-    """CompileError for the first node of Dynamo's `graph` that writes into a gathered parameter or a view of it."""
+    """Raise CompileError for the first node of Dynamo's `graph` that writes into a gathered parameter or its view."""
     gathers = graph.find_nodes(op="call_function", target=unshard)
     keys = {_memory(node): str(node.args[1]) for node in gathers}
     for node in graph.nodes if keys else ():
@@ -38,7 +38,7 @@ def refuse_writes(graph: fx.Graph) -> None:
 
 
 def _changed(node: fx.Node) -> Iterator[fx.Node]:
-    """The values that `node` changes in place, by the names that torch and Python give such operations."""
+    """Yield the values that `node` changes in place, recognized by the names of in-place operations."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") and name not in _NO_CHANGE
     written: list[Any] = [*node.args[:1]] if in_place or node.target in _OPERATORS else []
