@@ -54,7 +54,7 @@ def _post_forward(mesh: DeviceMesh, group: ShardGroup) -> tuple[Axis, int] | Non
     if count in (1, group.axis.size):
         group.reshard_after_forward = count > 1
         return None
-    meshes = _post_meshes.setdefault(mesh, {})  # a process group is expensive, and all parameters should share one queue
+    meshes = _post_meshes.setdefault(mesh, {})  # process groups are expensive; all parameters should share one queue
     if count not in meshes:
         ranks = mesh.mesh.view(-1, count)
         names = (f"{group.axis.name}_outer", f"{group.axis.name}_post")

@@ -1,13 +1,13 @@
-"""Results of collectives in flight, as inputs of a compiled graph.
+"""Results of collectives in flight that are inputs of a compiled graph.
 
-Outside of graphs a functional collective returns an `AsyncCollectiveTensor`, which waits when it is first used. Such
-tensors reach a graph where tensor parallelism goes on across a graph break, or where each block is compiled by itself:
-bare, or within a DTensor. A graph computes with the memory of what they hold, which may not have arrived.
+In eager code a functional collective returns an `AsyncCollectiveTensor`, which waits when it is first used. A compiled
+graph receives these tensors, alone or inside a DTensor, where tensor parallelism continues across a graph break or each
+block is compiled by itself. The graph reads the memory of the tensor inside, where the result may not have arrived.
 
-The tensor that a bare `AsyncCollectiveTensor` holds is no part of autograd's graph, and torch 2.13 passes just that
-tensor to AOTAutograd: the input then seems to need no gradient, and earlier computations get none. So the step waits
-for it first, recorded by autograd. Within another tensor, autograd knows only the outer tensor, which stays: the
-result takes the place of the collective within it.
+The tensor inside a bare `AsyncCollectiveTensor` is not part of autograd's graph, and torch 2.13 passes just that tensor
+to AOTAutograd: the input then seems to need no gradient, and earlier computations get none. So the step waits for it
+first, recorded by autograd. For a collective inside another tensor, autograd knows only the outer tensor, which stays;
+inside it the collective is replaced by its result.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def not_waited_for(inputs: Sequence[Any]) -> tuple[int, ...]:
-    """Positions of the inputs that are themselves results in flight."""
+    """Return the positions of the inputs that are themselves results in flight."""
     kind = _kind()
     return () if kind is None else tuple(at for at, value in enumerate(inputs) if isinstance(value, kind))
 
 
 def tensors_of_tensors(inputs: Sequence[Any]) -> tuple[int, ...]:
-    """Positions of the other inputs that hold tensors, as DTensors do, and may hold results in flight."""
+    """Return the positions of the other inputs that hold tensors, as DTensors do, and may hold results in flight."""
     kind = _kind()
     if kind is None:
         return ()
@@ -40,35 +40,35 @@ def tensors_of_tensors(inputs: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _kind() -> Any:
-    """AsyncCollectiveTensor; None in a process without functional collectives."""
+    """Return the class AsyncCollectiveTensor; None in a process that has not imported functional collectives."""
     collectives = sys.modules.get("torch.distributed._functional_collectives")
     return None if collectives is None else collectives.AsyncCollectiveTensor
 
 
 def plain_examples(inputs: Sequence[Any], late: Sequence[int]) -> list[Any]:
-    """`inputs` as the graph will see them: plain tensors in place of the `late` ones."""
+    """Return `inputs` as the graph will see them: plain tensors in place of those at the positions `late`."""
     examples = list(inputs)
     contexts = _contexts()
     for at in late:
         given = inputs[at]
         examples[at] = given.elem.detach().requires_grad_(given.requires_grad)
         context = contexts.get(given)
-        if context is not None:  # which sizes Dynamo took as symbols
+        if context is not None:  # it says which sizes Dynamo made symbolic
             contexts[examples[at]] = context.inner_contexts["elem"]
     return examples
 
 
 def _contexts() -> Any:
-    """Dynamo's tracing context of each traced input, by tensor."""
+    """Return Dynamo's mapping from each traced input tensor to its tracing context."""
     found = torch._guards.TracingContext.try_get()
     return {} if found is None else found.tensor_to_context
 
 
 @contextmanager
 def arrived(examples: Sequence[Any], within: Iterable[int]) -> Iterator[None]:
-    """While tracing, tensors at the positions `within` hold the results of their collectives.
+    """Replace the collectives inside the tensors at the positions `within` by their results while a graph is traced.
 
-    Afterwards they hold the collectives again, for which Dynamo checks the guards that it has just made.
+    Afterwards the tensors hold the collectives again, because Dynamo checks the guards that it has just made on them.
     """
     contexts = _contexts()
     before: list[tuple[Any, str, Any]] = []
@@ -93,7 +93,7 @@ def arrived(examples: Sequence[Any], within: Iterable[int]) -> Iterator[None]:
 
 
 def _arrived_context(value: Any, context: Any) -> Any:
-    """Dynamo's tracing context of `value`, without the collectives within it."""
+    """Return Dynamo's tracing context of `value` with each collective inside it replaced by its result."""
     kind = _kind()
     inner = dict(context.inner_contexts)
     for name in value.__tensor_flatten__()[0]:
@@ -106,7 +106,7 @@ def _arrived_context(value: Any, context: Any) -> Any:
 
 
 def _collectives_in(value: Any) -> Iterator[tuple[Any, str, Any]]:
-    """(holder, attribute, collective) for each that `value` holds, however deep."""
+    """Yield (holder, attribute, collective) for each collective inside `value`, at any depth."""
     kind = _kind()
     for name in value.__tensor_flatten__()[0]:
         part = getattr(value, name)
@@ -117,18 +117,18 @@ def _collectives_in(value: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _tensors_in(value: Any) -> tuple[str, ...]:
-    """The attributes of `value` that are tensors."""
+    """Return the names of the attributes of `value` that are tensors."""
     return tuple(name for name in value.__tensor_flatten__()[0] if isinstance(getattr(value, name), Tensor))
 
 
 def wait_within(value: Any) -> None:
-    """Waits for each collective that `value` holds and replaces it by its result."""
+    """Wait for each collective inside `value` and replace it by its result."""
     for holder, name, collective in list(_collectives_in(value)):
         setattr(holder, name, collective.trigger_wait())
 
 
 def waits_first(step: Callable[..., Any], late: Sequence[int], within: Sequence[int]) -> Callable[..., Any]:
-    """`step`, called after a wait for its `late` inputs and for what the inputs at `within` hold."""
+    """Return `step` preceded by a wait for its `late` inputs and for collectives inside those at `within`."""
     held: list[tuple[int, tuple[str, ...]]] | None = None
 
     def call(*inputs: Any) -> Any:
@@ -151,7 +151,7 @@ def waits_first(step: Callable[..., Any], late: Sequence[int], within: Sequence[
 
 
 class _Waited(torch.autograd.Function):
-    """The tensor within, in whose place the gradient goes to what computed the outer one."""
+    """Return the tensor inside an AsyncCollectiveTensor; the gradient flows to what computed the outer tensor."""
 
     @staticmethod
     def forward(ctx: Any, value: Any) -> Tensor:

@@ -1,13 +1,13 @@
-"""What overlapc keeps on disk, each entry under the hash of everything it is made from: compiled kernels, compiled
-graphs and steps, measured times.
+"""The disk cache of compiled kernels, compiled graphs and steps, and measured times.
 
-Safe for many ranks of one host at once: an entry is built under a file lock, written beside its place and renamed
-into it. Each entry has a voucher, written last: a SHA-256 of its name and content. A torn or damaged file, or one under
-a wrong key, is built again, never loaded. Nothing is unpickled.
+The key of an entry is the hash of everything that the entry is made from. Many ranks of one host may use the cache at
+once: an entry is built under a file lock, written to a temporary file and renamed. Each entry has a voucher, written
+last: a SHA-256 of its name and content. A torn or damaged file, or one under a wrong key, is rebuilt, never loaded.
+Nothing is unpickled.
 
-Entries are code that runs as the user, so a folder or a file that other users own or may write to is not used
-(`refusal`). In that case, and where nothing can be written, a process stores what it compiles in a temporary folder,
-with a warning.
+Entries are code that runs as the user, so a folder or file that other users own or may write to is not used
+(`refusal`). In that case, and if the folder cannot be written, a process warns and stores what it compiles in a
+temporary folder.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from pathlib import Path
 from overlapc.errors import ConfigError, ToolchainError
 from overlapc.runtime.counters import count
 
-# A compile takes seconds; a lock held for this long means a stuck process, which the user should hear about.
+# Compiling takes seconds; a lock held for this long means a stuck process, which is reported to the user.
 LOCK_TIMEOUT_S = 600.0
 
-_FORMAT = "2"  # of vouchers
+_FORMAT = "2"  # version of the vouchers
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _warned: set[Path] = set()  # cache folders that this process does not use
 _ELSEWHERE = "set OVERLAPC_CACHE_DIR to another folder"
 
 
 def content_key(*parts: str | bytes) -> str:
-    """Hash of all that a build depends on: source, flags, compiler, CPU … 40 hex digits."""
+    """Return the hash of everything that a build depends on (source, flags, compiler, CPU, …) as 40 hex digits."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -49,7 +49,7 @@ def content_key(*parts: str | bytes) -> str:
 
 
 class KernelCache:
-    """Files under `root/<kind>`, each with its hash in a `.sha256` file.
+    """The cache entries under `root/<kind>`: files, each with its hash in a `.sha256` file.
 
     `kind` also names the counters: `kernel_compiles` and `kernel_cache_hits` for "kernels".
     """
@@ -59,21 +59,21 @@ class KernelCache:
         self.root = self.folder / kind
         self._kind = kind
         self._one = kind.removesuffix("s")
-        self._seen: set[Path] = set()  # checked by this process already
-        self._safe: set[Path] = set()  # folders in which others cannot write, by `refusal`
+        self._seen: set[Path] = set()  # files that this process has checked
+        self._safe: set[Path] = set()  # folders that `refusal` allows
         self._spare: KernelCache | None = None  # the temporary folder, for entries that cannot be stored in `root`
 
     def path(self, key: str, suffix: str) -> Path:
-        """Where the entry lies once it is built; 256 folders keep listings short."""
+        """Return the entry's path, whether or not it is built; 256 folders keep directory listings short."""
         return self.root / key[:2] / f"{key}{suffix}"
 
     def get_or_build(self, key: str, suffix: str, build: Callable[[Path], None], *, private: bool = True) -> Path:
-        """The entry's file, built by `build(temporary_path)` unless a whole one is there.
+        """Return the entry's file, built by `build(temporary_path)` unless an intact one exists.
 
-        Of many processes that ask at once, one builds and the others wait for it. What `build` raises goes to the
-        caller and leaves no entry. A folder that is not safe or cannot be written: the entry goes to a folder of this
-        process, or with private=False ConfigError is raised. ToolchainError when another process holds the lock for
-        ten minutes.
+        If many processes ask at once, one builds and the others wait for it. An exception in `build` is passed on and
+        leaves no entry. If the folder is not safe or cannot be written, the entry goes to a temporary folder of this
+        process, or, with private=False, ConfigError is raised. Raises ToolchainError if another process holds the lock
+        for ten minutes.
         """
         found = self.find(key, suffix)
         if found is not None:
@@ -84,7 +84,7 @@ class KernelCache:
         if problem is None:
             try:
                 self._obtain(path, build)
-            except OSError as error:  # of a folder that is read-only, or a disk that is full
+            except OSError as error:  # the folder is read-only, or the disk is full
                 problem = self._unwritable(error)
             else:
                 return path
@@ -93,13 +93,13 @@ class KernelCache:
         return self._spare_for(problem).get_or_build(key, suffix, build, private=False)
 
     def put(self, key: str, suffix: str, content: str | bytes) -> Path:
-        """The entry's file, which holds `content` unless a whole one was there."""
+        """Return the entry's file, written with `content` unless an intact one exists."""
         return self.get_or_build(key, suffix, lambda path: _write(path, content))
 
     def update(self, key: str, suffix: str, change: Callable[[bytes | None], str | bytes]) -> None:
-        """Replaces the entry's content (None for no whole entry) by what `change` makes of it, under its lock.
+        """Replace the entry's content by `change(content)`, under its lock; `content` is None if no entry is intact.
 
-        ConfigError where the folder cannot be used.
+        Raises ConfigError if the folder cannot be used.
         """
         path = self.path(key, suffix)
         problem = self._refusal(path)
@@ -114,14 +114,14 @@ class KernelCache:
             raise ConfigError(problem)
 
     def find(self, key: str, suffix: str) -> Path | None:
-        """The entry's file if a whole one is there."""
+        """Return the entry's file; None if it is missing or not intact."""
         path = self.path(key, suffix)
         if self._whole(path):
             return path
         return None if self._spare is None else self._spare.find(key, suffix)
 
     def read(self, key: str, suffix: str) -> bytes | None:
-        """The entry's content if a whole one is there; a torn or damaged one counts as none."""
+        """Return the entry's content; None if it is missing, torn or damaged."""
         path = self.path(key, suffix)
         content = self._content(path)
         if content is None:
@@ -130,12 +130,12 @@ class KernelCache:
         return content
 
     def drop(self, key: str, suffix: str) -> None:
-        """Removes a whole entry that its reader cannot use: the next `get_or_build` makes it again."""
+        """Remove an intact entry that its reader cannot use, so that the next `get_or_build` rebuilds it."""
         path = self.path(key, suffix)
         self._seen.discard(path)
         try:
             _voucher(path).unlink(missing_ok=True)
-        except OSError:  # of a read-only folder: its reader will find that it cannot use the entry, each time
+        except OSError:  # read-only folder: every reader will find for itself that the entry is of no use
             return
 
     def _obtain(self, path: Path, build: Callable[[Path], None]) -> None:
@@ -147,8 +147,8 @@ class KernelCache:
 
     @contextmanager
     def _lock(self, path: Path) -> Iterator[None]:
-        """Holds the entry's lock, which the system drops when a process dies."""
-        from filelock import FileLock, Timeout  # with asyncio, which a process that finds everything does without
+        """Hold the entry's lock, which the operating system releases if the process dies."""
+        from filelock import FileLock, Timeout  # imports asyncio, which a process that only reads entries avoids
 
         _make_folder(path.parent)
         name = Path(f"{path}.lock")
@@ -176,7 +176,7 @@ class KernelCache:
             vouch.write_text(self._vouch(path, temporary.read_bytes()))
             for made in (temporary, vouch):
                 made.chmod(stat.S_IMODE(made.stat().st_mode) & ~_OTHERS_WRITE)  # whatever the umask is
-            # The old voucher goes first: a crash between the two renames must not leave one for another file.
+            # Remove the old voucher first: a crash between the two renames must not leave it beside the new file.
             for old in (_voucher(path), path):
                 _clear(old)
             _voucher(path).unlink(missing_ok=True)
@@ -194,18 +194,18 @@ class KernelCache:
         return whole
 
     def _content(self, path: Path) -> bytes | None:
-        """The file's content if its `.sha256` is right and only this user could have written both, else None."""
+        """Return the file's content if its `.sha256` matches and only this user could have written both; else None."""
         if self._refusal(path) is not None:
             return None
         content, voucher = _read_own(path), _read_own(_voucher(path))
         return content if content is not None and voucher == self._vouch(path, content).encode() else None
 
     def _vouch(self, path: Path, content: bytes) -> str:
-        """The hash of `content` as the entry `path`; another entry has another hash for the same content."""
+        """Return the hash of `content` as the entry `path`; the same content has another hash in another entry."""
         return hashlib.sha256(f"{_FORMAT} {self._kind}/{path.name}\n".encode() + content).hexdigest()
 
     def _refusal(self, path: Path) -> str | None:
-        """Why the folders of an entry must not be trusted; None if they may be, or do not exist yet."""
+        """Return why the folders of an entry must not be trusted; None if they are safe or do not exist yet."""
         for folder in (self.folder, self.root, path.parent):
             if folder not in self._safe:
                 why = refusal(folder)
@@ -231,7 +231,7 @@ class KernelCache:
         return self._spare
 
     def keep_text(self, name: str, lines: Iterable[str]) -> Path:
-        """Writes a source or log for people to read, beside the kernels; returns where."""
+        """Write a source or log for people to read, beside the kernels, and return its path."""
         path = self.root / "failed" / name
         try:
             _make_folder(path.parent)
@@ -242,9 +242,9 @@ class KernelCache:
 
 
 def refusal(folder: Path) -> str | None:
-    """Why files in `folder` must not be run, and what to do; None for a folder that only its user, or root, can write.
+    """Return why code from `folder` must not run, and what to do; None if only this user and root can write there.
 
-    OpenSSH has the same rule for keys. A folder that does not exist holds nothing.
+    OpenSSH has the same rule for keys. Also None for a folder that does not exist.
     """
     try:
         about = folder.stat()
@@ -267,7 +267,7 @@ def refusal(folder: Path) -> str | None:
 
 
 def _own(about: os.stat_result) -> bool:
-    """Whether only this process's user, and root, can have written it."""
+    """Whether only this process's user and root can have written the file or folder."""
     if about.st_uid not in (0, os.geteuid()) or about.st_mode & stat.S_IWOTH:
         return False
     return not about.st_mode & stat.S_IWGRP or _is_private(about.st_gid, os.geteuid())
@@ -275,7 +275,7 @@ def _own(about: os.stat_result) -> bool:
 
 @lru_cache(None)
 def _is_private(group: int, user: int) -> bool:
-    """Whether the group has no member but its user, as where each user has a group of the same name."""
+    """Whether `user` is the only member of the group, as on systems where each user has a group of the same name."""
     try:
         entry, owner = grp.getgrgid(group), pwd.getpwuid(user)
     except KeyError:
@@ -298,9 +298,9 @@ def _group(number: int) -> str:
 
 
 def _read_own(path: Path) -> bytes | None:
-    """What a plain file holds that only this user can have written; None for anything else, or what cannot be read."""
+    """Return the content of a regular file that only this user can have written; None for others or unreadable ones."""
     try:
-        # A named pipe would block. The file that is looked at is the one that is read.
+        # Without O_NONBLOCK a named pipe would block. `fstat` checks the same file that is read.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             about = os.fstat(file.fileno())
             return file.read() if stat.S_ISREG(about.st_mode) and _own(about) else None
@@ -309,7 +309,7 @@ def _read_own(path: Path) -> bytes | None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Makes the folder and its parents, writable by the user alone whatever the umask; removes a file in its place."""
+    """Make the folder and its parents, writable only by the user whatever the umask; remove a file in its place."""
     for each in (*reversed(folder.parents), folder):
         if each.is_dir():
             continue
@@ -323,11 +323,11 @@ def _make_folder(folder: Path) -> None:
 
 
 def _clear(path: Path, expected: Callable[[int], bool] = stat.S_ISREG) -> None:
-    """Removes a path of an unexpected kind, such as a loop of links."""
+    """Remove a path of an unexpected kind, such as a loop of symbolic links."""
     try:
         if expected(path.stat().st_mode):
             return
-    except OSError:  # links that lead nowhere, or nothing
+    except OSError:  # a dangling link, or nothing
         if not path.is_symlink():
             return
     _remove(path)
@@ -340,16 +340,16 @@ def _remove(path: Path) -> None:
         else:
             path.unlink()
     except FileNotFoundError:
-        return  # another process did it
+        return  # another process removed it
 
 
 @lru_cache(None)
 def _folder_of_process(number: int) -> Path:
-    """The temporary folder of this process, for entries that it cannot store in the cache."""
+    """Return the temporary folder of this process, for entries that it cannot store in the cache."""
     folder = tempfile.mkdtemp(prefix="overlapc-")
 
     def remove() -> None:
-        if os.getpid() == number:  # and not one that was forked from it
+        if os.getpid() == number:  # not in a forked child
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)

@@ -1,4 +1,4 @@
-"""Checks the values that kernels write, and finds the kernel that failed (`check_values`, `sync_kernels`)."""
+"""Check the values that kernels write, and find the kernel that failed (`check_values`, `sync_kernels`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class KernelFailed(OverlapcError):
 
 
 def check(node: str, origin: str, kinds: tuple[str, ...], **written: Any) -> None:
-    """ValueCheckError when a floating-point tensor of `written` holds one of `kinds` ("nan", "inf"). Waits for it."""
+    """Raise ValueCheckError if a floating-point tensor of `written` holds one of `kinds` ("nan", "inf").
+
+    Waits for the device.
+    """
     for name, tensor in written.items():
         if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
@@ -37,7 +40,7 @@ def check(node: str, origin: str, kinds: tuple[str, ...], **written: Any) -> Non
 
 
 def synchronize(node: str, origin: str) -> None:
-    """Wait for everything launched so far; KernelFailed, with the node's name, when the device reports an error."""
+    """Wait for everything launched so far; raise KernelFailed with the node's name if the device reports an error."""
     if not torch.cuda.is_available():
         return
     try:

@@ -1,12 +1,12 @@
-"""Collectives for which torch has no op, or no safe one.
+"""Collectives for which torch has no op, or no safe op.
 
-gloo runs a process group's collectives on two threads. When one is done, its thread notes the name of the operation in
-a string of the group, without a lock (`ProcessGroupGloo::runLoop`, torch 2.11 to 2.13). Names of up to 15 letters are
-kept within the string. `_c10d_functional`'s gathers run as ALLGATHER_COALESCED, whose 19 letters are memory of their
-own: two threads that end collectives at the same time free it twice or write to it when it is freed, and the process
-dies of "malloc(): unaligned tcache chunk detected" long after. `all_gather_into_tensor_out` runs as ALLGATHER.
-Where gloo serves a GPU, too, ALLGATHER_COALESCED reads the tensors' addresses on the host, and the process dies of
-SIGSEGV; ALLGATHER copies them there first.
+gloo runs a process group's collectives on two threads. When a collective is done, its thread stores the operation's
+name in a string of the group, without a lock (`ProcessGroupGloo::runLoop`, torch 2.11 to 2.13). Names of up to 15
+letters are stored within the string object. `_c10d_functional`'s gathers run as ALLGATHER_COALESCED, whose 19 letters
+need allocated memory: two threads that finish collectives at the same time free it twice or write to it after it is
+freed, and the process dies of "malloc(): unaligned tcache chunk detected" much later. `all_gather_into_tensor_out` runs
+as ALLGATHER. With gloo on GPU tensors, ALLGATHER_COALESCED also reads device addresses on the host, and the process
+dies of SIGSEGV; ALLGATHER copies the tensors to the host first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _c10d = torch.ops._c10d_functional
 
 
 def backend_of(group_name: str, device_type: str) -> str:
-    """What carries tensors on such devices between ranks of a group: `gloo`, `nccl`; "" if there is no such group."""
+    """Return a group's backend for a device type, such as `gloo` or `nccl`; "" if the group has none or is gone."""
     from torch.distributed import distributed_c10d
 
     group: Any = next((group for group, name in distributed_c10d._world.pg_names.items() if name == group_name), None)
@@ -30,12 +30,12 @@ def backend_of(group_name: str, device_type: str) -> str:
 
 
 def all_gather_bytes_coalesced(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
-    """One launch that gathers tensors of several dtypes, each along dim 0; to be waited for like torch's own.
+    """Gather tensors of several dtypes along dim 0 in one launch; the results have to be waited for, as torch's do.
 
-    A gather moves bytes, whatever they mean. NCCL takes several dtypes in one launch, but gloo's coalesced gather reads
-    all tensors as the first one's dtype (torch 2.13).
+    The tensors are gathered as bytes: NCCL takes several dtypes in one launch, but gloo's coalesced gather reads all
+    tensors as the first one's dtype (torch 2.13).
     """
-    # A new dim in front, as bytes replace the last one, and with one dim that is the one gathered along.
+    # The view as bytes multiplies the last dim, which for a tensor of one dim is dim 0; so put a new dim in front.
     given = [tensor.unsqueeze(0).view(torch.uint8) for tensor in inputs]
     gathered = _c10d.all_gather_into_tensor_coalesced(given, group_size, group_name)
     return [
@@ -45,7 +45,7 @@ def all_gather_bytes_coalesced(inputs: Sequence[Tensor], group_size: int, group_
 
 
 def gather_apart(tensor: Tensor, group_size: int, group_name: str) -> Tensor:
-    """`all_gather_into_tensor` over gloo, under a name that its threads may share."""
+    """`all_gather_into_tensor` over gloo, as an operation whose name is short enough for its threads."""
     part = tensor if tensor.dim() else tensor.view(1)
     whole = part.new_empty((group_size * part.shape[0], *part.shape[1:]))
     gathered: Tensor = _c10d.all_gather_into_tensor_out(part, group_size, group_name, out=whole)
@@ -53,12 +53,12 @@ def gather_apart(tensor: Tensor, group_size: int, group_name: str) -> Tensor:
 
 
 def gathers_apart(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
-    """`all_gather_into_tensor_coalesced` over gloo, of any dtypes: it gathers each tensor by itself."""
+    """`all_gather_into_tensor_coalesced` over gloo, for any dtypes: gathers each tensor by itself."""
     return [gather_apart(tensor, group_size, group_name) for tensor in inputs]
 
 
 def all_reduces_apart(inputs: Sequence[Tensor], reduce_op: str, group_name: str) -> list[Tensor]:
-    """`all_reduce_coalesced` over gloo between GPUs, where torch refuses it: each tensor by itself."""
+    """`all_reduce_coalesced` over gloo on GPU tensors, which torch refuses: reduces each tensor by itself."""
     return [_c10d.all_reduce(tensor, reduce_op, group_name) for tensor in inputs]
 
 
@@ -67,10 +67,10 @@ SAFE_OVER_GLOO: Mapping[Any, Callable[..., Any]] = {
     _c10d.all_gather_into_tensor_coalesced.default: gathers_apart,
     all_gather_bytes_coalesced: gathers_apart,
 }
-"""What stands in a program for an op that starts a collective over gloo."""
+"""Maps an op that starts a collective to its replacement in programs over gloo."""
 
 SAFE_OVER_GLOO_ON_GPUS = {**SAFE_OVER_GLOO, _c10d.all_reduce_coalesced.default: all_reduces_apart}
 """The same for tensors of a GPU."""
 
 EACH_BY_ITSELF = (gathers_apart, all_reduces_apart)
-"""Those whose results are waited for one by one."""
+"""The functions whose results are waited for one by one."""

@@ -1,8 +1,8 @@
-"""C++ kernels, from source text to a callable.
+"""Compile C++ kernels and make them callable.
 
-Each kernel is one cache entry, so that all graphs and ranks share it whatever else is in them. The compiler takes
-longer to start than to compile a kernel (0.1 s against 0.01 s), so all kernels that a graph needs and the cache lacks
-are compiled together, one file per core, and the library of a file becomes the entry of every kernel in it.
+Each kernel has its own cache entry, so that all graphs and ranks that contain it share it. Starting the compiler takes
+longer than compiling a kernel (0.1 s against 0.01 s), so all kernels of a graph that are not cached are compiled
+together, one file per core, and the library of a file becomes the entry of every kernel in it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from overlapc.runtime.toolchain import Compiler, compile_error, find_compiler
 
 @dataclass(frozen=True, slots=True)
 class CppKernel:
-    """One function to compile. `text` decides the cache entry; `comment` only decorates the kept source."""
+    """One function to compile. `text` and `prelude` determine the cache key; `comment` only annotates the source."""
 
     name: str
     text: str
     tensors: int  # leading pointer arguments
     sizes: int  # int64 arguments after them; a thread count follows
     comment: str = ""
-    messages: tuple[str, ...] = ()  # of its checks; a kernel that has any returns the number of one that failed
-    prelude: str = ""  # what comes before `text`, once in a file of several kernels; decides the cache entry too
+    messages: tuple[str, ...] = ()  # of its checks; a kernel with checks returns the number of a failed one, or 0
+    prelude: str = ""  # comes before `text`, once in a file of several kernels
 
     def key(self, compiler: Compiler) -> str:
-        """Of its cache entry."""
+        """Return the cache key of the kernel."""
         return content_key(
             self.prelude + self.text, *compiler.command, *compiler.flags, *compiler.libraries, compiler.identity
         )
@@ -51,7 +51,7 @@ def _cache(root: Path) -> KernelCache:
 
 @lru_cache(None)
 def _files(root: Path) -> KernelCache:
-    """Libraries of several kernels, by the text of all."""
+    """Return the cache of libraries of several kernels, keyed by their joined text."""
     return KernelCache(root, "files")
 
 
@@ -63,7 +63,7 @@ extern "C" int NAME_entry(const unsigned long long *words) { CALL }
 
 
 def with_entry(kernel: CppKernel) -> CppKernel:
-    """`kernel` with `<name>_entry`, which takes its arguments as one array of 8-byte words."""
+    """Return `kernel` with an added `<name>_entry`, which takes the arguments as one array of 8-byte words."""
     arguments = ", ".join(f"Word{{words[{at}]}}" for at in range(kernel.tensors + kernel.sizes + 1))
     called = f"{kernel.name}({arguments});"
     call = f"return {called}" if kernel.messages else f"{called} return 0;"
@@ -71,10 +71,10 @@ def with_entry(kernel: CppKernel) -> CppKernel:
 
 
 def launcher(kernel: CppKernel, library: Path, cache_dir: Path) -> Callable[..., None]:
-    """`launcher(*tensors, *sizes)` runs the kernel on the calling thread and torch's OpenMP threads.
+    """Return `launch(*tensors, *sizes)`, which runs the kernel on the calling thread and torch's OpenMP threads.
 
-    CheckFailed, naming what was compiled, when a check of the kernel failed. The GIL is released while it runs, so
-    that gloo's Python-side callbacks and autograd threads go on.
+    It raises CheckFailed, with the kernel and its origin, if a check of the kernel failed. The GIL is released while
+    the kernel runs, so that gloo's Python-side callbacks and autograd threads continue.
     """
     entry = getattr(ctypes.CDLL(str(library)), f"{kernel.name}_entry")
     messages = tuple(f"{each}\n   in kernel {kernel.name}: {kernel.comment}" for each in kernel.messages)
@@ -102,13 +102,13 @@ def launcher(kernel: CppKernel, library: Path, cache_dir: Path) -> Callable[...,
 
 
 def load_kernels(kernels: Sequence[CppKernel], cache_dir: Path) -> dict[str, Callable[..., None]]:
-    """A launcher for each kernel, by name. ToolchainError when there is no compiler or it refuses a source."""
+    """Return a launcher for each kernel, by name; ToolchainError if there is no compiler or it rejects a source."""
     compiler = find_compiler()
     cache = _cache(Path(cache_dir))
     unique = {kernel.name: with_entry(kernel) for kernel in kernels}
     workers = max(1, min(len(unique), len(os.sched_getaffinity(0))))
     with ThreadPoolExecutor(workers, thread_name_prefix="overlapc-compile") as pool:
-        pool.submit(host_launcher_type, cache_dir)  # compiled beside them, once a machine
+        pool.submit(host_launcher_type, cache_dir)  # compiled meanwhile, once per machine
         found = pool.map(lambda kernel: cache.find(kernel.key(compiler), ".so"), unique.values())
         missing = [kernel for kernel, library in zip(unique.values(), found, strict=True) if library is None]
         files = [missing[first::workers] for first in range(workers)]
@@ -121,18 +121,18 @@ def load_kernels(kernels: Sequence[CppKernel], cache_dir: Path) -> dict[str, Cal
 
 
 def _build_together(kernels: Sequence[CppKernel], cache: KernelCache, files: KernelCache, compiler: Compiler) -> None:
-    """Puts `kernels` into the cache by one run of the compiler. If that fails, `build_library` compiles each."""
+    """Compile `kernels` by one run of the compiler into the cache; if that fails, `build_library` compiles each."""
     if len(kernels) < 2:
         return
     prelude = kernels[0].prelude
     assert all(kernel.prelude == prelude for kernel in kernels), "kernels of one graph have one prelude"
-    # A namespace each, as kernels may define helpers of the same name; the kernels themselves are `extern "C"`.
+    # One namespace per kernel: helpers of two kernels may have the same name. The kernels themselves are `extern "C"`.
     texts = [f"namespace of_{kernel.name} {{\n{kernel.text}}}\n" for kernel in kernels]
     together = CppKernel(f"{len(kernels)} kernels", "".join(texts), 0, 0, prelude=prelude)
     try:
         library = build_library(together, files, compiler)
     except ToolchainError:
-        return  # compiled alone, the kernel at fault is named
+        return  # each is then compiled alone, and the error names the kernel at fault
 
     def copy(path: Path) -> None:
         shutil.copyfile(library, path)
@@ -142,10 +142,10 @@ def _build_together(kernels: Sequence[CppKernel], cache: KernelCache, files: Ker
 
 
 def build_library(kernel: CppKernel, cache: KernelCache, compiler: Compiler) -> Path:
-    """The kernel's shared library, from the cache or compiled now."""
+    """Return the kernel's shared library, from the cache or compiled now."""
 
     def build(library: Path) -> None:
-        # A line of the user's may end with a backslash, which would make the line below it a part of the comment.
+        # A line of the user's code may end with a backslash, which would extend the comment to the next line.
         comment = "".join(f"// {line}".rstrip("\\ \t") + "\n" for line in kernel.comment.splitlines())
         source = library.with_suffix(".cpp")
         source.write_text(comment + kernel.prelude + kernel.text)

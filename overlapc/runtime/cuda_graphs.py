@@ -1,10 +1,10 @@
-"""Parts of a compiled graph as CUDA graphs: the first call runs as it is, the second is captured, later ones replay.
+"""Run parts of a compiled graph as CUDA graphs: the first call runs normally, the second is captured, later replayed.
 
 A captured part works on fixed addresses. An argument that had the same address in the first and the second call is read
-there; any other is copied into a buffer of the part before a replay (and back, if the part changes it). When
-an argument that was used in place has moved, the part is captured again and copies that one from then on: each argument
-costs at most one recapture. What parts make stays at one address, in a memory pool that the parts of a graph share,
-and the next call overwrites it; so what the graph returns is copied out of there (`Parts.copied`).
+there; any other argument is copied into a buffer of the part before a replay (and back, if the part changes it). If an
+argument that was used in place has moved, the part is captured again and copies that argument from then on: each
+argument costs at most one recapture. Results of parts have fixed addresses in a memory pool that the parts of a graph
+share, and the next call overwrites them; so the graph's results are copied out of the pool (`Parts.copied`).
 
 `Recorder` is the interface to a device.
 """
@@ -32,20 +32,20 @@ class CaptureError(OverlapcError):
 
 
 class Recorder(Protocol):
-    """Records what a function launches. Its parts are replayed in the order in which they were recorded."""
+    """Records what a function launches. Parts are replayed in the order in which they were recorded."""
 
     def busy(self) -> bool:
-        """Whether a CUDA graph outside of overlapc is being captured: everything then runs into that capture."""
+        """Whether a CUDA graph outside of overlapc is being captured; parts then run normally, into that capture."""
 
     def record(self, function: Function, given: Sequence[Tensor]) -> tuple[Callable[[], None], tuple[Any, ...]]:
-        """(what calls `function` on this very memory again, the results that it fills), without any effect now."""
+        """Return (replay, results): `replay()` runs `function` again on the same memory. Recording computes nothing."""
 
     def restart(self) -> None:
-        """Drops everything that was recorded."""
+        """Drop everything that was recorded."""
 
 
 class CudaGraphs:
-    """Records into CUDA graphs on the current device, with one pool of memory."""
+    """Records into CUDA graphs on the current device, with one memory pool."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -55,7 +55,7 @@ class CudaGraphs:
         return torch.cuda.is_current_stream_capturing()
 
     def record(self, function: Function, given: Sequence[Tensor]) -> tuple[Callable[[], None], tuple[Any, ...]]:
-        """A capture on a stream of its own. Other threads (NCCL's watchdog) may use CUDA meanwhile."""
+        """Capture on a separate stream. Other threads (NCCL's watchdog) may use CUDA meanwhile."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -65,14 +65,14 @@ class CudaGraphs:
         return graph.replay, results
 
     def restart(self) -> None:
-        """The next capture opens a pool: torch gives a pool up with the last graph that uses it."""
+        """Make the next capture open a new pool: torch frees a pool with the last graph that uses it."""
         torch.cuda.synchronize()
         self._pool = None
 
 
 @lru_cache(None)
 def _stream(device: int) -> torch.cuda.Stream:
-    """The stream of this device's captures; one for all, because each stream gets a cuBLAS workspace."""
+    """Return the stream for captures on this device; only one, because each stream gets a cuBLAS workspace."""
     return torch.cuda.Stream(device)
 
 
@@ -80,9 +80,9 @@ _all_parts: WeakSet[Parts] = WeakSet()
 
 
 def release_cuda_graphs() -> None:
-    """Drops all CUDA graphs that overlapc captured in this process; the next calls capture again.
+    """Drop all CUDA graphs that overlapc captured in this process; the next calls capture again.
 
-    NCCL destroys no communicator while a CUDA graph holds launches of it: `destroy_process_group` would wait forever.
+    NCCL does not destroy a communicator while a CUDA graph contains its launches: `destroy_process_group` would hang.
     """
     for parts in tuple(_all_parts):
         parts.forget(0)
@@ -90,7 +90,7 @@ def release_cuda_graphs() -> None:
 
 @cache
 def _release_with_groups() -> None:
-    """Has `torch.distributed.destroy_process_group` release them first: torch has no hook before it destroys."""
+    """Make `torch.distributed.destroy_process_group` release CUDA graphs first; torch has no hook for that."""
     destroy = dist.destroy_process_group
 
     @wraps(destroy)
@@ -111,9 +111,9 @@ class Parts:
         _all_parts.add(self)
 
     def part(self, inner: Iterable[int] = (), written: Iterable[int] = ()) -> Callable[[Function], Function]:
-        """Makes a part of a function that empties its list of arguments.
+        """Return a decorator that makes a part of a function, which must empty its list of arguments.
 
-        inner: arguments that earlier parts made. written: arguments that it changes.
+        inner: positions of arguments that earlier parts made. written: positions of arguments that the part changes.
         """
 
         def make(function: Function) -> Function:
@@ -123,16 +123,16 @@ class Parts:
         return make
 
     def copied(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Copies in memory of their own, which later calls do not overwrite."""
+        """Return copies in separate memory, which later calls do not overwrite."""
         with torch.no_grad():
             buffers = [_Buffer.like(tensor) for tensor in tensors]
             _copy([buffer.flat for buffer in buffers], tensors)
         return tuple(buffer.tensor for buffer in buffers)
 
     def forget(self, number: int) -> None:
-        """Drops the recordings of this part and of all later parts.
+        """Drop the recordings of part `number` and of all later parts.
 
-        A new recording of it may put its results where parts behind it, recorded before, have their temporaries.
+        A new recording of the part may put its results where later parts, recorded before, have their temporaries.
         """
         for part in self.parts[number:]:
             part.recording = None
@@ -142,7 +142,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """Memory for a tensor, from its first element to its last; `flat` is all of it."""
+    """Memory for a tensor, from its first element to its last; `flat` is all of that memory."""
 
     flat: Tensor
     tensor: Tensor
@@ -154,7 +154,7 @@ class _Buffer:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All elements from the first to the last that the tensor reaches, each once."""
+    """Return a view of all elements in memory from the tensor's first to its last, each once."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
     return tensor.detach().as_strided((reach if tensor.numel() else 0,), (1,))
 
@@ -166,16 +166,16 @@ def _copy(flats: Sequence[Tensor], given: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """A recorded part: what it reads in place, and what is copied to where it reads it (position -> buffer)."""
+    """A recorded part, with the arguments that it reads in place and those that are copied into its buffers."""
 
     replay: Callable[[], None]
     results: tuple[Any, ...]
     placed: dict[int, int]  # position -> address
-    buffers: dict[int, _Buffer]
+    buffers: dict[int, _Buffer]  # by position
     written: tuple[int, ...]  # positions of buffers that the part changes
 
     def moved(self, args: Sequence[Tensor]) -> bool:
-        """Whether an argument that is read in place lies elsewhere, or a copied one has another layout."""
+        """Whether an argument that is read in place has another address, or a copied one has another layout."""
         return any(args[at].data_ptr() != address for at, address in self.placed.items()) or any(
             args[at].size() != buffer.tensor.size() or args[at].stride() != buffer.tensor.stride()
             for at, buffer in self.buffers.items()
@@ -192,7 +192,7 @@ class _Recording:
 
 
 class _Part:
-    """One part, called with a list of its arguments, which it empties."""
+    """One part, a callable that takes a list of its arguments and empties the list."""
 
     def __init__(
         self, function: Function, parts: Parts, number: int, inner: frozenset[int], written: frozenset[int]
@@ -203,7 +203,7 @@ class _Part:
         self.inner = inner
         self.written = written
         self.addresses: list[int] | None = None  # of the arguments, in the first call or when last recorded
-        self.moving: set[int] = set()  # arguments that are copied
+        self.moving: set[int] = set()  # positions of arguments that are copied
         self.recording: _Recording | None = None
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:

@@ -1,9 +1,9 @@
 """Deterministic mode: the same schedule and the same bits, run after run.
 
-On by `deterministic=True` (one compiled model) or `torch.use_deterministic_algorithms(True)` (the process). While such
-a graph is compiled and while it runs, torch's own switch is on, so that every part only needs to check
-`torch.are_deterministic_algorithms_enabled()`: nothing is measured on this machine to decide anything, nothing is
-added up by atomics, and library calls take their deterministic forms or raise.
+`deterministic=True` turns it on for one compiled model, `torch.use_deterministic_algorithms(True)` for the process.
+torch's own switch is on while a graph is compiled and while it runs, so all code only needs to check
+`torch.are_deterministic_algorithms_enabled()`: then no decision depends on measurements, nothing is summed by atomics,
+and library calls use their deterministic variants or raise.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Turns torch's switch on if `wanted`, and restores it afterwards."""
+    """Turn torch's switch on inside the block if `wanted`, and restore it afterwards."""
     if not wanted or torch.are_deterministic_algorithms_enabled():
         yield
         return
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # we write all we read
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # our kernels write all memory that they read
     try:
         yield
     finally:
@@ -32,7 +32,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 def deterministically(call: Callable[[list[Any]], Any], wanted: bool) -> Callable[[list[Any]], Any]:
-    """`call` in deterministic mode; `call` itself if that is not `wanted`."""
+    """Return a function that runs `call` in deterministic mode, or `call` itself if that is not `wanted`."""
     if not wanted:
         return call
 

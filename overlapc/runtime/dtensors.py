@@ -1,7 +1,7 @@
-"""DTensors as inputs of a compiled step, and gradients that are DTensors; compiled graphs know only local tensors.
+"""DTensors as inputs and gradients of a compiled step, whose graphs take and return local tensors only.
 
-AOTAutograd's wrapper derives the description (`DTensorSpec`) of every gradient again in every backward, which takes a
-host as long as launching several kernels. Of static sizes it is the same each time: here it is derived once.
+AOTAutograd's wrapper derives the description (`DTensorSpec`) of every gradient again in every backward, which takes the
+host as long as launching several kernels. With static sizes it never changes, so here it is derived once.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ Call = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Borders:
-    """What the graphs of a step take in place of DTensors, and the parts of its gradients, as plain values."""
+    """The tensors that a step's graphs take in place of DTensors and return for its gradients, as plain values."""
 
-    inputs: tuple[tuple[str, ...], ...]  # the attributes of each, none for the input itself
+    inputs: tuple[tuple[str, ...], ...]  # for each input, the attributes to pass in its place; none to pass it itself
     gradients: tuple[tuple[int, int | None, bool], ...]
-    """Of each input: the result of backward that is its local part, or all of it; the result that is its mesh, if one
-    is; whether it is a DTensor, which is then laid out as the input is."""
+    """For the gradient of each input: (index of the result of backward that is the gradient or its local part, index of
+    the result that is its mesh, if one is, whether it is a DTensor, which then has the input's placements)."""
 
     def step(
         self, inputs: Sequence[Any], forward: Call, backward: Call, function: Callable[[Call, Call], Callable[..., Any]]
     ) -> Callable[..., Any]:
-        """What `function` makes of graphs that take and return what DTensors hold. inputs: of the first call."""
+        """Return `function(forward, backward)` of graphs converted to take and return DTensors.
+
+        inputs: those of the first call.
+        """
         gradients = [
             Remade(at, mesh_at, _like(inputs[number]._spec, at, mesh_at)) if is_dtensor else at
             for number, (at, mesh_at, is_dtensor) in enumerate(self.gradients)
@@ -51,17 +54,17 @@ def _like(spec: Any, at: int, mesh_at: int | None) -> Callable[[Sequence[Any]], 
 
 
 class KnownDTensors:
-    """The DTensors a step was compiled for, as far as its graphs do not check them themselves (they check sizes).
+    """The DTensors a step was compiled for: the properties that its graphs do not check themselves (they check sizes).
 
-    Dynamo's guards hold it, unless `overlapc.trust_modules` dropped them.
+    Dynamo's guards check them, too, unless `overlapc.trust_modules` dropped those guards.
     """
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        """inputs: of the first call."""
+        """Remember the DTensors among `inputs`, which are those of the first call."""
         self._known = [(at, *_known_of(value)) for at, value in enumerate(inputs) if isinstance(value, DTensor)]
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """LayoutError if a DTensor's mesh, placements, dtype, device or `requires_grad` have changed."""
+        """Raise LayoutError if a DTensor's mesh, placements, dtype, device or `requires_grad` have changed."""
         for at, spec, dtype, device, requires_grad in self._known:
             value = inputs[at]
             local = value._local_tensor
@@ -87,9 +90,10 @@ def _text(spec: Any, dtype: torch.dtype, device: torch.device, requires_grad: bo
 
 
 class Remade:
-    """Makes a gradient of what the backward graph returns: its local part at `at`, at `mesh_at` perhaps the mesh.
+    """Makes a DTensor gradient from the results of the backward graph: its local part is result `at`.
 
-    make: AOTAutograd's slow way, for a first description or another mesh.
+    mesh_at: the index of the result that is its mesh, if one is. make: AOTAutograd's slow conversion, which is used for
+    the first description and when the mesh is another one.
     """
 
     __slots__ = ("_at", "_make", "_mesh", "_mesh_at", "_spec")
@@ -102,19 +106,19 @@ class Remade:
         self._spec: Any = None
 
     def __call__(self, results: Sequence[Any]) -> Tensor:
-        """The gradient."""
+        """Return the gradient."""
         mesh = None if self._mesh_at is None else results[self._mesh_at]
         if self._spec is None or mesh is not self._mesh:
             made = self._make(results)
             assert isinstance(made, DTensor)
             self._spec, self._mesh = made._spec, mesh
             return made
-        # Past `__init__`, which does nothing but takes twice as long as this.
+        # Bypass `__init__`, which does nothing and takes twice as long as this.
         return DTensor.__new__(DTensor, results[self._at], self._spec, requires_grad=False)
 
 
 def taking_dtensors(forward: Call, inputs: Sequence[tuple[str, ...]]) -> Call:
-    """`forward`, given DTensors. inputs: the attributes of each that the graph takes in its place, none for itself."""
+    """Return `forward` converted to take DTensors. inputs: as in `Borders`."""
 
     def call(given: list[Any]) -> Any:
         inside: list[Any] = []
@@ -130,7 +134,7 @@ def taking_dtensors(forward: Call, inputs: Sequence[tuple[str, ...]]) -> Call:
 
 
 def giving_dtensors(backward: Call, gradients: Sequence[int | Remade]) -> Call:
-    """`backward`, returning a gradient for each input: the result at an index, or what is made of results."""
+    """Return `backward` converted to return a gradient for each input: the result at an index, or a remade DTensor."""
 
     def call(arguments: list[Any]) -> tuple[Any, ...]:
         results = backward(arguments)

@@ -1,11 +1,13 @@
-"""Steps that hold only for inputs at the same place in their memory, which neither Dynamo nor AOTAutograd guards.
+"""Steps that are valid only for certain storage offsets of their inputs, which neither Dynamo nor AOTAutograd guards.
 
-Two kinds of programs compute with how far into its memory an input begins, and AOTAutograd traces that as a constant:
-`as_strided` with an offset, in its gradient and where it is written to, and changes of an input that lies in one memory
-with another. Called with inputs elsewhere, such a step would be wrong, so it runs eagerly then, as Dynamo captured it.
-For a changed input AOTAutograd traces a copy that begins its own memory: `as_strided` with an offset is right only for
-an input that does so, too. And it cannot trace changes of inputs in one memory whose sizes were symbols, but turned out
-to be constant while Dynamo traced. Both kinds of graphs run eagerly from the start.
+Two kinds of programs depend on an input's storage offset, and AOTAutograd traces it as a constant: `as_strided` with an
+offset, in its gradient and where it is written to, and changes of an input that shares memory with another input.
+Called with other offsets, the compiled step would be wrong, so the call then runs eagerly the graph that Dynamo
+captured.
+
+Two kinds of graphs always run eagerly. For a changed input AOTAutograd traces a copy with offset 0, so `as_strided`
+with an offset is right only for inputs that have offset 0, too. And AOTAutograd cannot trace changes of inputs that
+share memory if their sizes were symbolic and turned out to be constant while Dynamo traced.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from overlapc.runtime.counters import count
 
 
 class InputPlaces:
-    """Where the inputs of a graph lie in memory, as far as the graph computes with it."""
+    """The storage offsets and shared memory of a graph's inputs, as far as the graph depends on them."""
 
     def __init__(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
         self._strided = set(_strided_memories(gm))
         self._inputs = _strided_inputs(inputs)
-        self._in_memory: dict[int, list[int]] = {}  # positions of the inputs that lie in it
+        self._in_memory: dict[int, list[int]] = {}  # memory -> positions of the inputs that lie in it
         for at, value in self._inputs.items():
             self._in_memory.setdefault(_memory(value), []).append(at)
         if not self._strided and len(self._in_memory) == len(self._inputs):
@@ -36,7 +38,7 @@ class InputPlaces:
         self._examples = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
 
     def why_eagerly(self) -> str | None:
-        """Why no compiled step is right for these inputs, whatever they hold; None where one is."""
+        """Return why no compiled step is right for these inputs, whatever their values; None if one can be."""
         for at, value in self._inputs.items():
             if value.storage_offset() and _changes(self._examples[at]) and self._read_by_strided(at):
                 return (
@@ -48,7 +50,7 @@ class InputPlaces:
         return None
 
     def offsets(self) -> dict[int, int]:
-        """Position -> elements of its memory before an input, where its place in memory was traced as a constant."""
+        """Return position -> storage offset (in elements) of the inputs whose offset was traced as a constant."""
         offsets: dict[int, int] = {}
         for at, value in self._inputs.items():
             counts = self._read_by_strided(at) and (value.requires_grad or _changes(self._examples[at]))
@@ -65,7 +67,7 @@ class InputPlaces:
         return len(self._in_memory[_memory(self._inputs[at])]) > 1 and _changes(self._examples[at])
 
     def _turned_constant(self, group: Sequence[int]) -> bool:
-        """Whether sizes of these inputs were symbols, and are numbers now."""
+        """Whether sizes of these inputs were symbolic, and are constant now."""
         examples = [self._examples[at] for at in group]
         numbers = [
             number for example in examples for number in (*example.shape, *example.stride(), example.storage_offset())
@@ -76,7 +78,7 @@ class InputPlaces:
 
 
 def always_eagerly(eager: GraphModule, reason: str) -> Callable[..., Any]:
-    """`eager`, with one warning."""
+    """Return a function that runs `eager`, and warns once."""
     warned = _Warning()
 
     def call(*inputs: Any) -> Any:
@@ -87,7 +89,7 @@ def always_eagerly(eager: GraphModule, reason: str) -> Callable[..., Any]:
 
 
 def eagerly_elsewhere(step: Callable[..., Any], eager: GraphModule, offsets: Mapping[int, int]) -> Callable[..., Any]:
-    """`step` for inputs at these offsets; for others `eager`, the same computation op by op."""
+    """Return a function that runs `step` for inputs at these offsets, and else `eager`: the same, op by op."""
     warned = _Warning()
 
     def call(*inputs: Any) -> Any:
@@ -107,7 +109,7 @@ def eagerly_elsewhere(step: Callable[..., Any], eager: GraphModule, offsets: Map
 
 
 class _Warning:
-    """Counts eager calls of one step, and warns of the first."""
+    """Counts the eager calls of one step, and warns at the first."""
 
     def __init__(self) -> None:
         self.given = False
@@ -132,17 +134,17 @@ def _strided_inputs(inputs: Sequence[Any]) -> dict[int, Tensor]:
 
 
 def _was_symbolic(value: Tensor, example: Tensor) -> bool:
-    """Whether a tensor is still marked as one of symbolic sizes; AOTAutograd makes the example of a view anew."""
+    """Whether a tensor is still marked as having symbolic sizes; AOTAutograd recreates the example of a view."""
     return example._has_symbolic_sizes_strides and not value._is_view()
 
 
 def _changes(example: Any) -> bool:
-    """Whether the graph changes the memory of an input: Dynamo did so with its example."""
+    """Whether the graph changes an input in place: then Dynamo changed its example, too."""
     return isinstance(example, Tensor) and example._version > 0
 
 
 def _strided_memories(gm: GraphModule) -> Iterator[int | None]:
-    """The memory that each `as_strided` with an offset counts in; None for that of a graph within `gm`: unknown."""
+    """Yield the memory that each `as_strided` with an offset reads; None (unknown) inside nested graphs of `gm`."""
     for module in gm.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:

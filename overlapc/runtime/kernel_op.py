@@ -1,6 +1,6 @@
-"""`overlapc::run_kernel`: a generated kernel as an op that graphs can hold and tracers can see.
+"""`overlapc::run_kernel`: an op that runs a generated kernel, so that FX graphs can contain it and tracers can see it.
 
-By its schema the op writes into all of its buffers; it returns nothing.
+According to its schema the op writes to all of its buffers; it returns nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _library.define("run_kernel(str kernel, Tensor(a!)[] buffers, SymInt[] sizes) ->
 
 
 def register(name: str, launcher: Callable[..., None]) -> None:
-    """Registers a kernel by its name, which is a hash of its content: kernels of one name are equal."""
+    """Register a kernel by its name, which is a hash of its content: kernels with the same name are equal."""
     _launchers[name] = launcher
 
 
@@ -25,7 +25,7 @@ def _run(kernel: str, buffers: Sequence[Tensor], sizes: Sequence[int]) -> None:
 
 
 def _fake(kernel: str, buffers: Sequence[Tensor], sizes: Sequence[int]) -> None:
-    """Shapes and dtypes do not change."""
+    """Do nothing: shapes and dtypes do not change."""
 
 
 _library.impl("run_kernel", _run, "CompositeExplicitAutograd")

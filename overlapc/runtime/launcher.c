@@ -1,11 +1,11 @@
 /* Launches one compiled kernel with one call from Python.
 
-   A `Launcher` knows everything of a GPU's kernel that does not change from call to call: the functions in the driver,
-   their grids, blocks and shared memory, and the scratch memory between stages. A call takes the tensors only. What it
-   was not made for (a pointer that is not aligned, another device) it hands to a Python function with the same
-   arguments. A `HostLauncher` calls a C function, on the calling thread.
+   A `Launcher` holds everything about a GPU kernel that does not change between calls: its functions in the driver,
+   their grids, blocks and shared memory, and the scratch memory between stages. A call takes only the tensors. In cases
+   that it does not support (a pointer that is not aligned, another device) it calls a Python function with the same
+   arguments. A `HostLauncher` calls a C function on the calling thread.
 
-   Only the C API of Python is used, and the driver's library is opened by its path: this compiles in a second and does
+   Only Python's C API is used, and the driver's library is opened at run time, so this compiles in a second and does
    not depend on torch's version. */
 
 #define PY_SSIZE_T_CLEAN
@@ -36,7 +36,7 @@ typedef int (*LaunchKernel)(void *function, unsigned grid_x, unsigned grid_y, un
 typedef int (*CurrentContext)(void **context);
 typedef int (*ErrorString)(int error, const char **text);
 
-/* What is used of the driver's library, which stays open. */
+/* The functions used from the driver's library, which stays open. */
 typedef struct {
   LaunchKernel launch;
   CurrentContext context;
@@ -73,17 +73,17 @@ typedef struct {
   Py_ssize_t pointers, scratches, stages;
   Stage *stage;
   Driver driver;
-  void *context;       /* that the functions were loaded into */
+  void *context;       /* the context that the functions were loaded into */
   PyObject *name;      /* for errors */
-  PyObject *scratch;   /* of (size, stride, dtype), which `empty` takes */
-  PyObject *empty;
-  PyObject *data_ptr;  /* of a tensor */
-  PyObject *stream_of; /* of a device */
+  PyObject *scratch;   /* tuple of (size, stride, dtype), the arguments of `empty` */
+  PyObject *empty;     /* allocates a tensor */
+  PyObject *data_ptr;  /* returns a tensor's address */
+  PyObject *stream_of; /* returns the current stream of a device */
   PyObject *device;
-  PyObject *otherwise;
+  PyObject *otherwise; /* called where this launcher cannot run */
 } Launcher;
 
-/* Allocates the scratch memory into `held` and its addresses into `values`; -1 with an exception set. */
+/* Stores new scratch tensors in `held` and their addresses in `values`; returns -1 with an exception set on failure. */
 static int allocate(Launcher *self, PyObject **held, uint64_t *values) {
   for (Py_ssize_t at = 0; at < self->scratches; ++at) {
     PyObject *form = PyTuple_GET_ITEM(self->scratch, at);
@@ -96,9 +96,9 @@ static int allocate(Launcher *self, PyObject **held, uint64_t *values) {
   return 0;
 }
 
-/* Launches all stages; -1 with an exception set. */
+/* Launches all stages; returns -1 with an exception set on failure. */
 static int enqueue(Launcher *self, void *stream, uint64_t *values) {
-  /* Triton 3.6 kernels end with two pointers to memory that these do not need. */
+  /* Kernels of Triton 3.6 take two more pointers, to scratch memory that ours do not use. */
   Py_ssize_t count = self->pointers + self->scratches;
   void *parameters[count + 2];
   values[count] = values[count + 1] = 0;
@@ -141,7 +141,7 @@ static PyObject *launcher_call(PyObject *object, PyObject *const *tensors, size_
   PyObject *held[self->scratches + 1];
   memset(held, 0, sizeof held);
   int error = allocate(self, held, values + given) || enqueue(self, (void *)(uintptr_t)number, values);
-  /* The allocator gives freed scratch memory only to later work of the same stream. */
+  /* May be freed now: the allocator reuses scratch memory only for later work on the same stream. */
   for (Py_ssize_t at = 0; at < self->scratches; ++at) Py_XDECREF(held[at]);
   if (error) return NULL;
   Py_RETURN_NONE;
@@ -227,7 +227,7 @@ static PyObject *launcher_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 
 static PyMemberDef launcher_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Launcher, call), READONLY, NULL},
-    {"otherwise", T_OBJECT_EX, offsetof(Launcher, otherwise), READONLY, "what runs where this cannot"},
+    {"otherwise", T_OBJECT_EX, offsetof(Launcher, otherwise), READONLY, "called where this launcher cannot run"},
     {NULL},
 };
 
@@ -251,12 +251,12 @@ typedef struct {
   PyObject_HEAD
   vectorcallfunc call;
   Py_ssize_t pointers, sizes;
-  int (*function)(const uint64_t *words); /* the addresses, the sizes and the number of threads */
+  int (*function)(const uint64_t *words); /* words: the addresses, the sizes and the number of threads */
   PyObject *name;                         /* for errors */
-  PyObject *data_ptr;                     /* of a tensor */
-  PyObject *threads;                      /* how many it may use */
-  PyObject *error;                        /* of a check that failed */
-  PyObject *messages;                     /* of the checks; the function returns the number of one, from 1 */
+  PyObject *data_ptr;                     /* returns a tensor's address */
+  PyObject *threads;                      /* returns the number of threads to use */
+  PyObject *error;                        /* class of the exception for a failed check */
+  PyObject *messages;                     /* of the checks; the function returns the number of a failed one, from 1 */
 } HostLauncher;
 
 static PyObject *host_launcher_call(PyObject *object, PyObject *const *arguments, size_t flags, PyObject *keywords) {
@@ -277,7 +277,7 @@ static PyObject *host_launcher_call(PyObject *object, PyObject *const *arguments
   Py_DECREF(threads);
   if (failed(words[given])) return NULL;
   int check = 0;
-  Py_BEGIN_ALLOW_THREADS /* gloo's callbacks and autograd's threads go on */
+  Py_BEGIN_ALLOW_THREADS /* gloo's callbacks and autograd's threads continue */
   check = self->function(words);
   Py_END_ALLOW_THREADS
   if (!check) Py_RETURN_NONE;
@@ -337,7 +337,7 @@ static PyTypeObject HostLauncherType = {
 };
 
 static PyMethodDef functions[] = {
-    {"open_driver", open_driver, METH_O, "open_driver(path) -> driver of `Launcher`; OSError if it is none"},
+    {"open_driver", open_driver, METH_O, "open_driver(path) -> driver for `Launcher`; OSError if it is no CUDA driver"},
     {NULL},
 };
 

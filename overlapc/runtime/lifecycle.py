@@ -1,14 +1,15 @@
-"""Checks, while a graph runs, that memory is allocated, used and freed as its program says (`check_lifecycle=True`).
+"""Check, while a graph runs, that memory is allocated, used and freed as its program says (`check_lifecycle=True`).
 
-The wrapper then reports every allocation, launch, collective, wait, take-over and free. An error, with the buffer's
-name, is a buffer
+The wrapper then reports every allocation, launch, collective, wait, take-over and free. It is an error, which names the
+buffer, if
 
-* whose storage has another size than planned, that survives its free because another holder has it, that is freed
-  before it, or that is never freed;
-* behind whose end something was written: a few bytes that must not change follow memory that the graph allocates;
-* that is written, freed or handed on while a collective in flight still reads it, or used before it has arrived.
+* a storage has another size than planned, is still held by something after its free, is freed before that, or is never
+  freed;
+* something wrote past the end of a buffer: memory that the graph allocates is followed by a few guard bytes;
+* a buffer is written, freed or taken over while a collective in flight still reads it, or used before its result has
+  arrived.
 
-Fresh and freed memory is filled with NaN, which shows in results when a graph, or a collective, reads it nevertheless.
+New and freed memory is filled with NaN, which appears in results if a graph, or a collective, reads that memory.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from overlapc.errors import OverlapcError
 
-_GUARD_BYTES = 64  # behind each buffer; a multiple of every element's size
+_GUARD_BYTES = 64  # after each buffer; a multiple of every element's size
 _GUARD = 0xC5
 _POISON = 0xFF  # NaN in every floating-point dtype, -1 in the integers
-_LET_GO_S = 30.0  # until a transport that holds a tensor after its wait counts as one that keeps it
+_LET_GO_S = 30.0  # a transport may hold a tensor for this long after its wait; longer is an error
 
 
 class LifecycleError(OverlapcError):
@@ -36,17 +37,17 @@ class LifecycleError(OverlapcError):
 @dataclass
 class _Live:
     storage: StorageWeakRef
-    key: int  # of the storage: views of one have the same
+    key: int  # of the storage; equal for all views of it
     bytes: int  # 0 for a second name of a storage
-    place: tuple[int, int]  # addresses of the first byte and behind the last
+    place: tuple[int, int]  # addresses of the first byte and past the last
     ours: bool = False  # memory that must not be held outside of the graph
-    carved: bool = False  # a part of a pool, which other names have parts of, too
-    heir: str = ""  # the name that takes this part of a pool over
+    carved: bool = False  # a part of a pool; other names have other parts
+    heir: str = ""  # the name that takes over this part of a pool
 
 
 @dataclass
 class _Flight:
-    """A collective in flight: where it reads, and where it writes until each result is waited for."""
+    """A collective in flight: the memory that it reads, and the memory that it writes until each result's wait."""
 
     name: str
     reads: list[tuple[str, tuple[int, int]]]
@@ -54,7 +55,7 @@ class _Flight:
 
 
 class Lifecycle:
-    """One run of one graph. Sizes are bytes of storages."""
+    """The checks of one run of one graph. Sizes are bytes of storages."""
 
     def __init__(self, graph: str, inputs: Iterable[object]) -> None:
         self.graph = graph
@@ -62,13 +63,13 @@ class Lifecycle:
         self._bytes = 0
         self._live: dict[str, _Live] = {}
         self._freed: set[str] = set()
-        # The caller's memory, which may outlive us. Weak references keep a key from being another storage's later.
+        # The caller's memory, which may outlive the run. Weak references prevent another storage from getting a key.
         self._given = {_key(each): _weak(each) for each in inputs if isinstance(each, Tensor)}
         self._guarded: dict[int, int] = {}  # key -> bytes before the guard
         self._carried: set[int] = set()  # keys of a collective's arguments and results
         self._flights: list[_Flight] = []
 
-    # --- memory that comes
+    # --- memory that begins to be used
 
     def allocate(
         self,
@@ -79,7 +80,7 @@ class Lifecycle:
         device: torch.device | str,
         planned_bytes: int,
     ) -> Tensor:
-        """New memory for `name`, full of NaN, with a guard behind it."""
+        """Return new memory for `name`, filled with NaN and followed by a guard."""
         flat = torch.full((planned_bytes + _GUARD_BYTES,), _POISON, dtype=torch.uint8, device=device)
         flat[planned_bytes:] = _GUARD
         tensor = torch._C._dynamo.guards._reinterpret_tensor(flat.view(dtype), size, stride, 0)  # type: ignore[attr-defined]
@@ -89,14 +90,14 @@ class Lifecycle:
         return tensor
 
     def allocated(self, name: str, tensor: Tensor, planned_bytes: int) -> None:
-        """`name` is new memory of this size."""
+        """Note that `name` is new memory of this size."""
         storage = tensor.untyped_storage()
         if storage.nbytes() != planned_bytes:
             raise self._error(name, f"has {storage.nbytes()} bytes, but {planned_bytes} were planned")
         self._add(name, tensor).ours = True
 
     def carved(self, name: str, tensor: Tensor) -> None:
-        """`name` is a part of a pool that nothing else uses by now, or takes over a part that is freed next."""
+        """Note that `name` is a part of a pool, either unused or taken over from a name that is freed next."""
         place = _place(tensor)
         for other, entry in self._live.items():
             if entry.carved and _overlap(entry.place, place):
@@ -108,30 +109,30 @@ class Lifecycle:
         entry.ours = entry.carved = True
 
     def arrived(self, name: str, value: object) -> None:
-        """`name` is what a call returned; it may share memory with what was there before."""
+        """Note that a call returned `name`, which may share memory with earlier buffers."""
         if isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta":
             self._add(name, value)
 
     def laid_out(self, name: str, value: object) -> None:
-        """`name` has its traced strides now, perhaps in a copy of what the call returned."""
+        """Note that `name` now has its traced strides, perhaps as a copy of what the call returned."""
         if name in self._live and self._live[name].key != _key(value):
             self.freed([name])
             self.arrived(name, value)
 
     def lent(self, values: Mapping[str, object]) -> None:
-        """These are in memory that is kept outside of the graph."""
+        """Note that these lie in memory that is held outside of the graph."""
         for name, value in values.items():
             if isinstance(value, Tensor):
                 self._given.setdefault(_key(value), _weak(value))
                 self._add(name, value)
 
     def reused(self, name: str, tensor: Tensor) -> None:
-        """`name` is new memory, or that of an argument that only this graph holds."""
+        """Note that `name` is new memory, or that of an argument that only this graph holds."""
         self._not_in_flight(name, _place(tensor), "takes memory over")
         self._add(name, tensor)
 
     def took_over(self, name: str, source: str, tensor: Tensor) -> None:
-        """`name` is the memory of `source`, which is no name any more."""
+        """Note that `name` takes over the memory of `source`, and that the name `source` ends."""
         before = self._live.pop(source, None)
         if before is None or before.key != _key(tensor):
             raise self._error(name, f"was to take over the memory of {source}, which is not where it was")
@@ -140,10 +141,10 @@ class Lifecycle:
         self._live[name] = before
         before.place = _place(tensor)
 
-    # --- its use
+    # --- use of memory
 
     def runs(self, node: str, touched: Mapping[str, object], written: Iterable[str]) -> None:
-        """A kernel or call is about to read or write `touched`, and to write `written` among them."""
+        """Check, before a kernel or call, the values `touched` that it uses and those of them that it writes."""
         places = {name: _place(value) for name, value in touched.items() if _has_memory(value)}
         written = set(written)
         for name, entry in self._live.items():
@@ -157,7 +158,7 @@ class Lifecycle:
                     raise self._error(name, f"is written by {node} while {flight.name} still reads it")
 
     def ran(self, node: str, written: Mapping[str, object]) -> None:
-        """A kernel or call has written these."""
+        """Check the guards of what a kernel or call has written."""
         for name, value in written.items():
             if isinstance(value, Tensor) and _has_memory(value):
                 self._check_guard(name, value, f" by {node}, or by something that ran beside it")
@@ -165,18 +166,21 @@ class Lifecycle:
     def started(
         self, node: str, given: Mapping[str, object], results: Mapping[str, object], waited: Iterable[str]
     ) -> None:
-        """A collective reads `given` and writes `results`, or what it was given; the graph waits for `waited`."""
+        """Note the start of a collective that reads `given` and writes `results`, or `given` in place.
+
+        waited: the names that the graph waits for.
+        """
         tensors = {name: value for name, value in (*given.items(), *results.items()) if _has_memory(value)}
         self._carried |= {_key(value) for value in tensors.values()}
         writes = {name: _place(tensors[name]) for name in waited if name in tensors}
         if writes:
             reads = [(name, _place(value)) for name, value in given.items() if _has_memory(value)]
-            # What is reduced in place is read and written: it is awaited like any result.
+            # A tensor that is reduced in place is read and written: the graph waits for it like for any result.
             reads = [(name, place) for name, place in reads if not any(_overlap(place, to) for to in writes.values())]
             self._flights.append(_Flight(node, reads, writes))
 
     def waited(self, name: str, tensor: object) -> None:
-        """The collective that fills `name` is done."""
+        """Note that the collective that fills `name` is done."""
         if not _has_memory(tensor):
             return
         self._carried.add(_key(tensor))
@@ -186,10 +190,10 @@ class Lifecycle:
         if name in self._live and _key(tensor) not in self._given:
             self._live[name].ours = True
 
-    # --- memory that goes
+    # --- memory that is freed
 
     def freeing(self, values: Mapping[str, object]) -> None:
-        """These names are about to be dropped: memory that only the graph holds is filled with NaN."""
+        """Check these names before they are dropped; fill memory that only the graph holds with NaN."""
         for name, tensor in values.items():
             entry = self._live.get(name)
             if entry is None or not isinstance(tensor, Tensor):
@@ -204,11 +208,11 @@ class Lifecycle:
                 _bytes_of(tensor, entry.carved).fill_(_POISON)
 
     def freed(self, names: Iterable[str]) -> None:
-        """These names are dropped: their storages must be freed, unless another name or the caller has them."""
+        """Check, after these names were dropped, that storages are freed unless another name or the caller has them."""
         for name in names:
             entry = self._live.pop(name, None)
             self._freed.add(name)
-            if entry is None:  # an input, or no tensor
+            if entry is None:  # an input, or not a tensor
                 continue
             others = [other for other in self._live.values() if other.key == entry.key]
             if others:
@@ -219,11 +223,11 @@ class Lifecycle:
                 continue
             if not self._is_gone(entry):
                 raise self._error(name, "was freed by the plan, but something still holds its memory")
-            self._guarded.pop(entry.key, None)  # another storage may lie there now
+            self._guarded.pop(entry.key, None)  # another storage may get this key
             self._carried.discard(entry.key)
 
     def returned(self, values: Mapping[str, object]) -> None:
-        """The graph ends with these; all other memory must have been freed."""
+        """Check at the end of the graph, which returns `values`: all other memory must have been freed."""
         kept = {self._live[name].key for name in values if name in self._live} | self._given.keys()
         for name, entry in self._live.items():
             if entry.storage.expired():
@@ -238,8 +242,8 @@ class Lifecycle:
     def _is_gone(self, entry: _Live) -> bool:
         """Whether a storage has no owner left.
 
-        gloo's worker wakes who waits for a collective before it lets go of the collective's tensors: of these, it may
-        be the last owner for a moment.
+        gloo's worker ends the wait for a collective before it releases the collective's tensors, so it may be their
+        last owner for a moment.
         """
         ends = time.monotonic() + (_LET_GO_S if entry.key in self._carried else 0)
         while not entry.storage.expired():
@@ -284,7 +288,7 @@ class Lifecycle:
 
 
 last_peak_bytes: dict[str, int] = {}
-"""Most bytes that each graph's own buffers took at once in its last checked run, inputs not counted."""
+"""By graph: the peak memory of its own buffers in its last checked run, in bytes, without inputs."""
 
 
 def _key(tensor: object) -> int:
@@ -301,7 +305,7 @@ def _has_memory(value: object) -> bool:
 
 
 def _place(tensor: object) -> tuple[int, int]:
-    """Addresses of a tensor's first byte and behind its last; equal for one without elements."""
+    """Return the addresses of a tensor's first byte and past its last; (0, 0) for a tensor without elements."""
     assert isinstance(tensor, Tensor)
     if not _has_memory(tensor) or tensor.numel() == 0:
         return (0, 0)
@@ -315,7 +319,7 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
 
 
 def _bytes_of(tensor: Tensor, part: bool) -> Tensor:
-    """A tensor's whole storage as bytes; as `part`, only where the tensor lies."""
+    """Return a tensor's whole storage as bytes or, with `part`, only the range that the tensor covers."""
     storage = tensor.untyped_storage()
     first, end = _place(tensor) if part else (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)

@@ -1,7 +1,7 @@
-"""Names around what a compiled graph launches, for the profiler; off unless a measurement runs.
+"""Profiler marks around everything that a compiled graph launches; off unless a measurement runs.
 
-A graph is printed a second time with a mark around every node, and that version runs while marks are on: without
-them a call costs one look at a flag.
+The code of a graph is generated a second time with a mark around every node, and that version runs while marks are on:
+when they are off, a call only checks a flag.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _on = False
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Which node a mark is around, and how it is run."""
+    """The name of a mark: the node that it encloses, and how that is run."""
 
     graph: str
     how: str  # "launch" of a generated kernel, "call", "start" or "wait"
     node: str
-    works: int = 1  # things that gloo does for a start: a coalesced scatter is one for each tensor
+    works: int = 1  # operations that gloo performs for a start: a coalesced scatter is one per tensor
 
     def __str__(self) -> str:
         """The mark's name in a trace: `overlapc/forward_0/launch/1/_to_copy_3`."""
@@ -32,7 +32,7 @@ class Label:
 
     @classmethod
     def parse(cls, name: str) -> Label | None:
-        """The label with that name; None for any other name in a trace."""
+        """Return the label with that name; None for any other name in a trace."""
         parts = name.split("/", 4)
         if not name.startswith(PREFIX) or len(parts) != 5:
             return None
@@ -45,7 +45,7 @@ mark = record_function
 
 @contextlib.contextmanager
 def marked() -> Iterator[None]:
-    """Within it compiled graphs run with marks, on every thread of this process."""
+    """Run compiled graphs with marks inside the block, on every thread of this process."""
     global _on
     before, _on = _on, True
     try:
@@ -58,9 +58,9 @@ Call = Callable[[list[Any]], tuple[Any, ...]]
 
 
 def switching(plain: Call, make_marked: Callable[[], Call], calls: list[int]) -> Call:
-    """`plain`, or the marked version while marks are on; that one is made at its first use.
+    """Return a function that runs `plain`, or the marked version while marks are on, which is made at its first use.
 
-    Each call adds to `calls`, which is one number.
+    Each call increments `calls[0]`.
     """
     made: list[Call] = []
 

@@ -1,7 +1,7 @@
-"""`launcher.c`, built once per machine and kept beside the kernels: one call from Python launches a whole kernel.
+"""Build and load `launcher.c`, with which one call from Python launches a whole kernel; built once per machine.
 
-Without a C compiler or Python's headers there is none; kernels are then launched through torch's own launcher on a GPU,
-and through ctypes on the host.
+Without a C compiler or Python's headers it cannot be built; kernels are then launched through torch's own launcher on a
+GPU, and through ctypes on the host.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ _log = logging.getLogger("overlapc")
 
 @lru_cache(None)
 def launcher_type(cache_dir: Path, driver: str = DRIVER) -> Callable[..., Callable[..., Any]] | None:
-    """Makes launchers through the library `driver`; None, logged, where there can be none.
+    """Return a constructor of launchers that use the driver library `driver`; None, logged, if they cannot be built.
 
-    A launcher takes tensors, and is made of, by keyword: `name`, for errors; `stages`, a tuple of (function in the
-    driver, programs, threads, bytes of shared memory); `pointers`, how many tensors it takes; `scratch`, a tuple of
-    (size, stride, dtype), which `empty` takes; `data_ptr` of a tensor; `stream_of` a `device`; `otherwise`, called
-    with the tensors where one is not aligned to 16 bytes or another device is current than was when it was made.
+    A launcher is called with tensors. The constructor takes, by keyword: `name`, for errors; `stages`, a tuple of
+    (function in the driver, programs, threads, bytes of shared memory); `pointers`, the number of tensors; `scratch`, a
+    tuple of (size, stride, dtype), each passed to `empty` to allocate a tensor; `data_ptr(tensor)`;
+    `stream_of(device)`; `device`; and `otherwise`, called with the tensors if one is not aligned to 16 bytes or the
+    current device is not the one that was current when the launcher was made.
     """
     module = _module(cache_dir)
     if module is None:
@@ -50,12 +51,13 @@ def launcher_type(cache_dir: Path, driver: str = DRIVER) -> Callable[..., Callab
 
 
 def host_launcher_type(cache_dir: Path) -> Callable[..., Callable[..., None]] | None:
-    """Makes launchers of functions on the host; None, logged, where there can be none.
+    """Return a constructor of launchers for functions on the host; None, logged, if they cannot be built.
 
-    A launcher takes tensors, then sizes, and is made of, by keyword: `name`, for errors; `function`, the address of one
-    that takes an array of 8-byte words (addresses, sizes, threads) and returns the number of a check that failed, or 0;
-    `pointers` and `sizes`, how many it takes; `data_ptr` of a tensor; `threads()`, how many it may use; `error`, raised
-    with one of `messages`, a tuple, when a check failed.
+    A launcher is called with tensors, then sizes. The constructor takes, by keyword: `name`, for errors; `function`,
+    the address of a function that takes an array of 8-byte words (addresses, sizes, threads) and returns the number of
+    a check that failed, or 0; `pointers` and `sizes`, the numbers of tensors and sizes; `data_ptr(tensor)`;
+    `threads()`, which returns the number of threads to use; `error`, raised with one of `messages`, a tuple, if a check
+    failed.
     """
     module = _module(cache_dir)
     return None if module is None else module.HostLauncher
@@ -72,7 +74,7 @@ def _module(cache_dir: Path) -> ModuleType | None:
 
 def _built(cache_dir: Path) -> Path:
     headers = sysconfig.get_path("include")
-    # Any C compiler gives the same interface: a warm start need not even find out which there is.
+    # Any C compiler gives the same interface, so the compiler is not part of the key: warm starts need not look for it.
     key = content_key(_SOURCE.read_text(), *_FLAGS, headers, sys.version, platform.machine())
 
     def build(library: Path) -> None:

@@ -1,4 +1,4 @@
-"""Memory of optimizers: the state that they keep between steps, and what is live while they step."""
+"""Memory of optimizers: the state that they keep between steps, and the memory that is live while they step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 
 def state_bytes(optimizers: Iterable[Any]) -> dict[str, int]:
-    """Class of the optimizers -> bytes that their state holds on this rank; empty without optimizers."""
+    """Return optimizer class -> bytes of state on this rank; empty without optimizers."""
     sums: dict[str, int] = defaultdict(int)
     seen: set[int] = set()
     for optimizer in optimizers:
         name = type(optimizer).__name__
-        sums[name] += 0  # one without state is known to have none
+        sums[name] += 0  # an optimizer without state is listed with 0 bytes
         for state in optimizer.state.values():
             for tensor in plain_tensors(pytree.tree_leaves(state)):
                 storage = tensor.untyped_storage()
@@ -30,7 +30,7 @@ def state_bytes(optimizers: Iterable[Any]) -> dict[str, int]:
 
 
 def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among `values`; in place of a DTensor, or of another tensor made of tensors, those on this rank."""
+    """Yield the tensors among `values`, with DTensors and other wrapper tensors replaced by the tensors inside them."""
     for value in values:
         if is_traceable_wrapper_subclass(value):
             yield from plain_tensors(getattr(value, name) for name in value.__tensor_flatten__()[0])
@@ -39,7 +39,7 @@ def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that `note` was given or that ops made meanwhile, as long as they live, and their peak."""
+    """Counts the bytes of live storages, those given to `note` and those that ops make meanwhile, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def note(self, values: Iterable[Any]) -> None:
-        """Counts the storages of the tensors among `values`, each once."""
+        """Count the storages of the tensors among `values`, each once."""
         for tensor in plain_tensors(values):
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()

@@ -1,4 +1,4 @@
-"""Seconds of each phase of compiling, without the phases nested in it."""
+"""Measure the seconds that each phase of compilation takes, without the phases nested in it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _running = _Running()
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """The time of the block is of phase `name`, but for what further phases within it take."""
+    """Count the time of the block as phase `name`, except the time of phases nested in it."""
     _switch()
     _running.names.append(name)
     try:
@@ -39,10 +39,10 @@ def _switch() -> None:
 
 
 def seconds_by_phase() -> Mapping[str, float]:
-    """Of this process, since it began or `clear` was called."""
+    """Return the seconds of each phase in this process, since its start or the last `clear`."""
     return dict(_seconds)
 
 
 def clear() -> None:
-    """Begins again."""
+    """Set all phases to zero."""
     _seconds.clear()

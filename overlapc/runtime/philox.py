@@ -2,7 +2,7 @@
 
 Word k of a stream is word k % 4 of the block with counter k // 4. A stream's seed is two int64: the first is the key,
 the second the upper half of the counter. Generated kernels compute the same words (`prelude.h`, `triton_prelude.py`);
-these functions do it with torch's ops, for graphs that run op by op and as what kernels are tested against.
+these functions compute them with torch's ops, for graphs that run op by op and as a reference for tests of kernels.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)  # increments of the key in each round
 _MASK = 0xFFFFFFFF
-# Steps between neighbouring numbers of [0, 1) that a dtype resolves up to 1, as a power of two.
+# Bits of a uniform number by dtype: numbers are multiples of 2^-bits, the spacing that the dtype has just below 1.
 UNIFORM_BITS = {torch.float32: 24, torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
 
 
 def draw(count: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Seeds of `count` streams from the device's generator; they share memory, 16 bytes each."""
+    """Draw the seeds of `count` streams from the device's generator; they are views of one tensor, 16 bytes each."""
     drawn = torch.empty(2 * count, dtype=torch.int64, device=device).random_()
     return (drawn,) if count == 1 else drawn.view(count, 2).unbind()
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Upper and lower 32 bits of a product of two numbers below 2^32, in int64 without overflow."""
+    """Return the upper and lower 32 bits of a product of two numbers below 2^32, in int64 without overflow."""
     low = (a & 0xFFFF) * b
     high = (a >> 16) * b + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 def words(seed: Tensor, position: Tensor) -> Tensor:
-    """The words of `seed` (int64, two elements) at `position` (int64): numbers from 0 to 2^32 - 1, as int64."""
+    """Return the words of `seed` (int64, two elements) at `position` (int64): from 0 to 2^32 - 1, as int64."""
     key = [seed[0] & _MASK, (seed[0] >> 32) & _MASK]
     block = position >> 2
     c0, c1 = block & _MASK, (block >> 32) & _MASK
@@ -48,7 +48,7 @@ def words(seed: Tensor, position: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, count: int, dtype: torch.dtype, start: int = 0) -> Tensor:
-    """Numbers `start` … `start + count - 1` of [0, 1)."""
+    """Return the random numbers of [0, 1) at positions `start` … `start + count - 1` of the stream."""
     at = torch.arange(start, start + count, device=seed.device)
     if dtype == torch.float64:
         whole = (words(seed, 2 * at) << 21) | (words(seed, 2 * at + 1) >> 11)
@@ -58,7 +58,7 @@ def uniform(seed: Tensor, count: int, dtype: torch.dtype, start: int = 0) -> Ten
 
 
 def normal(seed: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """The first `count` numbers of a standard normal distribution, by Box and Muller's transform."""
+    """Return the first `count` numbers of a standard normal distribution, by the Box-Muller transform."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     pairs = uniform(seed, 2 * count, wide).view(count, 2)
     radius = (-2.0 * (1.0 - pairs[:, 0]).log()).sqrt()
@@ -66,7 +66,7 @@ def normal(seed: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def integers(seed: Tensor, count: int, low: int, high: int, dtype: torch.dtype) -> Tensor:
-    """The first `count` whole numbers from `low` to `high - 1`; the smallest are likelier by (high - low) / 2^63."""
+    """Return the first `count` integers from `low` to `high - 1`; the smallest are likelier by (high - low) / 2^63."""
     at = torch.arange(count, device=seed.device)
     whole = (words(seed, 2 * at) << 31) ^ words(seed, 2 * at + 1)
     return (low + whole % (high - low)).to(dtype)

@@ -1,7 +1,7 @@
 """A compiled forward and backward as one differentiable function, for graphs without special inputs or outputs.
 
-AOTAutograd's own wrapper handles aliased outputs, inputs that get other memory and tensor subclasses; a graph that has
-none of these needs only what is here. That costs the host less, and it can be rebuilt from a few numbers (`StepPlan`),
+AOTAutograd's own wrapper handles aliased outputs, inputs whose memory is replaced, and tensor subclasses. A graph that
+has none of these needs only this module, which costs less host time and can be rebuilt from a few numbers (`StepPlan`),
 so that a warm start need not trace anything below Dynamo.
 """
 
@@ -19,7 +19,7 @@ from torch._dynamo.decorators import skip
 from overlapc.errors import OverlapcError
 from overlapc.runtime.tangents import SizedTangent, Tangent
 
-if TYPE_CHECKING:  # a step of plain tensors does without DTensors
+if TYPE_CHECKING:  # a step of plain tensors does not import DTensor
     from overlapc.runtime.dtensors import Borders
 
 Call = Callable[[list[Any]], Any]
@@ -28,22 +28,20 @@ Step = Callable[..., tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """How a step's graphs are called: forward returns `outputs` results, then what it saves for backward."""
+    """How to call a step's graphs: forward returns `outputs` results, then what it saves for backward."""
 
     outputs: int
     constant: tuple[int, ...]  # outputs without gradient
     tangents: tuple[Tangent | SizedTangent, ...]
-    trains: bool  # there is a backward
-    autocast: bool  # autocast was on: it is in the graphs already, and must be off while they run
+    trains: bool  # whether there is a backward
+    autocast: bool  # autocast was on: the graphs contain its casts already, and it must be off while they run
     changed: tuple[int, ...] = ()  # inputs that a graph changes in place
-    detached: tuple[int, ...] = ()  # inputs that other nodes computed and that get no gradient
-    sizes: int = 0  # symbolic sizes: the last that forward saves, the first that backward takes
-    objects: int = (
-        0  # meshes of DTensors: what forward saves before the sizes, what backward takes behind saved tensors
-    )
+    detached: tuple[int, ...] = ()  # inputs that other autograd nodes computed and that get no gradient
+    sizes: int = 0  # number of symbolic sizes: saved last by forward, the first arguments of backward
+    objects: int = 0  # number of meshes of DTensors: saved by forward before the sizes, passed after saved tensors
     dynamic: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (output, its dims of symbolic size)
-    deterministic: bool = True  # backward may run under torch.use_deterministic_algorithms
-    borders: Borders | None = None  # of a step that takes DTensors and is kept
+    deterministic: bool = True  # whether backward may run under torch.use_deterministic_algorithms
+    borders: Borders | None = None  # for a cached step that takes DTensors
 
     def of_static_sizes(self) -> bool:
         """Whether no size of the step is symbolic."""
@@ -53,9 +51,10 @@ class StepPlan:
 def step_function(
     plan: StepPlan, forward: Call, backward: Call, mark_dynamic: Callable[[Tensor, Iterable[int]], None] | None = None
 ) -> Step:
-    """`step(*inputs) -> outputs`, differentiable if `plan` trains.
+    """Return `step(*inputs) -> outputs`, which is differentiable if `plan` trains.
 
-    `forward` and `backward` take one list, which they empty. `mark_dynamic` is called for `plan.dynamic`.
+    `forward` and `backward` take one list, which they empty. `mark_dynamic` is called for the outputs in
+    `plan.dynamic`.
     """
     if plan.autocast:
         forward, backward = _without_autocast(forward), _without_autocast(backward)
@@ -75,7 +74,7 @@ def _differentiable(plan: StepPlan, forward: Call, backward: Call) -> Step:
     tangents = tuple((each.output, each.stride, each.dtype, each) for each in plan.tangents)
 
     class Step(torch.autograd.Function):
-        boxed_grads_call = True  # torch 2.13 then lets go of the gradients that backward has read
+        boxed_grads_call = True  # torch 2.13 then releases gradients that backward has read
 
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
@@ -111,13 +110,13 @@ def _differentiable(plan: StepPlan, forward: Call, backward: Call) -> Step:
                 if type(grad) is not Tensor or grad.stride() != stride or grad.dtype != dtype:
                     grad = tangent.fitted(grad)
                 arguments.append(grad)
-            grad = None  # nothing but `arguments` may hold it: backward frees what it has read
+            grad = None  # only `arguments` may hold gradients: backward frees those that it has read
             if isinstance(grads, list):
                 grads.clear()
             if sizes:
                 arguments[:0] = ctx.sizes
-            # Of a backward inside of a compiled function Dynamo would trace what is generated already. The setting is
-            # the thread's own, and who sets it owns the reference to what was set before, as Dynamo's own code does.
+            # If backward runs inside a compiled function, Dynamo would trace code that is generated already. The
+            # setting is per thread, and `set_eval_frame` hands over the reference to the previous one, as in Dynamo.
             evaluates = set_eval_frame(None)
             try:
                 if torch.is_grad_enabled():  # create_graph=True
@@ -127,14 +126,14 @@ def _differentiable(plan: StepPlan, forward: Call, backward: Call) -> Step:
                 if evaluates is not None:
                     set_eval_frame(evaluates)
 
-    skip(Step.backward)  # marks its code only: no wrapper
-    # The engine calls these two in torch 2.11 to 2.13, which look `backward` up and call it. On a GPU that happens on
-    # another thread than forward's: every Python function less spares a core some cold memory. They look the name up at
-    # each call, on a class that is this step's alone and that owns what is set here.
+    skip(Step.backward)  # only marks the code object: adds no wrapper
+    # In torch 2.11 to 2.13 autograd's engine calls these two functions, which look up `backward` and call it. On a GPU
+    # this happens on another thread than forward, where each Python function costs cache misses, so call it directly.
+    # The engine looks up the names at each call, on a class that belongs to this step only.
     for entry in ("apply", "apply_boxed"):
         setattr(Step._backward_cls, entry, Step.backward)
-    # What `Step.apply` ends in. Before that it unwraps tensors that functorch left behind, which Dynamo's guards on
-    # dispatch keys keep out, and asks whether functorch is at work: then Dynamo runs what was written, not this.
+    # `Step.apply` ends in this call. Before it, `apply` unwraps dead functorch tensors, which Dynamo's guards on
+    # dispatch keys exclude, and checks whether functorch is active: then Dynamo runs the original code, not this step.
     return super(torch.autograd.Function, Step).apply
 
 
@@ -149,7 +148,7 @@ _NOT_DETERMINISTIC = (
 
 
 def _without_gradient(forward: Call) -> Step:
-    """Gradients are off in it: a parameter that only a `no_grad` block reads must not be recorded outside of it."""
+    """Return `forward` run without gradients: autograd must not record what only a `no_grad` block reads."""
 
     def step(*inputs: Any) -> tuple[Any, ...]:
         if not torch.is_grad_enabled():
@@ -164,7 +163,7 @@ def _without_gradient(forward: Call) -> Step:
 
 
 def _prepared(step: Step, changed: tuple[int, ...], detached: tuple[int, ...]) -> Step:
-    """What autograd must know before: whose memory changes, and what must not be a way back into other nodes."""
+    """Return `step` preceded by marking `changed` inputs as modified and detaching `detached` ones from autograd."""
 
     def prepared(*inputs: Any) -> tuple[Any, ...]:
         if changed:
@@ -192,10 +191,11 @@ def _marked(
 
 
 class _Differentiated(torch.autograd.Function):
-    """Gradients that raise an error when they are differentiated again.
+    """Computes gradients that raise an error if they are differentiated again.
 
-    They are connected to what they were computed from: `autograd.grad` runs only what is between it and its inputs, and
-    would take them for constants. `needed` makes them differentiable whatever that was.
+    The gradients are connected to the arguments they were computed from, because `autograd.grad` runs only nodes
+    between its outputs and inputs, and would otherwise treat them as constants. `needed` makes them require gradients
+    whatever the arguments are.
     """
 
     @staticmethod

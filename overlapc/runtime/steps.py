@@ -1,8 +1,8 @@
-"""Which compiled graphs a training step calls, and how often: counted while a job runs.
+"""Count, while a job runs, which compiled graphs a training step calls, and how often.
 
-Steps end where optimizers step. Of several optimizers (a generator's and a discriminator's) each steps once in a step:
-the next one begins behind the last of them. A compiled optimizer runs no hook: where no other steps, a graph without
-backward that changes its inputs is taken for one.
+A step ends where the optimizer steps. With several optimizers (a generator's and a discriminator's) each steps once per
+step, and the step ends after the last of them. A compiled optimizer runs no hooks: if no other optimizer steps, a graph
+without backward that changes its inputs counts as an optimizer.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from overlapc.runtime.optimizer_memory import state_bytes
 
-_KEPT = 64  # steps: the majority of the last ones defines the typical step
+_KEPT = 64  # number of steps kept; the most frequent one among them is the typical step
 
-Calls = tuple[tuple[str, int], ...]  # graph and how often, of those that were called
+Calls = tuple[tuple[str, int], ...]  # (graph, number of calls) of each graph that was called
 
 
 @dataclass
 class Steps:
-    """What was called since this process began, and in each of the last steps."""
+    """The graphs called since this process began, and in each of the last steps."""
 
-    seen: int = 0  # steps that have ended and called something
-    stepped: int = 0  # times that an optimizer stepped
-    tokens: int = 0  # of a step on all ranks, as given by the script; 0 if it gave none
-    ends_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))  # when the last steps ended, by the host
-    counts: dict[str, list[int]] = field(default_factory=dict)  # graph -> one number: calls in all
+    seen: int = 0  # number of steps that have ended and called a graph
+    stepped: int = 0  # number of times that an optimizer stepped
+    tokens: int = 0  # tokens per step on all ranks, as given by the script; 0 if it gave none
+    ends_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))  # host times when the last steps ended
+    counts: dict[str, list[int]] = field(default_factory=dict)  # graph -> [total calls]
     recent: deque[Calls] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # that stepped and run hooks
-    state: dict[str, int] = field(default_factory=dict)  # theirs when the last of them first stepped, as `state_bytes`
+    optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # those that stepped and run hooks
+    state: dict[str, int] = field(default_factory=dict)  # their `state_bytes` when the last of them first stepped
     _stepped: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # optimizers, since the last step ended
-    _hook_ran: bool = False  # of an optimizer that is not compiled
-    _ended: dict[str, int] = field(default_factory=dict)  # calls in all when the last step ended
-    _latest_s: float = 0.0  # when that was
-    _latest: dict[str, int] = field(default_factory=dict)  # calls in all when an optimizer stepped last
+    _hook_ran: bool = False  # whether an optimizer that is not compiled has stepped
+    _ended: dict[str, int] = field(default_factory=dict)  # total calls by graph when the last step ended
+    _latest_s: float = 0.0  # when an optimizer last stepped
+    _latest: dict[str, int] = field(default_factory=dict)  # total calls by graph when an optimizer last stepped
 
     def counter(self, graph: str) -> list[int]:
-        """The number that each call of `graph` adds to."""
+        """Return the list whose only element each call of `graph` increments."""
         return self.counts.setdefault(graph, [0])
 
     def optimizer_stepped(self, optimizer: Any) -> None:
-        """An optimizer that is not compiled has stepped."""
+        """Note that an optimizer that is not compiled has stepped."""
         self._hook_ran = True
         if optimizer not in self.optimizers:
             self.optimizers.add(optimizer)
@@ -58,16 +58,16 @@ class Steps:
         self._step(optimizer)
 
     def optimizer_bytes(self) -> dict[str, int]:
-        """Class -> bytes of state. For optimizers that were freed (a script's `main` returned), what was last seen."""
+        """Return class -> bytes of state; if the optimizers were freed (a script's `main` returned), the last known."""
         return state_bytes(self.optimizers) or dict(self.state)
 
     def inputs_changed(self, graph: Any) -> None:
-        """A compiled graph has changed its inputs, and no backward follows: an optimizer, unless others run hooks."""
+        """Note that a compiled graph without backward changed its inputs: an optimizer, unless optimizers run hooks."""
         if not self._hook_ran:
             self._step(graph)
 
     def _step(self, optimizer: Any) -> None:
-        """Ends the step before this one, if `optimizer` has stepped since it began."""
+        """Note that `optimizer` stepped; if it had already stepped in the current step, a new step begins."""
         self.stepped += 1
         if optimizer in self._stepped:
             self._end()
@@ -76,7 +76,7 @@ class Steps:
         self._latest = {graph: number for graph, (number,) in self.counts.items()}
 
     def typical(self) -> Mapping[str, int]:
-        """Graph -> calls in a step, as most of the last ones called it; empty before an optimizer has stepped."""
+        """Return graph -> calls in the most frequent of the last steps; empty before an optimizer has stepped."""
         current = self._since(self._latest)
         kinds = Counter([*self.recent, *([current] if current else [])])
         if not kinds:
@@ -85,12 +85,12 @@ class Steps:
         return dict([kind for kind, times in kinds.items() if times == most][-1])
 
     def step_s(self) -> float | None:
-        """The median time between the ends of the last steps; None before two have ended."""
+        """Return the median time between the ends of the last steps; None before two have ended."""
         ends = list(self.ends_s)
         return median(b - a for a, b in itertools.pairwise(ends)) if len(ends) > 1 else None
 
     def clear(self) -> None:
-        """Forgets steps and calls; graphs that are compiled already are counted no more."""
+        """Forget steps and calls; graphs that are compiled already are no longer counted."""
         self.seen = self.stepped = self.tokens = 0
         self._hook_ran = False
         for each in (self.counts, self.recent, self.ends_s, self.optimizers, self.state, self._stepped, self._ended):
@@ -107,7 +107,7 @@ class Steps:
         self._stepped.clear()
 
     def _since(self, latest: Mapping[str, int]) -> Calls:
-        """What was called between the end of the last step and `latest`."""
+        """Return the calls between the end of the last step and the totals `latest`."""
         since = ((graph, number - self._ended.get(graph, 0)) for graph, number in latest.items())
         return tuple((graph, number) for graph, number in since if number)
 
@@ -116,7 +116,7 @@ STEPS = Steps()
 
 
 def as_optimizer(call: Callable[[list[Any]], tuple[Any, ...]]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """`call` of a graph that changes its inputs and that no backward follows, telling `STEPS` of it."""
+    """Return `call`, of a graph without backward that changes its inputs, followed by a report to `STEPS`."""
 
     def update(args: list[Any]) -> tuple[Any, ...]:
         results = call(args)
@@ -128,7 +128,7 @@ def as_optimizer(call: Callable[[list[Any]], tuple[Any, ...]]) -> Callable[[list
 
 @cache
 def watch_optimizers() -> None:
-    """Lets every optimizer of this process tell `STEPS` of its steps."""
+    """Make every optimizer in this process report its steps to `STEPS`."""
     register_optimizer_step_post_hook(_stepped)
 
 

@@ -1,4 +1,4 @@
-"""Functions that a generated wrapper calls besides kernels and torch ops."""
+"""Functions that a generated wrapper calls in addition to kernels and torch ops."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from torch import Tensor
 
 from overlapc.errors import OverlapcError
 
-# (size, stride, dtype) -> memory, on the current GPU: past the dispatcher, in half the time of `torch.empty_strided`.
+# (size, stride, dtype) -> uninitialized tensor (`empty_cuda`: on the current GPU). They bypass the dispatcher and take
+# half the time of `torch.empty_strided`.
 empty_cpu: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
 empty_cuda: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 enter_device = torch.cuda._exchange_device
-"""Makes the GPU of this index current, and returns the index of the one that was."""
+"""Make the GPU of this index current, and return the index of the previous one."""
 
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
-"""Within it an op goes straight to its device's kernel. Nothing in a graph is recorded for gradients, but each op would
-ask whether it should be, functional collectives in Python: half of what a start or a wait costs the host."""
+"""A context in which ops go straight to their device kernels. No op in a graph is recorded for gradients, but each op
+would check for that, functional collectives in Python: half of the host cost of a start or a wait."""
 
 
 class LayoutError(OverlapcError):
-    """An argument came with a layout that the graph was not compiled for."""
+    """An argument has a layout that the graph was not compiled for."""
 
 
 def check(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence[int]) -> None:
-    """LayoutError unless `tensor` has this size and, in dims longer than 1, these strides."""
+    """Raise LayoutError unless `tensor` has this size and, in dims longer than 1, these strides."""
     if tensor.shape == tuple(size) and (tensor.stride() == tuple(stride) or _same_steps(tensor, stride)):
         return
     raise LayoutError(
@@ -41,9 +42,9 @@ def check(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence[int])
 
 
 class Layouts:
-    """Whether tensors are laid out as those were that passed every check: one call for all of them.
+    """A check of all arguments by one call: whether their layouts are those of tensors that passed every single check.
 
-    `known` compares more than layouts (what autograd records, for instance) and holds no tensor.
+    `known` compares more than layouts (whether they require gradients, for instance) and holds no tensor.
     """
 
     __slots__ = ("known",)
@@ -52,7 +53,7 @@ class Layouts:
         self.known: Callable[..., bool] = _unknown
 
     def learn(self, *tensors: Tensor) -> None:
-        """These passed. The first stay the pattern: who alternates is checked one by one."""
+        """Note that these tensors passed. Only the first ones are remembered; other layouts are checked one by one."""
         if self.known is _unknown:
             sizes, strides = [list(each.shape) for each in tensors], [list(each.stride()) for each in tensors]
             guards: Any = torch._C._dynamo.guards
@@ -65,53 +66,53 @@ def _unknown(*tensors: Tensor) -> bool:
 
 
 def _same_steps(tensor: Tensor, stride: Sequence[int]) -> bool:
-    # A dim of size 1 has no step, and an empty tensor none at all.
+    # The stride of a dim of size 1 does not matter, and in an empty tensor no stride does.
     pairs = zip(tensor.shape, tensor.stride(), stride, strict=True)
     return tensor.numel() == 0 or all(extent == 1 or have == want for extent, have, want in pairs)
 
 
 def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory on any other device."""
+    """Allocate an uninitialized tensor on any other device."""
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 view: Callable[..., Tensor] = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
-"""(tensor, size, stride, offset) -> its memory through another layout; `offset` counts from its first element.
+"""(tensor, size, stride, offset) -> a tensor over the same memory; `offset` counts from the tensor's first element.
 
-To autograd that is no view: what a graph returns may be changed in place.
+Autograd does not regard it as a view, so users may change a graph's result in place.
 """
 
 
 def strided(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:
-    """`view` in a form that can be traced; a view to autograd."""
+    """`view` in a form that can be traced, which autograd regards as a view."""
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 
 def standing_alone(result: Any) -> Any:
-    """A graph's result as no view to autograd, which would refuse to let the user change it in place."""
+    """Return a graph's result as a tensor that is no view to autograd, so that users may change it in place."""
     viewed = isinstance(result, Tensor) and result._is_view()
     return view(result, result.size(), result.stride(), 0) if viewed else result
 
 
 def carve(pool: Tensor, offset: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A buffer in a pool of bytes; `offset` bytes from its start, which is a multiple of any element's size."""
+    """Return a buffer in a pool of bytes, `offset` bytes from its start; a multiple of every element's size."""
     whole = pool if dtype == torch.uint8 else pool.view(dtype)
     return torch.as_strided(whole, size, stride, offset // dtype.itemsize)
 
 
 def take_over(tensor: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The whole memory of a dead buffer of equal bytes, as a new one."""
+    """Return a new buffer over the whole memory of a dead buffer of the same size in bytes."""
     tensor = _as_dtype(tensor, dtype)
     return view(tensor, size, stride, -tensor.storage_offset())
 
 
 def strided_over(tensor: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """`take_over` in a form that can be traced; a view to autograd."""
+    """`take_over` in a form that can be traced, which autograd regards as a view."""
     return torch.as_strided(_as_dtype(tensor, dtype), size, stride, 0)
 
 
 def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor`'s whole memory as `dtype`; itself if it has that."""
+    """Return `tensor`'s whole memory as `dtype`; `tensor` itself if that is its dtype."""
     if tensor.dtype == dtype:
         return tensor
     flat = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
@@ -123,28 +124,29 @@ def _references(held: object) -> int:
 
 
 def _references_if_alone() -> int:
-    """What Python counts in a function whose caller has the only reference, in a variable.
+    """Return the reference count that a function sees for an argument whose only reference is its caller's variable.
 
-    One more while Dynamo evaluates frames, so it is asked each time.
+    It is measured each time, because it is larger by one while Dynamo evaluates frames.
     """
     held = object()
     return _references(held)
 
 
 def reused(source: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The memory of an argument of equal bytes as a new tensor, if the caller's variable is all that holds it.
+    """Return a new tensor over the memory of `source`, of equal bytes, if only the caller's variable holds that memory.
 
-    Otherwise new memory: for a backward that will run again, what a hook on saved tensors kept, or a view of another.
+    Otherwise return new memory: if backward will run again, if a hook on saved tensors holds `source`, or if it is a
+    view of another tensor.
 
-    Other threads may change these counts meanwhile, but only towards less. Who can get at the memory at all owns a
-    reference, which is counted; here all are the caller's, whose variable no other thread sees, and nothing makes a
-    reference of a weak one (torch's registry of collectives in flight compares weak ones, and never follows them). A
-    thread that dropped its C++ reference and still has to drop the Python one is counted by Python until it has. What
-    such a thread wrote, it wrote before the collective was waited for.
+    Other threads may change these reference counts meanwhile, but can only lower them. Code that can reach the memory
+    owns a counted reference; if the counts are those of the caller alone, its variable is not visible to other threads,
+    and weak references are never turned into strong ones (torch's registry of collectives in flight only compares
+    them). A thread that has dropped its C++ reference but not yet the Python one is counted by Python until it has. All
+    that such a thread wrote, it wrote before the collective was waited for.
     """
     if (
-        source._use_count() == 1  # type: ignore[attr-defined]  # or torch holds it elsewhere
-        and sys.getrefcount(source) <= _references_if_alone()  # or Python does
+        source._use_count() == 1  # type: ignore[attr-defined]  # else C++ code holds the tensor, too
+        and sys.getrefcount(source) <= _references_if_alone()  # else Python code does
         and torch._C._storage_Use_Count(source.untyped_storage()._cdata) == 2  # the second is `untyped_storage()` here
         and source.storage_offset() == 0
     ):
@@ -153,9 +155,9 @@ def reused(source: Tensor, size: Sequence[int], stride: Sequence[int], dtype: to
 
 
 def as_expected(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """`tensor`, copied into the traced strides if the op returned others: generated code relies on them.
+    """Return `tensor`, copied into the traced strides if it has others: generated code relies on them.
 
-    LayoutError if its size is not the traced one.
+    Raises LayoutError if its size is not the traced one.
     """
     if tensor.shape != tuple(size):
         raise LayoutError(
@@ -170,7 +172,7 @@ def as_expected(name: str, tensor: Tensor, size: Sequence[int], stride: Sequence
 
 @cache
 def owned(target: Callable[..., Any]) -> Callable[..., Any]:
-    """`target`, with results that share memory with nothing: for view ops that no layout describes."""
+    """Return `target` with results copied to separate memory: for view ops that no layout describes."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         def copy(result: Any) -> Any:
@@ -186,9 +188,9 @@ def owned(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unboxed(call: Callable[[list[Any]], Any], single: bool) -> Callable[..., Any]:
-    """A compiled graph as a function of its arguments, for who calls branches and loop bodies.
+    """Return a compiled graph as a function of its arguments, for ops that call branches and loop bodies.
 
-    single: it returns one value, and not a tuple of one.
+    single: return one value instead of a tuple of one.
     """
 
     def run(*args: Any) -> Any:

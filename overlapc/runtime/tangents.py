@@ -1,4 +1,4 @@
-"""Converts incoming gradients to the layout that a compiled backward expects."""
+"""Convert incoming gradients to the layout that a compiled backward expects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Tangent:
     device: torch.device
 
     def fitted(self, given: Tensor | None) -> Tensor:
-        """`given`, copied if it has another layout; zeros for None."""
+        """Return `given`, copied if it has another layout; zeros for None."""
         if given is None:
             return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device).zero_()
         given = _plain(given, self.output)
@@ -44,12 +44,12 @@ class SizedTangent:
     stride: None = None  # differs from call to call
 
     def fitted(self, given: Tensor) -> Tensor:
-        """`given`, copied if it is not contiguous."""
+        """Return `given`, copied if it is not contiguous."""
         return _plain(given, self.output).to(self.dtype).contiguous(memory_format=self.format)
 
 
 def _plain(given: Any, output: int) -> Tensor:
-    """`given` without a wrapper, such as a collective in flight."""
+    """Return `given` without a wrapper such as a collective in flight; raise OverlapcError for other subclasses."""
     if not is_traceable_wrapper_subclass(given):
         return given
     coerce = getattr(given, "__coerce_same_metadata_as_tangent__", None)

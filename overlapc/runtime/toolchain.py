@@ -1,4 +1,4 @@
-"""The C++ compiler: which one, with which flags, and readable errors. Triton: which version."""
+"""Find the C++ compiler, choose its flags, and make its errors readable; find Triton's version."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _FLAGS = (
     "-fPIC",
     "-shared",
     "-fopenmp",
-    # NaN, infinities and signed zeros stay right, so no -ffast-math; these two only say that nothing reads errno or
-    # the floating point flags, without which floor, round and every libm call stay scalar.
+    # No -ffast-math: NaN, infinities and signed zeros must stay right. These two only say that no code reads errno or
+    # the floating-point flags; without them floor, round and every libm call stay scalar.
     "-fno-math-errno",
     "-fno-trapping-math",
-    # One rounding for each operation, as in eager, and the same in a vector and in the tail after it.
+    # Round after each operation, as eager does, and alike in vectorized loops and their scalar tails.
     "-ffp-contract=off",
     "-fwrapv",  # integers wrap
     "-fno-strict-aliasing",  # views of another dtype
-    "-nostdinc++",  # C headers alone: those of C++ take longer to parse than a kernel to compile
+    "-nostdinc++",  # C headers only: parsing those of C++ takes longer than compiling a kernel
     "-w",  # generated code has unused names; users cannot do anything about warnings in it
 )
-# Peeling iterations until a store is aligned would send other elements through the scalar code (and its math
-# functions) from call to call: results would depend on where the allocator put a tensor.
+# If GCC peeled iterations until a store is aligned, the address of a tensor would decide which elements go through the
+# scalar code (and its math functions), and so results would depend on the allocator.
 _GCC_FLAGS = ("--param", "vect-max-peeling-for-alignment=0")
 
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A C++ compiler, as a command prefix and what identifies its output."""
+    """A C++ compiler: its command, flags and libraries, and an identity for cache keys."""
 
     command: tuple[str, ...]
     flags: tuple[str, ...]
@@ -48,16 +48,16 @@ class Compiler:
     identity: str  # version and target CPU: part of every cache key
 
     def build(self, source: Path, library: Path) -> subprocess.CompletedProcess[str]:
-        """Compiles one file to a shared library; the caller checks `returncode` and `stderr`."""
+        """Compile one file to a shared library; the caller checks `returncode` and `stderr`."""
         return subprocess.run(self.command_line(source, library), capture_output=True, text=True)
 
     def command_line(self, source: Path, library: Path) -> list[str]:
-        """The command that compiles `source`."""
+        """Return the command that compiles `source`."""
         return [*self.command, *self.flags, "-o", str(library), str(source), *self.libraries]
 
 
 def find_compiler() -> Compiler:
-    """The compiler named by CXX, else g++, else clang++. ToolchainError naming what was tried."""
+    """Return the compiler that CXX names, else g++, else clang++; raise ToolchainError if there is none."""
     return _compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
 
 
@@ -105,7 +105,7 @@ def _has_libmvec() -> bool:
 
 
 def _openmp_library() -> str:
-    """torch's own OpenMP runtime, so that there is one pool of threads; "" where the compiler's is the same."""
+    """Return torch's own OpenMP runtime, so that there is one thread pool; "" if torch uses the compiler's."""
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     bundled += sorted(Path(torch.__file__).parent.parent.glob("torch.libs/libgomp*.so*"))
     return str(bundled[0]) if bundled else ""
@@ -115,7 +115,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def compile_error(command: list[str], stderr: str, source: Path) -> ToolchainError:
-    """The error a user sees when generated code does not compile. OSError where the disk is why, not the code."""
+    """Return the error for generated code that does not compile; raise OSError if the cause is the disk."""
     for number in _NO_ROOM:
         if os.strerror(number) in stderr:
             raise OSError(number, os.strerror(number))
@@ -129,7 +129,7 @@ def compile_error(command: list[str], stderr: str, source: Path) -> ToolchainErr
 
 
 def triton_version() -> str:
-    """Of the package that is installed; "" where there is none."""
+    """Return the version of the installed Triton package; "" if there is none."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,8 +1,8 @@
-"""Compiled variants of generated Triton kernels on disk, found by what they were compiled from.
+"""The disk cache of compiled variants of generated Triton kernels.
 
-An entry is the cubin and a line about it; the launching process loads it without asking Triton (`triton_launch`). The
-key holds what Triton's own would: the kernel's and the prelude's text, types, constants, options, target, Triton's
-version and the variables that change what it generates.
+An entry is a cubin and a line of facts about it; the launching process loads it without importing Triton
+(`triton_launch`). The key has the same parts as that of Triton's own cache: the text of the kernel and of the prelude,
+types, constants, options, target, Triton's version and the environment variables that change what it generates.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from overlapc.runtime.cache import KernelCache, content_key
 from overlapc.runtime.triton_compile import REVISION, Binary, Specification, compile_now
 from overlapc.runtime.triton_kernel import ELEMENT, Source, Stage, Variant, launch_of
 
-Target = tuple[str, int, int]  # backend, architecture, threads of a warp
+Target = tuple[str, int, int]  # backend, architecture, threads per warp
 
 _POINTER = {dtype: pointer for pointer, dtype in ELEMENT.items()}
 
 
 def triton_module() -> ModuleType:
-    """Triton. ToolchainError where it is not installed."""
+    """Import and return Triton; raise ToolchainError if it is not installed."""
     try:
         import triton
     except ImportError as error:
@@ -38,7 +38,7 @@ def triton_module() -> ModuleType:
 
 @dataclass(frozen=True)
 class CubinRequest:
-    """One stage of a kernel in one variant."""
+    """A request for the cubin of one stage of a kernel in one variant."""
 
     source: Source
     stage: Stage
@@ -46,23 +46,23 @@ class CubinRequest:
     key: str
 
     def find(self, cache_dir: Path) -> tuple[Binary, Path] | None:
-        """(launch facts, cubin) if the cache has a whole entry."""
+        """Return (launch facts, path of the cubin) from the cache; None if it has no complete entry."""
         cubin = _entries(cache_dir).find(self.key, ".cubin")
         text = _entries(cache_dir).read(self.key, ".json")
         return None if cubin is None or text is None else (Binary.parse(text.decode()), cubin)
 
     def keep(self, binary: Binary, cubin: bytes, cache_dir: Path) -> tuple[Binary, Path]:
-        """Writes the entry."""
+        """Write the entry to the cache and return what `find` does."""
         path = _entries(cache_dir).put(self.key, ".cubin", cubin)
         _entries(cache_dir).put(self.key, ".json", binary.text())
         return binary, path
 
     def specification(self, cache_dir: Path) -> Specification:
-        """What to compile, after writing its module, perhaps not to `what.path` (see `KernelCache`)."""
+        """Write the source's module and return what to compile, with the path used (see `KernelCache`)."""
         return replace(self.what, path=str(write_module(self.source, cache_dir)))
 
     def obtain(self, cache_dir: Path) -> tuple[Binary, Path]:
-        """The entry, compiled here if it is missing. ToolchainError for what Triton refuses."""
+        """Return the entry, compiled in this process if it is missing; ToolchainError if Triton rejects the kernel."""
         found = self.find(cache_dir)
         if found is not None:
             return found
@@ -73,7 +73,7 @@ class CubinRequest:
 
 
 def wanted(source: Source, stage: Stage, variant: Variant, target: Target, cache_dir: Path) -> CubinRequest:
-    """A stage of a source for a variant. Writes nothing and asks Triton nothing."""
+    """Return the request for a stage of a source in a variant. Writes no files and does not compile."""
     launch = launch_of(source)
     pointers = [*launch.pointers, *(_POINTER[dtype] for dtype, _ in launch.scratch)]
     constants: dict[str, int | str] = dict(launch.constants)
@@ -94,20 +94,20 @@ def wanted(source: Source, stage: Stage, variant: Variant, target: Target, cache
 
 
 def stage_options(source: Source, stage: Stage) -> dict[str, Any]:
-    """Triton's compile options of a stage."""
-    # LLVM and ptxas would make one rounding of a product and a sum where they stand side by side, that is in one kernel
-    # and not in another. What is to have one rounding says so (`ops.fma`, libdevice's functions).
+    """Return Triton's compile options for a stage."""
+    # No fusion: LLVM and ptxas would contract a product and a sum into one rounding where they are adjacent, which
+    # differs between kernels. Code that needs a single rounding asks for it (`ops.fma`, libdevice's functions).
     options: dict[str, Any] = {"num_warps": stage.num_warps, "enable_fp_fusion": False}
     if stage.num_stages:
         options["num_stages"] = stage.num_stages
     if "tl.device_assert(" in source.text:
-        # Triton drops assertions otherwise; with them come checks that integers do not wrap, which ours may.
+        # Without `debug` Triton drops assertions. It also checks for integer overflow, which our kernels allow.
         options |= {"debug": True, "sanitize_overflow": False}
     return options
 
 
 def compile_ahead(each: Mapping[str, CubinRequest], cache_dir: Path) -> None:
-    """Compiles what is missing of `each`, by key, in workers; what fails is left for `Wanted.obtain` to report."""
+    """Compile the requests (by key) that are not cached, in workers; `CubinRequest.obtain` later reports failures."""
     missing = [item for item in each.values() if item.find(cache_dir) is None]
     if not triton_workers.worth_it(len(missing)):
         return
@@ -118,8 +118,8 @@ def compile_ahead(each: Mapping[str, CubinRequest], cache_dir: Path) -> None:
 
 
 def write_module(source: Source, cache_dir: Path) -> Path:
-    """The file with a source's text, headed by where it came from."""
-    # One line whatever the comment: Triton's own cache hashes the line a function starts at.
+    """Write a source's text to a file, headed by its origin, and return the path."""
+    # The heading is one line whatever the comment: Triton's own cache hashes the line that a function starts at.
     heading = " | ".join(line.strip() for line in source.comment.splitlines() if line.strip())
     text = f"# {heading or source.name}\n{source.text}"
     return _modules(cache_dir).put(_module_key(source), ".py", text)
@@ -127,18 +127,18 @@ def write_module(source: Source, cache_dir: Path) -> Path:
 
 @contextmanager
 def explained(source: Source, function: str, path: Path | str) -> Iterator[None]:
-    """What Triton or ptxas refuses becomes a ToolchainError that names the kernel and its file."""
+    """Convert errors of Triton and ptxas inside the block to a ToolchainError that names the kernel and its file."""
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
     try:
         yield
-    except (CompilationError, OutOfResources, PTXASError, RuntimeError) as error:  # the last of a pass of Triton
+    except (CompilationError, OutOfResources, PTXASError, RuntimeError) as error:  # passes of Triton raise RuntimeError
         raise refused(source, function, path, _root_cause(error)) from error
 
 
 def refused(source: Source, function: str, path: Path | str, reason: str) -> ToolchainError:
-    """The error for a kernel that cannot be compiled or loaded."""
+    """Return the error for a kernel that cannot be compiled or loaded."""
     return ToolchainError(
         f"Triton refused {function} of {source.name}: {reason}\n"
         f"  source: {path}\n"
@@ -147,7 +147,7 @@ def refused(source: Source, function: str, path: Path | str, reason: str) -> Too
 
 
 def _root_cause(error: BaseException) -> str:
-    """Last line of the innermost error: Triton wraps one around it per call of a helper."""
+    """Return the last line of the innermost error: Triton wraps an error once per call of a helper."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
@@ -156,7 +156,7 @@ def _root_cause(error: BaseException) -> str:
 
 @cache
 def _toolchain() -> str:
-    """Hash of what turns a source into a cubin: Triton and our changes to it, the prelude, settings of Triton."""
+    """Return a hash of what turns a source into a cubin: Triton, our changes to it, its settings, the prelude."""
     triton = triton_module()
     from triton._C.libtriton import get_cache_invalidating_env_vars
 

@@ -1,7 +1,8 @@
-"""One Triton function compiled for one variant: here, or in a worker process.
+"""Compile one Triton function for one variant, in this process or in a worker process.
 
-A worker is `python -m overlapc.runtime.triton_compile`: a line of JSON in, a line out, until its input ends. It needs
-Triton only, so this module must not import torch. What it compiled is in the answer; the launching process keeps it.
+A worker is `python -m overlapc.runtime.triton_compile`: it answers each line of JSON by one line, until its input ends.
+It needs only Triton, so this module must not import torch. The answer contains the cubin, which the launching process
+stores.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from typing import Any
 from overlapc.errors import ToolchainError
 
 DIVISIBILITY = 16  # bytes of a pointer, elements of a size
-REVISION = 1  # of what `compile_now` does to Triton's output; cubins of another are compiled again
+REVISION = 1  # of the changes that `compile_now` makes to Triton's output; part of the cache key
 
 _PACKED_ADD = re.compile(r"^(\s*)add\.([su]16)x2\s+(%\w+), (%\w+), (%\w+);", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Specification:
-    """What to compile, in plain values."""
+    """What to compile, as plain values."""
 
     path: str  # of the module
     function: str
@@ -44,7 +45,7 @@ class Specification:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     def identity(self) -> str:
-        """The same without where the module lies."""
+        """Return `text` without the module's path."""
         return dataclasses.replace(self, path="").text()
 
     @classmethod
@@ -61,11 +62,11 @@ class Binary:
     entry: str  # the kernel's name in it
     shared_bytes: int
     warps: int
-    hidden: int  # pointers behind our arguments, to scratch memory that the kernel does not use
+    hidden: int  # number of pointers after our arguments, to scratch memory that the kernel does not use
 
     @classmethod
     def of(cls, compiled: Any) -> Binary:
-        """Of Triton's compiled kernel (3.6). ToolchainError for one that needs more than a plain launch."""
+        """Read the facts from Triton's (3.6) compiled kernel; ToolchainError if it needs more than a plain launch."""
         about = compiled.metadata
         scratch = (about.global_scratch_size, about.profile_scratch_size)
         if any(scratch) or about.num_ctas != 1 or about.launch_cooperative_grid or about.launch_pdl:
@@ -83,7 +84,7 @@ class Binary:
 
 
 def load_module(path: Path | str) -> ModuleType:
-    """The module of generated functions at `path`, for compilation and not for the interpreter."""
+    """Load the module of generated functions at `path`, for compilation and not for the interpreter."""
     import triton
 
     name = f"overlapc_kernel_{Path(path).stem}"
@@ -102,11 +103,11 @@ def load_module(path: Path | str) -> ModuleType:
 
 
 def without_packed_adds(ptx: str) -> str:
-    """`ptx` with each addition of two packed 16-bit integers written as two additions.
+    """Return `ptx` with each addition of two packed 16-bit integers written as two additions.
 
-    ptxas 12.8 and 12.9, which Triton 3.6 brings, add 0 in place of a constant where only the upper half of the result
-    is read (`VIADD.16x2 R19, R6, 0x0`). LLVM packs what it knows to be below 2^16, such as `r % 67 - 22` in the mask
-    of a slice's gradient, and the loads of some elements were then left out.
+    ptxas 12.8 and 12.9, which Triton 3.6 contains, add 0 in place of a constant if only the upper half of the result is
+    read (`VIADD.16x2 R19, R6, 0x0`). LLVM packs values that it knows to be below 2^16, such as `r % 67 - 22` in the
+    mask of a slice's gradient, and the loads of some elements were then left out.
     """
 
     def apart(found: re.Match[str]) -> str:
@@ -127,17 +128,17 @@ def without_packed_adds(ptx: str) -> str:
 
 
 def _change_ptx(_backend: Any, stages: dict[str, Callable[..., Any]], *_: Any) -> None:
-    """Triton's hook on the stages of a compilation."""
+    """Hook that Triton calls with the stages of a compilation: changes the PTX."""
     if "ptx" in stages:
         generate = stages["ptx"]
         stages["ptx"] = lambda source, metadata: without_packed_adds(generate(source, metadata))
 
 
 def compile_now(what: Specification) -> Any:
-    """Triton's compiled kernel. Raises what Triton raises.
+    """Compile by Triton and return its compiled kernel. Raises what Triton raises.
 
-    Triton's own cache, which vouches for nothing, begins empty: what is compiled is kept by `triton_binary`.
-    Triton 3.6: `ASTSource` by parameter names, attributes by position.
+    Triton's own cache does not verify its files, so it is an empty temporary folder here; `triton_binary` caches the
+    result. Triton 3.6 takes `ASTSource`'s types by parameter name, and attributes by position.
     """
     import triton
     import triton.language as tl
@@ -160,26 +161,26 @@ def compile_now(what: Specification) -> Any:
 
 
 def warm_up() -> None:
-    """Compiles a kernel that does nothing: the first one of a process takes as long as ten others."""
+    """Compile a kernel that does nothing: the first compilation of a process takes as long as ten later ones."""
     prelude = str(Path(__file__).with_name("triton_prelude.py"))
     compile_now(Specification(prelude, "nothing", (), {}, (), {"num_warps": 1}, ("cuda", 90, 32)))
 
 
 def serve() -> None:
-    """Compiles the specification on each line of stdin and answers with a line: see `answered`."""
+    """Compile the specification on each line of stdin and answer with a line, which `answered` parses."""
     warm_up()
     for line in sys.stdin:
         try:
             compiled = compile_now(Specification.parse(line))
             cubin = base64.b64encode(compiled.asm["cubin"]).decode()
             answer = {"binary": Binary.of(compiled).text(), "cubin": cubin}
-        except Exception as error:  # noqa: BLE001 - whatever it is, the launching process compiles again and reports it
+        except Exception as error:  # noqa: BLE001 - on any error the launching process compiles again and reports it
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 
 
 def answered(line: str) -> tuple[Binary, bytes] | None:
-    """A worker's answer: (what to know of the cubin, the cubin), or None where it failed."""
+    """Parse a worker's answer: (facts about the cubin, the cubin), or None if it failed."""
     answer = json.loads(line)
     if "error" in answer:
         return None

@@ -1,8 +1,8 @@
-"""Generated Triton kernels through Triton's interpreter, on CPU tensors: slow, and needs no GPU.
+"""Run generated Triton kernels in Triton's interpreter, on CPU tensors: slow, but without a GPU.
 
-The interpreter lacks libdevice, rounds bfloat16 wrongly, multiplies its bit patterns, and runs custom reductions and
-scans element by element; for these torch's and NumPy's functions stand in. All else, the prelude's compositions
-included, is the source that runs on a GPU.
+The interpreter lacks libdevice, rounds bfloat16 wrongly, multiplies bfloat16 by its bit patterns, and runs custom
+reductions and scans element by element; functions of torch and NumPy replace these. All other code, including the
+functions that the prelude composes from them, is the source that runs on a GPU.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _BINARY = "pow atan2 hypot copysign".split()
 
 
 def load_module(path: Path, name: str) -> ModuleType:
-    """A generated module whose kernels run in the interpreter, device asserts included."""
-    # Asserts are left out without `debug`, which would also stop integers that wrap, as ours are meant to.
+    """Load a generated module whose kernels run in the interpreter, including device asserts."""
+    # Without `debug` asserts are left out. It also checks for integer overflow, which our kernels allow.
     interpreter.interpreter_builder.options = InterpreterOptions(debug=True, sanitize_overflow=False)
     with triton.knobs.runtime.scope():
-        # Generated modules import the prelude: as it is compiled, for later compilations in this process.
+        # Import the compiled form of the prelude first, for later compilations in this process.
         triton.knobs.runtime.interpret = False
         importlib.import_module("overlapc.runtime.triton_prelude")
     module = _execute(path, name)
@@ -110,7 +110,7 @@ def _elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., tl.tens
 
 
 def _in_double(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`function` of float32 by way of float64: its last bit depends on how many elements torch computes at once."""
+    """Return `function` computed in float64: in float32 its last bit depends on how many elements torch vectorizes."""
     return lambda *args: function(*(arg.double() for arg in args)).to(args[0].dtype)
 
 
@@ -124,13 +124,13 @@ def _to_bf16(x: tl.tensor) -> tl.tensor:
 
 
 def _dot(a: tl.tensor, b: tl.tensor, accumulated: tl.tensor, precision: Any) -> tl.tensor:
-    """Triton's own multiplies the bit patterns of bfloat16."""
+    """Replaces Triton's, which multiplies the bit patterns of bfloat16."""
     left, right = (tile.to(tl.float32).handle.data for tile in (a, b))
     return _tensor(np.matmul(left, right) + accumulated.handle.data, tl.float32, True)
 
 
 def _fma(a: Any, b: Any, c: Any) -> tl.tensor:
-    """Triton's own rounds the product."""
+    """Replaces Triton's, which rounds the product."""
     tensors = [number for number in (a, b, c) if isinstance(number, tl.tensor)]  # the others are plain numbers
     wide = [np.asarray(number.handle.data if isinstance(number, tl.tensor) else number, "f8") for number in (a, b, c)]
     result = np.asarray(wide[0] * wide[1] + wide[2]).astype(tensors[0].handle.data.dtype)
@@ -138,7 +138,7 @@ def _fma(a: Any, b: Any, c: Any) -> tl.tensor:
 
 
 def _range(*bounds: Any) -> range:
-    """`range` over the interpreter's scalars, whose own __index__ fails with NumPy 2.4 and later."""
+    """`range` over the interpreter's scalars, whose `__index__` fails with NumPy 2.4 and later."""
     return builtins.range(
         *(int(at.handle.data.reshape(-1)[0]) if isinstance(at, tl.tensor) else int(at) for at in bounds)
     )
@@ -156,7 +156,7 @@ class InterpretedLauncher:
     def __call__(self, *arguments: Any) -> None:
         buffers = len(self._source.buffers)
         given = zip(arguments[:buffers], self._launch.pointers, strict=True)
-        tensors = [tensor.view(ELEMENT[pointer]) for tensor, pointer in given]  # the interpreter decides by dtypes
+        tensors = [tensor.view(ELEMENT[pointer]) for tensor, pointer in given]  # the interpreter uses their dtypes
         sizes = arguments[buffers:]
         scratch = [
             torch.empty(host_function(elements, self._source.sizes)(*sizes), dtype=dtype)
@@ -167,5 +167,5 @@ class InterpretedLauncher:
             extra["INDEX"] = tl.int32
         for function, stage in zip(self.functions, self._launch.stages, strict=True):
             programs = host_function(stage.programs, self._source.sizes)(*sizes)
-            with np.errstate(all="ignore"):  # masked lanes compute on nothing
+            with np.errstate(all="ignore"):  # masked lanes compute on undefined values
                 function[(programs,)](*tensors, *scratch, *sizes, **extra)

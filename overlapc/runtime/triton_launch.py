@@ -1,6 +1,6 @@
-"""Loads generated Triton kernels and launches them at low cost for the host.
+"""Load generated Triton kernels and launch them at low host cost.
 
-A launch goes straight to the driver: by one call of C where there is a compiler (`native_launcher`), otherwise through
+A launch calls the driver directly: by one call into C if there is a C compiler (`native_launcher`), otherwise through
 the launcher that is built into torch. Without a GPU the same modules run in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
@@ -34,11 +34,11 @@ from overlapc.runtime.triton_kernel import Source, Variant, host_function, launc
 
 Run = Callable[[int, int, Sequence[int]], None]  # programs, stream, arguments
 
-_WARP = 32  # threads
+_WARP = 32  # threads per warp
 
 
 def get_ready(cache_dir: Path) -> None:
-    """Starts compile workers and builds the launcher in C, in another thread."""
+    """Start compile workers and build the launcher in C, in another thread."""
 
     def run() -> None:
         triton_workers.start()
@@ -48,10 +48,10 @@ def get_ready(cache_dir: Path) -> None:
 
 
 def load_kernels(sources: Sequence[Source], cache_dir: Path) -> Mapping[str, Callable[..., None]]:
-    """A launcher per source name, for the current CUDA device or Triton's interpreter; compiles what is missing.
+    """Return a launcher per source name, for the current CUDA device or Triton's interpreter.
 
-    A launcher takes one tensor per buffer, then one int per size. ToolchainError names the kernel and the file with
-    its source when Triton is missing or refuses it.
+    Compiles kernels that are not cached. A launcher takes one tensor per buffer, then one int per size. Raises
+    ToolchainError if Triton is missing, or, with the kernel and the file of its source, if Triton rejects a kernel.
     """
     if triton_module().knobs.runtime.interpret:
         from overlapc.runtime.triton_interpreter import InterpretedLauncher
@@ -75,20 +75,21 @@ class Loaded:
     """A compiled stage on a device."""
 
     run: Run
-    function: int  # in the driver
+    function: int  # the driver's handle
     binary: Binary
-    spills: int  # registers it keeps in memory for lack of room
+    spills: int  # number of spilled registers
 
 
 def loaded(item: CubinRequest, binary: Binary, cubin: Path, device: int) -> Loaded:
-    """A compiled stage, loaded onto `device`. ToolchainError where the driver refuses it.
+    """Load a compiled stage onto `device`; raise ToolchainError if the driver rejects it.
 
-    torch 2.11 to 2.13: `_load_kernel` returns the function and its registers and spills, of late behind the module.
+    torch 2.11 to 2.13: `_load_kernel` returns the function, its registers and its spills; newer versions return the
+    module before these.
     """
     launcher = torch._C._StaticCudaLauncher
     try:
         *_, function, _, spills = launcher._load_kernel(str(cubin), binary.entry, binary.shared_bytes, device)
-    except RuntimeError as error:  # too much shared memory shows only here
+    except RuntimeError as error:  # too much shared memory is reported only here
         raise refused(item.source, item.stage.function, item.what.path, str(error)) from error
     count("triton_kernels_loaded")
     launch, warps, shared = launcher._launch_kernel, binary.warps, binary.shared_bytes
@@ -104,37 +105,37 @@ def loaded(item: CubinRequest, binary: Binary, cubin: Path, device: int) -> Load
 class CudaLauncher:
     """Launches one kernel on the current device and stream; `launcher(*tensors, *sizes)`.
 
-    `direct` does the same at less cost for the host, where it is not None: for fixed sizes, once prepared.
+    `direct` does the same at lower host cost; it is None before `prepare`, and for kernels with symbolic sizes.
     """
 
     def __init__(self, source: Source, cache_dir: Path, target: Target) -> None:
         launch = launch_of(source)
         self._source = source
         self._cache_dir = cache_dir
-        self._target = target  # every device of a job is taken to be of one kind
+        self._target = target  # all devices of a job are assumed to be of one kind
         self._programs = [host_function(stage.programs, source.sizes) for stage in launch.stages]
         self._scratch = [(dtype, host_function(size, source.sizes)) for dtype, size in launch.scratch]
         self._bounds = [host_function(bound, source.sizes) for bound in launch.index_bounds or ()]
         self._buffers = len(source.buffers)
         self._usual = usual_variant(source)
         self._loaded: dict[tuple[int, Variant], list[Loaded]] = {}
-        # Neither sizes nor scratch: for these a launch is a check of alignment and one call a stage.
+        # Without sizes and scratch memory a launch only checks alignment and makes one call per stage.
         self._simple = not source.sizes and not launch.scratch
         self._ready: dict[int, list[tuple[Run, int]]] = {}
         self.direct: Callable[..., Any] | None = None
 
     @property
     def functions(self) -> list[Any]:
-        """Triton's functions of the stages, uncompiled."""
+        """The stages' Triton functions, not compiled."""
         module: ModuleType = load_module(write_module(self._source, self._cache_dir))
         return [getattr(module, stage.function) for stage in launch_of(self._source).stages]
 
     def usual(self) -> list[CubinRequest]:
-        """The variants that `prepare` will load."""
+        """Return the requests for what `prepare` will load: the usual variant of each stage."""
         return self._wanted(self._usual)
 
     def prepare(self, device: int) -> None:
-        """Loads the usual variant onto the current device, whose number is `device`; compiles what is missing."""
+        """Load the usual variant onto the current device, whose number is `device`; compile stages not yet cached."""
         stages = self._load(device, self._usual)
         if self._simple:
             self._ready[device] = [
@@ -146,7 +147,7 @@ class CudaLauncher:
             self.direct = self._native(device, stages)
 
     def _native(self, device: int, stages: Sequence[Loaded]) -> Callable[..., Any] | None:
-        """The usual variant in one call of C, which comes back here for any other; None where that cannot be."""
+        """Return a C launcher of the usual variant, which calls this object for other variants; None without C."""
         make = launcher_type(self._cache_dir)
         if make is None:
             return None
@@ -181,7 +182,7 @@ class CudaLauncher:
         self._launch_any(device, stream, pointers, arguments[self._buffers :])
 
     def _launch_any(self, device: int, stream: int, pointers: list[int], sizes: tuple[int, ...]) -> None:
-        """With sizes, scratch memory, pointers that are not aligned, or on a device for the first time."""
+        """Launch with sizes, scratch memory or misaligned pointers, or on a device for the first time."""
         scratch = [
             torch.empty(elements(*sizes), dtype=dtype, device=f"cuda:{device}") for dtype, elements in self._scratch
         ]
@@ -193,11 +194,11 @@ class CudaLauncher:
             programs = count_of(*sizes)
             if programs > 0:
                 stage.run(programs, stream, (*pointers, *sizes))
-        # The allocator gives freed scratch only to later work of the same stream, so it may go out of scope here.
+        # Scratch memory may be freed here: the allocator reuses it only for later work on the same stream.
 
     @property
     def spills(self) -> int:
-        """Registers that the loaded kernels keep in memory for lack of room."""
+        """The number of registers that the loaded kernels spill."""
         return sum(stage.spills for stages in self._loaded.values() for stage in stages)
 
     def _wanted(self, variant: Variant) -> list[CubinRequest]:

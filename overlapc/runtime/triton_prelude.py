@@ -1,10 +1,10 @@
-"""Device functions that generated Triton kernels call as `ops.…`: torch's semantics where Triton has no single op.
+"""Device functions that generated Triton kernels call as `ops.…`, with torch's semantics where Triton has no such op.
 
 Reductions and scans take a tile `[x, r]` and run along axis 1, keeping it. Nothing here uses
 `triton.language.standard`, so that the same source also runs in Triton's interpreter (see triton_interpreter.py).
 """
 
-# ruff: noqa: RET505 - Triton drops the branch not taken, but would compile what follows an `if` without `else`.
+# ruff: noqa: RET505 - Triton drops a branch that is not taken, but would compile the code after an `if` without `else`.
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-pipelined = tl.range  # by this name, because the interpreter's own fails (see triton_interpreter.py)
+pipelined = tl.range  # under this name triton_interpreter.py replaces it: the interpreter's `tl.range` fails
 
 
 @triton.jit
 def maximum(a, b):
-    """The larger one; NaN if either is (floats), as torch.maximum."""
+    """Return the larger one; NaN if either float is NaN, as in torch.maximum."""
     if a.dtype.is_floating():
         return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     else:
@@ -26,7 +26,7 @@ def maximum(a, b):
 
 @triton.jit
 def minimum(a, b):
-    """The smaller one; NaN if either is (floats), as torch.minimum."""
+    """Return the smaller one; NaN if either float is NaN, as in torch.minimum."""
     if a.dtype.is_floating():
         return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
     else:
@@ -35,7 +35,7 @@ def minimum(a, b):
 
 @triton.jit
 def fma(a, b, c):
-    """a * b + c with one rounding; nothing else is contracted (runtime/triton_binary.py)."""
+    """Return a * b + c with one rounding; no other code is contracted (runtime/triton_binary.py)."""
     return tl.fma(a, b, c)
 
 
@@ -77,7 +77,7 @@ def reduce_prod(v):
 
 @triton.jit
 def row_sum(v):
-    """The sum of each row, as a tile without the dim."""
+    """Return the sum of each row, as a tile without axis 1."""
     return tl.reduce(v, 1, add)
 
 
@@ -108,19 +108,19 @@ def reduce_min(v):
 
 @triton.jit
 def reduce_argmax(v, i):
-    """(largest, its position): the first on ties, a NaN before all numbers."""
+    """Return (largest, its position): the first one on ties; NaN counts as larger than all numbers."""
     return tl.reduce((v, i), 1, _first_largest, keep_dims=True)
 
 
 @triton.jit
 def reduce_argmin(v, i):
-    """(smallest, its position): the first on ties, a NaN before all numbers."""
+    """Return (smallest, its position): the first one on ties; NaN counts as smaller than all numbers."""
     return tl.reduce((v, i), 1, _first_smallest, keep_dims=True)
 
 
 @triton.jit
 def log_add_exp(a, b):
-    """log(exp(a) + exp(b)); NaN if either is."""
+    """Return log(exp(a) + exp(b)); NaN if either is NaN."""
     low, high = minimum(a, b), maximum(a, b)
     same = (low == high) & (tl.abs(low) == float("inf"))
     return tl.where(same, low, high + libdevice.log1p(libdevice.exp(low - high)))
@@ -128,26 +128,26 @@ def log_add_exp(a, b):
 
 @triton.jit
 def later_max(a, b):
-    """The larger of two elements, the second on ties, as of zeros of both signs; NaN if either is."""
+    """Return the larger of two elements, the second on ties (such as zeros of both signs); NaN if either is NaN."""
     return tl.where((b != b) | (b >= a), b, a)
 
 
 @triton.jit
 def later_min(a, b):
-    """The smaller of two elements, the second on ties, as of zeros of both signs; NaN if either is."""
+    """Return the smaller of two elements, the second on ties (such as zeros of both signs); NaN if either is NaN."""
     return tl.where((b != b) | (b <= a), b, a)
 
 
 @triton.jit
 def later_largest(a, i, b, j):
-    """The larger of two elements and its position: the second on ties, a NaN before all numbers."""
+    """Return the larger of two elements and its position: the second one on ties; NaN counts as larger than numbers."""
     later = (b != b) | ((b >= a) & (a == a))
     return tl.where(later, b, a), tl.where(later, j, i)
 
 
 @triton.jit
 def later_smallest(a, i, b, j):
-    """The smaller of two elements and its position: the second on ties, a NaN before all numbers."""
+    """Return the smaller of two elements and its position: the second on ties; NaN counts as smaller than numbers."""
     later = (b != b) | ((b <= a) & (a == a))
     return tl.where(later, b, a), tl.where(later, j, i)
 
@@ -180,13 +180,13 @@ def reduce_last_min(v):
 
 @triton.jit
 def reduce_last_argmax(v, i):
-    """(largest, its position): the last on ties, a NaN before all numbers."""
+    """Return (largest, its position): the last one on ties; NaN counts as larger than all numbers."""
     return tl.reduce((v, i), 1, _last_largest, keep_dims=True)
 
 
 @triton.jit
 def reduce_last_argmin(v, i):
-    """(smallest, its position): the last on ties, a NaN before all numbers."""
+    """Return (smallest, its position): the last one on ties; NaN counts as smaller than all numbers."""
     return tl.reduce((v, i), 1, _last_smallest, keep_dims=True)
 
 
@@ -232,14 +232,14 @@ def scan_argmin(v, i):
 
 @triton.jit
 def last(v):
-    """The last column of a tile."""
+    """Return the last column of a tile."""
     column = tl.arange(0, v.shape[1])[None, :]
     return reduce_sum(tl.where(column == v.shape[1] - 1, v, tl.full([], 0, v.dtype)))
 
 
 @triton.jit
 def fast_exp(x):
-    """exp(x) in two instructions; its relative error grows with |x| to 1e-5, results under 1e-38 are 0."""
+    """Return exp(x) in two instructions; its relative error grows with |x| to 1e-5, results below 1e-38 are 0."""
     if x.dtype == tl.float32:
         return exp2_approximately(x * 1.4426950408889634)
     else:
@@ -248,19 +248,19 @@ def fast_exp(x):
 
 @triton.jit
 def exp2_approximately(x):
-    """2 ** x, subnormal results 0 (Triton's own exp2 spends three more instructions on these)."""
+    """Return 2 ** x, or 0 if that is subnormal (Triton's exp2 takes three more instructions for subnormal results)."""
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def reciprocal_approximately(x):
-    """1 / x, 0 for subnormal results."""
+    """Return 1 / x, or 0 if that is subnormal."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def lanes_max(v):
-    """The largest along the last of three axes."""
+    """Return the largest elements along the last of three axes."""
     return tl.reduce(v, 2, maximum)
 
 
@@ -271,13 +271,13 @@ def lanes_sum(v):
 
 @triton.jit
 def in_lanes(v, WIDTH: tl.constexpr):
-    """A tile [x, r] as [x, r // WIDTH, WIDTH]."""
+    """Return a tile [x, r] as [x, r // WIDTH, WIDTH]."""
     return tl.reshape(v, [v.shape[0], v.shape[1] // WIDTH, WIDTH])
 
 
 @triton.jit
 def first_of_lanes(v, DOUBLINGS: tl.constexpr):
-    """The first of every 2 ** DOUBLINGS neighbours along r."""
+    """Return the first of every 2 ** DOUBLINGS neighbors along r."""
     first = v
     for _ in tl.static_range(DOUBLINGS):
         first, _second = tl.split(tl.reshape(first, [first.shape[0], first.shape[1] // 2, 2]))
@@ -286,26 +286,26 @@ def first_of_lanes(v, DOUBLINGS: tl.constexpr):
 
 @triton.jit
 def to_lanes(v, WIDTH: tl.constexpr):
-    """Every element WIDTH times, side by side."""
+    """Return a tile with every element repeated WIDTH times along r."""
     return tl.reshape(tl.broadcast_to(v[:, :, None], [v.shape[0], v.shape[1], WIDTH]), [v.shape[0], v.shape[1] * WIDTH])
 
 
 @triton.jit
 def load_by_lane(pointer, DOUBLINGS: tl.constexpr):
-    """What 2 ** DOUBLINGS neighbours along r all read, read once for them."""
+    """Load from pointers of which every 2 ** DOUBLINGS neighbors along r are equal, with one load for all of these."""
     return to_lanes(tl.load(first_of_lanes(pointer, DOUBLINGS)), 2**DOUBLINGS)
 
 
 @triton.jit
 def load_by_lane_where(pointer, mask, DOUBLINGS: tl.constexpr):
-    """The same where `mask` holds, which does for all of them or for none; 0 elsewhere."""
+    """`load_by_lane` where `mask` holds, which is equal for such neighbors, too; 0 elsewhere."""
     mask = first_of_lanes(tl.broadcast_to(mask, pointer.shape), DOUBLINGS)
     return to_lanes(tl.load(first_of_lanes(pointer, DOUBLINGS), mask, other=0), 2**DOUBLINGS)
 
 
 @triton.jit
 def taken_apart(v, AXIS: tl.constexpr):
-    """A tile's even and its odd elements along an axis."""
+    """Return a tile's even and its odd elements along an axis."""
     if len(v.shape) == 1:
         return tl.split(tl.reshape(v, [v.shape[0] // 2, 2]))
     elif AXIS == 1:
@@ -316,7 +316,7 @@ def taken_apart(v, AXIS: tl.constexpr):
 
 @triton.jit
 def taking_turns(even, odd, AXIS: tl.constexpr):
-    """The tile whose even and odd elements along an axis these are."""
+    """Return the tile with these even and odd elements along an axis."""
     both = tl.join(even, odd)
     if len(even.shape) == 1:
         return tl.reshape(both, [2 * even.shape[0]])
@@ -328,16 +328,16 @@ def taking_turns(even, odd, AXIS: tl.constexpr):
 
 @triton.jit
 def online_peak(peak, v, WIDTH: tl.constexpr):
-    """Lane peaks with this tile's elements, WIDTH neighbours a lane."""
+    """Return the lanes' maxima updated with a tile, of which WIDTH neighbors belong to each lane."""
     return maximum(peak, lanes_max(in_lanes(v, WIDTH)))
 
 
 @triton.jit
 def online_total(peak, top, total, v, WIDTH: tl.constexpr):
-    """Lane sums of exp(v - peak), made relative to the lanes' new peaks `top`, and this tile's added.
+    """Return the lanes' sums of exp(v - peak), rescaled to their new maxima `top`, with this tile's terms added.
 
-    The fast exponential: its error grows with v - top, as the term's weight in the sum shrinks. While nothing but
-    -inf was seen the sum stays 0.
+    This uses the fast exponential: its error grows with |v - top|, while the term's weight in the sum shrinks. As long
+    as a lane has seen only -inf, its sum stays 0.
     """
     base = tl.where(top == float("-inf"), tl.full([], 0.0, top.dtype), top)
     terms = fast_exp(in_lanes(v, WIDTH) - base[:, :, None])
@@ -346,29 +346,29 @@ def online_total(peak, top, total, v, WIDTH: tl.constexpr):
 
 @triton.jit
 def online_rescale(peak, total, top):
-    """Lane totals relative to `top`, the largest peak; a lane at the top keeps its own, infinite or not."""
+    """Rescale lane totals to `top`, the largest peak; a lane with that peak, even an infinite one, keeps its total."""
     return tl.where(peak == top, total, total * libdevice.exp(peak - top))
 
 
 @triton.jit
 def online_finish(peak, total):
-    """The sum of exp(v - peak): NaN where the peak is infinite, as exp(-inf - -inf) is in eager."""
+    """Return the sum of exp(v - peak): NaN if the peak is infinite, as exp(-inf - -inf) is in eager."""
     return total + (peak - peak)
 
 
 @triton.jit
 def online_finish_guarded(peak, total):
-    """The sum of exp(v - peak), or of exp(v) where the peak is infinite: 0 or infinite."""
+    """Return the sum of exp(v - peak), or, if the peak is infinite, that of exp(v), which is 0 or infinite."""
     return tl.where(peak == float("inf"), peak, total)
 
 
 @triton.jit
 def moments(mean, squares, count, v):
-    """Lanes' means, the squared distances from these and the numbers of elements, with one more element in each."""
+    """Add one element to each lane's mean, sum of squared distances from the mean, and number of elements."""
     count = count + 1.0
     step = v - mean
     if v.dtype == tl.float32:
-        mean = fma(step, reciprocal_approximately(count), mean)  # a mean that is a little off will do for the squares
+        mean = fma(step, reciprocal_approximately(count), mean)  # an approximate mean suffices for the squares
     else:
         mean = mean + step / count
     return mean, fma(step, v - mean, squares), count
@@ -376,7 +376,7 @@ def moments(mean, squares, count, v):
 
 @triton.jit
 def moments_where(inside, mean, squares, count, v):
-    """The same in the lanes where `inside` holds; the others stay as they are."""
+    """`moments` for the lanes where `inside` holds; other lanes do not change."""
     new_mean, new_squares, new_count = moments(mean, squares, count, v)
     return tl.where(inside, new_mean, mean), tl.where(inside, new_squares, squares), tl.where(inside, new_count, count)
 
@@ -386,27 +386,28 @@ def _joined_moments(mean, squares, count, other_mean, other_squares, other_count
     both = count + other_count
     step = other_mean - mean
     share = other_count / tl.maximum(both, 1.0)
-    # A side without elements makes one factor 0; the square of a large step alone would be inf, and the product NaN.
+    # `count` or `share` is 0 if a side has no elements: multiply in this order, because step * step could be inf, and
+    # inf * 0 is NaN.
     return fma(step, share, mean), fma(step * count, step * share, squares + other_squares), both
 
 
 @triton.jit
 def reduce_moments(mean, squares, count):
-    """(mean, squared distances from it, number) of all elements that the lanes have seen."""
+    """Return (mean, sum of squared distances from it, number of elements) over all lanes."""
     return tl.reduce((mean, squares, count), 1, _joined_moments, keep_dims=True)
 
 
 @triton.jit
 def to_bf16(x):
-    """Rounded to nearest even."""
+    """Convert to bfloat16, rounded to nearest even."""
     return x.to(tl.bfloat16)
 
 
 @triton.jit
 def round_bf16(x):
-    """float32 rounded to bfloat16: two at a time, where single conversions run at an eighth of the rate.
+    """Round float32 to bfloat16 two elements at a time: single conversions run at an eighth of the rate.
 
-    A thread must hold at least two elements.
+    Each thread must hold at least two elements.
     """
     pairs = tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -416,29 +417,29 @@ def round_bf16(x):
 
 @triton.jit
 def through_bf16(x):
-    """The same one at a time, whatever a thread holds."""
+    """Round float32 to bfloat16 one element at a time, for any number of elements per thread."""
     return x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
 def to_fp8e4nv(x):
-    """Rounded to nearest even; NaN beyond the largest number, where the instruction would give that number."""
+    """Convert to float8_e4m3fn, rounded to nearest even; NaN beyond the largest number (the instruction saturates)."""
     return tl.where(tl.abs(x) > 464.0, float("nan"), x).to(tl.float8e4nv)
 
 
 @triton.jit
 def to_fp8e4nv_saturated(x):
-    """Rounded to nearest even; the largest number beyond it. NaN stays."""
+    """Convert to float8_e4m3fn, rounded to nearest even, and saturate at the largest number; NaN stays NaN."""
     return tl.where(tl.abs(x) > 448.0, tl.where(x < 0.0, -448.0, 448.0), x).to(tl.float8e4nv)
 
 
 @triton.jit
 def to_fp8e5(x):
-    """Rounded to nearest even; infinity beyond the largest number, where the instruction would give that number."""
+    """Convert to float8_e5m2, rounded to nearest even; infinity beyond the largest number, where `cvt` saturates."""
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # Beside a power of two so much larger the adder drops what is less than a unit, and rounds for us. Numbers below
-    # the smallest normal one share its unit.
+    # Adding a power of two that is 2^21 times larger makes the adder round to the target's last bit. Subnormal numbers
+    # share the last bit of the smallest normal number.
     power = tl.maximum(magnitude & 0x7F800000, 113 << 23)
     beside = power + (21 << 23)
     total = magnitude.to(tl.float32, bitcast=True) + beside.to(tl.float32, bitcast=True)
@@ -450,19 +451,19 @@ def to_fp8e5(x):
 
 @triton.jit
 def to_fp16(x):
-    """Rounded to nearest even."""
+    """Convert to float16, rounded to nearest even."""
     return x.to(tl.float16)
 
 
 @triton.jit
 def dot(a, b, accumulated, precision: tl.constexpr):
-    """`a @ b + accumulated` of tiles, summed in float32; precision: how float32 factors are multiplied."""
+    """Return `a @ b + accumulated` of tiles, summed in float32; precision: how float32 factors are multiplied."""
     return tl.dot(a, b, accumulated, input_precision=precision)
 
 
 @triton.jit
 def divide(a, b):
-    """IEEE division; Triton's `/` is 2 ulp off in fp32."""
+    """Divide as IEEE says; Triton's `/` is off by up to 2 ulp in fp32."""
     if a.dtype == tl.float32:
         return tl.div_rn(a, b)
     else:
@@ -484,9 +485,10 @@ def sigmoid(x):
 
 @triton.jit
 def coarse_div(a, b):
-    """a / b, off by at most two units in the last place.
+    """Return a / b, off by at most two units in the last place.
 
-    By a reciprocal, which is one a row where b is: of b times a power of two that keeps it from overflowing.
+    It multiplies by a reciprocal, which is computed once per row if b is one number per row. b is scaled by a power of
+    two so that the reciprocal does not overflow.
     """
     size = tl.abs(b)
     scale = tl.where(size > 18446744073709551616.0, 5.421010862427522e-20, 1.0)
@@ -506,7 +508,7 @@ def coarse_sigmoid(x):
 
 @triton.jit
 def coarse_tanh(x):
-    """1 - 2 / (exp(2x) + 1), and a series where that cancels; relative error under 1e-5."""
+    """Return 1 - 2 / (exp(2x) + 1), or a series where that cancels; the relative error is below 1e-5."""
     square = x * x
     series = fma(-x * square, fma(square, -2.0 / 15.0, 1.0 / 3.0), x)
     return tl.where(square < 0.01, series, fma(reciprocal_approximately(fast_exp(2.0 * x) + 1.0), -2.0, 1.0))
@@ -514,7 +516,7 @@ def coarse_tanh(x):
 
 @triton.jit
 def coarse_erf(x):
-    """Abramowitz and Stegun 7.1.26, and a series near 0, where its absolute error of 1.5e-7 would count."""
+    """Abramowitz and Stegun 7.1.26, and a series near 0, where the formula's absolute error of 1.5e-7 is too large."""
     size = tl.abs(x)
     square = x * x
     t = reciprocal_approximately(fma(size, 0.3275911, 1.0))
@@ -541,7 +543,7 @@ def signbit(x):
 
 @triton.jit
 def remainder(a, b):
-    """a - floor(a / b) * b, with the divisor's sign (Python's %)."""
+    """Return a - floor(a / b) * b, which has the divisor's sign (Python's %)."""
     if a.dtype.is_floating():
         rest = libdevice.fmod(a, b)
     else:
@@ -551,7 +553,7 @@ def remainder(a, b):
 
 @triton.jit
 def floor_div(a, b):
-    """a // b rounded down; floats by way of the exact remainder, as torch does."""
+    """Return a / b rounded down; for floats computed from the exact remainder, as in torch."""
     if a.dtype.is_floating():
         rest = libdevice.fmod(a, b)
         whole = divide(a - rest, b)
@@ -569,7 +571,7 @@ def floor_div(a, b):
 
 @triton.jit
 def integer_power(a, b):
-    """a ** b for integers, wrapping; a negative exponent gives 0 but for a = ±1."""
+    """Return a ** b for integers, with wraparound; 0 for negative exponents, except for a = ±1."""
     one = tl.full([], 1, a.dtype)
     result = tl.where(b == b, one, one)
     base = a + tl.where(b == b, one, one) - one
@@ -587,21 +589,21 @@ def integer_power(a, b):
 
 @triton.jit
 def shift_left(a, b, BITS: tl.constexpr):
-    """a << b; 0 where b is negative or at least the width."""
+    """Return a << b; 0 where b is negative or at least the width in bits."""
     out_of_range = (b < 0) | (b >= BITS)
     return tl.where(out_of_range, tl.full([], 0, a.dtype), a << tl.where(out_of_range, tl.full([], 0, b.dtype), b))
 
 
 @triton.jit
 def shift_right(a, b, LAST: tl.constexpr):
-    """a >> b; as by LAST places (all bits but the sign) where b is negative or larger."""
+    """Return a >> b; shifts by LAST (all bits except the sign) where b is negative or larger."""
     last = tl.full([], LAST, b.dtype)
     return a >> tl.where((b < 0) | (b > last), last, b)
 
 
 @triton.jit
 def _philox(key, upper, block):
-    """The four words of a block, uint32: Philox 4x32-10 as runtime/philox.py has it."""
+    """Return the four words of a block as uint32, by Philox 4x32-10 as in runtime/philox.py."""
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     c0, c1 = block.to(tl.uint32), (block >> 32).to(tl.uint32)
     c2, c3 = upper.to(tl.uint32) + c0 - c0, (upper >> 32).to(tl.uint32) + c0 - c0
@@ -624,25 +626,25 @@ def _word(key, upper, position):
 
 @triton.jit
 def _fraction(word):
-    """A number of [0, 1), from the upper 24 bits."""
+    """Return a number of [0, 1) made from the upper 24 bits."""
     return (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
 
 
 @triton.jit
 def random_word(key, upper, position):
-    """The word at a position: from 0 to 2^32 - 1, as int64."""
+    """Return the word at a position, from 0 to 2^32 - 1, as int64."""
     return _word(key, upper, position).to(tl.int64)
 
 
 @triton.jit
 def random(key, upper, position):
-    """The number of [0, 1) at a position."""
+    """Return the number of [0, 1) at a position."""
     return _fraction(_word(key, upper, position))
 
 
 @triton.jit
 def random_block(key, upper, first, BLOCK: tl.constexpr):
-    """Those of BLOCK positions from `first` on, a multiple of 4: all four words of each block are used."""
+    """Return the numbers of [0, 1) at BLOCK positions from `first` (a multiple of 4) on, using all words of blocks."""
     block = ((tl.full([], 0, tl.int64) + first) >> 2) + tl.arange(0, BLOCK // 4)
     c0, c1, c2, c3 = _philox(key, upper, block)
     return _fraction(tl.join(tl.join(c0, c2), tl.join(c1, c3)).reshape([BLOCK]))
@@ -650,7 +652,7 @@ def random_block(key, upper, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def number_in_part(program, first: tl.constexpr):
-    """`program - first`, int32, as an instruction that no other branch has (codegen/triton/combo.py says why)."""
+    """Return `program - first`, int32, by an instruction that no other branch has (see codegen/triton/combo.py)."""
     return tl.inline_asm_elementwise(
         f"sub.s32 $0, $1, {first};", "=r,r", [program], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -658,4 +660,4 @@ def number_in_part(program, first: tl.constexpr):
 
 @triton.jit
 def nothing():
-    """What a worker compiles while there is nothing else to do (triton_compile.py)."""
+    """Do nothing: a worker compiles this to warm up (triton_compile.py)."""

@@ -1,7 +1,7 @@
 """Processes that compile Triton kernels in parallel.
 
-Compiling is mostly Python, so threads would take turns. Workers start while torch still traces the graph (`start`), are
-shared by the graphs that follow, and end after a minute without work, or with this process.
+Compilation is mostly Python, so threads would wait for each other. Workers start while torch still traces the graph
+(`start`), are shared by all graphs, and end after a minute without work, or with this process.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from overlapc.runtime.triton_compile import Binary, Specification, answered
 
 MOST_WORKERS = 16
 IDLE_S = 60.0
-_FEW = 2  # for so few kernels a worker would start for longer than it works
+_FEW = 2  # for up to this many kernels starting workers takes longer than compiling
 
 
-Compiled = tuple[Binary, bytes]  # and its cubin
+Compiled = tuple[Binary, bytes]  # facts about a cubin, and the cubin
 
 
 class Workers:
@@ -44,7 +44,7 @@ class Workers:
         ]
 
     def compile(self, specifications: Sequence[Specification]) -> list[Compiled | None]:
-        """Compiles all of them; None for what did not work. A worker that dies leaves the rest to the others."""
+        """Compile all; the result is None where that failed. If a worker dies, the others take over its share."""
         jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
         for at in range(len(specifications)):
             jobs.put(at)
@@ -68,7 +68,7 @@ class Workers:
                     return
                 done[at] = answered(answer)
 
-        with self._lock:  # a worker answers one at a time
+        with self._lock:  # a worker answers one request at a time
             threads = [threading.Thread(target=feed, args=(process,), daemon=True) for process in self._processes]
             for thread in threads:
                 thread.start()
@@ -77,7 +77,7 @@ class Workers:
         return done
 
     def close(self) -> None:
-        """Lets the workers end, once what is being compiled is done."""
+        """End the workers once current compilations are done."""
         with self._lock:
             for process in self._processes:
                 if process.stdin is not None:
@@ -88,7 +88,7 @@ class Workers:
 
 
 class _Shared:
-    """This process's workers, and when to end them."""
+    """The workers of this process, and the timer that ends them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -105,7 +105,7 @@ class _Shared:
 
     @property
     def running(self) -> bool:
-        """Whether there are workers at the moment."""
+        """Whether workers have been started and have not ended."""
         return self._workers is not None
 
     def close(self) -> None:
@@ -130,22 +130,22 @@ _shared = _Shared()
 
 
 def _count() -> int:
-    """This rank's share of the cores."""
+    """Return the number of workers: this rank's share of the cores."""
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // ranks))
 
 
 def start() -> None:
-    """Starts the workers, which takes a second of theirs and none of ours."""
+    """Start the workers, without waiting for the second that they take to start."""
     if _count() > 1:
         _shared.get()
 
 
 def worth_it(kernels: int) -> bool:
-    """Whether so many kernels compile faster in workers: where there are cores, or workers that started already."""
+    """Whether this many kernels compile faster in workers, because there are enough of them or workers run already."""
     return kernels > 0 and _count() > 1 and (kernels > _FEW or _shared.running)
 
 
 def compile_all(specifications: Sequence[Specification]) -> list[Compiled | None]:
-    """`Workers.compile` by this process's workers, started if need be."""
+    """Run `Workers.compile` on this process's workers, which are started if necessary."""
     return _shared.get().compile(specifications)

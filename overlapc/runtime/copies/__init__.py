@@ -1,1 +1,1 @@
-"""Collectives by copies between the memories of ranks of one host (`transport=copy`); docs/ARCHITECTURE.md says how."""
+"""Collectives by copies between the memories of one host's ranks (`transport=copy`); see docs/ARCHITECTURE.md."""

@@ -1,8 +1,8 @@
-"""What runs commands in order beside compute: a thread on a CPU, a stream on a GPU.
+"""Queues that run commands in order, overlapped with compute: a thread on a CPU, a stream on a GPU.
 
-Both wait for peers: at most `timeout_s` for one flag, after which the error names the peer. On a CPU whoever waits for
-the collective raises it. On a GPU nothing can stop a stream that waits, so that the process ends with the message, as
-it does when NCCL's watchdog gives up.
+Both wait for peers: at most `timeout_s` for one flag, after which an error names the peer. On a CPU the wait for the
+collective raises it. On a GPU nothing can stop a stream that waits, so the process prints the error and aborts, as it
+does when NCCL's watchdog times out.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import torch
 from overlapc.errors import PeerLost
 from overlapc.runtime.copies.commands import Command, Copy, Post, Run, Until, in_run
 
-NameOf = Callable[[int], str]  # rank within the group -> what to call it
-_POLLS = 200  # of a flag before a thread gives the core away
+NameOf = Callable[[int], str]  # rank within the group -> its name in messages
+_POLLS = 200  # of a flag before a thread begins to sleep between polls
 _NAP_S = 50e-6
 
 
 def reached(value: int, wanted: int) -> bool:
-    """Whether a flag of 32 bits that counts up, past its largest value too, is at `wanted` or further."""
+    """Whether a 32-bit flag that counts up and wraps around has reached `wanted`."""
     return (value - wanted) & 0xFFFFFFFF < 1 << 31
 
 
 def lost(name: str, peer: str, until: Until, timeout_s: float) -> PeerLost:
-    """The error for a peer that did not do what a collective waited for."""
+    """Return the error for a peer that did not do what a collective waited for."""
     return PeerLost(
         f"{name}: {peer} has not {until.what} within {timeout_s:g} s (collective {until.value} of its group by copies)"
         f"\nhint: {peer} died, hangs, or runs other collectives than this rank: see its output; if it is only slow,"
@@ -44,7 +44,7 @@ def lost(name: str, peer: str, until: Until, timeout_s: float) -> PeerLost:
 
 
 class ThreadQueue:
-    """Runs commands on a thread of its own: the queue of ranks on CPUs."""
+    """Runs commands on its own thread: the queue for ranks on CPUs."""
 
     def __init__(self, name: str, name_of: NameOf, timeout_s: float) -> None:
         self._name, self._name_of, self._timeout_s = name, name_of, timeout_s
@@ -53,21 +53,21 @@ class ThreadQueue:
         threading.Thread(target=self._run, name=f"copies of {name}", daemon=True).start()
 
     def run(self, commands: Sequence[Command], run: Run) -> Future[None]:
-        """Puts commands behind those before; the result is for `wait`."""
+        """Enqueue commands; return a future for `wait`."""
         done: Future[None] = Future()
         self._jobs.put((commands, run, done))
         return done
 
     def wait(self, done: Future[None]) -> None:
-        """Returns when these are done. PeerLost for a peer that does not answer."""
+        """Block until the commands of this future are done; raise PeerLost if a peer does not answer."""
         done.result()
 
     def drain(self) -> None:
-        """Returns when all are done."""
+        """Block until all commands are done."""
         self.run((), Run(0, 0)).result()
 
     def close(self) -> None:
-        """Ends the thread behind what it still has to do."""
+        """End the thread once it has run the commands in the queue."""
         self._jobs.put(None)
 
     def _run(self) -> None:
@@ -80,11 +80,11 @@ class ThreadQueue:
                     self._do(command if isinstance(command, Copy) else in_run(command, run))
                 done.set_result(None)
             except PeerLost as error:
-                self._failed = error  # what comes behind would wait for what never was sent
+                self._failed = error  # later commands would wait for data that was never sent
                 done.set_exception(error)
             finally:
-                done.cancel()  # ends `wait` after any other error, too, which is a defect of overlapc
-            del job, commands, done  # while nothing comes, nothing of the last one is held
+                done.cancel()  # ends `wait` also after any other error, which is a bug in overlapc
+            del job, commands, done  # do not hold the last job while waiting for the next one
 
     def _do(self, command: Command) -> None:
         if isinstance(command, Copy):
@@ -108,9 +108,9 @@ class ThreadQueue:
 
 
 class StreamQueue:
-    """Enqueues commands on a stream of its own, for the copy engines of a GPU and for its front end, which waits.
+    """Enqueues commands on its own stream of a GPU: copy engines run the copies, the GPU's front end waits for flags.
 
-    Copies within the GPU run on a second stream: on one they would take time in which the links do nothing.
+    Copies within the GPU run on a second stream; on the first one the links would be idle during them.
     """
 
     def __init__(self, name: str, name_of: NameOf, timeout_s: float, device: torch.device) -> None:
@@ -121,7 +121,7 @@ class StreamQueue:
         self._watch = _Watch(name, name_of, timeout_s, self._driver, device)
 
     def run(self, commands: Sequence[Command], run: Run) -> torch.cuda.Event:
-        """Puts commands behind those before and behind what the current stream was given; an event for `wait`."""
+        """Enqueue commands after earlier ones and after the current stream's work; return an event for `wait`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         at = self._stream.cuda_stream
         driver = self._driver
@@ -152,15 +152,15 @@ class StreamQueue:
         return event
 
     def wait(self, done: torch.cuda.Event) -> None:
-        """Lets the current stream wait for these."""
+        """Make the current stream wait for the commands of this event."""
         torch.cuda.current_stream(self._device).wait_event(done)
 
     def drain(self) -> None:
-        """Returns when all are done."""
+        """Block until all commands are done."""
         self._stream.synchronize()
 
     def close(self) -> None:
-        """Returns when all are done; ends the watch."""
+        """Block until all commands are done, and end the watchdog thread."""
         self._stream.synchronize()
         self._watch.close()
 
@@ -171,7 +171,7 @@ _WAIT, _WRITE, _AT_LEAST = 1, 2, 0  # CU_STREAM_MEM_OP_WAIT_VALUE_32, _WRITE_VAL
 
 
 class _Operation(ctypes.Structure):
-    """CUstreamBatchMemOpParams, of 48 bytes, as its 32-bit waits and writes use it."""
+    """CUstreamBatchMemOpParams (48 bytes), with the fields of its 32-bit waits and writes."""
 
     _fields_ = (
         ("operation", ctypes.c_uint32),
@@ -184,7 +184,7 @@ class _Operation(ctypes.Structure):
 
 
 class _Driver:
-    """The three calls of CUDA's driver that torch does not give by address."""
+    """The three calls of the CUDA driver for which torch has no interface that takes addresses."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
@@ -204,11 +204,11 @@ class _Driver:
             waits = isinstance(command, Until)
             operation.operation = _WAIT if waits else _WRITE
             operation.address, operation.value = command.flag, command.value & 0xFFFFFFFF
-            operation.flags = _AT_LEAST if waits else 0  # a write is behind a fence: all before it can be seen
+            operation.flags = _AT_LEAST if waits else 0  # by default a write is fenced: peers see all writes before it
         _succeeded(self._operate(stream, len(commands), operations, 0), "cuStreamBatchMemOp")
 
     def value(self, stream: torch.cuda.Stream, flag: int) -> int:
-        """A flag's value now."""
+        """Return the current value of a flag."""
         found = ctypes.c_uint32()
         _succeeded(self._fetch(ctypes.byref(found), flag, 4, stream.cuda_stream), "cuMemcpyDtoHAsync")
         stream.synchronize()
@@ -221,7 +221,7 @@ def _succeeded(code: int, call: str) -> None:
 
 
 class _Watch:
-    """A thread that looks whether what was enqueued ends in time, and ends the process where it does not."""
+    """A watchdog thread that aborts the process if enqueued commands do not finish in time."""
 
     _EVERY_S = 0.5
 
@@ -255,7 +255,7 @@ class _Watch:
                 missing = next(
                     (each for each in flying[1] if not reached(self._driver.value(stream, each.flag), each.value)), None
                 )
-                if missing is None:  # it waits for compute of this rank, which has its own reasons
+                if missing is None:  # the queue waits for this rank's own compute, not for a peer
                     since_s = time.monotonic()
                     continue
                 error = lost(self._name, self._name_of(missing.peer), missing, self._timeout_s)
@@ -264,19 +264,19 @@ class _Watch:
 
 
 def queue_on(device: torch.device, name: str, name_of: NameOf, timeout_s: float) -> Queue:
-    """The queue for ranks on devices of this type."""
+    """Return a new queue for ranks on devices of this type."""
     if device.type == "cpu":
         return ThreadQueue(name, name_of, timeout_s)
     return StreamQueue(name, name_of, timeout_s, device)
 
 
 def unsupported(device: torch.device) -> str | None:
-    """Reason why there can be no queue for this device here; None where there can."""
+    """Return why copies are not supported on this device and machine, or None if they are."""
     if device.type == "cpu":
         import platform
 
         machine = platform.machine().lower()
-        ordered = machine in ("x86_64", "amd64")  # data is seen before the flag that is stored after it
+        ordered = machine in ("x86_64", "amd64")  # a flag becomes visible after the data stored before it
         return None if ordered else f"copies on a CPU rely on the order of stores of x86-64, not of {machine}"
     if device.type != "cuda":
         return f"no copies on {device.type}"

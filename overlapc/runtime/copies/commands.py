@@ -1,22 +1,24 @@
-"""What one rank does for a collective by copies: a list of copies, flags posted to peers, waits for flags of theirs.
+"""What one rank does for a collective by copies: a list of copies, flags posted to peers, and waits for their flags.
 
-Every rank has one allocation of the same size, mapped into the others, and numbers the collectives of the group as it
-starts them: 1, 2, ... the same on all ranks. At its head lie three flags for every peer, which that peer alone writes:
+Every rank has one allocation of the same size, mapped into the other ranks' processes, and numbers the collectives of
+the group as it starts them: 1, 2, ..., the same on all ranks. The allocation begins with three flags for every peer,
+which only that peer writes:
 
-- `sent`: what this peer sends for collectives up to this number is there (in this rank's memory, or in the peer's own);
-- `fetched`: the peer has copied from this rank's memory what it was to copy for collectives up to this number;
-- `done`: the peer is done with memory, its own and others', that it was to let go of up to this release.
+- `sent`: what this peer sends for collectives up to this number has arrived (in this rank's memory) or can be fetched
+  (from the peer's memory);
+- `fetched`: the peer has copied from this rank's memory all that it needs for collectives up to this number;
+- `done`: the peer no longer uses the memory, its own and other ranks', that is freed by releases up to this number.
 
-All only grow, and collectives run in order on one queue, so a wait for `flag >= number` needs no reset and no lock.
-Each tensor that a collective brings lies in a slot, the same on all ranks, and is read there: each part is *pushed*
-from where it lies to the slot of whoever needs it, which for a gather is everybody and for an exchange (all-to-all) its
-owner. A tensor of several blocks is gathered, or exchanged, block by block: its parts are as many pieces, which is how
-the ranks of one host serve a group of several hosts. What a rank has for itself is best not copied at all: the kernel
-that makes a shard writes it to its place in the slot, and whoever adds up parts reads this rank's own where it lies.
-Where a result outlives the graph, a gather is *pulled* instead (the shard goes to this rank's slot, and peers copy it
-from there to memory of theirs), and what an exchange pushed is *taken out* of the slot when it is there. Peers are
-served in turn from rank + 1: no two ranks copy to (or from) the same one at a time. What a rank copies to itself may be
-on its way beside that.
+Flags only grow, and collectives run in order on one queue, so a wait for `flag >= number` needs no reset and no lock.
+Each tensor that a collective produces has a slot, at the same offset on all ranks, and is read there: each part is
+*pushed* from its address into the slot of every rank that needs it, which for a gather are all ranks and for an
+exchange (all-to-all) its owner. A tensor of several blocks is gathered, or exchanged, block by block, so each part has
+one piece per block: this is how the ranks of one host serve a group of several hosts. A rank's own part is best not
+copied at all: the kernel that computes a shard writes it to its place in the slot, and the kernel that adds up parts
+reads this rank's part at its original address. If a result outlives the graph, a gather is *pulled* instead (the shard
+is copied to this rank's slot, and peers copy it from there to their own memory), and the parts that an exchange pushed
+are *taken out* of the slot once they have arrived. A rank serves its peers in turn, from rank + 1 on, so that no two
+ranks copy to (or from) the same rank at a time. Copies within a rank's own memory may run at the same time.
 """
 
 from __future__ import annotations
@@ -25,23 +27,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-FLAG_BYTES = 64  # a line of a CPU's cache each
+FLAG_BYTES = 64  # each flag has its own CPU cache line
 MOST_RANKS = 64
 HEAD_BYTES = 3 * MOST_RANKS * FLAG_BYTES
-ALIGNMENT_BYTES = 512  # of slots: what torch's CUDA allocator gives
+ALIGNMENT_BYTES = 512  # of slots: that of torch's CUDA allocator
 
 
 class Copy(NamedTuple):
-    """Bytes from one address to another."""
+    """Copy bytes from one address to another."""
 
     target: int
     source: int
     bytes: int
-    own: bool = False  # within this rank's memory: nothing but the end of the collective waits for it
+    own: bool = False  # within this rank's memory: only the end of the collective waits for it
 
 
 class Post(NamedTuple):
-    """A flag set to a value when everything before it is done and can be seen by the peer."""
+    """Set a flag to a value once everything before it is done and visible to the peer."""
 
     flag: int  # address
     value: int  # counted as in `in_run`
@@ -49,12 +51,12 @@ class Post(NamedTuple):
 
 
 class Until(NamedTuple):
-    """Nothing after it begins before the flag has at least this value."""
+    """Let nothing after this command begin before the flag has at least this value."""
 
     flag: int  # address, in this rank's memory
     value: int  # counted as in `in_run`
-    peer: int  # who writes it
-    what: str  # for the error that says what the peer did not do
+    peer: int  # the rank that writes the flag
+    what: str  # what the peer has not done if this times out, for the error
     release: bool = False
 
 
@@ -69,8 +71,11 @@ class Run(NamedTuple):
 
 
 def in_run(flag: Post | Until, run: Run) -> Post | Until:
-    """The command with its value in this run. Values count from the run's first collective, or first release: so
-    commands are the same in every run of a graph."""
+    """Return the command with its value in this run.
+
+    Values in commands count from the run's first collective, or first release, so that commands are the same in every
+    run of a graph.
+    """
     value = flag.value + (run.release if flag.release else run.collective)
     if isinstance(flag, Post):
         return Post(flag.flag, value, flag.release)
@@ -78,7 +83,7 @@ def in_run(flag: Post | Until, run: Run) -> Post | Until:
 
 
 class Given(NamedTuple):
-    """A tensor of this rank: its address and bytes, and of how many blocks it is, each gathered or exchanged alone."""
+    """A tensor of this rank: its address, its bytes, and its number of blocks, each gathered or exchanged alone."""
 
     address: int
     bytes: int
@@ -87,47 +92,47 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the ranks' memories are mapped in this process, by rank within the group."""
+    """The addresses at which the ranks' memories are mapped in this process, by rank within the group."""
 
     rank: int
     bases: tuple[int, ...]
 
     @property
     def peers(self) -> list[int]:
-        """The other ranks in turn, from the next one on."""
+        """The other ranks in the order in which this rank serves them, from the next rank on."""
         size = len(self.bases)
         return [(self.rank + step) % size for step in range(1, size)]
 
     def sent(self, holder: int, writer: int) -> int:
-        """The address of a `sent` flag, in the memory of `holder`."""
+        """Return the address of the `sent` flag in the memory of `holder` that `writer` writes."""
         return self.bases[holder] + writer * FLAG_BYTES
 
     def done(self, holder: int, writer: int) -> int:
-        """The address of a `done` flag."""
+        """Return the address of a `done` flag, as `sent` does."""
         return self.bases[holder] + (MOST_RANKS + writer) * FLAG_BYTES
 
     def fetched(self, holder: int, writer: int) -> int:
-        """The address of a `fetched` flag."""
+        """Return the address of a `fetched` flag, as `sent` does."""
         return self.bases[holder] + (2 * MOST_RANKS + writer) * FLAG_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One collective's place in a run of its graph; see `layout`. Numbers count from the run's first."""
+    """One collective's place in a run of its graph; see `layout`. Numbers count from the run's first one."""
 
     number: int
     slots: tuple[int, ...]  # offsets of its tensors, the same on all ranks
-    settled: int  # the last release that this rank has done
-    needed: int  # the release that all ranks must have done before the slots may be overwritten
+    settled: int  # the last release that this rank has completed
+    needed: int  # the release that all ranks must have completed before the slots may be overwritten
 
 
 def aligned(size_bytes: int) -> int:
-    """The bytes that a tensor takes in the memory."""
+    """Return the bytes that a tensor of this size takes in the memory, with alignment."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class _Pieces(NamedTuple):
-    """A part of a tensor: one piece a block, `step` bytes apart."""
+    """A part of a tensor: one piece per block, `step` bytes apart."""
 
     address: int
     step: int
@@ -135,31 +140,31 @@ class _Pieces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One tensor of a collective: what this rank sends of it, and how what is brought lies."""
+    """One tensor of a collective: what this rank sends of it, and how the result is laid out."""
 
     given: Given
     slot: int  # offset
     ranks: int
-    shares: bool  # each rank gets a part of its own; else all get the same
+    shares: bool  # each rank gets a different part; otherwise all ranks get the same part
 
     @property
     def piece_bytes(self) -> int:
         return self.given.bytes // self.given.blocks // (self.ranks if self.shares else 1)
 
     def for_rank(self, rank: int) -> _Pieces:
-        """What this rank has for another."""
+        """Return the part that this rank sends to `rank`."""
         size, address = self.piece_bytes, self.given.address
         return _Pieces(address + rank * size, self.ranks * size) if self.shares else _Pieces(address, size)
 
     def brought(self, address: int, place: int) -> _Pieces:
-        """The `place`-th part of what is brought to an address: a piece in each block of a shard, all of a share."""
+        """Return the `place`-th part of a result at `address`: one piece in each block, or contiguous if `shares`."""
         size = self.piece_bytes
         if self.shares:
             return _Pieces(address + place * size * self.given.blocks, size)
         return _Pieces(address + place * size, self.ranks * size)
 
     def copies(self, target: _Pieces, source: _Pieces, own: bool = False) -> Iterator[Copy]:
-        """Of all pieces of a part."""
+        """Yield the copies of all pieces of a part."""
         for block in range(self.given.blocks):
             to, of = target.address + block * target.step, source.address + block * source.step
             yield Copy(to, of, self.piece_bytes, own)
@@ -170,7 +175,7 @@ def _tensors(at: Places, turn: Turn, given: Sequence[Given], *, shares: bool) ->
 
 
 def gather(at: Places, turn: Turn, shards: Sequence[Given]) -> Iterator[Command]:
-    """The shards of all ranks lie in this rank's slots, in order of rank. A shard of its own may lie there already."""
+    """Gather the shards of all ranks into this rank's slots, in order of rank; its own shard may lie there already."""
     tensors = _tensors(at, turn, shards, shares=False)
     yield from _begin(at, turn)
     for tensor in tensors:
@@ -181,7 +186,7 @@ def gather(at: Places, turn: Turn, shards: Sequence[Given]) -> Iterator[Command]
 
 
 def exchange(at: Places, turn: Turn, given: Sequence[Given]) -> Iterator[Command]:
-    """Part r of each tensor goes to rank r; the parts for this rank lie in its slots in order of rank."""
+    """Send part r of each tensor to rank r; the parts for this rank lie in its slots in order of rank."""
     tensors = _tensors(at, turn, given, shares=True)
     yield from _begin(at, turn)
     for tensor in tensors:
@@ -191,13 +196,16 @@ def exchange(at: Places, turn: Turn, given: Sequence[Given]) -> Iterator[Command
 
 
 def exchange_with_others(at: Places, turn: Turn, given: Sequence[Given]) -> Iterator[Command]:
-    """Part r of each tensor goes to rank r, without a copy of this rank's own; its slots hold the peers' parts."""
+    """Send part r of each tensor to rank r, without copying this rank's own part; its slots hold the peers' parts."""
     yield from _begin(at, turn)
     yield from _pushed(at, turn, _tensors(at, turn, given, shares=True), lambda peer: at.rank - (at.rank > peer))
 
 
 def _pushed(at: Places, turn: Turn, tensors: Sequence[_Tensor], place: Callable[[int], int]) -> Iterator[Command]:
-    """place: how many parts lie in front of this rank's in the slot of a peer."""
+    """Push this rank's parts and wait for the peers' parts.
+
+    place: the number of parts before this rank's part in a peer's slot.
+    """
     yield from _sent(at, turn, tensors, place)
     for peer in at.peers:
         yield Until(at.sent(at.rank, peer), turn.number, peer, "sent its part")
@@ -212,7 +220,7 @@ def _sent(at: Places, turn: Turn, tensors: Sequence[_Tensor], place: Callable[[i
 
 
 def exchange_taken_out(at: Places, turn: Turn, given: Sequence[Given], results: Sequence[int]) -> Iterator[Command]:
-    """As `exchange`, and the parts for this rank end at `results`, outside of the slots."""
+    """Exchange as `exchange` does, then copy the parts for this rank to the addresses `results`, outside the slots."""
     tensors = _tensors(at, turn, given, shares=True)
     yield from _begin(at, turn)
     for tensor, result in zip(tensors, results, strict=True):
@@ -226,9 +234,9 @@ def exchange_taken_out(at: Places, turn: Turn, given: Sequence[Given], results: 
 
 
 def pulled_gather(at: Places, turn: Turn, shards: Sequence[Given], results: Sequence[int]) -> Iterator[Command]:
-    """`results` are the addresses, outside of the slots, that the shards of all ranks go to, in order of rank.
+    """Gather the shards of all ranks, in order of rank, to the addresses `results`, which lie outside of the slots.
 
-    It is done when the peers have fetched this rank's shard, too: then its slot may be written by whoever comes next.
+    It ends when the peers have fetched this rank's shard, too, so that the next user of the slot may write to it.
     """
     tensors = _tensors(at, turn, shards, shares=False)
     yield from _begin(at, turn)

@@ -1,12 +1,12 @@
-"""Slots of a graph's collectives in the memory that all ranks of a group share, and when each may be used again.
+"""Slots of a graph's collectives in the memory that all ranks of a group share, and when each slot may be reused.
 
-    start a; start b; release b; start c   ->   a at 0, b behind it, c where b was: needs all ranks to have let go of b
+    start a; start b; release b; start c   ->   a at 0, b after it, c in the place of b once all ranks have released b
 
-Every tensor has a slot of its own. It is taken at its collective's start, or before that by a kernel that writes this
-rank's part of it there, and free for others when it is released, whatever else is still held. Releases are numbered in
-the order of the program, like starts. A rank tells its peers with every start which release it has done last, so no
-rank ever waits for what a peer does after that very start: no order of waits and releases within a graph can make ranks
-wait for each other in a circle.
+Every tensor has its own slot. The slot is taken when its collective starts, or earlier by a kernel that writes this
+rank's part of the tensor there, and can be reused once the tensor is released, whatever other tensors are still held.
+Releases are numbered in program order, like starts. With every start a rank tells its peers the last release that it
+has completed, so no rank ever waits for something that a peer does after that same start. No order of waits and
+releases within a graph can therefore deadlock the ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from overlapc.runtime.copies.commands import HEAD_BYTES, aligned
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one tensor has its memory."""
+    """The memory of one tensor."""
 
     offset: int
     bytes: int
@@ -28,17 +28,19 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """What the start of one collective says and waits for. `settled` and `needed` are releases of the graph, from 0;
-    -1 stands for all those before this run of the graph."""
+    """The release numbers that the start of one collective announces and waits for.
 
-    tensors: tuple[int, ...]  # that it brings
-    settled: int  # the last release that this rank has done
-    needed: int  # the release that all ranks must have done before its slots may be overwritten
+    Releases of the graph count from 0; -1 means all releases before this run of the graph.
+    """
+
+    tensors: tuple[int, ...]  # its results
+    settled: int  # the last release that this rank has completed
+    needed: int  # the release that all ranks must have completed before its slots may be overwritten
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """The slot of a tensor begins to be used."""
+    """The slot of a tensor is in use from here on."""
 
     tensor: int
     bytes: int
@@ -46,38 +48,38 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A collective that brings tensors whose slots are taken begins."""
+    """A collective begins, whose results have slots that are taken."""
 
     tensors: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Nothing launched from here on reads a tensor's slot."""
+    """No kernel launched from here on reads the tensor's slot."""
 
     tensor: int
 
 
-# So often tensors are stacked anew: planned steps of 8 layers then take 2.6 to 11% more than is held at once, where
-# one stacking in the order of time took 17 to 23% more, and 20 take no less.
+# How many placements are tried for each initial order. Planned steps of 8 layers then take 2.6 to 11% more memory than
+# is held at once; a single placement in program order took 17 to 23% more, and 20 placements take no less than 8.
 TRIES = 8
 
 Event = Take | Start | Release
-"""What a program does, in its order; tensors are numbered in the order of the starts that bring them."""
+"""An event of a program, in program order; tensors are numbered in the order of the starts that produce them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The slots of a graph's tensors, the same on all ranks. released: tensors in the order of their releases."""
+    """The slots of a graph's tensors, equal on all ranks. released: the tensors in the order of their releases."""
 
     slots: tuple[Slot, ...]
     begins: tuple[Begin, ...]
     released: tuple[int, ...]
-    bytes: int  # of the whole memory with its head
+    bytes: int  # of the whole memory, including the flags at its head
 
 
 def place(events: Sequence[Event]) -> Layout:
-    """A layout for these events."""
+    """Return a layout for these events."""
     slots = _packed(events)
     needed: dict[int, int] = {}
     begins: list[Begin] = []
@@ -95,13 +97,13 @@ def place(events: Sequence[Event]) -> Layout:
 
 
 def _packed(events: Sequence[Event]) -> dict[int, Slot]:
-    """The least memory in which no tensors overlap that are held at once, of a few ways to stack them.
+    """Return slots in which tensors held at the same time do not overlap: the smallest of a few placements.
 
-    Each tensor in turn goes as low as those before it leave room, in the order in which they are taken, or the largest
-    first; then again with what came to lie highest put before all that it lay on.
+    A placement puts each tensor in turn at the lowest free offset. The initial orders are that of the takes, and
+    largest first; for each next placement the tensor that ended highest moves before all that are held with it.
     """
     sizes: dict[int, int] = {}
-    beside: dict[int, set[int]] = {}  # tensor -> those that are held at the same time
+    beside: dict[int, set[int]] = {}  # tensor -> the tensors that are held at the same time
     held: set[int] = set()
     for event in events:
         if isinstance(event, Take):
@@ -131,8 +133,11 @@ def _packed(events: Sequence[Event]) -> dict[int, Slot]:
 
 
 def common(programs: Sequence[Sequence[Event]]) -> Layout:
-    """One layout for what all ranks of a group do: that of one of them which holds for all, else one in which no memory
-    is used twice. Kernels that share a launch may be others on other ranks; starts and sizes are the same."""
+    """Return one layout for the programs of all ranks of a group.
+
+    It is the layout of one of the programs if that is valid for all, else one in which no memory is reused. Starts and
+    sizes are the same on all ranks, but kernels may be grouped into launches differently.
+    """
     different = {tuple(events): None for events in programs}
     for events in different:
         layout = place(events)
@@ -153,12 +158,12 @@ def _apart(events: Sequence[Event]) -> Layout:
 
 
 def to_text(events: Sequence[Event]) -> str:
-    """For other ranks."""
+    """Return the events as text, to send to other ranks."""
     return json.dumps([[type(event).__name__, *(getattr(event, name) for name in event.__slots__)] for event in events])
 
 
 def from_text(text: str) -> list[Event]:
-    """What `to_text` made the text of."""
+    """Return the events of a text that `to_text` made."""
     found: list[Event] = []
     for name, *values in json.loads(text):
         match name, values:
@@ -172,7 +177,7 @@ def from_text(text: str) -> list[Event]:
 
 
 def _first_gap(held: Sequence[tuple[int, int]], size: int) -> int:
-    """The lowest offset behind the head at which `size` bytes overlap none of `held`, which are in order."""
+    """Return the lowest offset after the head at which `size` bytes overlap none of the sorted ranges `held`."""
     offset = HEAD_BYTES
     for begin, end in held:
         if begin - offset >= size:
@@ -186,8 +191,11 @@ def _overlap(one: Slot, other: Slot) -> bool:
 
 
 def check(events: Sequence[Event], layout: Layout) -> str | None:
-    """The first rule that a program breaks in a layout, in words; None if it breaks none. Written without looking at
-    `place`, which may have made it for another program of the same collectives: that of ranks with other batches."""
+    """Return the first rule that a program breaks in a layout, in words, or None if it breaks none.
+
+    The check does not use `place`, which may have made the layout for another program with the same collectives, such
+    as that of ranks with other batches.
+    """
     slots, open_slots, closed = layout.slots, dict[int, Slot](), set[int]()
     starts = [event.tensors for event in events if isinstance(event, Start)]
     takes = sorted(event.tensor for event in events if isinstance(event, Take))
@@ -214,7 +222,7 @@ def check(events: Sequence[Event], layout: Layout) -> str | None:
 
 
 def _broken_begin(event: Start, begin: Begin, layout: Layout, closed: set[int]) -> str | None:
-    """The rule that a start breaks when the tensors `closed` are released."""
+    """Return the rule that a start breaks if the tensors `closed` have been released, or None."""
     if begin.needed > begin.settled:
         return f"{event} waits for release {begin.needed}, which ranks have not done by then"
     for tensor in layout.released[: begin.settled + 1]:

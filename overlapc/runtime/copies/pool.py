@@ -1,7 +1,7 @@
 """A process group's pool: its symmetric memory, its queue, and the number of its last collective.
 
-All graphs that communicate over a group share its pool, one after the other. It grows while a graph is compiled, when
-all ranks have met and nothing is in flight, and goes with the last graph that holds it.
+All graphs that communicate over a group share its pool, one after the other. The pool grows while a graph is compiled,
+after all ranks have exchanged their sizes and with nothing in flight, and is freed with the last graph that holds it.
 """
 
 from __future__ import annotations
@@ -28,35 +28,36 @@ from overlapc.runtime.copies.layout import Layout
 from overlapc.runtime.copies.shared_memory import Memory, Offer, offer
 
 Tell = Callable[[str, str], Sequence[str]]
-"""(stage, this rank's text) -> the texts of all ranks that compile this graph, in order of rank, or RanksDisagree."""
+"""(stage, this rank's text) -> the texts of all ranks that compile this graph, in order of rank; may raise
+RanksDisagree."""
 
 
 class Pool:
-    """What `open_pools` made for one group on one device."""
+    """The pool of one group on one device, made by `open_pools`."""
 
     def __init__(self, group: str, name: str, ranks: tuple[int, ...], device: torch.device, timeout_s: float) -> None:
-        self.group = group  # torch's name of it, which may differ between ranks
+        self.group = group  # torch's name of the group, which may differ between ranks
         self.name = name  # equal on all ranks
         self.ranks = ranks
         self.rank = ranks.index(dist.get_rank())
         self.device = device
         self.number = 0  # of the last collective of the graph that was started last
         self.released = 0  # the number of that graph's last release
-        self.held = 0  # collectives whose memory is in use by a graph that runs
-        self.failed = False  # such a graph did not get to its end: ranks may have started different collectives
+        self.held = 0  # number of collectives whose memory a running graph uses
+        self.failed = False  # a graph failed while it used this memory: ranks may have started different collectives
         self.memory: Memory | None = None
         self.views: weakref.WeakKeyDictionary[GraphCopies, _Views] = weakref.WeakKeyDictionary()  # of this memory
-        self.token = ""  # of the memory: equal on all ranks that mapped each other's
+        self.token = ""  # identifies the memory: equal on all ranks that mapped each other's
         self.queue: Queue = queue_on(device, f"@{name}", lambda rank: f"rank {ranks[rank]}", timeout_s)
-        weakref.finalize(self, self.queue.close).atexit = False  # which would wait for peers that may be gone
+        weakref.finalize(self, self.queue.close).atexit = False  # at exit it would wait for peers that may be gone
 
     @property
     def bytes(self) -> int:
-        """Of this rank's memory."""
+        """The size of this rank's memory; 0 before it has any."""
         return 0 if self.memory is None else self.memory.bytes
 
     def replaced(self, memory: Memory, token: str) -> None:
-        """The pool on new memory, whose flags are at 0. Nothing may be in flight on any rank."""
+        """Switch to new memory, whose flags are at 0. Nothing may be in flight on any rank."""
         self.memory, self.token = memory, token
         self.views.clear()
         self.number = self.released = 0
@@ -67,27 +68,27 @@ _pools: weakref.WeakValueDictionary[tuple[str, torch.device], Pool] = weakref.We
 
 
 def pools_bytes() -> int:
-    """Memory of this rank that all its pools have together; torch's allocator does not count that of a GPU."""
+    """Return the total memory of this rank's pools; on a GPU torch's allocator does not count it."""
     return sum(pool.bytes for pool in _pools.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a graph needs of a group's pool."""
+    """What a graph needs from a group's pool."""
 
     group: str  # torch's name
     name: str
     ranks: tuple[int, ...]
     bytes: int
-    layout: str  # where the graph's collectives lie
+    layout: str  # the layout of the graph's collectives, as text
 
 
 def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequence[int], tell: Tell) -> dict[str, Pool]:
-    """By name, pools of at least these bytes. `all_ranks` compile this graph; all call this, in the same order.
+    """Return pools of at least these bytes, by name. Collective: all of `all_ranks`, which compile this graph, call it.
 
-    New memory is made by all ranks of a group or by none, whatever each of them still has of earlier graphs.
-    NoSharedMemory if some rank has none, on all of them: pools stay as they were. CompileError where ranks of a group
-    would lay it out differently.
+    Either all ranks of a group allocate new memory or none does, whatever each still has from earlier graphs. If one
+    rank cannot allocate, all raise NoSharedMemory and pools stay as they were. Raises CompileError if ranks of a group
+    would lay out the memory differently.
     """
     found = {each.name: _pool(each, device) for each in wanted}
     for pool in found.values():
@@ -126,7 +127,7 @@ def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequen
                     offers[each.name] = offer(each.bytes, device)
         except NoSharedMemory as error:
             failure = str(error)
-        # Nothing is in flight on any rank, and all have their new memory, or none goes on.
+        # From here on nothing is in flight on any rank, and all ranks have their new memory, or all raise.
         texts = {name: [made.text, secrets.token_hex(8)] for name, made in offers.items()}
         given = dict(zip(all_ranks, _told_well("memory for copies", failure, texts, all_ranks, tell), strict=True))
         try:
@@ -137,7 +138,7 @@ def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequen
                 memories[name] = memory, str(of_group)
         except (OSError, RuntimeError) as error:
             failure = f"the memory of other ranks cannot be reached: {error}"
-        _told_well("copies can start", failure, {}, all_ranks, tell)  # all have mapped all: no name is needed any more
+        _told_well("copies can start", failure, {}, all_ranks, tell)  # all have mapped all memory: names can go
     finally:
         for made in offers.values():
             made.withdraw()
@@ -147,7 +148,10 @@ def open_pools(wanted: Sequence[Wanted], device: torch.device, all_ranks: Sequen
 
 
 def _told_well(stage: str, failure: str, what: Any, ranks: Sequence[int], tell: Tell) -> list[Any]:
-    """What each rank tells, by rank. NoSharedMemory where one tells of a failure ("": none)."""
+    """Exchange `what` with all ranks and return theirs, in order; raise NoSharedMemory if one reports a failure.
+
+    failure: this rank's own; "" for none.
+    """
     told = [json.loads(text) for text in tell(stage, json.dumps([failure, what]))]
     for rank, (failed, _) in zip(ranks, told, strict=True):
         if failed:
@@ -156,7 +160,7 @@ def _told_well(stage: str, failure: str, what: Any, ranks: Sequence[int], tell: 
 
 
 def kept_pools(wanted: Sequence[Wanted], device: torch.device) -> dict[str, Pool] | None:
-    """By name, the pools that are open and hold as much; None where one does not, or failed."""
+    """Return the open pools by name; None if one is not open, is too small, or has failed."""
     found = {}
     for each in wanted:
         pool = _pools.get((each.group, device))
@@ -175,7 +179,7 @@ def _pool(wanted: Wanted, device: torch.device) -> Pool:
 
 
 def timeout_s(group: str) -> float:
-    """How long a rank waits for another in a collective: the timeout of the process group."""
+    """Return how long a rank waits for another in a collective: the timeout of the process group."""
     found: Any = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     backends = [found._get_backend(device) for device in found._device_types]
     limits = [each.options._timeout for each in backends if each.options is not None]  # torch's fake backend has none
@@ -183,13 +187,13 @@ def timeout_s(group: str) -> float:
 
 
 class Form(Enum):
-    """How copies do a collective, and where its results lie."""
+    """How copies perform a collective, and where its results lie."""
 
-    GATHERED = "gathered"  # shards of all, pushed into the pool
-    EXCHANGED = "exchanged"  # each rank's parts, pushed into the pool
-    FROM_OTHERS = "from others"  # the same without this rank's own part, which is read where it lies
-    PULLED = "pulled"  # shards of all, in memory that may outlive the graph
-    TAKEN_OUT = "taken out"  # each rank's parts, in memory that may outlive the graph
+    GATHERED = "gathered"  # the shards of all ranks, pushed into the pool
+    EXCHANGED = "exchanged"  # the parts for this rank, pushed into the pool
+    FROM_OTHERS = "from others"  # the same without this rank's own part, which is read at its original address
+    PULLED = "pulled"  # the shards of all ranks, in memory that may outlive the graph
+    TAKEN_OUT = "taken out"  # the parts for this rank, in memory that may outlive the graph
 
     @property
     def in_pool(self) -> bool:
@@ -206,10 +210,10 @@ _PUSHED = {
 
 @dataclass(frozen=True, slots=True)
 class KeptCopies:
-    """What is kept on disk of a graph's copies over one group: enough to open them again in another process."""
+    """The cached description of a graph's copies over one group, from which another process can reopen them."""
 
     group: str  # the pool's name
-    process_group: str  # torch's name of the group; the keys of cached graphs and steps hold it, with its ranks
+    process_group: str  # torch's name of the group; it and its ranks are part of the cache keys of graphs and steps
     ranks: tuple[int, ...]
     device: torch.device
     layout: Layout
@@ -218,24 +222,24 @@ class KeptCopies:
 
     @property
     def wanted(self) -> Wanted:
-        """What these copies need of the group's pool."""
+        """What these copies need from the group's pool."""
         return Wanted(self.process_group, self.group, self.ranks, self.layout.bytes, str(self.layout))
 
 
 @dataclass
 class _Views:
-    """Tensors of a graph in a pool's memory, and commands for what lies there."""
+    """A graph's tensors in a pool's memory, and the commands that use them."""
 
     results: dict[int, list[Tensor]] = field(default_factory=dict)  # by collective
-    shards: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by collective and which of its tensors
-    # By collective: the addresses outside of the pool that it last had, which seldom change, and its commands.
+    shards: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by collective and position of the tensor
+    # By collective: its commands, and the addresses outside of the pool that they are for, which seldom change.
     commands: dict[int, tuple[list[int], list[Command]]] = field(default_factory=dict)
 
 
 class GraphCopies:
-    """A graph's collectives on one pool, as its generated code starts, waits for and releases them by their index.
+    """A graph's collectives on one pool; generated code starts, waits for and releases them by index.
 
-    blocks: of the tensors of each collective; see `commands`.
+    blocks: the number of blocks in the tensors of each collective; see `commands`.
     """
 
     def __init__(self, pool: Pool, layout: Layout, forms: Sequence[Form], blocks: Sequence[int] | None = None) -> None:
@@ -243,25 +247,25 @@ class GraphCopies:
         self.layout = layout
         self.forms = tuple(forms)
         self.blocks = (1,) * len(self.forms) if blocks is None else tuple(blocks)
-        self._base = 0  # the number of the first collective of the present run
-        self._released = 0  # and of its first release
-        self._ahead: set[int] = set()  # collectives to come, for which something lies in the pool already
+        self._base = 0  # the number of the first collective in the current run
+        self._released = 0  # the number of the first release in the current run
+        self._ahead: set[int] = set()  # collectives that have not started, but have a shard in the pool
         self._flying: dict[int, tuple[Any, Sequence[Tensor]]] = {}
-        self._done = len(forms)  # collectives of the present run whose memory is free again
+        self._done = len(forms)  # number of collectives in the current run whose memory is free again
 
     @property
     def kept(self) -> KeptCopies:
-        """What `reopened` takes."""
+        """The description from which `reopened` makes these copies in another process."""
         pool, forms = self.pool, tuple(form.value for form in self.forms)
         return KeptCopies(pool.name, pool.group, pool.ranks, pool.device, self.layout, forms, self.blocks)
 
     @classmethod
     def reopened(cls, kept: KeptCopies, pool: Pool) -> GraphCopies:
-        """The same copies on a pool of this process."""
+        """Return the copies that `kept` describes, on a pool of this process."""
         return cls(pool, kept.layout, [Form(name) for name in kept.forms], kept.blocks)
 
     def shard(self, index: int, at: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for this rank's shard of the `at`-th tensor that collective `index` will gather: in its slot."""
+        """Return memory in the slot for this rank's shard of the `at`-th tensor that collective `index` gathers."""
         self._begin()
         if index not in self._ahead:
             self._ahead.add(index)
@@ -276,8 +280,11 @@ class GraphCopies:
         return found
 
     def start(self, index: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Puts one in flight; its results may be read after `wait` and, in the pool, until `release`. PeerLost if a run
-        of a graph on this pool failed since it was opened, OverlapcError while another graph runs on it."""
+        """Start collective `index`; results may be read after `wait` and, if they lie in the pool, until `release`.
+
+        Raises PeerLost if a run on this pool has failed since it was opened, and OverlapcError while another graph runs
+        on it.
+        """
         pool = self.pool
         assert pool.memory is not None
         self._begin()
@@ -293,7 +300,7 @@ class GraphCopies:
         known = lying.commands.get(index)
         if known is None or known[0] != addresses:
             known = lying.commands[index] = addresses, self._commands(index, given, results)
-        # What is read and written must not be given back before.
+        # Hold the tensors that are read and written: their memory must not be freed before `wait`.
         self._flying[index] = pool.queue.run(known[1], Run(self._base, self._released)), (*given, *results)
         if index in self._ahead:
             self._ahead.discard(index)
@@ -302,7 +309,7 @@ class GraphCopies:
         return results
 
     def _commands(self, index: int, given: Sequence[Tensor], results: Sequence[Tensor]) -> list[Command]:
-        """What this rank does for a collective of these tensors."""
+        """Return this rank's commands for a collective of these tensors."""
         assert self.pool.memory is not None
         at, begin, form = self.pool.memory.places, self.layout.begins[index], self.forms[index]
         turn = Turn(index, self._slots(index), begin.settled, begin.needed)
@@ -317,7 +324,7 @@ class GraphCopies:
         return tuple(self.layout.slots[tensor].offset for tensor in self.layout.begins[index].tensors)
 
     def _lying(self) -> _Views:
-        """What was made of the pool's present memory: sizes are static, so that every run reads and writes the same."""
+        """Return this graph's views of the pool's current memory; sizes are static, so all runs share them."""
         found = self.pool.views.get(self)
         if found is None:
             found = self.pool.views[self] = _Views()
@@ -332,13 +339,15 @@ class GraphCopies:
         return results
 
     def _there(self, offset: int, size_bytes: int, dtype: torch.dtype) -> Tensor:
-        """A piece of this rank's memory."""
+        """Return a piece of this rank's memory as a tensor of one dim."""
         assert self.pool.memory is not None
         return self.pool.memory.own[offset : offset + size_bytes].view(dtype)
 
     def _begin(self) -> None:
-        """A run of the graph, if none goes on: its numbers follow those of the run before on this pool, of whatever
-        graph."""
+        """Begin a run of the graph unless one is going on; its numbers follow those of the pool's last run.
+
+        Raises PeerLost if a run on this pool failed, and OverlapcError while another graph runs on it.
+        """
         if self._done < len(self.forms):
             return
         pool = self.pool
@@ -358,7 +367,7 @@ class GraphCopies:
         pool.released += len(self.layout.slots)  # each is released once
 
     def wait(self, index: int) -> None:
-        """Blocks compute until the results are there."""
+        """Make compute wait until the results are there."""
         done, _ = self._flying[index]
         self.pool.queue.wait(done)
         del self._flying[index]
@@ -366,18 +375,18 @@ class GraphCopies:
             self.release(index)
 
     def finish(self, index: int) -> Any:
-        """Ends collective `index` without reading its results; gives what the queue's `wait` takes."""
+        """End collective `index`, whose results are not read; return the future or event for the queue's `wait`."""
         done, _ = self._flying.pop(index)
         self.release(index)
         return done
 
     def release(self, index: int) -> None:
-        """Nothing launched from now on reads what one has in the pool."""
+        """Free the pool memory of collective `index`: no kernel launched from now on reads it."""
         self.pool.held -= 1
         self._done += 1
 
     def failed(self) -> None:
-        """The run ends with an exception."""
+        """End a run that raised an exception."""
         self.pool.failed = self.pool.failed or self.pool.held > 0
         self.pool.held = 0
         self._done = len(self.forms)
@@ -386,7 +395,7 @@ class GraphCopies:
 
 
 def _brought(form: Form, tensor: Tensor, ranks: int) -> tuple[int, ...]:
-    """The shape of what a collective brings for a tensor that is given."""
+    """Return the shape of a collective's result for an input tensor."""
     if form in (Form.GATHERED, Form.PULLED):
         return (ranks * tensor.shape[0], *tensor.shape[1:]) if tensor.dim() else (ranks,)
     rows = tensor.shape[0] // ranks * (ranks - 1) if form is Form.FROM_OTHERS else tensor.shape[0]

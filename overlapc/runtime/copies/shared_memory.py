@@ -1,7 +1,7 @@
-"""One allocation a rank, mapped into all ranks of a group on one host: symmetric memory on GPUs, a shared file on CPUs.
+"""Memory of each rank that all ranks of a group on one host map: symmetric memory on GPUs, a shared file on CPUs.
 
-`Offer.of` allocates (that may fail, on one rank alone); when all ranks have, `Offer.joined` maps the others' memory.
-Between the two, ranks tell each other `Offer.text`.
+`offer` allocates, which may fail on some ranks only. Once all ranks have allocated, they exchange `Offer.text`, and
+`Offer.joined` maps the memory of the other ranks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 
 @dataclass(frozen=True)
 class Memory:
-    """The mapped memories of a group: lives as long as somebody holds it."""
+    """The mapped memories of a group; they stay mapped as long as this object lives."""
 
-    own: Tensor  # of bytes: this rank's
+    own: Tensor  # this rank's memory, as bytes
     places: Places
-    held: Sequence[Any] = field(repr=False, default=())  # what keeps the mappings
+    held: Sequence[Any] = field(repr=False, default=())  # the objects that keep memory mapped
 
     @property
     def bytes(self) -> int:
@@ -39,13 +39,13 @@ class Memory:
 
 
 class SharedOffer:
-    """A file in memory, for ranks on CPUs. It has no name any more as soon as all have mapped it."""
+    """A file in memory, for ranks on CPUs. Its name is removed as soon as all ranks have mapped it."""
 
     def __init__(self, size_bytes: int) -> None:
         handle, name = tempfile.mkstemp(prefix="overlapc-copies-", dir=FOLDER)
         self._path = Path(name)
         try:
-            os.posix_fallocate(handle, 0, size_bytes)  # or a full /dev/shm would end the process at the first write
+            os.posix_fallocate(handle, 0, size_bytes)  # else a full /dev/shm kills the process at the first write
             self._bytes = mmap.mmap(handle, size_bytes)
             self._own = _cleared(torch.frombuffer(self._bytes, dtype=torch.uint8))
         except OSError:
@@ -56,7 +56,7 @@ class SharedOffer:
         self.text = name
 
     def joined(self, rank: int, texts: Sequence[str], group: str) -> Memory:
-        """Maps what the ranks of the group offered, in their order."""
+        """Map the files of the group's ranks; `texts` are their offers in order of rank."""
         mapped = []
         for at, text in enumerate(texts):
             if at == rank:
@@ -68,7 +68,7 @@ class SharedOffer:
         return Memory(self._own, Places(rank, bases), tuple(mapped))
 
     def withdraw(self) -> None:
-        """Takes the name away: all have mapped it, or nobody will."""
+        """Remove the file's name: all ranks have mapped it, or none will."""
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
 
@@ -83,7 +83,7 @@ class SymmetricOffer:
         self.text = ""
 
     def joined(self, rank: int, texts: Sequence[str], group: str) -> Memory:
-        """A rendezvous of the group."""
+        """Exchange handles with all ranks of the group (a rendezvous) and map their memory."""
         from torch.distributed import _symmetric_memory as symmetric
 
         handle: Any = symmetric.rendezvous(self._own, group)  # type: ignore[arg-type]  # its stub wants a NewType
@@ -92,12 +92,12 @@ class SymmetricOffer:
         return Memory(self._own, Places(rank, bases), (handle,))
 
     def withdraw(self) -> None:
-        """Nothing: it has no name."""
+        """Do nothing: the memory has no name."""
 
 
 def _cleared(memory: Tensor) -> Tensor:
-    """`memory` with its flags at 0. RuntimeError unless they are, as under fake mode: peers would wait for ever."""
-    if bool(memory[:HEAD_BYTES].zero_().any()):  # which waits for the device, too
+    """Set the flags in `memory` to 0 and return it. RuntimeError if that has no effect: peers would wait forever."""
+    if bool(memory[:HEAD_BYTES].zero_().any()):  # also waits for the device
         raise RuntimeError("flags were not set to zero")
     return memory
 
@@ -106,7 +106,7 @@ Offer = SharedOffer | SymmetricOffer
 
 
 def offer(size_bytes: int, device: torch.device) -> Offer:
-    """New memory of this rank, its flags at 0. NoSharedMemory where there is none."""
+    """Allocate memory of this rank, with its flags at 0; raise NoSharedMemory if that fails."""
     try:
         return SharedOffer(size_bytes) if device.type == "cpu" else SymmetricOffer(size_bytes, device)
     except (OSError, RuntimeError) as error:
