@@ -1,4 +1,4 @@
-"""ATen graphs to loop IR: `lower` walks a graph; one file a family of ops says how."""
+"""Lowers ATen graphs to loop IR: `lower` walks a graph, and each family of ops has a file with its lowering rules."""
 
 from overlapc.lowering import (
     asserts,

@@ -1,4 +1,4 @@
-"""`torch._assert_async` as a check in a kernel, which fuses with what computes the condition."""
+"""Lowers `torch._assert_async` to a check in a kernel, which can fuse with the kernel that computes the condition."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from overlapc.lowering.table import Impossible, aten, lowers
 
 @lowers(aten._assert_async.msg)
 def assert_async(context: Lowering, condition: View, message: str) -> None:
-    """A kernel that stores what it checked, as every kernel stores something; the result is not read."""
+    """Check `condition` in a kernel, which also stores it, because every kernel stores something."""
     if any(size != 1 for size in condition.size):
         raise Impossible("a condition of several numbers")
 

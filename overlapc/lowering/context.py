@@ -1,4 +1,4 @@
-"""The interface with which lowering rules build ops: names, sizes, layouts, kernels and calls of a node."""
+"""The interface that lowering rules use to build ops: names, sizes, layouts, kernels and calls."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ aten = torch.ops.aten
 
 
 class Lowering:
-    """State of one lowering; what lowering functions build ops with."""
+    """State of one graph's lowering, and the methods with which lowering rules build ops."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Lowering:
         rounds: bool = True,
         refuse_attention: RefuseAttention = attention_refused,
     ) -> None:
-        self.rounds = rounds  # results of low precision for readers in the same kernel, too, as eager does
+        self.rounds = rounds  # round results of low precision for readers in the same kernel, too, as eager does
         self.native_product = native_product
         self.refuse = refuse
         self.refuse_attention = refuse_attention
@@ -65,24 +65,24 @@ class Lowering:
         self.latest: dict[str, str] = {}  # root buffer -> its name after the latest mutation
         self.original_inputs: dict[str, View] = {}  # copy of an input -> the input
         self.mutated: dict[str, str] = {}  # name after a mutation -> root buffer
-        self.numbers: dict[str, Constant] = {}  # written as tensors on the CPU: `torch.tensor(0.5)`
-        self.functions: dict[tuple[Any, ...], LoweredGraph] = {}  # of attentions, which layers have in common
-        self.known: set[str] = set()  # symbols that the arguments or an earlier op bring
+        self.numbers: dict[str, Constant] = {}  # buffer -> its number, for CPU tensors such as `torch.tensor(0.5)`
+        self.functions: dict[tuple[Any, ...], LoweredGraph] = {}  # lowered functions of attentions, shared by layers
+        self.known: set[str] = set()  # symbols that arguments or earlier ops define
         self.graph = LoweredGraph(name, (), {}, {}, {}, {}, {}, [], (), {})
-        self.nodes: frozenset[str] = frozenset()  # names of all in the FX graph
+        self.nodes: frozenset[str] = frozenset()  # names of all nodes in the FX graph
         self.node: Node
-        self.item: int | None = None  # which of a list op's tensors is being lowered
+        self.item: int | None = None  # index of the tensor of a list op that is being lowered
 
     # --- names, sizes and layouts
 
     def value_of(self) -> Any:
-        """The (fake) value of the node that is lowered, or of the item of it."""
+        """Return the fake value of the current node, or of its current item."""
         value = self.node.meta["val"]
         return value if self.item is None else value[self.item]
 
     @contextmanager
     def for_item(self, item: int) -> Iterator[None]:
-        """Within, one result of a list op is lowered: names and layouts are that item's."""
+        """Lower one result of a list op in this context: names and layouts are that item's."""
         self.item = item
         try:
             yield
@@ -90,18 +90,18 @@ class Lowering:
             self.item = None
 
     def name_for(self, part: int | str | None = None) -> str:
-        """A name for a result, or part of one, of the node that is lowered."""
+        """Return a name for a result of the current node, or for a part of it."""
         return self._unlike_nodes(*(part for part in (self.item, part) if part is not None))
 
     def _unlike_nodes(self, *parts: Any) -> str:
-        """The node's name with its part's: FX names the second `topk` as the second result of the first would be."""
+        """Join the node's name and `parts` to a name that no node has; FX names a second `topk` node `topk_1`, too."""
         name = "_".join(map(str, (self.node.name, *parts)))
         while parts and name in self.nodes:
             name += "_"
         return name
 
     def expr(self, size: Any) -> sympy.Expr:
-        """A size as sympy; remembers what its symbols stood for when the graph was traced."""
+        """Return a size as sympy; record the values of its symbols during tracing as hints."""
         if isinstance(size, torch.SymInt | torch.SymFloat):
             expr = size.node.expr
             for symbol in expr.free_symbols:
@@ -115,16 +115,16 @@ class Lowering:
         return sympy.Integer(int(size))
 
     def extent(self, size: Any) -> sympy.Expr:
-        """A size as sympy; 1 where tracing has shown or guarded that a longer expression (`s0 // 4`) is 1.
+        """Return a size as sympy; 1 if tracing has proved or guarded that an expression such as `s0 // 4` is 1.
 
-        Such a tensor was broadcast, and one element must then be read again and again.
+        Tracing has broadcast such a dim, so the same element must be read for all positions.
         """
         expr = self.expr(size)
         is_longer = isinstance(size, torch.SymInt) and not expr.is_Symbol
         return sympy.S.One if is_longer and statically_known_true(size == 1) else expr
 
     def layout(self, tensor: torch.Tensor, offset: sympy.Expr | None = None) -> Layout:
-        """Layout of a fake tensor; the offset is its own unless given."""
+        """Return the layout of a fake tensor. offset: replaces the tensor's own."""
         return Layout(
             tensor.device,
             tensor.dtype,
@@ -134,7 +134,7 @@ class Lowering:
         )
 
     def current(self, value: Any) -> Any:
-        """A view by its buffer's name after all mutations so far, in whatever structure it stands."""
+        """Rename the buffers of all views in `value`, a tree, to their names after all mutations so far."""
         if not self.latest:
             return value
 
@@ -150,7 +150,7 @@ class Lowering:
     # --- kernels
 
     def add(self, op: IROp) -> None:
-        """Appends an op to the graph; remembers its views, and which buffer a new size comes from."""
+        """Append an op to the graph; record its views, and the buffers from which new sizes come."""
         for output in op.outputs:
             if isinstance(output, View):
                 self.graph.views[output.buffer] = output
@@ -169,9 +169,9 @@ class Lowering:
         layout: Layout | None = None,
         name: str | None = None,
     ) -> View:
-        """A kernel with one output, laid out as the fake tensor says unless `layout` is given.
+        """Add a kernel with one output, whose layout is that of the fake tensor unless `layout` is given.
 
-        Raises Impossible when that layout has holes or overlaps (a kernel must define every element).
+        Raises Impossible if that layout has holes or overlaps (a kernel must define every element).
         """
         layout = layout or self.layout(self.value_of(), offset=sympy.S.Zero)
         view = View(name or self.name_for(), layout)
@@ -190,9 +190,9 @@ class Lowering:
         name: str | None = None,
         layout: Layout | None = None,
     ) -> View:
-        """A kernel that computes each output element by `function` of the arguments' elements, broadcast.
+        """Add a kernel that computes each output element as `function` of the arguments' elements, with broadcasting.
 
-        Arguments are views, numbers or sizes; `function` gets a Value for each, as it lies in memory.
+        Arguments are views, numbers or sizes; `function` gets a Value for each, in its memory dtype.
         """
 
         def body(out: View) -> Body:
@@ -203,9 +203,9 @@ class Lowering:
         return self.loops(body, layout, name)
 
     def update(self, target: View, body: Callable[[View], Body]) -> View:
-        """A kernel that changes elements of `target` in place; `target` by the name it has from then on.
+        """Add a kernel that changes elements of `target` in place; return `target` under its name after the change.
 
-        `body` stores to the view that it is given.
+        `body` must store to the view that it is called with.
         """
         root = self.graph.root(target.buffer)
         after = self._mutated_name(root)
@@ -220,11 +220,11 @@ class Lowering:
         return renamed
 
     def _coarsened(self, body: Body) -> Body:
-        """`body` with what need not be exact marked."""
+        """Return `body` with the operations marked that need not be exact."""
         return coarsened(body, is_coarse(self.node))
 
     def _accepted(self, body: Body, device: torch.device) -> Body:
-        """`body`, if the device's generator takes it and can print all its index expressions; Impossible otherwise."""
+        """Return `body` if the device's generator accepts it and its index expressions; otherwise raise Impossible."""
         for expr in body.expressions():
             if not is_plain(expr):
                 raise Impossible(f"the index or size {expr}")
@@ -234,10 +234,10 @@ class Lowering:
         return body
 
     def replaces_its_input(self, x: View) -> bool:
-        """Whether this node's result, of its first argument `x`, may be written over `x` itself.
+        """Whether the node's result may be written into the memory of its first argument, `x`.
 
-        So it is where `x` is an input that the graph ends by copying the very result into, where nothing reads the
-        old content from here on (this node's other arguments neither), and the result is not returned by itself.
+        That requires that `x` is an input into which the graph copies this very result at its end, that nothing reads
+        the old content from here on (including this node's other arguments), and that the result is not returned.
         """
         given = self.node.args[0] if self.node.args else None
         if not isinstance(given, Node) or given.op != "placeholder" or self.graph.views.get(given.name) != x:
@@ -257,17 +257,17 @@ class Lowering:
         return later == copies and not returned
 
     def _empty(self, view: View) -> View:
-        """Memory for a tensor without elements: a kernel with nothing to do would only be a special case for all."""
+        """Allocate a tensor without elements by a call, so that no later stage has to handle kernels without work."""
         layout = view.layout
         options = {"dtype": layout.dtype, "device": layout.device}
         call = torch.empty_strided
         self.add(Extern(view.buffer, call, (layout.size, layout.stride), options, view, origin=provenance(self.node)))
         return view
 
-    # --- their loops and elements
+    # --- loops and elements of kernels
 
     def loops_over(self, layout: Layout) -> tuple[tuple[Loop, ...], tuple[sympy.Expr, ...]]:
-        """Loops over every position of `layout`, outermost in memory first, and the position by dim."""
+        """Return loops over every position of `layout`, outermost in memory first, and the position by dim."""
         position: list[sympy.Expr] = [sympy.S.Zero] * len(layout.size)
         loops: list[Loop] = []
         for dim in layout.dim_order():
@@ -277,7 +277,7 @@ class Lowering:
         return tuple(loops), tuple(position)
 
     def element(self, arg: Any, position: Sequence[sympy.Expr]) -> Value:
-        """The element of `arg` that belongs to `position` of a tensor it is broadcast to."""
+        """Return the element of `arg` at `position` of the tensor that it is broadcast to."""
         known = self.number_of(arg)
         if known is not None:
             return known
@@ -288,14 +288,14 @@ class Lowering:
         return self.scalar(arg)
 
     def number_of(self, arg: Any) -> Constant | None:
-        """The number that the program wrote as a tensor on the CPU, if `arg` is one.
+        """Return the number if `arg` is a 0-dim CPU tensor such as `torch.tensor(0.5)`, else None.
 
-        To eager's kernels for other devices such a tensor is a number; only the promotion of dtypes tells them apart.
+        Eager's kernels on other devices read such a tensor as a number; it differs only in dtype promotion.
         """
         return self.numbers.get(arg.buffer) if isinstance(arg, View) else None
 
     def scalar(self, arg: Any) -> Value:
-        """A number or size as a value, in Python's own widest dtype of its kind."""
+        """Return a number or size as a value, in the widest dtype of its Python type."""
         if isinstance(arg, bool):
             return Constant(arg, torch.bool)
         if isinstance(arg, int):
@@ -309,16 +309,16 @@ class Lowering:
         raise Impossible(f"a {type(arg).__name__} argument")
 
     def store(self, out: View, position: Sequence[sympy.Expr], value: Value) -> Store:
-        """Stores `value` at a position of `out`, rounded to its dtype."""
+        """Return the store of `value` to a position of `out`, rounded to the dtype of `out`."""
         index = out.layout.at(tuple(position))
         return Store(out.buffer, index, cast(value, out.dtype), out.dtype, wide=not self.rounds)
 
     def promoted(self, kind: PROMOTION, *args: Any) -> torch.dtype:
-        """The dtype torch computes an element-wise op of these arguments in (float32 for low precision)."""
+        """Return the dtype in which torch computes an element-wise op on these arguments (float32 if low precision)."""
         return elementwise_dtypes(*(_promotable(arg) for arg in args), type_promotion_kind=kind)[0]
 
     def common_dtype(self, *args: Any) -> torch.dtype:
-        """The dtype that torch brings these arguments to, low precision included."""
+        """Return the dtype to which torch promotes these arguments, including low precision."""
         return elementwise_dtypes(*(_promotable(arg) for arg in args), type_promotion_kind=PROMOTION.DEFAULT)[1]
 
     # --- calls
@@ -331,9 +331,9 @@ class Lowering:
         fallback: bool = False,
         pure: bool | None = None,
     ) -> Any:
-        """A call of `target`; results are laid out as the fake tensors say.
+        """Add a call of `target` and return its results, whose layouts are those of the fake tensors.
 
-        pure: whether it may be dropped if its results are not read; by default its schema says.
+        pure: whether it may be dropped if its results are not read; by default its schema decides.
         """
         call = self.call_of(target, args, kwargs, fallback)
         if pure is not None:
@@ -344,7 +344,7 @@ class Lowering:
         return self.results_of(call)
 
     def call_of(self, target: Any, args: Any, kwargs: Mapping[str, Any], fallback: bool) -> Extern:
-        """The node as a call of `target`: results as the fake ones are, changed arguments under new names."""
+        """Return the node as a call of `target`: results like the fake ones, mutated arguments under new names."""
         roots = dict.fromkeys(self.graph.root(view.buffer) for view in mutated(target, args, kwargs))
 
         def mirror(value: Any, path: tuple[int, ...]) -> Any:
@@ -389,14 +389,14 @@ class Lowering:
         return renamed
 
     def rename(self, view: View) -> None:
-        """From here on `view` names the contents of its memory."""
+        """Make `view` the latest name of the contents of its memory."""
         root = self.mutated[view.buffer]
         self.graph.aliases[view.buffer] = self.latest.get(root, root)
         self.graph.views[view.buffer] = view
         self.latest[root] = view.buffer
 
     def results_of(self, call: Extern) -> Any:
-        """The results of a call as readers get them: views, and numbers as expressions."""
+        """Return the results of a call as its readers see them: views, and numbers as expressions."""
 
         def leaf(value: Any) -> Any:
             return value.expr if isinstance(value, Handle) and value.expr is not None else value
@@ -405,7 +405,7 @@ class Lowering:
 
 
 def _promotable(arg: Any) -> Any:
-    """The input of torch's promotion rules: a dtype, and whether it is a tensor, a 0-dim tensor or a number."""
+    """Return a value that torch's promotion rules treat like `arg`: a tensor of its dtype and rank, or a number."""
     if isinstance(arg, View):
         return _tensor_of(len(arg.size), arg.dtype)
     if isinstance(arg, sympy.Expr):
@@ -415,5 +415,5 @@ def _promotable(arg: Any) -> Any:
 
 @lru_cache(None)
 def _tensor_of(dims: int, dtype: torch.dtype) -> Tensor:
-    with _disable_current_modes():  # a compiler runs among fake tensors, which take a hundred times as long to make
+    with _disable_current_modes():  # fake tensors take a hundred times as long to create
         return torch.empty([1] * dims, dtype=dtype, device="meta")

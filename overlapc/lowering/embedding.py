@@ -1,4 +1,4 @@
-"""Embeddings: rows of a table by token, and the table's gradient."""
+"""Lowers embeddings (the rows of a table by token) and the gradient of the table."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def embedding(
 def embedding_dense_backward(
     context: Lowering, grad: View, indices: View, num_weights: Any, padding_idx: Any, scale_grad_by_freq: bool
 ) -> View:
-    """Rows of `grad` added up by token.
+    """Add up the rows of `grad` by token.
 
-    In a low precision the sums are float32. A table of them as large as the vocabulary would be written and read
-    whole: where there are fewer tokens than words, only words that occur more than once get a row of sums.
+    In low precision the sums are float32. A table of sums for the whole vocabulary would be written and read in full,
+    so if there are fewer tokens than words, only words that occur more than once use a row of sums.
     """
     if scale_grad_by_freq:
         raise Impossible("gradients scaled by how often a token occurs")
@@ -65,7 +65,7 @@ def _token(context: Lowering, indices: View, position: Position) -> Value:
 
 
 def _counts(token: Value, padding_idx: Any) -> list[Value]:
-    """The condition under which a token has a gradient; none without padding (-1)."""
+    """Return the conditions under which a token has a gradient; an empty list without padding (-1)."""
     padding = sympy.sympify(padding_idx)
     return [] if padding == -1 else [op("ne", token, Index(padding))]
 
@@ -94,12 +94,12 @@ def _added_up(context: Lowering, grad: View, indices: View, padding_idx: Any, ou
 
 
 def _added_up_by_owner(context: Lowering, grad: View, indices: View, padding_idx: Any, out: Layout) -> View:
-    """A word that occurs once has the row of that token; one that occurs often is added up in its last token's row.
+    """Add up the gradients of each word in the row of its last token; a word that occurs once needs no sum.
 
-    ends[0, word] = its last token, ends[1, word] = its first one counted from the end; -1 for none
-    sums[n, d]    = grad[n, d]     for the last token of a word that has others
-    sums[last, d] += grad[n, d]    for the others
-    out[v, d]     = grad[last, d] if it is the only one, else sums[last, d]; 0 for words that do not occur
+    ends[0, word] = number of its last token, ends[1, word] = number of its first one, from the end; -1 for none
+    sums[n, d]    = grad[n, d]     for the last token of a word that occurs several times
+    sums[last, d] += grad[n, d]    for the other tokens of the word
+    out[v, d]     = grad[last, d] if the word occurs once, else sums[last, d]; 0 for words that do not occur
     """
     tokens, width = numel(indices.size), out.size[1]
     if not _rows_follow(grad.layout):
@@ -110,7 +110,7 @@ def _added_up_by_owner(context: Lowering, grad: View, indices: View, padding_idx
     number_strides = contiguous_strides(indices.size)
 
     def each(position: Position) -> tuple[Value, Value, _Occurrences]:
-        """The token's number, whether it counts, and where its word occurs."""
+        """Return the token's number, whether it has a gradient, and where its word occurs."""
         token = _token(context, indices, position[:-1])
         spot = place(ends, (sympy.S.Zero, sympy.S.Zero), {1: token})
         counts = both(spot.inside, *_counts(token, padding_idx))
@@ -149,14 +149,14 @@ def _added_up_by_owner(context: Lowering, grad: View, indices: View, padding_idx
 
 @dataclass(frozen=True, slots=True)
 class _Occurrences:
-    """Numbers (int32) of the last and the first token of a word; below 0 for one that does not occur."""
+    """Numbers (int32) of the last and the first token of a word; `last` is below 0 if the word does not occur."""
 
     last: Value
     first: Value
 
 
 def _ends(context: Lowering, indices: View, padding_idx: Any, out: Layout) -> View:
-    """The table of first and last tokens, see `_added_up_by_owner`."""
+    """Compute the table of last and first tokens, see `_added_up_by_owner`."""
     size = (sympy.Integer(2), out.size[0])
     no_owner = constant(-1, torch.int32)
     ends = context.pointwise(
@@ -178,7 +178,7 @@ def _ends(context: Lowering, indices: View, padding_idx: Any, out: Layout) -> Vi
 
 
 def _occurrences(ends: View, word: Value, known: Value | None, tokens: sympy.Expr) -> _Occurrences:
-    """Where `word` (int64) occurs; nothing is read where `known` is false."""
+    """Load where `word` (int64) occurs; nothing is read where `known` is false."""
     if isinstance(word, Index):
         last, turned = (
             Load(ends.buffer, ends.layout.at((sympy.Integer(end), word.expr)), torch.int32) for end in (0, 1)
@@ -193,13 +193,16 @@ def _occurrences(ends: View, word: Value, known: Value | None, tokens: sympy.Exp
 
 
 def _rows_follow(layout: Layout) -> bool:
-    """Whether the rows of all tokens lie at one distance from each other, in the order of their numbers."""
+    """Whether the rows of all tokens have one stride, in the order of token numbers."""
     follow = zip(layout.size[1:-1], layout.stride[:-2], layout.stride[1:-1], strict=True)
     return all(sympy.expand(outer - extent * inner) == 0 for extent, outer, inner in follow)
 
 
 def _row(target: View, row: Value, column: sympy.Expr, known: Value) -> Place:
-    """Column `column` of the token numbered `row` where `known` says that there is one; `target` is [tokens..., d]."""
+    """Return the place of column `column` in the row of token number `row`; `target` is [tokens..., d].
+
+    known: whether there is such a token.
+    """
     symbol = loop_symbol("i", 0)
     step, inner = target.layout.stride[-2:]
     index = target.layout.offset + symbol * step + column * inner

@@ -1,10 +1,10 @@
-"""Flex attention: torch's higher-order op as one kernel, its functions of a score as bodies.
+"""Lowers flex attention: torch's higher-order op becomes one kernel, with its score and mask functions as bodies.
 
     score_mod(score, b, h, q, k) = tanh(score / 20) * 20    mask_mod(b, h, q, k) = (q >= k) & (docs[q] == docs[k])
  -> score = tanh(score[0] / 20) * 20                        mask = p2 >= p3 & docs[p2] == docs[p3]
 
-The functions are graphs of scalars. They are traced once more, on scores in float32 as eager computes them and with our
-decompositions, and lowered like any graph; their kernels of one element each are put into one another.
+The functions are graphs of scalars. They are traced again, with float32 scores as in eager and with our decompositions,
+and lowered like any graph; the resulting kernels of one element each are inlined into one another.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from overlapc.lowering.precision import FORGIVING, coarsened
 from overlapc.lowering.provenance import provenance
 from overlapc.lowering.table import Impossible, lowers
 
-# Where `BlockMask.as_tuple()` has its lists in torch 2.11 to 2.13; sizes of a block and the mask function come last.
+# Positions of the lists in `BlockMask.as_tuple()` (torch 2.11 to 2.13); block sizes and the mask function come last.
 _LISTS = {"keys": 2, "full_keys": 4, "queries": 6, "full_queries": 8}
-_SAMPLED_BLOCKS, _SAMPLES = 64, 8  # of a side, and positions in each, that tell which share of the blocks is kept
-_Call: TypeAlias = tuple[Handle, Sequence[Any]]  # a function's graph, and the tensors that it reads
+_SAMPLED_BLOCKS, _SAMPLES = 64, 8  # blocks per side and positions per block that estimate the share of kept blocks
+_Call: TypeAlias = tuple[Handle, Sequence[Any]]  # graph of a function, and the tensors that it reads
 _ROW = sympy.Symbol("row", integer=True, nonnegative=True)
 _ON_POSITIONS: Mapping[str, Callable[..., Any]] = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
@@ -116,7 +116,7 @@ def backward(
 
 
 def _noted(context: Lowering, query: View, attention: Callable[[], Attention]) -> Attention:
-    """Adds the attention to the graph, or raises Impossible where there is no kernel for it; the report says which."""
+    """Add the attention to the graph, or raise Impossible if there is no kernel for it; note which for the report."""
     sizes, dtype = ", ".join(map(str, query.size)), str(query.dtype).removeprefix("torch.")
     backward = " backward" if context.node.target is flex_attention_backward else ""
     what = f"flex attention{backward} of [{sizes}] {dtype}"
@@ -135,12 +135,12 @@ def _noted(context: Lowering, query: View, attention: Callable[[], Attention]) -
 
 
 def _is_fixed(view: View) -> bool:
-    """Whether all sizes of the view are numbers."""
+    """Whether the view's size, strides and offset are static."""
     return all(part.is_Integer for part in (*view.layout.size, *view.layout.stride, view.layout.offset))
 
 
 class _Space:
-    """The scores of one attention: their loops b, h, q and k, and functions over them."""
+    """The scores of one attention: their loops b, h, q and k, and the functions over them."""
 
     def __init__(self, context: Lowering, tensors: Mapping[str, View]) -> None:
         self.context = context
@@ -163,12 +163,12 @@ class _Space:
         return tuple((loop.symbol, sympy.S.Zero, loop.size - 1) for loop in self.loops)
 
     def results(self, values: Sequence[Any]) -> list[View]:
-        """The op's results, in memory laid out as torch lays them out."""
+        """Return the op's results, with the layouts that torch's op gives them."""
         layouts = [self.context.layout(each, offset=sympy.S.Zero) for each in values]
         return [View(self.context.name_for(at), layout) for at, layout in enumerate(layouts)]
 
     def attention(self, results: Mapping[str, View], block_mask: Sequence[Any], scale: float) -> Attention:
-        """The attention without functions; Impossible if the device has no kernel for it."""
+        """Return the attention without functions; raise Impossible if the device has no kernel for it."""
         *_, query_size, key_size, _ = block_mask
         needed = ("keys", "queries") if "grad_out" in self.tensors else ("keys",)
         found = {kind: (block_mask[at], block_mask[at + 1]) for kind, at in _LISTS.items() if kind.endswith(needed)}
@@ -197,7 +197,7 @@ class _Space:
     def with_functions(
         self, plain: Attention, score_mod: _Call, mask_mod: _Call, joint: _Call | None = None
     ) -> Attention:
-        """`plain` with what its functions compute, where they can be generated, too."""
+        """Return `plain` with its functions; raise Impossible if they cannot be generated."""
         score = self.function(*score_mod, [SCORE])[0]
         mask = self.function(*mask_mod, [])[0]
         gradient = GRADIENT if joint is None else self.function(*joint, [SCORE], [GRADIENT])[0]
@@ -221,7 +221,7 @@ class _Space:
     def function(
         self, given: Handle, buffers: Sequence[Any], before: Sequence[Value], behind: Sequence[Value] = ()
     ) -> list[Value | None]:
-        """The results of a function of `before`, the four positions, `behind` and tensors, each as one value."""
+        """Return the results, as values, of a function of `before`, the four positions, `behind` and tensors."""
         if not all(isinstance(each, View) for each in buffers):
             raise Impossible("its functions read a number that is known at run time only")
         if not all(map(_is_fixed, buffers)):
@@ -234,7 +234,7 @@ class _Space:
         return _Inliner(self, inner.inputs, scalars, buffers).results(inner)
 
     def _lowered(self, module: GraphModule, scalars: Sequence[torch.dtype], buffers: Sequence[View]) -> LoweredGraph:
-        """`module` in loop IR; once where it holds no tensors of its own."""
+        """Return `module` lowered to loop IR; cached unless it holds tensors of its own."""
         holds = bool(module.graph.find_nodes(op="get_attr"))
         forms = tuple(dataclasses.replace(view.layout, offset=sympy.S.Zero) for view in buffers)
         key = (str(module.graph), tuple(scalars), forms)
@@ -252,7 +252,7 @@ class _Space:
 def _traced(
     module: GraphModule, scalars: Sequence[torch.dtype], buffers: Sequence[View], device: torch.device
 ) -> GraphModule:
-    """`module` once more, on scalars of these dtypes, as a graph that returns a tuple."""
+    """Trace `module` again, on scalars of these dtypes, as a graph that returns a tuple."""
     with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [torch.empty((), dtype=dtype, device=device) for dtype in scalars]
         for view in buffers:
@@ -267,12 +267,12 @@ def _traced(
 
 
 class _Inliner:
-    """Puts the kernels of a lowered graph of scalars into one another."""
+    """Inlines the kernels of a lowered graph of scalars into one another."""
 
     def __init__(self, space: _Space, inputs: Sequence[str], scalars: Sequence[Value], buffers: Sequence[View]) -> None:
         self.space = space
-        self.values = dict(zip(inputs, scalars, strict=False))  # of scalars, by name
-        self.rows: dict[str, Value] = {}  # at `_ROW`, of tensors that the functions make
+        self.values = dict(zip(inputs, scalars, strict=False))  # scalar buffer -> its value
+        self.rows: dict[str, Value] = {}  # 1-dim tensor that the functions compute -> its element at `_ROW`
         self.buffers = dict(zip(inputs[len(scalars) :], buffers, strict=True))
 
     def results(self, graph: LoweredGraph) -> list[Value | None]:
@@ -292,7 +292,7 @@ class _Inliner:
         return [None if view is None else self._in_place(self._element(view)) for view in graph.outputs]
 
     def _row(self, store: Store, along: sympy.Symbol) -> Value:
-        """What a store over a row writes at `_ROW`, as `bias[h]` in `bias[h][q]`."""
+        """Return the value that a store to a 1-dim tensor writes at `_ROW`, as for `bias[h]` in `bias[h][q]`."""
         if store.index != along:
             raise Impossible(f"its functions make {store.buffer} in an order of its own")
         inner = rewrite_values([store.value], lambda expr: substitute(expr, {along: _ROW}))
@@ -302,7 +302,7 @@ class _Inliner:
         return Load(view.buffer, view.layout.offset, view.dtype)
 
     def _in_place(self, value: Value) -> Value:
-        """`value` of positions and tensors of the graph around, without questions whose answer the sizes tell."""
+        """Express `value` by positions and tensors of the outer graph; conditions that sizes decide are resolved."""
         return rewrite_values([value], replace=self._settle)[value]
 
     def _settle(self, value: Value) -> Value | None:
@@ -326,21 +326,21 @@ class _Inliner:
             row = self.rows[load.buffer]
             return rewrite_values([row], lambda expr: simplify(substitute(expr, {_ROW: at}), self.space.ranges))[row]
         if load.buffer not in self.buffers:
-            return None  # of the graph around already
+            return None  # already a tensor of the outer graph
         view = self.buffers[load.buffer]
         self.space.captured[view.buffer] = view
         index = simplify(at + view.layout.offset, self.space.ranges)
         return Load(view.buffer, index, load.memory_dtype, mask, indirect)
 
 
-# --- how much of it is computed
+# --- the share of scores that is computed
 
 
 def kept_share(mask: Value, loops: Sequence[Loop], query_size: int, key_size: int) -> float | None:
-    """Share of blocks in which some of the positions looked at count; None where that depends on more than q and k."""
+    """Return the share of blocks in which the mask keeps a sampled position; None if it depends on more than q, k."""
     _, _, queries, keys = loops
     if isinstance(mask, Constant) and (queries.size > query_size or keys.size > key_size):
-        return None  # the lists alone say it
+        return None  # only the lists of blocks tell
     free = {queries.symbol, keys.symbol}
     parts = topological([mask])
     if not all(isinstance(part, Index | Constant | Cast | Op) for part in parts):
@@ -358,7 +358,7 @@ def kept_share(mask: Value, loops: Sequence[Loop], query_size: int, key_size: in
 
 
 def _sampled(length: int, block: int) -> torch.Tensor:
-    """Positions in some of the blocks, the first and the last of each among them: [blocks, positions]."""
+    """Return sampled positions as [blocks, positions]; they include the first and the last position of each block."""
     block = min(block, length)
     count = -(-length // block)
     step = -(-count // _SAMPLED_BLOCKS)
@@ -368,7 +368,7 @@ def _sampled(length: int, block: int) -> torch.Tensor:
 
 
 def _on_positions(parts: Sequence[Value], positions: Mapping[sympy.Symbol, torch.Tensor]) -> torch.Tensor | None:
-    """The last of `parts` for all positions; None where one of them is no arithmetic on these."""
+    """Evaluate the last of `parts` for all positions; None if one of them is not arithmetic on positions."""
     known: dict[Value, torch.Tensor] = {}
     for part in parts:
         if isinstance(part, Constant):

@@ -1,4 +1,4 @@
-"""Ops over lists of tensors, lowered for each tensor separately, so that each can fuse with its neighbours."""
+"""Lowers ops over lists of tensors for each tensor separately, so that each can fuse with its neighbours."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BINARY = {
 
 
 def each(context: Lowering, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[View]:
-    """Applies `rule` to the first elements of all lists, the second ones, …; other arguments go to every call."""
+    """Apply `rule` to the first elements of all lists, to the second ones, …; other arguments go to every call."""
     results = []
     for item in range(len(context.value_of())):
 

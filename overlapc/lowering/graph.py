@@ -1,7 +1,7 @@
-"""FX graph -> loop IR: goes over the nodes once and asks the table for each op.
+"""Lowers an FX graph to loop IR: visits the nodes once, and looks up each op's lowering in the table.
 
-What has no lowering, or cannot be generated here (complex numbers, another device, a layout with holes), becomes an
-extern call of the very op, so a graph never fails because of an op.
+An op that has no lowering, or for which no kernel can be generated (complex numbers, another device, a layout with
+holes), becomes a call of that op, so that lowering never fails because of an op.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ GENERATED_DTYPES = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
      torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2)
 )  # fmt: skip
-# Ops not tagged element-wise whose lowerings, too, make a number that lies on the CPU a constant of the kernel.
+# Ops not tagged pointwise whose lowerings also make a number in a CPU tensor a constant of the kernel.
 READS_NUMBERS = frozenset((aten._to_copy.default, aten.masked_fill.Tensor))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Communication:
-    """The communication of a node, and whether a separate wait follows."""
+    """The communication of a node, and whether it is followed by a separate wait."""
 
     comm: Any  # overlapc.schedule.model.Comm
     asynchronous: bool
@@ -71,15 +71,15 @@ def lower(
     rounds: bool = True,
     refuse_attention: RefuseAttention = attention_refused,
 ) -> LoweredGraph:
-    """The ops of `gm`, an AOTAutograd graph whose nodes carry fake tensors in `meta["val"]`.
+    """Lower `gm`, an AOTAutograd graph whose nodes carry fake tensors in `meta["val"]`.
 
-    `generates` tells on which devices kernels can be generated; `comm_of` says which nodes communicate;
-    `native_product` which matrix products (`product.Product`) are to be kernels of our own; an op whose kernel the
-    device's generator would `refuse` is called as it stands, as is an attention that it would `refuse_attention`.
-    `rounds`: results of low precision are rounded for their readers in the same kernel too, as eager does.
-    Raises CompileError naming the FX node and the user's line when a node cannot be lowered at all.
+    generates: whether kernels can be generated for a device. comm_of: the communication of a node, or None.
+    native_product: whether a matrix product (`product.Product`) becomes a generated kernel.
+    refuse, refuse_attention: why the device's generator cannot generate a kernel, or None; a refused op is called.
+    rounds: round results of low precision for readers in the same kernel, too, as eager does.
+    CompileError, with the FX node and the user's line, if a node cannot be lowered at all.
     """
-    if not is_noted(gm.graph):  # no part of a step that was split
+    if not is_noted(gm.graph):  # the graph is not a part of a split step, whose parts are noted already
         note_coarse(gm.graph)
     lowering = GraphLowering(Lowering(name, native_product, refuse, rounds, refuse_attention), gm, generates, comm_of)
     for node in gm.graph.nodes:
@@ -114,12 +114,12 @@ class GraphLowering:
         self.generates = generates
         self.comm_of = comm_of
         self.made_by: dict[str, str] = {}  # buffer -> the op that wrote it
-        self.flying: set[str] = set()  # results of collectives, until their wait
-        self.copied_views: set[str] = set()  # which hold the elements of a view, and nothing else of its memory
-        self.strided_from: dict[str, View] = {}  # copy made by `as_strided` -> the input's view that it counted in
+        self.flying: set[str] = set()  # results of collectives that may be in flight
+        self.copied_views: set[str] = set()  # copies of a view's elements, without the rest of the view's memory
+        self.strided_from: dict[str, View] = {}  # copy made by `as_strided` -> the input's view that it strided over
 
     def run(self, node: Node) -> None:
-        """Lowers one node, after all nodes that it reads."""
+        """Lower one node; all nodes that it reads must be lowered already."""
         self.context.node = node
         count = len(self.graph.ops)
         if node.op == "placeholder":
@@ -134,9 +134,9 @@ class GraphLowering:
         self._order(node, self.graph.ops[count:])
 
     def _returned(self, results: Any) -> Iterator[Any]:
-        """What the graph returns. Results that eager has as two tensors are two, also where they are equal views.
+        """Yield the graph's results. Different nodes yield different tensors, as in eager, even if views are equal.
 
-        Autograd tells them apart by the object: the gradient of a tensor is none of its detached alias.
+        Autograd distinguishes tensors by object: a tensor's gradient must not reach its detached alias.
         """
         first: dict[View, Node] = {}
         again: dict[Node, View] = {}
@@ -152,7 +152,7 @@ class GraphLowering:
             yield leaf
 
     def _order(self, node: Node, made: Sequence[IROp]) -> None:
-        """Records the op that makes each buffer, and the ops that `made` has to run after."""
+        """Record the op that writes each buffer, and the ops after which the ops in `made` must run."""
         self.made_by.update((name, op.name) for op in made for name in buffers_written(op))
         mark = order_of(node)
         if mark is not None:
@@ -166,7 +166,7 @@ class GraphLowering:
         if is_effect_token(node):
             return Handle(node.name)
         if isinstance(value, torch.Tensor):
-            # Kernels get a tensor's data pointer, so an input's own storage offset is already applied.
+            # Kernels receive a tensor's data pointer, which already includes the input's own storage offset.
             layout = self.context.layout(value, offset=sympy.S.Zero)
             self.graph.views[node.name] = View(node.name, layout)
             self.context.known.update(
@@ -182,7 +182,7 @@ class GraphLowering:
         return Handle(node.name)
 
     def _resolved(self, given: View) -> View:
-        """An input with its conjugate or negative bit resolved into memory."""
+        """Copy an input with its conjugate or negative bit resolved in memory."""
         name = f"{self.context.node.name}_resolved"
         view = View(name, given.layout)
         self.context.add(
@@ -219,7 +219,7 @@ class GraphLowering:
         if target is operator.getitem and not isinstance(args[0], View | Handle):
             return args[0][args[1]]
         if isinstance(value, torch.SymInt | int) and not isinstance(value, bool) and not binds_sizes(node):
-            return self.context.expr(value)  # size arithmetic: known from the symbols
+            return self.context.expr(value)  # size arithmetic becomes an expression over symbols
         if isinstance(value, torch.SymFloat) and is_number(value.node.expr) and not binds_sizes(node):
             return self.context.expr(value)
         comm = self.comm_of(node)
@@ -232,9 +232,9 @@ class GraphLowering:
             elif self._is_described(args[0], value) and not self._starts_at_callers_memory(node, args[0]):
                 return self._view(node, args[0], value)
             if target is aten.as_strided.default and self._is_result_alone(node, args[0]):
-                # In the input's memory, as eager's result is. What frees or reuses that counts its references first.
+                # The result shares the input's memory, as in eager. Reuse of that memory checks its references first.
                 return self.context.extern(target, args, kwargs, pure=True)
-            # Memory reuse must never meet a result that shares memory without saying so.
+            # The result is copied if it shares memory, because memory reuse would not know of the alias.
             copied = self.context.extern(owned(target), args, kwargs, pure=True)
             if target is aten.as_strided.default:
                 self.strided_from[copied.buffer] = args[0]
@@ -255,10 +255,10 @@ class GraphLowering:
         if is_wait(node):
             source = args[0]
             if not isinstance(source, View) or source.buffer not in self.flying:
-                return source  # a wait for a tensor that was never in flight is the tensor itself
+                return source  # a wait for a tensor that is not in flight returns the tensor itself
             result = View(node.name, source.layout)
             self.graph.aliases[result.buffer] = source.buffer
-            # The wait covers its whole start: results that were not waited for keep their own wait.
+            # A wait covers its whole start, but each of the start's results has a wait of its own.
             self.context.add(Wait(node.name, source, result, provenance(node)))
             return result
         call = self.context.call_of(node.target, args, kwargs, fallback=False)
@@ -289,13 +289,13 @@ class GraphLowering:
             return False
         handles = [leaf for leaf in named_in((args, kwargs)) if isinstance(leaf, Handle)]
         if not all(isinstance(self.graph.constants.get(each.buffer), GraphModule) for each in handles):
-            return False  # a number that only run time knows, or no strided tensor
+            return False  # a number known only at run time, or a tensor that is not strided
         if any(tensor.layout != torch.strided for tensor in outputs):
             return False
         return {*(tensor.dtype for tensor in outputs), *(view.dtype for view in views)} <= GENERATED_DTYPES
 
     def _view(self, node: Node, base: View, value: Any) -> Any:
-        """The result of a view op as layouts over the buffer of `base`."""
+        """Return the result of a view op as layouts over the buffer of `base`."""
         origin = self._argument_value(node)
         shift = base.layout.offset - self.context.expr(origin.storage_offset())
 
@@ -310,10 +310,10 @@ class GraphLowering:
         return torch.utils._pytree.tree_map(leaf, value)
 
     def _is_described(self, base: View, value: Any) -> bool:
-        """Whether a view op's results are layouts over the memory of `base`, as its elements stand there.
+        """Whether a view op's results are just layouts over the elements in the memory of `base`.
 
-        Memory holds numbers as they are: conjugate and negative bits were resolved when it was written. So a view
-        under which such a bit changes means other numbers.
+        Conjugate and negative bits were resolved when that memory was written, so a view that changes such a bit, or
+        the dtype, has other elements.
         """
         origin = self._argument_value(self.context.node)
         return all(
@@ -326,17 +326,17 @@ class GraphLowering:
         )
 
     def _starts_at_callers_memory(self, node: Node, base: View) -> bool:
-        """Whether a view counts its offset from where an input's memory begins.
+        """Whether a view's offset is relative to the beginning of an input's storage.
 
-        How far into its memory an input lies is no part of what graphs are compiled for: nothing guards it, and a
-        tangent need not lie where it did while tracing. Only the call itself, given the tensor, knows.
+        The storage offset of an input is not guarded, and that of a tangent may differ from tracing. Only the called op
+        itself, which gets the tensor, knows it.
         """
         if node.target is not aten.as_strided.default or self.graph.root(base.buffer) not in self.graph.inputs:
             return False
         return _given_offset(node) is not None
 
     def _is_result_alone(self, node: Node, base: View) -> bool:
-        """Whether a view of an input is only returned, and nothing in the graph changes that input."""
+        """Whether a view of an input is only returned, and the graph does not change that input."""
         if any(user.op != "output" for user in node.users) or not self._starts_at_callers_memory(node, base):
             return False
         source = next(x for x in self.gm.graph.find_nodes(op="placeholder") if x.name == self.graph.root(base.buffer))
@@ -344,7 +344,7 @@ class GraphLowering:
         return all(isinstance(op, torch._ops.OpOverload) and not op._schema.is_mutable for op in calls)
 
     def _offset_in_memory(self, node: Node) -> Any:
-        """Where the result of an `as_strided` begins, for one of an `as_strided` with an offset: in the same memory."""
+        """Return the storage offset of an `as_strided` of an `as_strided` result, in the same storage."""
         given = _given_offset(node)
         return self.context.expr(self._argument_value(node).storage_offset()) if given is None else self._resolve(given)
 
@@ -356,7 +356,7 @@ class GraphLowering:
 
 
 def _check_within(node: Node, strided: Layout, copied: Layout) -> None:
-    """CompileError for elements that `as_strided` takes from outside of the view that was copied."""
+    """Raise CompileError if `as_strided` reads elements outside of the view that was copied."""
     last = strided.offset + sum((size - 1) * step for size, step in zip(strided.size, strided.stride, strict=True))
     end = sum((size - 1) * step for size, step in zip(copied.size, copied.stride, strict=True))
     if not (strided.offset.is_nonnegative and (end - last).is_nonnegative):
@@ -367,5 +367,5 @@ def _check_within(node: Node, strided: Layout, copied: Layout) -> None:
 
 
 def _given_offset(node: Node) -> Any:
-    """The `storage_offset` that an `as_strided` is given; None for that of its tensor."""
+    """Return the `storage_offset` argument of an `as_strided`; None if it uses its tensor's offset."""
     return node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")

@@ -1,4 +1,4 @@
-"""Ops that pick or join elements: cat, padding, gathers."""
+"""Lowers ops that select or join elements: cat, padding, gathers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from overlapc.lowering.table import Impossible, lowers
 
 aten = torch.ops.aten
 
-MOST_JOINED = 16  # a longer cat is a chain of as many conditions per element; the library's copy is faster
+MOST_JOINED = 16  # a cat of n tensors takes n conditions per element; for more tensors the library's copy is faster
 
 
 def positioned(context: Lowering, value: Callable[[tuple[sympy.Expr, ...]], Value]) -> View:
-    """A kernel whose elements are computed from their position."""
+    """Add a kernel whose elements are computed from their position."""
 
     def body(out: View) -> Body:
         loops, position = context.loops_over(out.layout)
@@ -32,23 +32,23 @@ def positioned(context: Lowering, value: Callable[[tuple[sympy.Expr, ...]], Valu
 
 
 def below(expr: sympy.Expr, limit: Any) -> Value:
-    """`expr < limit`."""
+    """Return the condition `expr < limit`."""
     return op("lt", Index(expr), Index(sympy.sympify(limit)))
 
 
 def at_least(expr: sympy.Expr, limit: Any) -> Value:
-    """`expr >= limit`."""
+    """Return the condition `expr >= limit`."""
     return op("ge", Index(expr), Index(sympy.sympify(limit)))
 
 
 def within(position: sympy.Expr, begin: sympy.Expr, end: sympy.Expr, extent: sympy.Expr) -> list[Value]:
-    """What `begin <= position < end` asks of a position in 0 … extent - 1: nothing where it holds for all of them."""
+    """Return the conditions for `begin <= position < end`, without those that all positions in 0 … extent - 1 meet."""
     asked = [] if sympy.sympify(begin).is_nonpositive else [at_least(position, begin)]
     return asked if sympy.expand(end - extent).is_nonnegative else [*asked, below(position, end)]
 
 
 def both(*conditions: Value) -> Value:
-    """All conditions together."""
+    """Return the conjunction of all conditions."""
     joined = conditions[0]
     for condition in conditions[1:]:
         joined = op("logical_and", joined, condition)
@@ -56,7 +56,7 @@ def both(*conditions: Value) -> Value:
 
 
 def masked_element(x: View, position: Sequence[sympy.Expr], mask: Value) -> Load:
-    """The element of `x` there; 0 and not read where `mask` is false."""
+    """Return the element of `x` at `position`; it is 0, and not read, where `mask` is false."""
     at = tuple(sympy.S.Zero if is_one(extent) else where for where, extent in zip(position, x.size, strict=True))
     return Load(x.buffer, x.layout.at(at), x.dtype, mask)
 
@@ -91,7 +91,7 @@ def cat(context: Lowering, tensors: Sequence[View], dim: int = 0) -> View:
 @lowers(aten.constant_pad_nd.default)
 def constant_pad(context: Lowering, x: View, pad: Sequence[Any], fill: Any = 0) -> View:
     rank = len(x.size)
-    sides = {rank - 1 - at // 2: (pad[at], pad[at + 1]) for at in range(0, len(pad), 2)}  # what is added to each dim
+    sides = {rank - 1 - at // 2: (pad[at], pad[at + 1]) for at in range(0, len(pad), 2)}  # dim -> its padding
 
     def value(position: tuple[sympy.Expr, ...]) -> Value:
         moved, inside = list(position), []
@@ -110,7 +110,7 @@ def constant_pad(context: Lowering, x: View, pad: Sequence[Any], fill: Any = 0) 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An element of a tensor at a position that is partly read from memory; `inside` (bool) where it is in bounds."""
+    """An element of a tensor at a position that is partly loaded from memory; `inside`: whether it is in bounds."""
 
     index: sympy.Expr
     inside: Value
@@ -118,7 +118,7 @@ class Place:
 
 
 def place(x: View, at: Sequence[sympy.Expr], wanted: Mapping[int, Value]) -> Place:
-    """`x` at `at`, with the positions in the dims of `wanted` read from memory and checked."""
+    """Return the place of `x` at `at`, with the positions in the dims of `wanted` loaded from memory and checked."""
     position = list(at)
     indirect: list[tuple[sympy.Symbol, Value]] = []
     inside: list[Value] = []
@@ -133,19 +133,19 @@ def place(x: View, at: Sequence[sympy.Expr], wanted: Mapping[int, Value]) -> Pla
 
 
 def picked(x: View, at: Sequence[sympy.Expr], wanted: Mapping[int, Value]) -> Load:
-    """The element of `x` at `at`, with the positions in the dims of `wanted` read from memory and checked."""
+    """Load the element of `x` at `at`, with the positions in the dims of `wanted` loaded from memory and checked."""
     found = place(x, at, wanted)
     return Load(x.buffer, found.index, x.dtype, found.inside, found.indirect)
 
 
 def index_value(context: Lowering, index: View, position: Sequence[sympy.Expr], extent: sympy.Expr) -> Value:
-    """An index loaded from memory, negative ones counted from the end."""
+    """Load an index from memory; negative indices count from the end."""
     value = cast(context.element(index, position), torch.int64)
     return op("where", op("lt", value, constant(0, torch.int64)), op("add", value, Index(extent)), value)
 
 
 def in_bounds(value: Value, extent: sympy.Expr) -> Value:
-    """Whether an index from memory lies in 0 … extent - 1."""
+    """Return the condition that an index is in 0 … extent - 1."""
     return both(op("ge", value, constant(0, torch.int64)), op("lt", value, Index(extent)))
 
 
@@ -179,17 +179,17 @@ class Indexed:
 
     x: View
     indices: Mapping[int, View]  # dim of x -> its index tensor
-    shape: tuple[sympy.Expr, ...]  # that the index tensors have in common
-    start: int  # the dim of the result at which that shape begins
+    shape: tuple[sympy.Expr, ...]  # broadcast shape of the index tensors
+    start: int  # dim of the result at which that shape begins
 
     @property
     def size(self) -> tuple[sympy.Expr, ...]:
-        """Of the result."""
+        """Size of the result."""
         kept = [extent for dim, extent in enumerate(self.x.size) if dim not in self.indices]
         return (*kept[: self.start], *self.shape, *kept[self.start :])
 
     def at(self, context: Lowering, position: Sequence[sympy.Expr]) -> tuple[list[sympy.Expr], dict[int, Value]]:
-        """Position in `x`, and the values of the dims that are read from memory, for a position in the result."""
+        """Map a position in the result to one in `x`, and to the values of the dims that are loaded from memory."""
         end = self.start + len(self.shape)
         here = position[self.start : end]
         rest = iter((*position[: self.start], *position[end:]))
@@ -199,19 +199,19 @@ class Indexed:
 
 
 def indexed(x: View, indices: Sequence[View | None]) -> Indexed:
-    """Raises Impossible for masks, whose number of elements only the data knows."""
+    """Describe `x[indices]`; raise Impossible for masks, whose number of elements depends on data."""
     given = {dim: each for dim, each in enumerate(indices) if each is not None}
     if any(each.dtype in (torch.bool, torch.uint8) for each in given.values()):
         raise Impossible("a mask")
     dims = list(given)
     shape = broadcast([each.size for each in given.values()])
-    # Index tensors that stand side by side put their dims in their place, others put them first.
+    # Index tensors in adjacent dims put the common shape in their place, otherwise it comes first.
     start = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     return Indexed(x, given, shape, start)
 
 
 def broadcast(shapes: Sequence[Sequence[sympy.Expr]]) -> tuple[sympy.Expr, ...]:
-    """The common shape; sizes that are not known to be 1 are taken to be equal, as tracing has checked."""
+    """Return the broadcast shape; sizes that are not known to be 1 are equal, as tracing has checked."""
     rank = max(len(shape) for shape in shapes)
     common: list[sympy.Expr] = [sympy.S.One] * rank
     for shape in shapes:

@@ -783,7 +783,7 @@ INLINE void gather_pieces(Pieces4& to, const char* from, int64_t step) {
 #endif
 
 // to[i][j] = from[j][i] for i < 16 / sizeof(T), j < VECTOR_BYTES / sizeof(T). Every 16 bytes of a vector hold a square,
-// because one cheap instruction interleaves two vectors within 16 bytes. Rows i and i + side/2 are interleaved, which is
+// because one cheap instruction interleaves two vectors within 16 bytes. Rows i and i + side/2 are interleaved; this is
 // repeated log2(side) times.
 template <class T>
 INLINE void transpose_squares(T* to, int64_t to_step, const T* from, int64_t from_step) {

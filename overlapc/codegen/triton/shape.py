@@ -1,4 +1,4 @@
-"""The facts of one kernel that all its stages share: arguments, axes, widths and tile shapes."""
+"""Properties of a kernel that all its stages share: arguments, axes, index widths and tile shapes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from overlapc.ir.facts import unseen_where_masked
 from overlapc.ir.indexing import bounds, exact_quotient, numel
 
 WIDEST_ACCESS = 8  # elements of two bytes in 16
-_INT32_LIMIT = 2**31 - 2**20  # room for the last, partly masked tile
+_INT32_LIMIT = 2**31 - 2**20  # leaves room for the last tile, which may be partly masked
 
 
 class KernelShape:
-    """What all stages of one kernel share: arguments, axes and index arithmetic."""
+    """Properties that all stages of one kernel share: arguments, axes and index arithmetic."""
 
     def __init__(
         self,
@@ -33,9 +33,10 @@ class KernelShape:
         known: tuple[Mapping[sympy.Symbol, int], ...] = (),
         origin: str = "",
     ) -> None:
-        """`program` is the text of a program's number; `known` gives all the sizes that symbols will ever have.
+        """Derive them from `body` and `tiling`.
 
-        `origin` says in the messages of checks what was compiled: a device assert reaches the user as its text alone.
+        program: text of the program's number. known: all sets of values that size symbols will ever have, if known.
+        origin: source of the kernel, for messages of checks: of a device assert, the user sees only the message.
         """
         self.program = program
         self.origin = origin
@@ -60,7 +61,7 @@ class KernelShape:
         self.load_pairs, self.store_pairs = paired(body.loads(), flat), paired(stores, flat)
         self.axes_of_pairs = {pair.axis for pair in self.load_pairs.values()}
         self.axes_of_pairs |= {pair.axis for pair in self.store_pairs.values()}
-        self.suffix = ""  # of index variables, where one axis has two of them
+        self.suffix = ""  # suffix of index variables if an axis has two of them
         self.index_bounds, self.index_dtype = self._index_width()
         self.draws = any(isinstance(value, Op) and value.name == "random" for value in body.values())
         self.unseen = unseen_where_masked(body)
@@ -76,7 +77,7 @@ class KernelShape:
             self.levels = accumulations(body, joined, position, self.lane_width, ahead)
 
     def _lane_width(self) -> int:
-        """Neighbours along r that a thread holds: what it loads in 16 bytes, where tiles run along r in memory."""
+        """Return how many neighbours along r a thread holds: 16 bytes' worth if all loads are contiguous along r."""
         tiling = self.tiling
         last = tiling.r[-1].symbol if tiling.r else None
         loads = [load for load in self.body.loads() if last in load.index.free_symbols]
@@ -86,7 +87,7 @@ class KernelShape:
         return max(1, min(8, most, 16 // min(load.memory_dtype.itemsize for load in loads), tiling.rblock))
 
     def is_one_a_lane(self, load: Load) -> bool:
-        """Whether all neighbours along r that a thread holds read the same element, such as a channel's weight."""
+        """Whether all neighbours along r that a thread holds load the same element, such as a channel's weight."""
         r = self.tiling.r
         if self.lane_width == 1 or len(r) < 2 or load.operands():
             return False
@@ -98,7 +99,7 @@ class KernelShape:
         )
 
     def _index_width(self) -> tuple[tuple[sympy.Expr, ...], str]:
-        """Largest indices that only a launch knows, and the dtype to index with."""
+        """Return the largest indices that depend on symbols, and the dtype of indices ("INDEX": chosen at launch)."""
         largest: set[sympy.Expr] = set(self.numel.values())
         exprs = [expr for value in self.body.values() for expr in value.indices()]
         unknown = False
@@ -107,7 +108,7 @@ class KernelShape:
             if found is not None:
                 largest.add(found[1])
             else:
-                # Values from memory are int64, so sums with them are too; anything else we cannot bound is not.
+                # Indices loaded from memory are int64, and so are sums with them; other unbounded indices need int64.
                 unknown = unknown or not any(str(symbol).startswith("i") for symbol in expr.free_symbols)
         if self.known:
             largest = {expr.subs(sizes) for expr in largest for sizes in self.known}
@@ -118,7 +119,7 @@ class KernelShape:
         return open_ended, "INDEX" if open_ended else "tl.int32"
 
     def seen_over(self, axes: tuple[str, ...], suffix: str = "") -> KernelShape:
-        """The same kernel where tiles span other axes: the factors of a matrix product."""
+        """Return this kernel with tiles over other axes, for the factors of a matrix product."""
         other = copy.copy(self)
         other.tile_axes = axes
         other.suffix = suffix
@@ -134,15 +135,16 @@ class KernelShape:
         return self.printer({}).factor(expr)
 
     def is_masked(self, axis: str) -> bool:
-        """Whether the last tile of an axis may reach past its end."""
+        """Whether the last tile of an axis may extend past the axis's end."""
         sizes = [self.numel[axis].subs(sizes) for sizes in self.known] or [self.numel[axis]]
         return not all(size.is_Integer and size > 0 and int(size) % self.block[axis] == 0 for size in sizes)
 
     def neighbours_read(self, axis: str) -> str | None:
-        """How many neighbours along a masked axis one access can cover, for each axis of a tile; None for all of them.
+        """Return how many neighbours along a masked axis one access can cover, for each axis of a tile.
 
-        The mask changes within wider accesses. Triton would nevertheless give a thread eight neighbours, and read or
-        write them one by one: a warp's accesses would then touch eight times as many cache lines.
+        None if there is no limit. The mask changes within wider accesses; Triton would nevertheless assign eight
+        neighbours to a thread and access them one by one, so that a warp's accesses touch eight times as many cache
+        lines.
         """
         size = self.numel[axis]
         if not size.is_Integer or int(size) % WIDEST_ACCESS == 0:
@@ -151,12 +153,12 @@ class KernelShape:
         return neighbours[0] if len(neighbours) == 1 else f"[{', '.join(neighbours)}]"
 
     def shape(self, axes: Iterable[str]) -> str:
-        """Tile shape with 1 for axes that are not in `axes`."""
+        """Return the tile's shape, with 1 for axes that are not in `axes`."""
         wanted = set(axes)
         return "[" + ", ".join(f"{axis.upper()}BLOCK" if axis in wanted else "1" for axis in self.tile_axes) + "]"
 
     def pair_name(self, axis: str) -> str:
-        """The index variable along `axis` of a tile that holds two elements for each iteration."""
+        """Return the index variable along `axis` of a tile that holds two elements per iteration."""
         return f"{self.index_name[axis]}_pair"
 
     def subscript(self, axis: str) -> str:
@@ -171,7 +173,7 @@ class KernelShape:
         return bool(self.reduced & store.index.free_symbols) or any(varies[value] for value in store.operands())
 
     def divided_stores(self) -> tuple[list[Store], list[Store]]:
-        """Stores that run for every iteration of r, and those that run once an x."""
+        """Return the stores that run for every iteration of r, and those that run once per x."""
         varies = depends_on((value for store in self.body.stores for value in store.operands()), self.reduced)
         inner: list[Store] = []
         outer: list[Store] = []
@@ -180,11 +182,11 @@ class KernelShape:
         return inner, outer
 
     def totals(self) -> list[Store]:
-        """Stores that total the columns of a tile over all rows."""
+        """Return the stores that total the columns over all rows."""
         return [store for store in self.body.stores if store.is_total]
 
     def level_of(self, store: Store) -> int:
-        """How many levels of reductions must be finished before what `store` needs is known."""
+        """Return the number of reduction levels that must be finished before `store` can run."""
         provided = {
             value: number
             for number, level in enumerate(self.levels, 1)
@@ -201,7 +203,7 @@ class KernelShape:
 
 
 def tile_axes(tiling: Tiling) -> tuple[str, ...]:
-    """The axes of a kernel's blocks, as dims of a tile; a matrix product's tiles span two of its three."""
+    """Return the axes with a block size, in the order of a tile's dims; a matrix product's tiles use two of three."""
     if tiling.form == "dot":
         return ("y", "x", "r")
     if tiling.r:
@@ -210,7 +212,7 @@ def tile_axes(tiling: Tiling) -> tuple[str, ...]:
 
 
 def term(text: str) -> str:
-    """`text` as a part of a larger expression."""
+    """Return `text`, in parentheses if needed, as an operand of a larger expression."""
     return text if text.isidentifier() or text.isdigit() else f"({text})"
 
 
@@ -219,7 +221,7 @@ def axis_symbol(axis: str) -> sympy.Symbol:
 
 
 def argument_names(body: Body) -> dict[str, str]:
-    """in0, in1, … for buffers only read, out0, … for those only written, io0, … for both; by first use."""
+    """Name buffers by first use: in0, in1, … if only read, out0, … if only written, io0, … if both."""
     read = list(dict.fromkeys(load.buffer for load in body.loads()))
     written = list(dict.fromkeys(store.buffer for store in body.stores))
     names: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""One `@triton.jit` function of a kernel: passes over tiles, the reductions in them, and what is stored."""
+"""Writes one `@triton.jit` function of a kernel: passes over tiles, reductions in them, and stores."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from overlapc.codegen.triton.tiling import power_of_two
 from overlapc.codegen.triton.values import ValueWriter
 from overlapc.ir.body import Load, Scan, Store, Value, reduction_depth
 
-PARTS = 128  # programs whose totals of columns are loaded at a time, of one column sum; fewer of several
+PARTS = 128  # programs whose totals are loaded at a time for one total of columns; fewer if there are several totals
 _NEUTRAL = {"sum": "0", "prod": "1"}
 _SIGN = {"sum": "+", "prod": "*"}
 
 
 class StageWriter(ValueWriter):
-    """Writes a whole function, in one of five kinds, a method each that returns its lines."""
+    """Writes a whole function: `whole`, `over_rows`, `combine_totals`, `partial` or `finish` returns its lines."""
 
     def whole(self, inner: Sequence[Store], outer: Sequence[Store]) -> list[str]:
-        """Everything in one function: flat, tiled, persistent and looped kernels."""
+        """Write a kernel of one function: a flat, rows, tiled, persistent or looped kernel."""
         kernel = self.kernel
         self.program_axes(split=False)
         if not kernel.is_reduction:
@@ -44,21 +44,22 @@ class StageWriter(ValueWriter):
         return self.lines
 
     def early(self, inner: Sequence[Store], depth: int) -> list[Store]:
-        """Stores that the pass of the reductions at `depth` can make: nothing later holds them back."""
+        """Return the stores that the pass of the reductions at `depth` can make, as they need no later reduction."""
         if self.kernel.splits_scans:
             return list(inner) if depth + 1 == len(self.kernel.levels) and not self.late(inner) else []
         return [store for store in inner if self.kernel.level_of(store) == depth < len(self.kernel.levels)]
 
     def late(self, inner: Sequence[Store]) -> list[Store]:
-        """Stores that wait for every reduction; only these may overwrite what the passes read.
+        """Return the stores that depend on the last reductions; only these may overwrite memory that the passes read.
 
-        Of scans that are split, all: a store may go where they read, and they read once more than `ir.hazards` counts.
+        With split scans all inner stores are late if any is: a store may overwrite what a scan reads, and a split scan
+        reads once more than `ir.hazards` assumes.
         """
         late = [store for store in inner if self.kernel.level_of(store) == len(self.kernel.levels)]
         return list(inner) if late and self.kernel.splits_scans else late
 
     def over_rows(self, inner: Sequence[Store], outer: Sequence[Store]) -> list[str]:
-        """One program's share of the rows, a few whole rows at a time, and its totals of their columns to scratch."""
+        """Write the pass of one program over its share of rows; it stores the totals of their columns to scratch."""
         kernel, function = self.kernel, self.top
         totals = kernel.totals()
         self.sizes_as_indices()
@@ -92,12 +93,12 @@ class StageWriter(ValueWriter):
         return self.lines
 
     def independent_loads(self) -> list[Load]:
-        """Loads that do not depend on reductions: issued first, before threads wait for each other."""
+        """Return the loads that do not depend on reductions; they are issued before threads synchronize."""
         depth = reduction_depth([value for store in self.kernel.body.stores for value in store.operands()])
         return [load for load in self.kernel.body.loads() if not depth.get(load)]
 
     def whole_tile(self, value: Value, neutral: str) -> str:
-        """`value` over all of [x, r], `neutral` behind the ends."""
+        """Return `value` over all of [x, r], with `neutral` out of bounds."""
         text = self.names[value]
         if self.value_axes[value] != {"x", "r"}:
             text = f"tl.broadcast_to({text}, {self.kernel.shape(('x', 'r'))})"
@@ -105,13 +106,13 @@ class StageWriter(ValueWriter):
         return f"tl.where({mask}, {text}, {neutral})" if mask else text
 
     def combine_totals(self) -> list[str]:
-        """A block of columns: the programs' totals added up in order, and what was asked for stored."""
+        """Write the function that adds up the programs' totals of a block of columns in order, and stores results."""
         kernel = self.kernel
         totals = kernel.totals()
         self.sizes_as_indices()
         self.axis_index("r", f"{kernel.widened(kernel.program)} * COLUMNS + tl.arange(0, COLUMNS)", self.top)
         columns = kernel.size_text(kernel.numel["r"])
-        if "r" not in self.masks:  # tiles of rows fit the columns, blocks of them need not
+        if "r" not in self.masks:  # a tile of whole rows may need no mask where a block of columns does
             self.top(f"rmask = {kernel.index_name['r']} < {columns}")
             self.masks["r"] = "rmask"
         parts = max(32, PARTS // power_of_two(len(totals)))
@@ -135,7 +136,7 @@ class StageWriter(ValueWriter):
         return self.lines
 
     def partial(self, depth: int) -> list[str]:
-        """One program's share of the reductions at `depth`, written to scratch."""
+        """Write one program's share of the reductions at `depth`; it stores its states to scratch."""
         kernel = self.kernel
         self.program_axes(split=True)
         for level in kernel.levels[:depth]:
@@ -155,7 +156,7 @@ class StageWriter(ValueWriter):
         return self.lines
 
     def finish(self, stores: Sequence[Store], inner: bool) -> list[str]:
-        """Stores of a split kernel, once all partial results are in scratch."""
+        """Write the stores of a split kernel, which run after all partial results are in scratch."""
         self.program_axes(split=inner)
         for level in self.kernel.levels:
             self.combine(level)
@@ -171,7 +172,7 @@ class StageWriter(ValueWriter):
     # Reductions
 
     def reduce_tile(self, level: Sequence[Accumulation]) -> None:
-        """All of r is in this tile: reduce it at once."""
+        """Reduce a tile that contains all of r."""
         self.compute(self.top, self.names, [accumulation.arg for accumulation in level])
         for accumulation in level:
             assert not isinstance(accumulation, Online | Moments | Scanning)
@@ -185,7 +186,7 @@ class StageWriter(ValueWriter):
             self.define(accumulation, names)
 
     def reduce_loop(self, level: Sequence[Accumulation], first: str, last: str, stores: Sequence[Store] = ()) -> None:
-        """Accumulates a depth's reductions lane by lane over tiles of r, and makes `stores` on the way."""
+        """Write the loop over tiles of r that accumulates the reductions of `level` per lane, and makes `stores`."""
         roots = [accumulation.arg for accumulation in level]
         roots += [value for store in stores for value in store.operands()]
         self.compute_outer(roots)
@@ -203,7 +204,7 @@ class StageWriter(ValueWriter):
                 masked = self.fresh()
                 with_r(f"{masked} = tl.where({self.masks['r']}, {value}, {accumulation.states[0].neutral})")
                 value = masked
-            # Each of several new states is computed from all old ones.
+            # Each new state may be computed from all old ones.
             new = states if len(states) == 1 else [f"next{at}" for at in range(len(states))]
             for line in accumulation.update(states, new, value, self.position(), self.masks.get("r", "")):
                 with_r(line)
@@ -222,7 +223,7 @@ class StageWriter(ValueWriter):
             self.define(accumulation, targets)
 
     def combine(self, level: Sequence[Accumulation]) -> None:
-        """Results of an earlier stage: every program reduces the parts of its rows, in the same order."""
+        """Combine the partial results of an earlier stage; every program reduces the parts of its rows, in order."""
         for accumulation in level:
             if isinstance(accumulation, Scanning):
                 continue
@@ -232,7 +233,7 @@ class StageWriter(ValueWriter):
             self.define(accumulation, targets)
 
     def combine_before(self, level: Sequence[Accumulation]) -> None:
-        """The states of an earlier stage's scans at the beginning of this program's share."""
+        """Compute the states of an earlier stage's scans at the beginning of this program's share."""
         for accumulation in level:
             if not isinstance(accumulation, Scanning):
                 continue
@@ -243,7 +244,7 @@ class StageWriter(ValueWriter):
                 self.top(line)
 
     def parts(self, accumulation: Accumulation) -> list[str]:
-        """The states that all programs of a row have left, side by side."""
+        """Load the states that all programs of a row stored, next to each other; return their names."""
         names = []
         for state in accumulation.states:
             names.append(f"{state.name}_lanes")
@@ -252,7 +253,7 @@ class StageWriter(ValueWriter):
         return names
 
     def part(self, name: str, split: str) -> str:
-        """Pointer to the part of `split`: parts of neighbouring rows are neighbours."""
+        """Return the pointer to the part of program `split`; the parts of neighbouring rows are adjacent."""
         size = self.kernel.size_text(self.kernel.numel["x"])
         row = self.kernel.index_name["x"] if self.kernel.axes["x"] else "tl.full([XBLOCK, 1], 0, tl.int32)"
         return f"{name}_parts + ({row} + {split} * {size})"
@@ -267,11 +268,11 @@ class StageWriter(ValueWriter):
             self.value_axes[value] = frozenset({"x"})
 
     def lanes(self, emit: Scope, names: Mapping[Value, str], accumulation: Accumulation) -> str:
-        """The argument of a reduction as a full tile of the state's dtype."""
+        """Return the argument of a reduction as a full tile of the state's dtype."""
         return self.tile(emit, names, accumulation.arg, accumulation.states[0].dtype)
 
     def open_scanning_loop(self, first: str, last: str, roots: Sequence[Value]) -> Scope:
-        """The loop over tiles of r in which `roots` are computed, after what their scans carry from tile to tile."""
+        """Open the loop over tiles of r that computes `roots`, after initializing the states of their scans."""
         kernel = self.kernel
         for value in self.needed(roots, self.names):
             for state in kernel.scans[value].states if isinstance(value, Scan) else ():

@@ -1,19 +1,19 @@
-"""Which loops form a tile's axes, and how large tiles are.
+"""Chooses the loops that form a tile's axes, and the sizes of tiles.
 
 Forms of a kernel:
 
-    flat        pointwise; all loops flattened into one axis x
-    rows        pointwise; the last loop is the axis x, all others are fixed in a program, as are loads that do not
-                vary along x (an embedding's token)
-    tiled       pointwise; two loops as axes y and x, for bodies that read along one and write along the other, or three
-                as z, y and x, where something lies along each
+    flat        pointwise; all loops are flattened into one axis x
+    rows        pointwise; the last loop is the axis x, and all others are constant in a program, as are loads that do
+                not vary along x (an embedding's token)
+    tiled       pointwise; two loops are the axes y and x, for bodies that read along one and write along the other, or
+                three are z, y and x, if there are accesses that are contiguous along each
     persistent  reduction whose row fits a tile [x, r]: everything is read once
-    looped      reduction in tiles [x, r] over r, one pass a reduction depth
-    dot         matrix product in tiles [y, x], over r; y and x are the loops that only one factor varies with
-    split       looped, with r divided among programs: too few rows to fill the device
-    totals      persistent, with the rows divided among programs that each total the columns of theirs
+    looped      reduction in tiles [x, r] over r, with one pass per reduction depth
+    dot         matrix product in tiles [y, x], over r; y and x are the loops with which only one factor varies
+    split       looped, with r divided among programs, for too few rows to fill the device
+    totals      persistent, with the rows divided among programs, each of which totals the columns of its rows
 
-Sizes that are symbols enter with their hints; any size stays correct, hints only choose speed.
+For symbolic sizes, hints are used. They affect only speed: a kernel is correct for all sizes.
 """
 
 from __future__ import annotations
@@ -31,36 +31,39 @@ from overlapc.codegen.triton.levels import accumulations
 from overlapc.ir.body import Body, Load, Loop, Op, Reduce, Store, depends_on, reduction_depth
 from overlapc.ir.indexing import free_symbols
 
-MULTIPROCESSORS = 132  # of an H100/H200 SXM; other devices only get less fitting block sizes
-_PERSISTENT_LIMIT = 32768  # elements of a row that is one tile: 64 a thread at 16 warps
-_ONE_PASS_LIMIT = 8192  # of a row that is read once anyway: a loop over smaller tiles keeps more programs on the device
-# Of the launch that adds up the programs' totals: a warp's width of columns, twice for loads of 16 bytes.
+MULTIPROCESSORS = 132  # those of an H100/H200 SXM; on other devices block sizes only fit less well
+_PERSISTENT_LIMIT = 32768  # most elements of a row as one tile: 64 per thread at 16 warps
+# Most elements of a row as one tile if the row is read only once anyway: a loop over smaller tiles lets more programs
+# run on the device.
+_ONE_PASS_LIMIT = 8192
+# Columns and warps of the launch that adds up the programs' totals: twice a warp's width, for loads of 16 bytes.
 TOTALS_COLUMNS = 64
 TOTALS_WARPS = 8
 _BRANCHING = frozenset(
     "tanh erf erfc sin cos tan asin acos atan sinh cosh asinh acosh atanh lgamma pow atan2 fmod".split()
 )
-_LONG_ROW = 2**16  # elements; shorter rows fit the L2 cache by eight programs a multiprocessor
+_LONG_ROW = 2**16  # elements; shorter rows of eight programs per multiprocessor fit the L2 cache
 _SHORT_ROW = 512  # elements
-_MANY_STEPS = 4  # reductions one after the other, as in a top-k: time goes to exchanges between threads, not to memory
+_MANY_STEPS = 4  # passes above which exchanges between threads, not memory, take the time (a top-k)
 _MANY_STEPS_TILE = 1024
-# Of loops that load ahead, in a sweep on one H200 (benchmarks/triton_tilings.py): two stages hide little, four cost
-# more than they hide.
+# Stages of pipelined loops, from a sweep on one H200 (benchmarks/triton_tilings.py): two hide little latency, four cost
+# more than they gain.
 _STAGES = 3
-# x, y and z of a tile of three axes: whole sectors of the cache, 32 bytes, along each in two-byte formats, two of them
-# along two axes. In a sweep on one H200 that was better than one along each, and than two along one.
+# x, y and z of a tile with three axes: in two-byte formats, one 32-byte sector of the cache along one axis and two
+# sectors along the others. In a sweep on one H200 that was faster than one sector along each, and than two along one.
 _CUBE = (32, 16, 32)
 _CUBE_WARPS = 16
-_AHEAD_BYTES = 80 * 1024  # two programs of an H100/H200 have room for it, and so has one of any device since 2020
-# Above which tiles of columns are halved, so that four programs have room instead of two: the backward of a token shift
-# took 80 us instead of 91 (one H200).
+# Most shared memory of a pipelined loop: an H100/H200 has room for two such programs, any device since 2020 for one.
+_AHEAD_BYTES = 80 * 1024
+# Shared memory above which tiles of columns are halved, so that four programs fit instead of two: the backward of a
+# token shift took 80 us instead of 91 (one H200).
 _LARGE_AHEAD_BYTES = 64 * 1024
-DEFAULT_HINT = 4096  # for an unknown size
+DEFAULT_HINT = 4096  # hint for a size without one
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Loops by axis (outermost first) and block sizes in elements (powers of two)."""
+    """The form of a kernel, its loops by axis (outermost first) and block sizes in elements (powers of two)."""
 
     form: str
     x: tuple[Loop, ...]
@@ -72,26 +75,26 @@ class Tiling:
     yblock: int = 1
     z: tuple[Loop, ...] = ()
     zblock: int = 1
-    grid: tuple[Loop, ...] = ()  # loops that are one value in a whole program
+    grid: tuple[Loop, ...] = ()  # loops that are constant in a program
     splits: int = 1
-    num_stages: int = 0  # of a pipelined loop; 0: Triton's default for products, no pipeline for others
+    num_stages: int = 0  # stages of a pipelined loop; 0: Triton's default for products, no pipeline for other kernels
 
     def with_splits(self, splits: int) -> Tiling:
-        """The same with r, or the rows, divided among another number of programs."""
+        """Return this tiling with r, or the rows, divided among another number of programs."""
         return replace(self, splits=splits)
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One load or store: how far apart neighbours along each loop are, in elements."""
+    """One load or store, with its stride along each loop, in elements."""
 
     strides: Mapping[sympy.Symbol, int]
-    bytes: int  # touched by the whole kernel
+    bytes: int  # bytes that it touches in the whole kernel
     is_store: bool
 
 
 def choose(body: Body, hints: Mapping[sympy.Symbol, int]) -> Tiling:
-    """Axes and block sizes for `body`."""
+    """Choose form, axes and block sizes for `body`."""
     sizes = {loop.symbol: hint_of(loop.size, hints) for loop in (*body.loops, *body.reduction)}
     accesses = [_access(item, sizes, hints) for item in accesses_of(body)]
     if body.reduction:
@@ -100,12 +103,12 @@ def choose(body: Body, hints: Mapping[sympy.Symbol, int]) -> Tiling:
 
 
 def accesses_of(body: Body) -> list[Load | Store]:
-    """Everything that touches memory, loads first."""
+    """Return all loads, then all stores."""
     return [*body.loads(), *body.stores]
 
 
 def hint_of(size: sympy.Expr, hints: Mapping[sympy.Symbol, int]) -> int:
-    """`size` as a number, with hints for its symbols."""
+    """Return `size` as a number, with hints for its symbols."""
     if size.is_Integer:
         return int(size)
     known = {symbol: sympy.Integer(hints.get(symbol, DEFAULT_HINT)) for symbol in size.free_symbols}
@@ -132,7 +135,7 @@ def _access(item: Load | Store, sizes: Mapping[sympy.Symbol, int], hints: Mappin
 
 
 def _contiguous_bytes(accesses: Sequence[Access], sizes: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, int]:
-    """For every loop, bytes of accesses in which its neighbours are neighbours in memory."""
+    """Return the bytes of accesses that are contiguous along each loop; bytes of stores count for 1/8 more."""
     votes = dict.fromkeys(sizes, 0)
     for access in accesses:
         for symbol, stride in access.strides.items():
@@ -142,9 +145,9 @@ def _contiguous_bytes(accesses: Sequence[Access], sizes: Mapping[sympy.Symbol, i
 
 
 def _elements(body: Body) -> int:
-    """How many elements of a tensor an iteration makes, about: loops are cut where conditions change.
+    """Return about how many elements of one tensor an iteration stores: several if a loop was split at conditions.
 
-    What a reduction stores once a row, as each of a top-k, is no element of an iteration.
+    Elements that a reduction stores once per row, as a top-k does, do not count.
     """
     reduced = {loop.symbol for loop in body.reduction}
     stores = [store for store in body.stores if not reduced or reduced & store.index.free_symbols]
@@ -155,8 +158,8 @@ def _elements(body: Body) -> int:
 def _as_most_lie(
     loops: tuple[Loop, ...], accesses: Sequence[Access], sizes: Mapping[sympy.Symbol, int]
 ) -> tuple[Loop, ...]:
-    """`loops` in the order in which most of what is accessed lies in memory, so that programs beside each other read
-    rows beside each other; as they are where less than twice as much does."""
+    """Return `loops` in the order in which most accessed bytes are in memory, so that adjacent programs read adjacent
+    rows; the order changes only if it fits at least twice as many bytes."""
     if len(loops) < 2:
         return loops
     bytes_of: dict[tuple[Loop, ...], int] = {loops: 0}
@@ -169,12 +172,12 @@ def _as_most_lie(
 
 
 def _last(loops: Sequence[Loop], symbol: sympy.Symbol) -> tuple[Loop, ...]:
-    """`loops` with the one of `symbol` innermost."""
+    """Return `loops` with the loop of `symbol` innermost."""
     return tuple(sorted(loops, key=lambda loop: loop.symbol == symbol))
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()
 
 
@@ -200,13 +203,13 @@ def _pointwise(body: Body, sizes: Mapping[sympy.Symbol, int], accesses: Sequence
     if ranked and votes[ranked[0]] > 0 and loops[-1].symbol != ranked[0] and not votes[loops[-1].symbol]:
         loops = _last(loops, ranked[0])
     if _has_row_values(body, loops, sizes, accesses):
-        # Rows whose elements can be read one at a time only: four a thread (146 us, with 16 a thread 200, one H200).
+        # Rows of odd length are loaded one element at a time: four per thread (146 us; 16 per thread: 200; one H200).
         single = sizes[loops[-1].symbol] % 2
         return Tiling("rows", loops[-1:], 512 if single else 1024, 4 if single else 2, grid=loops[:-1])
-    # Eight elements a thread: 16 bytes a load in two-byte formats. Smaller blocks when few would fill the device.
+    # Eight elements per thread: 16 bytes per load in two-byte formats. Smaller blocks if few would fill the device.
     xblock = _clamp(128, power_of_two(total // (4 * MULTIPROCESSORS) + 1), 1024)
     xblock = min(xblock, max(32, power_of_two(total)))
-    if _elements(body) >= 4:  # of parts that a loop was cut into: about as many elements a thread as else
+    if _elements(body) >= 4:  # fewer iterations per thread, for about as many elements per thread as usual
         return Tiling("flat", loops, min(xblock, 512), _clamp(1, xblock // 64, 8))
     return Tiling("flat", loops, xblock, _clamp(1, xblock // 256, 4))
 
@@ -218,8 +221,8 @@ def _length(loops: Sequence[Loop], sizes: Mapping[sympy.Symbol, int]) -> int:
 def _run(
     body: Body, symbol: sympy.Symbol, accesses: Sequence[Access], sizes: Mapping[sympy.Symbol, int]
 ) -> tuple[Loop, ...]:
-    """The loop of `symbol`, and as long as that is too short for a tile those around it that go on where it ends: the
-    channels of a group, then the groups."""
+    """Return the loop of `symbol`, and while that is too short for a tile, the loops around it that continue it in
+    memory: the channels of a group, then the groups."""
     last = next(at for at, loop in enumerate(body.loops) if loop.symbol == symbol)
     first = last
     along = [access for access in accesses if abs(access.strides.get(symbol, 0)) == 1]
@@ -232,7 +235,7 @@ def _run(
 
 
 def _tiled(body: Body, axes: Sequence[tuple[Loop, ...]], sizes: Mapping[sympy.Symbol, int]) -> Tiling:
-    """Tiles over two or three axes, the one that most lies along first."""
+    """Return a tiling over two or three axes, of which the first has the most contiguous bytes."""
     rest = tuple(loop for loop in body.loops if not any(loop in axis for axis in axes))
     if len(axes) == 3:
         x, y, z = axes
@@ -246,9 +249,9 @@ def _tiled(body: Body, axes: Sequence[tuple[Loop, ...]], sizes: Mapping[sympy.Sy
 def _has_row_values(
     body: Body, loops: Sequence[Loop], sizes: Mapping[sympy.Symbol, int], accesses: Sequence[Access]
 ) -> bool:
-    """Whether long rows that fill blocks of 1024 well share something: a value a row, or one row for all of them.
+    """Whether rows fill blocks of 1024 well, and some load is constant in a row or is the same row for all rows.
 
-    In a program of one row, neither the first is loaded more than once nor the second's index divided out.
+    With one row per program, the former is loaded only once and the index of the latter needs no division.
     """
     if len(loops) < 2:
         return False
@@ -257,7 +260,7 @@ def _has_row_values(
     fits = length >= 1024 and 8 * (-length % 1024) <= length
     rows = {loop.symbol for loop in loops[:-1]}
     if any(abs(access.strides.get(last, 0)) > 1 for access in accesses):
-        return False  # elements that take turns: loads of one at a time, of which a thread of a row would have many
+        return False  # strided accesses load one element at a time, and a thread of one row would have many of them
     return fits and any(
         not load.indirect and (last not in load.index.free_symbols or rows.isdisjoint(load.index.free_symbols))
         for load in body.loads()
@@ -266,18 +269,18 @@ def _has_row_values(
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """Facts from which the tiling of a reduction is chosen. Sizes are hints."""
+    """Properties from which the tiling of a reduction is chosen. Sizes are hints."""
 
     body: Body
     x: tuple[Loop, ...]
     r: tuple[Loop, ...]
     rows: int
     length: int
-    static: bool  # whether the length is a number
-    streams: int  # tensors that are read and as large as all of x and r
-    passes: int  # a loop over r would make
-    stores: bool  # whether something is stored for every r
-    states: int  # numbers that a loop over r keeps for each element of a tile, in the pass with most of them
+    static: bool  # whether the length is not symbolic
+    streams: int  # loads of tensors about as large as all of x and r
+    passes: int  # passes that a loop over r would make
+    stores: bool  # whether there are stores for every r
+    states: int  # most state variables per element of a tile in one pass of a loop over r
 
     @property
     def scans(self) -> bool:
@@ -301,7 +304,7 @@ def _reduction(
         return _totals(body, by_rows, rows, length, best)
     columns = best is not None and votes[best] > 0 and best not in reduced
     positions = any(isinstance(value, Reduce) and value.kind in ("argmax", "argmin") for value in body.values())
-    fixed = positions or body.scans()  # r in the order that it has
+    fixed = positions or body.scans()  # the loops of r must keep their order
     whole = max((access.bytes for access in inner), default=0)
     given = _Reduction(
         body=body,
@@ -327,7 +330,7 @@ def _reduction(
 
 
 def _branches(body: Body) -> bool:
-    """Whether a function with branches is computed for every element: 64 of them in a thread spill hundreds of
+    """Whether a function with branches is computed for every element: 64 elements per thread would spill hundreds of
     registers."""
     varies = depends_on(body.values(), [loop.symbol for loop in body.reduction])
     return any(
@@ -338,16 +341,16 @@ def _branches(body: Body) -> bool:
 
 
 def _columns(given: _Reduction) -> Tiling:
-    """Neighbours in memory are neighbours along x: a warp's width of columns, and as many rows as make a tile."""
+    """Return a tiling for accesses that are contiguous along x: a warp's width of columns, and rows to fill a tile."""
     width = 64 if all(load.memory_dtype.itemsize <= 2 for load in given.body.loads()) else 32
     xblock = min(width, power_of_two(given.rows))
     rblock = _clamp(1, power_of_two(given.length), 4096 // xblock)
     tile = xblock * rblock
-    warps = _clamp(1, tile // 1024, 16) if given.scans else _warps(tile)  # threads wait for each other in each tile
+    warps = _clamp(1, tile // 1024, 16) if given.scans else _warps(tile)  # threads synchronize in each tile
     tiling = Tiling("persistent", given.x, xblock, warps, r=given.r, rblock=rblock)
     if given.static and given.length <= rblock:
         return tiling
-    # Of a pass that also stores, loads would wait for the stores of the tile before.
+    # A pass that also stores is pipelined: otherwise loads would wait for the stores of the previous tile.
     if given.stores and tile == 4096 and _ahead(given.body, tile) > _LARGE_AHEAD_BYTES:
         tiling = replace(tiling, rblock=rblock // 2, num_warps=max(1, warps // 2))
         tile //= 2
@@ -356,7 +359,7 @@ def _columns(given: _Reduction) -> Tiling:
 
 
 def _both_ways(given: _Reduction) -> Tiling:
-    """Something lies along x and something along r: sectors of the cache along both, turned round on the device."""
+    """Return a tiling for accesses contiguous along x and along r: whole cache sectors along both."""
     xblock, rblock = (min(size, power_of_two(extent)) for size, extent in ((32, given.rows), (128, given.length)))
     tiling = Tiling("persistent", given.x, xblock, _warps(xblock * rblock), r=given.r, rblock=rblock)
     if given.static and given.length <= rblock:
@@ -371,7 +374,7 @@ def _whole_rows(given: _Reduction) -> Tiling:
     tile = xblock * rblock * _elements(given.body)
     warps = _warps(tile)
     if -(-given.rows // xblock) >= 2 * MULTIPROCESSORS:
-        # Many programs have enough loads in flight: fewer threads to a row wait less for each other.
+        # Many programs have enough loads in flight, and fewer threads per row synchronize faster.
         warps = tile // 128 if given.many_steps else _clamp(1, tile // 1024, 8 if tile <= 16384 else 16)
     return Tiling("persistent", given.x, xblock, warps, r=given.r, rblock=rblock)
 
@@ -379,14 +382,14 @@ def _whole_rows(given: _Reduction) -> Tiling:
 def _pieces_of_rows(given: _Reduction) -> Tiling:
     rblock = _clamp(64, power_of_two(given.length), 4096 if given.streams <= 2 else 2048)
     warps = _warps(rblock)
-    if given.states >= 4:  # numbers that a thread keeps for each of its elements, as of a mean and a variance
+    if given.states >= 4:  # many registers per element, as for a mean and a variance
         rblock = max(64, rblock // 2)
     tiling = Tiling("looped", given.x, 1, warps, r=given.r, rblock=rblock)
     tiling = _divided(given, tiling, 4 * MULTIPROCESSORS)
     if tiling.form != "looped" or given.passes == 1:
         return tiling
-    # The rows that are in work together should still lie in the L2 cache when they are read again: of long ones one
-    # program a multiprocessor, as many registers as that has, of others half as many programs as else.
+    # The rows of all running programs should still be in the L2 cache when they are read again: for long rows, one
+    # program per multiprocessor that uses all its registers; for others, half as many programs as usual.
     if given.length >= _LONG_ROW:
         return replace(tiling, rblock=_LONG_ROW // power_of_two(max(1, given.streams)), num_warps=32)
     if given.length * given.streams >= _LONG_ROW // 2:
@@ -395,40 +398,40 @@ def _pieces_of_rows(given: _Reduction) -> Tiling:
 
 
 def _warps(tile: int) -> int:
-    """16 elements a thread: two loads of 16 bytes in flight in two-byte formats."""
+    """Return the warps for 16 elements per thread: two loads of 16 bytes in flight in two-byte formats."""
     return _clamp(1, tile // 512, 16)
 
 
 def _divided(given: _Reduction, tiling: Tiling, most: int) -> Tiling:
-    """`tiling` with r divided among programs, at most about `most` in all, where rows alone are too few of them."""
+    """Return `tiling` with r divided among programs, about `most` at most, if there are too few rows."""
     programs = max(1, -(-given.rows // tiling.xblock))
     if programs >= 2 * MULTIPROCESSORS:
         return tiling
-    least = (2 if given.scans else 4) * tiling.rblock  # elements a program; tiles of a scan wait for each other
+    least = (2 if given.scans else 4) * tiling.rblock  # elements per program; tiles of a scan run in order
     wanted = min(most // programs, given.length // least, 512)
     splits = 1 << max(0, wanted.bit_length() - 1)
     return replace(tiling, form="split", splits=splits) if splits > 1 else tiling
 
 
 def _stages(body: Body, tile: int) -> int:
-    """Of a pipelined loop over tiles of so many elements, or 0 where there is no room for what is loaded ahead."""
+    """Return the stages of a pipelined loop over tiles of `tile` elements; 0 if they do not fit in shared memory."""
     return _STAGES if _ahead(body, tile) <= _AHEAD_BYTES else 0
 
 
 def _ahead(body: Body, tile: int) -> int:
-    """Bytes that a pipelined loop over tiles of so many elements holds in shared memory."""
+    """Return the bytes of shared memory that a pipelined loop over tiles of `tile` elements uses."""
     axes = [{loop.symbol for loop in axis} for axis in (body.loops, body.reduction)]
     loads = [load for load in body.loads() if all(axis & load.index.free_symbols for axis in axes)]  # whole tiles
     return (_STAGES - 1) * tile * sum(load.memory_dtype.itemsize for load in loads)
 
 
 def _levels(body: Body) -> list[list[Accumulation]]:
-    """The accumulations of a loop over r, by pass."""
+    """Return the accumulations of a loop over r, by pass."""
     return accumulations(body, True, torch.int32)
 
 
 def _passes(body: Body, reduced: set[sympy.Symbol]) -> int:
-    """How often a loop over tiles of a row would read it: once a depth of reductions, once for stores after them."""
+    """Return how often a loop over tiles would read a row: once per reduction depth, and once for stores after them."""
     roots = [value for store in body.stores for value in store.operands()]
     depth = reduction_depth(roots)
     levels = _levels(body)
@@ -437,14 +440,14 @@ def _passes(body: Body, reduced: set[sympy.Symbol]) -> int:
 
 
 def _totals(body: Body, x: tuple[Loop, ...], rows: int, length: int, best: sympy.Symbol | None) -> Tiling:
-    """Whole rows, as many programs as stay on the device together: each brings a row of totals."""
-    rblock, each = power_of_two(length), 16  # elements a thread
-    if rblock <= _SHORT_ROW:  # a warp or two reduce it: more rows at a time
+    """Return a tiling with whole rows and as many programs as run concurrently, as each stores a row of totals."""
+    rblock, each = power_of_two(length), 16  # elements per thread
+    if rblock <= _SHORT_ROW:  # one or two warps reduce a row, so several rows are done at a time
         xblock = min(max(1, 4096 // (rblock * _elements(body))), power_of_two(rows))
         num_warps, stages = _clamp(1, xblock * rblock * _elements(body) // 1024, 32), 0
     else:
-        # Rows that no load of 16 bytes fits cannot be loaded ahead: twice as many at a time, and for each element an
-        # address in registers.
+        # Rows whose length does not allow loads of 16 bytes cannot be pipelined: tiles are twice as large, with fewer
+        # elements per thread, as each needs an address in registers.
         tile, each = (2048, 16) if length % 8 == 0 else (4096, 8)
         xblock = min(max(1, tile // rblock), power_of_two(rows))
         num_warps, stages = _clamp(1, xblock * rblock // (32 * each), 32), _stages(body, xblock * rblock)
@@ -454,7 +457,7 @@ def _totals(body: Body, x: tuple[Loop, ...], rows: int, length: int, best: sympy
 
 
 def memory_dtypes(body: Body) -> dict[str, torch.dtype]:
-    """The dtype of every buffer; the first one when a buffer is read as several (see `TritonGenerator.refuse`)."""
+    """Return the dtype of every buffer; the first one if it is accessed as several (see `TritonGenerator.refuse`)."""
     found: dict[str, torch.dtype] = {}
     for item in accesses_of(body):
         found.setdefault(item.buffer, item.memory_dtype)

@@ -1,4 +1,4 @@
-"""Values of a body as Triton statements: loads, operations and stores over the tile of a program."""
+"""Writes values of a body as Triton statements: loads, operations and stores over the tile of a program."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from overlapc.ir.body import Cast, Checked, Constant, Index, Load, Op, Reduce, S
 from overlapc.ir.conversions import constant
 from overlapc.ir.indexing import exact_quotient
 
-_ORIGIN_CHARACTERS = 300  # of a check's message about its origin
+_ORIGIN_CHARACTERS = 300  # most characters about the origin in a check's message
 _PAIR = sympy.Symbol("pair", integer=True, nonnegative=True)  # the index variable of tiles of pairs
 _ORDER = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
 class ValueWriter(AxisWriter):
-    """Writes statements that compute values; `names` holds those computed for the whole function."""
+    """Writes statements that compute values; `names` has the variables of values computed in the function's scope."""
 
     def __init__(self, kernel: KernelShape) -> None:
         super().__init__(kernel)
@@ -45,7 +45,7 @@ class ValueWriter(AxisWriter):
         return f"v{self.count - 1}"
 
     def needed(self, roots: Iterable[Value], names: Mapping[Value, str]) -> list[Value]:
-        """Values under `roots` that have no name yet, operands first; results of reductions are not looked into."""
+        """Return the values that `roots` need and that have no name yet, operands first. Reductions must have names."""
         order: list[Value] = []
         done: set[Value] = set(names)
         stack = [(root, False) for root in reversed(list(roots))]
@@ -63,7 +63,7 @@ class ValueWriter(AxisWriter):
         return order
 
     def compute_outer(self, roots: Sequence[Value]) -> None:
-        """Computes what does not vary with r before the loop over r."""
+        """Compute the values that do not vary with r, before the loop over r."""
         varies: dict[Value, bool] = {}
         outer = []
         for value in self.needed(roots, self.names):
@@ -75,9 +75,9 @@ class ValueWriter(AxisWriter):
         self.compute(self.top, self.names, outer)
 
     def compute(self, emit: Scope, names: dict[Value, str], roots: Sequence[Value]) -> None:
-        """Statements for everything under `roots` that has no name yet."""
+        """Write statements for all values that `roots` need and that have no name yet."""
         checks = [value for value in self.needed(roots, names) if isinstance(value, Checked)]
-        # Threads meet at each check: what all of them ask for is loaded before the first.
+        # Threads synchronize at each check, so the operands of all checks are loaded before the first one.
         asked = [operand for check in checks for operand in check.operands()]
         order = self.needed([*asked, *checks, *roots], names)
         literal_only = self.literals(order) - set(roots)
@@ -101,12 +101,12 @@ class ValueWriter(AxisWriter):
                 names[value] = name
 
     def assertion(self, message: str) -> str:
-        """The literal that a failed check prints: what is wrong, then the nodes and the line it was compiled from."""
+        """Return the literal that a failed check prints: the message, then the nodes and the user's line."""
         origin = " | ".join(" ".join(line.split()) for line in self.kernel.origin.splitlines())[:_ORIGIN_CHARACTERS]
         return ascii(f"{message}, in {origin}" if origin else message)
 
     def scanned(self, emit: Scope, names: Mapping[Value, str], scanning: Scanning) -> str:
-        """Statements for a scan over this tile, after the tiles before it; the name of the result."""
+        """Write statements that scan this tile and continue the scan of earlier tiles; return the result's name."""
         scan, states = scanning.scan, scanning.states
         elements = [self.tile(emit, names, scan.arg, states[0].dtype)]
         if len(states) > 1:
@@ -125,7 +125,7 @@ class ValueWriter(AxisWriter):
         return name
 
     def tile(self, emit: Scope, names: Mapping[Value, str], arg: Value, dtype: torch.dtype) -> str:
-        """`arg` as a full tile of `dtype`, by name."""
+        """Return the name of `arg` as a full tile of `dtype`."""
         text = converted_name(names[arg], arg.dtype, dtype)
         if self.value_axes[arg] != {"x", "r"}:
             text = f"tl.broadcast_to({text}, {self.kernel.shape(('x', 'r'))})"
@@ -136,11 +136,11 @@ class ValueWriter(AxisWriter):
         return text
 
     def position(self) -> str:
-        """The position in the reduction space as a full tile."""
+        """Return the position in the reduction space as a full tile."""
         return f"tl.broadcast_to({self.kernel.index_name['r']}, {self.kernel.shape(('x', 'r'))})"
 
     def literals(self, order: Sequence[Value]) -> set[Value]:
-        """Constants and positions that every use writes in place: bare numbers, indices that are compared."""
+        """Return the constants and positions that every user writes inline: literals, indices that are compared."""
         wanted: set[Value] = {value for value in order if isinstance(value, Constant | Index)}
         for value in order:
             for position, operand in enumerate(value.operands()):
@@ -161,11 +161,11 @@ class ValueWriter(AxisWriter):
         return frozenset(axes)
 
     def address_axes(self, load: Load) -> frozenset[str]:
-        """The axes that the address varies with, whatever the mask does."""
+        """Return the axes with which the address varies, regardless of the mask."""
         return frozenset(self._addressed(load.index, load.indirect))
 
     def _addressed(self, index: sympy.Expr, indirect: Sequence[tuple[sympy.Symbol, Value]]) -> set[str]:
-        """The axes of an index; where a dim has one element, what would pick one of it is not part of the index."""
+        """Return the axes of an index. An indirect value for a dim of size 1 does not occur in the index."""
         used = (value for symbol, value in indirect if symbol in index.free_symbols)
         return self.index_axes(index).union(*(self.value_axes[value] for value in used))
 
@@ -197,7 +197,10 @@ class ValueWriter(AxisWriter):
         return operation(value, [arg for arg in args if arg is not None])
 
     def first_number(self, value: Op) -> str | None:
-        """Position of the tile's first random number, where the tile takes neighbours: one Philox makes four."""
+        """Return the position of the tile's first random number if the tile draws contiguous ones, else None.
+
+        One evaluation of Philox yields four contiguous numbers.
+        """
         kernel, position = self.kernel, value.args[2]
         loops = kernel.axes["x"]
         if kernel.tile_axes != ("x",) or kernel.block["x"] % 4 or not isinstance(position, Index) or not loops:
@@ -217,7 +220,7 @@ class ValueWriter(AxisWriter):
         return self.value_axes[value] == set(kernel.tile_axes) and elements >= 64 * kernel.tiling.num_warps
 
     def compares_positions(self, value: Op) -> bool:
-        """Whether all that is compared are indices and small numbers: then in the width of indices."""
+        """Whether only indices and small numbers are compared, so that the comparison can use the index dtype."""
         return value.name in _ORDER and all(
             (isinstance(arg, Index) and arg.dtype is torch.int64)
             or (isinstance(arg, Constant) and arg.dtype is torch.int64 and abs(int(arg.number)) < 2**30)
@@ -246,7 +249,7 @@ class ValueWriter(AxisWriter):
         return self.kernel.printer({**axes, **self.symbols, **bound})(self.flattened(expr))
 
     def load_pair(self, emit: Scope, names: dict[Value, str], pair: Pair[Load]) -> None:
-        """Both loads of a pair, as one access."""
+        """Write both loads of a pair as one access."""
         axes = self.axes_of(pair.even)
         mask = self.mask_argument(axes, pairs_along=pair.axis)
         both = f"tl.load({self.pair_pointer(pair)}{mask}{self.eviction(pair.even)})"
@@ -261,7 +264,7 @@ class ValueWriter(AxisWriter):
                 emit(f"{names[load]} = {text}")
 
     def store_pair(self, emit: Scope, names: Mapping[Value, str], pair: Pair[Store], axes: Sequence[str]) -> None:
-        """Both stores of a pair, as one access."""
+        """Write both stores of a pair as one access."""
         values = []
         for store in (pair.even, pair.odd):
             text = self.stored(store, names)
@@ -271,7 +274,7 @@ class ValueWriter(AxisWriter):
         emit(f"tl.store({self.pair_pointer(pair)}, {both}{self.mask_argument(axes, pairs_along=pair.axis)})")
 
     def pair_pointer(self, pair: Pair[Load] | Pair[Store]) -> str:
-        """Pointers to a tile of twice the length along the pair's axis: to even and odd elements in turn."""
+        """Return pointers to a tile of twice the length along the pair's axis: even and odd elements alternate."""
         kernel, axis = self.kernel, pair.axis
         name, loops = kernel.pair_name(axis), kernel.axes[axis]
         expr = self.flattened(pair.even.index)
@@ -293,7 +296,7 @@ class ValueWriter(AxisWriter):
         return f"{kernel.arguments[pair.even.buffer]} + {term(text)}"
 
     def broadcasts(self, load: Load) -> bool:
-        """Whether a load is made as wide as the tile, because a narrow one would have another layout."""
+        """Whether to broadcast a load's addresses to the whole tile: a narrower load would get another layout."""
         kernel = self.kernel
         return kernel.tiling.form == "persistent" and kernel.block["x"] > 1 and self.axes_of(load) == {"r"}
 
@@ -301,17 +304,17 @@ class ValueWriter(AxisWriter):
         return self.as_computed(load, self.raw(load, names))
 
     def as_computed(self, load: Load, text: str) -> str:
-        """An element as it lies in memory, in the dtype that the kernel computes in."""
+        """Convert elements from their memory dtype to the dtype that the kernel computes in."""
         if load.memory_dtype is torch.bool:
             return f"{text} != 0"
         return converted_name(text, load.memory_dtype, load.dtype)
 
     def raw(self, load: Load, names: Mapping[Value, str]) -> str:
-        """The elements as they lie in memory."""
+        """Return the expression that loads elements in their memory dtype."""
         index = self.index(load.index, load.indirect, names)
         axes = self.axes_of(load)
         if not axes <= self.address_axes(load):
-            # One address for many elements: Triton wants it as wide as the mask.
+            # One address for many elements: Triton needs addresses of the mask's shape.
             index = f"{term(index)} + tl.full({self.kernel.shape(axes)}, 0, tl.int32)"
         if self.broadcasts(load):  # changing a layout goes through shared memory
             index = f"{index} + tl.full({self.kernel.shape(('x', 'r'))}, 0, tl.int32)"
@@ -327,7 +330,7 @@ class ValueWriter(AxisWriter):
         return f"tl.load({pointer}{arguments})"
 
     def eviction(self, load: Load) -> str:
-        """The cache's eviction policy for a load in a loop over r: keep elements that are read again, drop others."""
+        """Return the eviction policy argument of a load in a loop over r: elements that are read again stay cached."""
         axes = self.axes_of(load)
         if self.kernel.tiling.form not in ("looped", "split") or "r" not in axes or load.indirect:
             return ""
@@ -335,10 +338,10 @@ class ValueWriter(AxisWriter):
         return f', eviction_policy="evict_{"last" if again else "first"}"'
 
     def write(self, emit: Scope, names: dict[Value, str], stores: Sequence[Store], axes: Sequence[str]) -> None:
-        """Computes and writes `stores`; all loads come first, so an output may overwrite an input in place.
+        """Compute and write `stores`; all loads come first, so that an output may overwrite an input in place.
 
-        A row's store follows its value at once: Triton 3.6 keeps what it converts to the store's layout for values
-        that are computed before (its issue 8257: "operand #0 does not dominate this use").
+        The store of a row's result follows its value immediately: Triton 3.6 reuses conversions to the store's layout
+        in places before them (its issue 8257: "operand #0 does not dominate this use").
         """
         values = [value for store in stores for value in store.operands()]
         if self.kernel.is_reduction and tuple(axes) == ("x",):
